@@ -1,0 +1,108 @@
+"""Memory budgets: what a person writes, as bytes, and back."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+from numbers import Integral, Rational, Real
+
+from sacplan.errors import BudgetError
+
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+_BY_LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
+_KNOWN = ", ".join([*_UNITS, "%"])
+
+_LARGEST_GIB = 2**20  # one PiB: a plain number above it was meant as bytes
+
+_QUANTITY = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z%]*)\s*")
+
+
+def parse_budget(budget: float | str, baseline_peak_bytes: int) -> int:
+    """Read a memory budget and return it in bytes, rounded down.
+
+        parse_budget(22, peak)        # 22 GiB
+        parse_budget("24GB", peak)    # 24 * 10**9 bytes
+        parse_budget("60%", peak)     # that share of the unplanned peak
+
+    Args:
+        budget: a number is GiB; a string carries its unit (any case) or a percent sign.
+        baseline_peak_bytes: the peak without checkpointing, which a percentage refers to.
+
+    Raises:
+        BudgetError: not a number, not finite, not positive, without a unit or of an unknown one.
+    """
+    if isinstance(budget, bool):
+        raise BudgetError(
+            f"memory budget {budget!r} is a bool; give a number of GiB or a string like '22GiB'"
+        )
+    if isinstance(budget, str):
+        amount, factor = _parse_text(budget, baseline_peak_bytes)
+    elif isinstance(budget, Real):
+        # numpy's numbers are registered as Real too, but Fraction only takes Python's own
+        exact = int(budget) if isinstance(budget, Integral) else budget
+        if not isinstance(exact, Rational):
+            exact = float(exact)
+            if not math.isfinite(exact):
+                raise BudgetError(f"memory budget {budget!r} is not finite; give a number of GiB")
+        amount, factor = Fraction(exact), Fraction(2**30)
+        if amount > _LARGEST_GIB:
+            raise BudgetError(
+                f"memory budget {budget!r} would be GiB, more than a PiB; for bytes write '{budget}B'"
+            )
+    else:
+        raise BudgetError(
+            f"memory budget {budget!r} is a {type(budget).__name__}; "
+            f"give a number of GiB or a string with a unit ({_KNOWN})"
+        )
+    if amount <= 0:
+        raise BudgetError(f"memory budget {budget!r} must be positive")
+    n_bytes = math.floor(amount * factor)
+    if n_bytes <= 0:
+        raise BudgetError(f"memory budget {budget!r} is less than one byte")
+    return n_bytes
+
+
+def _parse_text(text: str, baseline_peak_bytes: int) -> tuple[Fraction, Fraction]:
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise BudgetError(
+            f"memory budget {text!r} cannot be read; write a number and a unit, "
+            f"like '22GiB' or '60%' (known units: {_KNOWN})"
+        )
+    number, unit = match.groups()
+    if not unit:
+        raise BudgetError(f"memory budget {text!r} has no unit; known units: {_KNOWN}")
+    try:
+        # an exponent past a double's range would make a Fraction of as many digits
+        if not math.isfinite(float(number)):
+            raise ValueError(number)
+        amount = Fraction(number)
+    except ValueError:
+        raise BudgetError(f"memory budget {text!r}: {number!r} is not a finite number") from None
+    if unit == "%":
+        return amount, Fraction(baseline_peak_bytes, 100)
+    try:
+        return amount, Fraction(_BY_LOWER[unit.lower()])
+    except KeyError:
+        raise BudgetError(
+            f"memory budget {text!r} has unknown unit {unit!r}; known units: {_KNOWN}"
+        ) from None
+
+
+def format_bytes(n_bytes: int) -> str:
+    """Write bytes for people, in the largest binary unit that leaves at least one: ``"2.41 GiB"``."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if abs(n_bytes) >= _UNITS[unit]:
+            return f"{n_bytes / _UNITS[unit]:.2f} {unit}"
+    return f"{n_bytes} B"

@@ -1,0 +1,441 @@
+"""What one unit can save, and at what price: the exact hull of kept bytes against recompute time.
+
+The problem is rematerialization as a minimum cut (Horace He et al., functorch's min-cut partitioner,
+``torch/_functorch/partitioners.py``), with two differences. The times of the ops are part of the cut, so
+that a price in milliseconds per byte (a Lagrangian multiplier) moves it from "keep everything" to "keep as
+little as possible". And an op runs again as a whole: its time is paid once for all that it writes.
+
+For a price ``lam`` the cut minimises ``recompute_ms + lam * kept_bytes`` over
+
+- ``r_v``: op ``v`` runs again in backward; pays its time;
+- ``a_s``: storage ``s`` is available in backward: 1 where autograd saved it, and wherever an op that runs
+  again reads it. Pays its bytes, unless the op that wrote it runs again or it is alive anyway.
+
+Divided by ``lam``, only capacities into the sink depend on the price, and all in the same direction. So the
+smallest minimum cuts are nested (Gallo, Grigoriadis and Tarjan 1989): a higher price only discards more. The
+hull is found by solving at the slope of the chord between two known vertices; what both agree on is
+contracted first, so that later cuts are small.
+
+Optimal: every vertex of the lower hull over *all* sets of discarded ops is found, and each comes with the
+smallest set that reaches it. Capacities are Python integers (times as scaled binary fractions), so nothing
+is rounded. Points above the hull are reachable too, but to find the best of those is a knapsack; ``between``
+adds good ones, without a promise.
+
+Known inefficiencies: the flow (Dinic 1970) is plain Python. A chain of hundreds of ops none of whose
+intermediates is saved makes long augmenting paths. Each chord starts its flow from zero. The points between
+two vertices take time quadratic in the saved storages by which the two differ.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from sacplan.errors import PlanError
+
+_NO_WRITER = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ClosureOp:
+    """One call site. If the unit is called several times, it stands for that site in all calls."""
+
+    cost_ms: float
+    """What running it again costs, over all calls."""
+    reads: tuple[int, ...]
+    """Indices of the storages that it needs."""
+    writes: tuple[int, ...]
+    """Indices of the storages that it makes."""
+    discardable: bool
+    """False where it must not run again: it writes in place, communicates, or cannot be repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosureProblem:
+    """The ops of one unit and the storages between them.
+
+    Raises:
+        PlanError: for an index, a time or a size that makes no sense, or a storage with two writers of which
+            one is discardable.
+    """
+
+    ops: tuple[ClosureOp, ...]
+    storage_bytes: tuple[int, ...]
+    saved: frozenset[int]
+    """Storages that autograd asks for in backward."""
+    free: frozenset[int]
+    """Storages that are alive anyway (parameters, inputs that something else keeps): they cost nothing."""
+    _writer: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """By storage: the discardable op that writes it, or ``_NO_WRITER``."""
+    _charge: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """By storage: the bytes that holding it costs."""
+
+    def __post_init__(self) -> None:
+        count = len(self.storage_bytes)
+        used = {*self.saved, *self.free, *(s for op in self.ops for s in (*op.reads, *op.writes))}
+        for storage in sorted(used):
+            if not 0 <= storage < count:
+                raise PlanError(f"storage {storage} is named, but storage_bytes has {count} entries")
+        for storage, size in enumerate(self.storage_bytes):
+            if size < 0:
+                raise PlanError(f"storage {storage} has {size} bytes; sizes must not be negative")
+        first: list[int] = [_NO_WRITER] * count
+        for index, op in enumerate(self.ops):
+            if not (math.isfinite(op.cost_ms) and op.cost_ms >= 0):
+                raise PlanError(f"op {index} costs {op.cost_ms} ms; a cost must be finite and not negative")
+            for storage in set(op.writes):
+                other = first[storage]
+                if other == _NO_WRITER:
+                    first[storage] = index
+                elif op.discardable or self.ops[other].discardable:
+                    raise PlanError(
+                        f"storage {storage} is written by op {other} and by op {index}: what is written in "
+                        "place has to be kept, so pass both with discardable=False"
+                    )
+        writer = tuple(w if w >= 0 and self.ops[w].discardable else _NO_WRITER for w in first)
+        charge = tuple(0 if s in self.free else size for s, size in enumerate(self.storage_bytes))
+        object.__setattr__(self, "_writer", writer)
+        object.__setattr__(self, "_charge", charge)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One reachable trade-off."""
+
+    kept_bytes: int
+    """Bytes held between forward and backward: saved storages, and what recomputing needs besides."""
+    recompute_ms: float
+    discarded: frozenset[int]
+    """The ops that run again. What they write is not kept."""
+
+
+def evaluate(problem: ClosureProblem, discarded: Iterable[int]) -> Point:
+    """The figures of any set of discarded ops, less those ops that nothing asked for in backward needs.
+
+    Raises:
+        PlanError: if an index is no op, or names one that is not discardable.
+    """
+    chosen = frozenset(discarded)
+    for index in sorted(chosen):
+        if not 0 <= index < len(problem.ops):
+            raise PlanError(f"cannot discard op {index}: there are {len(problem.ops)} ops")
+        if not problem.ops[index].discardable:
+            raise PlanError(f"cannot discard op {index}: it is not discardable, leave it out of the set")
+    writer = problem._writer
+    return _point(problem, _needed(problem, chosen, (s for s in problem.saved if writer[s] in chosen)))
+
+
+def tradeoff(problem: ClosureProblem, max_points: int = 24, between: int = 0) -> tuple[Point, ...]:
+    """The lower hull of kept bytes against recompute time, by falling bytes.
+
+    The first point discards nothing. The last keeps the fewest bytes that any set can reach, as cheaply as
+    possible. No point in between lies on the line through its neighbours.
+
+    Args:
+        max_points: how many vertices at most; where there are more, those that lie furthest (in ms) under the
+            hull so far are taken.
+        between: how many reachable points to add between two neighbouring vertices, at most. They lie on or
+            above the hull; none is dominated by another point returned.
+
+    Raises:
+        PlanError: if ``max_points`` is less than 2 or ``between`` is negative.
+    """
+    if max_points < 2:
+        raise PlanError(
+            f"max_points={max_points}: both ends of the hull are part of it, so ask for at least 2"
+        )
+    if between < 0:
+        raise PlanError(f"between={between}: must not be negative")
+    vertices = _hull(problem, max_points)
+    points = [_point(problem, vertex.ops) for vertex in vertices]
+    if between:
+        found = [
+            point
+            for left, right in itertools.pairwise(points)
+            for point in _spread(_greedy(problem, left, right), left, right, between)
+        ]
+        points = _merge(points, found)
+    return tuple(points)
+
+
+# --- figures of a set --------------------------------------------------------------------------------------
+
+
+def _needed(problem: ClosureProblem, allowed: frozenset[int], asked: Iterable[int]) -> frozenset[int]:
+    """The ops in ``allowed`` that making the storages ``asked`` takes."""
+    writer, ops = problem._writer, problem.ops
+    stack = [writer[s] for s in asked]
+    seen = set(stack)
+    while stack:
+        for storage in ops[stack.pop()].reads:
+            op = writer[storage]
+            if op in allowed and op not in seen:
+                seen.add(op)
+                stack.append(op)
+    return frozenset(seen)
+
+
+def _kept_bytes(problem: ClosureProblem, ops: frozenset[int]) -> int:
+    """Bytes held if exactly ``ops`` run again."""
+    held = set(problem.saved)
+    held.update(s for op in ops for s in problem.ops[op].reads)
+    return sum(problem._charge[s] for s in held if problem._writer[s] not in ops)
+
+
+def _point(problem: ClosureProblem, ops: frozenset[int]) -> Point:
+    # fsum is rounded once, so the order of the ops cannot show in the result.
+    return Point(_kept_bytes(problem, ops), math.fsum(problem.ops[op].cost_ms for op in ops), ops)
+
+
+# --- the hull ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Vertex:
+    kept: int
+    cost: int
+    """In the integer unit of ``_integer_costs``."""
+    ops: frozenset[int]
+
+
+def _integer_costs(problem: ClosureProblem) -> list[int]:
+    """The costs as integers of one common unit, exactly: a float is a binary fraction."""
+    ratios = [op.cost_ms.as_integer_ratio() for op in problem.ops]
+    unit = max((denominator for _, denominator in ratios), default=1)
+    return [numerator * (unit // denominator) for numerator, denominator in ratios]
+
+
+def _hull(problem: ClosureProblem, max_points: int) -> list[_Vertex]:
+    costs = _integer_costs(problem)
+
+    def solve(low: frozenset[int], high: frozenset[int], per_cost: int, per_byte: int) -> _Vertex:
+        ops = _cut(problem, costs, low, high, per_cost, per_byte)
+        return _Vertex(_kept_bytes(problem, ops), sum(costs[op] for op in ops), ops)
+
+    writer = problem._writer
+    discardable = frozenset(w for w in writer if w != _NO_WRITER)
+    everything = _needed(problem, discardable, (s for s in problem.saved if writer[s] != _NO_WRITER))
+    first = _Vertex(_kept_bytes(problem, frozenset()), 0, frozenset())
+    # One byte is worth more than all the time there is: fewest bytes first, then least time.
+    last = solve(frozenset(), everything, 1, sum(costs) + 1)
+    if last.kept == first.kept:
+        return [first]
+
+    queue: list[tuple[Fraction, int, _Vertex, _Vertex, _Vertex]] = []
+
+    def look_below(left: _Vertex, right: _Vertex) -> None:
+        if len(right.ops) - len(left.ops) < 2:  # the sets are nested: nothing fits between
+            return
+        span, rise = left.kept - right.kept, right.cost - left.cost
+        middle = solve(left.ops, right.ops, span, rise)
+        gap = span * (left.cost - middle.cost) + rise * (left.kept - middle.kept)
+        if gap > 0:
+            heapq.heappush(queue, (Fraction(-gap, span), -left.kept, left, middle, right))
+
+    look_below(first, last)
+    vertices = [first, last]
+    while queue and len(vertices) < max_points:
+        _, _, left, middle, right = heapq.heappop(queue)
+        vertices.append(middle)
+        look_below(left, middle)
+        look_below(middle, right)
+    return sorted(vertices, key=lambda vertex: -vertex.kept)
+
+
+def _cut(
+    problem: ClosureProblem,
+    costs: list[int],
+    low: frozenset[int],
+    high: frozenset[int],
+    per_cost: int,
+    per_byte: int,
+) -> frozenset[int]:
+    """The smallest set between ``low`` and ``high`` of least per_cost * cost + per_byte * bytes."""
+    writer, charge, ops = problem._writer, problem._charge, problem.ops
+    open_ops = sorted(high - low)
+    node = {op: index for index, op in enumerate(open_ops)}
+    available = set(problem.saved)
+    available.update(s for op in low for s in ops[op].reads)
+
+    # Terminal capacities, netted: from the source (bytes that it would save) less to the sink (its time).
+    terminal = [-per_cost * costs[op] for op in open_ops]
+    readers: dict[int, list[int]] = {}
+    for op in open_ops:
+        here = node[op]
+        for storage in set(ops[op].writes):
+            if storage in available:
+                terminal[here] += per_byte * charge[storage]
+        for storage in set(ops[op].reads):
+            made_by = writer[storage]
+            if storage not in available and charge[storage] and made_by not in low and made_by != op:
+                readers.setdefault(storage, []).append(here)
+
+    edges: list[tuple[int, int, int]] = []
+    unlimited = sum(capacity for capacity in terminal if capacity > 0) + 1
+    for storage, reading in readers.items():
+        price = per_byte * charge[storage]
+        into = node.get(writer[storage])
+        if len(reading) == 1:
+            if into is None:
+                terminal[reading[0]] -= price
+            else:
+                edges.append((reading[0], into, price))
+            continue
+        here = len(terminal)
+        terminal.append(-price if into is None else 0)
+        edges.extend((reader, here, unlimited) for reader in reading)
+        if into is not None:
+            edges.append((here, into, price))
+    chosen = _source_side(terminal, edges)
+    return low | {op for op in open_ops if chosen[node[op]]}
+
+
+def _source_side(terminal: list[int], edges: list[tuple[int, int, int]]) -> list[bool]:
+    """The smallest source side of a minimum cut, by Dinic's algorithm.
+
+    ``terminal[v]`` is the capacity from the source where positive, to the sink where negative; ``edges`` are
+    (from, to, capacity).
+    """
+    source, sink = len(terminal), len(terminal) + 1
+    head: list[int] = []
+    room: list[int] = []
+    out: list[list[int]] = [[] for _ in range(sink + 1)]
+
+    def connect(tail: int, tip: int, capacity: int) -> None:
+        out[tail].append(len(head))
+        out[tip].append(len(head) + 1)
+        head.extend((tip, tail))
+        room.extend((capacity, 0))
+
+    for v, capacity in enumerate(terminal):
+        if capacity > 0:
+            connect(source, v, capacity)
+        elif capacity < 0:
+            connect(v, sink, -capacity)
+    for tail, tip, capacity in edges:
+        connect(tail, tip, capacity)
+
+    while True:
+        level = [-1] * (sink + 1)
+        level[source] = 0
+        reached = [source]
+        for v in reached:
+            for edge in out[v]:
+                tip = head[edge]
+                if level[tip] < 0 and room[edge]:
+                    level[tip] = level[v] + 1
+                    reached.append(tip)
+        if level[sink] < 0:
+            return [depth >= 0 for depth in level[:source]]
+        position = [0] * (sink + 1)
+        path: list[int] = []
+        v = source
+        while True:
+            if v == sink:
+                pushed = min(room[edge] for edge in path)
+                for edge in path:
+                    room[edge] -= pushed
+                    room[edge ^ 1] += pushed
+                # Go on from the tail of the first edge that is full now.
+                full = next(i for i, edge in enumerate(path) if not room[edge])
+                v = head[path[full] ^ 1]
+                del path[full:]
+            candidates = out[v]
+            at, deeper = position[v], level[v] + 1
+            while at < len(candidates):
+                if room[candidates[at]] and level[head[candidates[at]]] == deeper:
+                    break
+                at += 1
+            position[v] = at
+            if at < len(candidates):
+                path.append(candidates[at])
+                v = head[candidates[at]]
+            elif path:
+                edge = path.pop()
+                v = head[edge ^ 1]
+                position[v] += 1
+            else:
+                break
+
+
+# --- points between two vertices ---------------------------------------------------------------------------
+
+
+def _greedy(problem: ClosureProblem, left: Point, right: Point) -> list[Point]:
+    """Reachable points on the way from ``left`` to ``right``.
+
+    Discards, one after the other, the saved storage that ``right`` recomputes and ``left`` does not and whose
+    time per byte is lowest now, with the ops that it needs. All that is looked at on the way is a candidate.
+    """
+    writer, charge, ops = problem._writer, problem._charge, problem.ops
+    extra = right.discarded - left.discarded
+    # Storages of one op come back together, so the op stands for them.
+    targets = sorted({writer[s] for s in problem.saved if charge[s] and writer[s] in extra})
+    needs = {op: _needed(problem, extra, (s for s in ops[op].writes if s in problem.saved)) for op in targets}
+    touched = {op: {s for n in needs[op] for s in (*ops[n].reads, *ops[n].writes)} for op in targets}
+
+    current = set(left.discarded)
+    held = set(problem.saved).union(s for op in current for s in ops[op].reads)
+    kept, spent = left.kept_bytes, left.recompute_ms
+    order: list[int] = []
+    looked_at: list[tuple[int, float, int, int]] = []  # bytes, ms, ops of ``order`` before it, op
+    gains: dict[int, tuple[int, float]] = {}
+    stale = targets
+    while targets:
+        for op in stale:
+            new = needs[op] - current
+            back = sum(charge[s] for n in new for s in set(ops[n].writes) if s in held)
+            more = {s for n in new for s in ops[n].reads if s not in held}
+            back -= sum(charge[s] for s in more if writer[s] not in new and writer[s] not in current)
+            gains[op] = (back, math.fsum(ops[n].cost_ms for n in new))
+        best, lowest = targets[0], math.inf
+        for op in targets:
+            back, time = gains[op]
+            if back > 0:
+                looked_at.append((kept - back, spent + time, len(order), op))
+                if time / back < lowest:
+                    best, lowest = op, time / back
+        kept -= gains[best][0]
+        spent += gains[best][1]
+        held.update(s for op in needs[best] - current for s in ops[op].reads)
+        current |= needs[best]
+        order.append(best)
+        targets = [op for op in targets if not needs[op] <= current]
+        stale = [op for op in targets if not touched[best].isdisjoint(touched[op])]
+
+    points: list[Point] = []
+    least = right.kept_bytes
+    for reached, time, step, op in sorted(looked_at, key=lambda entry: (entry[1], entry[0], entry[2:])):
+        if time >= right.recompute_ms:
+            break
+        if least < reached < (points[-1].kept_bytes if points else left.kept_bytes):
+            points.append(_point(problem, left.discarded.union(needs[op], *(needs[o] for o in order[:step]))))
+    return points
+
+
+def _spread(points: list[Point], left: Point, right: Point, count: int) -> list[Point]:
+    """At most ``count`` of the points, spread as evenly over the bytes between two vertices as they allow."""
+    if len(points) <= count:
+        return points
+    step = Fraction(left.kept_bytes - right.kept_bytes, count + 1)
+    rest = list(points)
+    for index in range(1, count + 1):
+        target = left.kept_bytes - index * step
+        rest.remove(min(rest, key=lambda point: abs(point.kept_bytes - target)))
+    return [point for point in points if point not in rest]
+
+
+def _merge(vertices: list[Point], found: list[Point]) -> list[Point]:
+    """Both together by falling bytes, without those of ``found`` that another point dominates."""
+    first, last = vertices[0], vertices[-1]
+    inner = sorted((*vertices[1:], *found), key=lambda point: (point.recompute_ms, point.kept_bytes))
+    merged = [first]
+    for point in inner:
+        cheaper = point.recompute_ms < last.recompute_ms
+        if cheaper and last.kept_bytes < point.kept_bytes < merged[-1].kept_bytes:
+            merged.append(point)
+    return [*merged, last] if len(vertices) > 1 else merged

@@ -1,0 +1,92 @@
+"""What a plan was made for: names, shapes and types of a model's parameters and of a batch's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sacplan.errors import PlanMismatch
+
+Entry = tuple[str, tuple[int, ...], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Identity of a model and a batch, as far as a plan depends on it.
+
+    Attributes:
+        model_class: name of the model's class.
+        parameters: name, shape and dtype (``"frozen "`` before it where no gradient is wanted).
+        batch: path, shape and dtype of each tensor.
+    """
+
+    model_class: str
+    parameters: tuple[Entry, ...]
+    batch: tuple[Entry, ...]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, batch: Any) -> Fingerprint:
+        """Read it from a model and a batch (real, meta or fake)."""
+        return cls(type(model).__name__, _parameters(model), tuple(_leaves(batch, "batch")))
+
+    def check_model(self, model: torch.nn.Module) -> None:
+        """``PlanMismatch`` that names the first difference, if the model is another one."""
+        _compare("parameter", self.parameters, _parameters(model), f"a {self.model_class}")
+
+    def check_batch(self, batch: Any) -> None:
+        """``PlanMismatch`` that names the first difference, if the batch has another shape."""
+        _compare("batch tensor", self.batch, tuple(_leaves(batch, "batch")), "another batch")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "model_class": self.model_class,
+            "parameters": [list(e) for e in self.parameters],
+            "batch": [list(e) for e in self.batch],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Fingerprint:
+        """The inverse of ``to_dict``."""
+        return cls(data["model_class"], _entries(data["parameters"]), _entries(data["batch"]))
+
+
+def _entries(rows: Sequence[Any]) -> tuple[Entry, ...]:
+    return tuple((name, tuple(shape), dtype) for name, shape, dtype in rows)
+
+
+def _parameters(model: torch.nn.Module) -> tuple[Entry, ...]:
+    return tuple(
+        (name, tuple(p.shape), ("" if p.requires_grad else "frozen ") + str(p.dtype))
+        for name, p in model.named_parameters()
+    )
+
+
+def _leaves(value: Any, path: str) -> list[Entry]:
+    if isinstance(value, torch.Tensor):
+        return [(path, tuple(value.shape), str(value.dtype))]
+    if isinstance(value, Mapping):
+        return [e for k, v in value.items() for e in _leaves(v, f"{path}[{k!r}]")]
+    if isinstance(value, (tuple, list)):
+        return [e for i, v in enumerate(value) for e in _leaves(v, f"{path}[{i}]")]
+    return []
+
+
+def _compare(what: str, planned: Sequence[Entry], here: Sequence[Entry], whose: str) -> None:
+    for old, new in zip(planned, here, strict=False):
+        if old != new:
+            raise PlanMismatch(
+                f"this plan was made for {whose}: the first {what} that differs is {old[0]!r} {old[1]} {old[2]} in "
+                f"the plan, here {new[0]!r} {new[1]} {new[2]}. Make a plan for this one with sacplan.plan."
+            )
+    if len(planned) != len(here):
+        longer = planned if len(planned) > len(here) else here
+        name = longer[min(len(planned), len(here))][0]
+        where = "only in the plan" if longer is planned else "not in the plan"
+        raise PlanMismatch(
+            f"this plan was made for {whose}: it has {len(planned)} {what}s, here are {len(here)}; the first that "
+            f"differs is {name!r}, {where}. Make a plan for this one with sacplan.plan."
+        )

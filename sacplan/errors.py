@@ -1,0 +1,57 @@
+"""Every error that a user of sacplan can cause: what happened, where, and what to try."""
+
+from __future__ import annotations
+
+
+class SacplanError(Exception):
+    """Base of all errors that sacplan raises on purpose."""
+
+
+class BudgetError(SacplanError, ValueError):
+    """A memory budget that cannot be read: negative, NaN, of an unknown unit."""
+
+
+class DeviceError(SacplanError, ValueError):
+    """A device that is not in the table, or not present on this machine."""
+
+
+class TraceError(SacplanError):
+    """The step could not be recorded, or says nothing that a plan could be made from."""
+
+
+class DataDependentError(TraceError):
+    """A fake trace met a size or a value that only real data can tell."""
+
+
+class PlanError(SacplanError):
+    """A plan, a unit or a solver option that does not make sense here."""
+
+
+class PlanMismatch(PlanError):
+    """A plan made for another model or another batch; names the first difference."""
+
+
+class RecipeError(SacplanError, RuntimeError):
+    """A discarded activation cannot be recomputed: something it needs was changed."""
+
+
+class InfeasibleBudget(SacplanError):
+    """No plan keeps the step under the budget.
+
+    Attributes:
+        budget_bytes: what was asked for.
+        smallest_feasible_bytes: the smallest peak that the search reached; a plan for it exists.
+        binding: what is alive at that peak: the fqn of a module, or ``"optimizer step"``.
+    """
+
+    def __init__(
+        self, message: str, *, budget_bytes: int, smallest_feasible_bytes: int, binding: str
+    ) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.smallest_feasible_bytes = smallest_feasible_bytes
+        self.binding = binding
+
+
+class SolverError(SacplanError):
+    """The mixed-integer program has no solution, or its solver failed or is not installed."""

@@ -1,0 +1,192 @@
+"""FLOPs, bytes and time of single ops and of a transformer layer."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from sacplan._cost import CostModel, op_bytes, op_flops, op_time_ms
+from sacplan._devices import resolve_device
+from sacplan._kernels import fake_device
+
+aten = torch.ops.aten
+H100 = resolve_device("h100")
+
+
+class Costs(TorchDispatchMode):
+    def __init__(self, model: CostModel) -> None:
+        super().__init__()
+        self.model = model
+        self.flops = 0
+        self.ms = 0.0
+        self.ops: list[tuple[Any, int, float]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        flops, ms = self.model.cost(func, args, kwargs or {}, out)
+        self.flops += flops
+        self.ms += ms
+        self.ops.append((func, flops, ms))
+        return out
+
+
+class Layer(nn.Module):
+    def __init__(self, dim: int, heads: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln1, self.ln2 = nn.LayerNorm(dim, dtype=dtype), nn.LayerNorm(dim, dtype=dtype)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, dtype=dtype), nn.Linear(dim, dim, dtype=dtype)
+        self.up, self.down = nn.Linear(dim, 4 * dim, dtype=dtype), nn.Linear(4 * dim, dim, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, seq, dim = x.shape
+        q, k, v = self.qkv(self.ln1(x)).view(batch, seq, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        a = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        x = x + self.out(a.transpose(1, 2).reshape(batch, seq, dim))
+        return x + F.dropout(self.down(F.gelu(self.up(self.ln2(x)))), 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["h100", "a100-80gb", "t4", "cpu"])
+def test_layer_flops_equal_flop_counter(device: str, dtype: torch.dtype) -> None:
+    with fake_device(device):
+        layer, x = Layer(64, 4, dtype), torch.randn(2, 32, 64, dtype=dtype, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            layer(x).sum().backward()
+        with Costs(CostModel(resolve_device(device))) as costs:
+            layer(x).sum().backward()
+    assert counter.get_total_flops() == costs.flops > 0
+    assert costs.ms > 0
+
+
+def test_convolution_flops_equal_flop_counter() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        net = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, groups=1), nn.ConvTranspose2d(8, 4, 3))
+        x = torch.randn(2, 3, 17, 17, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            net(x).sum().backward()
+        with Costs(CostModel(H100)) as costs:
+            net(x).sum().backward()
+    assert counter.get_total_flops() == costs.flops > 0
+
+
+@pytest.mark.parametrize("heads_k", [4, 2])
+def test_cpu_flash_attention_counts(heads_k: int) -> None:
+    q = torch.randn(2, 4, 16, 8, requires_grad=True)
+    k, v = (torch.randn(2, heads_k, 16, 8, requires_grad=True) for _ in range(2))
+    with Costs(CostModel(resolve_device("cpu"))) as costs:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads_k != 4).sum().backward()
+    by_name = {str(func): flops for func, flops, _ in costs.ops if flops}
+    matmul = 2 * 2 * 4 * 16 * 16 * 8
+    assert by_name == {
+        "aten._scaled_dot_product_flash_attention_for_cpu.default": 2 * matmul,
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": 5 * matmul,
+    }
+
+
+def test_grouped_mm_flops() -> None:
+    a, b = torch.empty(12, 8), torch.empty(3, 8, 5)
+    assert op_flops(aten._grouped_mm.default, (a, b), {}, torch.empty(12, 5)) == 2 * 12 * 8 * 5
+    assert op_flops(aten._grouped_mm.default, (a.t(), torch.empty(12, 5)), {}, b) == 2 * 12 * 8 * 5
+
+
+def test_matmul_time_is_the_roofline() -> None:
+    n = 8192
+    a = torch.empty(n, n, dtype=torch.bfloat16, device="meta")
+    flops = 2 * n**3
+    assert op_flops(aten.mm.default, (a, a), {}, a) == flops
+    launch = H100.kernel_launch_us * 1e-3
+    want = flops / (989.5e12 * H100.compute_efficiency) * 1e3 + launch
+    assert op_time_ms(aten.mm.default, (a, a), {}, a, H100) == pytest.approx(want)
+
+    f = a.float()
+    for tf32, peak in ((False, 67e12), (True, 494.5e12)):
+        _, ms = CostModel(H100, tf32=tf32).cost(aten.mm.default, (f, f), {}, f)
+        assert ms == pytest.approx(flops / (peak * H100.compute_efficiency) * 1e3 + launch)
+
+
+def test_tf32_follows_torch() -> None:
+    f = torch.empty(4096, 4096, device="meta")
+    slow = op_time_ms(aten.mm.default, (f, f), {}, f, H100)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        fast = op_time_ms(aten.mm.default, (f, f), {}, f, H100)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert fast < slow / 4
+
+
+def test_peak_is_that_of_the_matrix_operands() -> None:
+    bias = torch.empty(4096, device="meta")
+    a = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    _, mixed = CostModel(H100, tf32=False).cost(aten.addmm.default, (bias, a, a), {}, a)
+    _, plain = CostModel(H100, tf32=False).cost(aten.mm.default, (a, a), {}, a)
+    assert mixed == pytest.approx(plain, rel=1e-3)
+
+
+def test_bytes() -> None:
+    x = torch.empty(100, 10)
+    row = torch.empty(10).expand(100, 10)
+    assert op_bytes(aten.add.Tensor, (x, x), {}, x) == 3 * 4000
+    assert op_bytes(aten.add.Tensor, (x, row), {}, x) == 2 * 4000 + 40
+    assert op_bytes(aten.zero_.default, (x,), {}, x) == 4000
+    assert op_bytes(aten.copy_.default, (x, x.half()), {}, x) == 4000 + 2000
+    assert op_bytes(aten.gt.Scalar, (x, 0), {}, x > 0) == 4000 + 1000
+    table, index = torch.empty(10_000, 10), torch.zeros(7, dtype=torch.long)
+    assert op_bytes(aten.embedding.default, (table, index), {}, torch.empty(7, 10)) == 280 + 56 + 280
+    assert op_bytes(aten._foreach_add_.Scalar, ([x, x], 1.0), {}, None) == 2 * 8000
+    assert op_bytes(aten.sum.default, (torch.empty(0),), {}, torch.empty(())) == 4
+
+
+def test_views_and_queries_are_free() -> None:
+    x = torch.empty(4, 4)
+    for func, args, out in (
+        (aten.view.default, (x, [16]), x.view(16)),
+        (aten._unsafe_view.default, (x, [16]), x.view(16)),
+        (aten.t.default, (x,), x.t()),
+        (aten.detach.default, (x,), x.detach()),
+        (aten.empty.memory_format, ([4],), torch.empty(4)),
+        (aten.empty_like.default, (x,), x),
+        (aten.split.Tensor, (x, 2), x.split(2)),
+        (torch.ops.prim.device.default, (x,), x.device),
+    ):
+        assert CostModel(H100).cost(func, args, {}, out) == (0, 0.0), func
+        assert op_bytes(func, args, {}, out) == 0
+    assert op_time_ms(aten.clone.default, (x,), {}, x, H100) > 0
+    assert op_time_ms(aten.add_.Tensor, (x, x), {}, x, H100) > 0
+
+
+def test_memo_tells_shapes_dtypes_and_arguments_apart() -> None:
+    model = CostModel(H100)
+    a, b = torch.empty(64, 64, device="meta"), torch.empty(128, 128, device="meta")
+    seen = {
+        model.cost(aten.mm.default, (a, a), {}, a),
+        model.cost(aten.mm.default, (b, b), {}, b),
+        model.cost(aten.mm.default, (b.bfloat16(), b.bfloat16()), {}, b.bfloat16()),
+    }
+    assert len(seen) == 3
+    assert model.cost(aten.mm.default, (a, a), {}, a) == CostModel(H100).cost(aten.mm.default, (a, a), {}, a)
+
+
+def test_cost_is_cheap() -> None:
+    model = CostModel(H100)
+    with FakeTensorMode():
+        bias, x, w = torch.randn(64), torch.randn(32, 64), torch.randn(64, 64)
+        out = torch.addmm(bias, x, w)
+        model.cost(aten.addmm.default, (bias, x, w), {}, out)
+        best = float("inf")
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in range(1000):
+                model.cost(aten.addmm.default, (bias, x, w), {}, out)
+            best = min(best, (time.perf_counter() - start) / 1000)
+    assert best < 60e-6  # about 5 us; generous for a busy machine

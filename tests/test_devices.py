@@ -1,0 +1,143 @@
+"""The device table and the look-up by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sacplan._devices import DeviceSpec, devices, known_devices, resolve_device
+from sacplan.errors import DeviceError
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("h100", "h100"),
+        ("H100", "h100"),
+        ("A100 80GB", "a100-80gb"),
+        ("a100_40gb", "a100-40gb"),
+        ("RTX4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 3090", "rtx-3090"),
+        ("H100 SXM", "h100"),
+        (" h100-pcie ", "h100-pcie"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("CPU", "cpu"),
+    ],
+)
+def test_names_are_tolerant(written: str, name: str) -> None:
+    assert resolve_device(written).name == name
+
+
+@pytest.mark.parametrize("name", known_devices())
+def test_every_row_resolves_and_is_sane(name: str) -> None:
+    spec = resolve_device(name)
+    assert spec.name == name
+    assert spec.source
+    assert spec.allocation_round_bytes == (1 if spec.kind == "cpu" else 512)
+    assert spec.peak_flops(torch.float16) >= spec.peak_flops(torch.float32) > 0
+    assert resolve_device(spec) is spec
+    hash(spec)
+
+
+def test_table_figures() -> None:
+    h100 = resolve_device("h100")
+    assert h100.capability == (9, 0)
+    assert h100.memory_bytes == int(79.11 * 2**30)
+    assert h100.peak_flops(torch.bfloat16) == 989.5e12
+    assert h100.peak_flops(torch.float32) == 67e12
+    assert h100.peak_flops(torch.float32, tf32=True) == 494.5e12
+    assert h100.peak_flops(torch.float8_e4m3fn) == 1979e12
+    assert h100.peak_flops(torch.int32) == 67e12
+    t4 = resolve_device("t4")
+    assert t4.peak_flops(torch.bfloat16) == t4.peak_flops(torch.float32)
+    assert t4.peak_flops(torch.float32, tf32=True) == t4.peak_flops(torch.float32)
+
+
+def test_rounding() -> None:
+    assert resolve_device("h100").round_up(1) == 512
+    assert resolve_device("h100").round_up(1024) == 1024
+    assert resolve_device("cpu").round_up(13) == 13
+
+
+@pytest.mark.parametrize(("wrong", "near"), [("a100", "a100-80gb"), ("h1000", "h100"), ("rtx 4080", "rtx-4090")])
+def test_unknown_name_lists_known_and_near(wrong: str, near: str) -> None:
+    with pytest.raises(DeviceError) as caught:
+        resolve_device(wrong)
+    message = str(caught.value)
+    assert wrong in message
+    assert "Did you mean" in message
+    assert near in message.split("Known:")[0]
+    assert all(name in message for name in known_devices())
+
+
+def test_not_a_device() -> None:
+    with pytest.raises(DeviceError, match="unknown device"):
+        resolve_device(torch.device("meta"))
+    with pytest.raises(DeviceError, match="must be a name"):
+        resolve_device(3)  # type: ignore[arg-type]
+
+
+def test_spec_is_checked() -> None:
+    good = {"name": "x", "kind": "cuda", "memory_bytes": 1, "bandwidth_bytes_per_s": 1.0}
+    with pytest.raises(DeviceError, match="float32"):
+        DeviceSpec(**good, flops={"bfloat16": 1.0})
+    with pytest.raises(DeviceError, match="positive"):
+        DeviceSpec(**{**good, "memory_bytes": 0}, flops={"float32": 1.0})
+    with pytest.raises(DeviceError, match="compute_efficiency"):
+        DeviceSpec(**good, flops={"float32": 1.0}, compute_efficiency=1.5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_cuda_without_one_suggests_naming_it() -> None:
+    with pytest.raises(DeviceError, match="h100"):
+        resolve_device("cuda")
+    with pytest.raises(DeviceError, match="is_available"):
+        resolve_device(torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize(
+    ("board", "capability", "row"),
+    [
+        ("NVIDIA H100 80GB HBM3", (9, 0), "h100"),
+        ("NVIDIA H100 PCIe", (9, 0), "h100-pcie"),
+        ("NVIDIA H200", (9, 0), "h200"),
+        ("NVIDIA A100-SXM4-40GB", (8, 0), "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", (8, 0), "a100-80gb"),
+        ("Tesla T4", (7, 5), "t4"),
+        ("NVIDIA L4", (8, 9), "l4"),
+        ("NVIDIA GeForce RTX 4090", (8, 9), "rtx-4090"),
+        ("NVIDIA L40S", (8, 9), None),
+        ("NVIDIA GeForce RTX 3090 Ti", (8, 6), None),
+        ("NVIDIA Unheard Of", (13, 0), None),
+        ("Quadro P4000", (6, 1), None),
+    ],
+)
+def test_the_gpu_that_is_here(
+    monkeypatch: pytest.MonkeyPatch, board: str, capability: tuple[int, int], row: str | None
+) -> None:
+    props = SimpleNamespace(
+        name=board,
+        major=capability[0],
+        minor=capability[1],
+        total_memory=123 * 2**30,
+        multi_processor_count=77,
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: props)
+    monkeypatch.setattr(torch.version, "hip", None, raising=False)
+    spec = resolve_device("cuda")
+    assert spec.memory_bytes == 123 * 2**30
+    assert spec.sm_count == 77
+    assert spec.capability == capability
+    assert spec.name == (row or board)
+    assert resolve_device("cuda:0") == spec
+
+
+def test_devices_frame() -> None:
+    frame = devices()
+    assert list(frame.index) == known_devices()
+    assert frame.loc["h200", "bandwidth_gb_per_s"] == 4800
+    assert frame.loc["h100", "capability"] == "9.0"
