@@ -28,7 +28,7 @@ Known gaps, all of them small or not knowable without the device:
 
 Private PyTorch APIs, used on 2.13 and present in 2.11 to 2.15: ``torch._subclasses.FakeTensorMode``,
 ``torch._subclasses.fake_impls.op_implementations_dict``, ``torch._C._AutoDispatchBelowAutograd``,
-``torch._C._get_sdp_priority_order``, ``Library._destroy``, ``OpOverload.decompose``.
+``torch._C._get_sdp_priority_order``, ``Library._destroy``, ``OpOverload._op_dk``.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+import torch._refs  # registers torch's own fake layer norm, which must be there before it is replaced
 import torch.nn.functional as F
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -272,6 +273,11 @@ def _user_priority() -> list[Backend] | None:
 # The routed kernels: what CUDA's composites do, for AutogradCPU
 
 
+def _composite(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """torch's own C++ kernel. Not ``op.decompose``: for dropout that is a Python decomposition."""
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
 def _sdpa(
     spec: DeviceSpec,
     query: torch.Tensor,
@@ -354,7 +360,7 @@ def _dropout(spec: DeviceSpec, input: torch.Tensor, p: float, train: bool) -> to
     if train and 0.0 < p < 1.0 and input.numel() > 0:
         # Whether a gradient is needed does not matter: the mask is made, and is gone at once if not.
         return aten.native_dropout.default(input, p, train)[0]
-    return aten.dropout.default.decompose(input, p, train)
+    return _composite(aten.dropout.default, input, p, train)
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -408,7 +414,7 @@ def _rms_norm(
         or (weight is not None and weight.dtype != input.dtype)
         or list(input.shape[input.dim() - len(shape) :]) != shape
     ):
-        return aten.rms_norm.default.decompose(input, shape, weight, eps)
+        return _composite(aten.rms_norm.default, input, shape, weight, eps)
     return _FusedRMSNorm.apply(input, shape, weight, eps)
 
 
@@ -417,7 +423,7 @@ def _softmax(
 ) -> torch.Tensor:
     if input.dtype == torch.float16 and dtype == torch.float32:
         return fused(input, dim, True)
-    return op.decompose(input, dim, dtype)
+    return _composite(op, input, dim, dtype)
 
 
 def _route_softmax(spec: DeviceSpec, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -429,7 +435,7 @@ def _route_log_softmax(spec: DeviceSpec, *args: Any, **kwargs: Any) -> torch.Ten
 
 
 # Registered while a device of kind "cuda" is active. All are CompositeImplicitAutograd in torch, so the
-# original is reached with .decompose.
+# original is still there under that key.
 _ROUTES: dict[str, tuple[torch._ops.OpOverload, Callable[..., torch.Tensor]]] = {
     "scaled_dot_product_attention": (aten.scaled_dot_product_attention.default, _sdpa),
     "dropout": (aten.dropout.default, _dropout),
@@ -439,21 +445,20 @@ _ROUTES: dict[str, tuple[torch._ops.OpOverload, Callable[..., torch.Tensor]]] = 
 }
 
 
-def _layer_norm_fake(mode: Any, func: Any, input: torch.Tensor, shape: Sequence[int], *rest: Any) -> Any:
+def _layer_norm_fake(previous: Callable[..., Any] | None) -> Callable[..., Any]:
     """[..., *shape] -> the same, with statistics [..., 1] in the accumulation type, as CUDA has them."""
-    if _active_cuda() is None or input.dtype not in _HALF:
-        return NotImplemented
-    stats = [*input.shape[: input.dim() - len(shape)], *[1] * len(shape)]
-    return (
-        torch.empty_like(input, memory_format=torch.contiguous_format),
-        input.new_empty(stats, dtype=torch.float32),
-        input.new_empty(stats, dtype=torch.float32),
-    )
 
+    def layer_norm(mode: Any, func: Any, input: torch.Tensor, shape: Sequence[int], *rest: Any) -> Any:
+        if _active_cuda() is None or input.dtype not in _HALF:
+            return NotImplemented if previous is None else previous(mode, func, input, shape, *rest)
+        stats = [*input.shape[: input.dim() - len(shape)], *[1] * len(shape)]
+        return (
+            torch.empty_like(input, memory_format=torch.contiguous_format),
+            input.new_empty(stats, dtype=torch.float32),
+            input.new_empty(stats, dtype=torch.float32),
+        )
 
-_FAKE_IMPLS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    aten.native_layer_norm.default: _layer_norm_fake,
-}
+    return layer_norm
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -467,6 +472,7 @@ _local = threading.local()
 _lock = threading.Lock()
 _entered = 0
 _library: torch.library.Library | None = None
+_layer_norm_before: Callable[..., Any] | None = None
 
 
 def _stack() -> list[DeviceSpec]:
@@ -490,14 +496,14 @@ def _routed(original: torch._ops.OpOverload, kernel: Callable[..., torch.Tensor]
     def route(*args: Any, **kwargs: Any) -> Any:
         spec = _active_cuda()
         if spec is None or not isinstance(args[0], FakeTensor):
-            return original.decompose(*args, **kwargs)
+            return _composite(original, *args, **kwargs)
         return kernel(spec, *args, **kwargs)
 
     return route
 
 
 def _install() -> None:
-    global _entered, _library
+    global _entered, _library, _layer_norm_before
     with _lock:
         _entered += 1
         if _entered > 1:
@@ -511,8 +517,10 @@ def _install() -> None:
             _entered -= 1
             raise
         _library = library
-        for op, impl in _FAKE_IMPLS.items():
-            fake_impls.op_implementations_dict.setdefault(op, impl)
+        _layer_norm_before = fake_impls.op_implementations_dict.get(aten.native_layer_norm.default)
+        fake_impls.op_implementations_dict[aten.native_layer_norm.default] = _layer_norm_fake(
+            _layer_norm_before
+        )
 
 
 def _uninstall() -> None:
@@ -524,9 +532,10 @@ def _uninstall() -> None:
         assert _library is not None
         _library._destroy()
         _library = None
-        for op, impl in _FAKE_IMPLS.items():
-            if fake_impls.op_implementations_dict.get(op) is impl:
-                del fake_impls.op_implementations_dict[op]
+        if _layer_norm_before is None:
+            del fake_impls.op_implementations_dict[aten.native_layer_norm.default]
+        else:
+            fake_impls.op_implementations_dict[aten.native_layer_norm.default] = _layer_norm_before
 
 
 @contextmanager
@@ -567,8 +576,8 @@ def fake_device(device: str | DeviceSpec | torch.device = "h100") -> Iterator[Fa
             model(torch.randint(8192, (8, 1024))).sum().backward()   # nothing is computed
 
     Yields the mode (``mode.from_tensor`` makes fakes of real tensors, which are not accepted otherwise).
-    Shapes are static. :func:`active_device` says which device it is. Choose the dtype where the model is made:
-    torch cannot cast a fake module with ``.to(dtype)``.
+    Shapes are static. :func:`active_device` says which device it is. Choose the dtype where the model is
+    made: torch cannot cast a fake module with ``.to(dtype)``.
 
     Raises:
         DeviceError: an unknown device.

@@ -75,7 +75,7 @@ def plan(profile: Profile, budget: float | str, solver: str | Solver = "best") -
         InfeasibleBudget: no plan found holds it; carries the smallest peak that one does.
     """
     budget_bytes = parse_budget(budget, profile.peak_bytes)
-    solvers = resolve_solver(solver)
+    solvers = resolve_solver(profile, solver)
     search = Search(profile)
     unplanned = search.add(Proposal({}, "unplanned"), "none")
     if unplanned.replay.peak_bytes <= budget_bytes:
@@ -92,13 +92,15 @@ def _close_loop(search: Search, solver: Solver, budget_bytes: int) -> None:
     """Ask at the budget, then at surrogates moved by what the replay was over or under."""
     surrogate = budget_bytes
     low, high = 0, 2 * search.profile.peak_bytes  # surrogates known to hold, and known not to
-    proposed = False
+    before = None
     for _ in range(_ROUNDS):
         proposal = solver.propose(search.profile, surrogate)
         if proposal is None:
             break
-        proposed = True
         tried = search.add(proposal, solver.name)
+        if tried is before:
+            break
+        before = tried
         slack = budget_bytes - tried.replay.peak_bytes
         if slack < 0:
             high = min(high, surrogate)
@@ -110,7 +112,7 @@ def _close_loop(search: Search, solver: Solver, budget_bytes: int) -> None:
             surrogate = min(surrogate + slack, (high + surrogate) // 2)
         if high - low < budget_bytes // 1000 or surrogate <= 0:
             break
-    if not proposed or search.best(budget_bytes) is None:
+    if search.best(budget_bytes) is None:
         for choice in solver.sweep(search.profile):
             search.add(Proposal(choice, "feasible"), solver.name)
 

@@ -246,8 +246,9 @@ class UnitRecorder(TorchDispatchMode):
         written += [kwargs[name] for name in traits.written_names if name in kwargs]
         for t in tensors_in(written):
             if is_plain(t):
-                slot = self._table.pop(storage_key(t.untyped_storage()), None)
-                if slot is not None:
+                storage = t.untyped_storage()
+                slot = self._table.pop(storage_key(storage), None)
+                if slot is not None and slot.storage() is storage:  # else the address was used again
                     slot.written = True
 
     def _pack(self, t: torch.Tensor) -> Any:

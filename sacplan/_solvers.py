@@ -102,60 +102,75 @@ class Milp:
 
 @dataclass(frozen=True, slots=True)
 class Lagrangian:
-    """One price for all: every unit takes the hull point that is best at so many milliseconds per byte.
+    """One price for all: units step down their hulls, the cheapest milliseconds per byte first.
 
-    Tried on several choices of units (the whole model as one unit; the outermost repeated layers; the
-    innermost modules with children), and the price lowered until the replayed peak fits. No solver
-    runs, so it is fast; it is optimal for kept bytes, not for the peak.
+    The units are those at one level of the module tree: 0 is the model as a whole, whose trade-off
+    knows every op; 1 its outermost parts that can save anything; and so on. No program is solved.
+    Optimal for the bytes kept, up to the last step; the peak is left to the replay.
+
+    Attributes:
+        level: how deep in the tree the units are; beyond the deepest it is the deepest.
     """
+
+    level: int = 0
 
     @property
     def name(self) -> str:
-        """``"lagrangian"``."""
-        return "lagrangian"
+        """``"lagrangian"`` and the level."""
+        return f"lagrangian-{self.level}"
 
     def propose(self, profile: Profile, surrogate_bytes: int) -> Proposal | None:
-        """Not by a surrogate budget: ``sweep`` has all that it knows."""
-        return None
+        """The fewest steps that free what the unplanned peak is over the surrogate; all, if that is not enough."""
+        missing = profile.peak_bytes - surrogate_bytes
+        choice: dict[str, UnitPoint] = {}
+        for step in self._steps(profile):
+            if missing <= 0:
+                break
+            choice[step.fqn] = step.point
+            missing -= step.freed_bytes
+        return Proposal(choice, "feasible") if choice else None
 
     def sweep(self, profile: Profile) -> Iterator[Choice]:
-        """For each family of units, the choices at falling prices."""
-        for units in unit_families(profile):
-            yield from _price_path(profile, units)
+        """From a few steps to all."""
+        steps = self._steps(profile)
+        stops = {round((i + 1) * len(steps) / _SWEEP) for i in range(_SWEEP)}
+        choice: dict[str, UnitPoint] = {}
+        for taken, step in enumerate(steps, start=1):
+            choice[step.fqn] = step.point
+            if taken in stops:
+                yield dict(choice)
+
+    def _steps(self, profile: Profile) -> list[_Step]:
+        families = unit_families(profile)
+        units = families[min(self.level, len(families) - 1)] if families else ()
+        steps = [step for fqn in units for step in _hull(profile, fqn)]
+        return sorted(steps, key=lambda step: step.ms_per_byte)  # stable: earlier units first
 
 
-def _price_path(profile: Profile, units: tuple[str, ...], most: int = 24) -> Iterator[Choice]:
-    hulls = {fqn: _hull(profile, fqn) for fqn in units}
-    prices = sorted({price for hull in hulls.values() for price, _ in hull})
-    if len(prices) > most:
-        prices = [prices[round(i * (len(prices) - 1) / (most - 1))] for i in range(most)]
-    for limit in prices:
-        choice = {}
-        for fqn, hull in hulls.items():
-            taken = [point for price, point in hull if price <= limit]
-            if taken:
-                choice[fqn] = taken[-1]
-        yield choice
+_SWEEP = 24
 
 
-def _hull(profile: Profile, fqn: str) -> list[tuple[float, UnitPoint]]:
-    """Points on the lower hull of a unit, each with the price (ms per byte) at which it pays."""
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step down the hull of a unit."""
+
+    fqn: str
+    point: UnitPoint
+    freed_bytes: float
+    ms_per_byte: float
+
+
+def _hull(profile: Profile, fqn: str) -> list[_Step]:
+    """The steps down the lower hull of a unit's points, each dearer per byte than the one before."""
     tradeoff = profile.tradeoffs[fqn]
-    hull: list[tuple[float, UnitPoint]] = []
-    at_bytes, at_ms = 0.0, 0.0
-    rest = list(tradeoff.points)
+    hull: list[_Step] = []
+    freed, ms = 0.0, 0.0
+    rest = [(p.discard_ratio * tradeoff.saved_bytes, p) for p in tradeoff.points]
     while rest:
-        best = min(
-            rest,
-            key=lambda p: (
-                (p.recompute_ms - at_ms) / (p.discard_ratio * tradeoff.saved_bytes - at_bytes),
-                -p.discard_ratio,
-            ),
-        )
-        freed = best.discard_ratio * tradeoff.saved_bytes
-        hull.append(((best.recompute_ms - at_ms) / (freed - at_bytes), best))
-        at_bytes, at_ms = freed, best.recompute_ms
-        rest = [p for p in rest if p.discard_ratio * tradeoff.saved_bytes > at_bytes]
+        size, point = min(rest, key=lambda x: ((x[1].recompute_ms - ms) / (x[0] - freed), -x[0]))
+        hull.append(_Step(fqn, point, size - freed, (point.recompute_ms - ms) / (size - freed)))
+        freed, ms = size, point.recompute_ms
+        rest = [x for x in rest if x[0] > freed]
     return hull
 
 
@@ -190,17 +205,19 @@ def point_at(profile: Profile, fqn: str, ratio: float) -> UnitPoint:
     )
 
 
-SOLVERS: dict[str, Solver] = {"milp": Milp(), "lagrangian": Lagrangian()}
-
-
-def resolve_solver(solver: str | Solver) -> list[Solver]:
-    """Solvers by name: ``"best"`` is all of them."""
-    if isinstance(solver, str):
-        if solver == "best":
-            return list(SOLVERS.values())
-        if solver not in SOLVERS:
-            raise PlanError(
-                f"unknown solver {solver!r}; known are 'best', {', '.join(map(repr, SOLVERS))}, or a solver object."
-            )
-        return [SOLVERS[solver]]
-    return [solver]
+def resolve_solver(profile: Profile, solver: str | Solver) -> list[Solver]:
+    """Solver objects by name; ``"best"`` is all of them."""
+    if not isinstance(solver, str):
+        return [solver]
+    lagrangian = [Lagrangian(level) for level in range(len(unit_families(profile)))]
+    known: dict[str, list[Solver]] = {
+        "milp": [Milp()],
+        "lagrangian": [*lagrangian],
+        "best": [*lagrangian, Milp()],
+    }
+    if solver not in known:
+        raise PlanError(
+            f"unknown solver {solver!r}; known are {', '.join(map(repr, known))}, or an object such as "
+            "sacplan.Milp()."
+        )
+    return known[solver]

@@ -61,7 +61,9 @@ def test_rounding() -> None:
     assert resolve_device("cpu").round_up(13) == 13
 
 
-@pytest.mark.parametrize(("wrong", "near"), [("a100", "a100-80gb"), ("h1000", "h100"), ("rtx 4080", "rtx-4090")])
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("a100", "a100-80gb"), ("h1000", "h100"), ("rtx 4080", "rtx-4090")]
+)
 def test_unknown_name_lists_known_and_near(wrong: str, near: str) -> None:
     with pytest.raises(DeviceError) as caught:
         resolve_device(wrong)

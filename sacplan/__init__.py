@@ -1,0 +1,76 @@
+"""Plan which activations a PyTorch training step keeps and which it recomputes, under a memory budget.
+
+import sacplan
+
+profile = sacplan.profile(model, batch, device="h100")
+plan = sacplan.plan(profile, budget="22GiB")
+handle = sacplan.apply(model, plan)
+result = sacplan.verify(model, batch, plan)
+"""
+
+from sacplan._apply import Handle, apply
+from sacplan._devices import DeviceSpec, devices
+from sacplan._graph import (
+    Graph,
+    ModuleInfo,
+    ModuleStats,
+    SACStats,
+    get_peak_memory_runtime_baseline,
+    parse_module_info,
+)
+from sacplan._kernels import fake_device
+from sacplan._milp import SacMilpResult, get_optimal_checkpointing_policy_per_module, sac_milp
+from sacplan._plan import Plan, UnitPlan
+from sacplan._planning import plan
+from sacplan._profile import Profile, profile
+from sacplan._solvers import Lagrangian, Milp
+from sacplan._verify import Verification, verify
+from sacplan.errors import (
+    BudgetError,
+    DataDependentError,
+    DeviceError,
+    InfeasibleBudget,
+    PlanError,
+    PlanMismatch,
+    RecipeError,
+    SacplanError,
+    SolverError,
+    TraceError,
+)
+
+__all__ = [
+    "BudgetError",
+    "DataDependentError",
+    "DeviceError",
+    "DeviceSpec",
+    "Graph",
+    "Handle",
+    "InfeasibleBudget",
+    "Lagrangian",
+    "Milp",
+    "ModuleInfo",
+    "ModuleStats",
+    "Plan",
+    "PlanError",
+    "PlanMismatch",
+    "Profile",
+    "RecipeError",
+    "SACStats",
+    "SacMilpResult",
+    "SacplanError",
+    "SolverError",
+    "TraceError",
+    "UnitPlan",
+    "Verification",
+    "apply",
+    "devices",
+    "fake_device",
+    "get_optimal_checkpointing_policy_per_module",
+    "get_peak_memory_runtime_baseline",
+    "parse_module_info",
+    "plan",
+    "profile",
+    "sac_milp",
+    "verify",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,570 @@
+"""The kernel table, what the routed kernels save, and that nothing of it outlives its context."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sacplan._devices import resolve_device
+from sacplan._kernels import (
+    active_device,
+    attention_backend,
+    cudnn_promoted,
+    device_kernels,
+    fake_device,
+    kernel_workspace_bytes,
+)
+from sacplan.errors import DeviceError
+
+aten = torch.ops.aten
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+SHAPE = (2, 4, 128, 64)
+Saved = Counter[tuple[tuple[int, ...], torch.dtype]]
+
+
+class Ops(TorchDispatchMode):
+    """Names of the ops that reach the kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def saved_by(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Saved]:
+    saved: Saved = Counter()
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved[(tuple(t.shape), t.dtype)] += 1
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        out = run()
+    return out, saved
+
+
+def qkv(
+    dtype: torch.dtype = BF16, shape: tuple[int, ...] = SHAPE, kv: tuple[int, ...] | None = None
+) -> list[torch.Tensor]:
+    return [torch.randn(s, dtype=dtype, requires_grad=True) for s in (shape, kv or shape, kv or shape)]
+
+
+# --------------------------------------------------------------------------------------- which backend
+
+
+@pytest.mark.parametrize(
+    ("device", "version", "promoted"),
+    [
+        ("h100", (2, 8), False),
+        ("h100", (2, 9), True),
+        ("h100", (2, 10), False),
+        ("h100", (2, 11), True),
+        ("h100", (2, 13), True),
+        ("h200", (2, 15), True),
+        ("b200", (2, 13), True),
+        ("a100-80gb", (2, 13), False),
+        ("l4", (2, 13), False),
+        ("rtx-5090", (2, 15), False),
+        ("mi300x", (2, 13), False),
+    ],
+)
+def test_cudnn_promotion(device: str, version: tuple[int, int], promoted: bool) -> None:
+    assert cudnn_promoted(resolve_device(device), version) is promoted
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "options", "want"),
+    [
+        # dtype
+        ("a100-80gb", BF16, {}, "flash"),
+        ("a100-80gb", FP16, {}, "flash"),
+        ("a100-80gb", FP32, {}, "efficient"),
+        ("a100-80gb", FP64, {}, "math"),
+        # architecture, release
+        ("h100", BF16, {}, "cudnn"),
+        ("h100", BF16, {"version": (2, 10)}, "flash"),
+        ("h100", FP32, {}, "efficient"),
+        ("t4", FP16, {}, "efficient"),
+        ("t4", BF16, {}, "math"),
+        ("t4", FP32, {}, "efficient"),
+        ("mi300x", BF16, {}, "flash"),
+        ("rtx-5090", BF16, {}, "flash"),
+        # mask
+        ("a100-80gb", BF16, {"mask_dim": 4}, "efficient"),
+        ("a100-80gb", BF16, {"mask_dim": 4, "mask_requires_grad": True}, "efficient"),
+        ("h100", BF16, {"mask_dim": 2}, "cudnn"),
+        ("h100", BF16, {"mask_dim": 3}, "efficient"),
+        ("h100", BF16, {"mask_dim": 4, "mask_requires_grad": True}, "efficient"),
+        # causal
+        ("a100-80gb", BF16, {"is_causal": True}, "flash"),
+        ("a100-80gb", BF16, {"is_causal": True, "kv": (2, 4, 64, 64)}, "efficient"),
+        ("h100", BF16, {"is_causal": True, "kv": (2, 4, 64, 64)}, "cudnn"),
+        # dropout
+        ("a100-80gb", BF16, {"dropout_p": 0.1}, "flash"),
+        ("h100", BF16, {"dropout_p": 0.1, "version": (2, 11)}, "cudnn"),
+        ("h100", BF16, {"dropout_p": 0.1, "version": (2, 13)}, "flash"),
+        ("h100", BF16, {"dropout_p": 0.125, "version": (2, 13)}, "cudnn"),
+        # grouped queries
+        ("a100-80gb", BF16, {"kv": (2, 2, 128, 64), "enable_gqa": True}, "flash"),
+        ("a100-80gb", BF16, {"kv": (2, 2, 128, 64), "enable_gqa": True, "mask_dim": 4}, "math"),
+        (
+            "a100-80gb",
+            BF16,
+            {"kv": (2, 2, 128, 64), "enable_gqa": True, "mask_dim": 4, "version": (2, 14)},
+            "efficient",
+        ),
+        ("h100", BF16, {"kv": (2, 2, 128, 64), "enable_gqa": True, "mask_dim": 4}, "cudnn"),
+        ("a100-80gb", FP32, {"kv": (2, 2, 128, 64), "enable_gqa": True}, "math"),
+        ("a100-80gb", BF16, {"kv": (2, 2, 128, 64)}, "math"),
+        # head size
+        ("a100-80gb", BF16, {"q": (2, 4, 128, 60)}, "flash"),
+        ("a100-80gb", BF16, {"q": (2, 4, 128, 60), "mask_dim": 4}, "math"),
+        ("a100-80gb", FP32, {"q": (2, 4, 128, 60)}, "efficient"),
+        ("a100-80gb", FP32, {"q": (2, 4, 128, 63)}, "math"),
+        ("a100-80gb", BF16, {"q": (2, 4, 128, 256)}, "flash"),
+        ("a100-80gb", BF16, {"q": (2, 4, 128, 264)}, "efficient"),
+        ("l4", BF16, {"q": (2, 4, 128, 200)}, "efficient"),
+        ("l4", BF16, {"q": (2, 4, 128, 200), "needs_grad": False}, "flash"),
+        ("l4", BF16, {"q": (2, 4, 128, 256)}, "flash"),
+        ("l4", BF16, {"q": (2, 4, 128, 256), "dropout_p": 0.1}, "efficient"),
+        ("h100", BF16, {"q": (2, 4, 128, 256)}, "cudnn"),
+        ("b200", BF16, {"q": (2, 4, 128, 256)}, "flash"),
+        ("h100", BF16, {"q": (2, 4, 128, 192), "version": (2, 15)}, "flash"),
+        ("h100", BF16, {"q": (2, 4, 128, 60)}, "flash"),
+        # the rest
+        ("h100", BF16, {"deterministic": True}, "flash"),
+        ("a100-80gb", BF16, {"unit_last_stride": False}, "math"),
+        ("a100-80gb", BF16, {"q": (4, 128, 64)}, "math"),
+        ("a100-80gb", BF16, {"q": (4, 128, 64), "version": (2, 14)}, "flash"),
+        ("a100-80gb", BF16, {"q": (2, 4, 0, 64)}, "math"),
+        ("a100-80gb", BF16, {"enabled": ("efficient", "math")}, "efficient"),
+        ("a100-80gb", BF16, {"enabled": ("cudnn",)}, "cudnn"),
+        ("a100-80gb", BF16, {"priority": ("math", "flash")}, "math"),
+    ],
+)
+def test_attention_backend(device: str, dtype: torch.dtype, options: dict[str, Any], want: str) -> None:
+    options = dict(options)
+    q = options.pop("q", SHAPE)
+    kv = options.pop("kv", q)
+    options.setdefault("version", (2, 13))
+    assert attention_backend(resolve_device(device), q, kv, kv, dtype=dtype, **options) == want
+
+
+def test_no_backend_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(DeviceError, match=r"none of the enabled backends \['flash'\].*Enable 'math'"):
+        attention_backend(resolve_device("h100"), SHAPE, SHAPE, SHAPE, dtype=FP32, enabled=("flash",))
+
+
+# --------------------------------------------------------------------------------------- what is saved
+
+
+def test_flash_saves() -> None:
+    with fake_device("a100-80gb"):
+        q, k, v = qkv()
+        with Ops() as ops:
+            out, saved = saved_by(lambda: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1))
+            out.sum().backward()
+    assert saved == {
+        (SHAPE, BF16): 4,
+        (SHAPE[:3], FP32): 1,
+        ((2,), torch.uint64): 1,
+        ((), torch.uint64): 1,
+    }
+    assert "_scaled_dot_product_flash_attention" in ops.names
+    assert "_scaled_dot_product_flash_attention_backward" in ops.names
+    assert q.grad is not None
+
+
+def test_flash_pads_the_head_and_keeps_the_padded() -> None:
+    with fake_device("a100-80gb"):
+        q, k, v = qkv(shape=(2, 4, 128, 60))
+        out, saved = saved_by(lambda: F.scaled_dot_product_attention(q, k, v))
+        assert out.shape == (2, 4, 128, 60)
+        assert saved[((2, 4, 128, 64), BF16)] == 4
+        out.sum().backward()
+        assert q.grad is not None
+        assert q.grad.shape == q.shape
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_efficient_saves(dtype: torch.dtype) -> None:
+    with fake_device("a100-80gb"), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        q, k, v = qkv(dtype, (2, 4, 40, 64))
+        out, saved = saved_by(lambda: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True))
+        out.sum().backward()
+        assert out.transpose(1, 2).is_contiguous()
+    assert saved == {((2, 4, 40, 64), dtype): 4, ((2, 4, 64), FP32): 1, ((), torch.int64): 2}
+
+
+@pytest.mark.parametrize("columns", [40, 37])
+def test_efficient_saves_the_mask_expanded_not_materialized(columns: int) -> None:
+    with fake_device("a100-80gb"):
+        q, k, v = qkv(shape=(2, 4, 40, 64), kv=(2, 4, columns, 64))
+        mask = torch.ones(2, 1, 40, columns, dtype=torch.bool)
+        bias: list[torch.Tensor] = []
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            if t.shape == (2, 4, 40, columns):
+                bias.append(t)
+            return t
+
+        with saved_tensors_hooks(pack, lambda t: t):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out.sum().backward()
+    (kept,) = bias
+    assert kept.dtype == BF16
+    assert kept.stride() == (40 * 40, 0, 40, 1)  # rows padded to a multiple of 8
+    assert kept.untyped_storage().nbytes() == 2 * 40 * 40 * 2
+
+
+def test_mask_that_needs_grad() -> None:
+    with fake_device("a100-80gb"):
+        q, k, v = qkv(shape=(2, 4, 40, 64))
+        bias = torch.randn(1, 4, 40, 40, dtype=BF16, requires_grad=True)
+        F.scaled_dot_product_attention(q, k, v, attn_mask=bias).sum().backward()
+        assert bias.grad is not None
+        assert bias.grad.shape == bias.shape
+
+
+@pytest.mark.skipif(not cudnn_promoted(resolve_device("h100"), (2, 13)), reason="cuDNN not promoted")
+def test_cudnn_saves() -> None:
+    with fake_device("h100"), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        q, k, v = qkv(kv=(2, 2, 128, 64))
+        out, saved = saved_by(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+        out.sum().backward()
+        assert k.grad is not None
+        assert k.grad.shape == k.shape
+    assert saved == {
+        (SHAPE, BF16): 2,
+        ((2, 2, 128, 64), BF16): 2,
+        ((2, 4, 128, 1), FP32): 1,
+        ((), torch.int64): 2,
+    }
+
+
+def test_math_goes_up_to_float32_and_drops_with_bool_masks() -> None:
+    with fake_device("a100-80gb"), sdpa_kernel(SDPBackend.MATH):
+        q, k, v = qkv()
+        out, saved = saved_by(lambda: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1))
+        out.sum().backward()
+        assert out.dtype == BF16
+    scores = (2, 4, 128, 128)
+    assert saved[(scores, FP32)] >= 1
+    assert saved[(scores, torch.bool)] == 1
+
+
+def test_dropout() -> None:
+    with fake_device("h100"):
+        x = torch.randn(8, 8, requires_grad=True)
+        y, saved = saved_by(lambda: F.dropout(x, 0.1))
+        y.sum().backward()
+        assert saved == {((8, 8), torch.bool): 1}
+        with Ops() as ops:
+            assert F.dropout(x, 0.1, training=False) is not None
+            F.dropout(x, 1.0)
+            F.dropout(x.detach(), 0.1)
+        assert ops.names.count("native_dropout") == 1
+        assert F.dropout(torch.randn(0, 4), 0.5).shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("with_weight", [True, False])
+def test_rms_norm(dtype: torch.dtype, with_weight: bool) -> None:
+    with fake_device("h100"):
+        x = torch.randn(4, 16, 32, dtype=dtype, requires_grad=True)
+        weight = torch.randn(32, dtype=dtype, requires_grad=True) if with_weight else None
+        with Ops() as ops:
+            y, saved = saved_by(lambda: F.rms_norm(x, (32,), weight))
+            y.sum().backward()
+        want: Saved = Counter({((4, 16, 32), dtype): 1, ((4, 16, 1), FP32): 1})
+        if weight is not None:
+            want[((32,), dtype)] = 1
+            assert weight.grad is not None
+            assert weight.grad.dtype == dtype
+        assert saved == want
+        assert y.dtype == dtype
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+        assert {"_fused_rms_norm", "_fused_rms_norm_backward"} <= set(ops.names)
+
+
+def test_rms_norm_of_mixed_types_is_a_composite() -> None:
+    with fake_device("h100"), Ops() as ops:
+        x = torch.randn(4, 32, dtype=BF16, requires_grad=True)
+        F.rms_norm(x, (32,), torch.randn(32, requires_grad=True)).sum().backward()
+        assert "_fused_rms_norm" not in ops.names
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_layer_norm_keeps_float32_statistics(dtype: torch.dtype) -> None:
+    with fake_device("h100"):
+        x, w, b = (torch.randn(s, dtype=dtype, requires_grad=True) for s in ((4, 16, 32), (32,), (32,)))
+        y, saved = saved_by(lambda: F.layer_norm(x, (32,), w, b))
+        assert saved == {((4, 16, 32), dtype): 1, ((32,), dtype): 2, ((4, 16, 1), FP32): 2}
+        y.sum().backward()
+        assert x.grad is not None
+        assert x.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("softmax", [F.softmax, F.log_softmax])
+def test_softmax_of_float16_is_fused_with_its_cast(softmax: Callable[..., torch.Tensor]) -> None:
+    with fake_device("h100"):
+        for dtype, casts in ((FP16, 0), (BF16, 1)):
+            x = torch.randn(4, 8, dtype=dtype, requires_grad=True)
+            with Ops() as ops:
+                y = softmax(x, -1, dtype=FP32)
+            assert y.dtype == FP32
+            assert ops.names.count("_to_copy") == casts
+            y.sum().backward()
+            assert x.grad is not None
+            assert x.grad.dtype == dtype
+
+
+# --------------------------------------------------------------------------------------- where it works
+
+
+def test_inside_multi_head_attention_and_encoder_layer() -> None:
+    with fake_device("h100"):
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+        x = torch.randn(2, 16, 32, requires_grad=True)
+        with Ops() as ops:
+            layer(x).sum().backward()
+    assert ops.names.count("_scaled_dot_product_efficient_attention") == 1
+    assert ops.names.count("native_dropout") == 3
+    assert "bernoulli_" not in ops.names
+
+
+def test_under_no_grad_and_autocast() -> None:
+    with fake_device("a100-80gb"):
+        q, k, v = qkv(FP32)
+        with Ops() as ops, torch.no_grad():
+            F.scaled_dot_product_attention(q, k, v)
+        assert "_scaled_dot_product_efficient_attention" in ops.names
+        with Ops() as ops, torch.autocast("cpu", dtype=BF16):
+            F.scaled_dot_product_attention(q, k, v, dropout_p=0.1).sum().backward()
+        assert "_scaled_dot_product_flash_attention" in ops.names
+        assert "_scaled_dot_product_flash_attention_backward" in ops.names
+
+
+def test_invalid_calls_fail_as_torch_does() -> None:
+    with fake_device("h100"):
+        q, k, v = qkv(FP32)
+        with pytest.raises(RuntimeError):
+            F.scaled_dot_product_attention(q, k, v, attn_mask=torch.randn(128, 128), is_causal=True)
+        with pytest.raises(DeviceError, match="Enable 'math'"), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            F.scaled_dot_product_attention(q, k, v)
+        F.scaled_dot_product_attention(q, k, v).sum().backward()
+
+
+def test_cpu_device_routes_nothing() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        q, k, v = qkv(FP32)
+        plain = saved_by(lambda: F.dropout(F.scaled_dot_product_attention(q, k, v), 0.1))[1]
+    with fake_device("cpu"):
+        q, k, v = qkv(FP32)
+        assert saved_by(lambda: F.dropout(F.scaled_dot_product_attention(q, k, v), 0.1))[1] == plain
+
+
+def test_seed_transformer_keeps_what_cuda_keeps() -> None:
+    pytest.importorskip("expecttest")
+    from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs, Transformer
+
+    args = ModelArgs(n_layers=4, n_heads=12, vocab_size=8192, max_seq_len=1024, dim=768, dropout_p=0.1)
+    with fake_device("h100"):
+        model = Transformer(args)
+        with Ops() as ops:
+            out, saved = saved_by(lambda: model(torch.randint(0, 8192, (8, 1024))))
+            out.sum().backward()
+    tokens = (8, 1024, 768)
+    # One mask after the embeddings and two a layer, a byte an element and never floats.
+    assert saved[(tokens, torch.bool)] == 9
+    assert ops.names.count("native_dropout") == 9
+    # q, k, v and out of each layer, the logsumexp, and no scores.
+    assert ops.names.count("_scaled_dot_product_efficient_attention") == 4
+    assert saved[((8, 12, 1024, 64), FP32)] == 16
+    assert saved[((8, 12, 1024), FP32)] == 4
+    assert not [shape for shape, _ in saved if shape[-2:] == (1024, 1024)]
+    # The inputs of the nine layer norms.
+    assert saved[(tokens, FP32)] == 9
+
+
+# --------------------------------------------------------------------------------------- nothing is left
+
+
+def real_step() -> tuple[torch.Tensor, torch.Tensor, Saved]:
+    torch.manual_seed(0)
+    q, k, v = qkv(FP32, (2, 4, 16, 8))
+    weight = torch.ones(8, requires_grad=True)
+
+    def run() -> torch.Tensor:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = F.layer_norm(F.rms_norm(out, (8,), weight), (8,))
+        return F.dropout(torch.softmax(out, -1), 0.3) * 2
+
+    out, saved = saved_by(run)
+    out.sum().backward()
+    assert q.grad is not None
+    return out, q.grad, saved
+
+
+def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and a[2] == b[2]
+
+
+def test_everything_is_restored() -> None:
+    before = real_step()
+    implementations = dict(fake_impls.op_implementations_dict)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for device in ("h100", "l4", "cpu"):
+            with fake_device(device):
+                q, k, v = qkv(FP32)
+                F.scaled_dot_product_attention(q, k, v).sum().backward()
+            assert same(real_step(), before)
+    assert active_device() is None
+    assert fake_impls.op_implementations_dict == implementations
+    with FakeTensorMode():
+        x = torch.randn(4, 32, dtype=BF16, requires_grad=True)
+        _, saved = saved_by(lambda: F.layer_norm(x, (32,)))
+        assert saved[((4, 1), BF16)] == 2
+        assert ((8, 8), torch.bool) not in saved_by(lambda: F.dropout(torch.randn(8, 8), 0.1))[1]
+
+
+class BoomError(Exception):
+    pass
+
+
+def test_no_leak_on_an_exception() -> None:
+    before = real_step()
+    implementations = dict(fake_impls.op_implementations_dict)
+
+    def fail() -> None:
+        with fake_device("h100"):
+            q, k, v = qkv()
+            F.scaled_dot_product_attention(q, k, v)
+            raise BoomError
+
+    with pytest.raises(BoomError):
+        fail()
+    with pytest.raises(DeviceError), fake_device("no such device"):
+        pass
+    assert active_device() is None
+    assert fake_impls.op_implementations_dict == implementations
+    assert same(real_step(), before)
+
+
+def test_nesting_inner_wins_and_outer_comes_back() -> None:
+    def backend() -> str:
+        q, k, v = qkv()
+        with Ops() as ops:
+            F.scaled_dot_product_attention(q, k, v)
+        return next((n for n in ops.names if n.startswith("_scaled_dot_product")), "math")
+
+    with fake_device("a100-80gb"):
+        assert backend() == "_scaled_dot_product_flash_attention"
+        with device_kernels("t4") as spec:
+            assert active_device() is spec
+            assert backend() == "math"
+        with device_kernels("cpu"):
+            assert "for_cpu" in backend()
+            with device_kernels("a100-80gb"):
+                assert backend() == "_scaled_dot_product_flash_attention"
+            assert "for_cpu" in backend()
+        assert backend() == "_scaled_dot_product_flash_attention"
+    assert active_device() is None
+
+
+def test_real_tensors_keep_their_kernels_inside() -> None:
+    before = real_step()
+    with device_kernels("h100"):
+        assert same(real_step(), before)
+
+
+def test_other_threads_keep_their_kernels() -> None:
+    before = real_step()
+    seen: list[Any] = []
+
+    def work() -> None:
+        seen.append(active_device())
+        with FakeTensorMode():
+            q, k, v = qkv(FP32)
+            seen.append(saved_by(lambda: F.dropout(F.scaled_dot_product_attention(q, k, v), 0.1))[1])
+
+    with device_kernels("h100"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert seen[0] is None
+    assert (SHAPE, torch.bool) not in seen[1]
+    assert same(real_step(), before)
+
+
+def test_fake_device_yields_a_strict_fake_mode() -> None:
+    real = torch.randn(3)
+    with fake_device("h100") as mode:
+        assert isinstance(mode, FakeTensorMode)
+        assert not mode.allow_non_fake_inputs
+        assert active_device() is resolve_device("h100")
+        assert mode.from_tensor(real).device.type == "cpu"
+        with pytest.raises(Exception, match="Please convert all Tensors to FakeTensors"):
+            torch.randn(3) + real
+
+
+# --------------------------------------------------------------------------------------- workspaces
+
+
+def test_flash_backward_workspace() -> None:
+    spec = resolve_device("a100-80gb")
+    q = torch.empty(2, 4, 100, 48, dtype=BF16, device="meta")
+    kv = torch.empty(2, 2, 100, 48, dtype=BF16, device="meta")
+    bshd = torch.empty(2, 100, 4, 48, dtype=BF16, device="meta").transpose(1, 2)
+    func = aten._scaled_dot_product_flash_attention_backward.default
+    accumulator, softmax_d = 4 * 2 * 128 * 4 * 64, 4 * 2 * 4 * 128
+    tensor = -(-q.numel() * 2 // 512) * 512
+    assert kernel_workspace_bytes(func, (bshd, q, q, q, bshd), {}, None, spec) == accumulator + softmax_d
+    assert (
+        kernel_workspace_bytes(func, (q, q, q, q, bshd), {}, None, spec) == accumulator + softmax_d + tensor
+    )
+    assert (
+        kernel_workspace_bytes(func, (bshd, q, kv, kv, bshd), {}, None, spec)
+        == accumulator + softmax_d + 2 * tensor
+    )
+    assert kernel_workspace_bytes(func, (q, q, q, q, q), {}, None, resolve_device("cpu")) == 0
+
+
+def test_other_workspaces() -> None:
+    spec = resolve_device("a100-80gb")
+    q = torch.empty(2, 4, 128, 64, device="meta")
+    bshd = torch.empty(2, 128, 4, 64, device="meta").transpose(1, 2)
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    assert kernel_workspace_bytes(backward, (bshd, q, q, q), {}, None, spec) == 4 * q.numel() + 4 * 1024
+    forward = aten._scaled_dot_product_efficient_attention.default
+    wide = torch.empty(2, 4, 128, 192, dtype=BF16, device="meta")
+    assert kernel_workspace_bytes(forward, (q, q, q, None, True), {"scale": 1.0}, None, spec) == 0
+    assert kernel_workspace_bytes(forward, (wide, wide, wide, None, True), {}, None, spec) == 4 * wide.numel()
+    embedding = aten.embedding_dense_backward.default
+    grad, few = torch.empty(100, 8, device="meta"), torch.empty(100, dtype=torch.long, device="meta")
+    assert kernel_workspace_bytes(embedding, (grad, few, 50, -1, False), {}, None, spec) == 0
+    many = torch.empty(5120, dtype=torch.long, device="meta")
+    assert (
+        kernel_workspace_bytes(embedding, (grad, many, 512, -1, False), {}, None, spec)
+        == 4 * 5120 * 8 + 4 * 1024 * 8
+    )
+    x = torch.empty(4, 4, device="meta")
+    assert kernel_workspace_bytes(aten.mm.default, (x, x), {}, x, spec) == 0
