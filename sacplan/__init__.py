@@ -10,6 +10,8 @@ result = sacplan.verify(model, batch, plan)
 
 from sacplan._apply import Handle, apply
 from sacplan._devices import DeviceSpec, devices
+from sacplan._estimators import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats
+from sacplan._frontier import frontier
 from sacplan._graph import (
     Graph,
     ModuleInfo,
@@ -47,6 +49,7 @@ __all__ = [
     "Handle",
     "InfeasibleBudget",
     "Lagrangian",
+    "MemTracker",
     "Milp",
     "ModuleInfo",
     "ModuleStats",
@@ -55,6 +58,8 @@ __all__ = [
     "PlanMismatch",
     "Profile",
     "RecipeError",
+    "RuntimeEstimator",
+    "SACEstimator",
     "SACStats",
     "SacMilpResult",
     "SacplanError",
@@ -62,9 +67,11 @@ __all__ = [
     "TraceError",
     "UnitPlan",
     "Verification",
+    "aggregate_stats",
     "apply",
     "devices",
     "fake_device",
+    "frontier",
     "get_optimal_checkpointing_policy_per_module",
     "get_peak_memory_runtime_baseline",
     "parse_module_info",

@@ -17,6 +17,7 @@ from sacplan._solvers import Choice, Proposal, Solver, resolve_solver
 from sacplan.errors import InfeasibleBudget
 
 _ROUNDS = 8
+_RELAX_EVENTS = 1_500_000  # events that the replays of the last improvement may go through
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def plan(profile: Profile, budget: float | str, solver: str | Solver = "best") -
     found = search.best(budget_bytes)
     if found is None:
         raise _infeasible(search, solvers, budget_bytes)
-    return _as_plan(profile, found, budget_bytes)
+    return _as_plan(profile, _relax(search, found, budget_bytes), budget_bytes)
 
 
 def _close_loop(search: Search, solver: Solver, budget_bytes: int) -> None:
@@ -115,6 +116,37 @@ def _close_loop(search: Search, solver: Solver, budget_bytes: int) -> None:
     if search.best(budget_bytes) is None:
         for choice in solver.sweep(search.profile):
             search.add(Proposal(choice, "feasible"), solver.name)
+
+
+def _relax(search: Search, found: _Tried, budget_bytes: int) -> _Tried:
+    """Give back what the budget has room for: single units to cheaper points, the largest saving first.
+
+    A move that does not fit is not tried again, since later moves only add memory.
+    """
+    tradeoffs = search.profile.tradeoffs
+    moves = sorted(
+        (
+            (point.recompute_ms - milder_ms, fqn, milder)
+            for fqn, point in found.choice.items()
+            for milder_ms, milder in ((0.0, None), *((p.recompute_ms, p) for p in tradeoffs[fqn].points))
+            if milder_ms < point.recompute_ms
+        ),
+        key=lambda move: -move[0],
+    )
+    left = max(_RELAX_EVENTS // max(1, len(search.profile.recording.events)), 10)
+    for _, fqn, milder in moves[:left]:
+        now = found.choice[fqn] if fqn in found.choice else None
+        if now is None or (milder is not None and milder.recompute_ms >= now.recompute_ms):
+            continue  # already better off
+        choice = {f: p for f, p in found.choice.items() if f != fqn}
+        if milder is not None:
+            choice = {f: milder if f == fqn else p for f, p in found.choice.items()}
+        solver = found.solver.removesuffix("+relax") + "+relax"
+        tried = search.add(Proposal(choice, "feasible"), solver)
+        fits = tried.replay.peak_bytes <= budget_bytes
+        if fits and tried.replay.recompute_ms < found.replay.recompute_ms:
+            found = tried
+    return found
 
 
 def _infeasible(search: Search, solvers: list[Solver], budget_bytes: int) -> InfeasibleBudget:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sacplan._compiled import checkpointed_for_compile, tags_of
 from sacplan._ops import op_traits, tensors_in
 from sacplan._recording import CallSite
 from sacplan._torch_private import FakeTensor, is_plain, storage_key
@@ -333,6 +334,7 @@ class PlannedForward:
         self.fqn = fqn
         self.sites = tuple(sites)
         self.wanted = wanted_by_name(self.sites)
+        self.tags = tags_of(self.sites)
         self.replaced = module.__dict__.get("forward")  # somebody else's instance attribute, if there is one
         self.running = False
 
@@ -356,26 +358,3 @@ class PlannedForward:
                 return self.original(*args, **kwargs)
         finally:
             self.running = False
-
-
-def checkpointed_for_compile(planned: PlannedForward, args: Any, kwargs: Any) -> Any:
-    """Under ``torch.compile`` the same decisions as tags for the partitioner, by call site."""
-    from torch.utils.checkpoint import checkpoint
-
-    wanted = planned.wanted
-
-    def contexts() -> Any:
-        from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-        seen: dict[tuple[bool, Any], int] = {}
-
-        def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-            key = (ctx.is_recompute, func)
-            occurrence = seen.get(key, 0)
-            seen[key] = occurrence + 1
-            discarded = occurrence in wanted.get(str(func), ())
-            return CheckpointPolicy.PREFER_RECOMPUTE if discarded else CheckpointPolicy.MUST_SAVE
-
-        return create_selective_checkpoint_contexts(policy)
-
-    return checkpoint(planned.original, *args, use_reentrant=False, context_fn=contexts, **kwargs)

@@ -188,6 +188,26 @@ class Recorder(TorchDispatchMode):
             raise error
         self._clones.clear()
 
+    def restart(self) -> None:
+        """Begin a new record with what is alive now."""
+        self._mark_late_kinds()
+        self._ops.clear()
+        self._events.clear()
+        self._scopes.clear()
+        self._scope_marks.clear()
+        self._backward_order.clear()
+        self._backward_scope = ROOT_SCOPE
+        self._mutated_at.clear()
+        self._initial = sorted(set(self._ids.values()))
+        self._initial_set = set(self._initial)
+
+    def forget(self) -> None:
+        """Let go of the model and the optimizer."""
+        self._modules.clear()
+        self._fqns.clear()
+        self._parameters.clear()
+        self._optimizers.clear()
+
     def _fail(self, error: Exception) -> None:
         if self._error is None:
             self._error = error

@@ -39,8 +39,9 @@ def module_info(
         tradeoffs: of the modules that may be units.
         fit_kind, segments: the fit of each trade-off curve, see ``sacplan.fit``.
 
-    Maxima of each kind of memory are taken as the prototype of PR #137908 takes them; those of
-    different kinds need not coincide. ``segments_of`` has what was alive at the same moment.
+    As in the prototype of PR #137908, the activations of a module are those at the end of its forward
+    and the activation gradients those at the peak of its backward, which need not coincide.
+    ``segments_of`` has what was alive at the same moment.
     """
     base = replay(memory, {}, timeline=True)
     spans = _backward_spans(memory)
@@ -54,7 +55,7 @@ def module_info(
     for fqn in _with_root(pre_order(runtime)):
         scopes = memory.calls.get(fqn, ())
         at_end = base.boundaries.get((Event.EXIT, scopes[-1])) if scopes else None
-        grad_total, act_bw, act_grad = _backward_peaks(memory, base, spans.get(fqn), fqn == "")
+        grad_total, act_bw, act_grad = _backward_peaks(memory, base, spans.get(fqn))
         parameters = root_parameters if fqn == "" else own_parameters.get(fqn, 0)
         tradeoff = tradeoffs.get(fqn)
         time = times.get(fqn, _Times())
@@ -175,25 +176,24 @@ def _backward_spans(recording: Recording) -> dict[str, tuple[int, int]]:
 
 
 def _backward_peaks(
-    recording: Recording, base: Replay, span: tuple[int, int] | None, root: bool
+    recording: Recording, base: Replay, span: tuple[int, int] | None
 ) -> tuple[int, int, int]:
-    """Gradients before the backward of a module, peak of activations and of activation gradients in it."""
+    """Gradients before the backward of a module; at the peak within it, activations and what it added.
+
+    What it added are gradients of activations, and of the module's own parameters so far.
+    """
     if span is None:
         return 0, 0, 0
     moments = base.moments[1:]  # the first is the state before the step
     first, last = span
     op = recording.ops[first]
-    new = {kind: 0 for kind in Kind}
+    before = list(moments[first].by_kind)
+    before[Kind.TEMPORARY] -= op.workspace_bytes
     for s in op.writes:
-        new[recording.storage_kinds[s]] += recording.storage_bytes[s]
-    before = moments[first].by_kind
-    inside = [m.by_kind for m in moments[first : last + 1]]
-    temporary_before = before[Kind.TEMPORARY] - new[Kind.TEMPORARY] - op.workspace_bytes
-    return (
-        0 if root else before[Kind.GRADIENT] - new[Kind.GRADIENT],
-        max(k[Kind.ACTIVATION] for k in inside),
-        max(0, max(k[Kind.TEMPORARY] for k in inside) - temporary_before),
-    )
+        before[recording.storage_kinds[s]] -= recording.storage_bytes[s]
+    peak = max(moments[first : last + 1], key=lambda m: m.live_bytes).by_kind
+    added = sum(peak[k] - before[k] for k in (Kind.TEMPORARY, Kind.GRADIENT))
+    return before[Kind.GRADIENT], peak[Kind.ACTIVATION], max(0, added)
 
 
 def segments_of(recording: Recording) -> tuple[Segment, ...]:

@@ -1,0 +1,33 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint notebook benchmark clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet torch --constraint constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[highs,plot,notebook,examples,dev]'
+	touch $@
+
+demo: $(VENV)/.installed  ## the end-to-end example
+	$(BIN)/python examples/transformer.py
+
+test: $(VENV)/.installed  ## everything that CI proves about the code
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+notebook: $(VENV)/.installed  ## run the notebook, in a copy under out/
+	$(BIN)/python notebooks/execute.py notebooks/tradeoff_curves.ipynb out/tradeoff_curves.ipynb
+
+benchmark: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.planning_time
+
+clean:
+	rm -rf $(VENV) out build dist *.egg-info
