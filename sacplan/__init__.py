@@ -11,6 +11,7 @@ result = sacplan.verify(model, batch, plan)
 from sacplan._apply import Handle, apply
 from sacplan._devices import DeviceSpec, devices
 from sacplan._estimators import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats
+from sacplan._fit import Fit, fit_tradeoff
 from sacplan._frontier import frontier
 from sacplan._graph import (
     Graph,
@@ -21,9 +22,10 @@ from sacplan._graph import (
     parse_module_info,
 )
 from sacplan._kernels import fake_device
-from sacplan._milp import SacMilpResult, get_optimal_checkpointing_policy_per_module, sac_milp
+from sacplan._milp import SacMilpResult, sac_milp
 from sacplan._plan import Plan, UnitPlan
-from sacplan._planning import plan
+from sacplan._planning import plan, plan_smallest
+from sacplan._policy import get_optimal_checkpointing_policy_per_module
 from sacplan._profile import Profile, profile
 from sacplan._solvers import Lagrangian, Milp
 from sacplan._verify import Verification, verify
@@ -45,6 +47,7 @@ __all__ = [
     "DataDependentError",
     "DeviceError",
     "DeviceSpec",
+    "Fit",
     "Graph",
     "Handle",
     "InfeasibleBudget",
@@ -71,11 +74,13 @@ __all__ = [
     "apply",
     "devices",
     "fake_device",
+    "fit_tradeoff",
     "frontier",
     "get_optimal_checkpointing_policy_per_module",
     "get_peak_memory_runtime_baseline",
     "parse_module_info",
     "plan",
+    "plan_smallest",
     "profile",
     "sac_milp",
     "verify",

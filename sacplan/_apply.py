@@ -52,7 +52,7 @@ class Handle:
         return f"Handle({len(self._planned)} units: {', '.join(self._planned) or 'none'})"
 
 
-def apply(model: torch.nn.Module, plan: Plan) -> Handle:
+def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
     """Make the model discard and recompute what the plan says.
 
         handle = sacplan.apply(model, plan)
@@ -62,6 +62,13 @@ def apply(model: torch.nn.Module, plan: Plan) -> Handle:
     Parameter names, ``state_dict``, classes and module names stay as they are; losses and gradients are
     the same bits. Apply before ``torch.compile`` and before ``fully_shard``. In ``torch.no_grad`` the model
     runs as if nothing had been applied.
+
+    Args:
+        model: the one planned for.
+        plan: from ``plan``, or loaded.
+        check: in the first step, compare checksums of what is recomputed with those of what autograd took. It
+            finds kernels that are not deterministic or write where PyTorch cannot see it, and costs that
+            step a reduction and a synchronization for each discarded tensor.
 
     Raises:
         PlanMismatch: the plan was made for another model; names the first difference.
@@ -76,7 +83,7 @@ def apply(model: torch.nn.Module, plan: Plan) -> Handle:
     planned = {}
     for fqn, unit in plan.units.items():
         module = model.get_submodule(fqn)
-        planned[fqn] = PlannedForward(module, fqn, unit.discarded)
+        planned[fqn] = PlannedForward(module, fqn, unit.discarded, check)
     for stand_in in planned.values():
         stand_in.module.__dict__["forward"] = stand_in
     return Handle(planned)

@@ -1,47 +1,192 @@
-"""draft"""
+"""Under ``torch.compile`` a plan is tags for the partitioner, not recipes.
+
+Neither dispatch modes nor saved-tensor hooks belong into a compiled graph. So while a unit's forward is
+traced, it becomes a checkpoint with a selective context, whose policy looks up the call site of each op
+(name, and occurrence within this call of the unit, as in a recording). The partitioner then decides what
+the compiled forward saves, and duplicates the ops to recompute; random ops get their generator's
+state from the forward pass there. What each tag means to it (min-cut partitioner, tried on torch 2.13):
+
+- ``PREFER_RECOMPUTE``, on what the plan discards: this node is computed again, whatever that costs.
+- ``PREFER_SAVE``, on the rest, is no tag at all. The partitioner never recomputes matmuls, attention or
+  random ops on its own, so these stay kept if the backward pass needs them; and it may recompute
+  pointwise ops that fuse, as it does without a plan. ``MUST_SAVE`` would forbid that, and save more than the
+  compiled model without a plan.
+- Views of a discarded tensor are tagged as the tensor is: untagged, those that the partitioner does not
+  count as views (``split``, ``transpose``) would be saved in its place. Views of kept tensors have no tag:
+  with one, their bases would be saved even if the backward pass had no use for them.
+
+What is traced differs from what runs eagerly in two places, both from the Python decomposition of
+``aten.dropout``: dropout that is switched off becomes a ``clone``, and on devices without a fused kernel
+dropout becomes ``native_dropout`` instead of four ops. Both are counted as the eager ops they stand for.
+A discarded call site that the trace does not meet is an error, never a plan kept in part.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from sacplan._ops import tensors_in
+from sacplan._recording import CallSite
+from sacplan._torch_private import storage_key
+from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
     from sacplan._recipes import PlannedForward
 
-OTHER = CheckpointPolicy.PREFER_SAVE
-LOG: list = []
+_NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
+_CLONE = torch.ops.aten.clone.default
+_UNDECLARED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
+_UNFUSED_DROPOUT = (
+    "aten.empty_like.default",
+    "aten.bernoulli_.float",
+    "aten.div_.Scalar",
+    "aten.mul.Tensor",
+)
+_FUSED_DROPOUT_DEVICES = frozenset({"cuda", "xpu", "lazy", "privateuseone"})
 
 
 class Tags:
-    def __init__(self, sites):
-        self.sites = frozenset(sites)
+    """The call sites that units discard. One object for equal sites, so that equal layers share compiled code."""
+
+    __slots__ = ("__weakref__", "sites")
+
+    def __init__(self, sites: frozenset[CallSite]) -> None:
+        self.sites = sites
+
+    def __reduce__(self) -> Any:
+        return tags_of, (tuple(self.sites),)
 
 
-@functools.lru_cache(maxsize=None)
-def tags_of(sites):
+@functools.lru_cache(maxsize=1024)
+def _interned(sites: frozenset[CallSite]) -> Tags:
     return Tags(sites)
 
 
+def tags_of(sites: Iterable[CallSite]) -> Tags:
+    """The tags of a unit; made before anything is traced."""
+    return _interned(frozenset(sites))
+
+
 def checkpointed_for_compile(planned: PlannedForward, args: Any, kwargs: Any) -> Any:
+    """The unit's forward as a checkpointed region of the graph that is being traced."""
+
     def call() -> Any:
-        return planned.original(*args, **kwargs)
+        return torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(planned.original, *args, **kwargs)
 
-    return checkpoint(call, use_reentrant=False, context_fn=functools.partial(contexts, planned.tags))
+    return checkpoint(call, use_reentrant=False, context_fn=functools.partial(_contexts, planned.tags))
 
 
-def contexts(tags) -> Any:
-        seen: dict[str, int] = {}
-        log = []
-        LOG.append(log)
+def _contexts(tags: Tags) -> Any:
+    if torch._guards.TracingContext.try_get() is None:
+        raise PlanError(
+            "torch.compile broke the graph inside a unit of the plan, so the plan cannot be kept there. "
+            "Compile with fullgraph=True to see where, and remove the break; or compile only modules inside of "
+            "the unit, or none."
+        )
+    policy = _Policy(tags.sites)
+    first, second = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
+    return _Checked(first, policy), second
 
-        def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-            name = str(func)
-            occurrence = seen.get(name, 0)
-            seen[name] = occurrence + 1
-            log.append((name, occurrence))
-            return CheckpointPolicy.PREFER_RECOMPUTE if (name, occurrence) in tags.sites else OTHER
 
-        return create_selective_checkpoint_contexts(policy)
+class _Policy:
+    """Tags the ops of one call of a unit, in the order in which they are traced."""
+
+    def __init__(self, sites: frozenset[CallSite]) -> None:
+        self.missing = set(sites)
+        self._sites = sites
+        self._seen: dict[str, int] = defaultdict(int)
+        self._discarded: dict[int, torch.Tensor] = {}  # by storage; held, since addresses are used again
+
+    def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if ctx.is_recompute:  # asked by torch before 2.13; the answer does not matter while compiling
+            return CheckpointPolicy.PREFER_SAVE
+        in_dropout = (func is _CLONE or func is _NATIVE_DROPOUT) and _called_by_dropout()
+        follows_input = _is_view(func) or (func is _CLONE and in_dropout)
+        discarded = follows_input and self._is_discarded((args, kwargs))
+        for name in _eager_names(func, args, in_dropout):
+            site = (name, self._seen[name])
+            self._seen[name] += 1
+            if site in self._sites:
+                self.missing.discard(site)
+                discarded = True
+        if not discarded:
+            return CheckpointPolicy.PREFER_SAVE
+        for t in tensors_in(ctx.op_output):
+            self._discarded[storage_key(t.untyped_storage())] = t
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _is_discarded(self, inputs: Any) -> bool:
+        base = next(tensors_in(inputs), None)
+        return base is not None and storage_key(base.untyped_storage()) in self._discarded
+
+
+class _Checked(TorchDispatchMode):
+    """The context of the forward pass; says at the end whether every discarded call site was met.
+
+    It must be a dispatch mode to be let into a graph, but only the one inside is ever on.
+    """
+
+    def __init__(self, mode: Any, policy: _Policy) -> None:
+        super().__init__()
+        self._mode = mode
+        self._policy = policy
+
+    @property
+    def ac_graph_id(self) -> Any:
+        """Which checkpoint of the graph this is; torch sets it, and the mode inside reads it."""
+        return self._mode.ac_graph_id
+
+    @ac_graph_id.setter
+    def ac_graph_id(self, value: Any) -> None:
+        self._mode.ac_graph_id = value
+
+    def __enter__(self) -> Any:
+        return self._mode.__enter__()
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        self._mode.__exit__(exc_type, exc_value, traceback)
+        missing = sorted(self._policy.missing)
+        if exc_type is None and missing:
+            shown = ", ".join(f"{name} #{occurrence}" for name, occurrence in missing[:3])
+            raise PlanError(
+                f"a compiled unit does not run {len(missing)} of the ops that the plan discards in it ({shown}"
+                + (", ...)" if len(missing) > 3 else ")")
+                + ". torch.compile traces other ops there than an eager step runs, or the plan was made for another "
+                "device. Make the plan for the device that runs the step, or leave this unit uncompiled."
+            )
+
+
+def _eager_names(func: Any, args: Any, in_dropout: bool) -> tuple[str, ...]:
+    """The ops of an eager step that one traced op stands for."""
+    if in_dropout and func is _CLONE:
+        return ()
+    if in_dropout and args[0].device.type not in _FUSED_DROPOUT_DEVICES:
+        return _UNFUSED_DROPOUT
+    return (str(func),)
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return func in _UNDECLARED_VIEWS or any(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
+
+
+def _called_by_dropout() -> bool:
+    """Whether torch's Python decomposition of dropout asked for the op that is dispatched now."""
+    frame = sys._getframe(1)
+    for _ in range(16):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_code.co_name == "dropout" and frame.f_globals.get("__name__") == "torch._decomp.decompositions":
+            return True
+    return False

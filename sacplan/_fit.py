@@ -41,8 +41,31 @@ class Fit:
     """Ratios where segments begin and end, 0 and the largest ratio included: one more than segments."""
     kind: Kind
 
+    def at(self, ratio: float) -> float:
+        """The recompute share at a discard ratio: the highest of the lines, and never less than 0."""
+        lines = zip(self.slopes, self.intercepts, strict=True)
+        return max(0.0, max((slope * ratio + intercept for slope, intercept in lines), default=0.0))
 
-def fit(points_xy: Iterable[tuple[float, float]], kind: Kind = "hull", segments: int | None = None) -> Fit:
+    def optimism(self, points_xy: Iterable[tuple[float, float]]) -> float:
+        """How far the fit lies under the lower hull of the reachable points at most, in recompute share.
+
+        What such a fit promises at some ratio, no mix of reachable points gives at that price. 0 for a
+        hull of the same points; differences of rounding count as 0.
+        """
+        hull = _lower_hull(_clean(points_xy))
+        if len(hull) < 2:
+            return 0.0
+        # Between two neighbouring kinks of either function the difference is linear, so kinks are all to look at.
+        lines = [(0.0, 0.0), *zip(self.slopes, self.intercepts, strict=True)]
+        kinks = {x for x, _ in hull}
+        for (slope, intercept), (other_slope, other_intercept) in itertools.combinations(lines, 2):
+            if slope != other_slope:
+                kinks.add((other_intercept - intercept) / (slope - other_slope))
+        worst = max(_on(hull, x) - self.at(x) for x in kinks if 0 <= x <= hull[-1][0])
+        return worst if worst > _ROUNDING * max(1.0, hull[-1][1]) else 0.0
+
+
+def fit_tradeoff(points_xy: Iterable[tuple[float, float]], kind: Kind = "hull", segments: int | None = None) -> Fit:
     """Fit (discard ratio, recompute share) points by one of the two methods.
 
     Args:
@@ -112,31 +135,6 @@ def pwlf_fit(points_xy: Iterable[tuple[float, float]], segments: int | None = No
         breakpoints=tuple(float(ratio) for ratio in breakpoints),
         kind="pwlf",
     )
-
-
-def evaluate(fitted: Fit, ratio: float) -> float:
-    """The recompute share at a discard ratio: the highest of the lines, and never less than 0."""
-    lines = zip(fitted.slopes, fitted.intercepts, strict=True)
-    return max(0.0, max((slope * ratio + intercept for slope, intercept in lines), default=0.0))
-
-
-def optimism(fitted: Fit, points_xy: Iterable[tuple[float, float]]) -> float:
-    """How far the fit lies under the lower hull of the reachable points at most, in recompute share.
-
-    What such a fit promises at some ratio, no mix of reachable points gives at that price. 0 for a hull of
-    the same points; differences of rounding count as 0.
-    """
-    hull = _lower_hull(_clean(points_xy))
-    if len(hull) < 2:
-        return 0.0
-    # Between two neighbouring kinks of either function the difference is linear, so kinks are all to look at.
-    lines = [(0.0, 0.0), *zip(fitted.slopes, fitted.intercepts, strict=True)]
-    kinks = {x for x, _ in hull}
-    for (slope, intercept), (other_slope, other_intercept) in itertools.combinations(lines, 2):
-        if slope != other_slope:
-            kinks.add((other_intercept - intercept) / (slope - other_slope))
-    worst = max(_on(hull, x) - evaluate(fitted, x) for x in kinks if 0 <= x <= hull[-1][0])
-    return worst if worst > _ROUNDING * max(1.0, hull[-1][1]) else 0.0
 
 
 def _clean(points_xy: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sacplan._plan import Plan
-from sacplan._planning import plan
+from sacplan._planning import plan, plan_smallest
 from sacplan._profile import Profile
 from sacplan._solvers import Solver
 from sacplan.errors import InfeasibleBudget, PlanError
@@ -34,7 +34,7 @@ def frontier(
 
     if points < 2:
         raise PlanError(f"points={points}: a frontier needs at least 2.")
-    smallest = smallest_peak(profile)
+    smallest = plan_smallest(profile).peak_bytes
     rows = []
     for solver in solvers:
         name = solver if isinstance(solver, str) else solver.name
@@ -46,14 +46,6 @@ def frontier(
                 continue
             rows.append({"solver": name, "budget_bytes": budget} | _figures(found))
     return pd.DataFrame(rows)
-
-
-def smallest_peak(profile: Profile, solver: str | Solver = "best") -> int:
-    """The smallest peak in bytes that a plan of that solver reaches."""
-    try:
-        return plan(profile, "1B", solver).peak_bytes
-    except InfeasibleBudget as error:
-        return error.smallest_feasible_bytes
 
 
 def _figures(found: Plan) -> dict[str, object]:

@@ -12,6 +12,8 @@ unit", r_i its discard share, z_ik "unit i takes its reachable point k":
   implies are left out, so the needs rise strictly from row to row.
 - Nesting. Units form an antichain of the module tree: one clique row for each path from the root to a
   lowest candidate.
+- Symmetry. Of units with the same trade-off, as in repeated layers, the earlier discards no less: its
+  memory is free at least as long. Without it, a dozen equal layers keep CBC busy for a minute.
 
 A solver works within tolerances; a plan does not. What it returns is evaluated again in whole bytes,
 repaired where some bytes are missing, and cut off where that would cost more than the asked gap.
@@ -26,15 +28,19 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from sacplan._budget import format_bytes, parse_budget
-from sacplan._graph import Graph, ModuleStats, SACStats
+from sacplan._graph import Graph, ModuleStats
 from sacplan._pulp import Program, Solution, check_options, relative_gap
-from sacplan.errors import BudgetError, InfeasibleBudget, PlanError, SolverError
+from sacplan.errors import InfeasibleBudget, PlanError, SolverError
 
 # Coefficients are scaled to this size: far above the solvers' tolerances (1e-6), not so far apart as to
 # lose digits.
 _SCALE = 1000.0
 
-_MAX_ROUNDS = 8  # of cutting off a solution that only a tolerance made feasible
+# By how much rows are relaxed: a solver must not call a plan infeasible that just fits. What it then
+# lets through is found in whole bytes.
+_SLACK = 1e-6
+
+_MAX_ROUNDS = 25  # of cutting off a solution that only a tolerance made feasible
 
 
 class _Triple(NamedTuple):
@@ -401,6 +407,7 @@ def _encode(model: _Model, budget_bytes: int) -> _Encoding:
 
     _add_cliques(program, model, [[(variable, 1.0) for variable, _ in of_unit] for of_unit in picks])
     _add_memory_rows(program, model, discards, budget_bytes, memory_scale)
+    _add_order(program, model, picks, shares)
     return _Encoding(program, tuple(picks), tuple(shares), ms_scale)
 
 
@@ -433,10 +440,12 @@ def _add_memory_rows(
     """For each row: prefix sum of discards (plus the variable ``excess``) >= what is over the budget."""
     previous: list[tuple[int, float]] = []
     n_units = 0
+    # sums of whole choices are whole bytes, so half a byte less asks for the same
+    half = 0.0 if any(unit.segments for unit in model.units) else 0.5
     for row in model.rows:
-        need = (row.n_bytes - budget_bytes) / memory_scale
-        if need <= 0:
+        if row.n_bytes <= budget_bytes:
             continue
+        need = max(0.0, (row.n_bytes - budget_bytes - half) / memory_scale - _SLACK)
         added = [term for terms in discards[n_units : row.n_units] for term in terms]
         total = program.variable(lower=need if excess is None else 0.0)
         program.row([(total, -1.0), *previous, *added], lower=0.0)
@@ -444,6 +453,39 @@ def _add_memory_rows(
             program.row([(total, 1.0), (excess, 1.0)], lower=need)
         previous = [(total, 1.0)]
         n_units = row.n_units
+
+
+def _add_order(
+    program: Program,
+    model: _Model,
+    picks: Sequence[Sequence[tuple[int, _Choice]]],
+    shares: Sequence[int],
+) -> None:
+    """Of units with the same trade-off, such as repeated layers, the earlier discards no less.
+
+    This loses no optimum: to give the larger of two choices to the unit that ends first costs the same
+    and frees no later. It binds only while the units around the first and inside it are not in use,
+    since only then the first is free to take any choice.
+    """
+    last_alike: dict[object, int] = {}
+    for i, unit in enumerate(model.units):
+        first = last_alike.get((unit.memory, unit.choices, unit.segments))
+        last_alike[unit.memory, unit.choices, unit.segments] = i
+        if first is None:
+            continue
+        ranks = [[(shares[j], 1.0)] if shares else _ranked(picks[j]) for j in (first, i)]
+        most = ranks[0][-1][1]
+        in_use = [
+            (variable, most)
+            for j in (*model.units[first].above, *model.below[first])
+            if j != i and j not in unit.above and i not in model.units[j].above
+            for variable, _ in picks[j]
+        ]
+        program.row([*ranks[0], *in_use, *((z, -rank) for z, rank in ranks[1])], lower=0.0)
+
+
+def _ranked(picks: Sequence[tuple[int, _Choice]]) -> list[tuple[int, float]]:
+    return [(variable, float(rank)) for rank, (variable, _) in enumerate(picks, start=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,10 +530,11 @@ class _Search:
         return best, self._close(best, bound_ms), bound_ms
 
     def _close(self, plan: _Plan | None, bound_ms: float | None) -> bool:
-        if plan is None:
+        if plan is None or bound_ms is None:
             return False
-        gap = relative_gap(_cost(plan), bound_ms)
-        return gap is not None and gap <= self.gap
+        # where the optimum costs nothing, some bytes of repair are no reason to doubt it
+        dearest = max(unit.choices[-1].ms for unit in self.model.units)
+        return _cost(plan) - bound_ms <= max(self.gap * _cost(plan), _SLACK * dearest)
 
     def _repair(self, plan: _Plan) -> _Plan | None:
         """Discard the few bytes more that a tolerance hid, as cheaply as one step at a time can."""
@@ -594,125 +637,3 @@ def _infeasible(
 
 
 # One module's ops --------------------------------------------------------------------------------------
-
-
-def get_optimal_checkpointing_policy_per_module(
-    sac_stats: SACStats,
-    memory_budget: float,
-    *,
-    solver: str = "auto",
-    gap: float = 1e-4,
-    time_limit: float = 10.0,
-    seed: int = 0,
-) -> list[int]:
-    """Choose which of a module's ops to save (1) and which to recompute (0), with the least recompute time.
-
-    The constraints are those of PR #137908, after xformers: random ops go together (all saved if
-    ``force_store_random``), view-like ops are recomputed, an in-place op goes with the op whose output it
-    writes, or is saved where that is unknown.
-
-    Args:
-        sac_stats: the module's ops.
-        memory_budget: share of the ops' total memory that may be saved, in [0, 1].
-
-    Raises:
-        BudgetError: the share is not in [0, 1].
-        InfeasibleBudget: the ops that must be saved take more.
-        PlanError: statistics that contradict each other.
-        SolverError: no policy found in the time.
-    """
-    if isinstance(memory_budget, bool) or not 0 <= memory_budget <= 1:
-        raise BudgetError(f"memory budget {memory_budget!r} is not a share in [0, 1] of the module's memory")
-    check_options(solver, gap, time_limit, seed)
-    group = _op_groups(sac_stats)
-    ops = range(len(group))
-    saved = {group[op] for op, parent in sac_stats.inplace_ops if op == parent}
-    if sac_stats.force_store_random:
-        saved |= {group[op] for op in sac_stats.rand_ops}
-    recomputed = {group[op] for op in sac_stats.view_like_ops}
-    for op in ops:
-        if group[op] in saved & recomputed:
-            raise PlanError(
-                f"op {op} ({sac_stats.func_names[op]}) has to be saved, as a random or in-place op, and "
-                "recomputed, as a view-like op or one that goes with it; correct the statistics"
-            )
-
-    memory = dict.fromkeys(group, 0)
-    for op in ops:
-        memory[group[op]] += sac_stats.memory[op]
-    budget_bytes = math.ceil(memory_budget * sum(sac_stats.memory))
-    needed = sum(memory[g] for g in saved)
-    if needed > budget_bytes:
-        largest = max((op for op in ops if group[op] in saved), key=lambda op: sac_stats.memory[op])
-        raise InfeasibleBudget(
-            f"{budget_bytes} B may be saved, but random and in-place ops that must be take {needed} B "
-            f"(the largest: op {largest}, {sac_stats.func_names[largest]}); raise the budget to "
-            f"{needed / sum(sac_stats.memory):.4f} or recompute random ops",
-            budget_bytes=budget_bytes,
-            smallest_feasible_bytes=needed,
-            binding=sac_stats.func_names[largest],
-        )
-    undecided = [g for g in memory if g not in saved and g not in recomputed]
-    runtime = {g: math.fsum(sac_stats.runtimes[op] for op in ops if group[op] == g) for g in undecided}
-    saved |= _knapsack(
-        [(g, memory[g], runtime[g]) for g in undecided], budget_bytes - needed, solver, gap, time_limit, seed
-    )
-    return [int(group[op] in saved) for op in ops]
-
-
-def _op_groups(sac_stats: SACStats) -> list[int]:
-    """For each op the first op that it is decided with."""
-    n_ops = len(sac_stats.func_names)
-    if not n_ops == len(sac_stats.runtimes) == len(sac_stats.memory):
-        raise PlanError(
-            f"{n_ops} ops, but {len(sac_stats.runtimes)} runtimes and {len(sac_stats.memory)} memory figures"
-        )
-    pairs = list(sac_stats.inplace_ops)
-    if not sac_stats.force_store_random:
-        pairs += zip(sac_stats.rand_ops[:-1], sac_stats.rand_ops[1:], strict=True)
-    mentioned = {*sac_stats.view_like_ops, *sac_stats.rand_ops, *(op for pair in pairs for op in pair)}
-    if outside := sorted(op for op in mentioned if not 0 <= op < n_ops):
-        raise PlanError(f"op indices {outside[:5]} are not among the {n_ops} ops")
-    group = list(range(n_ops))
-    for one, other in pairs:
-        first, second = sorted((group[one], group[other]))
-        group = [first if g == second else g for g in group]
-    return group
-
-
-def _knapsack(
-    items: Sequence[tuple[int, int, float]],
-    budget_bytes: int,
-    solver: str,
-    gap: float,
-    time_limit_s: float,
-    seed: int,
-) -> set[int]:
-    """The items (key, bytes, ms) that fit and are worth the most."""
-    free = {key for key, n_bytes, _ in items if n_bytes == 0}
-    fitting = [item for item in items if 0 < item[1] <= budget_bytes]
-    if sum(n_bytes for _, n_bytes, _ in fitting) <= budget_bytes:
-        return free | {key for key, _, _ in fitting}
-    ms_scale = max(ms for _, _, ms in fitting) / _SCALE or 1.0
-    program = Program()
-    # a variable is one where its item is left out, so that all costs are positive
-    left_out = [program.binary(cost=ms / ms_scale) for _, _, ms in fitting]
-    excess = sum(n_bytes for _, n_bytes, _ in fitting) - budget_bytes
-    program.row(
-        [
-            (x, min(n_bytes, excess) * _SCALE / excess)
-            for x, (_, n_bytes, _) in zip(left_out, fitting, strict=True)
-        ],
-        lower=_SCALE,
-    )
-    solution = program.solve(solver=solver, gap=gap, time_limit_s=time_limit_s, seed=seed)
-    if not solution.values:
-        raise SolverError(
-            f"no policy for {len(fitting)} ops was found within {time_limit_s} s; raise time_limit"
-        )
-    kept = [item for x, item in zip(left_out, fitting, strict=True) if solution.values[x] < 0.5]
-    # a tolerance may hide some bytes; the least valuable by size goes first
-    kept.sort(key=lambda item: item[2] / item[1], reverse=True)
-    while sum(n_bytes for _, n_bytes, _ in kept) > budget_bytes:
-        kept.pop()
-    return free | {key for key, _, _ in kept}

@@ -1,9 +1,9 @@
 """What sacplan must know of an op: which arguments it writes, and whether it may run a second time.
 
-Running again must give the same values and change nothing else. So an op may only be discarded if
-its schema writes nothing, it does not write behind its schema's back (running statistics), its
-outputs are new, and it fills them: a factory such as ``empty`` may be filled later by a kernel that
-no dispatch mode sees, so what factories make is always kept.
+Running again must give the same bits and change nothing else. So an op may only be discarded if it
+writes nothing, behind its schema's back neither (running statistics), does not add in an order that
+varies, and makes new outputs and fills them: a factory such as ``empty`` may be filled later by a kernel
+that no dispatch mode sees, so what factories make is always kept.
 """
 
 from __future__ import annotations
@@ -14,44 +14,39 @@ from typing import Any
 
 import torch
 
-# Ops that write running statistics though their schema does not say so (torch 2.11 to 2.15).
-_WRITES_UNDECLARED = frozenset(
+# Ops that write running statistics though their schema does not say so, nor do they count a version
+# (torch 2.11 to 2.15).
+_RUNNING_STATISTICS = ("running_mean", "running_var")
+_WRITES_UNDECLARED = {
+    "aten::native_batch_norm": _RUNNING_STATISTICS,
+    "aten::cudnn_batch_norm": _RUNNING_STATISTICS,
+    "aten::miopen_batch_norm": _RUNNING_STATISTICS,
+    "aten::batch_norm_update_stats": _RUNNING_STATISTICS,
+    "aten::batch_norm_gather_stats": _RUNNING_STATISTICS,
+    "aten::batch_norm_gather_stats_with_counts": _RUNNING_STATISTICS,
+    "aten::_cudnn_rnn": ("dropout_state",),
+    "aten::miopen_rnn": ("dropout_state",),
+}
+# Ops whose CUDA kernels add in an order that changes from run to run (see torch.use_deterministic_algorithms).
+_ORDER_VARIES = frozenset(
     {
-        "aten::native_batch_norm",
-        "aten::cudnn_batch_norm",
-        "aten::miopen_batch_norm",
-        "aten::batch_norm_update_stats",
-        "aten::_batch_norm_impl_index",
-        "aten::native_group_norm_running",
-        "aten::fake_quantize_per_channel_affine",
-        "aten::rrelu_with_noise",
+        "aten::bincount",
+        "aten::cumsum",
+        "aten::histc",
+        "aten::index_add",
+        "aten::index_put",
+        "aten::index_reduce",
+        "aten::kthvalue",
+        "aten::median",
+        "aten::nanmedian",
+        "aten::put",
+        "aten::scatter",
+        "aten::scatter_add",
+        "aten::scatter_reduce",
+        "aten::segment_reduce",
     }
 )
-_RANDOM = frozenset(
-    {
-        "aten::native_dropout",
-        "aten::_fused_dropout",
-        "aten::bernoulli",
-        "aten::rand_like",
-        "aten::randn_like",
-        "aten::randint_like",
-        "aten::multinomial",
-        "aten::normal",
-        "aten::poisson",
-        "aten::binomial",
-        "aten::_sample_dirichlet",
-        "aten::_standard_gamma",
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_attention_math",
-        "aten::_flash_attention_forward",
-        "aten::_efficient_attention_forward",
-        "aten::_cudnn_attention_forward",
-        "aten::_cudnn_rnn",
-        "aten::miopen_rnn",
-    }
-)
+_FACTORIES = ("_empty", "empty", "full", "lift", "new_", "ones", "resize", "set_", "zeros")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +55,8 @@ class OpTraits:
 
     Attributes:
         name: ``"aten.mm.default"``.
-        written_positions, written_names: arguments written in place, by position and by keyword.
+        written_positions, written_names: arguments written in place, by position and by keyword; running
+            statistics that the schema does not declare are among them.
         rerunnable: it may run again, as far as the op itself is concerned.
         random: it may draw from a generator.
     """
@@ -86,29 +82,28 @@ def op_traits(func: Any) -> OpTraits:
 def _read_traits(func: Any) -> OpTraits:
     schema = func._schema
     positions, names = [], []
+    undeclared = _WRITES_UNDECLARED.get(schema.name, ())
     for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        declared = argument.alias_info is not None and argument.alias_info.is_write
+        if declared or argument.name in undeclared:
             names.append(argument.name)
             if not argument.kwarg_only:
                 positions.append(i)
     aliases = any(r.alias_info is not None for r in schema.returns)
     reads_tensors = any("Tensor" in str(a.type) for a in schema.arguments)
-    random = schema.name in _RANDOM or torch.Tag.nondeterministic_seeded in func.tags
+    random = torch.Tag.nondeterministic_seeded in func.tags or any(
+        "Generator" in str(a.type) for a in schema.arguments
+    )
     rerunnable = (
         func.namespace in ("aten", "prims")
         and not names
         and not aliases
         and reads_tensors
-        and schema.name not in _WRITES_UNDECLARED
-        and not _is_factory_like(schema.name)
+        and schema.name not in _ORDER_VARIES
+        and not schema.name.removeprefix("aten::").startswith(_FACTORIES)
         and any("Tensor" in str(r.type) for r in schema.returns)
     )
     return OpTraits(str(func), tuple(positions), tuple(names), rerunnable, random)
-
-
-def _is_factory_like(name: str) -> bool:
-    base = name.split("::")[-1]
-    return base.startswith(("empty", "new_", "zeros", "ones", "full", "resize", "set_", "lift"))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

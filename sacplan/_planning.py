@@ -89,6 +89,18 @@ def plan(profile: Profile, budget: float | str, solver: str | Solver = "best") -
     return _as_plan(profile, _relax(search, found, budget_bytes), budget_bytes)
 
 
+def plan_smallest(profile: Profile, solver: str | Solver = "best") -> Plan:
+    """The plan with the smallest peak that the search finds, whatever it recomputes.
+
+    Its ``peak_bytes`` is the ``smallest_feasible_bytes`` that ``InfeasibleBudget`` reports.
+    """
+    search = Search(profile)
+    search.add(Proposal({}, "unplanned"), "none")
+    for one in resolve_solver(profile, solver):
+        _close_loop(search, one, 1)
+    return _as_plan(profile, search.smallest, None)
+
+
 def _close_loop(search: Search, solver: Solver, budget_bytes: int) -> None:
     """Ask at the budget, then at surrogates moved by what the replay was over or under."""
     surrogate = budget_bytes

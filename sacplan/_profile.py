@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,13 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from sacplan._cost import CostModel
 from sacplan._devices import DeviceSpec, resolve_device
-from sacplan._fake_data import data_rules
+from sacplan._fake_data import DataRules, data_rules
 from sacplan._fingerprint import Fingerprint
+from sacplan._fit import Kind as FitKind
 from sacplan._graph import Graph, parse_module_info
 from sacplan._kernels import fake_device, kernel_workspace_bytes
 from sacplan._recorder import Recorder
 from sacplan._recording import Kind, Phase, Recording, read_json, write_json
-from sacplan._replay import Replay, replay
+from sacplan._replay import Decisions, Replay, replay
 from sacplan._stats import module_info, segments_of
 from sacplan._step import (
     FakeCopier,
@@ -38,6 +40,7 @@ from sacplan._step import (
 )
 from sacplan._timing import MeasuredTimes
 from sacplan._units import UnitTradeoff, unit_tradeoffs
+from sacplan._workspace import measured_workspace_bytes
 from sacplan.errors import DeviceError, SacplanError, TraceError
 
 if TYPE_CHECKING:
@@ -66,6 +69,7 @@ class Profile:
         device: name of the device that it would run on.
         device_memory_bytes: what that device has.
         trace, runtime: how it was made.
+        assumptions: what a fake trace took for granted where sizes or values depend on data, a sentence each.
     """
 
     recording: Recording
@@ -74,6 +78,7 @@ class Profile:
     device_memory_bytes: int
     trace: str
     runtime: str
+    assumptions: tuple[str, ...] = ()
 
     @cached_property
     def baseline(self) -> Replay:
@@ -103,8 +108,18 @@ class Profile:
     @cached_property
     def graph(self) -> Graph:
         """The module tree with statistics, trade-offs and memory rows, as ``sac_milp`` reads it."""
-        info = module_info(self.recording, self.recording, self.tradeoffs)
+        return self.fitted_graph()
+
+    def fitted_graph(self, fit: FitKind = "hull", n_segments: int | None = None) -> Graph:
+        """``graph`` with another fit of the trade-off curves: ``"hull"``, or ``"pwlf"`` with 2 to 4 segments."""
+        info = module_info(
+            self.recording, self.recording, self.tradeoffs, fit_kind=fit, segments=n_segments
+        )
         return dataclasses.replace(parse_module_info(info, root=""), segments=segments_of(self.recording))
+
+    def replay(self, decisions: Decisions) -> Replay:
+        """Peak and recomputation of the step with these call sites discarded (unit to call sites)."""
+        return replay(self.recording, decisions)
 
     def to_frame(self) -> pd.DataFrame:
         """Statistics of each module, in execution order."""
@@ -146,6 +161,7 @@ class Profile:
                 "device_memory_bytes": self.device_memory_bytes,
                 "trace": self.trace,
                 "runtime": self.runtime,
+                "assumptions": list(self.assumptions),
                 "recording": self.recording.to_dict(),
             },
         )
@@ -161,6 +177,7 @@ class Profile:
             device_memory_bytes=data["device_memory_bytes"],
             trace=data["trace"],
             runtime=data["runtime"],
+            assumptions=tuple(data.get("assumptions", ())),
         )
 
     def __repr__(self) -> str:
@@ -228,7 +245,7 @@ def trace_step(
     with preserved_rng():
         batch = resolve_batch(batch)
         fingerprint = Fingerprint.of(model, batch)
-        recording = run(model, batch, loss_fn or default_loss, optimizer, spec, times.cost, prepare, saved)
+        recording, assumptions = run(model, batch, loss_fn or default_loss, optimizer, spec, times.cost, prepare, saved)
     _check_recording(recording)
     return Profile(
         recording=recording,
@@ -237,19 +254,23 @@ def trace_step(
         device_memory_bytes=spec.memory_bytes,
         trace=trace,
         runtime=_RUNTIMES[runtime],
+        assumptions=assumptions,
     )
 
 
-def _recorder(spec: DeviceSpec, cost: Any, saved: Any) -> Recorder:
+def _recorder(spec: DeviceSpec, cost: Any, saved: Any, rules: DataRules | None = None) -> Recorder:
     return Recorder(
         cost=cost,
         workspace=functools.partial(_workspace_bytes, spec),
         round_bytes=spec.allocation_round_bytes,
         saved=saved,
+        rules=rules,
     )
 
 
 def _workspace_bytes(spec: DeviceSpec, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    if spec.kind == "cpu":
+        return measured_workspace_bytes(func, args, kwargs, out)
     return kernel_workspace_bytes(func, args, kwargs, out, spec)
 
 
@@ -262,9 +283,9 @@ def _trace_fake(
     cost: Any,
     prepare: Callable[[torch.nn.Module], Any] | None,
     saved: str,
-) -> Recording:
-    with fake_device(spec), data_rules():
-        copier = FakeCopier()
+) -> tuple[Recording, tuple[str, ...]]:
+    with fake_device(spec), data_rules() as rules:
+        copier = FakeCopier(rules)
         fake = copier.model(model)
         step = Step(
             model=fake,
@@ -274,7 +295,19 @@ def _trace_fake(
         )
         if prepare is not None:
             prepare(fake)
-        return _record(step, _recorder(spec, cost, "virtual" if saved == "record" else "observe"))
+        try:
+            recording = _record(
+                step, _recorder(spec, cost, "virtual" if saved == "record" else "observe", rules)
+            )
+        except AssertionError as error:
+            if "convert all Tensors to FakeTensors" not in str(error):
+                raise
+            raise TraceError(
+                "a real tensor got into the fake step. loss_fn must use the model and the batch that it is given, "
+                "and tensors that it needs besides should be buffers of the model, part of the batch, or made "
+                f"inside it. {str(error).rpartition('Found in ')[2]}"
+            ) from error
+    return recording, tuple(map(str, rules.applied))
 
 
 def _trace_real(
@@ -286,7 +319,7 @@ def _trace_real(
     cost: Any,
     prepare: Callable[[torch.nn.Module], Any] | None,
     saved: str,
-) -> Recording:
+) -> tuple[Recording, tuple[str, ...]]:
     check_runs_here(model, spec, 'trace="real"')
     made = optimizer
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -297,7 +330,7 @@ def _trace_real(
         step = Step(model=model, batch=batch, loss_fn=loss_fn, optimizer=made)
         undo = prepare(model) if prepare is not None else None
         try:
-            return _record(step, _recorder(spec, cost, "clone" if saved == "record" else "observe"))
+            return _record(step, _recorder(spec, cost, "clone" if saved == "record" else "observe")), ()
         finally:
             if undo is not None:
                 undo.remove()
@@ -323,8 +356,16 @@ def _record(step: Step, recorder: Recorder) -> Recording:
     recorder.track_tensors(t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor))
     if step.optimizer is not None:
         recorder.track_optimizer(step.optimizer)
-    with recorder:
-        step.run()
+    # Tensors in reference cycles would die whenever the collector happens to run: here, never before the end.
+    gc.collect()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with recorder:
+            step.run()
+    finally:
+        if collecting:
+            gc.enable()
     return recorder.recording()
 
 

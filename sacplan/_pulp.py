@@ -203,22 +203,37 @@ def _solve_highs(
 def _solve_cbc(
     problem: pulp.LpProblem, gap: float, time_limit_s: float, seed: int
 ) -> tuple[Status, float | None]:
+    """CBC without its preprocessing, for what CBC 2.10.3 (the one in the PuLP wheel) does with it.
+
+    It fixes variables that it must not, in small programs such as ours, and calls the wrong plan
+    optimal (the tests have one). Without it, it crashes on some infeasible programs instead; those are
+    tried again with it, and an answer other than "infeasible" is not called optimal then.
+    """
+    try:
+        return _run_cbc(problem, ["preprocess off"], gap, time_limit_s, seed)
+    except pulp.PulpSolverError:
+        status, _ = _run_cbc(problem, [], gap, time_limit_s, seed)
+        return "feasible" if status == "optimal" else status, None
+
+
+def _run_cbc(
+    problem: pulp.LpProblem, options: list[str], gap: float, time_limit_s: float, seed: int
+) -> tuple[Status, float | None]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "cbc.log")
-        problem.solve(
-            _cbc(
-                msg=False,
-                gapRel=gap,
-                timeLimit=time_limit_s,
-                threads=None,
-                logPath=str(log),
-                options=[f"randomSeed {seed}", f"randomCbcSeed {seed}"],
-            )
+        solver = _cbc(
+            msg=False,
+            gapRel=gap,
+            timeLimit=time_limit_s,
+            logPath=str(log),
+            options=[*options, f"randomSeed {seed}", f"randomCbcSeed {seed}"],
         )
+        solver.tmpDir = folder  # PuLP leaves its files behind when CBC crashes
+        problem.solve(solver)
         text = log.read_text(errors="replace")
     status = _status(problem)
     if status == "infeasible":
         return status, None
-    if match := _CBC_BOUND.search(text):  # printed unless the search ended with equality
+    if match := _CBC_BOUND.search(text):  # printed unless the bound has reached the objective
         return status, float(match.group(1)) - _CBC_ROUNDING
-    return status, float(pulp.value(problem.objective)) if status == "optimal" else None
+    return status, math.inf if status == "optimal" else None  # _read lowers it to the objective

@@ -6,18 +6,24 @@ on a slot instead of the tensor. When autograd asks, the nodes that this one slo
 first; each runs once, remembers only the outputs that somebody pending still refers to, and drops
 its arguments, so that plain reference counts free everything right after its last use.
 
-What the mode did not see being made (custom kernels, other modules, wrapper subclasses) is kept. What
-is kept is still checked: a saved-tensor hook switches autograd's own check for in-place writes off, so
-handles carry the version and check it themselves.
+A plan is advice, and this file does not trust it. What the mode did not see being made (custom kernels, other
+modules, wrapper subclasses), what was written since, and ops that may not run again are kept, whatever
+the plan says. What is kept is still checked: a saved-tensor hook switches autograd's own check for in-place
+writes off, so handles carry the version and check it themselves. A kernel that writes through a pointer
+(Triton, numpy) is seen by no mode and counts no version; so in the first step of a unit each discarded
+tensor leaves a checksum behind, which the recomputed one must have.
 
-Relatives: RETURNN's ``gradient_checkpoint_scope``, DTR (Kirisame et al. 2020). Known inefficiency: the
-dispatch mode costs a few microseconds for every op in the forward of a unit, kept ones too.
+Relatives: RETURNN's ``gradient_checkpoint_scope``, DTR (Kirisame et al. 2020). Known inefficiencies: the
+dispatch mode costs a few microseconds for every op in the forward of a unit, kept ones too; an argument
+that a recipe holds is not offloaded by the saved-tensor hooks around the model.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -26,32 +32,101 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sacplan._compiled import checkpointed_for_compile, tags_of
 from sacplan._ops import op_traits, tensors_in
 from sacplan._recording import CallSite
-from sacplan._torch_private import FakeTensor, is_plain, storage_key
+from sacplan._torch_private import (
+    FakeTensor,
+    current_saved_tensors_hooks,
+    history_free_alias,
+    is_plain,
+    storage_key,
+)
 from sacplan.errors import RecipeError
 
 _View = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
+
+_WRITES: frozenset[int] = frozenset({-1})
+"""Stands in for occurrences at ops that write."""
+
+_INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Here(threading.local):
+    recorder: UnitRecorder | None = None
+
+
+_here = _Here()
+_lock = threading.RLock()  # autograd has a thread for each device, and recipes are shared
+
+
+@contextlib.contextmanager
+def _recomputation() -> Iterator[None]:
+    """What runs inside is no part of a forward pass, even if a backward pass runs in one."""
+    recorder = _here.recorder
+    paused = recorder is not None and recorder.paused
+    with _lock, torch.no_grad(), torch._C._DisableAutocast():
+        if recorder is not None:
+            recorder.paused = True
+        try:
+            yield
+        finally:
+            if recorder is not None:
+                recorder.paused = paused
 
 
 def _view_of(t: torch.Tensor) -> _View:
     return t.shape, t.stride(), t.storage_offset(), t.dtype
 
 
+def _version(t: torch.Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
+def _is_recordable(t: torch.Tensor) -> bool:
+    """Whether sizes, strides and a version say all about a tensor."""
+    return is_plain(t) and not (t.is_inference() or t.is_nested or t.is_quantized or t._is_zerotensor())
+
+
+def _checksum(t: torch.Tensor) -> tuple[int, ...] | None:
+    """Of the bits, without a temporary of the tensor's size. None where nothing can be computed."""
+    if isinstance(t, FakeTensor) or t.is_meta or not t.numel():
+        return None
+    if t.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    bits = torch.view_as_real(t) if t.is_complex() else t
+    bits = bits.view(_INT_OF_SIZE[bits.element_size()])
+    # Equal elements cancel out in the hash, so one of them is looked at.
+    return int(torch.hash_tensor(bits)), int(bits[(0,) * bits.ndim])
+
+
+class FirstStep:
+    """Whether the discarded tensors of a unit leave checksums: until the first one has been compared."""
+
+    __slots__ = ("pending",)
+
+    def __init__(self, pending: bool) -> None:
+        self.pending = pending
+
+
 class _Slot:
     """One output of a discarded op: a value once it has been recomputed."""
 
-    __slots__ = ("__weakref__", "node", "storage", "value", "version", "written")
+    __slots__ = ("__weakref__", "node", "storage", "value", "version", "view", "written")
 
     def __init__(self, node: _Node, tensor: torch.Tensor) -> None:
-        self.node: _Node | None = node
+        self.node = node
         self.storage = weakref.ref(tensor.untyped_storage())
         self.version = tensor._version
+        self.view = _view_of(tensor)
         self.value: torch.Tensor | None = None
         self.written = False
 
-    def view(self, view: _View) -> torch.Tensor:
+    def take(self, view: _View) -> torch.Tensor:
+        """A view of the value."""
         size, stride, offset, dtype = view
-        assert self.value is not None
-        base = self.value if self.value.dtype == dtype else self.value.view(dtype)
+        base = self.value
+        assert base is not None
+        if base.dtype != dtype:
+            elements = base.untyped_storage().nbytes() // base.element_size()
+            base = torch.as_strided(base, (elements,), (1,), 0).view(dtype)
         return torch.as_strided(base, size, stride, offset)
 
 
@@ -66,32 +141,41 @@ class _SlotArg:
 
 
 class _HeldArg:
-    """An argument that is a kept tensor, and the version it had."""
+    """An argument that is a kept tensor, with its version and the writes to its storage that the mode saw."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("tensor", "version", "writes", "writes_before")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.version = _version(tensor)
+    def __init__(self, tensor: torch.Tensor, writes: dict[int, int]) -> None:
+        self.tensor = history_free_alias(tensor)
+        self.version = tensor._version
+        self.writes = writes
+        self.writes_before = self._writes_now()
 
+    def _writes_now(self) -> int:
+        return self.writes.get(storage_key(self.tensor.untyped_storage()), 0)
 
-def _version(t: torch.Tensor) -> int:
-    return 0 if t.is_inference() else t._version
+    @property
+    def unchanged(self) -> bool:
+        return self.tensor._version == self.version and self._writes_now() == self.writes_before
 
 
 class _Node:
     """A discarded op, ready to run again."""
 
-    __slots__ = ("__weakref__", "args", "func", "kwargs", "outputs", "rng", "slot_args", "unit")
+    __slots__ = ("__weakref__", "args", "func", "kwargs", "outputs", "rng", "site", "slot_args", "unit")
 
-    def __init__(self, unit: str, func: Any, rng: Any) -> None:
+    def __init__(self, unit: str, func: Any, site: CallSite, rng: Any) -> None:
         self.unit = unit
         self.func: Any = func
+        self.site = site
         self.rng = rng  # (generator, state) for a random op
         self.args: Any = ()
         self.kwargs: Any = {}
         self.slot_args: list[_SlotArg] = []
-        self.outputs: list[weakref.ref[_Slot] | None] = []
+        self.outputs: list[weakref.ref[_Slot] | None] = []  # empty once it has run
+
+    def __str__(self) -> str:
+        return f"{self.site[0]} #{self.site[1]} of unit {self.unit!r}"
 
     def run(self) -> None:
         """Run the op; its slots get their values, its arguments are let go."""
@@ -110,20 +194,25 @@ class _Node:
         for ref, tensor in zip(self.outputs, tensors_in(out), strict=True):
             slot = ref() if ref is not None else None
             if slot is not None:
+                if _view_of(tensor) != slot.view:
+                    raise RecipeError(
+                        f"{self} gave shape {tuple(slot.view[0])}, strides {slot.view[1]} in the forward pass, and "
+                        f"{tuple(tensor.shape)}, {tensor.stride()} when it ran again. Keep its output."
+                    )
                 slot.value = tensor
-                slot.node = None
         self.args = self.kwargs = ()
+        self.rng = None
         self.slot_args = []
+        self.outputs = []
 
     def _restore(self, value: Any) -> Any:
         if isinstance(value, _SlotArg):
-            return value.slot.view(value.view)
+            return value.slot.take(value.view)
         if isinstance(value, _HeldArg):
-            if _version(value.tensor) != value.version:
+            if not value.unchanged:
                 raise RecipeError(
-                    f"unit {self.unit!r}: {self.func} has to run again in the backward pass, but an argument of "
-                    f"shape {tuple(value.tensor.shape)} was written in place after the forward pass (version "
-                    f"{value.version}, now {_version(value.tensor)}). Keep this op's output, or write to a copy."
+                    f"{self} has to run again in the backward pass, but an argument of shape "
+                    f"{tuple(value.tensor.shape)} was written in place since. Keep its output, or write to a copy."
                 )
             return value.tensor
         if isinstance(value, tuple):
@@ -138,11 +227,39 @@ class _Node:
 class _Handle:
     """What autograd keeps for a discarded tensor."""
 
-    __slots__ = ("slot", "view")
+    __slots__ = ("checksum", "first_step", "slot", "view")
 
-    def __init__(self, slot: _Slot, view: _View) -> None:
+    def __init__(self, slot: _Slot, tensor: torch.Tensor, first_step: FirstStep) -> None:
         self.slot = slot
-        self.view = view
+        self.view = _view_of(tensor)
+        self.first_step = first_step
+        self.checksum: tuple[int, ...] | None = None
+        if first_step.pending:
+            with _recomputation():
+                self.checksum = _checksum(tensor)
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, recomputed unless it has been."""
+        slot = self.slot
+        if slot.written:
+            raise RecipeError(
+                f"a tensor of shape {tuple(self.view[0])}, made by {slot.node}, was written in place after "
+                "autograd took it. Write to a copy, or keep it."
+            )
+        with _recomputation():
+            if slot.value is None:
+                _compute(slot.node)
+            tensor = slot.take(self.view)
+            if self.checksum is not None:
+                if _checksum(tensor) != self.checksum:
+                    raise RecipeError(
+                        f"{slot.node} gives other bits when it runs again than autograd took in the forward pass. "
+                        "Either its kernel, or one before it, is not deterministic; or something wrote its output or "
+                        "an argument where PyTorch cannot see it (a Triton kernel, numpy, .data). Keep this output."
+                    )
+                self.checksum = None
+                self.first_step.pending = False
+        return tensor
 
 
 class _Kept:
@@ -151,8 +268,36 @@ class _Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+        # An op's output would hold the op's autograd node, which holds this.
+        self.tensor = tensor if tensor.grad_fn is None else history_free_alias(tensor)
         self.version = _version(tensor)
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, if it has not been written."""
+        if _version(self.tensor) != self.version:
+            raise RecipeError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that the backward pass needs was written in place "
+                f"after the forward pass (version {self.version}, now {_version(self.tensor)}). Write to a copy."
+            )
+        return self.tensor
+
+
+class _PassedOn:
+    """A kept tensor, as the saved-tensor hooks around the unit want to keep it."""
+
+    __slots__ = ("packed", "unpack_hook")
+
+    def __init__(self, packed: Any, unpack_hook: Callable[[Any], torch.Tensor]) -> None:
+        self.packed = packed
+        self.unpack_hook = unpack_hook
+
+    def unpack(self) -> torch.Tensor:
+        """What those hooks give back."""
+        return self.unpack_hook(self.packed)
+
+
+def _unpack(packed: _Handle | _Kept | _PassedOn) -> torch.Tensor:
+    return packed.unpack()
 
 
 class UnitRecorder(TorchDispatchMode):
@@ -161,25 +306,45 @@ class UnitRecorder(TorchDispatchMode):
     Args:
         unit: fqn, for messages.
         wanted: op name to the occurrences that are discarded.
+        first_step: whether checksums are wanted.
     """
 
-    def __init__(self, unit: str, wanted: dict[str, frozenset[int]]) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, unit: str, wanted: dict[str, frozenset[int]], first_step: FirstStep | None = None
+    ) -> None:
         super().__init__()
+        self.paused = False
         self._unit = unit
         self._wanted = wanted
+        self._first_step = first_step or FirstStep(False)
         self._by_func: dict[Any, frozenset[int] | None] = {}
         self._seen: dict[Any, int] = {}
         self._table: dict[int, _Slot] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._writes: dict[int, int] = {}  # storage to how often it was written
+        self._outer: tuple[Any, Any] | None = None
+        self._hooks: Any = None
 
     def __enter__(self) -> UnitRecorder:
-        self._hooks.__enter__()
+        self._outer = current_saved_tensors_hooks()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        try:
+            self._hooks.__enter__()
+        except RuntimeError as error:
+            raise RecipeError(
+                f"unit {self._unit!r} cannot discard anything here, since saved-tensor hooks are switched off "
+                f"({error}). Remove the plan for this call: handle.remove()."
+            ) from error
         super().__enter__()
+        _here.recorder = self
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        _here.recorder = None
         super().__exit__(exc_type, exc_value, traceback)
         self._hooks.__exit__(exc_type, exc_value, traceback)
+        self._hooks = self._outer = None
         self._table.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -187,40 +352,59 @@ class UnitRecorder(TorchDispatchMode):
         try:
             wanted = self._by_func[func]
         except KeyError:
-            traits = op_traits(func)
-            wanted = self._wanted.get(traits.name) if not traits.written_names else _WRITES
-            self._by_func[func] = wanted
-        if wanted is None:
+            wanted = self._by_func[func] = self._look_up(func)
+        if wanted is None or self.paused:
             return func(*args, **kwargs)
         if wanted is _WRITES:
             self._note_write(func, args, kwargs)
             return func(*args, **kwargs)
         occurrence = self._seen.get(func, 0)
         self._seen[func] = occurrence + 1
-        if occurrence not in wanted or not op_traits(func).rerunnable:
+        if occurrence not in wanted:
             return func(*args, **kwargs)
         rng = _generator_state(func, args, kwargs)
         out = func(*args, **kwargs)
-        self._note(func, args, kwargs, out, rng)
+        if rng is not _UNKNOWN_GENERATOR:
+            self._note(func, occurrence, args, kwargs, out, rng)
         return out
 
-    def _note(self, func: Any, args: Any, kwargs: Any, out: Any, rng: Any) -> None:
-        outputs = list(tensors_in(out))
-        if not all(is_plain(t) for t in outputs) or not all(is_plain(t) for t in tensors_in((args, kwargs))):
+    def _look_up(self, func: Any) -> frozenset[int] | None:
+        """Which occurrences are discarded; None if the op does not matter here."""
+        if not isinstance(func, torch._ops.OpOverload):
+            return None
+        traits = op_traits(func)
+        if traits.written_names:
+            return _WRITES
+        return self._wanted.get(traits.name) if traits.rerunnable else None
+
+    def _note(self, func: Any, occurrence: int, args: Any, kwargs: Any, out: Any, rng: Any) -> None:
+        """Leave a node, unless something about the op says that it had better be kept."""
+        inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
+        if not all(map(_is_recordable, inputs)) or not all(map(_is_recordable, outputs)):
             return
-        node = _Node(self._unit, func, rng)
+        if kwargs.get("non_blocking"):
+            return  # nobody would wait for the second copy
+        taken = {storage_key(t.untyped_storage()) for t in inputs}
+        if any(storage_key(t.untyped_storage()) in taken for t in outputs):
+            return  # it hands an input on
+        node = _Node(self._unit, func, (str(func), occurrence), rng)
         node.args = self._remember(args, node)
         node.kwargs = self._remember(kwargs, node)
+        made: dict[int, _Slot] = {}
         for t in outputs:
-            slot = _Slot(node, t)
-            node.outputs.append(weakref.ref(slot))
-            self._table[storage_key(t.untyped_storage())] = slot
+            key = storage_key(t.untyped_storage())
+            if key in made:  # two outputs on one storage
+                node.outputs.append(None)
+            else:
+                made[key] = slot = _Slot(node, t)
+                node.outputs.append(weakref.ref(slot))
+        self._table.update(made)
 
     def _remember(self, value: Any, node: _Node) -> Any:
         if isinstance(value, torch.Tensor):
             slot = self._slot_of(value)
             if slot is None:
-                return _HeldArg(value)
+                return _HeldArg(value, self._writes)
             arg = _SlotArg(slot, _view_of(value))
             node.slot_args.append(arg)
             return arg
@@ -236,7 +420,7 @@ class UnitRecorder(TorchDispatchMode):
         """The slot whose storage this tensor is on, if it is still what the op made."""
         storage = t.untyped_storage()
         slot = self._table.get(storage_key(storage))
-        if slot is None or slot.storage() is not storage or slot.written or slot.version != _version(t):
+        if slot is None or slot.storage() is not storage or slot.version != _version(t):
             return None
         return slot
 
@@ -248,74 +432,62 @@ class UnitRecorder(TorchDispatchMode):
         for t in tensors_in(written):
             if is_plain(t):
                 storage = t.untyped_storage()
-                slot = self._table.pop(storage_key(storage), None)
+                key = storage_key(storage)
+                self._writes[key] = self._writes.get(key, 0) + 1
+                slot = self._table.pop(key, None)
                 if slot is not None and slot.storage() is storage:  # else the address was used again
                     slot.written = True
 
     def _pack(self, t: torch.Tensor) -> Any:
         slot = self._slot_of(t) if is_plain(t) else None
-        return _Kept(t) if slot is None else _Handle(slot, _view_of(t))
+        if slot is not None:
+            return _Handle(slot, t, self._first_step)
+        if self._outer is not None:
+            pack_hook, unpack_hook = self._outer
+            return _PassedOn(pack_hook(t), unpack_hook)
+        return _Kept(t)
 
 
-_WRITES: frozenset[int] = frozenset({-1})
+_UNKNOWN_GENERATOR = ("unknown",)
 
 
-def _generator_state(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def _generator_state(func: Any, args: Any, kwargs: Any) -> Any:
+    """None, or (generator, state) from which a random op starts."""
     if not op_traits(func).random:
         return None
-    generator = kwargs.get("generator")
+    values = (*args, *kwargs.values())
+    generator = next((v for v in values if isinstance(v, torch.Generator)), None)
     if generator is None:
-        tensor = next(tensors_in((args, kwargs)), None)
-        if tensor is None or isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+        tensors = list(tensors_in(values))
+        if any(isinstance(t, FakeTensor) for t in tensors):
             return None
-        generator = (
-            torch.cuda.default_generators[tensor.device.index]
-            if tensor.device.type == "cuda"
-            else torch.default_generator
-        )
+        devices = {t.device for t in tensors}
+        if len(devices) != 1:
+            return _UNKNOWN_GENERATOR
+        device = devices.pop()
+        if device.type == "meta":
+            return None
+        if device.type == "cpu":
+            generator = torch.default_generator
+        elif device.type == "cuda":
+            generator = torch.cuda.default_generators[device.index]
+        else:
+            return _UNKNOWN_GENERATOR
     return generator, generator.get_state()
-
-
-def _unpack(packed: Any) -> torch.Tensor:
-    if type(packed) is _Kept:
-        if _version(packed.tensor) != packed.version:
-            raise RecipeError(
-                f"a tensor of shape {tuple(packed.tensor.shape)} that the backward pass needs was written in place "
-                f"after the forward pass (version {packed.version}, now {_version(packed.tensor)}). Write to a copy."
-            )
-        return packed.tensor
-    slot: _Slot = packed.slot
-    if slot.written:
-        raise RecipeError(
-            f"a discarded tensor of shape {tuple(packed.view[0])} was written in place after autograd took it"
-            + (f" (made by {slot.node.func} in unit {slot.node.unit!r})" if slot.node else "")
-            + ". Write to a copy, or keep it."
-        )
-    if slot.value is None:
-        assert slot.node is not None
-        _compute(slot.node)
-    with torch.no_grad():
-        return slot.view(packed.view)
 
 
 def _compute(node: _Node) -> None:
     """Run the nodes that this one needs, arguments first, each once."""
-    with torch.no_grad(), torch._C._DisableAutocast():
-        stack = [(node, False)]
-        while stack:
-            current, ready = stack.pop()
-            if not current.outputs:
-                continue
-            if not ready:
-                stack.append((current, True))
-                stack.extend(
-                    (arg.slot.node, False)
-                    for arg in reversed(current.slot_args)
-                    if arg.slot.value is None and arg.slot.node is not None
-                )
-                continue
+    stack = [(node, False)]
+    while stack:
+        current, ready = stack.pop()
+        if not current.outputs:
+            continue
+        if ready:
             current.run()
-            current.outputs = []
+            continue
+        stack.append((current, True))
+        stack.extend((arg.slot.node, False) for arg in reversed(current.slot_args) if arg.slot.value is None)
 
 
 def wanted_by_name(sites: Collection[CallSite]) -> dict[str, frozenset[int]]:
@@ -329,14 +501,14 @@ def wanted_by_name(sites: Collection[CallSite]) -> dict[str, frozenset[int]]:
 class PlannedForward:
     """Stands in for a unit's ``forward`` on the instance; copies with the module, undone by ``remove``."""
 
-    def __init__(self, module: torch.nn.Module, fqn: str, sites: Collection[CallSite]) -> None:
+    def __init__(self, module: torch.nn.Module, fqn: str, sites: Collection[CallSite], check: bool = True) -> None:
         self.module = module
         self.fqn = fqn
         self.sites = tuple(sites)
         self.wanted = wanted_by_name(self.sites)
         self.tags = tags_of(self.sites)
         self.replaced = module.__dict__.get("forward")  # somebody else's instance attribute, if there is one
-        self.running = False
+        self.first_step = FirstStep(check)
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -350,11 +522,7 @@ class PlannedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return checkpointed_for_compile(self, args, kwargs)
-        if self.running or not torch.is_grad_enabled():
+        if _here.recorder is not None or not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)  # a unit inside of a unit belongs to the outer one
+        with UnitRecorder(self.fqn, self.wanted, self.first_step):
             return self.original(*args, **kwargs)
-        self.running = True
-        try:
-            with UnitRecorder(self.fqn, self.wanted):
-                return self.original(*args, **kwargs)
-        finally:
-            self.running = False

@@ -23,6 +23,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sacplan._fake_data import DataRules
 from sacplan._ops import op_traits, tensors_in
 from sacplan._recording import ROOT_SCOPE, Event, Kind, Op, Phase, Recording, Scope
 from sacplan._torch_private import (
@@ -40,7 +41,7 @@ SavedMode = Literal["virtual", "clone", "observe"]
 class _Handle:
     """What autograd keeps instead of a tensor; its end is autograd's letting go."""
 
-    __slots__ = ("__weakref__", "clone", "dtype", "index", "size", "stride")
+    __slots__ = ("__weakref__", "clone", "dtype", "index", "known", "size", "stride")
 
     def __init__(self, index: int, tensor: torch.Tensor, clone: torch.Tensor | None) -> None:
         self.index = index
@@ -48,6 +49,7 @@ class _Handle:
         self.stride = tensor.stride()
         self.dtype = tensor.dtype
         self.clone = clone
+        self.known: Any = (None, {})  # a fake tensor's values, where they are known, and the rules they rest on
 
 
 class Recorder(TorchDispatchMode):
@@ -58,6 +60,7 @@ class Recorder(TorchDispatchMode):
         workspace: ``(func, args, kwargs, out) -> bytes`` that the kernel allocates inside.
         round_bytes: the allocator's granularity.
         saved: how tensors that autograd saves are treated, see the module's docstring.
+        rules: what knows values of fake tensors; a tensor that is unpacked keeps them.
 
     Errors in the recorder's own bookkeeping are kept and raised on exit: an exception that starts
     inside a dispatch mode under FakeTensorMode can abort the interpreter.
@@ -70,8 +73,10 @@ class Recorder(TorchDispatchMode):
         workspace: Callable[..., int],
         round_bytes: int,
         saved: SavedMode,
+        rules: DataRules | None = None,
     ) -> None:
         super().__init__()
+        self._rules = rules
         self._cost = cost
         self._workspace = workspace
         self._round = max(1, round_bytes)
@@ -280,6 +285,8 @@ class Recorder(TorchDispatchMode):
             return tensor  # a parameter, a buffer, the batch: alive anyway
         index = len(self._handle_storages)
         handle = _Handle(index, tensor, self._clone(tensor, storage_index) if self._saved == "clone" else None)
+        if self._rules is not None:
+            handle.known = (self._rules.value(tensor), self._rules.rules_of([tensor]))
         self._handle_storages.append(storage_index)
         self._events.append((Event.PACK, index))
 
@@ -312,6 +319,8 @@ class Recorder(TorchDispatchMode):
         try:
             if packed.clone is None:
                 out = torch.empty_strided(packed.size, packed.stride, dtype=packed.dtype)
+                if self._rules is not None:
+                    self._rules.carry(*packed.known, out)
             else:
                 out = torch.as_strided(packed.clone.clone(), packed.size, packed.stride, 0)
         finally:

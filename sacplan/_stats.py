@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sacplan._fit import Fit, fit
+from sacplan._fit import Fit, fit_tradeoff
 from sacplan._fit import Kind as FitKind
 from sacplan._graph import ModuleInfo, ModuleStats, Point, Segment
 from sacplan._recording import ROOT_SCOPE, Event, Kind, Phase, Recording
@@ -37,7 +37,7 @@ def module_info(
         memory: the recording that bytes are read from.
         runtime: the recording that times and orders are read from.
         tradeoffs: of the modules that may be units.
-        fit_kind, segments: the fit of each trade-off curve, see ``sacplan.fit``.
+        fit_kind, segments: the fit of each trade-off curve, see ``sacplan.fit_tradeoff``.
 
     As in the prototype of PR #137908, the activations of a module are those at the end of its forward
     and the activation gradients those at the peak of its backward, which need not coincide.
@@ -102,7 +102,7 @@ def _tradeoff_fields(
     curve = tuple((p.discard_ratio, p.recompute_ms / whole) for p in tradeoff.points)
     fitted = fits.get(curve)
     if fitted is None:
-        fitted = fits[curve] = fit(curve, kind, segments)
+        fitted = fits[curve] = fit_tradeoff(curve, kind, segments)
     return {
         "sac_runtime": whole,
         "sac_memory": tradeoff.saved_bytes,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from sacplan._fake_data import DataRules
 from sacplan._ops import tensors_in
 from sacplan.errors import TraceError
 
@@ -130,7 +132,8 @@ def check_model(model: Any) -> None:
 class FakeCopier:
     """Maps the tensors of a model, a batch and an optimizer to fake CPU ones, sharing what they share."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: DataRules | None = None) -> None:
+        self._rules = rules  # learns the values of real integers
         self._storages: dict[int, torch.Tensor] = {}
         self._keep: list[Any] = []  # ids in the memo must stay theirs
         self.memo: dict[int, Any] = {}
@@ -140,6 +143,10 @@ class FakeCopier:
         known = self.memo.get(id(t))
         if known is not None:
             return known
+        with self._rules.paused() if self._rules is not None else contextlib.nullcontext():
+            return self._new_twin(t)
+
+    def _new_twin(self, t: torch.Tensor) -> torch.Tensor:
         self._keep.append(t)
         fake: torch.Tensor
         if t.layout != torch.strided:
@@ -152,6 +159,8 @@ class FakeCopier:
             base = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
             self._storages[storage._cdata] = base
             self._keep.append(storage)
+            if self._rules is not None:
+                self._rules.learn(base, t)
         fake = torch.empty(0, dtype=t.dtype, device="cpu").set_(
             base.untyped_storage(), t.storage_offset(), t.shape, t.stride()
         )
@@ -180,7 +189,7 @@ class FakeCopier:
         self.memo.update((id(g), None) for _, g in grads)
         self._keep.extend(grads)
         try:
-            return copy.deepcopy(model, self.memo)
+            twin = copy.deepcopy(model, self.memo)
         except TraceError:
             raise
         except Exception as error:
@@ -188,6 +197,9 @@ class FakeCopier:
                 f"the model cannot be copied for a fake trace: {type(error).__name__}: {error}. Something it holds "
                 'cannot be deep-copied; make it copyable, or use trace="real".'
             ) from error
+        for module in twin.modules():
+            module.__dict__["_apply"] = functools.partial(_convert_fake, module)
+        return twin
 
     def optimizer(
         self, optimizer: Any, model: torch.nn.Module, fake_model: torch.nn.Module, *, foreach: bool
@@ -216,6 +228,29 @@ class FakeCopier:
                 if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                     group["foreach"] = True
         return made
+
+
+def _convert_fake(module: torch.nn.Module, fn: Callable[..., torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+    """``Module._apply``, behind ``.to`` and ``.half``, for a fake module: torch's own tries to swap fake tensors, and cannot.
+
+    As on a real module the parameters stay the same objects, and get the converted data.
+    """
+    if recurse:
+        for child in module.children():
+            child._apply(fn)
+    for p in module._parameters.values():
+        if p is None:
+            continue
+        with torch.no_grad():
+            converted = fn(p)
+            if converted is not p:
+                p.data = converted
+            if p.grad is not None:
+                p.grad.data = fn(p.grad)
+    for key, b in module._buffers.items():
+        if b is not None:
+            module._buffers[key] = fn(b)
+    return module
 
 
 def _constructor_arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

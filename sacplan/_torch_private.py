@@ -43,6 +43,20 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def history_free_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same storage and version counter without autograd's history; inside of a dispatch mode too."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        if isinstance(tensor, FakeTensor):
+            return tensor.detach()
+        with torch._C._DisableTorchDispatch():  # no mode needs to see it
+            return tensor.detach()
+
+
+def current_saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """The innermost (pack, unpack) hooks that are on."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
 def active_fake_mode() -> FakeTensorMode | None:
     """The FakeTensorMode that is on, if one is."""
     for mode in reversed(_get_current_dispatch_mode_stack()):

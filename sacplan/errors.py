@@ -7,6 +7,10 @@ class SacplanError(Exception):
     """Base of all errors that sacplan raises on purpose."""
 
 
+class SacplanWarning(UserWarning):
+    """Something was assumed, and the result holds as far as the assumption does."""
+
+
 class BudgetError(SacplanError, ValueError):
     """A memory budget that cannot be read: negative, NaN, of an unknown unit."""
 

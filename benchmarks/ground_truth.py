@@ -1,0 +1,108 @@
+"""Predicted peaks against the CPU allocator: the profiler's allocation events of real steps.
+
+    python -m benchmarks.ground_truth [--names gpt2 t5 bert resnet] [--json FILE]
+
+For each model the unplanned step, then plans at three budgets between the smallest feasible peak and the unplanned
+one, each run for real on this machine's CPU, dropout on. `bits` says whether loss and all gradients are bit-equal
+to the unplanned step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import sacplan
+from benchmarks import zoo
+from examples.transformer import Transformer
+from sacplan._measure import measured_step
+from sacplan._step import Step, default_loss, preserved_state
+
+MIB = 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--names", nargs="+", default=["gpt2", "t5", "bert", "resnet", "vocabulary-128k"])
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+    print(f"torch {torch.__version__}, {platform.machine()} CPU, {torch.get_num_threads()} threads")
+    print(f"{'model':>16} {'budget':>9} {'predicted':>10} {'measured':>10} {'error':>8} {'holds':>6} {'bits':>6} {'recompute':>10}")
+    rows = []
+    for name in arguments.names:
+        for row in rows_of(name):
+            rows.append({"model": name} | row)
+            budget = f"{row['budget'] / MIB:9.2f}" if row["budget"] else f"{'none':>9}"
+            print(
+                f"{name:>16} {budget} {row['predicted'] / MIB:10.2f} {row['measured'] / MIB:10.2f} "
+                f"{row['predicted'] / row['measured'] - 1:+8.3%} {row['holds']!s:>6} {row['bit_equal']!s:>6} "
+                f"{row['recompute_share']:10.1%}",
+                flush=True,
+            )
+    if arguments.json:
+        machine = {"torch": torch.__version__, "machine": platform.machine(), "threads": torch.get_num_threads()}
+        arguments.json.write_text(json.dumps({"machine": machine, "date": time.strftime("%Y-%m-%d"), "rows": rows}, indent=1))
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """The unplanned step and three plans."""
+    torch.manual_seed(0)
+    model, batch, loss_fn = large_vocabulary() if name == "vocabulary-128k" else zoo.build(name, "small", device="cpu")
+    loss_fn = loss_fn or default_loss
+    model.train()
+    tensors = list(batch.values()) if isinstance(batch, dict) else [batch]
+    profile = sacplan.profile(model, batch, loss_fn=loss_fn, device="cpu")
+    with preserved_state(model, None):
+        measured = measured_step(Step(model, batch, loss_fn, None), tensors).peak_bytes
+    plain = gradients(model, batch, loss_fn)
+    rows = [
+        {"budget": 0, "predicted": profile.peak_bytes, "measured": measured, "holds": True, "bit_equal": True, "recompute_share": 0.0}
+    ]
+    smallest = sacplan.plan_smallest(profile).peak_bytes
+    for share in (0.05, 0.3, 0.7):
+        budget = int(smallest + share * (profile.peak_bytes - smallest))
+        plan = sacplan.plan(profile, f"{budget}B")
+        seen = sacplan.verify(model, batch, plan, loss_fn=loss_fn, run="real")
+        with sacplan.apply(model, plan):
+            planned = gradients(model, batch, loss_fn)
+        rows.append(
+            {
+                "budget": budget,
+                "predicted": plan.peak_bytes,
+                "measured": seen.peak_bytes,
+                "holds": seen.within_budget,
+                "bit_equal": len(plain) == len(planned) and all(map(torch.equal, plain, planned)),
+                "recompute_share": plan.recompute_ms / plan.step_ms,
+            }
+        )
+    return rows
+
+
+def large_vocabulary() -> tuple[torch.nn.Module, torch.Tensor, Any]:
+    """A loss outside of the model, over 128,000 words."""
+
+    def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(batch).float().flatten(0, 1), batch.flatten())
+
+    model = Transformer(n_layers=3, n_heads=4, vocab_size=128_000, max_seq_len=256, dim=128)
+    return model, torch.randint(0, 128_000, (2, 256)), loss_fn
+
+
+def gradients(model: torch.nn.Module, batch: Any, loss_fn: Any) -> list[torch.Tensor]:
+    """Loss and gradients of a real step with a fixed seed; the model is put back."""
+    with preserved_state(model, None):
+        torch.manual_seed(0)
+        loss = loss_fn(model, batch)
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+if __name__ == "__main__":
+    main()

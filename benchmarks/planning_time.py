@@ -1,0 +1,143 @@
+"""Seconds that planning takes, stage by stage, beside PyTorch's prototype (torch.distributed._tools).
+
+    python -m benchmarks.planning_time [--layers 4 16 32 126] [--prototype-limit 120] [--json FILE]
+
+Model: the example's transformer (dim 768, 12 heads, vocabulary 8192) with batch 8 x 1024, kernels of an H100, budget
+60 % of the unplanned peak. Each figure is one run in a process of its own. The prototype's roofline refuses to run
+without CUDA, so its op times are replaced by a constant; that takes time off it, not on. It is stopped at the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BUDGET = 0.6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 16, 32, 126])
+    parser.add_argument("--prototype-limit", type=float, default=120.0, metavar="SECONDS")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--one", nargs=2, metavar=("WHO", "LAYERS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        who, layers = arguments.one
+        print(json.dumps({"sacplan": run_sacplan, "prototype": run_prototype}[who](int(layers))))
+        return
+    rows = []
+    print(f"torch {torch.__version__}, {platform.machine()}, {torch.get_num_threads()} threads")
+    print(f"{'layers':>6} {'who':>10} {'step':>7} {'trace':>7} {'fit':>7} {'solve':>7} {'replay':>7} {'all':>7}  result")
+    for layers in arguments.layers:
+        for who in ("sacplan", "prototype"):
+            row = _run_one(who, layers, arguments.prototype_limit if who == "prototype" else 600.0)
+            rows.append({"layers": layers, "who": who} | row)
+            cells = [f"{row[k]:7.2f}" if k in row else f"{'-':>7}" for k in ("step", "trace", "fit", "solve", "replay", "all")]
+            print(f"{layers:>6} {who:>10} {' '.join(cells)}  {row['result']}", flush=True)
+    if arguments.json:
+        machine = {"torch": torch.__version__, "machine": platform.machine(), "threads": torch.get_num_threads()}
+        arguments.json.write_text(json.dumps({"machine": machine, "date": time.strftime("%Y-%m-%d"), "rows": rows}, indent=1))
+
+
+def _run_one(who: str, layers: int, limit: float) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.planning_time", "--one", who, str(layers)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return {"result": f"stopped after {limit:.0f} s"}
+    if done.returncode:
+        return {"result": "failed: " + (done.stderr.strip().splitlines() or ["?"])[-1][:80]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.perf_counter()
+    result = function()
+    return time.perf_counter() - began, result
+
+
+def run_sacplan(layers: int) -> dict[str, Any]:
+    """One plain fake step, then each stage of profile and plan."""
+    import sacplan
+    from examples.transformer import Transformer
+    from sacplan._replay import replay
+
+    with torch.device("meta"):
+        model = Transformer(n_layers=layers)
+    batch = torch.randint(0, 8192, (8, 1024))
+    with sacplan.fake_device("h100"):
+        fake, tokens = Transformer(n_layers=layers), torch.randint(0, 8192, (8, 1024))
+        step, _ = _timed(lambda: fake(tokens).sum().backward())
+    trace, profile = _timed(lambda: sacplan.profile(model, batch, device="h100"))
+    replay_one, _ = _timed(lambda: replay(profile.recording, {}))
+    fit, _ = _timed(lambda: profile.graph)
+    solve, plan = _timed(lambda: sacplan.plan(profile, f"{BUDGET:.0%}"))
+    return {
+        "step": step, "trace": trace, "fit": fit, "solve": solve, "replay": replay_one, "all": trace + fit + solve,
+        "result": f"{plan.peak_bytes / profile.peak_bytes:.3f} of the peak, recompute {plan.recompute_ms / plan.step_ms:.1%} of the step",
+    }  # fmt: skip
+
+
+def run_prototype(layers: int) -> dict[str, Any]:
+    """The same through torch.distributed._tools, as its example drives it."""
+    from torch.distributed._tools.ilp_utils import (
+        aggregate_stats,
+        get_peak_memory_runtime_baseline,
+        parse_module_info,
+    )
+    from torch.distributed._tools.mem_tracker import MemTracker
+    from torch.distributed._tools.runtime_estimator import RuntimeEstimator
+    from torch.distributed._tools.sac_estimator import SACEstimator
+    from torch.distributed._tools.sac_ilp import sac_milp
+
+    import sacplan
+    from examples.transformer import Transformer
+
+    def constant(func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+        return func(*args, **(kwargs or {})), 1e-3
+
+    RuntimeEstimator._roofline_estimate = constant  # type: ignore[assignment, method-assign]
+    with sacplan.fake_device("h100"):
+        model, batch = Transformer(n_layers=layers), torch.randint(0, 8192, (8, 1024))
+
+        def step() -> None:
+            model(batch).sum().backward()
+
+        seconds, _ = _timed(step)
+
+        def trace() -> tuple[Any, Any, Any]:
+            tracker = MemTracker()
+            tracker.track_external(model)
+            with tracker:
+                step()
+            runtime = RuntimeEstimator()
+            with runtime(estimate_mode_type="operator-level-cost-model"):
+                step()
+            sac = SACEstimator()
+            with sac(estimate_mode_type="operator-level-cost-model"):
+                model(batch)
+            return tracker, runtime, sac
+
+        traced, (tracker, runtime, sac) = _timed(trace)
+        fit, info = _timed(lambda: aggregate_stats(model, tracker, runtime, sac, torch.device("cpu")))
+    graph = parse_module_info(info)
+    peak, _ = get_peak_memory_runtime_baseline(graph)
+    solve, (_, _, planned) = _timed(lambda: sac_milp(graph, memory_budget=BUDGET * peak / 2**30))
+    return {
+        "step": seconds, "trace": traced, "fit": fit, "solve": solve, "all": traced + fit + solve,
+        "result": f"{planned / peak:.3f} of its own peak" if planned > 0 else "no plan found",
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Measured op times: operands that ops accept, whatever mode is on, and nothing left behind."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import sacplan
+from sacplan import _timing
+from sacplan._timing import MeasuredTimes, RealOp, outside_of_the_trace, run_for_real
+from sacplan._devices import resolve_device
+from sacplan.errors import DeviceError
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def times():
+    return MeasuredTimes(resolve_device("cpu"))
+
+
+def fakes(make):
+    """(func, args, kwargs) of one call on fake tensors."""
+    with FakeTensorMode():
+        return make()
+
+
+def test_a_large_product_costs_more_than_a_small_one(times):
+    def cost(n):
+        a = torch.randn(n, n)
+        return times.cost(aten.mm.default, (a, a), {}, a)
+
+    large, small = cost(1024), cost(64)
+    assert large[0] == 2 * 1024**3
+    assert large[1] > 10 * small[1] > 0
+
+
+def test_views_and_allocations_are_free(times):
+    x = torch.randn(4, 4)
+    assert times.cost(aten.t.default, (x,), {}, x.t()) == (0, 0.0)
+    assert times.cost(aten.empty.memory_format, ([4, 4],), {}, x) == (0, 0.0)
+
+
+OPS = {
+    "embedding": lambda: (
+        aten.embedding.default,
+        (torch.randn(7, 3), torch.zeros(5, 5, dtype=torch.long)),
+        {},
+    ),
+    "embedding backward": lambda: (
+        aten.embedding_dense_backward.default,
+        (torch.randn(5, 3), torch.zeros(5, dtype=torch.long), 7, -1, False),
+        {},
+    ),
+    "embedding bag": lambda: (
+        aten._embedding_bag.default,
+        (torch.randn(7, 3), torch.zeros(12, dtype=torch.long), torch.zeros(4, dtype=torch.long)),
+        {},
+    ),
+    "gather": lambda: (aten.gather.default, (torch.randn(4, 9), 1, torch.zeros(4, 2, dtype=torch.long)), {}),
+    "scatter_add": lambda: (
+        aten.scatter_add.default,
+        (torch.zeros(3, 9), 0, torch.zeros(2, 9, dtype=torch.long), torch.randn(2, 9)),
+        {},
+    ),
+    "index": lambda: (
+        aten.index.Tensor,
+        (torch.randn(5, 6, 7), [None, torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long)]),
+        {},
+    ),
+    "index_put": lambda: (
+        aten.index_put_.default,
+        (torch.randn(5, 6), [torch.zeros(8, dtype=torch.long)], torch.randn(8, 6), True),
+        {},
+    ),
+    "index_put with a mask": lambda: (
+        aten.index_put.default,
+        (torch.randn(5, 6), [torch.zeros(5, dtype=torch.bool)], torch.randn(2, 6)),
+        {},
+    ),
+    "nll_loss": lambda: (
+        aten.nll_loss_forward.default,
+        (torch.randn(8, 5), torch.zeros(8, dtype=torch.long), None, 1, -100),
+        {},
+    ),
+    "nll_loss2d": lambda: (
+        aten.nll_loss2d_forward.default,
+        (torch.randn(2, 5, 3, 3), torch.zeros(2, 3, 3, dtype=torch.long), None, 1, -100),
+        {},
+    ),
+    "max pool backward": lambda: (
+        aten.max_pool2d_with_indices_backward.default,
+        (
+            torch.randn(2, 3, 4, 4),
+            torch.randn(2, 3, 8, 8),
+            [2, 2],
+            [2, 2],
+            [0, 0],
+            [1, 1],
+            False,
+            torch.zeros(2, 3, 4, 4, dtype=torch.long),
+        ),
+        {},
+    ),
+    "binary cross entropy": lambda: (
+        aten.binary_cross_entropy.default,
+        (torch.randn(8), torch.randn(8)),
+        {},
+    ),
+    "bernoulli": lambda: (aten.bernoulli.default, (torch.randn(8),), {}),
+    "multinomial": lambda: (aten.multinomial.default, (torch.randn(8), 3), {}),
+    "integer division": lambda: (
+        aten.remainder.Tensor,
+        (torch.zeros(8, dtype=torch.long), torch.zeros(8, dtype=torch.long)),
+        {},
+    ),
+    "cholesky": lambda: (aten.linalg_cholesky_ex.default, (torch.randn(3, 6, 6),), {"check_errors": True}),
+    "masked_scatter": lambda: (
+        aten.masked_scatter.default,
+        (torch.randn(40), torch.zeros(40, dtype=torch.bool), torch.randn(3)),
+        {},
+    ),
+    "in place": lambda: (aten.mul_.Tensor, (torch.randn(8, 8), torch.randn(8, 8)), {}),
+    "out": lambda: (aten.add.out, (torch.randn(8), torch.randn(8)), {"out": torch.empty(8)}),
+    "foreach": lambda: (aten._foreach_add_.Scalar, ([torch.randn(3), torch.randn(4)], 1.0), {}),
+    "generator": lambda: (
+        aten.bernoulli_.float,
+        (torch.randn(9), 0.5),
+        {"generator": torch.default_generator},
+    ),
+    "half": lambda: (
+        aten.addmm.default,
+        tuple(torch.randn(4, 4, dtype=torch.bfloat16) for _ in range(3)),
+        {},
+    ),
+    "complex": lambda: (aten.mul.Tensor, tuple(torch.randn(4, dtype=torch.complex64) for _ in range(2)), {}),
+    "expanded": lambda: (aten.mul.Tensor, (torch.randn(4, 1).expand(4, 8), torch.randn(8, 4).t()), {}),
+    "factory": lambda: (aten.arange.default, (9,), {"device": CPU}),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_made_up_operands_suit_the_op(name, times):
+    func, args, kwargs = fakes(OPS[name])
+    with outside_of_the_trace(CPU):
+        op = RealOp(func, args, kwargs, None, CPU)
+        op()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, time_ms = times.cost(func, args, kwargs, None)
+    assert 0 < time_ms < 10_000
+    assert not times.not_timed
+
+
+@pytest.mark.parametrize("func", [aten.masked_select.default, aten.index.Tensor, aten.nonzero.default])
+def test_masks_give_the_size_that_the_trace_saw(func):
+    x, mask = fakes(lambda: (torch.randn(20, 3), torch.zeros(20, dtype=torch.bool)))
+    args, out = {
+        aten.masked_select.default: ((mask, mask), torch.zeros(6)),
+        aten.index.Tensor: ((x, [mask]), torch.zeros(6, 3)),
+        aten.nonzero.default: ((mask,), torch.zeros(6, 1)),
+    }[func]
+    got = run_for_real(func, args, {}, out, CPU, lambda op: op())
+    assert got.shape[0] == 6
+
+
+def test_operands_have_the_layout_of_the_traced_ones():
+    def make():
+        x = torch.randn(4, 6)
+        return x, x.t(), x.expand(3, 4, 6), x[:, ::2]
+
+    traced = fakes(make)
+    with outside_of_the_trace(CPU):
+        op = RealOp(aten.stack.default, (list(traced),), {}, None, CPU)
+    for real, fake in zip(op.args[0], traced, strict=True):
+        assert not isinstance(real, FakeTensor)
+        assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+
+
+def test_a_tensor_given_twice_is_made_once():
+    x = fakes(lambda: torch.randn(4, 4))
+    with outside_of_the_trace(CPU):
+        op = RealOp(aten.mm.default, (x, x), {}, None, CPU)
+    assert op.args[0] is op.args[1]
+
+
+def test_real_operands_are_copies_of_their_values():
+    x = torch.arange(12.0).view(3, 4).t()
+    with outside_of_the_trace(CPU):
+        op = RealOp(aten.mul_.Scalar, (x, 2.0), {}, None, CPU)
+        op()
+    assert torch.equal(op.args[0], 2 * x)
+    assert torch.equal(x, torch.arange(12.0).view(3, 4).t())
+
+
+def test_each_distinct_call_runs_once(times, monkeypatch):
+    x = torch.randn(11, 13)
+    first = times.cost(aten.exp.default, (x,), {}, x)
+
+    def no_more(*args):
+        raise AssertionError("run again")
+
+    monkeypatch.setattr(_timing, "run_for_real", no_more)
+    assert times.cost(aten.exp.default, (torch.zeros(11, 13),), {}, x) == first
+    assert MeasuredTimes(times.spec).cost(aten.exp.default, (x,), {}, x) == first
+    with pytest.raises(AssertionError, match="run again"):
+        times.cost(aten.exp.default, (x.t(),), {}, x)
+
+
+def test_an_op_that_cannot_run_gets_the_rooflines_time_and_a_warning(times):
+    with torch.library._scoped_library("sacplan_test", "FRAGMENT") as library:
+        library.define("picky(Tensor x) -> Tensor")
+
+        def picky(x):
+            raise RuntimeError("not with such values\nand more")
+
+        library.impl("picky", picky, "CPU")
+        x = torch.randn(64, 64)
+        func = torch.ops.sacplan_test.picky.default
+        with pytest.warns(UserWarning, match="not with such values"):
+            _, time_ms = times.cost(func, (x,), {}, x)
+        assert time_ms > 0
+        assert times.not_timed == {"sacplan_test.picky.default": "not with such values"}
+
+
+def test_modes_and_generators_are_left_as_they_were(times):
+    state = torch.get_rng_state()
+    with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        x = torch.randn(17, 19)
+        times.cost(aten.native_dropout.default, (x, 0.5, True), {}, (x, x))
+        assert isinstance(torch.empty(2), FakeTensor)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_profile_by_benchmark():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = torch.nn.Embedding(50, 16)
+            self.layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+            self.head = torch.nn.Linear(16, 50)
+
+        def forward(self, tokens):
+            logits = self.head(self.layer(self.embedding(tokens)))
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    model, tokens = Model(), torch.randint(50, (4, 8))
+    state = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measured = sacplan.profile(
+            model, tokens, device="cpu", runtime="benchmark", optimizer=torch.optim.AdamW
+        )
+        real = sacplan.profile(model, tokens, device="cpu", runtime="benchmark", trace="real")
+    roofline = sacplan.profile(model, tokens, device="cpu", optimizer=torch.optim.AdamW)
+    assert torch.equal(state, torch.get_rng_state())
+    assert measured.recording.flops == roofline.recording.flops
+    assert measured.peak_bytes == roofline.peak_bytes
+    assert measured.step_ms > 0
+    assert real.step_ms > 0
+    assert all(op.time_ms > 0 for op in measured.recording.ops if op.flops)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_gpu_that_is_not_here():
+    with pytest.raises(DeviceError, match="cost-model"):
+        MeasuredTimes(resolve_device("h100"))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_the_gpu_that_is_here():
+    here = resolve_device("cuda")
+    other = "t4" if here.name != "t4" else "h100"
+    with pytest.raises(DeviceError, match="cuda"):
+        MeasuredTimes(resolve_device(other))
+    times = MeasuredTimes(here)
+    a, b = fakes(lambda: (torch.randn(4096, 4096), torch.randn(64, 64)))
+    assert (
+        times.cost(aten.mm.default, (a, a), {}, a)[1] > 2 * times.cost(aten.mm.default, (b, b), {}, b)[1] > 0
+    )

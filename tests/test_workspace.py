@@ -1,0 +1,269 @@
+"""What CPU kernels allocate inside, against the profiler; and whole convolutional steps, planned and not."""
+
+from __future__ import annotations
+
+import types
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity
+
+import sacplan
+from sacplan._measure import _profiled_deltas, allocation_deltas, bytes_alive, measured_step
+from sacplan._ops import tensors_in
+from sacplan._step import Step, default_loss
+from sacplan._workspace import measured_reserves, measured_workspace_bytes
+from sacplan.errors import TraceError
+
+aten = torch.ops.aten
+
+
+def profiled_workspace(func, args):
+    """Peak inside less the outputs, by torch.profiler."""
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        out = func(*args)
+    live = peak = 0
+    for delta in _profiled_deltas(profiler):
+        live += delta
+        peak = max(peak, live)
+    return peak - sum(t.untyped_storage().nbytes() for t in tensors_in(out))
+
+
+CONV = ([1, 1], [1, 1], [1, 1], False, [0, 0])
+CASES = {
+    "convolution": lambda: (
+        aten.convolution.default,
+        (torch.randn(2, 16, 12, 12), torch.randn(32, 16, 3, 3), None, *CONV, 1),
+    ),
+    "depthwise": lambda: (
+        aten.convolution.default,
+        (torch.randn(2, 16, 12, 12), torch.randn(16, 1, 3, 3), None, *CONV, 16),
+    ),
+    "backward": lambda: (
+        aten.convolution_backward.default,
+        (
+            torch.randn(2, 32, 12, 12),
+            torch.randn(2, 16, 12, 12),
+            torch.randn(32, 16, 3, 3),
+            [0],
+            *CONV,
+            1,
+            [True, True, False],
+        ),
+    ),
+    "channels last": lambda: (
+        aten.convolution.default,
+        (
+            torch.randn(2, 16, 12, 12).to(memory_format=torch.channels_last),
+            torch.randn(32, 16, 3, 3).to(memory_format=torch.channels_last),
+            None,
+            *CONV,
+            1,
+        ),
+    ),
+    "softmax": lambda: (aten._safe_softmax.default, (torch.randn(4, 64, 64), -1)),
+    "layer norm of a transposed tensor": lambda: (
+        aten.native_layer_norm.default,
+        (torch.randn(4, 32, 64).transpose(1, 2), [32], torch.ones(32), torch.zeros(32), 1e-5),
+    ),
+    "half product": lambda: (
+        aten.mm.default,
+        (torch.randn(128, 64, dtype=torch.bfloat16), torch.randn(64, 96, dtype=torch.bfloat16)),
+    ),
+    "two types": lambda: (aten.mul.Tensor, (torch.randn(64, 64), torch.randn(64, 64, dtype=torch.bfloat16))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_workspace_of_an_op_is_what_the_profiler_sees(name):
+    func, args = CASES[name]()
+    expected = profiled_workspace(func, args)
+    out = func(*args)
+    assert measured_workspace_bytes(func, args, {}, out) == expected
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+        assert measured_workspace_bytes(func, fake, {}, func(*fake)) == expected
+
+
+def test_ops_without_workspace_are_not_run():
+    a = torch.empty(100_000, 100_000, device="meta")  # could not be made for real
+    assert measured_workspace_bytes(aten.mm.default, (a, a), {}, a) == 0
+    assert measured_workspace_bytes(aten.add.Tensor, (a, a), {}, a) == 0
+
+
+def test_what_cannot_be_run_counts_as_nothing_with_a_warning():
+    x = torch.empty(2**22, 2**22, 8, 8, device="meta")
+    with pytest.warns(UserWarning, match="convolution"):
+        assert measured_workspace_bytes(aten.convolution.default, (x, x, None, *CONV, 1), {}, x) == 0
+
+
+def test_a_profiler_that_is_on_is_an_error():
+    x, w = torch.randn(1, 3, 7, 11), torch.randn(5, 3, 3, 3)
+    with (
+        torch.profiler.profile(activities=[ProfilerActivity.CPU]),
+        pytest.raises(TraceError, match="profiler"),
+    ):
+        measured_workspace_bytes(aten.convolution.default, (x, w, None, *CONV, 1), {}, x)
+
+
+# --- whole steps ------------------------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    def __init__(self, inputs, outputs, stride):
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.short = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x):
+        y = torch.relu(self.norm1(self.first(x)))
+        return torch.relu(self.norm2(self.second(y)) + self.short(x))
+
+
+class Depthwise(nn.Module):
+    """As in ConvNeXt."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.spatial = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
+        self.norm = nn.LayerNorm(channels)
+        self.up = nn.Linear(channels, 4 * channels)
+        self.down = nn.Linear(4 * channels, channels)
+
+    def forward(self, x):
+        y = self.norm(self.spatial(x).permute(0, 2, 3, 1))
+        return x + self.down(torch.nn.functional.gelu(self.up(y))).permute(0, 3, 1, 2)
+
+
+class Inverted(nn.Module):
+    """As in MobileNet."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, 6 * channels, 1, bias=False),
+            nn.BatchNorm2d(6 * channels),
+            nn.ReLU6(),
+            nn.Conv2d(6 * channels, 6 * channels, 3, padding=1, groups=6 * channels, bias=False),
+            nn.BatchNorm2d(6 * channels),
+            nn.ReLU6(),
+            nn.Conv2d(6 * channels, channels, 1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, x):
+        return x + self.body(x)
+
+
+MODELS = {
+    "residual": lambda: nn.Sequential(
+        nn.Conv2d(3, 16, 3, 2, 1), Residual(16, 16, 1), Residual(16, 32, 2), Residual(32, 64, 2), nn.Flatten()
+    ),
+    "depthwise": lambda: nn.Sequential(
+        nn.Conv2d(3, 24, 4, 4), *[Depthwise(24) for _ in range(4)], nn.Flatten()
+    ),
+    "inverted": lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2, 1), *[Inverted(8) for _ in range(4)], nn.Flatten()
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW], ids=["no optimizer", "AdamW"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_convolutional_step_is_predicted_to_half_a_percent(name, optimizer):
+    torch.manual_seed(0)
+    model, batch = MODELS[name](), torch.randn(4, 3, 64, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        profile = sacplan.profile(model, batch, device="cpu", optimizer=optimizer)
+    made = optimizer(model.parameters()) if optimizer else None
+    seen = measured_step(Step(model, batch, default_loss, made), [batch])
+    assert profile.peak_bytes == pytest.approx(seen.peak_bytes, rel=0.005)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_planned_convolutional_step_keeps_its_promise(name):
+    torch.manual_seed(0)
+    model, batch = MODELS[name](), torch.randn(4, 3, 64, 64)
+    profile = sacplan.profile(model, batch, device="cpu")
+    planned = 0
+    for budget in ("90%", "75%", "60%"):
+        try:
+            plan = sacplan.plan(profile, budget)
+        except sacplan.InfeasibleBudget:
+            break
+        planned += 1
+        result = sacplan.verify(model, batch, plan, run="real")
+        assert abs(result.error) < 0.005
+    assert planned
+
+
+def test_what_an_lstm_keeps_for_its_backward_pass():
+    model, batch = nn.LSTM(32, 48, 1, batch_first=True), torch.randn(4, 16, 32)
+
+    def kept():
+        seen = {}
+
+        def pack(t):
+            storage = t.untyped_storage()
+            seen[storage._cdata] = storage.nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = model(batch)[0]
+        del out
+        return sum(seen.values())
+
+    real = kept()
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        without = kept()
+        with measured_reserves():
+            assert kept() == real
+        assert kept() == without < real
+
+
+# --- the measuring itself ---------------------------------------------------------------------------------
+
+
+def test_deltas_come_in_order_and_add_up():
+    def run():
+        a = torch.empty(1000)
+        b = torch.empty(500)
+        del a
+        c = torch.empty(250)
+        del b, c
+
+    assert allocation_deltas(run) == [4000, 2000, -4000, 1000, -2000, -1000]
+
+
+def test_a_block_that_the_profile_did_not_see_allocated_does_not_count_as_freed():
+    def event(at, ptr, size):
+        fields = types.SimpleNamespace(ptr=ptr, alloc_size=size, device=torch.device("cpu"))
+        return types.SimpleNamespace(name="[memory]", start_time_ns=at, extra_fields=fields, children=[])
+
+    tree = [event(5, 1, 100), event(3, 2, -70), event(5, 1, -100), event(9, 3, 10)]
+    results = types.SimpleNamespace(experimental_event_tree=lambda: tree)
+    profiler = types.SimpleNamespace(profiler=types.SimpleNamespace(kineto_results=results))
+    assert _profiled_deltas(profiler) == [100, -100, 10]
+
+
+def test_bytes_alive_counts_each_storage_once():
+    model = nn.Linear(8, 8, bias=False)
+    tied = nn.Sequential(model, model)
+    batch = torch.zeros(4, 8)
+    step = Step(tied, batch, default_loss, None)
+    assert bytes_alive(step, [batch, batch[:2]]) == 4 * (64 + 32)
+    assert bytes_alive(step, [batch], round_bytes=512) == 512 + 512
+    model.weight.grad = torch.zeros(8, 8)
+    assert bytes_alive(step, [batch]) == 4 * (64 + 64 + 32)
+
+
+def test_a_step_is_measured_the_same_twice():
+    model, batch = MODELS["residual"](), torch.randn(2, 3, 32, 32)
+    step = Step(model, batch, default_loss, torch.optim.SGD(model.parameters(), momentum=0.9))
+    assert measured_step(step, [batch]).peak_bytes == measured_step(step, [batch]).peak_bytes
