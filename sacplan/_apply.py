@@ -60,8 +60,8 @@ def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
         handle.remove()
 
     Parameter names, ``state_dict``, classes and module names stay as they are; losses and gradients are
-    the same bits. Apply before ``torch.compile`` and before ``fully_shard``. In ``torch.no_grad`` the model
-    runs as if nothing had been applied.
+    the same bits. Apply before ``torch.compile``, and before or after ``fully_shard``. In ``torch.no_grad``
+    the model runs as if nothing had been applied.
 
     Args:
         model: the one planned for.
@@ -76,8 +76,7 @@ def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
     """
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"model must be an nn.Module, not {type(model).__name__}.")
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
-        raise PlanError("this model is compiled already. Apply the plan first, then call torch.compile.")
+    _check_not_wrapped(model)
     plan.fingerprint.check_model(model)
     _check_units(model, plan)
     planned = {}
@@ -87,6 +86,20 @@ def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
     for stand_in in planned.values():
         stand_in.module.__dict__["forward"] = stand_in
     return Handle(planned)
+
+
+def _check_not_wrapped(model: torch.nn.Module) -> None:
+    """Wrappers change names. What they hold may get a plan: code that is compiled already is made anew."""
+    for fqn, module in model.named_modules():
+        if "_orig_mod" in module._modules:
+            raise PlanError(
+                f"{f'module {fqn!r}' if fqn else 'this model'} is what torch.compile returned. Apply the "
+                "plan first and compile then, or apply it to the model that was given to torch.compile."
+            )
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise PlanError(
+            "this is a DistributedDataParallel. Apply the plan to the model inside, `.module`."
+        )
 
 
 def _check_units(model: torch.nn.Module, plan: Plan) -> None:

@@ -15,10 +15,16 @@ state from the forward pass there. What each tag means to it (min-cut partitione
   count as views (``split``, ``transpose``) would be saved in its place. Views of kept tensors have no tag:
   with one, their bases would be saved even if the backward pass had no use for them.
 
-What is traced differs from what runs eagerly in two places, both from the Python decomposition of
-``aten.dropout``: dropout that is switched off becomes a ``clone``, and on devices without a fused kernel
-dropout becomes ``native_dropout`` instead of four ops. Both are counted as the eager ops they stand for.
-A discarded call site that the trace does not meet is an error, never a plan kept in part.
+What is traced are the same ops in the same order as in an eager step, save for Python decompositions
+that only tracing uses. Of these ``aten.dropout`` would shift the counts: switched off it becomes a
+``clone``, and on devices without a fused kernel it becomes ``native_dropout`` instead of four ops. Both
+are counted as the eager ops that they stand for. ``matmul`` yields other views, and batch norm another
+name for an op that is never discarded; neither matters. Recurrent layers and resampling are traced as
+other ops altogether: a discarded call site that the trace does not meet is an error, never a plan kept
+in part.
+
+A unit in which the graph breaks cannot be a region of a graph: that too is an error. A module that is
+compiled on its own inside of an eager unit runs eagerly, since a dispatch mode is on: compile whole units.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,12 +61,13 @@ _FUSED_DROPOUT_DEVICES = frozenset({"cuda", "xpu", "lazy", "privateuseone"})
 
 
 class Tags:
-    """The call sites that units discard. One object for equal sites, so that equal layers share compiled code."""
+    """The call sites that a unit discards; one object for equal ones, so that equal layers share code."""
 
-    __slots__ = ("__weakref__", "sites")
+    __slots__ = ("__weakref__", "met", "sites")
 
     def __init__(self, sites: frozenset[CallSite]) -> None:
         self.sites = sites
+        self.met: WeakKeyDictionary[Any, set[CallSite]] = WeakKeyDictionary()  # in the graph that is traced
 
     def __reduce__(self) -> Any:
         return tags_of, (tuple(self.sites),)
@@ -79,29 +87,41 @@ def checkpointed_for_compile(planned: PlannedForward, args: Any, kwargs: Any) ->
     """The unit's forward as a checkpointed region of the graph that is being traced."""
 
     def call() -> Any:
-        return torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(planned.original, *args, **kwargs)
+        # Side effects (a cache that is filled, an attribute that is set) happen once, in the forward pass,
+        # as they do with recipes; without this Dynamo refuses them inside of a checkpoint.
+        once = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
+        return once(planned.original, *args, **kwargs)
 
     return checkpoint(call, use_reentrant=False, context_fn=functools.partial(_contexts, planned.tags))
 
 
 def _contexts(tags: Tags) -> Any:
-    if torch._guards.TracingContext.try_get() is None:
+    graph = torch._guards.TracingContext.try_get()
+    if graph is None:
         raise PlanError(
-            "torch.compile broke the graph inside a unit of the plan, so the plan cannot be kept there. "
-            "Compile with fullgraph=True to see where, and remove the break; or compile only modules inside of "
-            "the unit, or none."
+            "torch.compile broke the graph inside of a unit of the plan, so the plan cannot be kept there. "
+            "Compile with fullgraph=True to see where, and remove the break; or leave the unit's module "
+            "uncompiled, with torch.compiler.disable, and the plan is kept as in an eager step."
         )
-    policy = _Policy(tags.sites)
-    first, second = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
-    return _Checked(first, policy), second
+    met = tags.met.setdefault(graph, set())
+    forward, backward = create_selective_checkpoint_contexts(
+        _Policy(tags.sites, met), allow_cache_entry_mutation=True
+    )
+    return forward, _Checked(backward, tags.sites, met, _traced_module())
+
+
+def _traced_module() -> str:
+    """The module that is being traced, as the compiler names it."""
+    stack = torch.fx.traceback.get_current_meta().get("nn_module_stack") or {}
+    return next((str(path) for path, _ in reversed(list(stack.values()))), "(unnamed)")
 
 
 class _Policy:
     """Tags the ops of one call of a unit, in the order in which they are traced."""
 
-    def __init__(self, sites: frozenset[CallSite]) -> None:
-        self.missing = set(sites)
+    def __init__(self, sites: frozenset[CallSite], met: set[CallSite]) -> None:
         self._sites = sites
+        self._met = met
         self._seen: dict[str, int] = defaultdict(int)
         self._discarded: dict[int, torch.Tensor] = {}  # by storage; held, since addresses are used again
 
@@ -115,7 +135,7 @@ class _Policy:
             site = (name, self._seen[name])
             self._seen[name] += 1
             if site in self._sites:
-                self.missing.discard(site)
+                self._met.add(site)
                 discarded = True
         if not discarded:
             return CheckpointPolicy.PREFER_SAVE
@@ -129,39 +149,34 @@ class _Policy:
 
 
 class _Checked(TorchDispatchMode):
-    """The context of the forward pass; says at the end whether every discarded call site was met.
+    """The context of the backward pass. By then every call of the unit was traced (calls may differ in what
+    they run), and each discarded call site was met in one of them.
 
     It must be a dispatch mode to be let into a graph, but only the one inside is ever on.
     """
 
-    def __init__(self, mode: Any, policy: _Policy) -> None:
+    def __init__(self, mode: Any, sites: frozenset[CallSite], met: set[CallSite], where: str) -> None:
         super().__init__()
         self._mode = mode
-        self._policy = policy
-
-    @property
-    def ac_graph_id(self) -> Any:
-        """Which checkpoint of the graph this is; torch sets it, and the mode inside reads it."""
-        return self._mode.ac_graph_id
-
-    @ac_graph_id.setter
-    def ac_graph_id(self, value: Any) -> None:
-        self._mode.ac_graph_id = value
+        self._sites = sites
+        self._met = met
+        self._where = where
 
     def __enter__(self) -> Any:
+        missing = sorted(self._sites - self._met)
+        if missing:
+            shown = ", ".join(f"{name} #{occurrence}" for name, occurrence in missing[:3])
+            more = ", ..." if len(missing) > 3 else ""
+            raise PlanError(
+                f"compiled, the unit {self._where} does not run {len(missing)} of the ops that the plan "
+                f"discards in it ({shown}{more}). The plan was made for another device or batch, or "
+                "torch.compile traces other ops than an eager step runs. Make the plan for the device that "
+                "runs the step, or leave this module uncompiled, with torch.compiler.disable."
+            )
         return self._mode.__enter__()
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         self._mode.__exit__(exc_type, exc_value, traceback)
-        missing = sorted(self._policy.missing)
-        if exc_type is None and missing:
-            shown = ", ".join(f"{name} #{occurrence}" for name, occurrence in missing[:3])
-            raise PlanError(
-                f"a compiled unit does not run {len(missing)} of the ops that the plan discards in it ({shown}"
-                + (", ...)" if len(missing) > 3 else ")")
-                + ". torch.compile traces other ops there than an eager step runs, or the plan was made for another "
-                "device. Make the plan for the device that runs the step, or leave this unit uncompiled."
-            )
 
 
 def _eager_names(func: Any, args: Any, in_dropout: bool) -> tuple[str, ...]:
@@ -182,11 +197,12 @@ def _is_view(func: Any) -> bool:
 
 def _called_by_dropout() -> bool:
     """Whether torch's Python decomposition of dropout asked for the op that is dispatched now."""
-    frame = sys._getframe(1)
+    frame = sys._getframe(1).f_back
     for _ in range(16):
-        if frame.f_back is None:
+        if frame is None:
             return False
-        frame = frame.f_back
-        if frame.f_code.co_name == "dropout" and frame.f_globals.get("__name__") == "torch._decomp.decompositions":
+        where = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if where == ("torch._decomp.decompositions", "dropout"):
             return True
+        frame = frame.f_back
     return False

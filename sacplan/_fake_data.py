@@ -8,7 +8,7 @@ beside the fake tensors (by storage, so that views and in-place writes need no b
 the rules that :func:`data_rules` documents; what has no rule is a ``DataDependentError``.
 
 Real ops run on the known values only. None of them draws random numbers, none touches the user's tensors,
-and nothing as large as a weight is kept: integers and booleans up to 256 MiB a tensor, floats up to 65,536
+and no weight is copied: integers and booleans are followed up to 256 MiB a tensor, floats up to a million
 elements.
 
 Errors are raised where they happen. That is safe here, unlike in ops that autograd records from C++
@@ -42,7 +42,9 @@ from sacplan.errors import DataDependentError, SacplanWarning
 aten = torch.ops.aten
 
 MAX_INTEGER_BYTES = 2**28
-MAX_FLOATS = 2**16
+MAX_FLOATS = 2**20
+MAX_UNDEFINED_FLOATS = 2**14
+"""Of what ``empty`` makes, only small tensors are followed: most are filled with what is not known."""
 
 DESCRIPTIONS = {
     "zeros": "an array of floats that are not known is all zeros",
@@ -188,11 +190,20 @@ class DataRules(TorchDispatchMode):
         with no_dispatch():
             return _view(known.storage, tensor)
 
-    def carry(self, value: torch.Tensor | None, rules: dict[str, None], fake: torch.Tensor) -> None:
-        """Give a fake tensor on a storage of its own this value; None for not known."""
-        self._forget(fake)
+    def as_fake_like(
+        self,
+        size: torch.Size,
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        value: torch.Tensor | None,
+        rules: dict[str, None],
+    ) -> torch.Tensor:
+        """A new fake tensor that holds ``value``; None for not known."""
+        with self.paused():
+            fake = torch.empty_strided(size, stride, dtype=dtype)
         if value is not None:
             self._attach(fake, value, rules)
+        return fake
 
     def rules_of(self, tensors: Iterable[torch.Tensor]) -> dict[str, None]:
         """The rules that the known values of these tensors rest on."""
@@ -242,7 +253,7 @@ class DataRules(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if _asks_for_data(func):
+        if _needs_an_answer(func):
             answer = _ANSWERS.get(func, _answer_if_known)(self, func, args, kwargs)
             if answer is not _NO_ANSWER:
                 return answer
@@ -356,9 +367,7 @@ class DataRules(TorchDispatchMode):
 
     def as_fake(self, value: torch.Tensor, rules: dict[str, None]) -> torch.Tensor:
         """A fake tensor of the same shape that is known to hold ``value``."""
-        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-        self._attach(fake, value, rules)
-        return fake
+        return self.as_fake_like(value.shape, value.stride(), value.dtype, value, rules)
 
     def refusal(self, func: Any, args: Any, kwargs: Any) -> DataDependentError:
         """What to raise where there is neither a value nor a rule."""
@@ -385,6 +394,9 @@ class _PythonValues(TorchFunctionMode):
             array = self._array(func, args[0])
             dtype = args[1] if len(args) > 1 else kwargs.get("dtype")
             return array if dtype is None or func is torch.Tensor.numpy else array.astype(dtype)
+        if func is torch.Tensor.__format__ and isinstance(args[0], FakeTensor) and args[0].dim() == 0:
+            if self._rules.value(args[0]) is not None:
+                return format(args[0].item(), args[1])
         return func(*args, **kwargs)
 
     def _array(self, func: Any, tensor: torch.Tensor) -> Any:
@@ -446,11 +458,17 @@ def call_site() -> str:
 # --- ops that ask for data ---------------------------------------------------------------------------
 
 
-_UNTAGGED = (aten.equal.default, aten.allclose.default, aten._ctc_loss.Tensor, aten._ctc_loss.default)
+_UNTAGGED = (
+    aten.equal.default,
+    aten.allclose.default,
+    aten._ctc_loss.Tensor,
+    aten._ctc_loss.default,
+    aten._grouped_mm.default,
+)
 
 
 @functools.cache
-def _asks_for_data(func: Any) -> bool:
+def _needs_an_answer(func: Any) -> bool:
     tags = func.tags
     return torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags or func in _UNTAGGED
 
@@ -549,11 +567,22 @@ def _ctc_loss(rules: DataRules, func: Any, args: Any, kwargs: Any) -> Any:
     return log_probs.new_empty(rows), log_probs.new_empty(rows, steps, 2 * longest + 1)
 
 
+def _grouped_mm(rules: DataRules, func: Any, args: Any, kwargs: Any) -> Any:
+    """torch's formula for shapes (2.13) refuses types other than bfloat16, which the kernels take."""
+    if args[0].dtype == torch.bfloat16:
+        return _NO_ANSWER
+    with rules.paused():
+        like = [torch.empty_strided(m.shape, m.stride(), dtype=torch.bfloat16) for m in args[:2]]
+        out = func(*like, *args[2:], **{**kwargs, "out_dtype": None})
+        return torch.empty_strided(out.shape, out.stride(), dtype=kwargs.get("out_dtype") or args[0].dtype)
+
+
 _ANSWERS: dict[Any, Callable[[DataRules, Any, Any, Any], Any]] = {
     aten._local_scalar_dense.default: _scalar,
     aten.nonzero.default: _nonzero,
     aten.index.Tensor: _index,
     aten.masked_select.default: _masked_select,
+    aten._grouped_mm.default: _grouped_mm,
     aten._ctc_loss.Tensor: _ctc_loss,
     aten._ctc_loss.default: _ctc_loss,
 }
@@ -667,6 +696,8 @@ def _decide_bernoulli(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any
 
 
 def _decide_empty(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
+    if _is_float(out) and out.numel() > MAX_UNDEFINED_FLOATS:
+        return None, ""
     with no_dispatch():
         return (torch.zeros(out.shape, dtype=out.dtype),), ""
 

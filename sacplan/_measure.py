@@ -80,7 +80,7 @@ def _run_cuda(step: Step, batch_tensors: Iterable[torch.Tensor], device: torch.d
 
 
 def _drop_cublas_workspaces() -> None:
-    """So that the step makes its own, and they count: they are part of its peak, and stay for good once made."""
+    """So that the step makes its own, and they count: once made they stay for good."""
     drop = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if drop is not None:
         drop()
@@ -102,9 +102,9 @@ def _run_cpu(step: Step, batch_tensors: Iterable[torch.Tensor]) -> Measured:
 def _profiled_deltas(profiler: torch.profiler.profile) -> list[int]:
     """Bytes allocated (positive) and freed (negative) on the CPU, in the order of time.
 
-    The allocator remembers the blocks of earlier profiles, also those that were freed while no profiler was on. When
-    such an address has been used again, and is freed now, it reports the old block's size. So a block
-    only counts as freed if this profile saw it allocated.
+    The allocator remembers the blocks of earlier profiles, also those that were freed while no profiler was
+    on. When such an address has been used again, and is freed now, it reports the old block's size. So a
+    block only counts as freed if this profile saw it allocated.
     """
     kineto = profiler.profiler
     assert kineto is not None
@@ -114,8 +114,8 @@ def _profiled_deltas(profiler: torch.profiler.profile) -> list[int]:
     while stack:
         event = stack.pop()
         stack.extend(reversed(event.children))
-        if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
-            fields = event.extra_fields
+        fields: Any = event.extra_fields
+        if event.name == "[memory]" and fields.device.type == "cpu":
             events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
     events.sort(key=lambda e: e[0])  # stable: events of the same nanosecond stay in the order of the tree
     deltas = []
@@ -139,9 +139,9 @@ def profiler_is_on() -> bool:
 def allocation_deltas(run: Callable[[], object]) -> list[int]:
     """Bytes that ``run`` allocates (positive) and frees (negative) on the CPU, in order; for short runs.
 
-    The legacy profiler costs some 30 microseconds, where ``torch.profiler`` takes milliseconds and writes to the
-    error stream; without it (it is deprecated), that one it is. The legacy events have no addresses, so ``run``
-    should free what it allocates, else later runs may see the block's end.
+    The legacy profiler costs some 30 microseconds, where ``torch.profiler`` takes milliseconds and writes to
+    the error stream. It is deprecated; where it is gone, the other one stands in. Its events have no
+    addresses, so ``run`` should free what it allocates, else a later run may see the end of a block.
     """
     api: Any = torch.autograd
     if not hasattr(api, "_enable_profiler_legacy"):

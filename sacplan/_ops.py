@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from sacplan._torch_private import is_plain, storage_key
+
 # Ops that write running statistics though their schema does not say so, nor do they count a version
 # (torch 2.11 to 2.15).
 _RUNNING_STATISTICS = ("running_mean", "running_var")
@@ -104,6 +106,26 @@ def _read_traits(func: Any) -> OpTraits:
         and any("Tensor" in str(r.type) for r in schema.returns)
     )
     return OpTraits(str(func), tuple(positions), tuple(names), rerunnable, random)
+
+
+def can_run_again(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Whether this call of an op may run a second time, and sizes, strides and storages say all about its tensors."""
+    traits = op_traits(func)
+    inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
+    if not traits.rerunnable or not outputs or not all(map(_is_ordinary, (*inputs, *outputs))):
+        return False
+    if kwargs.get("non_blocking"):
+        return False  # nobody would wait for the second copy
+    if traits.random and len({t.device for t in inputs}) != 1:
+        return False  # which generator?
+    if traits.random and not inputs[0].device.type in ("cpu", "cuda", "meta"):
+        return False
+    taken = {storage_key(t.untyped_storage()) for t in inputs}
+    return not any(storage_key(t.untyped_storage()) in taken for t in outputs)  # else it hands an input on
+
+
+def _is_ordinary(t: torch.Tensor) -> bool:
+    return is_plain(t) and not (t.is_inference() or t.is_nested or t.is_quantized or t._is_zerotensor())
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -16,7 +16,8 @@ from sacplan._replay import Replay, replay
 from sacplan._solvers import Choice, Proposal, Solver, resolve_solver
 from sacplan.errors import InfeasibleBudget
 
-_ROUNDS = 8
+_ROUNDS = 8  # of asking a solver again
+_COARSE = 8  # rungs of a ladder that are tried first
 _RELAX_EVENTS = 1_500_000  # events that the replays of the last improvement may go through
 
 
@@ -126,8 +127,37 @@ def _close_loop(search: Search, solver: Solver, budget_bytes: int) -> None:
         if high - low < budget_bytes // 1000 or surrogate <= 0:
             break
     if search.best(budget_bytes) is None:
-        for choice in solver.sweep(search.profile):
-            search.add(Proposal(choice, "feasible"), solver.name)
+        _climb_down(search, solver, budget_bytes)
+
+
+def _climb_down(search: Search, solver: Solver, budget_bytes: int) -> None:
+    """The lowest peak on a solver's ladder, coarse to fine; then the mildest rung that holds the budget.
+
+    Peaks fall along a ladder until the working set of the recomputation outweighs what is saved.
+    """
+    ladder = solver.ladder(search.profile)
+    if not ladder:
+        return
+
+    def peak(rung: int) -> int:
+        return search.add(Proposal(ladder[rung], "feasible"), solver.name).replay.peak_bytes
+
+    last = len(ladder) - 1
+    step = max(1, last // _COARSE)
+    lowest = min({*range(0, last, step), last}, key=lambda rung: (peak(rung), rung))
+    while step > 1:
+        step = step // 2
+        near = (rung for rung in (lowest - step, lowest, lowest + step) if 0 <= rung <= last)
+        lowest = min(near, key=lambda rung: (peak(rung), rung))
+    if peak(lowest) > budget_bytes:
+        return
+    too_mild, holds = -1, lowest
+    while holds - too_mild > 1:
+        middle = (too_mild + holds) // 2
+        if peak(middle) <= budget_bytes:
+            holds = middle
+        else:
+            too_mild = middle
 
 
 def _relax(search: Search, found: _Tried, budget_bytes: int) -> _Tried:

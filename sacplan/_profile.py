@@ -32,6 +32,7 @@ from sacplan._step import (
     call_model,
     check_model,
     check_optimizer,
+    cleared_caches,
     default_loss,
     make_optimizer,
     preserved_rng,
@@ -284,7 +285,7 @@ def _trace_fake(
     prepare: Callable[[torch.nn.Module], Any] | None,
     saved: str,
 ) -> tuple[Recording, tuple[str, ...]]:
-    with fake_device(spec), data_rules() as rules:
+    with cleared_caches(model), fake_device(spec), data_rules() as rules:
         copier = FakeCopier(rules)
         fake = copier.model(model)
         step = Step(

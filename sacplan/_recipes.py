@@ -30,7 +30,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sacplan._compiled import checkpointed_for_compile, tags_of
-from sacplan._ops import op_traits, tensors_in
+from sacplan._ops import can_run_again, op_traits, tensors_in
 from sacplan._recording import CallSite
 from sacplan._torch_private import (
     FakeTensor,
@@ -80,11 +80,6 @@ def _version(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
-def _is_recordable(t: torch.Tensor) -> bool:
-    """Whether sizes, strides and a version say all about a tensor."""
-    return is_plain(t) and not (t.is_inference() or t.is_nested or t.is_quantized or t._is_zerotensor())
-
-
 def _checksum(t: torch.Tensor) -> tuple[int, ...] | None:
     """Of the bits, without a temporary of the tensor's size. None where nothing can be computed."""
     if isinstance(t, FakeTensor) or t.is_meta or not t.numel():
@@ -94,7 +89,7 @@ def _checksum(t: torch.Tensor) -> tuple[int, ...] | None:
     bits = torch.view_as_real(t) if t.is_complex() else t
     bits = bits.view(_INT_OF_SIZE[bits.element_size()])
     # Equal elements cancel out in the hash, so one of them is looked at.
-    return int(torch.hash_tensor(bits)), int(bits[(0,) * bits.ndim])
+    return int(torch.hash_tensor(bits).view(torch.int64)), int(bits[(0,) * bits.ndim])
 
 
 class FirstStep:
@@ -133,11 +128,12 @@ class _Slot:
 class _SlotArg:
     """An argument that is a view of a slot."""
 
-    __slots__ = ("slot", "view")
+    __slots__ = ("requires_grad", "slot", "view")
 
-    def __init__(self, slot: _Slot, view: _View) -> None:
+    def __init__(self, slot: _Slot, tensor: torch.Tensor) -> None:
         self.slot = slot
-        self.view = view
+        self.view = _view_of(tensor)
+        self.requires_grad = tensor.requires_grad
 
 
 class _HeldArg:
@@ -146,7 +142,7 @@ class _HeldArg:
     __slots__ = ("tensor", "version", "writes", "writes_before")
 
     def __init__(self, tensor: torch.Tensor, writes: dict[int, int]) -> None:
-        self.tensor = history_free_alias(tensor)
+        self.tensor = history_free_alias(tensor).requires_grad_(tensor.requires_grad)
         self.version = tensor._version
         self.writes = writes
         self.writes_before = self._writes_now()
@@ -162,13 +158,14 @@ class _HeldArg:
 class _Node:
     """A discarded op, ready to run again."""
 
-    __slots__ = ("__weakref__", "args", "func", "kwargs", "outputs", "rng", "site", "slot_args", "unit")
+    __slots__ = ("__weakref__", "args", "func", "grad_mode", "kwargs", "outputs", "rng", "site", "slot_args", "unit")
 
     def __init__(self, unit: str, func: Any, site: CallSite, rng: Any) -> None:
         self.unit = unit
         self.func: Any = func
         self.site = site
         self.rng = rng  # (generator, state) for a random op
+        self.grad_mode = torch.is_grad_enabled()  # some kernels look at it, and at what requires a gradient
         self.args: Any = ()
         self.kwargs: Any = {}
         self.slot_args: list[_SlotArg] = []
@@ -179,27 +176,28 @@ class _Node:
 
     def run(self) -> None:
         """Run the op; its slots get their values, its arguments are let go."""
-        args = self._restore(self.args)
-        kwargs = self._restore(self.kwargs)
-        if self.rng is None:
-            out = self.func(*args, **kwargs)
-        else:
-            generator, state = self.rng
-            now = generator.get_state()
-            generator.set_state(state)
-            try:
+        with torch._C._AutoDispatchBelowADInplaceOrView(), torch.set_grad_enabled(self.grad_mode):
+            args, kwargs = self._restore(self.args), self._restore(self.kwargs)
+            if self.rng is None:
                 out = self.func(*args, **kwargs)
-            finally:
-                generator.set_state(now)
-        for ref, tensor in zip(self.outputs, tensors_in(out), strict=True):
+            else:
+                generator, state = self.rng
+                now = generator.get_state()
+                generator.set_state(state)
+                try:
+                    out = self.func(*args, **kwargs)
+                finally:
+                    generator.set_state(now)
+        tensors = list(tensors_in(out))
+        for i, ref in enumerate(self.outputs):
             slot = ref() if ref is not None else None
             if slot is not None:
-                if _view_of(tensor) != slot.view:
+                if len(tensors) != len(self.outputs) or _view_of(tensors[i]) != slot.view:
                     raise RecipeError(
-                        f"{self} gave shape {tuple(slot.view[0])}, strides {slot.view[1]} in the forward pass, and "
-                        f"{tuple(tensor.shape)}, {tensor.stride()} when it ran again. Keep its output."
+                        f"{self} gave output {i} another shape or memory layout when it ran again than in the "
+                        f"forward pass ({tuple(slot.view[0])}, strides {slot.view[1]}). Keep its output."
                     )
-                slot.value = tensor
+                slot.value = tensors[i]
         self.args = self.kwargs = ()
         self.rng = None
         self.slot_args = []
@@ -207,7 +205,7 @@ class _Node:
 
     def _restore(self, value: Any) -> Any:
         if isinstance(value, _SlotArg):
-            return value.slot.take(value.view)
+            return value.slot.take(value.view).requires_grad_(value.requires_grad)
         if isinstance(value, _HeldArg):
             if not value.unchanged:
                 raise RecipeError(
@@ -227,11 +225,12 @@ class _Node:
 class _Handle:
     """What autograd keeps for a discarded tensor."""
 
-    __slots__ = ("checksum", "first_step", "slot", "view")
+    __slots__ = ("checksum", "first_step", "original", "slot", "view")
 
     def __init__(self, slot: _Slot, tensor: torch.Tensor, first_step: FirstStep) -> None:
         self.slot = slot
         self.view = _view_of(tensor)
+        self.original = weakref.ref(tensor)
         self.first_step = first_step
         self.checksum: tuple[int, ...] | None = None
         if first_step.pending:
@@ -240,12 +239,12 @@ class _Handle:
 
     def unpack(self) -> torch.Tensor:
         """The tensor, recomputed unless it has been."""
-        slot = self.slot
-        if slot.written:
-            raise RecipeError(
-                f"a tensor of shape {tuple(self.view[0])}, made by {slot.node}, was written in place after "
-                "autograd took it. Write to a copy, or keep it."
-            )
+        slot, original = self.slot, self.original()
+        if slot.written or (
+            original is not None
+            and (original._version != slot.version or original.untyped_storage() is not slot.storage())
+        ):
+            raise RecipeError(_WRITTEN.format(tuple(self.view[0]), f", made by {slot.node},"))
         with _recomputation():
             if slot.value is None:
                 _compute(slot.node)
@@ -253,9 +252,9 @@ class _Handle:
             if self.checksum is not None:
                 if _checksum(tensor) != self.checksum:
                     raise RecipeError(
-                        f"{slot.node} gives other bits when it runs again than autograd took in the forward pass. "
-                        "Either its kernel, or one before it, is not deterministic; or something wrote its output or "
-                        "an argument where PyTorch cannot see it (a Triton kernel, numpy, .data). Keep this output."
+                        f"{slot.node} gives other bits when it runs again than autograd took in the forward "
+                        "pass. Its kernel, or one before it, is not deterministic; or something wrote its output "
+                        "or an argument where PyTorch cannot see it (a Triton kernel, numpy). Keep this output."
                     )
                 self.checksum = None
                 self.first_step.pending = False
@@ -265,21 +264,30 @@ class _Handle:
 class _Kept:
     """What autograd keeps for a kept tensor: itself, and the version it had."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("original", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # An op's output would hold the op's autograd node, which holds this.
-        self.tensor = tensor if tensor.grad_fn is None else history_free_alias(tensor)
+    def __init__(self, tensor: torch.Tensor, plain: bool) -> None:
+        self.original: weakref.ref[torch.Tensor] | None = None
+        self.tensor = tensor
         self.version = _version(tensor)
+        if tensor.grad_fn is not None:  # as an op's output it would hold the op's autograd node, which holds this
+            self.tensor = history_free_alias(tensor)
+            self.original = weakref.ref(tensor) if plain else None
 
     def unpack(self) -> torch.Tensor:
         """The tensor, if it has not been written."""
-        if _version(self.tensor) != self.version:
-            raise RecipeError(
-                f"a tensor of shape {tuple(self.tensor.shape)} that the backward pass needs was written in place "
-                f"after the forward pass (version {self.version}, now {_version(self.tensor)}). Write to a copy."
-            )
+        original = self.original() if self.original is not None else None
+        if _version(self.tensor) != self.version or (
+            original is not None and original.untyped_storage() is not self.tensor.untyped_storage()
+        ):
+            raise RecipeError(_WRITTEN.format(tuple(self.tensor.shape), ""))
         return self.tensor
+
+
+_WRITTEN = (
+    "a tensor of shape {}{} that the backward pass needs was written in place after the forward pass took it. "
+    "Write to a copy."
+)
 
 
 class _PassedOn:
@@ -364,8 +372,7 @@ class UnitRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         rng = _generator_state(func, args, kwargs)
         out = func(*args, **kwargs)
-        if rng is not _UNKNOWN_GENERATOR:
-            self._note(func, occurrence, args, kwargs, out, rng)
+        self._note(func, occurrence, args, kwargs, out, rng)
         return out
 
     def _look_up(self, func: Any) -> frozenset[int] | None:
@@ -378,20 +385,14 @@ class UnitRecorder(TorchDispatchMode):
         return self._wanted.get(traits.name) if traits.rerunnable else None
 
     def _note(self, func: Any, occurrence: int, args: Any, kwargs: Any, out: Any, rng: Any) -> None:
-        """Leave a node, unless something about the op says that it had better be kept."""
-        inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
-        if not all(map(_is_recordable, inputs)) or not all(map(_is_recordable, outputs)):
+        """Leave a node, unless something about this call says that it had better be kept."""
+        if not can_run_again(func, args, kwargs, out):
             return
-        if kwargs.get("non_blocking"):
-            return  # nobody would wait for the second copy
-        taken = {storage_key(t.untyped_storage()) for t in inputs}
-        if any(storage_key(t.untyped_storage()) in taken for t in outputs):
-            return  # it hands an input on
         node = _Node(self._unit, func, (str(func), occurrence), rng)
         node.args = self._remember(args, node)
         node.kwargs = self._remember(kwargs, node)
         made: dict[int, _Slot] = {}
-        for t in outputs:
+        for t in tensors_in(out):
             key = storage_key(t.untyped_storage())
             if key in made:  # two outputs on one storage
                 node.outputs.append(None)
@@ -405,7 +406,7 @@ class UnitRecorder(TorchDispatchMode):
             slot = self._slot_of(value)
             if slot is None:
                 return _HeldArg(value, self._writes)
-            arg = _SlotArg(slot, _view_of(value))
+            arg = _SlotArg(slot, value)
             node.slot_args.append(arg)
             return arg
         if isinstance(value, tuple):
@@ -439,40 +440,30 @@ class UnitRecorder(TorchDispatchMode):
                     slot.written = True
 
     def _pack(self, t: torch.Tensor) -> Any:
-        slot = self._slot_of(t) if is_plain(t) else None
+        plain = is_plain(t)
+        slot = self._slot_of(t) if plain else None
         if slot is not None:
             return _Handle(slot, t, self._first_step)
         if self._outer is not None:
             pack_hook, unpack_hook = self._outer
             return _PassedOn(pack_hook(t), unpack_hook)
-        return _Kept(t)
+        return _Kept(t, plain)
 
 
-_UNKNOWN_GENERATOR = ("unknown",)
-
-
-def _generator_state(func: Any, args: Any, kwargs: Any) -> Any:
-    """None, or (generator, state) from which a random op starts."""
+def _generator_state(func: Any, args: Any, kwargs: Any) -> tuple[torch.Generator, torch.Tensor] | None:
+    """The generator that a random op draws from, and its state."""
     if not op_traits(func).random:
         return None
     values = (*args, *kwargs.values())
     generator = next((v for v in values if isinstance(v, torch.Generator)), None)
     if generator is None:
-        tensors = list(tensors_in(values))
-        if any(isinstance(t, FakeTensor) for t in tensors):
+        tensor = next(tensors_in(values))
+        if isinstance(tensor, FakeTensor) or tensor.is_meta:
             return None
-        devices = {t.device for t in tensors}
-        if len(devices) != 1:
-            return _UNKNOWN_GENERATOR
-        device = devices.pop()
-        if device.type == "meta":
-            return None
-        if device.type == "cpu":
-            generator = torch.default_generator
-        elif device.type == "cuda":
-            generator = torch.cuda.default_generators[device.index]
+        if tensor.is_cuda:
+            generator = torch.cuda.default_generators[tensor.device.index]
         else:
-            return _UNKNOWN_GENERATOR
+            generator = torch.default_generator
     return generator, generator.get_state()
 
 
@@ -520,7 +511,7 @@ class PlannedForward:
         return self.original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and torch.is_grad_enabled():
             return checkpointed_for_compile(self, args, kwargs)
         if _here.recorder is not None or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)  # a unit inside of a unit belongs to the outer one

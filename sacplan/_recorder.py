@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sacplan._fake_data import DataRules
-from sacplan._ops import op_traits, tensors_in
+from sacplan._ops import can_run_again, op_traits, tensors_in
 from sacplan._recording import ROOT_SCOPE, Event, Kind, Op, Phase, Recording, Scope
 from sacplan._torch_private import (
     autograd_sequence_number,
@@ -318,9 +318,10 @@ class Recorder(TorchDispatchMode):
         self._paused += 1
         try:
             if packed.clone is None:
-                out = torch.empty_strided(packed.size, packed.stride, dtype=packed.dtype)
-                if self._rules is not None:
-                    self._rules.carry(*packed.known, out)
+                if self._rules is None:
+                    out = torch.empty_strided(packed.size, packed.stride, dtype=packed.dtype)
+                else:
+                    out = self._rules.as_fake_like(packed.size, packed.stride, packed.dtype, *packed.known)
             else:
                 out = torch.as_strided(packed.clone.clone(), packed.size, packed.stride, 0)
         finally:
@@ -387,7 +388,7 @@ class Recorder(TorchDispatchMode):
                 reads=tuple(reads),
                 writes=tuple(writes),
                 mutates=mutates,
-                recomputable=traits.rerunnable and fresh and bool(writes) and phase == Phase.FORWARD,
+                recomputable=phase == Phase.FORWARD and fresh and bool(writes) and can_run_again(func, args, kwargs, out),
             )
         )
         self._events.append((Event.OP, index))

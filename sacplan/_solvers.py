@@ -6,7 +6,7 @@ recording and asks again with a tighter or wider surrogate. Solvers do not see t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -41,8 +41,8 @@ class Solver(Protocol):
         """A choice whose peak the solver's own model puts at most there; None if its model has none."""
         ...
 
-    def sweep(self, profile: Profile) -> Iterator[Choice]:
-        """Choices from mild to as small as this solver knows, for the search of the smallest peak."""
+    def ladder(self, profile: Profile) -> Sequence[Choice]:
+        """Choices from mild to as much as this solver can discard, for the search of the smallest peak."""
         ...
 
 
@@ -58,8 +58,8 @@ class Milp:
     """
 
     backend: Literal["auto", "highs", "cbc"] = "auto"
-    gap: float = 1e-3
-    time_limit_s: float = 20.0
+    gap: float = 1e-2
+    time_limit_s: float = 10.0
     seed: int = 0
 
     @property
@@ -83,14 +83,13 @@ class Milp:
         choice = {fqn: point_at(profile, fqn, ratio) for fqn, ratio in result.ac_decisions.items()}
         return Proposal(choice, result.status, result.gap)
 
-    def sweep(self, profile: Profile) -> Iterator[Choice]:
+    def ladder(self, profile: Profile) -> Sequence[Choice]:
         """The program's solutions at budgets down to the least that its rows allow."""
         smallest = self._smallest(profile)
         largest = profile.peak_bytes
-        for step in range(5):
-            proposal = self.propose(profile, smallest + (largest - smallest) * step // 8)
-            if proposal is not None:
-                yield proposal.choice
+        surrogates = (smallest + (largest - smallest) * step // 8 for step in (4, 3, 2, 1, 0))
+        proposals = (self.propose(profile, surrogate) for surrogate in surrogates)
+        return [p.choice for p in proposals if p is not None]
 
     def _smallest(self, profile: Profile) -> int:
         try:
@@ -130,24 +129,18 @@ class Lagrangian:
             missing -= step.freed_bytes
         return Proposal(choice, "feasible") if choice else None
 
-    def sweep(self, profile: Profile) -> Iterator[Choice]:
-        """From a few steps to all."""
-        steps = self._steps(profile)
-        stops = {round((i + 1) * len(steps) / _SWEEP) for i in range(_SWEEP)}
-        choice: dict[str, UnitPoint] = {}
-        for taken, step in enumerate(steps, start=1):
-            choice[step.fqn] = step.point
-            if taken in stops:
-                yield dict(choice)
+    def ladder(self, profile: Profile) -> Sequence[Choice]:
+        """From one step to all."""
+        rungs: list[dict[str, UnitPoint]] = []
+        for step in self._steps(profile):
+            rungs.append({**(rungs[-1] if rungs else {}), step.fqn: step.point})
+        return rungs
 
     def _steps(self, profile: Profile) -> list[_Step]:
         families = unit_families(profile)
         units = families[min(self.level, len(families) - 1)] if families else ()
         steps = [step for fqn in units for step in _hull(profile, fqn)]
         return sorted(steps, key=lambda step: step.ms_per_byte)  # stable: earlier units first
-
-
-_SWEEP = 24
 
 
 @dataclass(frozen=True, slots=True)

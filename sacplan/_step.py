@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -228,6 +229,47 @@ class FakeCopier:
                 if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                     group["foreach"] = True
         return made
+
+
+@contextlib.contextmanager
+def cleared_caches(model: torch.nn.Module) -> Iterator[None]:
+    """Clear ``functools`` caches in the code of the model's modules, before and after.
+
+    Some hold tensors (the relative positions of transformers' BEiT): real ones must not get into a fake step,
+    and fake ones must not stay for the real one.
+    """
+    caches = list(_function_caches(model))
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        yield
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+
+
+def _function_caches(model: torch.nn.Module) -> Iterator[Any]:
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    namespaces: dict[int, Any] = {}
+    for cls in classes:
+        if cls is not object and not cls.__module__.startswith(("torch.", "sacplan.")):
+            for owner in (cls, sys.modules.get(cls.__module__)):
+                if owner is not None:
+                    namespaces[id(owner)] = vars(owner)
+    seen: set[int] = set()
+    for namespace in namespaces.values():
+        for value in list(namespace.values()):
+            function = getattr(value, "__func__", value)  # out of static and class methods
+            for candidate in (function, *_closure(function)):
+                if isinstance(candidate, functools._lru_cache_wrapper) and id(candidate) not in seen:
+                    seen.add(id(candidate))
+                    yield candidate
+
+
+def _closure(function: Any) -> Iterator[Any]:
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            yield cell.cell_contents
 
 
 def _convert_fake(module: torch.nn.Module, fn: Callable[..., torch.Tensor], recurse: bool = True) -> torch.nn.Module:

@@ -5,22 +5,26 @@ tensors on the right device are copied with their values; for the rest values ar
 
 - floats lie in [0.1, 0.9): valid as a probability, under a logarithm, a root, a division. Square matrices of
   ``linalg_`` and Cholesky ops get a heavy diagonal;
-- integers that an op indexes with (``embedding``, ``gather``, class targets, pooling, ...) are random and in range, see
-  ``_BOUNDS``; offsets and lengths rise evenly, see ``_RISING``; other integers are 1 (0 would divide), or 0 where
-  their name is that of an index;
+- integers that an op indexes with (``embedding``, ``gather``, class targets, pooling, ...) are random and in
+  range, see ``_BOUNDS``; offsets and lengths rise evenly, see ``_RISING``; other integers are 1 (0 would
+  divide), or 0 where their name is that of an index;
 - bools are half true; where the size of a result depends on them, as many are true as the result has rows.
 
-Where an op refuses these operands, all of them are zeros, and the op is tried once more. Where it still fails, the roofline's
-figure stands in, with a warning that names the op: see :meth:`MeasuredTimes.cost`.
+Where an op refuses these operands, all of them are zeros, and the op is tried once more (not on CUDA, where
+an error may end the context). Where it still fails, the roofline's figure stands in, with a warning that
+names the op: see :meth:`MeasuredTimes.cost`.
 
-Known inefficiencies: operands stay in the cache between runs, so small ops look faster than in a step; every distinct
-shape costs at least two runs of the op; the time of an op includes its dispatch from Python, a few microseconds.
+Known inefficiencies: operands stay in the cache between runs, so small ops look faster than in a step; every
+distinct shape costs at least three runs of the op; its time includes a few microseconds for the dispatch from
+Python; on a machine that is busy with other things an op may look many times slower than it is.
 
-Private PyTorch API, tried on 2.13: ``_disable_current_modes``, ``unset_fake_temporarily``, ``_DisableAutocast``.
+Private PyTorch API, tried on 2.13: ``_disable_current_modes``, ``unset_fake_temporarily``,
+``_DisableAutocast``, ``DisableTorchFunction``.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import warnings
@@ -193,7 +197,7 @@ _POSITION_NAMES = frozenset(
 
 
 class RealOp:
-    """One op with real arguments on ``device``; calling it runs it. A tensor that is given twice is made once.
+    """One op with real arguments on ``device``; calling it runs it. A tensor given twice is made once.
 
     Args:
         out: what the traced op returned, for sizes that depend on data.
@@ -351,7 +355,7 @@ def run_for_real(
     """``measure(op)``, where ``op()`` runs ``func`` on real operands, outside of whatever mode is on.
 
     Raises:
-        RuntimeError, ValueError, TypeError, IndexError, NotImplementedError: what the op says to made-up values, and to zeros.
+        RUN_ERRORS: what the op says to made-up values, and to zeros.
     """
     with outside_of_the_trace(device):
         for zeros in (False, True):
@@ -378,7 +382,7 @@ def first_line(error: Exception) -> str:
 # ---------------------------------------------------------------------------------------------------------
 # Time
 
-_BUDGET_S = 0.02
+_BUDGET_S = 0.2  # quick ops never reach it; slow ones run twice at least, so that one interruption is nothing
 _MOST_RUNS = 20  # in-place ops run again and again on the same operands, and must not reach denormals
 _times: dict[Any, float] = {}
 """Milliseconds by (device, torch, settings, op key); for the life of the process."""
@@ -405,7 +409,7 @@ class MeasuredTimes:
     def cost(
         self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> tuple[int, float]:
-        """(FLOPs, milliseconds) of one call of ``func`` that returned ``out``; 0 ms for views and allocations.
+        """(FLOPs, milliseconds) of one call of ``func`` that returned ``out``; a view takes no time.
 
         An op that cannot be run with made-up operands, or does not fit the memory, gets the roofline's
         time; it is warned of once, and listed in ``not_timed``.
@@ -464,8 +468,8 @@ def device_here(spec: DeviceSpec) -> torch.device:
     if spec.name != here.name:
         board = torch.cuda.get_device_name()
         raise DeviceError(
-            f'runtime="benchmark" times each op on {spec.name}, and the GPU here is {board} ({here.name}). Use '
-            'device="cuda" for the one that is here, or runtime="cost-model".'
+            f'runtime="benchmark" times each op on {spec.name}, and the GPU here is {board} ({here.name}). '
+            'Use device="cuda" for the one that is here, or runtime="cost-model".'
         )
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -479,8 +483,7 @@ def _settings(device: torch.device) -> Any:
 
 
 def _enough(runs: int, elapsed_s: float) -> bool:
-    """Five runs where they are quick; two at least, so that one interruption does not count."""
-    return (runs >= 5 and elapsed_s > _BUDGET_S) or (runs >= 2 and elapsed_s > 10 * _BUDGET_S)
+    return runs == _MOST_RUNS or (runs >= 2 and elapsed_s > _BUDGET_S)
 
 
 def _time_cpu(call: Callable[[], Any]) -> float:
@@ -488,7 +491,7 @@ def _time_cpu(call: Callable[[], Any]) -> float:
     call()
     began = time.perf_counter()
     best = math.inf
-    for run in range(1, _MOST_RUNS + 1):
+    for run in itertools.count(1):
         start = time.perf_counter()
         call()
         end = time.perf_counter()
@@ -505,7 +508,7 @@ def _time_cuda(call: Callable[[], Any], device: torch.device) -> float:
         torch.cuda.synchronize()
         began = time.perf_counter()
         best = math.inf
-        for run in range(1, _MOST_RUNS + 1):
+        for run in itertools.count(1):
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
             start.record()

@@ -46,7 +46,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def history_free_alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same storage and version counter without autograd's history; inside of a dispatch mode too."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        if isinstance(tensor, FakeTensor):
+        if type(tensor) is not torch.Tensor:
             return tensor.detach()
         with torch._C._DisableTorchDispatch():  # no mode needs to see it
             return tensor.detach()

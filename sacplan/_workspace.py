@@ -1,21 +1,22 @@
 """What a CPU's kernels allocate inside and free before they return, where no dispatch mode sees it: measured.
 
-Convolutions above all (layouts reordered for oneDNN, a second gradient, im2col), but also the copies that a kernel makes
-of operands that are not contiguous, accumulators per thread, and matrix products of half types. There is
-no formula to rely on: which of a dozen kernels runs is up to the build, the instruction set and the
-number of threads. So each distinct op and shape runs once, for real, on made-up operands (``_timing.py``), and the
-allocator's events say what was alive inside beyond the outputs. The result is kept for the life of the process.
+Convolutions above all (layouts reordered for oneDNN, a second gradient, im2col), but also the copies that a
+kernel makes of operands that are not contiguous, accumulators per thread, and matrix products of half types.
+There is no formula to rely on: which of a dozen kernels runs is up to the build, the instruction set and the
+number of threads. So each distinct op and shape runs once, for real, on made-up operands (``_timing.py``),
+and the allocator's events say what was alive inside beyond the outputs. The result is kept for the life of
+the process. A profile for ``device="cpu"`` is therefore one for the CPU that is here.
 
 What it depends on, found by trying (torch 2.13, x86 with oneDNN):
 
 - no cache: eager convolutions reorder their weights in every call, so the first call is like any other;
-- the number of threads: per-thread accumulators (layer norm's and batch norm's backward, attention) grow with it, and
-  oneDNN and ``im2col`` convolutions choose their blocking by it. It is part of the key;
+- the number of threads: accumulators per thread (layer norm's backward, attention) grow with it, and oneDNN
+  chooses its kernels by it. It is part of the key;
 - memory format and strides of the operands, which are part of the key too;
-- not the values, except for ``embedding`` renormalisation and sorting, which copy at most their index.
+- not the values.
 
-The measured peak inside an op is taken against its outputs as if both began with the op, so ``workspace`` is what has to
-be added to ``live + outputs`` to get the op's peak.
+What has to be added to ``live + outputs`` to get an op's peak is the peak of what is allocated inside, less
+the outputs: it does not matter whether the outputs come first or last.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from sacplan._torch_private import storage_key
 from sacplan.errors import TraceError
 
 # Ops in which a CPU kernel was seen to allocate more than its outputs: every op of 25 models (convolutional,
-# transformers, state space, recurrent; float32 and bfloat16, channels last) was run under the profiler, and those
-# that took more than 64 bytes are here with their relatives. The others are not worth a run.
+# transformers, state space, recurrent; float32 and bfloat16, channels last) was run under the profiler, and
+# those that took more than 64 bytes are here with their relatives. The others are not worth a run.
 _MEASURED = frozenset(
     f"aten::{name}"
     for name in (
@@ -116,10 +117,10 @@ _MEASURED = frozenset(
         "topk",
     )
 )
-# Only where an operand is of half type: reordered for oneDNN, or added up in float32.
-_MEASURED_IN_HALF = frozenset(
-    f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "addmv", "mean", "sum", "cumsum")
-)
+# Where a matrix has neither rows nor columns of stride 1 (permuted, expanded): BLAS takes a copy.
+_PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv"))
+# Where an operand is of half type: reordered for oneDNN, or added up in float32.
+_MEASURED_IN_HALF = _PRODUCTS | frozenset(f"aten::{name}" for name in ("mean", "sum", "cumsum"))
 _HALF = (torch.bfloat16, torch.float16)
 
 _CPU = torch.device("cpu")
@@ -133,8 +134,8 @@ def measured_workspace_bytes(
     """Bytes that the CPU kernel of ``func`` takes at its peak beyond what is alive and its outputs.
 
     May be called from inside a dispatch mode, under FakeTensorMode, in the backward pass: modes are off while
-    the op runs, generators are put back. 0 for ops that are not known to have a workspace, and, with a warning,
-    where the op cannot be run on made-up operands.
+    the op runs, generators are put back. 0 for ops that are not known to have a workspace, and, with a
+    warning, where the op cannot be run on made-up operands.
 
     Raises:
         TraceError: a profiler is on in this thread.
@@ -165,19 +166,30 @@ def _worth_a_run(func: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
     name = func._schema.name
     if name in _MEASURED:
         return True
-    dtypes = {t.dtype for t in _tensors(args) if t.dim() and t.dtype.is_floating_point}
-    if name in _MEASURED_IN_HALF:
-        return any(dtype in _HALF for dtype in dtypes)
+    tensors = [t for t in _tensors(args) if t.dim() and t.dtype.is_floating_point]
+    dtypes = {t.dtype for t in tensors}
+    if name in _MEASURED_IN_HALF and not dtypes.isdisjoint(_HALF):
+        return True
+    if name in _PRODUCTS:
+        return any(t.dim() > 1 and not _fits_blas(t) for t in tensors)
     # An elementwise op on two types copies one of its operands to the other's.
     return len(dtypes) > 1 and torch.Tag.pointwise in func.tags and not _traits_of(func).free
+
+
+def _fits_blas(t: torch.Tensor) -> bool:
+    """Whether the matrices of [..., N, M] can be taken as they lie, by rows or by columns."""
+    rows, columns = t.shape[-2:]
+    row_stride, column_stride = t.stride()[-2:]
+    by_rows = column_stride == 1 and row_stride >= max(1, columns)
+    return by_rows or (row_stride == 1 and column_stride >= max(1, rows))
 
 
 def _peak_inside(op: RealOp) -> tuple[int, int]:
     """(peak of what the op allocates, bytes of the new storages that it returns)."""
     if profiler_is_on():
         raise TraceError(
-            "a profiler is on, and a profile for a CPU needs it to measure what kernels allocate inside. Leave "
-            "the profiler's context first."
+            "a profiler is on, and a profile for a CPU needs it to measure what kernels allocate inside. "
+            "Leave the profiler's context first."
         )
     outputs = 0
 
@@ -203,10 +215,10 @@ _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 
 @contextmanager
 def measured_reserves() -> Iterator[None]:
-    """Inside, the fake forward of oneDNN's LSTM keeps the workspace that the real one keeps for the backward pass.
+    """Inside, oneDNN's fake LSTM keeps the workspace that the real one keeps for its backward pass.
 
     torch's own fake gives it no bytes, where it is several times the layer's output. Enter it inside of a
-    FakeTensorMode for a CPU. For the whole process while it is on; contexts nest.
+    FakeTensorMode for a CPU. It is for the whole process while it is on; contexts nest.
     """
     before = fake_impls.op_implementations_dict.get(_LSTM)
     fake_impls.op_implementations_dict[_LSTM] = _fake_lstm_layer

@@ -103,7 +103,7 @@ def _no_grad(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         scale = x.abs().mean().exp()
         m.ema.mul_(0.9).add_(scale)
-    return (x / scale).tanh() * m.ema
+    return (x / scale).tanh() + m.ema
 
 
 def _inference(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -144,7 +144,7 @@ def _sorting(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     y, order = x.sin().sort(dim=-1)
     top = y.exp().topk(2, dim=-1)
     y = y.scatter(-1, top.indices, top.values.cos()).gather(-1, order)
-    return torch.where(y > 0, y.cumsum(1), y * y) + y.cumprod(1)
+    return torch.where(y > 0, y.cumsum(1), y * y) + y.cummax(1).values
 
 
 def _views(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ def _embedding(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def _autocast(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         y = m.lin(F.gelu(m.lin(x)))
-        return F.softmax(y @ y.transpose(1, 2), dim=-1).float() @ x
+        return (F.softmax(y @ y.transpose(1, 2), dim=-1) @ x).float()
 
 
 def _force(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -174,12 +174,6 @@ def _force(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def _rows(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     rows = [row.exp() for row in torch.unbind(m.lin(x).sin(), dim=1)]
     return torch.stack([a * b for a, b in zip(rows, rows[1:] + rows[:1], strict=True)], dim=1)
-
-
-def _packed(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with torch.autograd.graph.save_on_cpu():
-        y = m.lin(x.sin()).exp()
-    return F.layer_norm(y * y, (DIM,)) + torch.utils.checkpoint.checkpoint(lambda t: m.lin(t).tanh(), x, use_reentrant=False)
 
 
 STEPS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
@@ -217,9 +211,8 @@ STEPS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "autocast": _autocast,
     "force": _force,
     "rows": _rows,
-    "packed": _packed,
 }
-NOT_FAKE = {"packed", "inference", "force", "data_swap"}
+NOT_FAKE = {"inference", "force", "data_swap"}
 
 PARTS: dict[str, Callable[[], nn.Module]] = {
     "lin": lambda: nn.Linear(DIM, DIM),
@@ -235,7 +228,6 @@ NEEDS = {
     "linear": "lin", "gelu": "lin", "relu_": "lin", "softmax": "lin", "norm": "norm", "conv": "conv", "lstm": "lstm",
     "gru": "gru", "attention": "lin3", "mha": "lin lin3", "write_into_view": "lin", "index_put": "lin",
     "batch_norm": "bn", "views": "lin", "embedding": "emb", "autocast": "lin", "force": "lin", "rows": "lin",
-    "packed": "lin",
 }  # fmt: skip
 
 
@@ -266,8 +258,9 @@ class Group(nn.Module):
                 x = step(x).sin()
         if self.form == "inplace_residual":
             for step in self.steps:
-                x = x.sigmoid()
-                x += step(x)
+                total = x * 2
+                total += step(x)
+                x = total
         return {"dict": {"out": x, "again": x}, "tuple": (x, x.exp())}.get(self.form, x)
 
 

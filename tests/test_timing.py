@@ -10,12 +10,21 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import sacplan
 from sacplan import _timing
-from sacplan._timing import MeasuredTimes, RealOp, outside_of_the_trace, run_for_real
 from sacplan._devices import resolve_device
+from sacplan._timing import MeasuredTimes, RealOp, outside_of_the_trace, run_for_real
 from sacplan.errors import DeviceError
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for one another take long, and say little, on a machine that is shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

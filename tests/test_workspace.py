@@ -20,6 +20,15 @@ from sacplan.errors import TraceError
 aten = torch.ops.aten
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for one another take long, and say little, on a machine that is shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def profiled_workspace(func, args):
     """Peak inside less the outputs, by torch.profiler."""
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -230,7 +239,11 @@ def test_what_an_lstm_keeps_for_its_backward_pass():
 # --- the measuring itself ---------------------------------------------------------------------------------
 
 
-def test_deltas_come_in_order_and_add_up():
+@pytest.mark.parametrize("legacy", [True, False], ids=["legacy profiler", "torch.profiler"])
+def test_deltas_come_in_order_and_add_up(legacy, monkeypatch):
+    if not legacy:
+        monkeypatch.delattr(torch.autograd, "_enable_profiler_legacy")
+
     def run():
         a = torch.empty(1000)
         b = torch.empty(500)
