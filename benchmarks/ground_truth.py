@@ -1,6 +1,6 @@
 """Predicted peaks against the CPU allocator: the profiler's allocation events of real steps.
 
-    python -m benchmarks.ground_truth [--names gpt2 t5 bert resnet] [--json FILE]
+    python -m benchmarks.ground_truth [--names gpt2 t5 bert resnet vocabulary-128k] [--json FILE]
 
 For each model the unplanned step, then plans at three budgets between the smallest feasible peak and the unplanned
 one, each run for real on this machine's CPU, dropout on. `bits` says whether loss and all gradients are bit-equal
@@ -13,49 +13,81 @@ import argparse
 import json
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 
 import sacplan
-from benchmarks import zoo
 from examples.transformer import Transformer
 from sacplan._measure import measured_step
 from sacplan._step import Step, default_loss, preserved_state
 
 MIB = 2**20
 
+Case = tuple[torch.nn.Module, Any, Callable[[torch.nn.Module, Any], torch.Tensor]]
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--names", nargs="+", default=["gpt2", "t5", "bert", "resnet", "vocabulary-128k"])
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    arguments = parser.parse_args()
-    print(f"torch {torch.__version__}, {platform.machine()} CPU, {torch.get_num_threads()} threads")
-    print(f"{'model':>16} {'budget':>9} {'predicted':>10} {'measured':>10} {'error':>8} {'holds':>6} {'bits':>6} {'recompute':>10}")
-    rows = []
-    for name in arguments.names:
-        for row in rows_of(name):
-            rows.append({"model": name} | row)
-            budget = f"{row['budget'] / MIB:9.2f}" if row["budget"] else f"{'none':>9}"
-            print(
-                f"{name:>16} {budget} {row['predicted'] / MIB:10.2f} {row['measured'] / MIB:10.2f} "
-                f"{row['predicted'] / row['measured'] - 1:+8.3%} {row['holds']!s:>6} {row['bit_equal']!s:>6} "
-                f"{row['recompute_share']:10.1%}",
-                flush=True,
-            )
-    if arguments.json:
-        machine = {"torch": torch.__version__, "machine": platform.machine(), "threads": torch.get_num_threads()}
-        arguments.json.write_text(json.dumps({"machine": machine, "date": time.strftime("%Y-%m-%d"), "rows": rows}, indent=1))
+
+def _text(batch: int, length: int, vocab: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, vocab, (batch, length))
+    return {"input_ids": ids, "labels": ids}
+
+
+def gpt2() -> Case:
+    """4 layers, width 192."""
+    config = transformers.GPT2Config(
+        n_layer=4, n_embd=192, n_head=4, vocab_size=4000, n_positions=128, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config), _text(8, 128, 4000), default_loss
+
+
+def t5() -> Case:
+    """3 + 3 layers, width 192."""
+    config = transformers.T5Config(
+        num_layers=3, d_model=192, d_ff=768, num_heads=4, d_kv=48, vocab_size=4000, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config), _text(8, 128, 4000), default_loss
+
+
+def bert() -> Case:
+    """4 layers, width 192."""
+    config = transformers.BertConfig(
+        num_hidden_layers=4, hidden_size=192, num_attention_heads=4, intermediate_size=768, vocab_size=4000
+    )
+    return transformers.BertForMaskedLM(config), _text(8, 128, 4000), default_loss
+
+
+def resnet() -> Case:
+    """Six basic blocks, images of 96 x 96."""
+    config = transformers.ResNetConfig(
+        depths=[2, 2, 2], layer_type="basic", hidden_sizes=[32, 64, 128], embedding_size=32, num_labels=10
+    )
+    batch = {"pixel_values": torch.randn(8, 3, 96, 96), "labels": torch.randint(0, 10, (8,))}
+    return transformers.ResNetForImageClassification(config), batch, default_loss
+
+
+def large_vocabulary() -> Case:
+    """A loss outside of the model, over 128,000 words."""
+
+    def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(batch).float().flatten(0, 1), batch.flatten())
+
+    model = Transformer(n_layers=3, n_heads=4, vocab_size=128_000, max_seq_len=256, dim=128)
+    return model, torch.randint(0, 128_000, (2, 256)), loss_fn
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "gpt2": gpt2, "t5": t5, "bert": bert, "resnet": resnet, "vocabulary-128k": large_vocabulary,
+}  # fmt: skip
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
     """The unplanned step and three plans."""
     torch.manual_seed(0)
-    model, batch, loss_fn = large_vocabulary() if name == "vocabulary-128k" else zoo.build(name, "small", device="cpu")
-    loss_fn = loss_fn or default_loss
+    model, batch, loss_fn = CASES[name]()
     model.train()
     tensors = list(batch.values()) if isinstance(batch, dict) else [batch]
     profile = sacplan.profile(model, batch, loss_fn=loss_fn, device="cpu")
@@ -85,16 +117,6 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def large_vocabulary() -> tuple[torch.nn.Module, torch.Tensor, Any]:
-    """A loss outside of the model, over 128,000 words."""
-
-    def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(batch).float().flatten(0, 1), batch.flatten())
-
-    model = Transformer(n_layers=3, n_heads=4, vocab_size=128_000, max_seq_len=256, dim=128)
-    return model, torch.randint(0, 128_000, (2, 256)), loss_fn
-
-
 def gradients(model: torch.nn.Module, batch: Any, loss_fn: Any) -> list[torch.Tensor]:
     """Loss and gradients of a real step with a fixed seed; the model is put back."""
     with preserved_state(model, None):
@@ -102,6 +124,29 @@ def gradients(model: torch.nn.Module, batch: Any, loss_fn: Any) -> list[torch.Te
         loss = loss_fn(model, batch)
         loss.backward()
         return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--names", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+    print(f"torch {torch.__version__}, {platform.machine()} CPU, {torch.get_num_threads()} threads")
+    print(f"{'model':>16} {'budget':>9} {'predicted':>10} {'measured':>10} {'error':>8} {'holds':>6} {'bits':>6} {'recompute':>10}")
+    rows = []
+    for name in arguments.names:
+        for row in rows_of(name):
+            rows.append({"model": name} | row)
+            budget = f"{row['budget'] / MIB:9.2f}" if row["budget"] else f"{'none':>9}"
+            print(
+                f"{name:>16} {budget} {row['predicted'] / MIB:10.2f} {row['measured'] / MIB:10.2f} "
+                f"{row['predicted'] / row['measured'] - 1:+8.3%} {row['holds']!s:>6} {row['bit_equal']!s:>6} "
+                f"{row['recompute_share']:10.1%}",
+                flush=True,
+            )
+    if arguments.json:
+        machine = {"torch": torch.__version__, "machine": platform.machine(), "threads": torch.get_num_threads()}
+        arguments.json.write_text(json.dumps({"machine": machine, "date": time.strftime("%Y-%m-%d"), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Architectures of Hugging Face transformers at sizes that can be traced in seconds.
 
-Each function takes ``size`` ("small": a real step runs on a laptop's CPU; "medium": a few GiB on a GPU) and
-returns ``(model class, config, make_batch)``; ``make_batch()`` gives real CPU tensors by keyword. ``build`` makes
-the model and the batch of a name, the variants (LoRA, frozen layers, gradient accumulation) included.
+Each function takes ``size`` ("small": a real step runs on a laptop's CPU; "medium": a few GiB on a GPU)
+and returns ``(model class, config, make_batch)``; ``make_batch()`` gives real CPU tensors by keyword.
+``build`` makes the model and the batch of a name, the variants (LoRA, frozen layers, gradient
+accumulation) included.
 
     model, batch, loss_fn = zoo.build("gpt2", "small", device="cpu")
 """
@@ -13,9 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers as hf
+import transformers
 
-Batch = dict[str, torch.Tensor]
+hf: Any = transformers
+
+Batch = dict[str, Any]
 Case = tuple[type[torch.nn.Module], Any, Callable[[], Batch]]
 
 ARCHITECTURES: dict[str, Callable[[str], Case]] = {}
@@ -97,9 +100,14 @@ class _Text:
 def gpt2(size: str) -> Case:
     t = _Text(size, layers=12)
     config = hf.GPT2Config(
-        vocab_size=t.vocab, n_embd=t.hidden, n_layer=t.layers, n_head=t.heads, n_positions=t.length,
-        bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=t.vocab,
+        n_embd=t.hidden,
+        n_layer=t.layers,
+        n_head=t.heads,
+        n_positions=t.length,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     return hf.GPT2LMHeadModel, config, t.tokens()
 
 
@@ -153,9 +161,14 @@ def phi3(size: str) -> Case:
 def falcon(size: str) -> Case:
     t = _Text(size)
     config = hf.FalconConfig(
-        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, num_attention_heads=t.heads,
-        alibi=False, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=t.vocab,
+        hidden_size=t.hidden,
+        num_hidden_layers=t.layers,
+        num_attention_heads=t.heads,
+        alibi=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     return hf.FalconForCausalLM, config, t.tokens()
 
 
@@ -163,9 +176,15 @@ def falcon(size: str) -> Case:
 def gptj(size: str) -> Case:
     t = _Text(size)
     config = hf.GPTJConfig(
-        vocab_size=t.vocab, n_embd=t.hidden, n_layer=t.layers, n_head=t.heads, n_positions=t.length, rotary_dim=16,
-        bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=t.vocab,
+        n_embd=t.hidden,
+        n_layer=t.layers,
+        n_head=t.heads,
+        n_positions=t.length,
+        rotary_dim=16,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     return hf.GPTJForCausalLM, config, t.tokens()
 
 
@@ -180,9 +199,15 @@ def gpt_neox(size: str) -> Case:
 def opt(size: str) -> Case:
     t = _Text(size)
     config = hf.OPTConfig(
-        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, num_attention_heads=t.heads,
-        ffn_dim=t.ffn, word_embed_proj_dim=t.hidden, max_position_embeddings=t.length, layerdrop=0.1,
-    )  # fmt: skip
+        vocab_size=t.vocab,
+        hidden_size=t.hidden,
+        num_hidden_layers=t.layers,
+        num_attention_heads=t.heads,
+        ffn_dim=t.ffn,
+        word_embed_proj_dim=t.hidden,
+        max_position_embeddings=t.length,
+        layerdrop=0.1,
+    )
     return hf.OPTForCausalLM, config, t.tokens()
 
 
@@ -190,9 +215,15 @@ def opt(size: str) -> Case:
 def bloom(size: str) -> Case:
     t = _Text(size)
     config = hf.BloomConfig(
-        vocab_size=t.vocab, hidden_size=t.hidden, n_layer=t.layers, n_head=t.heads, hidden_dropout=0.1,
-        attention_dropout=0.1, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=t.vocab,
+        hidden_size=t.hidden,
+        n_layer=t.layers,
+        n_head=t.heads,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     return hf.BloomForCausalLM, config, t.tokens()
 
 
@@ -200,7 +231,12 @@ def bloom(size: str) -> Case:
 def mamba(size: str) -> Case:
     t = _Text(size, layers=4)
     config = hf.MambaConfig(
-        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, pad_token_id=0, bos_token_id=1, eos_token_id=2
+        vocab_size=t.vocab,
+        hidden_size=t.hidden,
+        num_hidden_layers=t.layers,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
     )
     t.batch, t.length = 2, min(t.length, 128)
     return hf.MambaForCausalLM, config, t.tokens()
@@ -210,9 +246,18 @@ def mamba(size: str) -> Case:
 def mamba2(size: str) -> Case:
     t = _Text(size, layers=4)
     config = hf.Mamba2Config(
-        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, num_heads=2 * t.hidden // 64, head_dim=64,
-        n_groups=1, state_size=64, chunk_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=t.vocab,
+        hidden_size=t.hidden,
+        num_hidden_layers=t.layers,
+        num_heads=2 * t.hidden // 64,
+        head_dim=64,
+        n_groups=1,
+        state_size=64,
+        chunk_size=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     return hf.Mamba2ForCausalLM, config, t.tokens()
 
 
@@ -220,9 +265,13 @@ def mamba2(size: str) -> Case:
 def rwkv(size: str) -> Case:
     t = _Text(size, layers=4)
     config = hf.RwkvConfig(
-        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, context_length=t.length, bos_token_id=1,
+        vocab_size=t.vocab,
+        hidden_size=t.hidden,
+        num_hidden_layers=t.layers,
+        context_length=t.length,
+        bos_token_id=1,
         eos_token_id=2,
-    )  # fmt: skip
+    )
     t.length = min(t.length, 128)
     return hf.RwkvForCausalLM, config, t.tokens()
 
@@ -233,17 +282,24 @@ def jamba(size: str) -> Case:
     t.batch, t.length = 2, min(t.length, 128)
     config = hf.JambaConfig(
         **t.llama_like(
-            attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, num_experts=4,
-            mamba_d_state=16, use_mamba_kernels=False,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            num_experts=4,
+            mamba_d_state=16,
+            use_mamba_kernels=False,
         )
-    )  # fmt: skip
+    )
     return hf.JambaForCausalLM, config, t.tokens()
 
 
 @architecture
 def xlnet(size: str) -> Case:
     t = _Text(size)
-    config = hf.XLNetConfig(vocab_size=t.vocab, d_model=t.hidden, n_layer=t.layers, n_head=t.heads, d_inner=t.ffn)
+    config = hf.XLNetConfig(
+        vocab_size=t.vocab, d_model=t.hidden, n_layer=t.layers, n_head=t.heads, d_inner=t.ffn
+    )
     t.length = min(t.length, 512)
     return hf.XLNetLMHeadModel, config, t.tokens()
 
@@ -263,10 +319,13 @@ def qwen3_moe(size: str) -> Case:
     t = _Text(size, layers=4)
     config = hf.Qwen3MoeConfig(
         **t.llama_like(
-            head_dim=t.hidden // t.heads, num_experts=8 if t.small else 32, num_experts_per_tok=4,
-            moe_intermediate_size=t.hidden, output_router_logits=True,
+            head_dim=t.hidden // t.heads,
+            num_experts=8 if t.small else 32,
+            num_experts_per_tok=4,
+            moe_intermediate_size=t.hidden,
+            output_router_logits=True,
         )
-    )  # fmt: skip
+    )
     return hf.Qwen3MoeForCausalLM, config, t.tokens()
 
 
@@ -284,11 +343,21 @@ def deepseek_v3(size: str) -> Case:
     head = t.hidden // t.heads
     config = hf.DeepseekV3Config(
         **t.llama_like(
-            num_key_value_heads=t.heads, moe_intermediate_size=t.hidden // 2, n_routed_experts=8, n_shared_experts=1,
-            num_experts_per_tok=2, n_group=4, topk_group=2, first_k_dense_replace=1, q_lora_rank=t.hidden // 2,
-            kv_lora_rank=t.hidden // 4, qk_rope_head_dim=head // 2, qk_nope_head_dim=head // 2, v_head_dim=head,
+            num_key_value_heads=t.heads,
+            moe_intermediate_size=t.hidden // 2,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            n_group=4,
+            topk_group=2,
+            first_k_dense_replace=1,
+            q_lora_rank=t.hidden // 2,
+            kv_lora_rank=t.hidden // 4,
+            qk_rope_head_dim=head // 2,
+            qk_nope_head_dim=head // 2,
+            v_head_dim=head,
         )
-    )  # fmt: skip
+    )
     return hf.DeepseekV3ForCausalLM, config, t.tokens()
 
 
@@ -296,10 +365,19 @@ def deepseek_v3(size: str) -> Case:
 def switch(size: str) -> Case:
     t = _Text(size, layers=4)
     config = hf.SwitchTransformersConfig(
-        vocab_size=t.vocab, d_model=t.hidden, d_kv=t.hidden // t.heads, d_ff=t.ffn, num_layers=t.layers,
-        num_decoder_layers=t.layers, num_heads=t.heads, num_experts=4, expert_capacity=t.length, decoder_start_token_id=0,
-        num_sparse_encoder_layers=t.layers // 2, num_sparse_decoder_layers=t.layers // 2,
-    )  # fmt: skip
+        vocab_size=t.vocab,
+        d_model=t.hidden,
+        d_kv=t.hidden // t.heads,
+        d_ff=t.ffn,
+        num_layers=t.layers,
+        num_decoder_layers=t.layers,
+        num_heads=t.heads,
+        num_experts=4,
+        expert_capacity=t.length,
+        decoder_start_token_id=0,
+        num_sparse_encoder_layers=t.layers // 2,
+        num_sparse_decoder_layers=t.layers // 2,
+    )
     t.length //= 2
     return hf.SwitchTransformersForConditionalGeneration, config, t.tokens()
 
@@ -311,9 +389,14 @@ def switch(size: str) -> Case:
 def t5(size: str) -> Case:
     t = _Text(size)
     config = hf.T5Config(
-        vocab_size=t.vocab, d_model=t.hidden, d_kv=t.hidden // t.heads, d_ff=t.ffn, num_layers=t.layers, num_heads=t.heads,
+        vocab_size=t.vocab,
+        d_model=t.hidden,
+        d_kv=t.hidden // t.heads,
+        d_ff=t.ffn,
+        num_layers=t.layers,
+        num_heads=t.heads,
         decoder_start_token_id=0,
-    )  # fmt: skip
+    )
     t.length //= 2
     return hf.T5ForConditionalGeneration, config, t.tokens()
 
@@ -321,10 +404,17 @@ def t5(size: str) -> Case:
 def _bart_like(kind: str, size: str, **more: Any) -> Case:
     t = _Text(size)
     config = getattr(hf, f"{kind}Config")(
-        vocab_size=t.vocab, d_model=t.hidden, encoder_layers=t.layers, decoder_layers=t.layers,
-        encoder_attention_heads=t.heads, decoder_attention_heads=t.heads, encoder_ffn_dim=t.ffn, decoder_ffn_dim=t.ffn,
-        max_position_embeddings=t.length, **more,
-    )  # fmt: skip
+        vocab_size=t.vocab,
+        d_model=t.hidden,
+        encoder_layers=t.layers,
+        decoder_layers=t.layers,
+        encoder_attention_heads=t.heads,
+        decoder_attention_heads=t.heads,
+        encoder_ffn_dim=t.ffn,
+        decoder_ffn_dim=t.ffn,
+        max_position_embeddings=t.length,
+        **more,
+    )
     t.length //= 2
     return getattr(hf, f"{kind}ForConditionalGeneration"), config, t.padded()
 
@@ -374,9 +464,16 @@ def electra(size: str) -> Case:
 @architecture
 def deberta_v2(size: str) -> Case:
     return _bert_like(
-        "DebertaV2", size, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=32, norm_rel_ebd="layer_norm",
-        share_att_key=True, position_biased_input=False, max_relative_positions=-1,
-    )  # fmt: skip
+        "DebertaV2",
+        size,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_buckets=32,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+        position_biased_input=False,
+        max_relative_positions=-1,
+    )
 
 
 @architecture
@@ -388,9 +485,13 @@ def modernbert(size: str) -> Case:
 def distilbert(size: str) -> Case:
     t = _Text(size)
     config = hf.DistilBertConfig(
-        vocab_size=t.vocab, dim=t.hidden, hidden_dim=t.ffn, n_layers=t.layers, n_heads=t.heads,
+        vocab_size=t.vocab,
+        dim=t.hidden,
+        hidden_dim=t.ffn,
+        n_layers=t.layers,
+        n_heads=t.heads,
         max_position_embeddings=t.length,
-    )  # fmt: skip
+    )
     t.length //= 2
     return hf.DistilBertForMaskedLM, config, t.padded()
 
@@ -405,7 +506,7 @@ class _Vision:
         self.layers = 2 if self.small else 8
         self.heads = 4 if self.small else 12
         self.side = 64 if self.small else 224
-        self.batch = 2 if self.small else 16
+        self.batch = 8 if self.small else 16
         self.labels = 10 if self.small else 1000
 
     def images(self) -> torch.Tensor:
@@ -429,12 +530,18 @@ class _Vision:
 
 def _image_classifier(kind: str, size: str, **more: Any) -> Case:
     v = _Vision(size)
-    return getattr(hf, f"{kind}ForImageClassification"), getattr(hf, f"{kind}Config")(**v.vit_like(**more)), v.classified
+    return (
+        getattr(hf, f"{kind}ForImageClassification"),
+        getattr(hf, f"{kind}Config")(**v.vit_like(**more)),
+        v.classified,
+    )
 
 
 @architecture
 def vit(size: str) -> Case:
-    return _image_classifier("ViT", size, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+    patch = 8 if size == "small" else 16
+    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    return _image_classifier("ViT", size, patch_size=patch, **dropout)
 
 
 @architecture
@@ -457,7 +564,11 @@ def resnet(size: str) -> Case:
     v = _Vision(size)
     if v.small:
         config = hf.ResNetConfig(
-            embedding_size=16, depths=[1, 1, 2], hidden_sizes=[16, 32, 64], layer_type="basic", num_labels=v.labels
+            embedding_size=16,
+            depths=[1, 1, 2],
+            hidden_sizes=[16, 32, 64],
+            layer_type="basic",
+            num_labels=v.labels,
         )
     else:
         config = hf.ResNetConfig(num_labels=v.labels)
@@ -483,7 +594,11 @@ def swin(size: str) -> Case:
 @architecture
 def segformer(size: str) -> Case:
     v = _Vision(size)
-    more = {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 16, 32, 32], "decoder_hidden_size": 32} if v.small else {}
+    more = (
+        {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 16, 32, 32], "decoder_hidden_size": 32}
+        if v.small
+        else {}
+    )
     config = hf.SegformerConfig(num_labels=v.labels, **more)
 
     def batch() -> Batch:
@@ -497,7 +612,9 @@ def segformer(size: str) -> Case:
 def vit_mae(size: str) -> Case:
     v = _Vision(size)
     config = hf.ViTMAEConfig(
-        **v.vit_like(decoder_hidden_size=v.hidden // 2, decoder_num_hidden_layers=2, decoder_num_attention_heads=4)
+        **v.vit_like(
+            decoder_hidden_size=v.hidden // 2, decoder_num_hidden_layers=2, decoder_num_attention_heads=4
+        )
     )
     return hf.ViTMAEForPreTraining, config, lambda: {"pixel_values": v.images()}
 
@@ -523,14 +640,28 @@ def whisper(size: str) -> Case:
     hidden, layers, heads = (64, 2, 4) if small else (384, 4, 6)
     frames = 200 if small else 3000
     config = hf.WhisperConfig(
-        vocab_size=512 if small else 51865, d_model=hidden, encoder_layers=layers, decoder_layers=layers,
-        encoder_attention_heads=heads, decoder_attention_heads=heads, encoder_ffn_dim=4 * hidden, decoder_ffn_dim=4 * hidden,
-        max_source_positions=frames // 2, dropout=0.1, decoder_start_token_id=1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=512 if small else 51865,
+        d_model=hidden,
+        encoder_layers=layers,
+        decoder_layers=layers,
+        encoder_attention_heads=heads,
+        decoder_attention_heads=heads,
+        encoder_ffn_dim=4 * hidden,
+        decoder_ffn_dim=4 * hidden,
+        max_source_positions=frames // 2,
+        dropout=0.1,
+        decoder_start_token_id=1,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
 
     def batch() -> Batch:
         rows, length = (2, 32) if small else (4, 256)
-        return {"input_features": torch.randn(rows, 80, frames), "labels": _ids(config.vocab_size, rows, length)}
+        return {
+            "input_features": torch.randn(rows, 80, frames),
+            "labels": _ids(config.vocab_size, rows, length),
+        }
 
     return hf.WhisperForConditionalGeneration, config, batch
 
@@ -538,12 +669,21 @@ def whisper(size: str) -> Case:
 def _wav2vec_like(kind: str, size: str) -> Case:
     small = size == "small"
     t = _Text(size)
-    convolutions = {"conv_dim": (32, 32, 32), "conv_kernel": (10, 3, 3), "conv_stride": (5, 4, 4)} if small else {}
+    convolutions = (
+        {"conv_dim": (32, 32, 32), "conv_kernel": (10, 3, 3), "conv_stride": (5, 4, 4)} if small else {}
+    )
     config = getattr(hf, f"{kind}Config")(
-        vocab_size=32, hidden_size=t.hidden, num_hidden_layers=t.layers, num_attention_heads=t.heads, intermediate_size=t.ffn,
-        num_feat_extract_layers=3 if small else 7, num_conv_pos_embeddings=16 if small else 128, layerdrop=0.1,
-        mask_time_length=4, **convolutions,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=t.hidden,
+        num_hidden_layers=t.layers,
+        num_attention_heads=t.heads,
+        intermediate_size=t.ffn,
+        num_feat_extract_layers=3 if small else 7,
+        num_conv_pos_embeddings=16 if small else 128,
+        layerdrop=0.1,
+        mask_time_length=4,
+        **convolutions,
+    )
 
     def batch() -> Batch:
         rows, samples = (2, 4000) if small else (4, 80000)
@@ -567,11 +707,22 @@ def speech_to_text(size: str) -> Case:
     small = size == "small"
     t = _Text(size)
     config = hf.Speech2TextConfig(
-        vocab_size=t.vocab, d_model=t.hidden, encoder_layers=t.layers, decoder_layers=t.layers, encoder_attention_heads=t.heads,
-        decoder_attention_heads=t.heads, encoder_ffn_dim=t.ffn, decoder_ffn_dim=t.ffn, conv_channels=64 if small else 1024,
-        max_source_positions=3000, max_target_positions=1024, decoder_start_token_id=2, pad_token_id=0, bos_token_id=1,
+        vocab_size=t.vocab,
+        d_model=t.hidden,
+        encoder_layers=t.layers,
+        decoder_layers=t.layers,
+        encoder_attention_heads=t.heads,
+        decoder_attention_heads=t.heads,
+        encoder_ffn_dim=t.ffn,
+        decoder_ffn_dim=t.ffn,
+        conv_channels=64 if small else 1024,
+        max_source_positions=3000,
+        max_target_positions=1024,
+        decoder_start_token_id=2,
+        pad_token_id=0,
+        bos_token_id=1,
         eos_token_id=2,
-    )  # fmt: skip
+    )
 
     def batch() -> Batch:
         rows, frames, length = (2, 100, 16) if small else (4, 1200, 128)
@@ -592,7 +743,11 @@ def _clip_like(kind: str, size: str) -> Case:
     config = getattr(hf, f"{kind}Config")(text_config=text, vision_config=vision)
 
     def batch() -> Batch:
-        return {"input_ids": _ids(t.vocab, t.batch, t.length), "pixel_values": v.images(), "return_loss": True}  # type: ignore[dict-item]
+        return {
+            "input_ids": _ids(t.vocab, t.batch, t.length),
+            "pixel_values": v.images(),
+            "return_loss": True,
+        }
 
     return getattr(hf, f"{kind}Model"), config, batch
 
@@ -611,7 +766,12 @@ def siglip(size: str) -> Case:
 def blip(size: str) -> Case:
     t, v = _Text(size), _Vision(size)
     t.batch, t.length = v.batch, 32 if t.small else 64
-    text = {**t.bert_like(), "max_position_embeddings": t.length, "encoder_hidden_size": t.hidden, "hidden_dropout_prob": 0.1}
+    text = {
+        **t.bert_like(),
+        "max_position_embeddings": t.length,
+        "encoder_hidden_size": t.hidden,
+        "hidden_dropout_prob": 0.1,
+    }
     vision = v.vit_like()
     vision.pop("num_labels")
     config = hf.BlipConfig(text_config=text, vision_config=vision)
@@ -628,7 +788,10 @@ def vilt(size: str) -> Case:
     t, v = _Text(size), _Vision(size)
     t.batch, t.length = min(v.batch, 4), 32
     config = hf.ViltConfig(
-        **{**t.bert_like(), **v.vit_like(num_labels=10, max_image_length=-1, max_position_embeddings=t.length)}
+        **{
+            **t.bert_like(),
+            **v.vit_like(num_labels=10, max_image_length=-1, max_position_embeddings=t.length),
+        }
     )
 
     def batch() -> Batch:
@@ -650,13 +813,19 @@ def llava(size: str) -> Case:
     vision = v.vit_like(projection_dim=v.hidden)
     vision.pop("num_labels")
     config = hf.LlavaConfig(
-        vision_config=hf.CLIPVisionConfig(**vision), text_config=hf.LlamaConfig(**t.llama_like()), image_token_id=3
+        vision_config=hf.CLIPVisionConfig(**vision),
+        text_config=hf.LlamaConfig(**t.llama_like()),
+        image_token_id=3,
     )
 
     def batch() -> Batch:
         ids = _ids(t.vocab, t.batch, t.length)
         ids[:, 1 : 1 + patches] = 3
-        return {"input_ids": ids, "pixel_values": torch.randn(t.batch, 3, v.side, v.side), "labels": ids.clone()}
+        return {
+            "input_ids": ids,
+            "pixel_values": torch.randn(t.batch, 3, v.side, v.side),
+            "labels": ids.clone(),
+        }
 
     return hf.LlavaForConditionalGeneration, config, batch
 
@@ -667,9 +836,20 @@ def qwen2_vl(size: str) -> Case:
     t.batch, t.length = 2, 64 if t.small else 512
     grid = 8 if t.small else 32
     text = t.llama_like(rope_scaling={"type": "mrope", "mrope_section": [t.hidden // t.heads // 2 - 8, 4, 4]})
-    vision = {"depth": v.layers, "embed_dim": v.hidden, "hidden_size": t.hidden, "num_heads": v.heads, "patch_size": 14}
+    vision = {
+        "depth": v.layers,
+        "embed_dim": v.hidden,
+        "hidden_size": t.hidden,
+        "num_heads": v.heads,
+        "patch_size": 14,
+    }
     config = hf.Qwen2VLConfig(
-        text_config=text, vision_config=vision, image_token_id=3, vision_start_token_id=4, vision_end_token_id=4, video_token_id=0
+        text_config=text,
+        vision_config=vision,
+        image_token_id=3,
+        vision_start_token_id=4,
+        vision_end_token_id=4,
+        video_token_id=0,
     )
 
     def batch() -> Batch:
@@ -694,7 +874,9 @@ def qwen2_vl(size: str) -> Case:
 def _with_lora(model: torch.nn.Module) -> torch.nn.Module:
     import peft
 
-    return peft.get_peft_model(model, peft.LoraConfig(r=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+    )
 
 
 def _with_frozen_half(model: torch.nn.Module) -> torch.nn.Module:
@@ -734,6 +916,7 @@ def build(
     if change is not None:
         model = change(model)
     batch = {
-        k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in make_batch().items()
+        k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in make_batch().items()
     }
     return model, batch, loss_fn

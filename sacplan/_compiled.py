@@ -1,16 +1,17 @@
 """Under ``torch.compile`` a plan is tags for the partitioner, not recipes.
 
-Neither dispatch modes nor saved-tensor hooks belong into a compiled graph. So while a unit's forward is
+Neither dispatch modes nor saved-tensor hooks belong in a compiled graph. So while a unit's forward is
 traced, it becomes a checkpoint with a selective context, whose policy looks up the call site of each op
 (name, and occurrence within this call of the unit, as in a recording). The partitioner then decides what
-the compiled forward saves, and duplicates the ops to recompute; random ops get their generator's
-state from the forward pass there. What each tag means to it (min-cut partitioner, tried on torch 2.13):
+the compiled forward saves, and duplicates the ops to recompute; random ops get the generator's state of
+the forward pass there. What each tag means to it (torch 2.13; the min-cut partitioner, which backends use
+unless told otherwise, and the plain one):
 
 - ``PREFER_RECOMPUTE``, on what the plan discards: this node is computed again, whatever that costs.
-- ``PREFER_SAVE``, on the rest, is no tag at all. The partitioner never recomputes matmuls, attention or
-  random ops on its own, so these stay kept if the backward pass needs them; and it may recompute
-  pointwise ops that fuse, as it does without a plan. ``MUST_SAVE`` would forbid that, and save more than the
-  compiled model without a plan.
+- ``MUST_SAVE``, on kept matmuls, convolutions and attention: never computed again, and kept only if the
+  backward pass, or what is recomputed there, has a use for it. Min-cut does the same without the tag.
+- ``PREFER_SAVE``, on the rest, is no tag at all. The partitioner may recompute pointwise ops that fuse, as
+  it does without a plan. ``MUST_SAVE`` would forbid that, and save more than compiling without a plan.
 - Views of a discarded tensor are tagged as the tensor is: untagged, those that the partitioner does not
   count as views (``split``, ``transpose``) would be saved in its place. Views of kept tensors have no tag:
   with one, their bases would be saved even if the backward pass had no use for them.
@@ -37,8 +38,10 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry
 
 from sacplan._ops import tensors_in
 from sacplan._recording import CallSite
@@ -104,10 +107,9 @@ def _contexts(tags: Tags) -> Any:
             "uncompiled, with torch.compiler.disable, and the plan is kept as in an eager step."
         )
     met = tags.met.setdefault(graph, set())
-    forward, backward = create_selective_checkpoint_contexts(
-        _Policy(tags.sites, met), allow_cache_entry_mutation=True
-    )
-    return forward, _Checked(backward, tags.sites, met, _traced_module())
+    policy = _Policy(tags.sites, met)
+    forward, backward = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
+    return _Checked(forward, tags.sites, met, _traced_module()), backward
 
 
 def _traced_module() -> str:
@@ -138,7 +140,7 @@ class _Policy:
                 self._met.add(site)
                 discarded = True
         if not discarded:
-            return CheckpointPolicy.PREFER_SAVE
+            return CheckpointPolicy.MUST_SAVE if _is_heavy(func) else CheckpointPolicy.PREFER_SAVE
         for t in tensors_in(ctx.op_output):
             self._discarded[storage_key(t.untyped_storage())] = t
         return CheckpointPolicy.PREFER_RECOMPUTE
@@ -149,9 +151,10 @@ class _Policy:
 
 
 class _Checked(TorchDispatchMode):
-    """The context of the backward pass. By then every call of the unit was traced (calls may differ in what
-    they run), and each discarded call site was met in one of them.
+    """The context of the forward pass; an error at its end if some discarded call site was not met.
 
+    Calls of a unit may differ in what they run. A forward pass is traced twice, the first time for what it
+    aliases and without a graph; so the second time it is known what all of its calls run.
     It must be a dispatch mode to be let into a graph, but only the one inside is ever on.
     """
 
@@ -162,9 +165,22 @@ class _Checked(TorchDispatchMode):
         self._met = met
         self._where = where
 
+    @property
+    def ac_graph_id(self) -> Any:
+        """Which checkpoint of the graph this is; torch sets it, and the mode inside reads it."""
+        return self._mode.ac_graph_id
+
+    @ac_graph_id.setter
+    def ac_graph_id(self, value: Any) -> None:
+        self._mode.ac_graph_id = value
+
     def __enter__(self) -> Any:
+        return self._mode.__enter__()
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        self._mode.__exit__(exc_type, exc_value, traceback)
         missing = sorted(self._sites - self._met)
-        if missing:
+        if missing and exc_type is None and get_proxy_mode() is not None:
             shown = ", ".join(f"{name} #{occurrence}" for name, occurrence in missing[:3])
             more = ", ..." if len(missing) > 3 else ""
             raise PlanError(
@@ -173,10 +189,6 @@ class _Checked(TorchDispatchMode):
                 "torch.compile traces other ops than an eager step runs. Make the plan for the device that "
                 "runs the step, or leave this module uncompiled, with torch.compiler.disable."
             )
-        return self._mode.__enter__()
-
-    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
-        self._mode.__exit__(exc_type, exc_value, traceback)
 
 
 def _eager_names(func: Any, args: Any, in_dropout: bool) -> tuple[str, ...]:
@@ -186,6 +198,10 @@ def _eager_names(func: Any, args: Any, in_dropout: bool) -> tuple[str, ...]:
     if in_dropout and args[0].device.type not in _FUSED_DROPOUT_DEVICES:
         return _UNFUSED_DROPOUT
     return (str(func),)
+
+
+def _is_heavy(func: Any) -> bool:
+    return func._overloadpacket in flop_registry or "_attention" in func.__name__
 
 
 def _is_view(func: Any) -> bool:

@@ -18,37 +18,47 @@ can raise one.
 
 from __future__ import annotations
 
-import functools
-import math
 import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.utils._mode_utils import no_dispatch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
 from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sacplan._fake_rules import (
+    ANSWERS,
+    CHANGES_STORAGE,
+    CONTENTS_UNDEFINED,
+    DECISIONS,
+    IN_PLACE_SPREADS,
+    NO_ANSWER,
+    UNKNOWN,
+    answer_if_known,
+    is_float,
+    needs_an_answer,
+)
 from sacplan._ops import op_traits, tensors_in
 from sacplan._torch_private import is_plain, storage_key
 from sacplan.errors import DataDependentError, SacplanWarning
 
-aten = torch.ops.aten
-
 MAX_INTEGER_BYTES = 2**28
 MAX_FLOATS = 2**20
-MAX_UNDEFINED_FLOATS = 2**14
-"""Of what ``empty`` makes, only small tensors are followed: most are filled with what is not known."""
 
 DESCRIPTIONS = {
     "zeros": "an array of floats that are not known is all zeros",
-    "balanced": "what is chosen by score (topk, argmax, max, multinomial) is spread evenly over the candidates",
+    "balanced": "what is chosen by score (topk, argmax, multinomial) is spread evenly over the candidates",
     "in order": "what is sorted by a value that is not known is taken to be in order already",
     "even spread": "random numbers are spread evenly over their range",
     "finite": "floats are taken to be finite",
@@ -72,50 +82,52 @@ class AppliedRule:
     where: str
 
     def __str__(self) -> str:
-        return f"{self.where}: the result of {self.op} depends on data; assumed ({self.rule}): {DESCRIPTIONS[self.rule]}"
+        assumed = f"assumed ({self.rule}): {DESCRIPTIONS[self.rule]}"
+        return f"{self.where}: the result of {self.op} depends on data; {assumed}"
 
 
 @contextmanager
 def data_rules() -> Iterator[DataRules]:
     """Inside a FakeTensorMode: values that are known are followed, the others obey the rules below.
 
-    **Known** are the integers, booleans and small floats of a batch of real tensors and of real buffers, what
-    factories make (``arange``, ``zeros``, ``full``, ``torch.tensor``), and what ops make of these alone. Sizes and
-    values that depend on them are exact: padding masks, image-token masks, sequence lengths, an optimizer's
-    step count. A batch on the meta device has no values.
+    **Known** are the integers, booleans and small floats of a batch of real tensors and of real buffers,
+    what factories make (``arange``, ``zeros``, ``full``, ``torch.tensor``), and what ops make of these alone.
+    Sizes and values that depend on them are exact: padding masks, image-token masks, sequence lengths, an
+    optimizer's step count. A batch on the meta device has no values.
 
-    **Rules**, where a value comes out of floats, which are never known. Each gives the expected memory or
-    an upper bound of it:
+    **Rules**, where a value comes out of floats, which are not known in general. Each gives the expected
+    memory or an upper bound of it:
 
     ``balanced``
-        The indices of ``topk``, ``argmax``, ``argmin``, ``max``, ``min`` (with ``dim``) and ``multinomial`` are spread evenly:
-        slot j of row r chooses candidate (r * k + j) mod n. Each of n experts so gets tokens * k / n rows, up to
-        one: the expected memory with balanced routing. Lopsided routing takes more.
+        The indices of ``topk``, ``argmax``, ``argmin``, ``max`` and ``min`` along a dimension, and of
+        ``multinomial`` are spread evenly: slot j of row r chooses candidate (r * k + j) mod n. Each of n
+        experts so gets tokens * k / n rows, up to one: the expected memory with balanced routing.
+        Lopsided routing takes more.
     ``in order``
-        ``sort`` and ``argsort`` of values that are not known return the order that is there. Sizes that follow are
-        exact, since a permutation has no other.
+        ``sort`` and ``argsort`` of values that are not known return the order that is there. Sizes that
+        follow are exact, since a permutation has no other.
     ``even spread``
-        ``rand``, ``rand_like``, ``uniform_``, ``bernoulli``, ``randint`` and ``randperm`` give numbers spread evenly over their
-        range, a single one its middle. ``torch.rand([]) < p`` (LayerDrop) is true for p > 1/2: the likelier
-        outcome, and for small p, where the layer runs, the larger one. Masks drawn at random have the
-        expected share.
+        ``rand``, ``rand_like``, ``uniform_``, ``bernoulli``, ``randint`` and ``randperm`` give numbers
+        spread evenly over their range, a single one its middle. ``torch.rand([]) < p`` (LayerDrop) is
+        true for p > 1/2: the likelier outcome, and for small p, where the layer runs, the larger one.
+        Masks drawn at random have the expected share.
     ``finite``
         ``isnan``, ``isinf`` and comparisons of a float with itself or with infinity see finite numbers.
     ``all elements``
-        ``nonzero``, ``torch.where(mask)``, ``x[mask]`` and ``masked_select`` with a mask that is not known take every
-        element: an upper bound. So ``mask.all()`` and ``mask.any()`` are true; the truth of a single comparison
-        has no rule.
+        ``nonzero``, ``torch.where(mask)``, ``x[mask]`` and ``masked_select`` with a mask that is not
+        known take every element: an upper bound. So ``mask.all()`` and ``mask.any()`` are true; the truth
+        of a single comparison has no rule.
     ``unit value``
         ``.item()`` of a float (a loss that is logged, a norm) is 1.0.
     ``zeros``
-        ``.numpy()`` of floats is all zeros. An assignment made from them (``linear_sum_assignment``) has the right size,
-        which does not depend on the costs.
+        ``.numpy()`` of floats is all zeros. An assignment made from them (``linear_sum_assignment``) has
+        the right size, which does not depend on the costs.
 
-    Integers and booleans without a known value or a rule (``bool(loss > 1)``, ``int(lengths.max())`` of a meta
-    batch, ``unique`` of floats) are a ``DataDependentError``.
+    Integers and booleans without a known value or a rule (``bool(loss > 1)``, ``int(lengths.max())`` of a
+    meta batch, ``unique`` of floats) are a ``DataDependentError``.
 
-    Each application is kept in ``applied`` of the value that is yielded, and on exit there is one ``SacplanWarning``
-    for each rule and place in the code that called for it.
+    Each application is kept in ``applied`` of the value that is yielded, and on exit there is one
+    ``SacplanWarning`` for each rule and place in the code that called for it.
 
     Raises:
         DataDependentError: names the op, the place in the code, and what to try.
@@ -132,7 +144,9 @@ class _Known:
 
     __slots__ = ("rules", "storage", "watch")
 
-    def __init__(self, storage: torch.UntypedStorage, rules: dict[str, None], watch: weakref.ref[Any]) -> None:
+    def __init__(
+        self, storage: torch.UntypedStorage, rules: dict[str, None], watch: weakref.ref[Any]
+    ) -> None:
         self.storage = storage
         self.rules = rules  # that they rest on
         self.watch = watch
@@ -168,10 +182,14 @@ class DataRules(TorchDispatchMode):
     # --- values that are known -------------------------------------------------------------------
 
     def learn(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """Remember that the storage of ``fake`` holds what the storage of ``real`` holds, if it is worth it."""
-        if isinstance(real, (FakeTensor, torch.nn.Parameter)) or real.device.type == "meta" or not is_plain(real):
+        """Remember that the storage of ``fake`` holds what that of ``real`` does, if it is worth it."""
+        if (
+            isinstance(real, (FakeTensor, torch.nn.Parameter))
+            or real.device.type == "meta"
+            or not is_plain(real)
+        ):
             return
-        most = MAX_FLOATS * real.element_size() if _is_float(real) else MAX_INTEGER_BYTES
+        most = MAX_FLOATS * real.element_size() if is_float(real) else MAX_INTEGER_BYTES
         if real.untyped_storage().nbytes() > most:
             return
         with no_dispatch():
@@ -218,7 +236,9 @@ class DataRules(TorchDispatchMode):
         fake_storage = fake.untyped_storage()
         key = storage_key(fake_storage)
         known_by_key = self._known
-        self._known[key] = _Known(storage, rules, weakref.ref(fake_storage, lambda _: known_by_key.pop(key, None)))
+        self._known[key] = _Known(
+            storage, rules, weakref.ref(fake_storage, lambda _: known_by_key.pop(key, None))
+        )
 
     def _forget(self, fake: torch.Tensor) -> None:
         if isinstance(fake, FakeTensor) and is_plain(fake):
@@ -253,23 +273,25 @@ class DataRules(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if _needs_an_answer(func):
-            answer = _ANSWERS.get(func, _answer_if_known)(self, func, args, kwargs)
-            if answer is not _NO_ANSWER:
+        if needs_an_answer(func):
+            answer = ANSWERS.get(func, answer_if_known)(self, func, args, kwargs)
+            if answer is not NO_ANSWER:
                 return answer
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise self.refusal(func, args, kwargs) from error
-        self._follow(func, args, kwargs, out)
+        self.follow(func, args, kwargs, out)
         return out
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         traits = op_traits(func)
         if traits.written_names:
             self._follow_write(func, traits, args, kwargs)
             return
-        fresh = [t for t in tensors_in(out) if isinstance(t, FakeTensor) and _worth_following(t) and is_plain(t)]
+        fresh = [
+            t for t in tensors_in(out) if isinstance(t, FakeTensor) and _worth_following(t) and is_plain(t)
+        ]
         if not fresh:
             return
         inputs = list(tensors_in((args, kwargs)))
@@ -277,23 +299,23 @@ class DataRules(TorchDispatchMode):
         fresh = [t for t in fresh if storage_key(t.untyped_storage()) not in own]
         if not fresh:
             return  # a view: its storage is known, or not
-        decide = _DECISIONS.get(func)
+        decide = DECISIONS.get(func)
         values: Any
         if decide is not None and (
-            traits.random or func in _CONTENTS_UNDEFINED or self._values(inputs) is None
+            traits.random or func in CONTENTS_UNDEFINED or self._values(inputs) is None
         ):
             values, rule = decide(self, args, kwargs, out)
             rules = {rule: None} if rule else {}
         elif traits.random or torch.Tag.nondeterministic_seeded in func.tags:
             return
         else:
-            result = self._run(func, args, kwargs, inputs)
-            values = None if result is _NO_ANSWER else tuple(tensors_in(result))
+            result = self.run_on_values(func, args, kwargs, inputs)
+            values = None if result is NO_ANSWER else tuple(tensors_in(result))
             rules = self.rules_of(inputs)
         if values is None:
             return
         for fake, value in zip(tensors_in(out), values, strict=True):
-            if value is not _UNKNOWN and any(fake is f for f in fresh):
+            if value is not UNKNOWN and any(fake is f for f in fresh):
                 self._attach(fake, value, rules)
 
     def _follow_write(self, func: Any, traits: Any, args: Any, kwargs: Any) -> None:
@@ -303,21 +325,23 @@ class DataRules(TorchDispatchMode):
         known = [k for t in targets if (k := self._known.get(storage_key(t.untyped_storage()))) is not None]
         if not known:
             return
-        if torch.Tag.inplace_view in func.tags or func in _CHANGES_STORAGE:
-            if func in _CHANGES_STORAGE:
+        if torch.Tag.inplace_view in func.tags or func in CHANGES_STORAGE:
+            if func in CHANGES_STORAGE:
                 for t in targets:
                     self._forget(t)
             return
         inputs = list(tensors_in((args, kwargs)))
         random = traits.random or torch.Tag.nondeterministic_seeded in func.tags
-        if random and func in _IN_PLACE_SPREADS:
+        if random and func in IN_PLACE_SPREADS:
             value = self.value(targets[0])
             assert value is not None
             with no_dispatch(), torch.no_grad():
-                _IN_PLACE_SPREADS[func](value, *args[1:], **{k: v for k, v in kwargs.items() if k != "generator"})
+                IN_PLACE_SPREADS[func](
+                    value, *args[1:], **{k: v for k, v in kwargs.items() if k != "generator"}
+                )
             known[0].rules["even spread"] = None
             return
-        if random or self._run(func, args, kwargs, inputs) is _NO_ANSWER:
+        if random or self.run_on_values(func, args, kwargs, inputs) is NO_ANSWER:
             for t in targets:
                 self._forget(t)
             return
@@ -334,16 +358,16 @@ class DataRules(TorchDispatchMode):
             values.append(value)
         return values
 
-    def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
-        """The op on known values; ``_NO_ANSWER`` where one is not known, or the op cannot."""
+    def run_on_values(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
+        """The op on known values; ``NO_ANSWER`` where one is not known, or the op cannot."""
         if self._values(inputs) is None:
-            return _NO_ANSWER
+            return NO_ANSWER
         real_args, real_kwargs = self._real(args), self._real(kwargs)
         try:
             with no_dispatch(), torch.no_grad():
                 return func(*real_args, **real_kwargs)
         except Exception:
-            return _NO_ANSWER
+            return NO_ANSWER
 
     def _real(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -373,9 +397,9 @@ class DataRules(TorchDispatchMode):
         """What to raise where there is neither a value nor a rule."""
         shapes = ", ".join(f"{t.dtype}{list(t.shape)}" for t in tensors_in((args, kwargs)))
         return DataDependentError(
-            f"{call_site()}: the result of {func} ({shapes}) depends on data, which a fake trace does not have, and "
-            'there is no rule for it. Use trace="real", or give the batch as real tensors (its integers are then '
-            "followed), or keep this branch out of the step that is profiled."
+            f"{call_site()}: the result of {func} ({shapes}) depends on data, which a fake trace does not "
+            'have, and there is no rule for it. Use trace="real", or give the batch as real tensors (its '
+            "integers are then followed), or keep this branch out of the step that is profiled."
         )
 
 
@@ -394,9 +418,13 @@ class _PythonValues(TorchFunctionMode):
             array = self._array(func, args[0])
             dtype = args[1] if len(args) > 1 else kwargs.get("dtype")
             return array if dtype is None or func is torch.Tensor.numpy else array.astype(dtype)
-        if func is torch.Tensor.__format__ and isinstance(args[0], FakeTensor) and args[0].dim() == 0:
-            if self._rules.value(args[0]) is not None:
-                return format(args[0].item(), args[1])
+        if (
+            func is torch.Tensor.__format__
+            and isinstance(args[0], FakeTensor)
+            and args[0].dim() == 0
+            and self._rules.value(args[0]) is not None
+        ):
+            return format(args[0].item(), args[1])
         return func(*args, **kwargs)
 
     def _array(self, func: Any, tensor: torch.Tensor) -> Any:
@@ -404,7 +432,7 @@ class _PythonValues(TorchFunctionMode):
         name = f"Tensor.{func.__name__}"
         if value is not None:
             self._rules.apply_rules(self._rules.rules_of([tensor]), name)
-        elif _is_float(tensor):
+        elif is_float(tensor):
             self._rules.apply_rules(("zeros",), name)
         else:
             raise self._rules.refusal(name, (tensor,), {})
@@ -414,8 +442,8 @@ class _PythonValues(TorchFunctionMode):
             return value.clone().numpy()
 
 
-_MAKES_OF_NUMBERS = frozenset({torch.tensor, torch.as_tensor})
-_GIVES_ARRAY = frozenset({torch.Tensor.numpy, torch.Tensor.__array__})
+_MAKES_OF_NUMBERS: frozenset[Any] = frozenset((torch.tensor, torch.as_tensor))
+_GIVES_ARRAY: frozenset[Any] = frozenset((torch.Tensor.numpy, torch.Tensor.__array__))
 
 
 def _as_numbers(value: Any) -> Any:
@@ -426,16 +454,8 @@ def _as_numbers(value: Any) -> Any:
     return value
 
 
-_UNKNOWN = object()
-_NO_ANSWER = object()
-
-
-def _is_float(t: torch.Tensor) -> bool:
-    return t.dtype.is_floating_point or t.dtype.is_complex
-
-
 def _worth_following(t: torch.Tensor) -> bool:
-    if _is_float(t):
+    if is_float(t):
         return t.numel() <= MAX_FLOATS
     return t.numel() * t.element_size() <= MAX_INTEGER_BYTES
 
@@ -453,342 +473,3 @@ def call_site() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         frame = frame.f_back
     return f"{frame.f_globals.get('__name__', '?')}, line {frame.f_lineno}, in {frame.f_code.co_name}"
-
-
-# --- ops that ask for data ---------------------------------------------------------------------------
-
-
-_UNTAGGED = (
-    aten.equal.default,
-    aten.allclose.default,
-    aten._ctc_loss.Tensor,
-    aten._ctc_loss.default,
-    aten._grouped_mm.default,
-)
-
-
-@functools.cache
-def _needs_an_answer(func: Any) -> bool:
-    tags = func.tags
-    return torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags or func in _UNTAGGED
-
-
-def _answer_if_known(rules: DataRules, func: Any, args: Any, kwargs: Any) -> Any:
-    inputs = list(tensors_in((args, kwargs)))
-    out = rules._run(func, args, kwargs, inputs)
-    if out is _NO_ANSWER:
-        return _NO_ANSWER
-    resting_on = rules.rules_of(inputs)
-    rules.apply_rules(resting_on, func)
-    if isinstance(out, torch.Tensor):
-        return rules.as_fake(out, resting_on)
-    if isinstance(out, (tuple, list)):
-        return type(out)(rules.as_fake(t, resting_on) for t in out)
-    return out
-
-
-def _scalar(rules: DataRules, func: Any, args: Any, kwargs: Any) -> Any:
-    answer = _answer_if_known(rules, func, args, kwargs)
-    if answer is _NO_ANSWER and args[0].dtype.is_floating_point:
-        rules.apply_rules(("unit value",), func)
-        return 1.0
-    if answer is _NO_ANSWER:
-        raise rules.refusal(func, args, kwargs)
-    return answer
-
-
-def _nonzero_of(rules: DataRules, func: Any, mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, None]]:
-    """Rows of indices [K, ndim] of a mask: the known ones, or all."""
-    value = rules.value(mask)
-    if value is not None:
-        resting_on = rules.rules_of([mask])
-    else:
-        resting_on = {"all elements": None}
-    rules.apply_rules(resting_on, func)
-    with no_dispatch():
-        rows = torch.nonzero(torch.ones(mask.shape, dtype=torch.bool) if value is None else value)
-    return rows, resting_on
-
-
-def _nonzero(rules: DataRules, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    return rules.as_fake(*_nonzero_of(rules, func, args[0]))
-
-
-def _index(rules: DataRules, func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, indices = args
-    masks = (torch.bool, torch.uint8)
-    if not any(i is not None and i.dtype in masks for i in indices):
-        return _NO_ANSWER
-    replaced: list[torch.Tensor | None] = []
-    for index in indices:
-        if index is None or index.dtype not in masks:
-            replaced.append(index)
-            continue
-        rows, resting_on = _nonzero_of(rules, func, index)
-        replaced.extend(rules.as_fake(column.contiguous(), resting_on) for column in _columns(rows))
-    out = func(tensor, replaced)
-    rules._follow(func, (tensor, replaced), {}, out)
-    return out
-
-
-def _columns(rows: torch.Tensor) -> list[torch.Tensor]:
-    with no_dispatch():
-        return [column.contiguous() for column in rows.unbind(1)]
-
-
-def _masked_select(rules: DataRules, func: Any, args: Any, kwargs: Any) -> Any:
-    answer = _answer_if_known(rules, func, args, kwargs)
-    if answer is not _NO_ANSWER:
-        return answer
-    tensor, mask = args
-    shape = torch.broadcast_shapes(tensor.shape, mask.shape)
-    value = rules.value(mask)
-    if value is None:
-        rules.apply_rules(("all elements",), func)
-        return tensor.new_empty(math.prod(shape))
-    rules.apply_rules(rules.rules_of([mask]), func)
-    with no_dispatch():
-        count = int(value.expand(shape).sum())
-    return tensor.new_empty(count)
-
-
-def _ctc_loss(rules: DataRules, func: Any, args: Any, kwargs: Any) -> Any:
-    """Loss [N] and alpha [N, T, 2 * longest target + 1]; T and N from log_probs [T, N, C]."""
-    log_probs, targets, _, lengths = args[:4]
-    if isinstance(lengths, torch.Tensor):
-        value = rules.value(lengths)
-        if value is None and targets.dim() < 2:
-            raise rules.refusal(func, args, kwargs)
-        with no_dispatch():
-            longest = targets.shape[1] if value is None else int(value.max())
-    else:
-        longest = max(lengths)
-    steps, rows = log_probs.shape[:2]
-    return log_probs.new_empty(rows), log_probs.new_empty(rows, steps, 2 * longest + 1)
-
-
-def _grouped_mm(rules: DataRules, func: Any, args: Any, kwargs: Any) -> Any:
-    """torch's formula for shapes (2.13) refuses types other than bfloat16, which the kernels take."""
-    if args[0].dtype == torch.bfloat16:
-        return _NO_ANSWER
-    with rules.paused():
-        like = [torch.empty_strided(m.shape, m.stride(), dtype=torch.bfloat16) for m in args[:2]]
-        out = func(*like, *args[2:], **{**kwargs, "out_dtype": None})
-        return torch.empty_strided(out.shape, out.stride(), dtype=kwargs.get("out_dtype") or args[0].dtype)
-
-
-_ANSWERS: dict[Any, Callable[[DataRules, Any, Any, Any], Any]] = {
-    aten._local_scalar_dense.default: _scalar,
-    aten.nonzero.default: _nonzero,
-    aten.index.Tensor: _index,
-    aten.masked_select.default: _masked_select,
-    aten._grouped_mm.default: _grouped_mm,
-    aten._ctc_loss.Tensor: _ctc_loss,
-    aten._ctc_loss.default: _ctc_loss,
-}
-
-
-# --- ops whose result gets a value by a rule ------------------------------------------------------------
-# Each: (rules, args, kwargs, fake result) -> (real values in the result's order, name of the rule).
-
-_CONTENTS_UNDEFINED = frozenset(
-    {
-        aten.empty.memory_format,
-        aten.empty_strided.default,
-        aten.empty_like.default,
-        aten.new_empty.default,
-        aten.new_empty_strided.default,
-        aten.empty_permuted.default,
-    }
-)
-_CHANGES_STORAGE = frozenset(
-    {aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor, aten.resize_.default}
-)
-
-
-def _argument(args: Any, kwargs: Any, position: int, name: str, default: Any) -> Any:
-    return args[position] if len(args) > position else kwargs.get(name, default)
-
-
-def balanced_indices(shape: tuple[int, ...], dim: int, candidates: int) -> torch.Tensor:
-    """int64 of ``shape``: slot j along ``dim`` of row r chooses (r * k + j) mod ``candidates``."""
-    if not shape:
-        return torch.zeros((), dtype=torch.int64)
-    dim %= len(shape)
-    k = shape[dim]
-    rest = [n for i, n in enumerate(shape) if i != dim]
-    flat = torch.arange(math.prod(rest) * k) % max(1, candidates)
-    return flat.reshape(*rest, k).movedim(-1, dim).contiguous()
-
-
-def _size(tensor: torch.Tensor, dim: int) -> int:
-    return tensor.shape[dim] if tensor.dim() else 1
-
-
-def _decide_topk(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
-    dim = _argument(args, kwargs, 2, "dim", -1)
-    with no_dispatch():
-        return (_UNKNOWN, balanced_indices(tuple(out[1].shape), dim, _size(args[0], dim))), "balanced"
-
-
-def _decide_multinomial(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
-    with no_dispatch():
-        return (balanced_indices(tuple(out.shape), -1, args[0].shape[-1]),), "balanced"
-
-
-def _one_of(candidates: int, shape: tuple[int, ...]) -> torch.Tensor:
-    with no_dispatch():
-        return (torch.arange(math.prod(shape)) % max(1, candidates)).reshape(shape)
-
-
-def _decide_argmax(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
-    dim = _argument(args, kwargs, 1, "dim", None)
-    return (_one_of(args[0].numel() if dim is None else _size(args[0], dim), tuple(out.shape)),), "balanced"
-
-
-def _decide_max(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
-    return (_UNKNOWN, _one_of(_size(args[0], _argument(args, kwargs, 1, "dim", -1)), tuple(out[1].shape))), "balanced"
-
-
-def _decide_sort(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
-    tensor = args[0]
-    dim = _argument(args, kwargs, 1, "dim", -1)
-    with no_dispatch():
-        order = torch.arange(_size(tensor, dim))
-        if tensor.dim():
-            order = order.reshape([-1 if i == dim % tensor.dim() else 1 for i in range(tensor.dim())])
-            order = order.expand(tensor.shape).contiguous()
-        else:
-            order = order.reshape(())
-    return (_UNKNOWN, order), "in order"
-
-
-_GOLDEN = (math.sqrt(5) - 1) / 2
-
-
-def even_spread(shape: tuple[int, ...]) -> torch.Tensor:
-    """float64 in (0, 1): multiples of the golden ratio, the first is 1/2."""
-    return ((0.5 + torch.arange(math.prod(shape), dtype=torch.float64) * _GOLDEN) % 1.0).reshape(shape)
-
-
-def _decide_rand(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
-    with no_dispatch():
-        return (even_spread(tuple(out.shape)).to(out.dtype),), "even spread"
-
-
-def _decide_randint(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
-    low, high = (args[0], args[1]) if isinstance(args[1], int) else (0, args[0])
-    with no_dispatch():
-        return ((low + even_spread(tuple(out.shape)) * (high - low)).floor().to(out.dtype),), "even spread"
-
-
-def _decide_randperm(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
-    with no_dispatch():
-        return (even_spread(tuple(out.shape)).argsort().to(out.dtype),), "even spread"
-
-
-def _decide_bernoulli(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
-    p = rules.value(args[0]) if len(args) < 2 else args[1]
-    if p is None:
-        return None, ""
-    with no_dispatch():
-        return ((even_spread(tuple(out.shape)) < p).to(out.dtype),), "even spread"
-
-
-def _decide_empty(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
-    if _is_float(out) and out.numel() > MAX_UNDEFINED_FLOATS:
-        return None, ""
-    with no_dispatch():
-        return (torch.zeros(out.shape, dtype=out.dtype),), ""
-
-
-def _decide_filled(position: int, name: str, fill: float | None) -> Callable[..., Any]:
-    """``full`` and its relatives made like a tensor whose values are not known."""
-
-    def decide(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
-        value = _argument(args, kwargs, position, name, None) if fill is None else fill
-        with no_dispatch():
-            return (torch.full(out.shape, value, dtype=out.dtype),), ""
-
-    return decide
-
-
-def _decide_comparison(same: bool, infinite: bool) -> Callable[..., Any]:
-    """Of finite floats: ``x op x`` is ``same``, ``x op inf`` is ``infinite``."""
-
-    def decide(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
-        left, right = args[0], args[1]
-        if not left.dtype.is_floating_point:
-            return None, ""
-        if right is left:
-            answer = same
-        elif isinstance(right, float) and math.isinf(right):
-            answer = infinite
-        else:
-            return None, ""
-        with no_dispatch():
-            return (torch.full(out.shape, answer, dtype=torch.bool),), "finite"
-
-    return decide
-
-
-def _decide_every(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
-    if args[0].dtype != torch.bool:
-        return None, ""
-    with no_dispatch():
-        return (torch.ones(out.shape, dtype=torch.bool),), "all elements"
-
-
-def _decide_not_finite(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
-    with no_dispatch():
-        return (torch.zeros(out.shape, dtype=torch.bool),), "finite"
-
-
-_DECISIONS: dict[Any, Callable[..., Any]] = {
-    aten.topk.default: _decide_topk,
-    aten.multinomial.default: _decide_multinomial,
-    aten.argmax.default: _decide_argmax,
-    aten.argmin.default: _decide_argmax,
-    aten.max.dim: _decide_max,
-    aten.min.dim: _decide_max,
-    aten.sort.default: _decide_sort,
-    aten.sort.stable: _decide_sort,
-    aten.rand.default: _decide_rand,
-    aten.rand.generator: _decide_rand,
-    aten.rand_like.default: _decide_rand,
-    aten.randint.default: _decide_randint,
-    aten.randint.low: _decide_randint,
-    aten.randperm.default: _decide_randperm,
-    aten.bernoulli.default: _decide_bernoulli,
-    aten.bernoulli.p: _decide_bernoulli,
-    aten.eq.Tensor: _decide_comparison(True, False),
-    aten.ne.Tensor: _decide_comparison(False, True),
-    aten.eq.Scalar: _decide_comparison(True, False),
-    aten.ne.Scalar: _decide_comparison(False, True),
-    **dict.fromkeys(
-        (aten.all.default, aten.all.dim, aten.all.dims, aten.any.default, aten.any.dim, aten.any.dims), _decide_every
-    ),
-    aten.isnan.default: _decide_not_finite,
-    aten.isinf.default: _decide_not_finite,
-    aten.zeros_like.default: _decide_filled(0, "", 0),
-    aten.ones_like.default: _decide_filled(0, "", 1),
-    aten.full_like.default: _decide_filled(1, "fill_value", None),
-    aten.new_zeros.default: _decide_filled(0, "", 0),
-    aten.new_ones.default: _decide_filled(0, "", 1),
-    aten.new_full.default: _decide_filled(2, "fill_value", None),
-    **dict.fromkeys(_CONTENTS_UNDEFINED, _decide_empty),
-}
-
-
-def _spread_uniform(target: torch.Tensor, low: float = 0.0, high: float = 1.0) -> None:
-    target.copy_(low + even_spread(tuple(target.shape)) * (high - low))
-
-
-def _spread_bernoulli(target: torch.Tensor, p: float = 0.5) -> None:
-    target.copy_(even_spread(tuple(target.shape)) < p)
-
-
-_IN_PLACE_SPREADS: dict[Any, Callable[..., None]] = {
-    aten.uniform_.default: _spread_uniform,
-    aten.bernoulli_.float: _spread_bernoulli,
-}

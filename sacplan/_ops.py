@@ -1,9 +1,9 @@
 """What sacplan must know of an op: which arguments it writes, and whether it may run a second time.
 
 Running again must give the same bits and change nothing else. So an op may only be discarded if it
-writes nothing, behind its schema's back neither (running statistics), does not add in an order that
-varies, and makes new outputs and fills them: a factory such as ``empty`` may be filled later by a kernel
-that no dispatch mode sees, so what factories make is always kept.
+writes nothing, behind its schema's back neither (running statistics), its bits do not vary, and it makes
+new outputs and fills them: a factory such as ``empty`` may be filled later by a kernel that no dispatch
+mode sees, so what factories make is always kept.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ _WRITES_UNDECLARED = {
     "aten::_cudnn_rnn": ("dropout_state",),
     "aten::miopen_rnn": ("dropout_state",),
 }
-# Ops whose CUDA kernels add in an order that changes from run to run (see torch.use_deterministic_algorithms).
-_ORDER_VARIES = frozenset(
+# Ops that may give other bits the next time: on CUDA they add in an order that varies (see
+# torch.use_deterministic_algorithms), or a part of what they return is never filled.
+_BITS_VARY = frozenset(
     {
         "aten::bincount",
         "aten::cumsum",
@@ -40,6 +41,7 @@ _ORDER_VARIES = frozenset(
         "aten::index_reduce",
         "aten::kthvalue",
         "aten::median",
+        "aten::mkldnn_rnn_layer",
         "aten::nanmedian",
         "aten::put",
         "aten::scatter",
@@ -101,7 +103,7 @@ def _read_traits(func: Any) -> OpTraits:
         and not names
         and not aliases
         and reads_tensors
-        and schema.name not in _ORDER_VARIES
+        and schema.name not in _BITS_VARY
         and not schema.name.removeprefix("aten::").startswith(_FACTORIES)
         and any("Tensor" in str(r.type) for r in schema.returns)
     )
@@ -118,7 +120,7 @@ def can_run_again(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
         return False  # nobody would wait for the second copy
     if traits.random and len({t.device for t in inputs}) != 1:
         return False  # which generator?
-    if traits.random and not inputs[0].device.type in ("cpu", "cuda", "meta"):
+    if traits.random and inputs[0].device.type not in ("cpu", "cuda", "meta"):
         return False
     taken = {storage_key(t.untyped_storage()) for t in inputs}
     return not any(storage_key(t.untyped_storage()) in taken for t in outputs)  # else it hands an input on

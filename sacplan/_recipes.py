@@ -41,7 +41,7 @@ from sacplan._torch_private import (
 )
 from sacplan.errors import RecipeError
 
-_View = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
+_View = tuple[torch.Size, tuple[int, ...], Any, torch.dtype]
 
 _WRITES: frozenset[int] = frozenset({-1})
 """Stands in for occurrences at ops that write."""
@@ -84,6 +84,8 @@ def _checksum(t: torch.Tensor) -> tuple[int, ...] | None:
     """Of the bits, without a temporary of the tensor's size. None where nothing can be computed."""
     if isinstance(t, FakeTensor) or t.is_meta or not t.numel():
         return None
+    if t.numel() == 1 and not t.is_floating_point():
+        return None  # seeds and offsets of attention kernels, which some do not fill
     if t.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     bits = torch.view_as_real(t) if t.is_complex() else t
@@ -106,9 +108,11 @@ class _Slot:
 
     __slots__ = ("__weakref__", "node", "storage", "value", "version", "view", "written")
 
-    def __init__(self, node: _Node, tensor: torch.Tensor) -> None:
+    def __init__(self, node: _Node, tensor: torch.Tensor, table: dict[int, _Slot]) -> None:
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
         self.node = node
-        self.storage = weakref.ref(tensor.untyped_storage())
+        self.storage = weakref.ref(storage, lambda _: table.pop(key, None))
         self.version = tensor._version
         self.view = _view_of(tensor)
         self.value: torch.Tensor | None = None
@@ -397,7 +401,7 @@ class UnitRecorder(TorchDispatchMode):
             if key in made:  # two outputs on one storage
                 node.outputs.append(None)
             else:
-                made[key] = slot = _Slot(node, t)
+                made[key] = slot = _Slot(node, t, self._table)
                 node.outputs.append(weakref.ref(slot))
         self._table.update(made)
 

@@ -84,7 +84,7 @@ class _Slot:
     def __init__(self, node: _Node, storage: int) -> None:
         self.node = node
         self.storage = storage
-        self.refs = 1  # the table of the module call that is being recorded
+        self.refs = 1  # the table of the module call that is being recorded, while the original lives
         self.cached = False
         self.instances = 0
 
@@ -114,7 +114,6 @@ class _Replayer:
         self.live = 0
         self.table: dict[int, _Slot] = {}  # storage to slot, for the module call that is running
         self.current_unit = ROOT_SCOPE
-        self.nodes_of_call: list[_Slot] = []
         self.handle_slot: dict[int, _Slot] = {}
         self.peak = 0
         self.peak_kinds: tuple[int, ...] = tuple(self.by_kind)
@@ -221,7 +220,7 @@ class _Replayer:
 
     def _leave_unit(self) -> None:
         self.current_unit = ROOT_SCOPE
-        slots, self.nodes_of_call = self.nodes_of_call, []
+        slots = list(self.table.values())
         self.table.clear()
         for slot in slots:
             self._unref(slot)
@@ -245,6 +244,9 @@ class _Replayer:
         self.count[s] -= 1
         if self.count[s] == 0:
             self._remove(s)
+            slot = self.table.pop(s, None)
+            if slot is not None:
+                self._unref(slot)
 
     def _add(self, s: int) -> None:
         size = self.r.storage_bytes[s]
@@ -272,7 +274,6 @@ class _Replayer:
             node.slots.append(slot)
             node.live_slots += 1
             self.table[s] = slot
-            self.nodes_of_call.append(slot)
 
     def _unref(self, slot: _Slot) -> None:
         stack = [slot]

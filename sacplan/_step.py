@@ -152,7 +152,7 @@ class FakeCopier:
         fake: torch.Tensor
         if t.layout != torch.strided:
             raise TraceError(
-                f"a tensor of layout {t.layout} in the model or the batch: only strided tensors can be traced."
+                f"a tensor of layout {t.layout} in the model or the batch: only strided ones can be traced."
             )
         storage = t.untyped_storage()
         base = self._storages.get(storage._cdata)
@@ -195,8 +195,8 @@ class FakeCopier:
             raise
         except Exception as error:
             raise TraceError(
-                f"the model cannot be copied for a fake trace: {type(error).__name__}: {error}. Something it holds "
-                'cannot be deep-copied; make it copyable, or use trace="real".'
+                f"the model cannot be copied for a fake trace: {type(error).__name__}: {error}. Something it "
+                'holds cannot be deep-copied; make it copyable, or use trace="real".'
             ) from error
         for module in twin.modules():
             module.__dict__["_apply"] = functools.partial(_convert_fake, module)
@@ -211,15 +211,18 @@ class FakeCopier:
         if isinstance(optimizer, torch.optim.Optimizer):
             check_optimizer(optimizer, model)
             groups = [
-                {**{k: v for k, v in group.items() if k != "params"}, "params": [self.memo[id(p)] for p in group["params"]]}
+                {
+                    **{k: v for k, v in group.items() if k != "params"},
+                    "params": [self.memo[id(p)] for p in group["params"]],
+                }
                 for group in optimizer.param_groups
             ]
             try:
                 made = type(optimizer)(groups, **_constructor_arguments(optimizer))
             except TypeError as error:
                 raise TraceError(
-                    f"the optimizer {type(optimizer).__name__} cannot be made again for the fake parameters: {error}. "
-                    "Pass a callable instead: optimizer=lambda params: ..."
+                    f"the optimizer {type(optimizer).__name__} cannot be made again for the fake parameters: "
+                    f"{error}. Pass a callable instead: optimizer=lambda params: ..."
                 ) from error
         else:
             made = make_optimizer(optimizer, fake_model)
@@ -272,10 +275,13 @@ def _closure(function: Any) -> Iterator[Any]:
             yield cell.cell_contents
 
 
-def _convert_fake(module: torch.nn.Module, fn: Callable[..., torch.Tensor], recurse: bool = True) -> torch.nn.Module:
-    """``Module._apply``, behind ``.to`` and ``.half``, for a fake module: torch's own tries to swap fake tensors, and cannot.
+def _convert_fake(
+    module: torch.nn.Module, fn: Callable[..., torch.Tensor], recurse: bool = True
+) -> torch.nn.Module:
+    """``Module._apply``, behind ``.to`` and ``.half``, for a fake module.
 
-    As on a real module the parameters stay the same objects, and get the converted data.
+    torch's own tries to swap fake tensors, and cannot. As on a real module the parameters stay the same
+    objects, and get the converted data.
     """
     if recurse:
         for child in module.children():
@@ -306,11 +312,14 @@ def make_optimizer(factory: Any, model: torch.nn.Module) -> torch.optim.Optimize
     """Call ``params -> optimizer`` on the parameters of the model that can be trained."""
     if not callable(factory):
         raise TraceError(
-            f"optimizer must be an optimizer or a callable `params -> optimizer`, not {type(factory).__name__}."
+            "optimizer must be an optimizer or a callable `params -> optimizer`, not "
+            f"{type(factory).__name__}."
         )
     made = factory([p for p in model.parameters() if p.requires_grad])
     if not isinstance(made, torch.optim.Optimizer):
-        raise TraceError(f"the optimizer callable returned {type(made).__name__}, not a torch.optim.Optimizer.")
+        raise TraceError(
+            f"the optimizer callable returned {type(made).__name__}, not a torch.optim.Optimizer."
+        )
     check_optimizer(made, model)
     return made
 
@@ -322,8 +331,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) ->
         for i, p in enumerate(group["params"]):
             if id(p) not in own:
                 raise TraceError(
-                    f"parameter {i} of group {g} of the optimizer (shape {tuple(p.shape)}) does not belong to the "
-                    "model. Pass an optimizer over model.parameters(), or a callable `params -> optimizer`."
+                    f"parameter {i} of group {g} of the optimizer (shape {tuple(p.shape)}) does not belong "
+                    "to the model. Pass an optimizer over model.parameters(), or a callable "
+                    "`params -> optimizer`."
                 )
 
 
@@ -336,7 +346,9 @@ def preserved_rng() -> Iterator[None]:
     import numpy as np
 
     states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    cuda = (
+        torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    )
     try:
         yield
     finally:

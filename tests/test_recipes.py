@@ -92,13 +92,6 @@ def _data_write(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (y * z).exp() * z
 
 
-def _data_swap(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    y = x.cos()
-    z = y * x
-    y.data = x.detach().sin()
-    return y * z
-
-
 def _no_grad(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         scale = x.abs().mean().exp()
@@ -198,7 +191,6 @@ STEPS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "write_into_view": _write_into_view,
     "index_put": _index_put,
     "data_write": _data_write,
-    "data_swap": _data_swap,
     "no_grad": _no_grad,
     "inference": _inference,
     "batch_norm": _batch_norm,
@@ -212,7 +204,7 @@ STEPS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "force": _force,
     "rows": _rows,
 }
-NOT_FAKE = {"inference", "force", "data_swap"}
+NOT_FAKE = {"inference", "force"}
 
 PARTS: dict[str, Callable[[], nn.Module]] = {
     "lin": lambda: nn.Linear(DIM, DIM),
