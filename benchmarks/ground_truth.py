@@ -94,9 +94,8 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     with preserved_state(model, None):
         measured = measured_step(Step(model, batch, loss_fn, None), tensors).peak_bytes
     plain = gradients(model, batch, loss_fn)
-    rows = [
-        {"budget": 0, "predicted": profile.peak_bytes, "measured": measured, "holds": True, "bit_equal": True, "recompute_share": 0.0}
-    ]
+    unplanned = {"budget": 0, "predicted": profile.peak_bytes, "measured": measured}
+    rows: list[dict[str, Any]] = [unplanned | {"holds": True, "bit_equal": True, "recompute_share": 0.0}]
     smallest = sacplan.plan_smallest(profile).peak_bytes
     for share in (0.05, 0.3, 0.7):
         budget = int(smallest + share * (profile.peak_bytes - smallest))
@@ -132,7 +131,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     print(f"torch {torch.__version__}, {platform.machine()} CPU, {torch.get_num_threads()} threads")
-    print(f"{'model':>16} {'budget':>9} {'predicted':>10} {'measured':>10} {'error':>8} {'holds':>6} {'bits':>6} {'recompute':>10}")
+    print("figures in MiB; recompute is a share of the predicted time of the step")
+    print("           model    budget  predicted   measured    error  holds   bits  recompute")
     rows = []
     for name in arguments.names:
         for row in rows_of(name):
@@ -146,7 +146,8 @@ def main() -> None:
             )
     if arguments.json:
         machine = {"torch": torch.__version__, "machine": platform.machine(), "threads": torch.get_num_threads()}
-        arguments.json.write_text(json.dumps({"machine": machine, "date": time.strftime("%Y-%m-%d"), "rows": rows}, indent=1))
+        data = {"machine": machine, "date": time.strftime("%Y-%m-%d"), "rows": rows}
+        arguments.json.write_text(json.dumps(data, indent=1))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 BUDGET = 0.6
+_COLUMNS = ("step", "trace", "fit", "solve", "replay", "all")
 
 
 def main() -> None:
@@ -37,16 +38,17 @@ def main() -> None:
         return
     rows = []
     print(f"torch {torch.__version__}, {platform.machine()}, {torch.get_num_threads()} threads")
-    print(f"{'layers':>6} {'who':>10} {'step':>7} {'trace':>7} {'fit':>7} {'solve':>7} {'replay':>7} {'all':>7}  result")
+    print(f"{'layers':>6} {'who':>10} " + " ".join(f"{k:>7}" for k in _COLUMNS) + "  result")
     for layers in arguments.layers:
         for who in ("sacplan", "prototype"):
             row = _run_one(who, layers, arguments.prototype_limit if who == "prototype" else 600.0)
             rows.append({"layers": layers, "who": who} | row)
-            cells = [f"{row[k]:7.2f}" if k in row else f"{'-':>7}" for k in ("step", "trace", "fit", "solve", "replay", "all")]
+            cells = [f"{row[k]:7.2f}" if k in row else f"{'-':>7}" for k in _COLUMNS]
             print(f"{layers:>6} {who:>10} {' '.join(cells)}  {row['result']}", flush=True)
     if arguments.json:
         machine = {"torch": torch.__version__, "machine": platform.machine(), "threads": torch.get_num_threads()}
-        arguments.json.write_text(json.dumps({"machine": machine, "date": time.strftime("%Y-%m-%d"), "rows": rows}, indent=1))
+        data = {"machine": machine, "date": time.strftime("%Y-%m-%d"), "rows": rows}
+        arguments.json.write_text(json.dumps(data, indent=1))
 
 
 def _run_one(who: str, layers: int, limit: float) -> dict[str, Any]:
@@ -82,9 +84,10 @@ def run_sacplan(layers: int) -> dict[str, Any]:
     replay_one, _ = _timed(lambda: replay(profile.recording, {}))
     fit, _ = _timed(lambda: profile.graph)
     solve, plan = _timed(lambda: sacplan.plan(profile, f"{BUDGET:.0%}"))
+    share, recompute = plan.peak_bytes / profile.peak_bytes, plan.recompute_ms / plan.step_ms
     return {
         "step": step, "trace": trace, "fit": fit, "solve": solve, "replay": replay_one, "all": trace + fit + solve,
-        "result": f"{plan.peak_bytes / profile.peak_bytes:.3f} of the peak, recompute {plan.recompute_ms / plan.step_ms:.1%} of the step",
+        "result": f"{share:.3f} of the peak, recompute {recompute:.1%} of the step",
     }  # fmt: skip
 
 

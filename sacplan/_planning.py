@@ -177,7 +177,7 @@ def _relax(search: Search, found: _Tried, budget_bytes: int) -> _Tried:
     )
     left = max(_RELAX_EVENTS // max(1, len(search.profile.recording.events)), 10)
     for _, fqn, milder in moves[:left]:
-        now = found.choice[fqn] if fqn in found.choice else None
+        now = found.choice.get(fqn)
         if now is None or (milder is not None and milder.recompute_ms >= now.recompute_ms):
             continue  # already better off
         choice = {f: p for f, p in found.choice.items() if f != fqn}

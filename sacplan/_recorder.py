@@ -299,7 +299,8 @@ class Recorder(TorchDispatchMode):
 
     def _clone(self, tensor: torch.Tensor, storage_index: int) -> torch.Tensor:
         """A copy of the part of the storage that the tensor spans, shared by handles on the same part."""
-        span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        span = reach + 1 if tensor.numel() else 0
         key = (storage_index, tensor._version, tensor.dtype, tensor.storage_offset(), span)
         copy = self._clones.get(key)
         if copy is None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-
 from sacplan._recording import ROOT_SCOPE, CallSite, Event, Kind, Phase, Recording
 
 Decisions = Mapping[str, Collection[CallSite]]

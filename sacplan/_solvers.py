@@ -120,7 +120,7 @@ class Lagrangian:
 
     def propose(self, profile: Profile, surrogate_bytes: int) -> Proposal | None:
         """The fewest steps that free what the unplanned peak is over the surrogate; all, if that is not enough."""
-        missing = profile.peak_bytes - surrogate_bytes
+        missing: float = profile.peak_bytes - surrogate_bytes
         choice: dict[str, UnitPoint] = {}
         for step in self._steps(profile):
             if missing <= 0:

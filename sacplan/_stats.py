@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sacplan._fit import Fit, fit_tradeoff
 from sacplan._fit import Kind as FitKind
@@ -95,7 +96,7 @@ def _tradeoff_fields(
     fits: dict[tuple[object, ...], Fit],
     kind: FitKind,
     segments: int | None,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     if tradeoff is None or not tradeoff.points:
         return {}
     whole = tradeoff.runtime_ms or 1.0

@@ -338,7 +338,7 @@ def test_a_unit_left_uncompiled_keeps_its_plan(model: LM, plan: sacplan.Plan, to
     for module in partly.modules():
         stand_in = module.__dict__.get("forward")
         if isinstance(stand_in, PlannedForward):
-            module.forward = torch.compiler.disable(stand_in)  # type: ignore[method-assign]
+            module.forward = torch.compiler.disable(stand_in)
     assert same(step(copy.deepcopy(model), tokens, None), step(partly, tokens, "aot_eager", fullgraph=False))
 
 
