@@ -38,6 +38,7 @@ from sacplan.errors import (
     PlanMismatch,
     RecipeError,
     SacplanError,
+    SacplanWarning,
     SolverError,
     TraceError,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "SACStats",
     "SacMilpResult",
     "SacplanError",
+    "SacplanWarning",
     "SolverError",
     "TraceError",
     "UnitPlan",

@@ -84,8 +84,8 @@ def _checksum(t: torch.Tensor) -> tuple[int, ...] | None:
     """Of the bits, without a temporary of the tensor's size. None where nothing can be computed."""
     if isinstance(t, FakeTensor) or t.is_meta or not t.numel():
         return None
-    if t.numel() == 1 and not t.is_floating_point():
-        return None  # seeds and offsets of attention kernels, which some do not fill
+    if t.numel() <= 2 and not t.is_floating_point():
+        return None  # seeds and offsets, which attention kernels without dropout do not fill
     if t.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     bits = torch.view_as_real(t) if t.is_complex() else t

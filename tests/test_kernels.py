@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from examples.transformer import Transformer
 from sacplan._devices import resolve_device
 from sacplan._kernels import (
     active_device,
@@ -382,12 +383,8 @@ def test_cpu_device_routes_nothing() -> None:
 
 
 def test_seed_transformer_keeps_what_cuda_keeps() -> None:
-    pytest.importorskip("expecttest")
-    from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs, Transformer
-
-    args = ModelArgs(n_layers=4, n_heads=12, vocab_size=8192, max_seq_len=1024, dim=768, dropout_p=0.1)
     with fake_device("h100"):
-        model = Transformer(args)
+        model = Transformer()
         with Ops() as ops:
             out, saved = saved_by(lambda: model(torch.randint(0, 8192, (8, 1024))))
             out.sum().backward()

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import random
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 import sacplan
 from sacplan._plan import Plan, UnitPlan
@@ -123,7 +130,7 @@ def _complex(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def _generator(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     g = torch.Generator().manual_seed(7)
     x = x * torch.bernoulli(torch.full_like(x, 0.5), generator=g)
-    x = x + torch.poisson(x.detach().abs(), generator=g) * x
+    x = x + torch.poisson(x.detach().sin().abs().nan_to_num(), generator=g) * x
     return x * torch.randn(x.shape, generator=g) * torch.rand_like(x)
 
 
@@ -204,7 +211,7 @@ STEPS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "force": _force,
     "rows": _rows,
 }
-NOT_FAKE = {"inference", "force"}
+NOT_FAKE = {"inference", "force", "lstm"}
 
 PARTS: dict[str, Callable[[], nn.Module]] = {
     "lin": lambda: nn.Linear(DIM, DIM),
@@ -411,3 +418,506 @@ def test_the_replayed_peak_is_that_of_the_step(model: Net, seed: int) -> None:
         prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
     )  # fmt: skip
     assert replay(seen.recording, {}).peak_bytes == plan.peak_bytes
+
+
+# --- one thing at a time --------------------------------------------------------------------------
+
+
+class Unit(nn.Module):
+    """Linear, dropout and what the test hands in."""
+
+    def __init__(self, middle: Callable[[torch.Tensor], torch.Tensor] = torch.sin) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.middle = middle
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(F.gelu(self.first(x)), 0.3, self.training)
+        return self.second(self.middle(x).exp())
+
+
+class Outer(nn.Module):
+    def __init__(self, *units: nn.Module) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(units)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for unit in self.units:
+            x = unit(x).tanh()
+        return x.pow(2).mean()
+
+
+def outer(*middles: Callable[[torch.Tensor], torch.Tensor]) -> Outer:
+    torch.manual_seed(0)
+    return Outer(*(Unit(m) for m in middles or (torch.sin, torch.cos)))
+
+
+def discard_all(model: nn.Module, fqns: list[str] | None = None, **kwargs: Any) -> tuple[nn.Module, sacplan.Handle]:
+    """A copy of the model with everything that may be discarded discarded."""
+    profile = sacplan.profile(model, batch(), device="cpu", trace="real")
+    fqns = [f for f in profile.recording.calls if f.count(".") == 1] if fqns is None else fqns
+    planned = copy.deepcopy(model)
+    plan = plan_of(profile, {f: sorted(fitting_sites(profile, f)) for f in fqns})
+    return planned, sacplan.apply(planned, plan, **kwargs)
+
+
+def count_ops(f: Callable[[], Any]) -> int:
+    class Count(TorchDispatchMode):
+        ops = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.ops += str(func) in ("aten.addmm.default", "aten.exp.default", "aten.mul.Tensor")
+            return func(*args, **(kwargs or {}))
+
+    with Count() as count:
+        f()
+    return count.ops
+
+
+def test_the_plans_of_these_tests_do_recompute() -> None:
+    model = outer()
+    planned, handle = discard_all(model)
+    plain = count_ops(lambda: step(model, batch()))
+    assert count_ops(lambda: step(planned, batch())) > plain
+    handle.remove()
+    assert count_ops(lambda: step(planned, batch())) == plain
+
+
+def accumulated(model: nn.Module, *, together: bool) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(3)
+    a, b = model(batch()), model(batch() * 2)
+    if together:
+        (a + b).backward()
+    else:
+        b.backward()
+        a.backward()
+    return state(model, a, b)
+
+
+def retained(model: nn.Module) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(3)
+    loss = model(batch())
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return state(model, loss)
+
+
+def double(model: nn.Module) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(3)
+    loss = model(batch())
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    (loss + sum(g.pow(2).sum() for g in grads)).backward()
+    return state(model, loss, *grads)
+
+
+def partial(model: nn.Module) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    x = batch().requires_grad_()
+    return [*torch.autograd.grad(model(x), [x, next(model.parameters())]), torch.get_rng_state()]
+
+
+def evaluated_between(model: nn.Module) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(3)
+    loss = model(batch())
+    model.eval()
+    with torch.no_grad():
+        between = model(batch())
+    evaluated = model(batch())
+    model.train()
+    (loss + evaluated).backward()
+    return state(model, loss, between, evaluated)
+
+
+def under_autocast(model: nn.Module) -> list[torch.Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.manual_seed(3)
+        model.zero_grad()
+        loss = model(batch())
+    loss.backward()
+    return state(model, loss)
+
+
+def inside_checkpoint(model: nn.Module, reentrant: bool) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(3)
+    loss = checkpoint(model, batch().requires_grad_(), use_reentrant=reentrant)
+    loss.backward()
+    return state(model, loss)
+
+
+def with_hooks_around(model: nn.Module) -> list[torch.Tensor]:
+    """Hooks that scale and unscale see what is kept."""
+    model.zero_grad()
+    torch.manual_seed(3)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
+        loss = model(batch())
+    loss.backward()
+    return state(model, loss)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda m: accumulated(m, together=True),
+        lambda m: accumulated(m, together=False),
+        retained,
+        double,
+        partial,
+        evaluated_between,
+        under_autocast,
+        lambda m: inside_checkpoint(m, False),
+        lambda m: inside_checkpoint(m, True),
+        with_hooks_around,
+    ],
+)
+def test_ways_to_run_a_step(run: Callable[[nn.Module], list[torch.Tensor]]) -> None:
+    model = outer(torch.sin, lambda x: F.layer_norm(x, (DIM,)) * x.softmax(-1))
+    for fqns in (None, [""]):
+        planned, _ = discard_all(model, fqns)
+        for _ in range(2):
+            assert same_bits(run(model), run(planned))
+
+
+def test_kept_tensors_go_through_the_hooks_around_the_model() -> None:
+    model = outer()
+    planned, _ = discard_all(model, ["units.0"])
+    packed: list[torch.Size] = []
+    torch.manual_seed(0)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
+        planned(batch())
+    everything, packed = packed, []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
+        model(batch())
+    assert 0 < len(everything) < len(packed)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_inside_of_a_unit(reentrant: bool) -> None:
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda t: F.dropout(t.sin(), 0.5).exp(), x, use_reentrant=reentrant)
+
+    model, plain = outer(middle), outer(torch.sin)
+    profile = sacplan.profile(plain, batch(), device="cpu", trace="real")
+    sites = sorted(all_sites(profile, "units.0"))
+    planned = copy.deepcopy(model)
+    sacplan.apply(planned, plan_of(profile, {"units.0": sites + [(n, i + 1) for n, i in sites]}))
+    assert same_bits(step(model, batch()), step(planned, batch()))
+
+
+def test_hooks_on_a_unit_run_once_and_may_change_its_output() -> None:
+    calls = []
+
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        calls.append(module)
+        return output.sin()
+
+    model = outer()
+    planned, _ = discard_all(model)
+    for m in (model, planned):
+        m.units[0].register_forward_hook(hook)
+        m.units[0].register_full_backward_hook(lambda m, gi, go: (gi[0] * 2 if gi[0] is not None else None,))
+    assert same_bits(step(model, batch()), step(planned, batch()))
+    assert len(calls) == 2
+
+
+def test_a_module_that_calls_itself() -> None:
+    class Recursive(Unit):
+        def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+            y = super().forward(x)
+            return self(y.tanh(), depth - 1) + y if depth else y
+
+    torch.manual_seed(0)
+    model = Outer(Recursive())
+    planned, _ = discard_all(model)
+    assert same_bits(step(model, batch()), step(planned, batch()))
+
+
+def test_units_that_share_a_module_do_not_nest_at_run_time() -> None:
+    model = outer()
+    model.units[1].first = model.units[0].first
+    planned, _ = discard_all(model, ["units.0.first", "units.1"])
+    assert same_bits(step(model, batch()), step(planned, batch()))
+
+
+def test_occurrences_are_counted_in_each_call_anew() -> None:
+    model = outer(torch.sin, torch.sin)
+    profile = sacplan.profile(model, batch(), device="cpu", trace="real")
+    plan = plan_of(profile, {"units.0": [("aten.exp.default", 0), ("aten.exp.default", 1)]})
+    counts = []
+    for _ in range(2):
+        planned = copy.deepcopy(model)
+        sacplan.apply(planned, plan)
+        counts += [count_ops(lambda m=planned: step(m, batch())) for _ in range(2)]
+    assert counts == [count_ops(lambda: step(model, batch())) + 1] * 4
+
+
+def test_dropouts_are_recomputed_one_by_one() -> None:
+    """Keeping one random op and recomputing a later one does not shift the generator."""
+    model = Outer(nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.Dropout(0.5)) for _ in range(3))))
+    profile = sacplan.profile(model, batch(), device="cpu", trace="real")
+    for kept in range(3):
+        sites = [s for s in fitting_sites(profile, "units.0") if s[1] != kept]
+        planned = copy.deepcopy(model)
+        sacplan.apply(planned, plan_of(profile, {"units.0": sites}))
+        assert same_bits(step(model, batch()), step(planned, batch()))
+
+
+def test_threads_run_the_same_model() -> None:
+    model = outer().eval()
+    planned, _ = discard_all(model)
+    expected = partial(model)[:2]
+    found: list[list[torch.Tensor]] = []
+    start = threading.Barrier(4)
+
+    def work() -> None:
+        start.wait()
+        for _ in range(5):
+            x = batch_of_thread.clone().requires_grad_()
+            found.append(list(torch.autograd.grad(planned(x), [x, next(planned.parameters())])))
+
+    batch_of_thread = batch()
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(found) == 20
+    assert all(same_bits(expected, f) for f in found)
+
+
+def test_a_long_chain() -> None:
+    model = outer(lambda x: [x := x.sin() for _ in range(3000)][-1])
+    planned, _ = discard_all(model)
+    assert same_bits(step(model, batch()), step(planned, batch()))
+
+
+def test_a_backward_pass_inside_of_the_forward_does_not_shift_call_sites() -> None:
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(x.sin().exp().sum(), x, create_graph=True)
+        return slope * x.cos()
+
+    model = outer(middle, middle)
+    planned, _ = discard_all(model)
+    assert same_bits(step(model, batch()), step(planned, batch()))
+
+
+def test_vmap_inside_of_a_unit() -> None:
+    model = outer(torch.vmap(lambda row: row.sin() * row.sum().exp()))
+    planned, _ = discard_all(model)
+    assert same_bits(step(model, batch()), step(planned, batch()))
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+def test_a_weight_that_changed_before_the_backward_pass() -> None:
+    planned, _ = discard_all(outer())
+    loss = planned(batch())
+    with torch.no_grad():
+        planned.units[0].first.weight.mul_(2)
+    with pytest.raises(sacplan.RecipeError, match="written in place"):
+        loss.backward()
+
+
+def test_an_input_that_changed_before_the_backward_pass() -> None:
+    planned, _ = discard_all(outer())
+    x = batch()
+    loss = planned(x)
+    x.add_(1)
+    with pytest.raises(sacplan.RecipeError, match="written in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("discarded", ["aten.mul.Tensor", "aten.exp.default"])
+def test_an_activation_that_changed_before_the_backward_pass(discarded: str) -> None:
+    """Whether it is discarded or kept."""
+    held: list[torch.Tensor] = []
+    model = outer(lambda x: held.append(x) or x.sin())
+    profile = sacplan.profile(model, batch(), device="cpu", trace="real")
+    held.clear()
+    sacplan.apply(model, plan_of(profile, {"units.0": [(discarded, 0)]}))
+    loss = model(batch())
+    held[0].detach().mul_(2)
+    with pytest.raises(sacplan.RecipeError, match="written in place"):
+        loss.backward()
+
+
+def test_a_buffer_that_the_next_forward_writes() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(LENGTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.norm(x.sin())
+            return (x - self.norm.num_batches_tracked).sin().exp()
+
+    model = Outer(Shifted())
+    planned, _ = discard_all(model)
+    first = planned(batch())
+    planned(batch())
+    with pytest.raises(sacplan.RecipeError, match="written in place"):
+        first.backward()
+
+
+def test_transforms_that_forbid_hooks() -> None:
+    planned, _ = discard_all(outer())
+    with pytest.raises(sacplan.RecipeError, match="hooks"):
+        torch.func.grad(lambda x: planned(x))(batch())
+    assert len(_get_current_dispatch_mode_stack()) == 0
+
+
+# --- what no dispatch mode sees -------------------------------------------------------------------
+
+
+def fill_empty(x: torch.Tensor) -> torch.Tensor:
+    """A kernel that fills a buffer through its pointer."""
+    y = torch.empty_like(x)
+    y.numpy()[:] = x.detach().numpy() * 2
+    return y.cos() * x
+
+
+def overwrite_output(x: torch.Tensor) -> torch.Tensor:
+    """A kernel that writes into what an op made."""
+    y = x * 2
+    y.detach().numpy()[:] = 1.5
+    return y * x
+
+
+def overwrite_argument(x: torch.Tensor) -> torch.Tensor:
+    """A kernel that writes into what a recipe needs."""
+    y = torch.empty_like(x).copy_(x)
+    z = y.sin()
+    y.detach().numpy()[:] = 0
+    return z * z
+
+
+def test_a_buffer_that_is_filled_unseen_is_kept() -> None:
+    model = outer(fill_empty)
+    planned, _ = discard_all(model, check=False)
+    assert same_bits(step(model, batch()), step(planned, batch()))
+
+
+@pytest.mark.parametrize("middle", [overwrite_output, overwrite_argument])
+def test_the_first_step_finds_what_was_written_unseen(middle: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = outer(middle)
+    planned, _ = discard_all(model)
+    with pytest.raises(sacplan.RecipeError, match="other bits"):
+        step(planned, batch())
+    unchecked, _ = discard_all(model, check=False)  # or the test above would prove nothing
+    assert not same_bits(step(model, batch()), step(unchecked, batch()))
+
+
+def test_only_the_first_step_leaves_checksums() -> None:
+    planned, _ = discard_all(outer())
+
+    class Hashes(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen += "hash_tensor" in str(func)
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for _ in range(2):
+        with Hashes() as mode:
+            step(planned, batch())
+        counts.append(mode.seen)
+    assert counts[0] > 0
+    assert counts[1] == 0
+
+
+# --- nothing is left behind -----------------------------------------------------------------------
+
+
+class Storages(TorchDispatchMode):
+    """Weak references to every storage that an op makes; those of the model's own tensors do not count."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.refs: list[weakref.ref[Any]] = []
+        own = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        self.own = {t.untyped_storage()._cdata for t in own}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, torch.Tensor):
+                self.refs.append(weakref.ref(t.untyped_storage()))
+        return out
+
+    @property
+    def alive(self) -> int:
+        return len({s._cdata for r in self.refs if (s := r()) is not None} - self.own)
+
+
+@contextlib.contextmanager
+def no_collector() -> Any:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("fqns", [None, [""]])
+@pytest.mark.parametrize("backward", [True, False])
+def test_nothing_lives_on_after_a_step(fqns: list[str] | None, backward: bool) -> None:
+    planned, _ = discard_all(outer(torch.sin, lambda x: F.layer_norm(x, (DIM,)).softmax(-1) * x), fqns)
+    for p in planned.parameters():
+        p.grad = torch.zeros_like(p)
+    with no_collector(), Storages(planned) as storages:
+        loss = planned(batch())
+        if backward:
+            loss.backward()
+        assert storages.alive
+        del loss
+        assert storages.alive == 0
+
+
+def test_a_value_dies_with_its_last_use() -> None:
+    """When the backward pass arrives at the first unit, nothing is left of the second one."""
+
+    def alive_between(model: Outer) -> int:
+        seen = []
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        with no_collector(), Storages(model) as storages:
+            x = model.units[1](batch().requires_grad_())
+            x.register_hook(lambda grad: seen.append(storages.alive))
+            loss = model.units[0](x).pow(2).mean()
+            del x
+            loss.backward()
+        return seen[0]
+
+    model = outer()
+    kept_first, _ = discard_all(model, ["units.0"])
+    assert alive_between(kept_first) == alive_between(model)
+
+
+def test_an_error_in_the_forward_leaves_nothing_behind() -> None:
+    fail = True
+
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        if fail:
+            raise ValueError("broken")
+        return x.sin()
+
+    model = outer()
+    profile = sacplan.profile(model, batch(), device="cpu", trace="real")
+    model.units[0].middle = middle
+    planned = copy.deepcopy(model)
+    sacplan.apply(planned, plan_of(profile, {"units.0": sorted(fitting_sites(profile, "units.0"))}))
+    with no_collector(), Storages(planned) as storages:
+        with pytest.raises(ValueError, match="broken"):
+            planned(batch())
+        assert storages.alive == 0
+    assert len(_get_current_dispatch_mode_stack()) == 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    fail = False
+    assert same_bits(step(model, batch()), step(planned, batch()))
