@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -40,8 +41,9 @@ from sacplan._step import (
     resolve_batch,
 )
 from sacplan._timing import MeasuredTimes
+from sacplan._torch_private import GENERATOR_STATE_BYTES
 from sacplan._units import UnitTradeoff, unit_tradeoffs
-from sacplan._workspace import measured_workspace_bytes
+from sacplan._workspace import measured_reserves, measured_workspace_bytes
 from sacplan.errors import DeviceError, SacplanError, TraceError
 
 if TYPE_CHECKING:
@@ -265,6 +267,7 @@ def _recorder(spec: DeviceSpec, cost: Any, saved: Any, rules: DataRules | None =
         workspace=functools.partial(_workspace_bytes, spec),
         round_bytes=spec.allocation_round_bytes,
         saved=saved,
+        state_bytes=GENERATOR_STATE_BYTES if spec.kind == "cpu" else 0,
         rules=rules,
     )
 
@@ -273,6 +276,10 @@ def _workspace_bytes(spec: DeviceSpec, func: Any, args: Any, kwargs: Any, out: A
     if spec.kind == "cpu":
         return measured_workspace_bytes(func, args, kwargs, out)
     return kernel_workspace_bytes(func, args, kwargs, out, spec)
+
+
+def _reserves(spec: DeviceSpec) -> Any:
+    return measured_reserves() if spec.kind == "cpu" else contextlib.nullcontext()
 
 
 def _trace_fake(
@@ -285,7 +292,7 @@ def _trace_fake(
     prepare: Callable[[torch.nn.Module], Any] | None,
     saved: str,
 ) -> tuple[Recording, tuple[str, ...]]:
-    with cleared_caches(model), fake_device(spec), data_rules() as rules:
+    with cleared_caches(model), fake_device(spec), _reserves(spec), data_rules() as rules:
         copier = FakeCopier(rules)
         fake = copier.model(model)
         step = Step(

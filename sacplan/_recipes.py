@@ -30,9 +30,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sacplan._compiled import checkpointed_for_compile, tags_of
+from sacplan._kernels import active_device
 from sacplan._ops import can_run_again, op_traits, tensors_in
 from sacplan._recording import CallSite
 from sacplan._torch_private import (
+    GENERATOR_STATE_BYTES,
     FakeTensor,
     current_saved_tensors_hooks,
     history_free_alias,
@@ -454,7 +456,24 @@ class UnitRecorder(TorchDispatchMode):
         return _Kept(t, plain)
 
 
-def _generator_state(func: Any, args: Any, kwargs: Any) -> tuple[torch.Generator, torch.Tensor] | None:
+class _FakeGenerator:
+    """Takes as many bytes for its state as a CPU's, and draws nothing."""
+
+    @classmethod
+    def with_state(cls) -> tuple[_FakeGenerator, torch.Tensor]:
+        """One, and its state."""
+        generator = cls()
+        return generator, generator.get_state()
+
+    def get_state(self) -> torch.Tensor:
+        """A fake tensor."""
+        return torch.empty(GENERATOR_STATE_BYTES, dtype=torch.uint8)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """Nothing to do."""
+
+
+def _generator_state(func: Any, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor] | None:
     """The generator that a random op draws from, and its state."""
     if not op_traits(func).random:
         return None
@@ -462,12 +481,13 @@ def _generator_state(func: Any, args: Any, kwargs: Any) -> tuple[torch.Generator
     generator = next((v for v in values if isinstance(v, torch.Generator)), None)
     if generator is None:
         tensor = next(tensors_in(values))
-        if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        if tensor.is_meta:
             return None
-        if tensor.is_cuda:
-            generator = torch.cuda.default_generators[tensor.device.index]
-        else:
-            generator = torch.default_generator
+        if isinstance(tensor, FakeTensor):
+            spec = active_device()
+            return None if spec is not None and spec.kind != "cpu" else _FakeGenerator.with_state()
+        cuda = torch.cuda.default_generators if tensor.is_cuda else ()
+        generator = cuda[tensor.device.index] if cuda else torch.default_generator
     return generator, generator.get_state()
 
 

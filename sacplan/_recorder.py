@@ -60,6 +60,7 @@ class Recorder(TorchDispatchMode):
         workspace: ``(func, args, kwargs, out) -> bytes`` that the kernel allocates inside.
         round_bytes: the allocator's granularity.
         saved: how tensors that autograd saves are treated, see the module's docstring.
+        state_bytes: size of a random generator's state where it lies in the device's memory (on a CPU).
         rules: what knows values of fake tensors; a tensor that is unpacked keeps them.
 
     Errors in the recorder's own bookkeeping are kept and raised on exit: an exception that starts
@@ -73,6 +74,7 @@ class Recorder(TorchDispatchMode):
         workspace: Callable[..., int],
         round_bytes: int,
         saved: SavedMode,
+        state_bytes: int = 0,
         rules: DataRules | None = None,
     ) -> None:
         super().__init__()
@@ -81,6 +83,7 @@ class Recorder(TorchDispatchMode):
         self._workspace = workspace
         self._round = max(1, round_bytes)
         self._saved = saved
+        self._state_bytes = self._rounded(state_bytes)
         self._paused = 0
         self._active = False
         self._error: Exception | None = None
@@ -389,7 +392,11 @@ class Recorder(TorchDispatchMode):
                 reads=tuple(reads),
                 writes=tuple(writes),
                 mutates=mutates,
-                recomputable=phase == Phase.FORWARD and fresh and bool(writes) and can_run_again(func, args, kwargs, out),
+                recomputable=phase == Phase.FORWARD
+                and fresh
+                and bool(writes)
+                and can_run_again(func, args, kwargs, out),
+                state_bytes=self._state_bytes if traits.random else 0,
             )
         )
         self._events.append((Event.OP, index))

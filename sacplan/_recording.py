@@ -77,6 +77,7 @@ class Op:
         writes: storages it allocates.
         mutates: storages it writes in place.
         recomputable: running it again gives the same values and has no other effect.
+        state_bytes: generator state that a recipe of it keeps on the device.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Op:
     writes: tuple[int, ...]
     mutates: tuple[int, ...]
     recomputable: bool
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +238,7 @@ class Recording:
                     o.writes,
                     o.mutates,
                     int(o.recomputable),
+                    o.state_bytes,
                 ]
                 for o in self.ops
             ],
@@ -260,8 +263,8 @@ class Recording:
             storage_kinds=tuple(Kind(k) for k in data["storage_kinds"]),
             initial=tuple(data["initial"]),
             ops=tuple(
-                Op(names[n], Phase(p), sc, t, f, w, tuple(r), tuple(wr), tuple(m), bool(rc))
-                for n, p, sc, t, f, w, r, wr, m, rc in data["ops"]
+                Op(names[n], Phase(p), sc, t, f, w, tuple(r), tuple(wr), tuple(m), bool(rc), sb)
+                for n, p, sc, t, f, w, r, wr, m, rc, sb in data["ops"]
             ),
             scopes=tuple(Scope(*s) for s in data["scopes"]),
             events=tuple(zip(flat[::2], flat[1::2], strict=True)),

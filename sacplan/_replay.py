@@ -150,12 +150,15 @@ class _Replayer:
             if code == op_code:
                 last_op = arg
                 op = r.ops[arg]
+                discards = arg in self.discarded and self.current_unit != ROOT_SCOPE
+                if discards:
+                    self._keep_state(op.state_bytes)
                 for s in op.writes:
                     count[s] += 1
                     self.live += nbytes[s]
                     by_kind[kinds[s]] += nbytes[s]
                 self._note(arg, op.workspace_bytes, False)
-                if arg in self.discarded and self.current_unit != ROOT_SCOPE:
+                if discards:
                     self._make_node(arg)
             elif code == free:
                 self._release(arg)
@@ -257,6 +260,11 @@ class _Replayer:
         self.live -= size
         self.by_kind[self.r.storage_kinds[s]] -= size
 
+    def _keep_state(self, n_bytes: int) -> None:
+        """A node of a random op keeps the generator's state until it has run, or nobody needs it."""
+        self.live += n_bytes
+        self.by_kind[Kind.OTHER] += n_bytes
+
     def _make_node(self, index: int) -> None:
         op = self.r.ops[index]
         node = _Node(index)
@@ -286,6 +294,7 @@ class _Replayer:
             node.live_slots -= 1
             if node.pending and node.live_slots == 0:
                 node.pending = False
+                self._keep_state(-self.r.ops[node.op].state_bytes)
                 stack.extend(self._drop_args(node))
 
     def _drop_args(self, node: _Node) -> list[_Slot]:
@@ -324,7 +333,7 @@ class _Replayer:
         op = self.r.ops[node.op]
         for s in op.writes:
             self._add(s)
-        self._note(asked_by, op.workspace_bytes, True)
+        self._note(asked_by, op.workspace_bytes + op.state_bytes, True)
         self.recompute_ms += op.time_ms
         self.recompute_flops += op.flops
         self.recomputed_ops += 1
@@ -336,3 +345,4 @@ class _Replayer:
                 self._remove(slot.storage)
         for slot in self._drop_args(node):
             self._unref(slot)
+        self._keep_state(-op.state_bytes)

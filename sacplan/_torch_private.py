@@ -11,6 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes
+"""State of a CPU generator, which lies where a CPU step's tensors lie; that of a GPU's lies on the host."""
+
 PLAIN_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
 
 
