@@ -22,7 +22,7 @@ import torch
 
 import sacplan
 from benchmarks import zoo
-from sacplan._step import default_loss
+from sacplan._trace.step import default_loss
 
 GIB = 2**30
 

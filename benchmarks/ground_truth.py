@@ -23,8 +23,8 @@ import transformers
 
 import sacplan
 from examples.transformer import Transformer
-from sacplan._measure import measured_step
-from sacplan._step import Step, default_loss, preserved_state
+from sacplan._trace.step import Step, default_loss, preserved_state
+from sacplan._verify.measure import measured_step
 
 MIB = 2**20
 
@@ -145,7 +145,11 @@ def main() -> None:
                 flush=True,
             )
     if arguments.json:
-        machine = {"torch": torch.__version__, "machine": platform.machine(), "threads": torch.get_num_threads()}
+        machine = {
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+        }
         data = {"machine": machine, "date": time.strftime("%Y-%m-%d"), "rows": rows}
         arguments.json.write_text(json.dumps(data, indent=1))
 

@@ -46,7 +46,11 @@ def main() -> None:
             cells = [f"{row[k]:7.2f}" if k in row else f"{'-':>7}" for k in _COLUMNS]
             print(f"{layers:>6} {who:>10} {' '.join(cells)}  {row['result']}", flush=True)
     if arguments.json:
-        machine = {"torch": torch.__version__, "machine": platform.machine(), "threads": torch.get_num_threads()}
+        machine = {
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+        }
         data = {"machine": machine, "date": time.strftime("%Y-%m-%d"), "rows": rows}
         arguments.json.write_text(json.dumps(data, indent=1))
 
@@ -72,7 +76,7 @@ def run_sacplan(layers: int) -> dict[str, Any]:
     """One plain fake step, then each stage of profile and plan."""
     import sacplan
     from examples.transformer import Transformer
-    from sacplan._replay import replay
+    from sacplan._plan.replay import replay
 
     with torch.device("meta"):
         model = Transformer(n_layers=layers)

@@ -136,7 +136,9 @@ def classical(budget_gib: float) -> None:
     )
     print(f"   ac_decisions: { {fqn: round(ratio, 4) for fqn, ratio in ac_decisions.items()} }")
     tracked = mem_tracker.peak_bytes / GIB
-    print(f"   (with the optimizer's state, which these figures leave out, the tracked peak is {tracked:.2f} GiB)\n")
+    print(
+        f"   (with the optimizer's state, which these figures leave out, the tracked peak is {tracked:.2f} GiB)\n"
+    )
 
 
 def main_road(

@@ -11,7 +11,9 @@ from nbclient import NotebookClient
 
 def main(source: Path, target: Path) -> None:
     notebook = nbformat.read(source, as_version=4)
-    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": "."}}).execute()
+    NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": "."}}
+    ).execute()
     target.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, target)
 

@@ -8,12 +8,9 @@ handle = sacplan.apply(model, plan)
 result = sacplan.verify(model, batch, plan)
 """
 
-from sacplan._apply import Handle, apply
-from sacplan._devices import DeviceSpec, devices
-from sacplan._estimators import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats
-from sacplan._fit import Fit, fit_tradeoff
-from sacplan._frontier import frontier
-from sacplan._graph import (
+from sacplan._apply.apply import Handle, apply
+from sacplan._fit.fit import Fit, fit_tradeoff
+from sacplan._fit.graph import (
     Graph,
     ModuleInfo,
     ModuleStats,
@@ -21,14 +18,17 @@ from sacplan._graph import (
     get_peak_memory_runtime_baseline,
     parse_module_info,
 )
-from sacplan._kernels import fake_device
-from sacplan._milp import SacMilpResult, sac_milp
-from sacplan._plan import Plan, UnitPlan
-from sacplan._planning import plan, plan_smallest
-from sacplan._policy import get_optimal_checkpointing_policy_per_module
-from sacplan._profile import Profile, profile
-from sacplan._solvers import Lagrangian, Milp
-from sacplan._verify import Verification, verify
+from sacplan._plan.frontier import frontier
+from sacplan._plan.plan import Plan, UnitPlan
+from sacplan._plan.planning import plan, plan_smallest
+from sacplan._solve.milp import SacMilpResult, sac_milp
+from sacplan._solve.policy import get_optimal_checkpointing_policy_per_module
+from sacplan._solve.solvers import Lagrangian, Milp
+from sacplan._trace.devices import DeviceSpec, devices
+from sacplan._trace.estimators import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats
+from sacplan._trace.kernels import fake_device
+from sacplan._trace.profile import Profile, profile
+from sacplan._verify.verify import Verification, verify
 from sacplan.errors import (
     BudgetError,
     DataDependentError,

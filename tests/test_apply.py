@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._plan import UnitPlan
+from sacplan._plan.plan import UnitPlan
 from tests.models import LM, bit_equal, cross_entropy, grads_of, tokens
 
 
@@ -191,7 +191,7 @@ def test_what_cannot_be_applied(model: LM, plan: sacplan.Plan) -> None:
         sacplan.apply(model, replace(plan, units={"layers.7": unit}))
     with pytest.raises(sacplan.PlanMismatch):
         sacplan.apply(LM(layers=3, dim=16, heads=2, vocab=32), plan)
-    with pytest.raises(sacplan.PlanError, match="nn.Module"):
+    with pytest.raises(sacplan.PlanError, match=r"nn\.Module"):
         sacplan.apply(torch.sin, plan)  # type: ignore[arg-type]
     assert all("forward" not in vars(m) for m in model.modules())
     handle = sacplan.apply(model, plan)

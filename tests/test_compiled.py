@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 import sacplan
-from sacplan._recipes import PlannedForward
+from sacplan._apply.recipes import PlannedForward
 
 DIM, VOCAB = 32, 64
 

@@ -35,7 +35,9 @@ def test_the_optimizer_step_binds() -> None:
     assert info.value.binding == "optimizer step"
 
 
-@pytest.mark.parametrize("budget", [-1.0, 0, float("nan"), float("inf"), "-3GiB", "12 parsecs", "", "GiB", "nan%"])
+@pytest.mark.parametrize(
+    "budget", [-1.0, 0, float("nan"), float("inf"), "-3GiB", "12 parsecs", "", "GiB", "nan%"]
+)
 def test_unreadable_budgets(profile: sacplan.Profile, budget: float | str) -> None:
     with pytest.raises(sacplan.BudgetError, match=r"budget"):
         sacplan.plan(profile, budget)
@@ -186,7 +188,7 @@ def test_applying_twice_and_compiled_models(profile: sacplan.Profile) -> None:
     with pytest.raises(sacplan.PlanError, match="already"):
         sacplan.apply(model, plan)
     handle.remove()
-    with pytest.raises(sacplan.PlanError, match="torch.compile returned"):
+    with pytest.raises(sacplan.PlanError, match=r"torch\.compile returned"):
         sacplan.apply(torch.compile(model), plan)  # type: ignore[arg-type]
 
 

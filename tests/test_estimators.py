@@ -52,7 +52,9 @@ def test_the_printed_figure_of_the_seed_example() -> None:
     assert peak_bytes / GIB == pytest.approx(2.4064, abs=2e-4)
     assert 0.99 * runtime.total_ms < compute_ms < runtime.total_ms  # the loss is outside of the model
     decisions, recompute_ms, planned_bytes = sacplan.sac_milp(graph, memory_budget=1.75)
-    assert set(decisions) <= {f"layers.{i}" + s for i in range(4) for s in ("", ".attention", ".feed_forward")}
+    assert set(decisions) <= {
+        f"layers.{i}" + s for i in range(4) for s in ("", ".attention", ".feed_forward")
+    }
     assert planned_bytes <= 1.75 * GIB
     assert 0 < recompute_ms < compute_ms / 3
 
@@ -123,7 +125,14 @@ class Keyword(nn.Module):
 def test_order_is_the_order_of_execution() -> None:
     model, batch = Odd(), torch.randn(4, 8)
     graph = _watch(model, lambda: model(batch).sum().backward())
-    assert [n.fqn for n in graph.nodes if not n.is_leaf] == ["", "first", "shared", "ungraded", "frozen", "keyword"]
+    assert [n.fqn for n in graph.nodes if not n.is_leaf] == [
+        "",
+        "first",
+        "shared",
+        "ungraded",
+        "frozen",
+        "keyword",
+    ]
     assert graph.fw_post_order.index("first") < graph.fw_post_order.index("shared")
     assert graph.fw_post_order[-1] == ""
     with sacplan.MemTracker() as tracker:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sacplan._graph import (
+from sacplan._fit.graph import (
     Graph,
     ModuleInfo,
     ModuleStats,

@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.transformer import Transformer
-from sacplan._devices import resolve_device
-from sacplan._kernels import (
+from sacplan._trace.devices import resolve_device
+from sacplan._trace.kernels import (
     active_device,
     attention_backend,
     cudnn_promoted,

@@ -15,14 +15,14 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from sacplan import _milp, _pulp
-from sacplan._graph import Graph, ModuleStats, Point, SACStats, Segment
-from sacplan._milp import SacMilpResult, sac_milp
-from sacplan._policy import get_optimal_checkpointing_policy_per_module
-from sacplan._pulp import Program, Solution
+from sacplan._fit.graph import Graph, ModuleStats, Point, SACStats, Segment
+from sacplan._solve import milp, pulp
+from sacplan._solve.milp import SacMilpResult, sac_milp
+from sacplan._solve.policy import get_optimal_checkpointing_policy_per_module
+from sacplan._solve.pulp import Program, Solution
 from sacplan.errors import BudgetError, InfeasibleBudget, PlanError, SolverError
 
-SOLVERS = ["highs", "cbc"] if _pulp.pulp.HiGHS(msg=False).available() else ["cbc"]
+SOLVERS = ["highs", "cbc"] if pulp.pulp.HiGHS(msg=False).available() else ["cbc"]
 
 # Independent reference -----------------------------------------------------------------------------
 
@@ -457,7 +457,7 @@ def test_options_are_checked(kwargs: dict[str, object], error: type[Exception], 
 
 
 def test_missing_highs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pulp.pulp.HiGHS, "available", lambda self: False)
+    monkeypatch.setattr(pulp.pulp.HiGHS, "available", lambda self: False)
     with pytest.raises(SolverError, match="pip install highspy"):
         sac_milp(transformer(), 1.0, solver="highs")
     assert sac_milp(transformer(), 1.0).status == "optimal"  # auto takes CBC
@@ -544,7 +544,7 @@ def test_no_incumbent_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.peak_bytes <= 2**29
     with pytest.raises(InfeasibleBudget):
         sac_milp(transformer(), "50MiB", ac_units=layers)
-    monkeypatch.setattr(_milp, "_smallest_peak", lambda *args: (2**30, {}, False))
+    monkeypatch.setattr(milp, "_smallest_peak", lambda *args: (2**30, {}, False))
     with pytest.raises(SolverError, match="raise time_limit"):
         sac_milp(transformer(), 0.5)
 

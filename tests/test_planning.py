@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import sacplan
-from sacplan._replay import replay
-from sacplan._solvers import unit_families
+from sacplan._plan.replay import replay
+from sacplan._solve.solvers import unit_families
 from tests.models import LM, cross_entropy, tokens
 
 

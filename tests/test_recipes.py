@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
-from sacplan._plan import Plan, UnitPlan
-from sacplan._profile import trace_step
-from sacplan._recording import Phase
-from sacplan._replay import replay
+from sacplan._plan.plan import Plan, UnitPlan
+from sacplan._plan.replay import replay
+from sacplan._trace.profile import trace_step
+from sacplan._trace.recording import Phase
 
 BATCH, LENGTH, DIM = 2, 3, 4
 
@@ -183,13 +183,17 @@ STEPS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "norm": lambda m, x: m.norm(m.norm(x) + x),
     "softmax": lambda m, x: m.lin(x).softmax(-1) * x,
     "dropout": lambda m, x: F.dropout(x, 0.5, m.training) * F.dropout(x.exp(), 0.1, m.training),
-    "dropout_": lambda m, x: F.dropout(x.sin(), 0.5, m.training, inplace=True) + F.dropout(x, 1.0, m.training),
+    "dropout_": lambda m, x: (
+        F.dropout(x.sin(), 0.5, m.training, inplace=True) + F.dropout(x, 1.0, m.training)
+    ),
     "conv": lambda m, x: m.conv(F.silu(m.conv(x.transpose(1, 2)))).transpose(1, 2),
     "lstm": lambda m, x: m.lstm(x)[0],
     "gru": lambda m, x: m.gru(x)[0] * x,
     "identity": lambda m, x: x,
     "detach": lambda m, x: x.sin() * x.exp().detach() + x.detach().exp().requires_grad_(),
-    "rrelu": lambda m, x: F.rrelu(x, training=m.training) + torch.nn.functional.alpha_dropout(x, 0.2, m.training),
+    "rrelu": lambda m, x: (
+        F.rrelu(x, training=m.training) + torch.nn.functional.alpha_dropout(x, 0.2, m.training)
+    ),
     "function": lambda m, x: Square.apply(Square.apply(x.sin())),
     "inplace_function": lambda m, x: InPlace.apply(x.sin().mul(2)).exp() * x,
     "foreach": lambda m, x: sum(torch._foreach_exp([x.sin(), x.cos()])) * x,
@@ -368,7 +372,8 @@ def state(model: nn.Module, *more: torch.Tensor) -> list[torch.Tensor]:
 
 
 def same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x.nan_to_num(7.5), y.nan_to_num(7.5)) for x, y in zip(a, b, strict=True))
+    pairs = zip(a, b, strict=False)
+    return len(a) == len(b) and all(torch.equal(x.nan_to_num(7.5), y.nan_to_num(7.5)) for x, y in pairs)
 
 
 def batch() -> torch.Tensor:
@@ -377,7 +382,9 @@ def batch() -> torch.Tensor:
 
 
 def fuzz(examples: int) -> settings:
-    return settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    return settings(
+        max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    )
 
 
 @pytest.mark.parametrize("kind", STEPS)
@@ -464,7 +471,9 @@ def outer(*middles: Callable[[torch.Tensor], torch.Tensor]) -> Outer:
     return Outer(*(Unit(m) for m in middles or (torch.sin, torch.cos)))
 
 
-def discard_all(model: nn.Module, fqns: list[str] | None = None, **kwargs: Any) -> tuple[nn.Module, sacplan.Handle]:
+def discard_all(
+    model: nn.Module, fqns: list[str] | None = None, **kwargs: Any
+) -> tuple[nn.Module, sacplan.Handle]:
     """A copy of the model with everything that may be discarded discarded."""
     profile = sacplan.profile(model, batch(), device="cpu", trace="real")
     fqns = [f for f in profile.recording.calls if f.count(".") == 1] if fqns is None else fqns
@@ -852,7 +861,11 @@ class Storages(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.refs: list[weakref.ref[Any]] = []
-        own = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        own = [
+            *model.parameters(),
+            *model.buffers(),
+            *(p.grad for p in model.parameters() if p.grad is not None),
+        ]
         self.own = {t.untyped_storage()._cdata for t in own}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

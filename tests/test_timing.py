@@ -9,9 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import sacplan
-from sacplan import _timing
-from sacplan._devices import resolve_device
-from sacplan._timing import MeasuredTimes, RealOp, outside_of_the_trace, run_for_real
+from sacplan._trace import timing
+from sacplan._trace.devices import resolve_device
+from sacplan._trace.timing import MeasuredTimes, RealOp, outside_of_the_trace, run_for_real
 from sacplan.errors import DeviceError
 
 aten = torch.ops.aten
@@ -213,7 +213,7 @@ def test_each_distinct_call_runs_once(times, monkeypatch):
     def no_more(*args):
         raise AssertionError("run again")
 
-    monkeypatch.setattr(_timing, "run_for_real", no_more)
+    monkeypatch.setattr(timing, "run_for_real", no_more)
     assert times.cost(aten.exp.default, (torch.zeros(11, 13),), {}, x) == first
     assert MeasuredTimes(times.spec).cost(aten.exp.default, (x,), {}, x) == first
     with pytest.raises(AssertionError, match="run again"):

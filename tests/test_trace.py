@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from sacplan._fake_data import data_rules
-from sacplan._measure import measured_step
-from sacplan._step import Step, default_loss, preserved_state
+from sacplan._trace.fake_data import data_rules
+from sacplan._trace.step import Step, default_loss, preserved_state
+from sacplan._verify.measure import measured_step
 from sacplan.errors import SacplanWarning
 from tests.models import LM, cross_entropy, tokens
 

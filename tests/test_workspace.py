@@ -11,10 +11,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 
 import sacplan
-from sacplan._measure import _profiled_deltas, allocation_deltas, bytes_alive, measured_step
-from sacplan._ops import tensors_in
-from sacplan._step import Step, default_loss
-from sacplan._workspace import measured_reserves, measured_workspace_bytes
+from sacplan._trace.ops import tensors_in
+from sacplan._trace.step import Step, default_loss
+from sacplan._trace.workspace import measured_reserves, measured_workspace_bytes
+from sacplan._verify.measure import _profiled_deltas, allocation_deltas, bytes_alive, measured_step
 from sacplan.errors import TraceError
 
 aten = torch.ops.aten

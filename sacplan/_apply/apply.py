@@ -1,0 +1,120 @@
+"""``apply``: put a plan on a model, in place; ``handle.remove()`` takes it off."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+
+from sacplan._apply.recipes import PlannedForward
+from sacplan._fit.graph import is_submodule
+from sacplan._plan.plan import Plan
+from sacplan.errors import PlanError, PlanMismatch
+
+
+class Handle:
+    """A plan on a model. Also a context manager that removes it at the end.
+
+    Attributes:
+        units: fqns of the modules that discard something.
+    """
+
+    def __init__(self, planned: dict[str, PlannedForward]) -> None:
+        self._planned = planned
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The modules whose forward is watched."""
+        return tuple(self._planned)
+
+    def remove(self) -> None:
+        """Give every module its own forward back. Backward passes that are still to come stay right."""
+        for planned in self._planned.values():
+            if planned.module.__dict__.get("forward") is not planned:
+                raise PlanError(
+                    f"the forward of module {planned.fqn!r} was replaced after the plan was applied. Undo that "
+                    "first, then remove the plan."
+                )
+        for planned in self._planned.values():
+            del planned.module.__dict__["forward"]
+            if planned.replaced is not None:
+                planned.module.__dict__["forward"] = planned.replaced
+        self._planned = {}
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"Handle({len(self._planned)} units: {', '.join(self._planned) or 'none'})"
+
+
+def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
+    """Make the model discard and recompute what the plan says.
+
+        handle = sacplan.apply(model, plan)
+        ...train...
+        handle.remove()
+
+    Parameter names, ``state_dict``, classes and module names stay as they are; losses and gradients are
+    the same bits. Apply before ``torch.compile``, and before or after ``fully_shard``. In ``torch.no_grad``
+    the model runs as if nothing had been applied.
+
+    Args:
+        model: the one planned for.
+        plan: from ``plan``, or loaded.
+        check: in the first step, compare checksums of what is recomputed with those of what autograd took. It
+            finds kernels that are not deterministic or write where PyTorch cannot see it, and costs that
+            step a reduction and a synchronization for each discarded tensor.
+
+    Raises:
+        PlanMismatch: the plan was made for another model; names the first difference.
+        PlanError: a plan is on this model already, or the plan's units nest.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise PlanError(f"model must be an nn.Module, not {type(model).__name__}.")
+    _check_not_wrapped(model)
+    plan.fingerprint.check_model(model)
+    _check_units(model, plan)
+    planned = {}
+    for fqn, unit in plan.units.items():
+        module = model.get_submodule(fqn)
+        planned[fqn] = PlannedForward(module, fqn, unit.discarded, check)
+    for stand_in in planned.values():
+        stand_in.module.__dict__["forward"] = stand_in
+    return Handle(planned)
+
+
+def _check_not_wrapped(model: torch.nn.Module) -> None:
+    """Wrappers change names. What they hold may get a plan: code that is compiled already is made anew."""
+    for fqn, module in model.named_modules():
+        if "_orig_mod" in module._modules:
+            raise PlanError(
+                f"{f'module {fqn!r}' if fqn else 'this model'} is what torch.compile returned. Apply the "
+                "plan first and compile then, or apply it to the model that was given to torch.compile."
+            )
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise PlanError("this is a DistributedDataParallel. Apply the plan to the model inside, `.module`.")
+
+
+def _check_units(model: torch.nn.Module, plan: Plan) -> None:
+    modules = dict(model.named_modules())
+    for fqn, module in modules.items():
+        if isinstance(module.__dict__.get("forward"), PlannedForward):
+            raise PlanError(
+                f"a plan is applied to this model already (module {fqn!r}). Call .remove() on its handle first."
+            )
+    for fqn in plan.units:
+        if fqn not in modules:
+            near = difflib.get_close_matches(fqn, modules, n=3)
+            raise PlanMismatch(
+                f"the plan has a unit {fqn!r}, the model has no such module"
+                + (f"; near names are {', '.join(map(repr, near))}" if near else "")
+                + ". Make a plan for this model with sacplan.plan."
+            )
+        inner = next((other for other in plan.units if is_submodule(other, fqn)), None)
+        if inner is not None:
+            raise PlanError(f"units must not nest, but {inner!r} is inside {fqn!r}.")

@@ -1,0 +1,1 @@
+"""Stage 2: what each module could discard, at what price, and the module tree with statistics."""

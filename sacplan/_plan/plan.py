@@ -1,0 +1,175 @@
+"""A plan: per unit, which call sites are discarded and which kept, and what that gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from sacplan._plan.budget import format_bytes
+from sacplan._trace.fingerprint import Fingerprint
+from sacplan._trace.recording import CallSite, read_json, write_json
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """What one unit does.
+
+    Attributes:
+        discard_ratio: share of what autograd keeps in the unit that is not kept.
+        recompute_ms: predicted time of what runs again.
+        discarded: call sites (op name, occurrence within one call of the unit) that are not kept.
+        kept: call sites whose outputs autograd keeps.
+    """
+
+    discard_ratio: float
+    recompute_ms: float
+    discarded: tuple[CallSite, ...]
+    kept: tuple[CallSite, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each module discards, and the peak and recomputation that a replay of the step gives for it.
+
+    Frozen; ``save`` and ``load`` it as JSON.
+
+    Attributes:
+        units: fqn to what the unit does, in execution order. Units do not nest.
+        peak_bytes: replayed peak of the whole step with the plan.
+        baseline_peak_bytes: the same without it.
+        budget_bytes: what was asked for; None for a plan that was not made for a budget.
+        recompute_ms, recompute_flops: what runs a second time.
+        step_ms, step_flops: the step without the plan.
+        status: "optimal" (within the solver's own model, to ``gap``), "feasible", or "unplanned".
+        gap: relative gap that the solver proved; None where it proved nothing.
+        solver: its name.
+        device: name of the device planned for.
+        fingerprint: the model and batch planned for.
+    """
+
+    units: Mapping[str, UnitPlan]
+    peak_bytes: int
+    baseline_peak_bytes: int
+    budget_bytes: int | None
+    recompute_ms: float
+    recompute_flops: int
+    step_ms: float
+    step_flops: int
+    status: str
+    gap: float | None
+    solver: str
+    device: str
+    fingerprint: Fingerprint
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "units", MappingProxyType(dict(self.units)))
+
+    @property
+    def discard_ratios(self) -> dict[str, float]:
+        """Unit to the share of its activations that is discarded."""
+        return {fqn: unit.discard_ratio for fqn, unit in self.units.items()}
+
+    @property
+    def decisions(self) -> dict[str, tuple[CallSite, ...]]:
+        """Unit to the call sites that it discards."""
+        return {fqn: unit.discarded for fqn, unit in self.units.items()}
+
+    @property
+    def op_decisions(self) -> dict[tuple[str, str, int], str]:
+        """(fqn of the unit, op name, occurrence) to ``"discard"`` or ``"keep"``."""
+        return {
+            (fqn, name, occurrence): decision
+            for fqn, unit in self.units.items()
+            for decision, sites in (("keep", unit.kept), ("discard", unit.discarded))
+            for name, occurrence in sites
+        }
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per unit."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            [
+                {
+                    "module": fqn,
+                    "discard_ratio": unit.discard_ratio,
+                    "recompute_ms": unit.recompute_ms,
+                    "discarded_sites": len(unit.discarded),
+                    "kept_sites": len(unit.kept),
+                }
+                for fqn, unit in self.units.items()
+            ],
+            columns=["module", "discard_ratio", "recompute_ms", "discarded_sites", "kept_sites"],
+        ).set_index("module")
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON."""
+        write_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read what ``save`` wrote."""
+        return cls.from_dict(read_json(path, "plan", SCHEMA_VERSION))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "what": "plan",
+            "schema_version": SCHEMA_VERSION,
+            "units": {
+                fqn: {
+                    "discard_ratio": u.discard_ratio,
+                    "recompute_ms": u.recompute_ms,
+                    "discarded": [list(s) for s in u.discarded],
+                    "kept": [list(s) for s in u.kept],
+                }
+                for fqn, u in self.units.items()
+            },
+            "peak_bytes": self.peak_bytes,
+            "baseline_peak_bytes": self.baseline_peak_bytes,
+            "budget_bytes": self.budget_bytes,
+            "recompute_ms": self.recompute_ms,
+            "recompute_flops": self.recompute_flops,
+            "step_ms": self.step_ms,
+            "step_flops": self.step_flops,
+            "status": self.status,
+            "gap": self.gap,
+            "solver": self.solver,
+            "device": self.device,
+            "fingerprint": self.fingerprint.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """The inverse of ``to_dict``."""
+        fields = {
+            k: v for k, v in data.items() if k not in ("what", "schema_version", "units", "fingerprint")
+        }
+        return cls(
+            units={
+                fqn: UnitPlan(
+                    u["discard_ratio"],
+                    u["recompute_ms"],
+                    tuple((name, n) for name, n in u["discarded"]),
+                    tuple((name, n) for name, n in u["kept"]),
+                )
+                for fqn, u in data["units"].items()
+            },
+            fingerprint=Fingerprint.from_dict(data["fingerprint"]),
+            **fields,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.fingerprint.model_class} on {self.device}: peak {format_bytes(self.peak_bytes)} of "
+            f"{format_bytes(self.baseline_peak_bytes)} unplanned, recompute {self.recompute_ms:.2f} ms of a "
+            f"{self.step_ms:.2f} ms step, {len(self.units)} units, {self.status})"
+        )

@@ -1,0 +1,348 @@
+"""Replay a recorded step with a plan applied: what would be alive, op by op, and what would run again.
+
+The replay follows the executor (``_apply/recipes.py``) rule for rule: a discarded op leaves a node that
+holds its arguments, a node's outputs are slots, a slot is computed when autograd first asks for it
+and its value goes when nobody pending refers to it. So the peak is that of the real step, not a
+bound on it; ``tests/test_recipes.py`` holds one against the other, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from sacplan._trace.recording import ROOT_SCOPE, CallSite, Event, Kind, Phase, Recording
+
+Decisions = Mapping[str, Collection[CallSite]]
+"""Unit (fqn) to the call sites in it whose outputs are discarded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One op of the replayed step: what is alive while it runs.
+
+    Attributes:
+        op: index of the recorded op (the one that runs, or that asks for a recomputation).
+        live_bytes: everything alive, its outputs and workspace included.
+        by_kind: the same, by ``Kind``; the workspace counts as temporary.
+        recomputed: this is an op that runs a second time.
+    """
+
+    op: int
+    live_bytes: int
+    by_kind: tuple[int, ...]
+    recomputed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The outcome of a replay.
+
+    Attributes:
+        peak_bytes: the most that is alive at any op of the step.
+        peak_by_kind: what it is made of, by ``Kind``.
+        peak_op: the recorded op at which it happens.
+        peak_phase, peak_fqn: where that is ("" for outside of any module, or in the model itself).
+        end_bytes: alive when the step is over.
+        recompute_ms, recompute_flops, recomputed_ops: what ran a second time.
+        moments: the whole timeline, if it was asked for.
+        boundaries: with the timeline, bytes by ``Kind`` at each (``Event.ENTER`` or ``EXIT``, scope).
+    """
+
+    peak_bytes: int
+    peak_by_kind: tuple[int, ...]
+    peak_op: int
+    peak_phase: Phase
+    peak_fqn: str
+    end_bytes: int
+    recompute_ms: float
+    recompute_flops: int
+    recomputed_ops: int
+    moments: tuple[Moment, ...] = ()
+    boundaries: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+
+
+class _Node:
+    """A discarded op of one module call, until it has run again."""
+
+    __slots__ = ("args", "live_slots", "op", "pending", "slots")
+
+    def __init__(self, op: int) -> None:
+        self.op = op
+        self.args: list[_Slot | int] = []  # slots of other nodes, or storages that are held
+        self.pending = True
+        self.live_slots = 0
+        self.slots: list[_Slot] = []
+
+
+class _Slot:
+    """One output of a node: who still refers to it, and whether it has a value."""
+
+    __slots__ = ("cached", "instances", "node", "refs", "storage")
+
+    def __init__(self, node: _Node, storage: int) -> None:
+        self.node = node
+        self.storage = storage
+        self.refs = 1  # the table of the module call that is being recorded, while the original lives
+        self.cached = False
+        self.instances = 0
+
+
+def replay(recording: Recording, decisions: Decisions, *, timeline: bool = False) -> Replay:
+    """Replay the step with the given call sites discarded; nothing is computed.
+
+    Args:
+        recording: the step, as it ran without a plan.
+        decisions: unit to call sites. Units must not nest. A call site that the unit does not have,
+            or whose op cannot run again, is ignored, as the executor ignores it.
+        timeline: keep one ``Moment`` per op.
+    """
+    return _Replayer(recording, decisions, timeline).run()
+
+
+class _Replayer:
+    def __init__(self, recording: Recording, decisions: Decisions, timeline: bool) -> None:
+        self.r = recording
+        self.timeline = timeline
+        self.discarded = self._discarded_ops(decisions)
+        self.unit_scopes = {
+            scope for fqn, sites in decisions.items() if sites for scope in recording.calls.get(fqn, ())
+        }
+        self.count = [0] * len(recording.storage_bytes)  # holders of the original storage
+        self.by_kind = [0] * len(Kind)
+        self.live = 0
+        self.table: dict[int, _Slot] = {}  # storage to slot, for the module call that is running
+        self.current_unit = ROOT_SCOPE
+        self.handle_slot: dict[int, _Slot] = {}
+        self.peak = 0
+        self.peak_kinds: tuple[int, ...] = tuple(self.by_kind)
+        self.peak_op = 0
+        self.recompute_ms = 0.0
+        self.recompute_flops = 0
+        self.recomputed_ops = 0
+        self.moments: list[Moment] = []
+        self.boundaries: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def _discarded_ops(self, decisions: Decisions) -> set[int]:
+        found: set[int] = set()
+        for fqn, sites in decisions.items():
+            wanted = set(sites)
+            if not wanted:
+                continue
+            for scope in self.r.calls.get(fqn, ()):
+                ops = self.r.ops
+                found.update(
+                    i
+                    for i, site in self.r.sites(scope).items()
+                    if site in wanted and ops[i].recomputable and ops[i].phase == Phase.FORWARD
+                )
+        return found
+
+    def run(self) -> Replay:
+        r, count, nbytes = self.r, self.count, self.r.storage_bytes
+        for s in r.initial:
+            self._hold(s)
+        self._note(0, 0, False)
+        last_op = 0
+        op_code, free, pack, release = Event.OP, Event.FREE, Event.PACK, Event.RELEASE
+        kinds, by_kind = r.storage_kinds, self.by_kind
+        for code, arg in r.events:
+            if code == op_code:
+                last_op = arg
+                op = r.ops[arg]
+                discards = arg in self.discarded and self.current_unit != ROOT_SCOPE
+                if discards:
+                    self._keep_state(op.state_bytes)
+                for s in op.writes:
+                    count[s] += 1
+                    self.live += nbytes[s]
+                    by_kind[kinds[s]] += nbytes[s]
+                self._note(arg, op.workspace_bytes, False)
+                if discards:
+                    self._make_node(arg)
+            elif code == free:
+                self._release(arg)
+            elif code == pack:
+                slot = self.table.get(r.handle_storages[arg])
+                if slot is None:
+                    self._hold(r.handle_storages[arg])
+                else:
+                    slot.refs += 1
+                    self.handle_slot[arg] = slot
+            elif code == release:
+                slot = self.handle_slot.pop(arg, None)
+                if slot is None:
+                    self._release(r.handle_storages[arg])
+                else:
+                    self._unref(slot)
+            elif code == Event.UNPACK:
+                handle = r.instance_handles[arg]
+                slot = self.handle_slot.get(handle)
+                if slot is None:
+                    self._hold(r.handle_storages[handle])
+                else:
+                    if not slot.cached:
+                        self._compute(slot.node, last_op)
+                    slot.instances += 1
+                    self.handle_slot[-1 - arg] = slot
+            elif code == Event.DROP:
+                slot = self.handle_slot.pop(-1 - arg, None)
+                if slot is None:
+                    self._release(r.handle_storages[r.instance_handles[arg]])
+                else:
+                    slot.instances -= 1
+                    self._maybe_free(slot)
+            elif code == Event.ALLOC:
+                self._hold(arg)
+            elif code == Event.ENTER:
+                if self.timeline:
+                    self.boundaries[code, arg] = tuple(self.by_kind)
+                if arg in self.unit_scopes and self.current_unit == ROOT_SCOPE:
+                    self.current_unit = arg
+            elif code == Event.EXIT:
+                if self.timeline:
+                    self.boundaries[code, arg] = tuple(self.by_kind)
+                if arg == self.current_unit:
+                    self._leave_unit()
+        peak_op = r.ops[self.peak_op] if r.ops else None
+        scope = peak_op.scope if peak_op else ROOT_SCOPE
+        return Replay(
+            peak_bytes=self.peak,
+            peak_by_kind=self.peak_kinds,
+            peak_op=self.peak_op,
+            peak_phase=peak_op.phase if peak_op else Phase.FORWARD,
+            peak_fqn=r.scopes[scope].fqn if scope != ROOT_SCOPE else "",
+            end_bytes=self.live,
+            recompute_ms=self.recompute_ms,
+            recompute_flops=self.recompute_flops,
+            recomputed_ops=self.recomputed_ops,
+            moments=tuple(self.moments),
+            boundaries=self.boundaries,
+        )
+
+    def _leave_unit(self) -> None:
+        self.current_unit = ROOT_SCOPE
+        slots = list(self.table.values())
+        self.table.clear()
+        for slot in slots:
+            self._unref(slot)
+
+    def _note(self, op: int, workspace: int, recomputed: bool) -> None:
+        total = self.live + workspace
+        if total > self.peak or self.timeline:
+            kinds = list(self.by_kind)
+            kinds[Kind.TEMPORARY] += workspace
+            if total > self.peak:
+                self.peak, self.peak_op, self.peak_kinds = total, op, tuple(kinds)
+            if self.timeline:
+                self.moments.append(Moment(op, total, tuple(kinds), recomputed))
+
+    def _hold(self, s: int) -> None:
+        self.count[s] += 1
+        if self.count[s] == 1:
+            self._add(s)
+
+    def _release(self, s: int) -> None:
+        self.count[s] -= 1
+        if self.count[s] == 0:
+            self._remove(s)
+            slot = self.table.pop(s, None)
+            if slot is not None:
+                self._unref(slot)
+
+    def _add(self, s: int) -> None:
+        size = self.r.storage_bytes[s]
+        self.live += size
+        self.by_kind[self.r.storage_kinds[s]] += size
+
+    def _remove(self, s: int) -> None:
+        size = self.r.storage_bytes[s]
+        self.live -= size
+        self.by_kind[self.r.storage_kinds[s]] -= size
+
+    def _keep_state(self, n_bytes: int) -> None:
+        """A node of a random op keeps the generator's state until it has run, or nobody needs it."""
+        self.live += n_bytes
+        self.by_kind[Kind.OTHER] += n_bytes
+
+    def _make_node(self, index: int) -> None:
+        op = self.r.ops[index]
+        node = _Node(index)
+        for s in op.reads:
+            slot = self.table.get(s)
+            if slot is None:
+                self._hold(s)
+                node.args.append(s)
+            else:
+                slot.refs += 1
+                node.args.append(slot)
+        for s in op.writes:
+            slot = _Slot(node, s)
+            node.slots.append(slot)
+            node.live_slots += 1
+            self.table[s] = slot
+
+    def _unref(self, slot: _Slot) -> None:
+        stack = [slot]
+        while stack:
+            slot = stack.pop()
+            slot.refs -= 1
+            if slot.refs:
+                continue
+            self._maybe_free(slot)
+            node = slot.node
+            node.live_slots -= 1
+            if node.pending and node.live_slots == 0:
+                node.pending = False
+                self._keep_state(-self.r.ops[node.op].state_bytes)
+                stack.extend(self._drop_args(node))
+
+    def _drop_args(self, node: _Node) -> list[_Slot]:
+        slots = []
+        for arg in node.args:
+            if isinstance(arg, _Slot):
+                slots.append(arg)
+            else:
+                self._release(arg)
+        node.args = []
+        return slots
+
+    def _maybe_free(self, slot: _Slot) -> None:
+        if slot.cached and slot.refs == 0 and slot.instances == 0:
+            slot.cached = False
+            self._remove(slot.storage)
+
+    def _compute(self, node: _Node, asked_by: int) -> None:
+        """Run the pending nodes that this one needs, arguments first."""
+        stack: list[tuple[_Node, bool]] = [(node, False)]
+        while stack:
+            current, ready = stack.pop()
+            if not current.pending:
+                continue
+            if not ready:
+                stack.append((current, True))
+                stack.extend(
+                    (arg.node, False)
+                    for arg in reversed(current.args)
+                    if isinstance(arg, _Slot) and not arg.cached
+                )
+                continue
+            self._run(current, asked_by)
+
+    def _run(self, node: _Node, asked_by: int) -> None:
+        op = self.r.ops[node.op]
+        for s in op.writes:
+            self._add(s)
+        self._note(asked_by, op.workspace_bytes + op.state_bytes, True)
+        self.recompute_ms += op.time_ms
+        self.recompute_flops += op.flops
+        self.recomputed_ops += 1
+        node.pending = False
+        for slot in node.slots:
+            if slot.refs:
+                slot.cached = True
+            else:
+                self._remove(slot.storage)
+        for slot in self._drop_args(node):
+            self._unref(slot)
+        self._keep_state(-op.state_bytes)

@@ -1,0 +1,1 @@
+"""Stage 3: solvers that choose, each by its own model of memory."""

@@ -1,0 +1,390 @@
+"""``profile``: trace one training step and keep its recording; nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from sacplan._fit.fit import Kind as FitKind
+from sacplan._fit.graph import Graph, parse_module_info
+from sacplan._fit.stats import module_info, segments_of
+from sacplan._fit.units import UnitTradeoff, unit_tradeoffs
+from sacplan._plan.replay import Decisions, Replay, replay
+from sacplan._trace.cost import CostModel
+from sacplan._trace.devices import DeviceSpec, resolve_device
+from sacplan._trace.fake_data import DataRules, data_rules
+from sacplan._trace.fingerprint import Fingerprint
+from sacplan._trace.kernels import fake_device, kernel_workspace_bytes
+from sacplan._trace.recorder import Recorder
+from sacplan._trace.recording import Kind, Phase, Recording, read_json, write_json
+from sacplan._trace.step import (
+    FakeCopier,
+    LossFn,
+    Step,
+    call_model,
+    check_model,
+    check_optimizer,
+    cleared_caches,
+    default_loss,
+    make_optimizer,
+    preserved_rng,
+    preserved_state,
+    resolve_batch,
+)
+from sacplan._trace.timing import MeasuredTimes
+from sacplan._trace.torch_private import GENERATOR_STATE_BYTES
+from sacplan._trace.workspace import measured_reserves, measured_workspace_bytes
+from sacplan.errors import DeviceError, SacplanError, TraceError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA_VERSION = 1
+
+Runtime = Literal["cost-model", "benchmark", "operator-level-cost-model", "operator-level-benchmark"]
+Trace = Literal["fake", "real"]
+
+_RUNTIMES = {
+    "cost-model": "cost-model",
+    "operator-level-cost-model": "cost-model",
+    "benchmark": "benchmark",
+    "operator-level-benchmark": "benchmark",
+}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One recorded training step: what plans are made from. Frozen; ``save`` and ``load`` it.
+
+    Attributes:
+        recording: the step, op by op.
+        fingerprint: the model and the batch it is of.
+        device: name of the device that it would run on.
+        device_memory_bytes: what that device has.
+        trace, runtime: how it was made.
+        assumptions: what a fake trace took for granted where sizes or values depend on data, a sentence each.
+    """
+
+    recording: Recording
+    fingerprint: Fingerprint
+    device: str
+    device_memory_bytes: int
+    trace: str
+    runtime: str
+    assumptions: tuple[str, ...] = ()
+
+    @cached_property
+    def baseline(self) -> Replay:
+        """The step without a plan."""
+        return replay(self.recording, {})
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the whole step: everything alive on the device, parameters, batch and optimizer state included."""
+        return self.baseline.peak_bytes
+
+    @property
+    def step_ms(self) -> float:
+        """Predicted (or measured, op by op) time of the step in milliseconds."""
+        return self.recording.step_ms
+
+    @property
+    def forward_ms(self) -> float:
+        """The forward pass of it, in milliseconds."""
+        return self.recording.forward_ms
+
+    @cached_property
+    def tradeoffs(self) -> Mapping[str, UnitTradeoff]:
+        """What each module with children could discard, and at what price; by fqn, in execution order."""
+        return unit_tradeoffs(self.recording)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The module tree with statistics, trade-offs and memory rows, as ``sac_milp`` reads it."""
+        return self.fitted_graph()
+
+    def fitted_graph(self, fit: FitKind = "hull", n_segments: int | None = None) -> Graph:
+        """``graph`` with another fit of the trade-off curves: ``"hull"``, or ``"pwlf"`` with 2 to 4 segments."""
+        info = module_info(self.recording, self.recording, self.tradeoffs, fit_kind=fit, segments=n_segments)
+        return dataclasses.replace(parse_module_info(info, root=""), segments=segments_of(self.recording))
+
+    def replay(self, decisions: Decisions) -> Replay:
+        """Peak and recomputation of the step with these call sites discarded (unit to call sites)."""
+        return replay(self.recording, decisions)
+
+    def to_frame(self) -> pd.DataFrame:
+        """Statistics of each module, in execution order."""
+        return self.graph.to_frame()
+
+    def timeline(self, decisions: Mapping[str, Any] | None = None) -> pd.DataFrame:
+        """What is alive at each op, in bytes by kind, without a plan or with a plan's ``decisions``.
+
+        Columns: ``op``, ``phase``, ``module``, ``recomputed``, ``total_bytes``, and one for each kind.
+        """
+        import pandas as pd
+
+        run = replay(self.recording, decisions or {}, timeline=True)
+        ops, scopes = self.recording.ops, self.recording.scopes
+        rows = []
+        for m in run.moments:
+            op = ops[m.op]
+            rows.append(
+                {
+                    "op": op.name,
+                    "phase": op.phase.name.lower(),
+                    "module": scopes[op.scope].fqn if op.scope >= 0 else "",
+                    "recomputed": m.recomputed,
+                    "total_bytes": m.live_bytes,
+                }
+                | {kind.name.lower(): m.by_kind[kind] for kind in Kind}
+            )
+        return pd.DataFrame(rows)
+
+    def save(self, path: str | Path) -> None:
+        """Write to a file (JSON; compressed where the name ends in ``.gz``)."""
+        write_json(
+            path,
+            {
+                "what": "profile",
+                "schema_version": SCHEMA_VERSION,
+                "fingerprint": self.fingerprint.to_dict(),
+                "device": self.device,
+                "device_memory_bytes": self.device_memory_bytes,
+                "trace": self.trace,
+                "runtime": self.runtime,
+                "assumptions": list(self.assumptions),
+                "recording": self.recording.to_dict(),
+            },
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read what ``save`` wrote."""
+        data = read_json(path, "profile", SCHEMA_VERSION)
+        return cls(
+            recording=Recording.from_dict(data["recording"]),
+            fingerprint=Fingerprint.from_dict(data["fingerprint"]),
+            device=data["device"],
+            device_memory_bytes=data["device_memory_bytes"],
+            trace=data["trace"],
+            runtime=data["runtime"],
+            assumptions=tuple(data.get("assumptions", ())),
+        )
+
+    def __repr__(self) -> str:
+        from sacplan._plan.budget import format_bytes
+
+        return (
+            f"Profile({self.fingerprint.model_class} on {self.device}: peak {format_bytes(self.peak_bytes)}, "
+            f"step {self.step_ms:.2f} ms, {len(self.recording.ops)} ops)"
+        )
+
+
+def profile(
+    model: torch.nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    optimizer: Any = None,
+    device: str | DeviceSpec | torch.device = "h100",
+    runtime: Runtime = "cost-model",
+    trace: Trace = "fake",
+) -> Profile:
+    """Record one training step of a model.
+
+        profile = sacplan.profile(model, batch, device="h100")
+        profile.peak_bytes, profile.step_ms
+
+    Args:
+        model: with real, meta or fake parameters. It is not touched.
+        batch: a tensor, a tuple (positional), a mapping (keyword arguments), or a callable that makes one.
+        loss_fn: ``loss_fn(model, batch) -> scalar``; by default the output's loss, else the sum of its
+            float tensors. It gets a copy of the model, and must use that one.
+        optimizer: an optimizer over the model, or a callable ``params -> optimizer``. With one, its state
+            and the temporaries of its step count.
+        device: what the step will run on, see ``sacplan.devices()``.
+        runtime: ``"cost-model"`` (roofline of the device) or ``"benchmark"`` (each distinct op timed here).
+        trace: ``"fake"`` computes nothing. ``"real"`` runs the step on the model's own tensors, twice with an
+            optimizer, and puts everything back; needed where shapes depend on data.
+
+    Raises:
+        TraceError: the step cannot be recorded, or has no gradient. What the model itself raises comes through.
+        DeviceError: an unknown device, or one that is not here where it is needed.
+    """
+    return trace_step(model, batch, loss_fn, optimizer, device, runtime, trace)
+
+
+def trace_step(
+    model: torch.nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None,
+    optimizer: Any,
+    device: str | DeviceSpec | torch.device,
+    runtime: str,
+    trace: str,
+    prepare: Callable[[torch.nn.Module], Any] | None = None,
+    saved: Literal["record", "observe"] = "record",
+) -> Profile:
+    """What ``profile`` and a fake ``verify`` share: ``prepare`` may change the copy before it runs."""
+    check_model(model)
+    spec = resolve_device(device)
+    if runtime not in _RUNTIMES:
+        raise TraceError(f"unknown runtime {runtime!r}; known are {', '.join(map(repr, _RUNTIMES))}.")
+    if trace not in ("fake", "real"):
+        raise TraceError(f"unknown trace {trace!r}; known are 'fake' and 'real'.")
+    times = MeasuredTimes(spec) if _RUNTIMES[runtime] == "benchmark" else CostModel(spec)
+    run = _trace_fake if trace == "fake" else _trace_real
+    with preserved_rng():
+        batch = resolve_batch(batch)
+        fingerprint = Fingerprint.of(model, batch)
+        recording, assumptions = run(
+            model, batch, loss_fn or default_loss, optimizer, spec, times.cost, prepare, saved
+        )
+    _check_recording(recording)
+    return Profile(
+        recording=recording,
+        fingerprint=fingerprint,
+        device=spec.name,
+        device_memory_bytes=spec.memory_bytes,
+        trace=trace,
+        runtime=_RUNTIMES[runtime],
+        assumptions=assumptions,
+    )
+
+
+def _recorder(spec: DeviceSpec, cost: Any, saved: Any, rules: DataRules | None = None) -> Recorder:
+    return Recorder(
+        cost=cost,
+        workspace=functools.partial(_workspace_bytes, spec),
+        round_bytes=spec.allocation_round_bytes,
+        saved=saved,
+        state_bytes=GENERATOR_STATE_BYTES if spec.kind == "cpu" else 0,
+        rules=rules,
+    )
+
+
+def _workspace_bytes(spec: DeviceSpec, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    if spec.kind == "cpu":
+        return measured_workspace_bytes(func, args, kwargs, out)
+    return kernel_workspace_bytes(func, args, kwargs, out, spec)
+
+
+def _reserves(spec: DeviceSpec) -> Any:
+    return measured_reserves() if spec.kind == "cpu" else contextlib.nullcontext()
+
+
+def _trace_fake(
+    model: torch.nn.Module,
+    batch: Any,
+    loss_fn: LossFn,
+    optimizer: Any,
+    spec: DeviceSpec,
+    cost: Any,
+    prepare: Callable[[torch.nn.Module], Any] | None,
+    saved: str,
+) -> tuple[Recording, tuple[str, ...]]:
+    with cleared_caches(model), fake_device(spec), _reserves(spec), data_rules() as rules:
+        copier = FakeCopier(rules)
+        fake = copier.model(model)
+        step = Step(
+            model=fake,
+            batch=copier.tree(batch),
+            loss_fn=loss_fn,
+            optimizer=copier.optimizer(optimizer, model, fake, foreach=spec.kind == "cuda"),
+        )
+        if prepare is not None:
+            prepare(fake)
+        try:
+            recording = _record(
+                step, _recorder(spec, cost, "virtual" if saved == "record" else "observe", rules)
+            )
+        except AssertionError as error:
+            if "convert all Tensors to FakeTensors" not in str(error):
+                raise
+            raise TraceError(
+                "a real tensor got into the fake step. loss_fn must use the model and the batch that it is given, "
+                "and tensors that it needs besides should be buffers of the model, part of the batch, or made "
+                f"inside it. {str(error).rpartition('Found in ')[2]}"
+            ) from error
+    return recording, tuple(map(str, rules.applied))
+
+
+def _trace_real(
+    model: torch.nn.Module,
+    batch: Any,
+    loss_fn: LossFn,
+    optimizer: Any,
+    spec: DeviceSpec,
+    cost: Any,
+    prepare: Callable[[torch.nn.Module], Any] | None,
+    saved: str,
+) -> tuple[Recording, tuple[str, ...]]:
+    check_runs_here(model, spec, 'trace="real"')
+    made = optimizer
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        made = make_optimizer(optimizer, model)
+    elif optimizer is not None:
+        check_optimizer(optimizer, model)
+    with preserved_state(model, made):
+        step = Step(model=model, batch=batch, loss_fn=loss_fn, optimizer=made)
+        undo = prepare(model) if prepare is not None else None
+        try:
+            return _record(step, _recorder(spec, cost, "clone" if saved == "record" else "observe")), ()
+        finally:
+            if undo is not None:
+                undo.remove()
+
+
+def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None:
+    """``DeviceError`` unless the model's tensors are real and on a device of that kind."""
+    kinds = {t.device.type for t in (*model.parameters(), *model.buffers())} or {"cpu"}
+    if "meta" in kinds:
+        raise TraceError(f"{what} needs real parameters, some are on the meta device.")
+    if kinds != {spec.kind}:
+        raise DeviceError(
+            f"{what} runs the step on the tensors that are there, and they are on {', '.join(sorted(kinds))}; the "
+            f'device asked for is {spec.name}. Use device="{sorted(kinds)[0]}", or trace="fake".'
+        )
+
+
+def _record(step: Step, recorder: Recorder) -> Recording:
+    if step.optimizer is not None:
+        step.run()  # makes the optimizer's state, which the recorded step then finds
+        step.optimizer.zero_grad(set_to_none=True)
+    recorder.track_model(step.model)
+    recorder.track_tensors(t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor))
+    if step.optimizer is not None:
+        recorder.track_optimizer(step.optimizer)
+    # Tensors in reference cycles would die whenever the collector happens to run: here, never before the end.
+    gc.collect()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with recorder:
+            step.run()
+    finally:
+        if collecting:
+            gc.enable()
+    return recorder.recording()
+
+
+def _check_recording(recording: Recording) -> None:
+    if not recording.scopes:
+        raise TraceError(
+            "no module of the model was called in the step. Does loss_fn use the model that it is given, "
+            "and call it rather than its .forward?"
+        )
+    if not any(op.phase == Phase.BACKWARD for op in recording.ops):
+        raise TraceError("the step has no backward pass that any op ran in: no gradient reaches a parameter.")
+
+
+__all__ = ["Profile", "SacplanError", "call_model", "profile"]

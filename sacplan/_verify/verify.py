@@ -1,0 +1,149 @@
+"""``verify``: run one step with the plan applied and see what it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from sacplan._apply.apply import apply
+from sacplan._plan.budget import format_bytes
+from sacplan._plan.plan import Plan
+from sacplan._plan.replay import replay
+from sacplan._trace.devices import resolve_device
+from sacplan._trace.profile import check_runs_here, trace_step
+from sacplan._trace.step import (
+    LossFn,
+    Step,
+    check_model,
+    check_optimizer,
+    default_loss,
+    make_optimizer,
+    preserved_rng,
+    preserved_state,
+    resolve_batch,
+)
+from sacplan._verify.measure import measured_step
+from sacplan.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What the step took with the plan applied.
+
+    Attributes:
+        peak_bytes: of the whole step; traced (``run="fake"``) or measured (``run="real"``).
+        predicted_peak_bytes: what the plan says.
+        budget_bytes: what was asked for; None where the plan has none.
+        recompute_flops: floating-point operations that ran a second time.
+        step_ms: predicted time with the plan (fake), or wall time of the measured step (real).
+        run: "fake" or "real".
+        source: where the peak comes from.
+    """
+
+    peak_bytes: int
+    predicted_peak_bytes: int
+    budget_bytes: int | None
+    recompute_flops: int
+    step_ms: float
+    run: str
+    source: str
+
+    @property
+    def within_budget(self) -> bool:
+        """Whether the peak is at most the budget (True where there is none)."""
+        return self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
+
+    @property
+    def error(self) -> float:
+        """Predicted over seen peak, less one."""
+        return self.predicted_peak_bytes / self.peak_bytes - 1
+
+    def __repr__(self) -> str:
+        budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
+        return (
+            f"Verification({'within' if self.within_budget else 'OVER'} {budget}: peak "
+            f"{format_bytes(self.peak_bytes)} ({self.source}), predicted {format_bytes(self.predicted_peak_bytes)} "
+            f"({self.error:+.2%}), recompute {self.recompute_flops / 1e9:.2f} GFLOP, step {self.step_ms:.2f} ms)"
+        )
+
+
+def verify(
+    model: torch.nn.Module,
+    batch: Any,
+    plan: Plan,
+    loss_fn: LossFn | None = None,
+    optimizer: Any = None,
+    run: Literal["fake", "real"] = "fake",
+) -> Verification:
+    """Run one step with the plan applied; the model is as before afterwards.
+
+    Args:
+        model, batch, loss_fn, optimizer: as given to ``profile``.
+        plan: it must not be on the model already.
+        run: ``"fake"`` runs a fake step with the kernels of the plan's device; no hardware is needed.
+            ``"real"`` runs on the model's own tensors and measures: ``torch.cuda.max_memory_allocated`` on CUDA,
+            the profiler's allocation events plus what was alive before on a CPU.
+
+    Raises:
+        PlanMismatch: the model or the batch is not the one planned for.
+    """
+    if run not in ("fake", "real"):
+        raise PlanError(f"unknown run {run!r}; known are 'fake' and 'real'.")
+    check_model(model)
+    plan.fingerprint.check_model(model)
+    with preserved_rng():
+        batch = resolve_batch(batch)
+    plan.fingerprint.check_batch(batch)
+    if run == "fake":
+        return _verify_fake(model, batch, plan, loss_fn, optimizer)
+    return _verify_real(model, batch, plan, loss_fn, optimizer)
+
+
+def _verify_fake(
+    model: torch.nn.Module, batch: Any, plan: Plan, loss_fn: LossFn | None, optimizer: Any
+) -> Verification:
+    seen = trace_step(
+        model, batch, loss_fn, optimizer, plan.device, "cost-model", "fake",
+        prepare=lambda fake: apply(fake, plan),
+        saved="observe",
+    )  # fmt: skip
+    return Verification(
+        peak_bytes=replay(seen.recording, {}).peak_bytes,
+        predicted_peak_bytes=plan.peak_bytes,
+        budget_bytes=plan.budget_bytes,
+        recompute_flops=seen.recording.flops - plan.step_flops,
+        step_ms=seen.step_ms,
+        run="fake",
+        source="fake step",
+    )
+
+
+def _verify_real(
+    model: torch.nn.Module, batch: Any, plan: Plan, loss_fn: LossFn | None, optimizer: Any
+) -> Verification:
+    first = next((t for t in (*model.parameters(), *model.buffers())), None)
+    here = first.device.type if first is not None else "cpu"
+    check_runs_here(model, resolve_device("cuda" if here == "cuda" else "cpu"), 'run="real"')
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = make_optimizer(optimizer, model)
+    elif optimizer is not None:
+        check_optimizer(optimizer, model)
+    step = Step(model, batch, loss_fn or default_loss, optimizer)
+    with preserved_state(model, optimizer):
+        tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
+        unplanned_flops = measured_step(step, tensors, count_flops=True).flops
+        with apply(model, plan):
+            seen = measured_step(step, tensors)
+            planned_flops = measured_step(step, tensors, count_flops=True).flops
+    return Verification(
+        peak_bytes=seen.peak_bytes,
+        predicted_peak_bytes=plan.peak_bytes,
+        budget_bytes=plan.budget_bytes,
+        recompute_flops=planned_flops - unplanned_flops,
+        step_ms=seen.wall_ms,
+        run="real",
+        source=seen.source,
+    )
