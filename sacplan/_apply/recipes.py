@@ -287,9 +287,7 @@ class _Kept:
         self.original: weakref.ref[torch.Tensor] | None = None
         self.tensor = tensor
         self.version = _version(tensor)
-        if (
-            tensor.grad_fn is not None
-        ):  # as an op's output it would hold the op's autograd node, which holds this
+        if tensor.grad_fn is not None:  # else an op's output holds the op's autograd node, which holds this
             self.tensor = history_free_alias(tensor)
             self.original = weakref.ref(tensor) if plain else None
 
@@ -493,8 +491,8 @@ def _generator_state(func: Any, args: Any, kwargs: Any) -> tuple[Any, torch.Tens
     values = (*args, *kwargs.values())
     generator = next((v for v in values if isinstance(v, torch.Generator)), None)
     if generator is None:
-        tensor = next(tensors_in(values))
-        if tensor.is_meta:
+        tensor = next(tensors_in(values), None)
+        if tensor is None or tensor.is_meta:
             return None
         if isinstance(tensor, FakeTensor):
             spec = active_device()
