@@ -434,9 +434,12 @@ def test_any_plan_is_refused_or_changes_no_bit(model: Net, seed: int) -> None:
 @given(nets([k for k in STEPS if k not in NOT_FAKE]), st.integers(0, 10**6))
 def test_the_replayed_peak_is_that_of_the_step(model: Net, seed: int) -> None:
     x = batch()
-    plan = random_plan(sacplan.profile(model, x, device="cpu"), seed, fitting=True)
+    assert_peak_is_replayed(model, random_plan(sacplan.profile(model, x, device="cpu"), seed, fitting=True))
+
+
+def assert_peak_is_replayed(model: nn.Module, plan: Plan) -> None:
     seen = trace_step(
-        model, x, None, None, "cpu", "cost-model", "fake",
+        model, batch(), None, None, "cpu", "cost-model", "fake",
         prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
     )  # fmt: skip
     assert replay(seen.recording, {}).peak_bytes == plan.peak_bytes
@@ -556,12 +559,13 @@ def evaluated_between(model: nn.Module) -> list[torch.Tensor]:
     return state(model, loss, between, evaluated)
 
 
-def under_autocast(model: nn.Module) -> list[torch.Tensor]:
+def under_autocast(model: nn.Module, backward_too: bool) -> list[torch.Tensor]:
     with torch.autocast("cpu", torch.bfloat16):
         torch.manual_seed(3)
         model.zero_grad()
         loss = model(batch())
-    loss.backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=backward_too):
+        loss.backward()
     return state(model, loss)
 
 
@@ -592,7 +596,8 @@ def with_hooks_around(model: nn.Module) -> list[torch.Tensor]:
         double,
         partial,
         evaluated_between,
-        under_autocast,
+        lambda m: under_autocast(m, False),
+        lambda m: under_autocast(m, True),
         lambda m: inside_checkpoint(m, False),
         lambda m: inside_checkpoint(m, True),
         with_hooks_around,
@@ -665,6 +670,9 @@ def test_units_that_share_a_module_do_not_nest_at_run_time() -> None:
     model.units[1].first = model.units[0].first
     planned, _ = discard_all(model, ["units.0.first", "units.1"])
     assert same_bits(step(model, batch()), step(planned, batch()))
+    profile = sacplan.profile(model, batch(), device="cpu")
+    fqns = ["units.0.first", "units.1"]
+    assert_peak_is_replayed(model, plan_of(profile, {f: sorted(fitting_sites(profile, f)) for f in fqns}))
 
 
 def test_occurrences_are_counted_in_each_call_anew() -> None:
@@ -942,6 +950,23 @@ def test_nothing_lives_on_after_a_step(fqns: list[str] | None, backward: bool) -
             loss.backward()
         assert storages.alive
         del loss
+        assert storages.alive == 0
+
+
+def test_an_argument_that_is_written_later_makes_no_cycle() -> None:
+    """The tensor's new autograd node leads to the node that saved the recipe that holds the tensor."""
+
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y += y.exp().sin()
+        return y
+
+    model = outer(middle)
+    profile = sacplan.profile(model, batch(), device="cpu", trace="real")
+    planned = copy.deepcopy(model)
+    sacplan.apply(planned, plan_of(profile, {"units.0": [("aten.exp.default", 0)]}))
+    with no_collector(), Storages(planned) as storages:
+        planned(batch())
         assert storages.alive == 0
 
 
