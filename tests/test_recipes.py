@@ -559,12 +559,13 @@ def evaluated_between(model: nn.Module) -> list[torch.Tensor]:
     return state(model, loss, between, evaluated)
 
 
-def under_autocast(model: nn.Module, backward_too: bool) -> list[torch.Tensor]:
-    with torch.autocast("cpu", torch.bfloat16):
+def under_autocast(model: nn.Module, backward: bool) -> list[torch.Tensor]:
+    """Either pass under autocast, the other one without."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=not backward):
         torch.manual_seed(3)
         model.zero_grad()
         loss = model(batch())
-    with torch.autocast("cpu", torch.bfloat16, enabled=backward_too):
+    with torch.autocast("cpu", torch.bfloat16, enabled=backward):
         loss.backward()
     return state(model, loss)
 

@@ -489,14 +489,14 @@ def _generator_state(func: Any, args: Any, kwargs: Any) -> tuple[Any, torch.Tens
     if not op_traits(func).random:
         return None
     values = (*args, *kwargs.values())
+    tensor = next(tensors_in(values), None)
+    if tensor is None or tensor.is_meta:
+        return None
+    if isinstance(tensor, FakeTensor):
+        spec = active_device()
+        return None if spec is not None and spec.kind != "cpu" else _FakeGenerator.with_state()
     generator = next((v for v in values if isinstance(v, torch.Generator)), None)
     if generator is None:
-        tensor = next(tensors_in(values), None)
-        if tensor is None or tensor.is_meta:
-            return None
-        if isinstance(tensor, FakeTensor):
-            spec = active_device()
-            return None if spec is not None and spec.kind != "cpu" else _FakeGenerator.with_state()
         cuda = torch.cuda.default_generators if tensor.is_cuda else ()
         generator = cuda[tensor.device.index] if cuda else torch.default_generator
     return generator, generator.get_state()
