@@ -28,12 +28,13 @@ from sacplan._fit.units import UnitTradeoff, unit_tradeoffs
 from sacplan._plan.replay import replay
 from sacplan._trace.cost import CostModel
 from sacplan._trace.devices import DeviceSpec, resolve_device
-from sacplan._trace.kernels import active_device, kernel_workspace_bytes
+from sacplan._trace.kernels import active_device
 from sacplan._trace.ops import op_traits
 from sacplan._trace.recorder import Recorder, SavedMode
 from sacplan._trace.recording import Kind, Phase, Recording
 from sacplan._trace.timing import MeasuredTimes
 from sacplan._trace.torch_private import active_fake_mode
+from sacplan._trace.workspace import workspace_bytes
 from sacplan.errors import TraceError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class _Estimator:
         self._recording = None
         self._recorder = Recorder(
             cost=times.cost,
-            workspace=functools.partial(_workspace, spec) if self._count_workspace else _no_workspace,
+            workspace=functools.partial(workspace_bytes, spec) if self._count_workspace else _no_workspace,
             round_bytes=spec.allocation_round_bytes,
             saved=saved,
         )
@@ -114,10 +115,6 @@ class _Estimator:
                 f"{type(self).__name__} has seen nothing yet: run a step inside `with` and read it after."
             )
         return self._recording
-
-
-def _workspace(spec: DeviceSpec, func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    return kernel_workspace_bytes(func, args, kwargs, out, spec)
 
 
 def _no_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> int:

@@ -24,14 +24,13 @@ from sacplan._trace.cost import CostModel
 from sacplan._trace.devices import DeviceSpec, resolve_device
 from sacplan._trace.fake_data import DataRules, data_rules
 from sacplan._trace.fingerprint import Fingerprint
-from sacplan._trace.kernels import fake_device, kernel_workspace_bytes
+from sacplan._trace.kernels import fake_device
 from sacplan._trace.recorder import Recorder
 from sacplan._trace.recording import Kind, Phase, Recording, read_json, write_json
 from sacplan._trace.step import (
     FakeCopier,
     LossFn,
     Step,
-    call_model,
     check_model,
     check_optimizer,
     cleared_caches,
@@ -43,8 +42,8 @@ from sacplan._trace.step import (
 )
 from sacplan._trace.timing import MeasuredTimes
 from sacplan._trace.torch_private import GENERATOR_STATE_BYTES
-from sacplan._trace.workspace import measured_reserves, measured_workspace_bytes
-from sacplan.errors import DeviceError, SacplanError, TraceError
+from sacplan._trace.workspace import measured_reserves, workspace_bytes
+from sacplan.errors import DeviceError, TraceError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -264,18 +263,12 @@ def trace_step(
 def _recorder(spec: DeviceSpec, cost: Any, saved: Any, rules: DataRules | None = None) -> Recorder:
     return Recorder(
         cost=cost,
-        workspace=functools.partial(_workspace_bytes, spec),
+        workspace=functools.partial(workspace_bytes, spec),
         round_bytes=spec.allocation_round_bytes,
         saved=saved,
         state_bytes=GENERATOR_STATE_BYTES if spec.kind == "cpu" else 0,
         rules=rules,
     )
-
-
-def _workspace_bytes(spec: DeviceSpec, func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    if spec.kind == "cpu":
-        return measured_workspace_bytes(func, args, kwargs, out)
-    return kernel_workspace_bytes(func, args, kwargs, out, spec)
 
 
 def _reserves(spec: DeviceSpec) -> Any:
@@ -385,6 +378,3 @@ def _check_recording(recording: Recording) -> None:
         )
     if not any(op.phase == Phase.BACKWARD for op in recording.ops):
         raise TraceError("the step has no backward pass that any op ran in: no gradient reaches a parameter.")
-
-
-__all__ = ["Profile", "SacplanError", "call_model", "profile"]

@@ -31,6 +31,8 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sacplan._trace.cost import _tensors, _traits_of
+from sacplan._trace.devices import DeviceSpec
+from sacplan._trace.kernels import kernel_workspace_bytes
 from sacplan._trace.timing import RUN_ERRORS, RealOp, first_line, op_key, run_for_real
 from sacplan._trace.torch_private import storage_key
 from sacplan._verify.measure import allocation_deltas, profiler_is_on
@@ -254,3 +256,10 @@ def _lstm_reserve_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     if known is None:
         known = _known[key] = run_for_real(func, args, kwargs, None, _CPU, lambda op: op()[3].nbytes)
     return known
+
+
+def workspace_bytes(spec: DeviceSpec, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """What an op's kernel allocates inside: measured on a CPU, by formula on a GPU."""
+    if spec.kind == "cpu":
+        return measured_workspace_bytes(func, args, kwargs, out)
+    return kernel_workspace_bytes(func, args, kwargs, out, spec)
