@@ -21,9 +21,11 @@ from sacplan._fit.graph import (
 from sacplan._plan.frontier import frontier
 from sacplan._plan.plan import Plan, UnitPlan
 from sacplan._plan.planning import plan, plan_smallest
+from sacplan._solve.greedy import Greedy
 from sacplan._solve.milp import SacMilpResult, sac_milp
 from sacplan._solve.policy import get_optimal_checkpointing_policy_per_module
-from sacplan._solve.solvers import Lagrangian, Milp
+from sacplan._solve.program import Milp
+from sacplan._solve.uniform import Uniform
 from sacplan._trace.devices import DeviceSpec, devices
 from sacplan._trace.estimators import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats
 from sacplan._trace.kernels import fake_device
@@ -50,9 +52,9 @@ __all__ = [
     "DeviceSpec",
     "Fit",
     "Graph",
+    "Greedy",
     "Handle",
     "InfeasibleBudget",
-    "Lagrangian",
     "MemTracker",
     "Milp",
     "ModuleInfo",
@@ -70,6 +72,7 @@ __all__ = [
     "SacplanWarning",
     "SolverError",
     "TraceError",
+    "Uniform",
     "UnitPlan",
     "Verification",
     "aggregate_stats",

@@ -162,6 +162,30 @@ def tradeoff(problem: ClosureProblem, max_points: int = 24, between: int = 0) ->
     return tuple(points)
 
 
+def with_neighbours(problem: ClosureProblem, points: Iterable[Point]) -> tuple[Point, ...]:
+    """The points, and all that keep one storage more or discard one more; by falling bytes and rising time.
+
+    None is dominated in bytes and time *and* discards a superset of the ops of the one that dominates it; so
+    points above the hull are among them, whose recomputation may need less memory while it runs.
+    """
+    writer = problem._writer
+    targets = sorted({writer[s] for s in problem.saved if writer[s] != _NO_WRITER and problem._charge[s]})
+    everything = frozenset(w for w in writer if w != _NO_WRITER)
+    found = {point.discarded: point for point in points}
+    for point in tuple(found.values()):
+        for op in targets:
+            if op in point.discarded:
+                near = evaluate(problem, point.discarded - {op})
+            else:
+                asked = (s for s in problem.ops[op].writes if s in problem.saved)
+                kept = everything - frozenset(targets)
+                near = evaluate(
+                    problem, point.discarded | _needed(problem, point.discarded | kept | {op}, asked)
+                )
+            found.setdefault(near.discarded, near)
+    return tuple(sorted(found.values(), key=lambda p: (p.recompute_ms, -p.kept_bytes, sorted(p.discarded))))
+
+
 # --- figures of a set --------------------------------------------------------------------------------------
 
 

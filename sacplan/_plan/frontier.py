@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def frontier(
-    profile: Profile, points: int = 8, solvers: tuple[str | Solver, ...] = ("milp", "lagrangian", "best")
+    profile: Profile, points: int = 8, solvers: tuple[str | Solver, ...] = ("milp", "greedy", "uniform")
 ) -> pd.DataFrame:
     """Plans of every solver at budgets from the smallest feasible peak to the unplanned one.
 

@@ -47,6 +47,7 @@ class Plan:
         baseline_peak_bytes: the same without it.
         budget_bytes: what was asked for; None for a plan that was not made for a budget.
         recompute_ms, recompute_flops: what runs a second time.
+        lower_bound_ms: no schedule with that peak recomputes less (see ``sacplan/_plan/bound.py``).
         step_ms, step_flops: the step without the plan.
         status: "optimal" (within the solver's own model, to ``gap``), "feasible", or "unplanned".
         gap: relative gap that the solver proved; None where it proved nothing.
@@ -61,6 +62,7 @@ class Plan:
     budget_bytes: int | None
     recompute_ms: float
     recompute_flops: int
+    lower_bound_ms: float
     step_ms: float
     step_flops: int
     status: str
@@ -138,6 +140,7 @@ class Plan:
             "budget_bytes": self.budget_bytes,
             "recompute_ms": self.recompute_ms,
             "recompute_flops": self.recompute_flops,
+            "lower_bound_ms": self.lower_bound_ms,
             "step_ms": self.step_ms,
             "step_flops": self.step_flops,
             "status": self.status,

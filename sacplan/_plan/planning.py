@@ -1,29 +1,43 @@
-"""``plan``: propose, replay, tighten or widen, until the replayed peak is under the budget.
+"""``plan``: propose, replay, correct, until the replayed peak is under the budget.
 
-A solver's memory model is a model; the replay is the step. So a proposal counts only with its
-replayed peak, and of all replayed proposals that hold the budget the cheapest is the plan.
+A solver works on effects that add up (``effects.py``); the replay is the step. So a proposal counts only with its
+replayed peak, a difference between the two moves what the solver is asked for, and of all replayed proposals
+that hold the budget the cheapest is the plan.
+
+Cells are chosen for one by one first. Where that is not enough, or far from the bound, neighbouring cells are
+joined, two, three and more, so that what passes between them may be discarded too.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sacplan._fit.cells import Cell
 from sacplan._plan.budget import format_bytes, parse_budget
+from sacplan._plan.effects import Effects
+from sacplan._plan.landscape import Landscape, Objective, landscape_of
 from sacplan._plan.plan import Plan, UnitPlan
 from sacplan._plan.replay import Replay, replay
-from sacplan._solve.solvers import Choice, Proposal, Solver, resolve_solver
+from sacplan._solve.greedy import Greedy
+from sacplan._solve.program import Milp
+from sacplan._solve.solvers import Proposal, Solver
+from sacplan._solve.uniform import Uniform
 from sacplan._trace.profile import Profile
-from sacplan._trace.recording import Phase
-from sacplan.errors import InfeasibleBudget
+from sacplan._trace.recording import CallSite, Phase, Recording
+from sacplan.errors import InfeasibleBudget, PlanError
 
-_ROUNDS = 8  # of asking a solver again
-_COARSE = 8  # rungs of a ladder that are tried first
-_RELAX_EVENTS = 1_500_000  # events that the replays of the last improvement may go through
+_ROUNDS = 4  # of asking a solver again
+_AT_FLOOR = 1.001  # times what no plan can be under: the smallest peak, near enough
+_NEAR, _SMALL = 1e-2, 2e-3  # share of its cost, or of the step, that a plan may be above the bound to be good
+
+Decisions = Mapping[str, tuple[CallSite, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    choice: Choice
+    decisions: Decisions
     replay: Replay
     status: str
     gap: float | None
@@ -35,32 +49,50 @@ class Search:
     """Replays each proposal once and remembers it."""
 
     profile: Profile
-    tried: list[_Tried] = field(default_factory=list)
-    _seen: dict[tuple[object, ...], _Tried] = field(default_factory=dict)
+    landscape: Landscape
+    tried: dict[tuple[tuple[str, tuple[CallSite, ...]], ...], _Tried] = field(default_factory=dict)
 
-    def add(self, proposal: Proposal, solver: str) -> _Tried:
+    def add(self, effects: Effects, proposal: Proposal, solver: str) -> _Tried:
         """Replay a proposal."""
-        key = tuple((fqn, point.discarded) for fqn, point in proposal.choice.items())
-        known = self._seen.get(key)
-        if known is None:
-            run = replay(self.profile.recording, {f: p.discarded for f, p in proposal.choice.items()})
-            known = _Tried(proposal.choice, run, proposal.status, proposal.gap, solver)
-            self._seen[key] = known
-            self.tried.append(known)
-        return known
+        cells = effects.cells
+        recording = self.profile.recording
+        decisions = decisions_of(recording, [(cells[i], option) for i, option in proposal.choice.items()])
+        key = tuple(decisions.items())
+        if key not in self.tried:
+            cost = effects.cost(proposal.choice)
+            gap = None
+            if proposal.bound is not None:
+                gap = max(0.0, cost - proposal.bound) / cost if cost else 0.0
+            self.tried[key] = _Tried(decisions, replay(recording, decisions), proposal.status, gap, solver)
+        return self.tried[key]
+
+    def cost(self, tried: _Tried) -> float:
+        """What is minimised."""
+        return sum(self.landscape.costs[op] for op in tried.replay.again)
 
     def best(self, budget_bytes: int) -> _Tried | None:
         """The cheapest that holds; the lower peak on a tie."""
-        holding = [t for t in self.tried if t.replay.peak_bytes <= budget_bytes]
-        return min(holding, key=lambda t: (t.replay.recompute_ms, t.replay.peak_bytes), default=None)
+        holding = [t for t in self.tried.values() if t.replay.peak_bytes <= budget_bytes]
+        return min(holding, key=lambda t: (self.cost(t), t.replay.peak_bytes), default=None)
+
+    def is_near_bound(self, budget_bytes: int) -> bool:
+        """Whether the best is so cheap that no schedule could be noticeably cheaper."""
+        found = self.best(budget_bytes)
+        if found is None:
+            return False
+        cost = self.cost(found)
+        above = cost - self.landscape.bound.at(budget_bytes)
+        return above <= max(_NEAR * cost, _SMALL * sum(self.landscape.costs))
 
     @property
     def smallest(self) -> _Tried:
         """The lowest peak seen."""
-        return min(self.tried, key=lambda t: (t.replay.peak_bytes, t.replay.recompute_ms))
+        return min(self.tried.values(), key=lambda t: (t.replay.peak_bytes, self.cost(t)))
 
 
-def plan(profile: Profile, budget: float | str, solver: str | Solver = "best") -> Plan:
+def plan(
+    profile: Profile, budget: float | str, solver: str | Solver = "best", objective: Objective = "time"
+) -> Plan:
     """Choose what each module discards, so that the whole step stays under a budget.
 
         plan = sacplan.plan(profile, budget="22GiB")
@@ -69,131 +101,134 @@ def plan(profile: Profile, budget: float | str, solver: str | Solver = "best") -
         profile: from ``sacplan.profile``.
         budget: a number is GiB; a string has a unit (``"22GiB"``, ``"24GB"``), or is a share of the
             unplanned peak (``"60%"``). It bounds the peak of the whole step.
-        solver: ``"best"`` (all of them, the cheapest plan wins), ``"milp"``, ``"lagrangian"``, or an object
-            such as ``sacplan.Milp(gap=1e-4)``.
+        solver: ``"milp"``, ``"greedy"``, ``"uniform"``, ``"best"`` (the first two, the cheaper plan wins), or an
+            object such as ``sacplan.Milp(gap=1e-4)``.
+        objective: what is recomputed the least of: ``"time"`` (ms, as the profile predicts them) or ``"flops"``.
 
     Raises:
         BudgetError: a budget that cannot be read.
+        PlanError: an unknown solver or objective.
         InfeasibleBudget: no plan found holds it; carries the smallest peak that one does.
     """
+    solvers = resolve_solver(solver)
+    search = _search(profile, objective)
     budget_bytes = parse_budget(budget, profile.peak_bytes)
-    solvers = resolve_solver(profile, solver)
-    search = Search(profile)
-    unplanned = search.add(Proposal({}, "unplanned"), "none")
-    if unplanned.replay.peak_bytes <= budget_bytes:
-        return _as_plan(profile, unplanned, budget_bytes)
+    if profile.peak_bytes <= budget_bytes:
+        return _as_plan(search, search.smallest, budget_bytes)
     for one in solvers:
-        _close_loop(search, one, budget_bytes)
+        _solve(search, one, budget_bytes)
+        if search.is_near_bound(budget_bytes):
+            break
     found = search.best(budget_bytes)
     if found is None:
+        _smallest(search, solvers, budget_bytes)
+        found = search.best(budget_bytes)
+    if found is None:
         raise _infeasible(search, solvers, budget_bytes)
-    return _as_plan(profile, _relax(search, found, budget_bytes), budget_bytes)
+    return _as_plan(search, found, budget_bytes)
 
 
-def plan_smallest(profile: Profile, solver: str | Solver = "best") -> Plan:
+def plan_smallest(profile: Profile, solver: str | Solver = "best", objective: Objective = "time") -> Plan:
     """The plan with the smallest peak that the search finds, whatever it recomputes.
 
     Its ``peak_bytes`` is the ``smallest_feasible_bytes`` that ``InfeasibleBudget`` reports.
     """
-    search = Search(profile)
-    search.add(Proposal({}, "unplanned"), "none")
-    for one in resolve_solver(profile, solver):
-        _close_loop(search, one, 1)
-    return _as_plan(profile, search.smallest, None)
+    search = _search(profile, objective)
+    _smallest(search, resolve_solver(solver), 0)
+    return _as_plan(search, search.smallest, None)
 
 
-def _close_loop(search: Search, solver: Solver, budget_bytes: int) -> None:
-    """Ask at the budget, then at surrogates moved by what the replay was over or under."""
-    surrogate = budget_bytes
-    low, high = 0, 2 * search.profile.peak_bytes  # surrogates known to hold, and known not to
-    before = None
+def resolve_solver(solver: str | Solver) -> list[Solver]:
+    """Solver objects by name; ``"best"`` is those whose plans are worth comparing."""
+    if not isinstance(solver, str):
+        return [solver]
+    known: dict[str, list[Solver]] = {
+        "milp": [Milp()],
+        "greedy": [Greedy()],
+        "uniform": [Uniform()],
+        "best": [Greedy(), Milp()],
+    }
+    if solver not in known:
+        raise PlanError(
+            f"unknown solver {solver!r}; known are {', '.join(map(repr, known))}, or an object such as "
+            "sacplan.Milp()."
+        )
+    return known[solver]
+
+
+def _search(profile: Profile, objective: Objective) -> Search:
+    search = Search(profile, landscape_of(profile.recording, objective))
+    search.add(search.landscape.effects(1), Proposal({}, "unplanned"), "none")
+    return search
+
+
+def _solve(search: Search, solver: Solver, budget_bytes: int) -> None:
+    """Cells one by one, then joined, as long as that makes it cheaper."""
+    landscape = search.landscape
+    if budget_bytes < landscape.timeline.floor_bytes:
+        return
+    cheapest: float | None = None
+    for size in landscape.sizes:
+        _close_loop(search, solver, landscape.effects(size), budget_bytes)
+        found = search.best(budget_bytes)
+        if found is None:
+            continue
+        cost = search.cost(found)
+        if search.is_near_bound(budget_bytes) or (cheapest is not None and cost >= cheapest):
+            break
+        cheapest = cost
+
+
+def _close_loop(search: Search, solver: Solver, effects: Effects, budget_bytes: int) -> None:
+    """Ask at the budget, then at budgets moved by what the replay says otherwise than the effects."""
+    asked = budget_bytes
     for _ in range(_ROUNDS):
-        proposal = solver.propose(search.profile, surrogate)
+        proposal = solver.propose(effects, asked)
         if proposal is None:
             break
-        tried = search.add(proposal, solver.name)
-        if tried is before:
+        tried = search.add(effects, proposal, solver.name)
+        off = tried.replay.peak_bytes - effects.peak(proposal.choice)[0]
+        if off == budget_bytes - asked or tried.replay.peak_bytes <= budget_bytes <= asked + off:
             break
-        before = tried
-        slack = budget_bytes - tried.replay.peak_bytes
-        if slack < 0:
-            high = min(high, surrogate)
-            surrogate = max(surrogate + slack, (low + surrogate) // 2 if low else 0)
-        else:
-            low = max(low, surrogate)
-            if slack < budget_bytes // 500:
-                break
-            surrogate = min(surrogate + slack, (high + surrogate) // 2)
-        if high - low < budget_bytes // 1000 or surrogate <= 0:
-            break
-    if search.best(budget_bytes) is None:
-        _climb_down(search, solver, budget_bytes)
+        asked = budget_bytes - off
 
 
-def _climb_down(search: Search, solver: Solver, budget_bytes: int) -> None:
-    """The lowest peak on a solver's ladder, coarse to fine; then the mildest rung that holds the budget.
-
-    Peaks fall along a ladder until the working set of the recomputation outweighs what is saved.
-    """
-    ladder = solver.ladder(search.profile)
-    if not ladder:
-        return
-
-    def peak(rung: int) -> int:
-        return search.add(Proposal(ladder[rung], "feasible"), solver.name).replay.peak_bytes
-
-    last = len(ladder) - 1
-    step = max(1, last // _COARSE)
-    lowest = min({*range(0, last, step), last}, key=lambda rung: (peak(rung), rung))
-    while step > 1:
-        step = step // 2
-        near = (rung for rung in (lowest - step, lowest, lowest + step) if 0 <= rung <= last)
-        lowest = min(near, key=lambda rung: (peak(rung), rung))
-    if peak(lowest) > budget_bytes:
-        return
-    too_mild, holds = -1, lowest
-    while holds - too_mild > 1:
-        middle = (too_mild + holds) // 2
-        if peak(middle) <= budget_bytes:
-            holds = middle
-        else:
-            too_mild = middle
+def _smallest(search: Search, solvers: Sequence[Solver], budget_bytes: int) -> None:
+    """The smallest peaks, in cells of all sizes, until one holds the budget."""
+    for solver in solvers:
+        worse = 0
+        for size in search.landscape.sizes:
+            before = search.smallest.replay.peak_bytes
+            effects = search.landscape.effects(size)
+            search.add(effects, solver.smallest(effects), solver.name)
+            now = search.smallest.replay.peak_bytes
+            worse = worse + 1 if now >= before else 0
+            if now <= max(budget_bytes, _AT_FLOOR * search.landscape.timeline.floor_bytes) or worse > 2:
+                return
 
 
-def _relax(search: Search, found: _Tried, budget_bytes: int) -> _Tried:
-    """Give back what the budget has room for: single units to cheaper points, the largest saving first.
-
-    A move that does not fit is not tried again, since later moves only add memory.
-    """
-    tradeoffs = search.profile.tradeoffs
-    moves = sorted(
-        (
-            (point.recompute_ms - milder_ms, fqn, milder)
-            for fqn, point in found.choice.items()
-            for milder_ms, milder in ((0.0, None), *((p.recompute_ms, p) for p in tradeoffs[fqn].points))
-            if milder_ms < point.recompute_ms
-        ),
-        key=lambda move: -move[0],
-    )
-    left = max(_RELAX_EVENTS // max(1, len(search.profile.recording.events)), 10)
-    for _, fqn, milder in moves[:left]:
-        now = found.choice.get(fqn)
-        if now is None or (milder is not None and milder.recompute_ms >= now.recompute_ms):
-            continue  # already better off
-        choice = {f: p for f, p in found.choice.items() if f != fqn}
-        if milder is not None:
-            choice = {f: milder if f == fqn else p for f, p in found.choice.items()}
-        solver = found.solver.removesuffix("+relax") + "+relax"
-        tried = search.add(Proposal(choice, "feasible"), solver)
-        fits = tried.replay.peak_bytes <= budget_bytes
-        if fits and tried.replay.recompute_ms < found.replay.recompute_ms:
-            found = tried
-    return found
+def decisions_of(recording: Recording, choice: Sequence[tuple[Cell, int]]) -> dict[str, tuple[CallSite, ...]]:
+    """Units that do not nest, and the call sites that each discards; a module takes over those in it."""
+    gone = frozenset(op for cell, option in choice for op in cell.ops(cell.options[option]))
+    wanted = {unit for cell, option in choice for unit in cell.units[option]}
+    scopes = {scope for unit in wanted for scope in recording.calls[unit]}
+    outer = {
+        unit
+        for unit in wanted
+        if not any(a in scopes for scope in recording.calls[unit] for a in recording.ancestors(scope))
+    }
+    found: dict[str, dict[CallSite, None]] = defaultdict(dict)
+    for unit in recording.calls:
+        if unit in outer:
+            for scope in recording.calls[unit]:
+                for op, site in recording.sites(scope).items():
+                    if op in gone:
+                        found[unit][site] = None
+    return {unit: tuple(sites) for unit, sites in found.items()}
 
 
-def _infeasible(search: Search, solvers: list[Solver], budget_bytes: int) -> InfeasibleBudget:
-    smallest = search.smallest
-    run = smallest.replay
+def _infeasible(search: Search, solvers: Sequence[Solver], budget_bytes: int) -> InfeasibleBudget:
+    run = search.smallest.replay
     if run.peak_phase == Phase.OPTIMIZER:
         binding = "optimizer step"
     else:
@@ -211,25 +246,17 @@ def _infeasible(search: Search, solvers: list[Solver], budget_bytes: int) -> Inf
     )
 
 
-def _as_plan(profile: Profile, found: _Tried, budget_bytes: int | None) -> Plan:
-    units = {}
-    for fqn, tradeoff in profile.tradeoffs.items():
-        point = found.choice.get(fqn)
-        if point is not None and point.discarded:
-            gone = set(point.discarded)
-            units[fqn] = UnitPlan(
-                discard_ratio=point.discard_ratio,
-                recompute_ms=point.recompute_ms,
-                discarded=point.discarded,
-                kept=tuple(s for s in tradeoff.saved_sites if s not in gone),
-            )
+def _as_plan(search: Search, found: _Tried, budget_bytes: int | None) -> Plan:
+    profile = search.profile
+    bound = landscape_of(profile.recording, "time").bound
     return Plan(
-        units=units,
+        units=unit_plans(profile.recording, found.decisions),
         peak_bytes=found.replay.peak_bytes,
         baseline_peak_bytes=profile.peak_bytes,
         budget_bytes=budget_bytes,
         recompute_ms=found.replay.recompute_ms,
         recompute_flops=found.replay.recompute_flops,
+        lower_bound_ms=min(bound.at(found.replay.peak_bytes), found.replay.recompute_ms),
         step_ms=profile.step_ms,
         step_flops=profile.recording.flops,
         status=found.status,
@@ -238,3 +265,32 @@ def _as_plan(profile: Profile, found: _Tried, budget_bytes: int | None) -> Plan:
         device=profile.device,
         fingerprint=profile.fingerprint,
     )
+
+
+def unit_plans(recording: Recording, decisions: Decisions) -> dict[str, UnitPlan]:
+    """What each unit keeps, discards and recomputes, by call site."""
+    units = {}
+    for fqn, sites in decisions.items():
+        gone = set(sites)
+        saved: dict[CallSite, None] = {}
+        saved_bytes = gone_bytes = 0
+        recompute_ms = 0.0
+        held = set(recording.handle_storages)
+        for scope in recording.calls[fqn]:
+            for op, site in recording.sites(scope).items():
+                if recording.ops[op].phase != Phase.FORWARD:
+                    continue
+                kept = sum(recording.storage_bytes[s] for s in recording.ops[op].writes if s in held)
+                saved_bytes += kept
+                if site in gone:
+                    gone_bytes += kept
+                    recompute_ms += recording.ops[op].time_ms
+                elif kept:
+                    saved[site] = None
+        units[fqn] = UnitPlan(
+            discard_ratio=gone_bytes / saved_bytes if saved_bytes else 0.0,
+            recompute_ms=recompute_ms,
+            discarded=tuple(sites),
+            kept=tuple(saved),
+        )
+    return units

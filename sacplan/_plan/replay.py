@@ -45,6 +45,7 @@ class Replay:
         peak_phase, peak_fqn: where that is ("" for outside of any module, or in the model itself).
         end_bytes: alive when the step is over.
         recompute_ms, recompute_flops, recomputed_ops: what ran a second time.
+        again: which ops that were, in their order.
         moments: the whole timeline, if it was asked for.
         boundaries: with the timeline, bytes by ``Kind`` at each (``Event.ENTER`` or ``EXIT``, scope).
     """
@@ -58,6 +59,7 @@ class Replay:
     recompute_ms: float
     recompute_flops: int
     recomputed_ops: int
+    again: tuple[int, ...] = ()
     moments: tuple[Moment, ...] = ()
     boundaries: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
@@ -97,17 +99,55 @@ def replay(recording: Recording, decisions: Decisions, *, timeline: bool = False
             or whose op cannot run again, is ignored, as the executor ignores it.
         timeline: keep one ``Moment`` per op.
     """
-    return _Replayer(recording, decisions, timeline).run()
+    units = {scope for fqn, sites in decisions.items() if sites for scope in recording.calls.get(fqn, ())}
+    return Replayer(recording, discarded_ops(recording, decisions), units, timeline=timeline).run()
 
 
-class _Replayer:
-    def __init__(self, recording: Recording, decisions: Decisions, timeline: bool) -> None:
+def discarded_ops(recording: Recording, decisions: Decisions) -> frozenset[int]:
+    """The recorded ops that decisions discard."""
+    found: set[int] = set()
+    ops = recording.ops
+    for fqn, sites in decisions.items():
+        wanted = set(sites)
+        if not wanted:
+            continue
+        for scope in recording.calls.get(fqn, ()):
+            found.update(
+                i
+                for i, site in recording.sites(scope).items()
+                if site in wanted and ops[i].recomputable and ops[i].phase == Phase.FORWARD
+            )
+    return frozenset(found)
+
+
+class Replayer:
+    """Goes through the events of a recording with some ops discarded.
+
+    Args:
+        recording: the step.
+        discarded: ops that leave a recipe, if they run inside one of the ``units``.
+        units: scopes (module calls) in which recipes are made.
+        initial: storages alive when the step begins; by default the recording's.
+        timeline: keep one ``Moment`` per op.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        discarded: Collection[int],
+        units: Collection[int] = (),
+        initial: Collection[int] | None = None,
+        *,
+        timeline: bool = False,
+    ) -> None:
         self.r = recording
         self.timeline = timeline
-        self.discarded = self._discarded_ops(decisions)
-        self.unit_scopes = {
-            scope for fqn, sites in decisions.items() if sites for scope in recording.calls.get(fqn, ())
-        }
+        self.last_op = 0
+        self.discarded = discarded
+        self.unit_scopes = units
+        self.initial = recording.initial if initial is None else initial
+        self.noted = 0  # alive at the op that ran last
+        self.again = 0  # the most that was alive at an op that ran again, until somebody sets it to 0
         self.count = [0] * len(recording.storage_bytes)  # holders of the original storage
         self.by_kind = [0] * len(Kind)
         self.live = 0
@@ -119,91 +159,21 @@ class _Replayer:
         self.peak_op = 0
         self.recompute_ms = 0.0
         self.recompute_flops = 0
-        self.recomputed_ops = 0
+        self.recomputed: list[int] = []
         self.moments: list[Moment] = []
         self.boundaries: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    def _discarded_ops(self, decisions: Decisions) -> set[int]:
-        found: set[int] = set()
-        for fqn, sites in decisions.items():
-            wanted = set(sites)
-            if not wanted:
-                continue
-            for scope in self.r.calls.get(fqn, ()):
-                ops = self.r.ops
-                found.update(
-                    i
-                    for i, site in self.r.sites(scope).items()
-                    if site in wanted and ops[i].recomputable and ops[i].phase == Phase.FORWARD
-                )
-        return found
-
-    def run(self) -> Replay:
-        r, count, nbytes = self.r, self.count, self.r.storage_bytes
-        for s in r.initial:
+    def begin(self) -> None:
+        """The state before the first event."""
+        for s in self.initial:
             self._hold(s)
         self._note(0, 0, False)
-        last_op = 0
-        op_code, free, pack, release = Event.OP, Event.FREE, Event.PACK, Event.RELEASE
-        kinds, by_kind = r.storage_kinds, self.by_kind
+
+    def run(self) -> Replay:
+        r = self.r
+        self.begin()
         for code, arg in r.events:
-            if code == op_code:
-                last_op = arg
-                op = r.ops[arg]
-                discards = arg in self.discarded and self.current_unit != ROOT_SCOPE
-                if discards:
-                    self._keep_state(op.state_bytes)
-                for s in op.writes:
-                    count[s] += 1
-                    self.live += nbytes[s]
-                    by_kind[kinds[s]] += nbytes[s]
-                self._note(arg, op.workspace_bytes, False)
-                if discards:
-                    self._make_node(arg)
-            elif code == free:
-                self._release(arg)
-            elif code == pack:
-                slot = self.table.get(r.handle_storages[arg])
-                if slot is None:
-                    self._hold(r.handle_storages[arg])
-                else:
-                    slot.refs += 1
-                    self.handle_slot[arg] = slot
-            elif code == release:
-                slot = self.handle_slot.pop(arg, None)
-                if slot is None:
-                    self._release(r.handle_storages[arg])
-                else:
-                    self._unref(slot)
-            elif code == Event.UNPACK:
-                handle = r.instance_handles[arg]
-                slot = self.handle_slot.get(handle)
-                if slot is None:
-                    self._hold(r.handle_storages[handle])
-                else:
-                    if not slot.cached:
-                        self._compute(slot.node, last_op)
-                    slot.instances += 1
-                    self.handle_slot[-1 - arg] = slot
-            elif code == Event.DROP:
-                slot = self.handle_slot.pop(-1 - arg, None)
-                if slot is None:
-                    self._release(r.handle_storages[r.instance_handles[arg]])
-                else:
-                    slot.instances -= 1
-                    self._maybe_free(slot)
-            elif code == Event.ALLOC:
-                self._hold(arg)
-            elif code == Event.ENTER:
-                if self.timeline:
-                    self.boundaries[code, arg] = tuple(self.by_kind)
-                if arg in self.unit_scopes and self.current_unit == ROOT_SCOPE:
-                    self.current_unit = arg
-            elif code == Event.EXIT:
-                if self.timeline:
-                    self.boundaries[code, arg] = tuple(self.by_kind)
-                if arg == self.current_unit:
-                    self._leave_unit()
+            self.step(code, arg)
         peak_op = r.ops[self.peak_op] if r.ops else None
         scope = peak_op.scope if peak_op else ROOT_SCOPE
         return Replay(
@@ -215,10 +185,71 @@ class _Replayer:
             end_bytes=self.live,
             recompute_ms=self.recompute_ms,
             recompute_flops=self.recompute_flops,
-            recomputed_ops=self.recomputed_ops,
+            recomputed_ops=len(self.recomputed),
+            again=tuple(self.recomputed),
             moments=tuple(self.moments),
             boundaries=self.boundaries,
         )
+
+    def step(self, code: int, arg: int) -> None:
+        """One event of the recording."""
+        r = self.r
+        if code == Event.OP:
+            self.last_op = arg
+            op = r.ops[arg]
+            discards = arg in self.discarded and self.current_unit != ROOT_SCOPE
+            if discards:
+                self._keep_state(op.state_bytes)
+            for s in op.writes:
+                self.count[s] += 1
+                self._add(s)
+            self._note(arg, op.workspace_bytes, False)
+            if discards:
+                self._make_node(arg)
+        elif code == Event.FREE:
+            self._release(arg)
+        elif code == Event.PACK:
+            slot = self.table.get(r.handle_storages[arg])
+            if slot is None:
+                self._hold(r.handle_storages[arg])
+            else:
+                slot.refs += 1
+                self.handle_slot[arg] = slot
+        elif code == Event.RELEASE:
+            slot = self.handle_slot.pop(arg, None)
+            if slot is None:
+                self._release(r.handle_storages[arg])
+            else:
+                self._unref(slot)
+        elif code == Event.UNPACK:
+            handle = r.instance_handles[arg]
+            slot = self.handle_slot.get(handle)
+            if slot is None:
+                self._hold(r.handle_storages[handle])
+            else:
+                if not slot.cached:
+                    self._compute(slot.node, self.last_op)
+                slot.instances += 1
+                self.handle_slot[-1 - arg] = slot
+        elif code == Event.DROP:
+            slot = self.handle_slot.pop(-1 - arg, None)
+            if slot is None:
+                self._release(r.handle_storages[r.instance_handles[arg]])
+            else:
+                slot.instances -= 1
+                self._maybe_free(slot)
+        elif code == Event.ALLOC:
+            self._hold(arg)
+        elif code == Event.ENTER:
+            if self.timeline:
+                self.boundaries[code, arg] = tuple(self.by_kind)
+            if arg in self.unit_scopes and self.current_unit == ROOT_SCOPE:
+                self.current_unit = arg
+        elif code == Event.EXIT:
+            if self.timeline:
+                self.boundaries[code, arg] = tuple(self.by_kind)
+            if arg == self.current_unit:
+                self._leave_unit()
 
     def _leave_unit(self) -> None:
         self.current_unit = ROOT_SCOPE
@@ -229,6 +260,10 @@ class _Replayer:
 
     def _note(self, op: int, workspace: int, recomputed: bool) -> None:
         total = self.live + workspace
+        if recomputed:
+            self.again = max(self.again, total)
+        else:
+            self.noted = total
         if total > self.peak or self.timeline:
             kinds = list(self.by_kind)
             kinds[Kind.TEMPORARY] += workspace
@@ -336,7 +371,7 @@ class _Replayer:
         self._note(asked_by, op.workspace_bytes + op.state_bytes, True)
         self.recompute_ms += op.time_ms
         self.recompute_flops += op.flops
-        self.recomputed_ops += 1
+        self.recomputed.append(node.op)
         node.pending = False
         for slot in node.slots:
             if slot.refs:

@@ -60,14 +60,19 @@ def relative_gap(objective: float | None, bound: float | None) -> float | None:
 
 
 class Program:
-    """A minimisation over non-negative variables, sparse, built row by row and solved at any time."""
+    """A sparse minimisation, built row by row and solved at any time; variables are non-negative by default."""
 
     def __init__(self) -> None:
-        self._variables: list[tuple[float, float | None, bool, float]] = []
+        self._variables: list[tuple[float | None, float | None, bool, float]] = []
         self._rows: list[tuple[list[tuple[int, float]], float | None, float | None]] = []
 
     def variable(
-        self, *, lower: float = 0.0, upper: float | None = None, integer: bool = False, cost: float = 0.0
+        self,
+        *,
+        lower: float | None = 0.0,
+        upper: float | None = None,
+        integer: bool = False,
+        cost: float = 0.0,
     ) -> int:
         self._variables.append((lower, upper, integer, cost))
         return len(self._variables) - 1
@@ -130,7 +135,7 @@ class Program:
         if status in ("infeasible", "unknown"):
             return Solution(status, bound=bound)
         values = tuple(
-            lower if variable.varValue is None else float(variable.varValue)  # None: it is in no row
+            (lower or 0.0) if variable.varValue is None else float(variable.varValue)  # None: it is in no row
             for variable, (lower, _, _, _) in zip(variables, self._variables, strict=True)
         )
         objective = math.fsum(

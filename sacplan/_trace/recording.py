@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -161,6 +161,20 @@ class Recording:
         while scope != ROOT_SCOPE:
             yield scope
             scope = self.scopes[scope].parent
+
+    def common_scope(self, scopes: Iterable[int]) -> int:
+        """The innermost module call that all these are in or are, or -1."""
+        common: list[int] | None = None
+        for scope in scopes:
+            path = [scope, *self.ancestors(scope)][::-1] if scope != ROOT_SCOPE else []
+            if common is None:
+                common = path
+            else:
+                same = 0
+                while same < min(len(common), len(path)) and common[same] == path[same]:
+                    same += 1
+                common = common[:same]
+        return common[-1] if common else ROOT_SCOPE
 
     def sites(self, scope: int) -> dict[int, CallSite]:
         """Op index to call site (op name, occurrence within this call), for the ops of one module call."""

@@ -1,0 +1,381 @@
+"""The forward pass in pieces that are chosen for independently, and what each of them can do.
+
+A *cell* is a set of forward ops: a module that repeats along the model (a layer) or is small enough to look at
+as a whole, together with what the modules around it run after it (before the first one: before it). Every op
+that a module of the model runs is in one cell. A cell's options are sets of its ops that run again, exact
+points of its closure problem (``closure.py``), so they say which tensors of which module are kept, alike or
+different from cell to cell.
+
+Several neighbours can be joined to one cell. Its options may also discard what passes from one to the next (a
+residual stream) and run the whole piece again from its beginning: that is how a step gets down to its
+smallest peak.
+
+Cells that repeat give the same problem, which is solved once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from sacplan._fit import closure
+from sacplan._trace.recording import ROOT_SCOPE, CallSite, Event, Phase, Recording
+
+LARGEST_CELL = 150
+"""Modules with more op call sites than this are split into their children."""
+
+LARGEST_JOINED = 800
+"""Neighbours are not joined to cells of more ops than this."""
+
+_VERTICES = 24  # of a cell's hull, at most
+_FEW = 12  # cells do not make up for each other's gaps
+_BETWEEN = 8  # options between two vertices of a cell's hull, at most
+
+_MIN_SHARE = 0.5  # of a module's ops that its repeated children must have for it to be split
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a cell does: which of its members run again.
+
+    Attributes:
+        cost: of running them, in the unit of the objective (ms for time).
+        kept_bytes: what is held from forward to backward on the cell's account.
+        members: indices into ``Cell.members``.
+    """
+
+    cost: float
+    kept_bytes: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Some forward ops and what can be chosen for them.
+
+    Attributes:
+        unit: fqn of the smallest module that runs them all.
+        members: groups of op indices; a group is one call site in all calls of the unit, and is kept or
+            discarded as one.
+        kind: equal for cells whose problems are equal.
+        options: by rising cost; the first keeps everything.
+        units: by option, the modules that have to be units for it.
+        wide: by option, whether one of these is around more than this cell's modules.
+    """
+
+    unit: str
+    members: tuple[tuple[int, ...], ...]
+    kind: int
+    options: tuple[Option, ...]
+    units: tuple[tuple[str, ...], ...]
+    wide: tuple[bool, ...]
+
+    def ops(self, option: Option) -> frozenset[int]:
+        """The recorded ops that run again with an option."""
+        return frozenset(op for member in option.members for op in self.members[member])
+
+    def only(self, options: Sequence[int]) -> Cell:
+        """The cell with some of its options."""
+        return replace(
+            self,
+            options=tuple(self.options[o] for o in options),
+            units=tuple(self.units[o] for o in options),
+            wide=tuple(self.wide[o] for o in options),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A cell before it has options. ``once``: its unit is called once, so a neighbour may be joined."""
+
+    unit: str
+    members: tuple[tuple[int, ...], ...]
+    once: bool
+
+
+class Cells:
+    """Cells of one recording under one objective; problems that repeat are solved once.
+
+    Args:
+        recording: the step.
+        costs: what running each op again costs.
+
+    Many cells make up for each other's gaps, so the options on and near the hull are enough. Where there are
+    few, all options are offered that differ from these in one tensor.
+    """
+
+    def __init__(self, recording: Recording, costs: Sequence[float]) -> None:
+        self.recording = recording
+        self.costs = costs
+        self._kinds: dict[closure.ClosureProblem, int] = {}
+        self._solved: dict[tuple[int, bool], tuple[Option, ...]] = {}
+        self._handles = _handles_by_op(recording)
+        self._packed: dict[int, set[int]] = defaultdict(set)
+        for storage, scope in zip(recording.handle_storages, recording.handle_scopes, strict=True):
+            self._packed[storage].add(scope)
+        self._pieces, self._split = _pieces(recording)
+
+    @property
+    def longest_run(self) -> int:
+        """How many cells can be joined at most."""
+        return max((len(run) for run in _runs(self._pieces)), default=1)
+
+    def joined(self, size: int) -> tuple[Cell, ...]:
+        """The cells, with up to ``size`` neighbours made into one; 1 leaves them as they are."""
+        pieces = _join(self.recording, self._pieces, size)
+        problems = [self._problem(piece.members) for piece in pieces]
+        kinds = [self._kinds.setdefault(problem, len(self._kinds)) for problem in problems]
+        cells = []
+        for piece, problem, kind in zip(pieces, problems, kinds, strict=True):
+            few = size == 1 and len(pieces) <= _FEW and len(problem.ops) <= LARGEST_CELL
+            if (kind, few) not in self._solved:
+                self._solved[kind, few] = _options(problem, few)
+            options = self._solved[kind, few]
+            units = tuple(self._units(piece, option) for option in options)
+            wide = tuple(not self._split.isdisjoint(found) for found in units)
+            cells.append(Cell(piece.unit, piece.members, kind, options, units, wide))
+        return tuple(cells)
+
+    def _units(self, piece: _Piece, option: Option) -> tuple[str, ...]:
+        """The smallest modules, not leaves, that run what hangs together in an option, and all that saves it."""
+        if not option.members:
+            return ()
+        if not piece.once or piece.unit not in self._split:
+            return (piece.unit,)
+        recording = self.recording
+        gone = sorted(op for member in option.members for op in piece.members[member])
+        group_of: dict[int, list[int]] = {}  # storage to the group of ops that its writer is in
+        groups: list[list[int]] = []
+        for op in gone:
+            group = [op]
+            for s in recording.ops[op].reads:
+                other = group_of.get(s)
+                if other is not None and other is not group:
+                    small, group = sorted((group, other), key=len)
+                    group.extend(small)
+                    for moved in small:
+                        group_of.update((w, group) for w in recording.ops[moved].writes)
+                    small.clear()
+            group_of.update((s, group) for s in recording.ops[op].writes)
+            groups.append(group)
+        found: dict[str, None] = {}
+        for group in groups:
+            ops = [recording.ops[op] for op in group]
+            if ops:
+                scopes = {op.scope for op in ops}.union(*(self._packed[s] for op in ops for s in op.writes))
+                scope = recording.common_scope(scopes)
+                while recording.scopes[scope].fqn in recording.leaf_fqns:
+                    scope = recording.scopes[scope].parent
+                found[recording.scopes[scope].fqn] = None
+        return tuple(found)
+
+    def _problem(self, members: Sequence[Sequence[int]]) -> closure.ClosureProblem:
+        recording, ops = self.recording, self.recording.ops
+        inside = {op for group in members for op in group}
+        local: dict[int, int] = {}
+
+        def index(storage: int) -> int:
+            return local.setdefault(storage, len(local))
+
+        closure_ops = tuple(
+            closure.ClosureOp(
+                cost_ms=sum(self.costs[i] for i in group),
+                reads=tuple(dict.fromkeys(index(s) for i in group for s in ops[i].reads)),
+                writes=tuple(index(s) for i in group for s in ops[i].writes),
+                discardable=all(ops[i].recomputable for i in group),
+            )
+            for group in members
+        )
+        saved: set[int] = set()
+        free = recording.outlives_forward
+        taken_elsewhere: set[int] = set()
+        for storage in local:
+            for op in self._handles.get(storage, ()):
+                (saved if op in inside else taken_elsewhere).add(storage)
+        return closure.ClosureProblem(
+            ops=closure_ops,
+            storage_bytes=tuple(recording.storage_bytes[s] for s in local),
+            saved=frozenset(local[s] for s in saved),
+            free=frozenset(at for s, at in local.items() if s in free or s in taken_elsewhere),
+        )
+
+
+def _options(problem: closure.ClosureProblem, few: bool) -> tuple[Option, ...]:
+    """What a cell can do: the hull and points near it; with ``few``, all that differ from these in one tensor."""
+    if not problem.saved:
+        return (Option(0.0, 0, ()),)
+    points = closure.tradeoff(problem, _VERTICES, _BETWEEN)
+    if few:
+        points = closure.with_neighbours(problem, points)
+    return tuple(Option(p.recompute_ms, p.kept_bytes, tuple(sorted(p.discarded))) for p in points)
+
+
+# --- which ops belong together -----------------------------------------------------------------------------
+
+
+def _handles_by_op(recording: Recording) -> dict[int, list[int]]:
+    """Storage to the ops for whose backward autograd keeps it.
+
+    A pack event lies beside the op that it belongs to: before it for an input, after it for an output. The
+    module call tells the two apart at a module's edge, where alone it matters.
+    """
+    found: dict[int, list[int]] = defaultdict(list)
+    ops, scopes = recording.ops, recording.handle_scopes
+    last = -1
+    for code, arg in recording.events:
+        if code == Event.OP:
+            last = arg
+        elif code == Event.PACK:
+            after = last + 1 if last + 1 < len(ops) else last
+            here = last if last >= 0 and ops[last].scope == scopes[arg] else after
+            found[recording.handle_storages[arg]].append(here)
+    return found
+
+
+class _Tree:
+    """The calls of a recording as a tree of modules."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        children: dict[str, dict[str, None]] = defaultdict(dict)
+        for scope in recording.scopes:
+            parent = recording.scopes[scope.parent].fqn if scope.parent != ROOT_SCOPE else None
+            if parent is not None and parent != scope.fqn:
+                children[parent][scope.fqn] = None
+        self.children = {fqn: tuple(found) for fqn, found in children.items()}
+        self.roots = tuple(dict.fromkeys(s.fqn for s in recording.scopes if s.parent == ROOT_SCOPE))
+
+    def members(self, fqn: str) -> tuple[tuple[int, ...], ...]:
+        """The forward ops of a module, one group for each call site."""
+        ops = self.recording.ops
+        groups: dict[CallSite, list[int]] = {}
+        for scope in self.recording.calls.get(fqn, ()):
+            for op, site in self.recording.sites(scope).items():
+                if ops[op].phase == Phase.FORWARD:
+                    groups.setdefault(site, []).append(op)
+        return tuple(map(tuple, groups.values()))
+
+    def is_leaf(self, fqn: str) -> bool:
+        return fqn in self.recording.leaf_fqns or fqn not in self.children
+
+    def splits(self, fqn: str, n_members: int) -> bool:
+        """Whether a module is looked at in parts: it is large, or the same kind of child follows on itself."""
+        inner = [child for child in self.children.get(fqn, ()) if not self.is_leaf(child)]
+        if not inner:
+            return False
+        return n_members > LARGEST_CELL or self._repeats(inner, n_members)
+
+    def _repeats(self, inner: Sequence[str], n_members: int) -> bool:
+        ops = self.recording.ops
+        kinds: dict[tuple[str, ...], list[tuple[tuple[int, ...], ...]]] = defaultdict(list)
+        for child in inner:
+            members = self.members(child)
+            kinds[tuple(ops[group[0]].name for group in members)].append(members)
+        same = max(kinds.values(), key=lambda group: sum(map(len, group)))
+        share = sum(map(len, same)) / max(1, n_members)
+        return len(same) > 1 and share >= _MIN_SHARE and self._follows(same[0], same[1])
+
+    def _follows(self, first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> bool:
+        """Whether what the second reads depends on what the first made."""
+        ops = self.recording.ops
+        made = {s for group in first for op in group for s in ops[op].writes}
+        wanted = {op for group in second for op in group}
+        for op in range(min(group[0] for group in first), max(wanted) + 1):
+            if made.intersection(ops[op].reads):
+                if op in wanted:
+                    return True
+                made.update(ops[op].writes)
+        return False
+
+
+def _pieces(recording: Recording) -> tuple[list[_Piece], frozenset[str]]:
+    """Every forward op that a module runs, in one piece each, in the order of execution; and the split modules."""
+    tree = _Tree(recording)
+    owned: set[int] = set()
+    whole: list[_Piece] = []  # modules
+    rest: list[_Piece] = []  # what modules that are split run themselves
+
+    def visit(fqn: str) -> None:
+        members = tuple(group for group in tree.members(fqn) if owned.isdisjoint(group))
+        if not members:
+            return
+        once = all(len(group) == 1 for group in members)
+        if tree.splits(fqn, len(members)):
+            for child in tree.children[fqn]:
+                if not tree.is_leaf(child):
+                    visit(child)
+            members = tuple(group for group in members if owned.isdisjoint(group))
+            rest.append(_Piece(fqn, members, once))
+        else:
+            whole.append(_Piece(fqn, members, once))
+        owned.update(op for group in members for op in group)
+
+    for root in tree.roots:
+        visit(root)
+    return _attached(recording, whole, rest), frozenset(piece.unit for piece in rest)
+
+
+def _attached(recording: Recording, whole: list[_Piece], rest: list[_Piece]) -> list[_Piece]:
+    """Ops outside of the pieces go to the piece before them, those before the first to the first."""
+    whole = sorted(whole, key=lambda piece: piece.members[0][0])
+    single = [piece for piece in whole if piece.once]
+    starts = [piece.members[0][0] for piece in single]
+    added: dict[int, list[int]] = defaultdict(list)
+    left: list[_Piece] = []
+    for piece in rest:
+        if not piece.members:
+            continue
+        if not (piece.once and single):
+            for start in range(0, len(piece.members), LARGEST_CELL):
+                left.append(_Piece(piece.unit, piece.members[start : start + LARGEST_CELL], False))
+            continue
+        for (op,) in piece.members:
+            added[max(0, bisect_right(starts, op) - 1)].append(op)
+    found = [piece for piece in whole if not piece.once] + left
+    for i, piece in enumerate(single):
+        ops = sorted([*(op for (op,) in piece.members), *added[i]])
+        if added[i]:
+            piece = _Piece(_unit_of(recording, ops), tuple((op,) for op in ops), True)
+        found.append(piece)
+    return sorted(found, key=lambda piece: piece.members[0][0])
+
+
+def _unit_of(recording: Recording, ops: Iterable[int]) -> str:
+    """The smallest module in one call of which all these ops run."""
+    scopes = {recording.ops[op].scope for op in ops}
+    return recording.scopes[recording.common_scope(scopes)].fqn
+
+
+def _runs(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+    """Neighbours that can be joined."""
+    runs: list[list[_Piece]] = [[]]
+    for piece in pieces:
+        if piece.once:
+            runs[-1].append(piece)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _join(recording: Recording, pieces: Sequence[_Piece], size: int) -> list[_Piece]:
+    """Runs of ``size`` neighbours as one."""
+    joined = [piece for piece in pieces if not piece.once]
+    for run in _runs(pieces):
+        part: list[_Piece] = []
+        for piece in run:
+            n_ops = sum(len(p.members) for p in part) + len(piece.members)
+            if part and (len(part) == size or n_ops > LARGEST_JOINED):
+                joined.append(_merged(recording, part))
+                part = []
+            part.append(piece)
+        joined.append(_merged(recording, part))
+    return sorted(joined, key=lambda piece: piece.members[0][0])
+
+
+def _merged(recording: Recording, part: Sequence[_Piece]) -> _Piece:
+    if len(part) == 1:
+        return part[0]
+    ops = sorted(op for piece in part for (op,) in piece.members)
+    return _Piece(_unit_of(recording, ops), tuple((op,) for op in ops), True)

@@ -1,0 +1,178 @@
+"""What no schedule can undercut: the least recomputation of any step with a given peak.
+
+Take one moment of the step, the op with the unplanned peak. Whatever is recomputed when: the tensors of the
+forward pass that are in memory then, and are alive for no other reason than a later use in the backward pass,
+fit in what the peak leaves beside everything else that is alive. From those, all that the rest of the step
+needs has to be made, and each op that makes a missing tensor runs at least once more.
+
+The least time of that is again a minimum cut (see ``_fit/closure.py``), over the whole forward pass at once.
+Its Lagrangian dual is concave in the price of a byte; each price gives a valid bound, and a few cuts find the
+best. Capacities are rounded down to integers, so the bound errs to the safe side. Every op counts as one that
+could run again, and what is written in place as available at no cost: both only lower the bound.
+
+The bound holds for schedules that run the recorded ops in their order, recompute tensors, and hold between ops
+what code holds; it is "boundary" in the tables of ``benchmarks/bound.py``. It is not tight where the working
+set of the recomputation binds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from sacplan._plan.effects import Timeline
+from sacplan._trace.recording import Event, Phase
+
+_LARGEST = 2**30  # capacities are 32-bit integers, and so is the flow
+_ROUNDS = 16
+_DOUBLINGS = 12  # of the price of a byte: beyond, rounding would eat the times
+
+_Line = tuple[float, float, int]
+"""Price of a byte, the least of cost + price * bytes kept, and the bytes at it."""
+
+
+class Bound:
+    """Lower bounds on the recomputation of a recorded step, by peak.
+
+    Args:
+        timeline: of the recording.
+        costs: what running each op again costs.
+    """
+
+    def __init__(self, timeline: Timeline, costs: Sequence[float]) -> None:
+        recording = timeline.recording
+        moment = int(timeline.at_op.argmax())
+        self._costs = costs
+        self._sizes = recording.storage_bytes
+        self._lines: list[_Line] = []
+        held = _held_for_later(timeline, moment)
+        self._all = sum(self._sizes[s] for s in held)
+        self._rest = int(timeline.at_op[moment]) - self._all
+
+        writers: dict[int, list[int]] = {}
+        for i, op in enumerate(recording.ops[:moment]):
+            if op.phase == Phase.FORWARD:
+                for s in (*op.writes, *op.mutates):
+                    writers.setdefault(s, []).append(i)
+        free = timeline.alive_otherwise(moment)
+        self._makers: dict[int, int] = {}  # storage to the op that makes it
+        self._edges: list[tuple[int, int]] = []  # (op that runs again, storage that it needs)
+        wanted, stack = set(held), list(held)
+        while stack:
+            s = stack.pop()
+            if len(writers.get(s, ())) != 1:
+                continue
+            maker = self._makers[s] = writers[s][0]
+            for read in recording.ops[maker].reads:
+                if read not in free and len(writers.get(read, ())) <= 1:
+                    self._edges.append((maker, read))
+                    if read not in wanted:
+                        wanted.add(read)
+                        stack.append(read)
+        self._held = [s for s in held if s in self._makers]
+        self._storages = sorted(wanted)
+        self._ops = sorted(set(self._makers.values()))
+
+    def at(self, peak_bytes: int) -> float:
+        """The least that any schedule with that peak recomputes, in the unit of the costs."""
+        room = peak_bytes - self._rest
+        if room >= self._all or not self._held:
+            return 0.0
+        best = max((value - price * room for price, value, _ in self._lines), default=0.0)
+        left, right = self._around(room)
+        for _ in range(_ROUNDS):
+            # The next price is where the lines of the two neighbouring cuts meet.
+            span = left[2] - right[2]
+            if span <= 0:
+                break
+            price = ((right[1] - right[0] * right[2]) - (left[1] - left[0] * left[2])) / span
+            if not left[0] < price < right[0]:
+                break
+            middle = self._line(price)
+            value = middle[1] - price * room
+            if value <= best * (1 + 1e-6) and (left[1] - left[0] * room) <= best:
+                best = max(best, value)
+                break
+            best = max(best, value)
+            if middle[2] > room:
+                left = middle
+            else:
+                right = middle
+        return max(0.0, best)
+
+    def _around(self, room: int) -> tuple[_Line, _Line]:
+        """Lines at two prices: at the lower more bytes are kept than there is room for, at the higher fewer."""
+        left: _Line = (0.0, 0.0, self._all)
+        for line in self._lines:
+            if line[2] > room and line[0] > left[0]:
+                left = line
+        higher = [line for line in self._lines if line[2] <= room]
+        if higher:
+            return left, min(higher)
+        price = max(left[0], sum(self._costs[op] for op in self._ops) / self._all)
+        right = left
+        for _ in range(_DOUBLINGS):
+            right = self._line(price)
+            if right[2] <= room:
+                break
+            left, price = right, 2 * price
+        return left, right
+
+    def _line(self, price: float) -> _Line:
+        for line in self._lines:
+            if line[0] == price:
+                return line
+        line = self._cut(price)
+        self._lines.append(line)
+        return line
+
+    def _cut(self, price: float) -> _Line:
+        """The least of cost + price * bytes kept over all choices, rounded down, and the bytes at it."""
+        op_at = {op: i for i, op in enumerate(self._ops)}
+        storage_at = {s: len(self._ops) + i for i, s in enumerate(self._storages)}
+        source, sink = len(self._ops) + len(self._storages), len(self._ops) + len(self._storages) + 1
+        worth = {s: price * self._sizes[s] for s in self._storages}
+        scale = _LARGEST / max(1e-300, sum(worth[s] for s in self._held) + 1e-300)
+        tails, heads, room = [], [], []
+
+        def connect(tail: int, head: int, capacity: float) -> None:
+            tails.append(tail)
+            heads.append(head)
+            room.append(int(min(capacity * scale, _LARGEST)))
+
+        for s in self._held:
+            connect(source, storage_at[s], worth[s])
+        for s in self._storages:
+            connect(storage_at[s], op_at[self._makers[s]] if s in self._makers else sink, worth[s])
+        for op in self._ops:
+            connect(op_at[op], sink, self._costs[op])
+        for op, s in self._edges:
+            connect(op_at[op], storage_at[s], _LARGEST / scale)
+        graph = csr_array(
+            (np.array(room, dtype=np.int32), (np.array(tails), np.array(heads))), shape=(sink + 1, sink + 1)
+        )
+        result = maximum_flow(graph, source, sink)
+        left = graph - result.flow
+        left.eliminate_zeros()
+        reached = set(breadth_first_order(left, source, return_predecessors=False).tolist())
+        again = {op for op in self._ops if op_at[op] in reached}
+        needed = {s for s in self._storages if storage_at[s] in reached} | set(self._held)
+        kept = sum(self._sizes[s] for s in needed if self._makers.get(s, -1) not in again)
+        return price, result.flow_value / scale, kept
+
+
+def _held_for_later(timeline: Timeline, moment: int) -> list[int]:
+    """Storages that are alive at an op only because autograd holds them for later."""
+    recording = timeline.recording
+    pending: dict[int, int] = {}
+    for code, arg in recording.events[: int(timeline.op_events[moment]) + 1]:
+        if code == Event.PACK:
+            s = recording.handle_storages[arg]
+            pending[s] = pending.get(s, 0) + 1
+        elif code == Event.RELEASE:
+            pending[recording.handle_storages[arg]] -= 1
+    otherwise = timeline.alive_otherwise(moment)
+    return sorted(s for s, count in pending.items() if count and s not in otherwise)

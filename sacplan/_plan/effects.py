@@ -1,0 +1,307 @@
+"""What every option of every cell does to memory, at every stretch of the step.
+
+The peak of a plan is the replay's to say, but a replay tells one plan from another only by trying. Cells that
+keep what passes between them do not touch each other's storages, so what their options change *adds up*:
+
+    peak(stretch) = base(stretch) + sum over cells of effect(cell, option, stretch)
+
+A stretch is a run of ops of one cell (or of none) in one phase. Within it only that cell's own options change
+over time, so the sum is exact: the recomputed tensors that live there, the gradients that come in, and the
+workspace of the kernels are all in it. Each effect is found by replaying just the events that touch the
+cell's storages, once for each kind of cell. Where cells do share a storage the sum may be off, which a full
+replay shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from sacplan._fit.cells import Cell, Option
+from sacplan._plan.replay import Replayer
+from sacplan._trace.recording import Event, Recording
+
+Bytes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """An option's effect in the cell's own events, equal for cells of one kind.
+
+    Attributes:
+        after: by event of the cell, bytes that are alive more (or less) from it on.
+        during: the same while the event's op runs.
+        again: pairs (event, bytes): alive while something runs again just before it, over what is alive there
+            without the option.
+    """
+
+    after: Bytes
+    during: Bytes
+    again: tuple[tuple[int, int], ...]
+
+
+class Timeline:
+    """A recorded step without a plan, indexed for asking what changes would do to it."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.events_of: list[list[int]] = [[] for _ in recording.storage_bytes]
+        self.death: list[int | None] = [None] * len(recording.storage_bytes)
+        self.op_events = np.empty(len(recording.ops), dtype=np.int64)
+        self.before_event = np.empty(len(recording.events), dtype=np.int64)
+        self.at_op = np.empty(len(recording.ops), dtype=np.int64)
+        self.exit_event = [0] * len(recording.scopes)
+        self.enter_event = [0] * len(recording.scopes)
+        self._fill()
+
+    def _fill(self) -> None:
+        r = self.recording
+        run = Replayer(r, ())
+        run.begin()
+        self.first = run.live
+        for position, (code, arg) in enumerate(r.events):
+            self.before_event[position] = run.live
+            run.step(code, arg)
+            if code == Event.OP:
+                op = r.ops[arg]
+                self.op_events[arg] = position
+                self.at_op[arg] = run.live + op.workspace_bytes
+                for s in op.writes:
+                    self.events_of[s].append(position)
+            elif code == Event.ENTER:
+                self.enter_event[arg] = position
+            elif code == Event.EXIT:
+                self.exit_event[arg] = position
+            else:
+                storage = self.storage(code, arg)
+                self.events_of[storage].append(position)
+                if run.count[storage] == 0:
+                    self.death[storage] = position
+
+    def storage(self, code: int, arg: int) -> int:
+        """The storage that an event is about."""
+        r = self.recording
+        if code in (Event.PACK, Event.RELEASE):
+            return r.handle_storages[arg]
+        if code in (Event.UNPACK, Event.DROP):
+            return r.handle_storages[r.instance_handles[arg]]
+        return arg
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        """What is alive at some op for other reasons than autograd's holding it: no plan has a lower peak."""
+        r = self.recording
+        held = [0] * len(r.storage_bytes)
+        live = most = 0
+
+        def hold(s: int, by: int) -> None:
+            nonlocal live
+            before, held[s] = held[s], held[s] + by
+            if bool(before) != bool(held[s]):
+                live += r.storage_bytes[s] if by > 0 else -r.storage_bytes[s]
+
+        for s in r.initial:
+            hold(s, 1)
+        for code, arg in r.events:
+            if code == Event.OP:
+                for s in r.ops[arg].writes:
+                    hold(s, 1)
+                most = max(most, live + r.ops[arg].workspace_bytes)
+            elif code in (Event.ALLOC, Event.UNPACK):
+                hold(self.storage(code, arg), 1)
+            elif code in (Event.FREE, Event.DROP):
+                hold(self.storage(code, arg), -1)
+        return most
+
+    def alive_otherwise(self, op: int) -> set[int]:
+        """Storages that something other than a handle of autograd keeps alive while an op runs."""
+        r = self.recording
+        alive = set(r.initial)
+        out: dict[int, int] = {}  # tensors that autograd has handed out
+        for code, arg in r.events[: int(self.op_events[op]) + 1]:
+            if code == Event.OP:
+                alive.update(r.ops[arg].writes)
+            elif code == Event.ALLOC:
+                alive.add(arg)
+            elif code == Event.FREE:
+                alive.discard(arg)
+            elif code in (Event.UNPACK, Event.DROP):
+                s = self.storage(code, arg)
+                out[s] = out.get(s, 0) + (1 if code == Event.UNPACK else -1)
+        return alive.union(s for s, count in out.items() if count)
+
+    def events_for(self, cell: Cell) -> list[tuple[int, int, int]]:
+        """(position, code, argument) of the events that say how long what a cell touches is alive.
+
+        What comes from outside is alive until its last event, whatever the cell does.
+        """
+        r = self.recording
+        ops = [op for group in cell.members for op in group]
+        made = {s for op in ops for s in r.ops[op].writes}
+        positions = {int(self.op_events[op]) for op in ops}
+        for s in made:
+            positions.update(self.events_of[s])
+        for scope in r.calls.get(cell.unit, ()):
+            positions.update((self.enter_event[scope], self.exit_event[scope]))
+        events = [(p, *r.events[p]) for p in positions]
+        for s in {s for op in ops for s in r.ops[op].reads} - made:
+            end = self.death[s]
+            if end is not None:
+                events.append((end, Event.FREE, s))
+        return sorted(events)
+
+
+class Effects:
+    """Effects of the options of all cells, over the stretches of a step.
+
+    Attributes:
+        cells: the cells.
+        base: by stretch, the most that is alive in it without a plan.
+        changes: by cell and option, the bytes by which the most of each stretch changes.
+        costs: by cell and option.
+        wide_cost: once, if any option is taken that makes a module around several cells a unit.
+        first_op: by stretch, the first recorded op in it (-1 for the state before the step).
+    """
+
+    def __init__(self, timeline: Timeline, cells: Sequence[Cell], wide_cost: float = 0.0) -> None:
+        self.wide_cost = wide_cost
+        self.timeline = timeline
+        self.cells = tuple(cells)
+        self.first_op = self._stretches()
+        self._starts = np.array([int(op) for op in self.first_op if op >= 0])
+        self.base = self._with_first(np.maximum.reduceat(timeline.at_op, self._starts))
+        self._last_event = timeline.op_events[np.append(self._starts[1:] - 1, len(timeline.at_op) - 1)]
+        self.cells, self.changes = self._without_dominated(self._changes())
+        self.costs = tuple(np.array([o.cost for o in cell.options]) for cell in self.cells)
+
+    def peak(self, choice: Mapping[int, int]) -> tuple[int, int]:
+        """The peak if each cell takes that option (those left out keep everything), and its stretch."""
+        total = self.total(choice)
+        at = int(total.argmax())
+        return int(total[at]), at
+
+    def total(self, choice: Mapping[int, int]) -> Bytes:
+        """By stretch, the most that is alive in it."""
+        total = self.base.copy()
+        for cell, option in choice.items():
+            total += self.changes[cell][option]
+        return total
+
+    def cost(self, choice: Mapping[int, int]) -> float:
+        """What a choice recomputes, and the cost of a wide unit."""
+        wide = any(self.cells[cell].wide[option] for cell, option in choice.items())
+        return sum(float(self.costs[cell][option]) for cell, option in choice.items()) + wide * self.wide_cost
+
+    def _with_first(self, by_stretch: Bytes) -> Bytes:
+        return np.concatenate([np.array([self.timeline.first], dtype=np.int64), by_stretch])
+
+    def _stretches(self) -> list[int]:
+        """First ops of the runs of ops of one cell in one phase; -1 stands for the state before the step."""
+        recording = self.timeline.recording
+        cell_of_op = {op: i for i, cell in enumerate(self.cells) for group in cell.members for op in group}
+        cell_of_scope: dict[int, int] = {}
+        for i, cell in cell_of_op.items():
+            cell_of_scope.setdefault(recording.ops[i].scope, cell)
+        starts, before = [-1], None
+        for i, op in enumerate(recording.ops):
+            here = (op.phase, cell_of_op.get(i, cell_of_scope.get(op.scope, -1)))
+            if here != before:
+                starts.append(i)
+                before = here
+        return starts
+
+    def _changes(self) -> tuple[Bytes, ...]:
+        timeline = self.timeline
+        shapes: dict[tuple[object, ...], list[_Shape]] = {}
+        found = []
+        for cell in self.cells:
+            changes = np.zeros((len(cell.options), len(self.base)), dtype=np.int64)
+            if len(cell.options) > 1:
+                events = timeline.events_for(cell)
+                key = (cell.kind, self._pattern(events))
+                if key not in shapes:
+                    shapes[key] = [self._shape(cell, option, events) for option in cell.options[1:]]
+                where = np.array([position for position, _, _ in events], dtype=np.int64)
+                last = np.searchsorted(where, timeline.op_events, side="right") - 1
+                exact = where[np.maximum(last, 0)] == timeline.op_events
+                for row, shape in zip(changes[1:], shapes[key], strict=True):
+                    row[:] = self._spread(shape, where, last, exact)
+            found.append(changes)
+        return tuple(found)
+
+    def _without_dominated(self, changes: tuple[Bytes, ...]) -> tuple[tuple[Cell, ...], tuple[Bytes, ...]]:
+        """Leaves out options that another one undercuts in cost and, at every stretch, in memory."""
+        cells, left = [], []
+        undominated: dict[tuple[int, bytes], list[int]] = {}
+        for cell, change in zip(self.cells, changes, strict=True):
+            distinct = np.unique(change, axis=1)
+            key = (cell.kind, distinct.tobytes())
+            if key not in undominated:
+                undominated[key] = _undominated(np.array([o.cost for o in cell.options]), distinct)
+            keep = undominated[key]
+            cells.append(cell.only(keep))
+            left.append(change[keep])
+        return tuple(cells), tuple(left)
+
+    def _pattern(self, events: Sequence[tuple[int, int, int]]) -> tuple[object, ...]:
+        """What the events of a cell look like, up to names."""
+        recording = self.timeline.recording
+        local: dict[int, int] = {}
+        pattern: list[object] = []
+        for _, code, arg in events:
+            pattern.append(code)
+            if code == Event.OP:
+                op = recording.ops[arg]
+                pattern.append((op.name, op.workspace_bytes, op.state_bytes))
+                pattern.extend(local.setdefault(s, len(local)) for s in (*op.reads, *op.writes))
+            elif code not in (Event.ENTER, Event.EXIT):
+                storage = self.timeline.storage(code, arg)
+                pattern.append(local.setdefault(storage, len(local)))
+        return tuple(pattern)
+
+    def _shape(self, cell: Cell, option: Option, events: Sequence[tuple[int, int, int]]) -> _Shape:
+        recording = self.timeline.recording
+        made = {s for group in cell.members for op in group for s in recording.ops[op].writes}
+        read = {s for group in cell.members for op in group for s in recording.ops[op].reads}
+        units = frozenset(recording.calls.get(cell.unit, ()))
+        plain, planned = (Replayer(recording, ops, units, read - made) for ops in ((), cell.ops(option)))
+        plain.begin()
+        planned.begin()
+        after, during = [], []
+        again: list[tuple[int, int]] = []
+        for k, (_, code, arg) in enumerate(events):
+            before = plain.live
+            planned.again = 0
+            for run in (plain, planned):
+                run.step(code, arg)
+            after.append(planned.live - plain.live)
+            during.append(planned.noted - plain.noted)
+            if planned.again:
+                again.append((k, planned.again - before))
+        return _Shape(np.array(after), np.array(during), tuple(again))
+
+    def _spread(self, shape: _Shape, where: Bytes, last: Bytes, exact: npt.NDArray[np.bool_]) -> Bytes:
+        """An effect of one kind of cell, on the stretches of the step, for one cell."""
+        timeline = self.timeline
+        by_op = np.where(exact, shape.during[last], shape.after[last])
+        by_op[last < 0] = 0
+        most = self._with_first(np.maximum.reduceat(timeline.at_op + by_op, self._starts))
+        for k, n_bytes in shape.again:
+            position = where[k]
+            stretch = int(np.searchsorted(self._last_event, position)) + 1
+            stretch = min(stretch, len(most) - 1)
+            most[stretch] = max(most[stretch], timeline.before_event[position] + n_bytes)
+        return most - self.base
+
+
+def _undominated(costs: npt.NDArray[np.float64], changes: Bytes) -> list[int]:
+    """The first option, and the options that no other one undercuts; by rising cost."""
+    keep = [0]
+    for option in sorted(range(1, len(costs)), key=lambda o: (costs[o], changes[o].sum(), o)):
+        if not any(np.all(changes[other] <= changes[option]) for other in keep):
+            keep.append(option)
+    return keep

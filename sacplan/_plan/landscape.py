@@ -1,0 +1,79 @@
+"""Everything that planning derives from a recording once, whatever the budget: costs, cells, effects, bounds."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Literal
+
+from sacplan._fit.cells import Cells
+from sacplan._plan.bound import Bound
+from sacplan._plan.effects import Effects, Timeline
+from sacplan._trace.recording import Phase, Recording
+from sacplan.errors import PlanError
+
+Objective = Literal["time", "flops"]
+"""What a plan recomputes the least of: predicted time, or floating-point operations."""
+
+_TIE = 1e-3  # share of the time in the cost of an op where FLOPs are minimised: most ops have none
+_WIDE = 2e-3
+"""What a unit around several cells is taken to cost, as a share of the forward pass.
+
+The executor looks at every op in a unit, also at those of layers that keep everything.
+"""
+
+_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+class Landscape:
+    """What planning looks at; made once for a recording and objective."""
+
+    def __init__(self, recording: Recording, objective: Objective) -> None:
+        self.recording = recording
+        self.costs = op_costs(recording, objective)
+        self.timeline = Timeline(recording)
+        self.cells = Cells(recording, self.costs)
+        self._effects: dict[int, Effects] = {}
+
+    @cached_property
+    def bound(self) -> Bound:
+        """Lower bounds in the unit of the costs."""
+        return Bound(self.timeline, self.costs)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """How many neighbouring cells it makes sense to join."""
+        run = self.cells.longest_run
+        sizes = [size for size in _SIZES if size < run]
+        return (1, *sizes, run) if run > 1 else (1,)
+
+    def effects(self, size: int) -> Effects:
+        """Of the cells, joined to that size."""
+        if size not in self._effects:
+            forward = sum(
+                c for c, op in zip(self.costs, self.recording.ops, strict=True) if op.phase == Phase.FORWARD
+            )
+            self._effects[size] = Effects(self.timeline, self.cells.joined(size), _WIDE * forward)
+        return self._effects[size]
+
+
+def landscape_of(recording: Recording, objective: Objective = "time") -> Landscape:
+    """The landscape of a recording; kept with it, so that several budgets share it."""
+    if objective not in ("time", "flops"):
+        raise PlanError(f"unknown objective {objective!r}; known are 'time' and 'flops'.")
+    known = vars(recording).setdefault("_landscapes", {})
+    if objective not in known:
+        known[objective] = Landscape(recording, objective)
+    found: Landscape = known[objective]
+    return found
+
+
+def op_costs(recording: Recording, objective: Objective) -> tuple[float, ...]:
+    """By op, what running it again costs, in ms; FLOPs are counted in ms at the step's mean rate."""
+    times = tuple(op.time_ms for op in recording.ops)
+    if objective == "time":
+        return times
+    forward = [op for op in recording.ops if op.phase == Phase.FORWARD]
+    flops = sum(op.flops for op in forward)
+    rate = math.fsum(op.time_ms for op in forward) / flops if flops else 0.0
+    return tuple(op.flops * rate + _TIE * ms for op, ms in zip(recording.ops, times, strict=True))

@@ -1,0 +1,116 @@
+"""What options do to memory adds up to what a replay of all of them says; cells cover the forward pass."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import sacplan
+from sacplan._plan.landscape import Landscape
+from sacplan._plan.planning import decisions_of
+from sacplan._plan.replay import Replayer, replay
+from sacplan._trace.recording import Phase
+from tests.models import LM, cross_entropy, tokens
+
+
+class Experts(nn.Module):
+    """Branches of one kind that do not follow on each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(expert(x) for expert in self.experts)
+
+
+class Shared(nn.Module):
+    """One block, called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = x + self.block(x)
+        return x
+
+
+def _profiles() -> dict[str, sacplan.Profile]:
+    x = torch.randn(64, 32)
+    with torch.device("meta"):
+        lm = LM(layers=5, dim=64, vocab=300)
+    return {
+        "lm": sacplan.profile(lm, tokens(4, 64, 300), loss_fn=cross_entropy, device="h100"),
+        "experts": sacplan.profile(nn.Sequential(*(Experts() for _ in range(4))), x, device="cpu"),
+        "shared": sacplan.profile(Shared(), x, device="cpu"),
+        "plain": sacplan.profile(
+            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)), x, device="cpu"
+        ),
+    }
+
+
+PROFILES = _profiles()
+
+
+@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_effects_add_up_to_the_replay(name: str, size: int) -> None:
+    landscape = Landscape(PROFILES[name].recording, "time")
+    effects = landscape.effects(size)
+    recording = landscape.recording
+    pick = random.Random(size)
+    assert any(len(cell.options) > 1 for cell in effects.cells)
+    for _ in range(30):
+        choice = {i: pick.randrange(len(cell.options)) for i, cell in enumerate(effects.cells)}
+        choice = {i: o for i, o in choice.items() if o}
+        discarded = {
+            op for i, o in choice.items() for op in effects.cells[i].ops(effects.cells[i].options[o])
+        }
+        scopes = {s for i in choice for s in recording.calls[effects.cells[i].unit]}
+        if any(a in scopes for s in scopes for a in recording.ancestors(s)):
+            scopes = {0}  # units do not nest: the model is the unit
+        run = Replayer(recording, discarded, scopes).run()
+        assert effects.peak(choice)[0] == run.peak_bytes
+        cost = sum(effects.costs[i][o] for i, o in choice.items())
+        assert run.recompute_ms == pytest.approx(cost)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_decisions_discard_what_was_chosen(name: str) -> None:
+    landscape = Landscape(PROFILES[name].recording, "time")
+    recording = landscape.recording
+    for size in landscape.sizes:
+        effects = landscape.effects(size)
+        for i, cell in enumerate(effects.cells):
+            for o in range(1, len(cell.options)):
+                decisions = decisions_of(recording, [(cell, o)])
+                run = replay(recording, decisions)
+                assert set(run.again) == cell.ops(cell.options[o])
+                assert run.peak_bytes == effects.peak({i: o})[0]
+                assert not any(fqn in recording.leaf_fqns for fqn in decisions)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_each_op_of_the_forward_pass_is_in_one_cell(name: str) -> None:
+    landscape = Landscape(PROFILES[name].recording, "time")
+    ops = landscape.recording.ops
+    forward = [i for i, op in enumerate(ops) if op.phase == Phase.FORWARD and op.scope >= 0]
+    for size in landscape.sizes:
+        found = sorted(op for cell in landscape.effects(size).cells for group in cell.members for op in group)
+        assert found == forward
+
+
+def test_layers_are_cells_and_experts_are_not() -> None:
+    units = [cell.unit for cell in Landscape(PROFILES["experts"].recording, "time").effects(1).cells]
+    assert units == ["0", "1", "2", "3"]
+    layers = [cell.unit for cell in Landscape(PROFILES["lm"].recording, "time").effects(1).cells]
+    assert layers[1:-1] == ["layers.1", "layers.2", "layers.3"]
+    kinds = [cell.kind for cell in Landscape(PROFILES["lm"].recording, "time").effects(1).cells]
+    assert len(set(kinds[1:-1])) == 1

@@ -1,0 +1,135 @@
+"""The solvers that ``plan`` asks, against brute force over all choices."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sacplan
+from sacplan._solve.local import give_back
+from sacplan._solve.solvers import Proposal
+
+
+@dataclass
+class _Option:
+    cost: float
+    kept_bytes: int
+
+
+@dataclass
+class _Cell:
+    options: list[_Option]
+    wide: tuple[bool, ...]
+
+
+class _Effects:
+    """A few cells with invented effects; the interface of ``Effects``."""
+
+    def __init__(self, base: list[int], cells: list[list[tuple[float, list[int]]]], wide: list[bool]) -> None:
+        self.base = np.array(base, dtype=np.int64)
+        self.changes = tuple(
+            np.array([[0] * len(base), *(change for _, change in own)], dtype=np.int64) for own in cells
+        )
+        self.costs = tuple(np.array([0.0, *(cost for cost, _ in own)]) for own in cells)
+        self.cells = [
+            _Cell(
+                [_Option(c, int(1000 + ch.min())) for c, ch in zip(costs, changes, strict=True)],
+                (False, *([is_wide] * (len(costs) - 1))),
+            )
+            for costs, changes, is_wide in zip(self.costs, self.changes, wide, strict=True)
+        ]
+        self.wide_cost = 0.25
+
+    total = sacplan._plan.effects.Effects.total
+    peak = sacplan._plan.effects.Effects.peak
+    cost = sacplan._plan.effects.Effects.cost
+
+    def choices(self) -> list[dict[int, int]]:
+        each = [range(len(costs)) for costs in self.costs]
+        return [{i: o for i, o in enumerate(picked) if o} for picked in itertools.product(*each)]
+
+
+@st.composite
+def landscapes(draw: st.DrawFn) -> _Effects:
+    stretches = draw(st.integers(1, 4))
+    n_bytes = st.integers(-300, 60)
+    cells = draw(
+        st.lists(
+            st.lists(
+                st.tuples(
+                    st.integers(1, 40).map(lambda c: c / 8),
+                    st.lists(n_bytes, min_size=stretches, max_size=stretches),
+                ),
+                max_size=3,
+            ),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    base = draw(st.lists(st.integers(1000, 1500), min_size=stretches, max_size=stretches))
+    return _Effects(base, cells, draw(st.lists(st.booleans(), min_size=len(cells), max_size=len(cells))))
+
+
+@pytest.mark.parametrize("backend", ["highs", "cbc"])
+@settings(max_examples=60, deadline=None)
+@given(effects=landscapes(), share=st.floats(0.3, 1.0))
+def test_the_program_finds_the_cheapest_choice(backend: str, effects: _Effects, share: float) -> None:
+    budget = int(share * effects.base.max())
+    best = min((effects.cost(c) for c in effects.choices() if effects.peak(c)[0] <= budget), default=None)
+    found = sacplan.Milp(backend=backend, gap=0.0).propose(effects, budget)  # type: ignore[arg-type]
+    if best is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert effects.peak(found.choice)[0] <= budget
+        assert effects.cost(found.choice) == pytest.approx(best)
+        assert found.bound == pytest.approx(best)
+
+
+@settings(max_examples=60, deadline=None)
+@given(effects=landscapes())
+def test_the_program_finds_the_smallest_peak(effects: _Effects) -> None:
+    smallest = min(effects.peak(c)[0] for c in effects.choices())
+    found = sacplan.Milp(gap=0.0).smallest(effects)  # type: ignore[arg-type]
+    assert effects.peak(found.choice)[0] == smallest
+
+
+@pytest.mark.parametrize("solver", [sacplan.Greedy(), sacplan.Uniform()])
+@settings(max_examples=80, deadline=None)
+@given(effects=landscapes(), share=st.floats(0.3, 1.0))
+def test_heuristics_hold_the_budget(solver, effects: _Effects, share: float) -> None:  # type: ignore[no-untyped-def]
+    budget = int(share * effects.base.max())
+    found = solver.propose(effects, budget)
+    if found is not None:
+        assert effects.peak(found.choice)[0] <= budget
+        cheapest = min(effects.cost(c) for c in effects.choices() if effects.peak(c)[0] <= budget)
+        assert effects.cost(found.choice) >= cheapest - 1e-9
+    smallest = solver.smallest(effects)
+    assert isinstance(smallest, Proposal)
+    assert effects.peak(smallest.choice)[0] <= effects.base.max()
+
+
+@settings(max_examples=80, deadline=None)
+@given(effects=landscapes(), data=st.data())
+def test_giving_back_never_breaks_the_budget_nor_costs(effects: _Effects, data: st.DataObject) -> None:
+    choice = data.draw(st.sampled_from(effects.choices()))
+    budget = effects.peak(choice)[0]
+    found = give_back(effects, choice, budget)  # type: ignore[arg-type]
+    assert effects.peak(found)[0] <= budget
+    assert effects.cost(found) <= effects.cost(choice)
+
+
+def test_the_descent_is_not_misled_by_a_move_that_only_shifts_the_peak() -> None:
+    effects = _Effects(
+        [1000, 1000],
+        [[(1.0, [-400, 0]), (2.0, [-500, -100])], [(1.0, [0, -400]), (0.5, [300, -500])]],
+        [False, False],
+    )
+    found = sacplan.Greedy().propose(effects, 650)  # type: ignore[arg-type]
+    assert found is not None
+    assert found.choice == {0: 1, 1: 1}
