@@ -10,6 +10,7 @@ joined, two, three and more, so that what passes between them may be discarded t
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,8 @@ from sacplan.errors import InfeasibleBudget, PlanError
 
 _ROUNDS = 4  # of asking a solver again
 _AT_FLOOR = 1.001  # times what no plan can be under: the smallest peak, near enough
-_NEAR, _SMALL = 1e-2, 2e-3  # share of its cost, or of the step, that a plan may be above the bound to be good
+_OPTIMAL = 2e-3  # share of its cost that a plan may be above the bound for no other solver to be asked
+_NEAR, _SMALL = 2e-2, 2e-3  # share of its cost, or of the step, up to which joined cells are not looked at
 
 Decisions = Mapping[str, tuple[CallSite, ...]]
 
@@ -75,14 +77,14 @@ class Search:
         holding = [t for t in self.tried.values() if t.replay.peak_bytes <= budget_bytes]
         return min(holding, key=lambda t: (self.cost(t), t.replay.peak_bytes), default=None)
 
-    def is_near_bound(self, budget_bytes: int) -> bool:
-        """Whether the best is so cheap that no schedule could be noticeably cheaper."""
+    def above_bound(self, budget_bytes: int) -> tuple[float, float]:
+        """How far the best is above what any schedule costs, as a share of its cost and of the step's."""
         found = self.best(budget_bytes)
         if found is None:
-            return False
+            return math.inf, math.inf
         cost = self.cost(found)
-        above = cost - self.landscape.bound.at(budget_bytes)
-        return above <= max(_NEAR * cost, _SMALL * sum(self.landscape.costs))
+        above = max(0.0, cost - self.landscape.bound.at(budget_bytes))
+        return above / cost if cost else 0.0, above / sum(self.landscape.costs)
 
     @property
     def smallest(self) -> _Tried:
@@ -117,7 +119,7 @@ def plan(
         return _as_plan(search, search.smallest, budget_bytes)
     for one in solvers:
         _solve(search, one, budget_bytes)
-        if search.is_near_bound(budget_bytes):
+        if search.above_bound(budget_bytes)[0] <= _OPTIMAL:
             break
     found = search.best(budget_bytes)
     if found is None:
@@ -174,7 +176,8 @@ def _solve(search: Search, solver: Solver, budget_bytes: int) -> None:
         if found is None:
             continue
         cost = search.cost(found)
-        if search.is_near_bound(budget_bytes) or (cheapest is not None and cost >= cheapest):
+        of_cost, of_step = search.above_bound(budget_bytes)
+        if of_cost <= _NEAR or of_step <= _SMALL or (cheapest is not None and cost >= cheapest):
             break
         cheapest = cost
 

@@ -9,26 +9,34 @@ With x_co "cell c takes option o" and the effects of ``_plan/effects.py``, which
 The rows hold the working set of the recomputation, the gradients that come in and the kernels' workspaces, since
 the effects do. Optimal to the asked gap, among the options that the cells offer.
 
-Neighbouring stretches differ in a cell or two, so each row is written as the one before plus what differs:
-the program stays sparse, and grows with the depth only linearly. What is found is rounded to whole options and
+Cells of one kind share variables: n_bo says how many cells of a block b of equal cells take an option. A row is
+in the program if its stretch treats the cells of each block alike; so at first only what happens outside of
+all repeated layers is, and the program is a relaxation that does not grow with the depth. If its solution, laid
+out over the cells, is over the budget somewhere, the blocks are split there so that this row can be written,
+and the program is solved again. Where nothing is over, the relaxation's optimum is the optimum.
+
+Neighbouring rows differ in few blocks, so each is written as the one before plus what differs. What is found is
 looked at in whole bytes; bytes that a tolerance hid are found by asking again a little tighter.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from sacplan._plan.effects import Effects
+from sacplan._plan.effects import Bytes, Effects
 from sacplan._solve.local import give_back
 from sacplan._solve.pulp import Program, Solution
 from sacplan._solve.solvers import Proposal
 
 _SCALE = 1000.0  # bytes are scaled so that what is over the budget is this
 _SLACK = 1e-6  # by how much rows are relaxed: a solver must not call a plan infeasible that just fits
-_ROUNDS = 4  # of asking again for the bytes that a tolerance hid
+_SPLITS = 60  # of blocks, at most
+_FLOOR = 1e-3  # share of the peak to which the smallest one is found
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +46,11 @@ class Milp:
     Attributes:
         backend: "auto" (HiGHS where installed, else CBC), "highs", "cbc".
         gap: relative gap at which a solution counts as optimal.
-        time_limit_s, seed: of each solve.
+        time_limit_s, seed: of all solves for one budget together, and of each.
     """
 
     backend: Literal["auto", "highs", "cbc"] = "auto"
-    gap: float = 1e-2
+    gap: float = 1e-3
     time_limit_s: float = 10.0
     seed: int = 0
 
@@ -52,116 +60,191 @@ class Milp:
         return "milp"
 
     def propose(self, effects: Effects, budget_bytes: int) -> Proposal | None:
-        """The cheapest choice whose peak is at most there; None if there is none."""
-        asked = budget_bytes
-        for _ in range(_ROUNDS):
-            encoding = _Encoding(effects, asked)
-            solution = encoding.solve(self)
-            if not solution.values:
-                return None
-            choice = encoding.read(solution)
-            over = effects.peak(choice)[0] - budget_bytes
-            if over <= 0:
-                choice = give_back(effects, choice, budget_bytes)
-                return Proposal(
-                    choice, "optimal" if solution.status == "optimal" else "feasible", solution.bound
-                )
-            asked -= over
-        return None
+        """The cheapest choice whose peak is at most there; None if there is none, or none was found in time."""
+        return _Refinement(self, effects, budget_bytes).run()
 
     def smallest(self, effects: Effects) -> Proposal:
-        """The choice with the smallest peak."""
-        encoding = _Encoding(effects, None)
-        solution = encoding.solve(self)
-        choice = encoding.read(solution) if solution.values else {}
-        peak = effects.peak(choice)[0]
-        return self.propose(effects, peak) or Proposal(choice, "feasible")
+        """The choice with the smallest peak (to a thousandth), as cheap as that peak allows."""
+        choice = _Refinement(self, effects, None).smallest()
+        return self.propose(effects, effects.peak(choice)[0]) or Proposal(choice, "feasible")
+
+
+class _Refinement:
+    """Solve, lay out, split, until what is laid out fits. Without a budget, the peak is minimised."""
+
+    def __init__(self, options: Milp, effects: Effects, budget_bytes: int | None) -> None:
+        self.options = options
+        self.effects = effects
+        self.budget_bytes = budget_bytes
+        self.deadline = time.monotonic() + options.time_limit_s
+        kinds: dict[object, list[int]] = {}
+        for i, cell in enumerate(effects.cells):
+            if len(cell.options) > 1:
+                kinds.setdefault((cell.kind, cell.wide, effects.costs[i].tobytes()), []).append(i)
+        self.blocks = list(kinds.values())
+
+    def run(self) -> Proposal | None:
+        effects, budget = self.effects, self.budget_bytes
+        assert budget is not None
+        best: dict[int, int] | None = None
+        bound: float | None = None
+        asked, exact = budget, True
+        for _ in range(_SPLITS):
+            solution, program = self._solve(asked)
+            if asked == budget and solution.bound is not None:
+                bound = max(bound or 0.0, solution.bound)
+            if not solution.values:
+                exact = exact and solution.status == "infeasible"
+                break
+            exact = exact and solution.status == "optimal"
+            choice, total = self._lay_out(program.counts(solution))
+            if total.max() <= budget:
+                found = give_back(effects, choice, budget)
+                if best is None or effects.cost(found) < effects.cost(best):
+                    best = found
+                break
+            over = int(total.argmax())
+            if not self._split(over):
+                asked -= int(total[over]) - budget  # a tolerance hid some bytes
+        if best is None:
+            return None
+        status = "optimal" if exact and bound is not None and self._close(best, bound) else "feasible"
+        return Proposal(best, status, bound)
+
+    def smallest(self) -> dict[int, int]:
+        """The choice with the smallest peak that is found."""
+        best: dict[int, int] = {}
+        best_peak = self.effects.peak(best)[0]
+        for _ in range(_SPLITS):
+            solution, program = self._solve(None)
+            if not solution.values:
+                break
+            choice, total = self._lay_out(program.counts(solution))
+            if total.max() < best_peak:
+                best, best_peak = choice, int(total.max())
+            bound = solution.bound if solution.bound is not None else 0.0
+            if best_peak <= bound * program.bytes_scale * (1 + _FLOOR) or not self._split(
+                int(total.argmax())
+            ):
+                break
+        return best
+
+    def _close(self, choice: dict[int, int], bound: float) -> bool:
+        cost = self.effects.cost(choice)
+        return cost - bound <= max(
+            self.options.gap * cost, _SLACK * max(float(c.max()) for c in self.effects.costs)
+        )
+
+    def _solve(self, budget_bytes: int | None) -> tuple[Solution, _Encoding]:
+        program = _Encoding(self.effects, self.blocks, budget_bytes)
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            return Solution("unknown"), program
+        return program.solve(self.options, left), program
+
+    def _lay_out(self, counts: list[list[int]]) -> tuple[dict[int, int], Bytes]:
+        """The cells of each block in both orders, whichever has the lower peak; more is discarded first or last."""
+        found = []
+        for first in (1, -1):
+            choice: dict[int, int] = {}
+            for block, own in zip(self.blocks, counts, strict=True):
+                kept = [cell_options.kept_bytes for cell_options in self.effects.cells[block[0]].options]
+                taken = [o for o, count in enumerate(own, start=1) for _ in range(count)]
+                taken += [0] * (len(block) - len(taken))
+                taken.sort(key=lambda o: first * kept[o])
+                choice.update((cell, o) for cell, o in zip(block, taken, strict=True) if o)
+            found.append((choice, self.effects.total(choice)))
+        return min(found, key=lambda pair: int(pair[1].max()))
+
+    def _split(self, stretch: int) -> bool:
+        """Split the blocks whose cells differ at a stretch; says whether any did."""
+        blocks: list[list[int]] = []
+        for block in self.blocks:
+            groups: dict[bytes, list[int]] = {}
+            for cell in block:
+                groups.setdefault(self.effects.changes[cell][:, stretch].tobytes(), []).append(cell)
+            blocks.extend(groups.values())
+        changed = len(blocks) > len(self.blocks)
+        self.blocks = blocks
+        return changed
 
 
 class _Encoding:
-    """The program for a budget; without one, the peak is what is minimised."""
+    """The program for some blocks of equal cells."""
 
-    def __init__(self, effects: Effects, budget_bytes: int | None) -> None:
-        self.effects = effects
+    def __init__(self, effects: Effects, blocks: list[list[int]], budget_bytes: int | None) -> None:
         self.program = Program()
-        smallest = budget_bytes is None
-        costs = [float(c) for cell in effects.costs for c in cell]
+        self._budget = budget_bytes
+        self._effects = effects
+        self._blocks = blocks
+        costs = [float(c) for block in blocks for c in effects.costs[block[0]]]
         self._cost_scale = max(costs, default=0.0) or 1.0
-        self._variables: dict[int, list[int]] = {}
-        for cell, own in enumerate(effects.costs):
-            scaled = (0.0 if smallest else float(cost) / self._cost_scale for cost in own[1:])
-            self._variables[cell] = [self.program.binary(cost=cost) for cost in scaled]
-            if len(self._variables[cell]) > 1:
-                self.program.row([(x, 1.0) for x in self._variables[cell]], upper=1.0)
-        wide = [
-            x
-            for cell, own in self._variables.items()
-            for x, w in zip(own, effects.cells[cell].wide[1:], strict=True)
-            if w
-        ]
-        if wide and effects.wide_cost and not smallest:
+        self._counts: list[list[int]] = []
+        wide = []
+        for block in blocks:
+            cell = effects.cells[block[0]]
+            own = []
+            for cost, makes_wide in zip(effects.costs[block[0]][1:], cell.wide[1:], strict=True):
+                price = 0.0 if budget_bytes is None else float(cost) / self._cost_scale
+                own.append(self.program.variable(upper=float(len(block)), integer=True, cost=price))
+                if makes_wide:
+                    wide.append((own[-1], len(block)))
+            if len(own) > 1:
+                self.program.row([(n, 1.0) for n in own], upper=float(len(block)))
+            self._counts.append(own)
+        if wide and effects.wide_cost and budget_bytes is not None:
             is_wide = self.program.binary(cost=effects.wide_cost / self._cost_scale)
-            for x in wide:
-                self.program.row([(is_wide, 1.0), (x, -1.0)], lower=0.0)
+            for n, size in wide:
+                self.program.row([(is_wide, float(size)), (n, -1.0)], lower=0.0)
         largest = int(effects.base.max())
-        self._scale = max(1.0, largest if budget_bytes is None else largest - budget_bytes) / _SCALE
-        self._memory_rows(budget_bytes)
+        self.bytes_scale = max(1.0, largest if budget_bytes is None else largest - budget_bytes) / _SCALE
+        self._memory_rows()
 
-    def _memory_rows(self, budget_bytes: int | None) -> None:
+    def _memory_rows(self) -> None:
         """What is freed, stretch after stretch, covers what is over the budget."""
-        effects = self.effects
-        peak = self.program.variable(cost=1.0) if budget_bytes is None else None
-        over = -self._scaled(effects.changes)
+        effects, budget = self._effects, self._budget
+        peak = self.program.variable(cost=1.0) if budget is None else None
+        columns = [n for own in self._counts for n in own]
+        if self._blocks:
+            freed = -np.concatenate([effects.changes[b[0]][1:] for b in self._blocks]) / self.bytes_scale
+        else:
+            freed = np.zeros((0, len(effects.base)))
         before, last = None, None
-        for stretch in self._binding(budget_bytes):
-            need = (effects.base[stretch] - (budget_bytes or 0)) / self._scale - _SLACK
-            freed = self.program.variable(lower=None if peak is not None else float(need))
-            terms = [(freed, -1.0)]
-            difference = over[:, stretch]
+        for stretch in self._stretches():
+            need = float((effects.base[stretch] - (budget or 0)) / self.bytes_scale - _SLACK)
+            total = self.program.variable(lower=None if peak is not None else need)
+            difference = freed[:, stretch] if last is None else freed[:, stretch] - freed[:, last]
+            terms = [(columns[i], float(difference[i])) for i in np.flatnonzero(difference)]
             if before is not None:
                 terms.append((before, 1.0))
-                difference = difference - over[:, last]
-            for column in np.flatnonzero(difference):
-                terms.append((self._column(int(column)), float(difference[column])))
-            self.program.row(terms, lower=0.0, upper=0.0)
+            self.program.row([(total, -1.0), *terms], lower=0.0, upper=0.0)
             if peak is not None:
-                self.program.row([(freed, 1.0), (peak, 1.0)], lower=float(need))
-            before, last = freed, stretch
+                self.program.row([(total, 1.0), (peak, 1.0)], lower=need)
+            before, last = total, stretch
 
-    def _binding(self, budget_bytes: int | None) -> list[int]:
-        """The stretches that some choice puts over the budget."""
-        effects = self.effects
-        if budget_bytes is None:
-            return list(range(len(effects.base)))
-        worst = effects.base + sum(np.maximum(change.max(axis=0), 0) for change in effects.changes)
-        return [int(s) for s in np.flatnonzero(worst > budget_bytes)]
+    def _stretches(self) -> npt.NDArray[np.intp]:
+        """Those that treat the cells of each block alike and that some choice puts over the budget."""
+        effects = self._effects
+        wanted = np.ones(len(effects.base), dtype=bool)
+        worst = effects.base.copy()
+        for block in self._blocks:
+            first = effects.changes[block[0]]
+            for cell in block[1:]:
+                wanted &= (effects.changes[cell] == first).all(axis=0)
+            worst += len(block) * np.maximum(first.max(axis=0), 0)
+        if self._budget is not None:
+            wanted &= worst > self._budget
+        return np.flatnonzero(wanted)
 
-    def _scaled(self, changes: tuple[np.ndarray, ...]) -> np.ndarray:
-        self._columns = [(cell, o) for cell, own in self._variables.items() for o in range(len(own))]
-        stacked = [change[1:] for change in changes if len(change) > 1]
-        if not stacked:
-            return np.zeros((0, len(self.effects.base)))
-        return np.concatenate(stacked) / self._scale
-
-    def _column(self, column: int) -> int:
-        cell, option = self._columns[column]
-        return self._variables[cell][option]
-
-    def solve(self, options: Milp) -> Solution:
-        solution = self.program.solve(
-            solver=options.backend, gap=options.gap, time_limit_s=options.time_limit_s, seed=options.seed
+    def solve(self, options: Milp, time_limit_s: float) -> Solution:
+        gap = options.gap if self._budget is not None else _FLOOR / 2
+        found = self.program.solve(
+            solver=options.backend, gap=gap, time_limit_s=time_limit_s, seed=options.seed
         )
-        if solution.bound is None:
-            return solution
-        return Solution(
-            solution.status, solution.values, solution.objective, solution.bound * self._cost_scale
-        )
+        if found.bound is None or self._budget is None:
+            return found
+        return Solution(found.status, found.values, found.objective, found.bound * self._cost_scale)
 
-    def read(self, solution: Solution) -> dict[int, int]:
-        """Cell to the option that it takes, 0 left out."""
-        return {
-            cell: option
-            for cell, own in self._variables.items()
-            for option, x in enumerate(own, start=1)
-            if solution.values[x] > 0.5
-        }
+    def counts(self, solution: Solution) -> list[list[int]]:
+        """By block and option (the first left out), how many cells take it."""
+        return [[round(solution.values[n]) for n in own] for own in self._counts]
