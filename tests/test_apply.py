@@ -204,3 +204,11 @@ def test_an_empty_plan_touches_nothing(model: LM, plan: sacplan.Plan) -> None:
     handle = sacplan.apply(model, replace(plan, units={}))
     assert handle.units == ()
     assert all("forward" not in vars(m) for m in model.modules())
+
+
+def test_units_that_discard_nothing_keep_their_forward(model: LM, plan: sacplan.Plan) -> None:
+    kept = replace(plan.units["layers.0"], discarded=())
+    handle = sacplan.apply(model, replace(plan, units=plan.units | {"layers.0": kept}))
+    assert handle.units == ("layers.1",)
+    assert "forward" not in vars(model.layers[0])
+    assert "forward" in vars(model.layers[1])

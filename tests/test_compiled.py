@@ -183,9 +183,11 @@ def test_what_is_saved_and_recomputed_is_what_the_plan_says(
     assert same(expected, found)
     assert with_plan.flops - without.flops == plan.recompute_flops
     freed = sum(u.discard_ratio * profile.tradeoffs[fqn].saved_bytes for fqn, u in plan.units.items())
-    if partition is min_cut_rematerialization_partition:  # the other one saves more than an eager step does
+    share = 0.7  # the default partition saves other tensors than an eager step does, and more
+    if partition is min_cut_rematerialization_partition:
+        share = 0.8
         assert with_plan.saved_bytes <= profile.tradeoffs[""].saved_bytes - freed
-    assert without.saved_bytes - with_plan.saved_bytes > 0.8 * freed
+    assert without.saved_bytes - with_plan.saved_bytes > share * freed
 
 
 def test_adjacent_units_that_discard_everything(

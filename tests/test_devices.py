@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sacplan._trace.devices import DeviceSpec, devices, known_devices, resolve_device
-from sacplan.errors import DeviceError
+from sacplan.errors import DeviceError, TraceError
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,85 @@ def test_spec_is_checked() -> None:
         DeviceSpec(**good, flops={"float32": 1.0}, compute_efficiency=1.5)
 
 
+def test_without_workspaces() -> None:
+    spec = resolve_device("H100 without workspaces")
+    assert spec == resolve_device("h100").without_workspaces()
+    assert spec.matmul_workspace_bytes == 0
+    assert spec.name == "h100 without workspaces"
+    assert resolve_device(spec.name) == spec
+    assert replace(spec, name="h100", matmul_workspace_bytes=None) == resolve_device("h100")
+    with pytest.raises(DeviceError, match="unknown device 'h1000'"):
+        resolve_device("h1000 without workspaces")
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    for name in ("h100", "mi300x", "cpu"):
+        spec = replace(resolve_device(name), matmul_workspace_bytes=0)
+        for path in (tmp_path / "spec.json", tmp_path / "spec.json.gz"):
+            spec.save(path)
+            assert DeviceSpec.load(path) == spec
+    (tmp_path / "bad.json").write_text('{"what": "device", "schema_version": 1, "spec": {"name": "x"}}')
+    with pytest.raises(DeviceError, match="not a whole DeviceSpec"):
+        DeviceSpec.load(tmp_path / "bad.json")
+    (tmp_path / "other.json").write_text('{"what": "plan", "schema_version": 1}')
+    with pytest.raises(TraceError, match="not a sacplan device"):
+        DeviceSpec.load(tmp_path / "other.json")
+
+
+# torch's own table; it prints sparse peaks for H100 (it says so) and for L4 (it does not).
+TORCH_ROWS = {
+    "h100": ("NVIDIA H100", 2, ("bandwidth", "tf32", "bfloat16", "float16")),
+    "a100-80gb": ("NVIDIA A100", 1, ("bandwidth", "float32", "tf32")),
+    "l4": ("NVIDIA L4", 2, ("tf32", "bfloat16", "float16")),
+    "mi300x": ("AMD MI300X", 1, ("bandwidth", "float32", "tf32", "bfloat16", "float16")),
+    "mi350x": ("AMD MI350X", 1, ("bandwidth", "float32", "bfloat16", "float16")),
+}
+
+
+@pytest.mark.parametrize("name", TORCH_ROWS)
+def test_figures_of_torchs_own_table(name: str) -> None:
+    device_info = pytest.importorskip("torch._inductor.analysis.device_info")
+    row, sparsity, what = TORCH_ROWS[name]
+    info, spec = device_info.lookup_device_info(row), resolve_device(name)
+    if info is None:
+        pytest.skip(f"this torch has no row for {row}")
+    for key in what:
+        if key == "bandwidth":
+            assert spec.bandwidth_bytes_per_s == info.dram_bw_gbs * 1e9
+            continue
+        theirs = info.tops["torch.tf32" if key == "tf32" else getattr(torch, key)] / sparsity
+        assert spec.flops[key] == pytest.approx(theirs * 1e12, rel=0.005)
+
+
+# KERNELS, section 6: GiB, GB/s, TFLOP/s of float32 and of half, multiprocessors, capability.
+FIGURES = {
+    "t4": (14.7, 320, 8.1, 65, 40, (7, 5)),
+    "l4": (22, 300, 30.3, 121, 58, (8, 9)),
+    "a10": (22, 600, 31.2, 125, 72, (8, 6)),
+    "rtx-3090": (23.6, 936, 35.6, 71, 82, (8, 6)),
+    "rtx-4090": (23.64, 1008, 82.6, 165.2, 128, (8, 9)),
+    "rtx-5090": (31.37, 1792, 104.8, 209.5, 170, (12, 0)),
+    "a100-40gb": (39.5, 1555, 19.5, 312, 108, (8, 0)),
+    "a100-80gb": (79.25, 2039, 19.5, 312, 108, (8, 0)),
+    "h100-pcie": (79.1, 2000, 51.2, 756, 114, (9, 0)),
+    "h100": (79.11, 3350, 67, 989.5, 132, (9, 0)),
+    "h200": (139, 4800, 67, 989.5, 132, (9, 0)),
+    "b200": (178, 7700, 75, 2250, 148, (10, 0)),
+    "mi250x": (64, 1600, 47.9, 191.5, 110, None),
+    "mi300x": (192, 5300, 163.4, 1307.4, 304, None),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures_of_the_datasheets(name: str) -> None:
+    spec, (gib, gb, single, half, sms, capability) = resolve_device(name), FIGURES[name]
+    assert spec.memory_bytes == int(gib * 2**30)
+    assert spec.bandwidth_bytes_per_s == gb * 1e9
+    assert spec.flops["float32"] == single * 1e12
+    assert spec.flops["float16"] == half * 1e12
+    assert (spec.sm_count, spec.capability) == (sms, capability)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_cuda_without_one_suggests_naming_it() -> None:
     with pytest.raises(DeviceError, match="h100"):
@@ -110,7 +191,10 @@ def test_cuda_without_one_suggests_naming_it() -> None:
         ("Tesla T4", (7, 5), "t4"),
         ("NVIDIA L4", (8, 9), "l4"),
         ("NVIDIA GeForce RTX 4090", (8, 9), "rtx-4090"),
-        ("NVIDIA L40S", (8, 9), None),
+        ("NVIDIA L40S", (8, 9), "l40s"),
+        ("NVIDIA RTX A6000", (8, 6), "rtx-a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", (8, 9), None),
+        ("Tesla V100-SXM2-32GB", (7, 0), "v100-32gb"),
         ("NVIDIA GeForce RTX 3090 Ti", (8, 6), None),
         ("NVIDIA Unheard Of", (13, 0), None),
         ("Quadro P4000", (6, 1), None),
@@ -136,6 +220,10 @@ def test_the_gpu_that_is_here(
     assert spec.capability == capability
     assert spec.name == (row or board)
     assert resolve_device("cuda:0") == spec
+    # A plan for it carries the name, and is verified by it.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: board)
+    assert resolve_device(spec.name).name == spec.name
 
 
 def test_devices_frame() -> None:

@@ -314,8 +314,8 @@ def plan_of(profile: sacplan.Profile, sites: dict[str, list[tuple[str, int]]]) -
     return Plan(
         units={fqn: UnitPlan(1.0, 0.0, tuple(s)) for fqn, s in sites.items()},
         peak_bytes=found.peak_bytes, baseline_peak_bytes=profile.peak_bytes, budget_bytes=None, recompute_ms=0.0,
-        recompute_flops=0, step_ms=0.0, step_flops=0, status="feasible", gap=None, solver="none", device="cpu",
-        fingerprint=profile.fingerprint,
+        recompute_flops=0, lower_bound_ms=0.0, step_ms=0.0, step_flops=0, status="feasible", gap=None,
+        solver="none", device="cpu", fingerprint=profile.fingerprint,
     )  # fmt: skip
 
 
@@ -1012,3 +1012,16 @@ def test_an_error_in_the_forward_leaves_nothing_behind() -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     fail = False
     assert same_bits(step(model, batch()), step(planned, batch()))
+
+
+def test_running_statistics_that_a_later_call_writes_are_refused_without_the_check_too() -> None:
+    torch.manual_seed(0)
+    model = Net([(["batch_norm"], "twice")], share=False, tie=False)
+    profile = sacplan.profile(model, batch(), device="cpu", trace="real")
+    unit = "groups.0.steps.0"
+    sites = {s for scope in profile.recording.calls[unit] for s in profile.recording.sites(scope).values()}
+    reads_statistics = [s for s in sites if s[0] in ("aten.add.Tensor", "aten.sigmoid.default")]
+    planned = copy.deepcopy(model)
+    sacplan.apply(planned, plan_of(profile, {unit: reads_statistics}), check=False)
+    with pytest.raises(sacplan.RecipeError, match="written in place since"):
+        step(planned, batch())

@@ -275,6 +275,59 @@ def test_a_profile_by_benchmark():
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_seeds_that_a_kernel_reads_on_the_host_stay_there():
+    """On another device than the CPU too: "meta" stands for it here."""
+
+    def make():
+        q = torch.randn(2, 4, 8, 16)
+        seed, offset = torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long)
+        return q, torch.randn(2, 4, 32), seed, offset
+
+    q, logsumexp, seed, offset = fakes(make)
+    args = (q, q, q, q, None, q, logsumexp, seed, offset, 0.1, [True, True, True, False])
+    op = RealOp(
+        aten._scaled_dot_product_efficient_attention_backward.default, args, {}, None, torch.device("meta")
+    )
+    assert [a.device.type for a in op.args[6:9]] == ["meta", "cpu", "cpu"]
+
+
+def test_kernels_with_private_data_are_not_run(times):
+    """cuDNN's recurrent backward takes the reserve that its forward filled."""
+    with FakeTensorMode():
+        x, w, h = torch.randn(5, 3, 10), [torch.randn(80, 10), torch.randn(80, 20)], torch.randn(1, 3, 20)
+        out, buffer = torch.randn(5, 3, 20), torch.zeros(0)
+        reserve = torch.zeros(64, dtype=torch.uint8)
+    args = (
+        x,
+        w,
+        4,
+        buffer,
+        h,
+        h,
+        out,
+        out,
+        None,
+        None,
+        2,
+        20,
+        0,
+        1,
+        False,
+        0.0,
+        True,
+        False,
+        [],
+        None,
+        reserve,
+    )
+    with pytest.warns(UserWarning, match="private data"):
+        flops, time_ms = times.cost(aten._cudnn_rnn_backward.default, (*args, [True] * 4), {}, None)
+    assert flops == 4 * 15 * (80 * 10 + 80 * 20)
+    assert time_ms > 0
+    forward = (x, w, 4, buffer, h, h, 2, 20, 0, 1, False, 0.0, True, False, [], None)
+    assert RealOp(aten._cudnn_rnn.default, forward, {}, None, CPU).args[3] is None
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_gpu_that_is_not_here():
     with pytest.raises(DeviceError, match="cost-model"):

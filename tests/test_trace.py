@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import resource
 import warnings
@@ -14,6 +15,8 @@ from torch import nn
 
 import sacplan
 from sacplan._trace.fake_data import data_rules
+from sacplan._trace.recorder import Recorder
+from sacplan._trace.recording import Kind
 from sacplan._trace.step import Step, default_loss, preserved_state
 from sacplan._verify.measure import measured_step
 from sacplan.errors import SacplanWarning
@@ -420,3 +423,100 @@ def test_a_module_may_convert_itself_in_the_step():
     model = Converts().bfloat16()
     sacplan.profile(model, torch.randn(2, 4))
     assert model.linear.weight.dtype == torch.bfloat16
+
+
+# --- what makes a trace fast ------------------------------------------------------------------------
+
+
+class Varied(nn.Module):
+    """Views, in-place ops, several outputs, an index, a mask, a scalar of each type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.norm = nn.BatchNorm1d(16)
+        self.register_buffer("mask", torch.arange(8) % 2 == 0)
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            a, b = layer(x).chunk(2, -1)
+            y = torch.cat([a * i, b * float(i), b.t().contiguous().t() * bool(i)], -1)[:, :16]
+            y = F.dropout(y, 0.1).mul_(2).add_(x)
+            top, where = y.topk(2)
+            x = y + top.sum(-1, keepdim=True) + y.gather(1, where).mean() + y[self.mask].sum()
+            x = self.norm(x).to(torch.float64).float()
+        return x
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])
+def test_ops_that_are_looked_up_give_the_recording_that_they_give_without(device, optimizer, monkeypatch):
+    def profile():
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SacplanWarning)
+            return sacplan.profile(Varied(), torch.rand(8, 16), device=device, optimizer=optimizer)
+
+    quick = profile()
+    monkeypatch.setattr(Recorder, "_seen_ops", staticmethod(lambda rules: None))
+    slow = profile()
+    assert quick.recording.to_dict() == slow.recording.to_dict()
+
+
+def test_ops_are_not_looked_up_where_another_mode_would_miss_them():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    with FlopCounterMode(display=False) as counter:
+        profile = sacplan.profile(model, torch.rand(4, 16), device="h100")
+    assert counter.get_total_flops() == profile.recording.flops
+
+
+@pytest.mark.parametrize("trace", ["fake", "real"])
+def test_with_an_optimizer_the_model_runs_once(trace):
+    calls = []
+
+    def loss_fn(model, batch):
+        calls.append(1)
+        return model(batch).sum()
+
+    model = nn.Linear(8, 8)
+    profile = sacplan.profile(
+        model, torch.rand(2, 8), loss_fn=loss_fn, device="cpu", trace=trace, optimizer=torch.optim.Adam
+    )
+    assert len(calls) == 1
+    state = {s for s, kind in enumerate(profile.recording.storage_kinds) if kind == Kind.OPTIMIZER_STATE}
+    assert sum(profile.recording.storage_bytes[s] for s in state) == 2 * 4 + 2 * (8 * 8 + 8) * 4
+    assert state <= set(profile.recording.initial)
+
+
+def test_the_collector_is_left_as_it_was():
+    model = nn.Linear(8, 8)
+    assert gc.isenabled()
+    sacplan.profile(model, torch.rand(2, 8))
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        sacplan.profile(model, torch.rand(2, 8))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_mask_that_masks_nothing_is_left_out_as_in_a_real_step():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=64,
+    )
+    model = transformers.BertForMaskedLM(config)
+    ids = torch.randint(0, 64, (2, 16))
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    names = [
+        [op.name for op in sacplan.profile(model, batch, device="cpu", trace=trace).recording.ops]
+        for trace in ("fake", "real")
+    ]
+    assert names[0] == names[1]

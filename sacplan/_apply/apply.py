@@ -81,8 +81,8 @@ def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
     _check_units(model, plan)
     planned = {}
     for fqn, unit in plan.units.items():
-        module = model.get_submodule(fqn)
-        planned[fqn] = PlannedForward(module, fqn, unit.discarded, check)
+        if unit.discarded:  # else its forward stays its own, and costs what it did
+            planned[fqn] = PlannedForward(model.get_submodule(fqn), fqn, unit.discarded, check)
     for stand_in in planned.values():
         stand_in.module.__dict__["forward"] = stand_in
     return Handle(planned)

@@ -6,8 +6,8 @@ the share of the peak that the :class:`DeviceSpec` assumes, and a launch. FLOPs 
 peaks in FLOP/s. Only matrix products, convolutions and attention have a formula, as there; all the other ops
 are bound by bandwidth, which is what they are on every device of the table.
 
-Known simplifications: an operand given twice is read twice; caches are not modelled; RNN kernels count no
-FLOPs; fp32 attention follows the same TF32 switch as matrix products.
+Known simplifications: an operand given twice is read twice; caches are not modelled; recurrent layers on a
+CPU (oneDNN) count no FLOPs; fp32 attention follows the same TF32 switch as matrix products.
 
 Private PyTorch API, tried on 2.13: ``torch.utils.flop_counter.flop_registry`` and the ``OpOverload`` schema.
 """
@@ -66,6 +66,18 @@ def _grouped_mm(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int
     # For a 3-D and a 2-D operand the columns are shared out over the groups.
     groups = a.shape[0] if b.dim() == 3 else 1
     return 2 * groups * a.shape[1] * a.shape[2] * b.shape[-1]
+
+
+@_formula("_cudnn_rnn")
+def _rnn(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """input [T, N, C] (or [N, T, C], or packed [rows, C]): each weight matrix times each step's rows."""
+    rows = args[0].numel() // max(1, args[0].shape[-1])
+    return 2 * rows * sum(w.numel() for w in args[1] if w.dim() == 2)
+
+
+@_formula("_cudnn_rnn_backward")
+def _rnn_backward(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    return 2 * _rnn(args, kwargs, out)
 
 
 def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:

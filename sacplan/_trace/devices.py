@@ -3,26 +3,39 @@
 Sources of the table: ``torch/_inductor/analysis/device_info.py`` (peaks; its L4 bandwidth is wrong and not
 used), the vendors' datasheets (dense figures, halved where only the sparse one is printed), and reports of
 ``torch.cuda.get_device_properties(...).total_memory`` for the capacities. Peaks are those of the datasheet;
-what a kernel reaches of them is ``compute_efficiency`` and ``bandwidth_efficiency``, which are assumptions.
+what a kernel reaches of them is ``compute_efficiency`` and ``bandwidth_efficiency``, which are assumptions;
+``sacplan.calibrate`` measures them on a device that is here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from sacplan._trace.recording import read_json, write_json
 from sacplan.errors import DeviceError
 
 if TYPE_CHECKING:
     import pandas as pd
 
 GIB = 2**30
+SCHEMA_VERSION = 1
+WITHOUT_WORKSPACES = " without workspaces"
+"""What the name of a device ends in where cuBLAS workspaces are not to count."""
+
+
+def torch_version() -> tuple[int, int]:
+    """Major and minor of the torch that is running; its kernels are the ones that are emulated."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +66,9 @@ class DeviceSpec:
     """Share of the bandwidth that elementwise kernels reach. An assumption, not a measurement."""
     kernel_launch_us: float = 3.0
     """Time that each kernel takes besides its work, in microseconds. An assumption."""
+    matmul_workspace_bytes: int | None = None
+    """What the matrix library (cuBLAS) keeps for each thread that multiplies, and ``profile`` counts. None:
+    torch's default for the architecture and release, see ``library_workspace_bytes``. 0: nothing."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -74,8 +90,9 @@ class DeviceSpec:
                 raise DeviceError(
                     f"DeviceSpec {self.name!r}: {what} must lie in (0, 1], got {getattr(self, what)!r}"
                 )
-        if self.kernel_launch_us < 0:
-            raise DeviceError(f"DeviceSpec {self.name!r}: kernel_launch_us is negative")
+        for what in ("kernel_launch_us", "matmul_workspace_bytes"):
+            if (getattr(self, what) or 0) < 0:
+                raise DeviceError(f"DeviceSpec {self.name!r}: {what} is negative")
 
     def peak_flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """Dense peak in FLOP/s for matrix products on ``dtype``.
@@ -99,6 +116,30 @@ class DeviceSpec:
         """``nbytes`` as the allocator of this device counts them."""
         step = self.allocation_round_bytes
         return -(-nbytes // step) * step
+
+    def without_workspaces(self) -> DeviceSpec:
+        """The same device where cuBLAS keeps nothing: what PyTorch's MemTracker counts.
+
+        By name it is ``"h100 without workspaces"``.
+        """
+        return replace(self, name=self.name + WITHOUT_WORKSPACES, matmul_workspace_bytes=0)
+
+    def save(self, path: str | Path) -> None:
+        """Write to a file (JSON; compressed where the name ends in ``.gz``)."""
+        write_json(
+            path, {"what": "device", "schema_version": SCHEMA_VERSION, "spec": dataclasses.asdict(self)}
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> DeviceSpec:
+        """Read what ``save`` wrote."""
+        fields = read_json(path, "device", SCHEMA_VERSION).get("spec", {})
+        if isinstance(fields.get("capability"), list):
+            fields["capability"] = tuple(fields["capability"])
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise DeviceError(f"{path} is not a whole DeviceSpec: {error}. Save it again.") from error
 
 
 def _gpu(
@@ -132,8 +173,11 @@ _TABLE: dict[str, DeviceSpec] = {
     spec.name: spec
     for spec in (
         _gpu("t4", 14.7, 320, (8.1, None, None, 65, None), 40, (7, 5), f"{_NV} T4; no bf16 units"),
+        _gpu("v100-32gb", 31.7, 900, (15.7, None, None, 125, None), 80, (7, 0), f"{_NV} V100; no bf16 units"),
         _gpu("l4", 22, 300, (30.3, 60, 121, 121, 242), 58, (8, 9), f"{_NV} L4; capacity rough"),
+        _gpu("l40s", 44.4, 864, (91.6, 183, 362, 362, 733), 142, (8, 9), f"{_NV} L40S; capacity rough"),
         _gpu("a10", 22, 600, (31.2, 62.5, 125, 125, None), 72, (8, 6), f"{_NV} A10; capacity rough"),
+        _gpu("rtx-a6000", 47.5, 768, (38.7, 77.4, 154.8, 154.8, None), 84, (8, 6), f"{_NV} RTX A6000"),
         _gpu("rtx-3090", 23.6, 936, (35.6, 35.6, 71, 71, None), 82, (8, 6), "NVIDIA GA102 white paper"),
         _gpu(
             "rtx-4090", 23.64, 1008, (82.6, 82.6, 165.2, 165.2, 330.3), 128, (8, 9), "NVIDIA Ada white paper"
@@ -173,6 +217,15 @@ _TABLE: dict[str, DeviceSpec] = {
             None,
             f"AMD datasheet MI300X; {_TORCH}",
         ),
+        _gpu(
+            "mi350x",
+            288,
+            8000,
+            (144.2, None, 2309.6, 2309.6, 4614),
+            256,
+            None,
+            f"AMD brochure MI350X; {_TORCH}",
+        ),
     )
 }
 
@@ -191,10 +244,14 @@ _BOARD_NAMES = (
     (r"RTX 4090(?! D| Laptop)", "rtx-4090"),
     (r"RTX 5090(?! D| Laptop)", "rtx-5090"),
     (r"\bA10\b", "a10"),
+    (r"\bL40S\b", "l40s"),
     (r"\bL4\b", "l4"),
+    (r"RTX A6000\b", "rtx-a6000"),
+    (r"V100.*32GB", "v100-32gb"),
     (r"\bT4\b", "t4"),
     (r"MI250X", "mi250x"),
     (r"MI300X", "mi300x"),
+    (r"MI350X", "mi350x"),
 )
 
 
@@ -272,7 +329,8 @@ def _compact(name: str) -> str:
 def resolve_device(device: str | DeviceSpec | torch.device) -> DeviceSpec:
     """The spec for ``"cpu"``, ``"cuda"`` (the GPU that is here), ``"cuda:1"``, or a name of the table.
 
-    Case, spaces, hyphens and underscores do not matter: ``"A100 80GB"`` is ``"a100-80gb"``.
+    Case, spaces, hyphens and underscores do not matter: ``"A100 80GB"`` is ``"a100-80gb"``. Any of them may end in
+    ``" without workspaces"``, see :meth:`DeviceSpec.without_workspaces`.
 
     Raises:
         DeviceError: an unknown name (the message lists the known ones and the near ones), or ``"cuda"``
@@ -286,6 +344,8 @@ def resolve_device(device: str | DeviceSpec | torch.device) -> DeviceSpec:
         name = device.strip()
     else:
         raise DeviceError(f"device must be a name, a torch.device or a DeviceSpec, got {device!r}")
+    if name.lower().endswith(WITHOUT_WORKSPACES):
+        return resolve_device(name[: -len(WITHOUT_WORKSPACES)]).without_workspaces()
     if name.lower() == "cpu":
         return _cpu()
     if match := re.fullmatch(r"cuda(?::(\d+))?", name.lower()):
@@ -294,6 +354,10 @@ def resolve_device(device: str | DeviceSpec | torch.device) -> DeviceSpec:
     rows = {_compact(n): n for n in _TABLE} | _ALIASES
     if key in rows:
         return _TABLE[rows[key]]
+    if torch.cuda.is_available():  # the full name of the board, which plans for device="cuda" may carry
+        for index in range(torch.cuda.device_count()):
+            if _compact(torch.cuda.get_device_name(index)) == key:
+                return _here(index)
     near = [n for n in _TABLE if key and (key in _compact(n) or _compact(n) in key)]
     near += [rows[k] for k in difflib.get_close_matches(key, rows, n=3) if rows[k] not in near]
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""

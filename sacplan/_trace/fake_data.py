@@ -160,6 +160,7 @@ class DataRules(TorchDispatchMode):
         self._known: dict[int, _Known] = {}
         self._applied: dict[tuple[str, str], AppliedRule] = {}
         self._paused = 0
+        self._max_floats = MAX_FLOATS
 
     @property
     def applied(self) -> tuple[AppliedRule, ...]:
@@ -174,6 +175,15 @@ class DataRules(TorchDispatchMode):
             yield
         finally:
             self._paused -= 1
+
+    @contextmanager
+    def few_floats(self) -> Iterator[None]:
+        """Inside, of what ops make no array of floats is followed, just single ones: an optimizer's step counts."""
+        before, self._max_floats = self._max_floats, 1
+        try:
+            yield
+        finally:
+            self._max_floats = before
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         super().__exit__(exc_type, exc_value, traceback)
@@ -207,6 +217,20 @@ class DataRules(TorchDispatchMode):
             return None
         with no_dispatch():
             return _view(known.storage, tensor)
+
+    @property
+    def knows_values(self) -> bool:
+        """Whether any value is known now."""
+        return bool(self._known)
+
+    def knows(self, fake: torch.Tensor) -> bool:
+        """Whether the values of the storage of a fake tensor are known."""
+        return storage_key(fake.untyped_storage()) in self._known
+
+    @staticmethod
+    def leaves_alone(func: Any) -> bool:
+        """Whether an op is left to FakeTensorMode where the values of its arguments are not known."""
+        return not (needs_an_answer(func) or func in ANSWERS or func in DECISIONS or func in CHANGES_STORAGE)
 
     def as_fake_like(
         self,
@@ -248,7 +272,7 @@ class DataRules(TorchDispatchMode):
         """``value`` in the layout of ``fake``, which has a storage of its own."""
         if not isinstance(fake, FakeTensor) or not is_plain(fake) or fake.shape != value.shape:
             return
-        if not _worth_following(fake) or fake.untyped_storage().nbytes() > MAX_INTEGER_BYTES:
+        if not self._worth_following(fake) or fake.untyped_storage().nbytes() > MAX_INTEGER_BYTES:
             return
         with no_dispatch(), torch.no_grad():
             nbytes = fake.untyped_storage().nbytes()
@@ -266,6 +290,11 @@ class DataRules(TorchDispatchMode):
                         target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
                 target.copy_(value)
             self._set(fake, own, rules)
+
+    def _worth_following(self, t: torch.Tensor) -> bool:
+        if is_float(t):
+            return t.numel() <= self._max_floats
+        return t.numel() * t.element_size() <= MAX_INTEGER_BYTES
 
     # --- dispatch ----------------------------------------------------------------------------------
 
@@ -290,7 +319,9 @@ class DataRules(TorchDispatchMode):
             self._follow_write(func, traits, args, kwargs)
             return
         fresh = [
-            t for t in tensors_in(out) if isinstance(t, FakeTensor) and _worth_following(t) and is_plain(t)
+            t
+            for t in tensors_in(out)
+            if isinstance(t, FakeTensor) and self._worth_following(t) and is_plain(t)
         ]
         if not fresh:
             return
@@ -452,12 +483,6 @@ def _as_numbers(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and any(isinstance(v, (FakeTensor, list, tuple)) for v in value):
         return [_as_numbers(v) for v in value]
     return value
-
-
-def _worth_following(t: torch.Tensor) -> bool:
-    if is_float(t):
-        return t.numel() <= MAX_FLOATS
-    return t.numel() * t.element_size() <= MAX_INTEGER_BYTES
 
 
 def _view(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:

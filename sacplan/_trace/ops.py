@@ -64,6 +64,7 @@ class OpTraits:
         name: ``"aten.mm.default"``.
         written_positions, written_names: arguments written in place, by position and by keyword; running
             statistics that the schema does not declare are among them.
+        unversioned: some of these writes count no version.
         rerunnable: it may run again, as far as the op itself is concerned.
         random: it may draw from a generator.
     """
@@ -71,6 +72,7 @@ class OpTraits:
     name: str
     written_positions: tuple[int, ...]
     written_names: tuple[str, ...]
+    unversioned: bool
     rerunnable: bool
     random: bool
 
@@ -110,14 +112,14 @@ def _read_traits(func: Any) -> OpTraits:
         and not schema.name.removeprefix("aten::").startswith(_FACTORIES)
         and any("Tensor" in str(r.type) for r in schema.returns)
     )
-    return OpTraits(str(func), tuple(positions), tuple(names), rerunnable, random)
+    return OpTraits(str(func), tuple(positions), tuple(names), bool(undeclared), rerunnable, random)
 
 
 def can_run_again(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
     """Whether this call of an op may run a second time, and sizes, strides and storages say all about its tensors."""
     traits = op_traits(func)
     inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
-    if not traits.rerunnable or not outputs or not all(map(_is_ordinary, (*inputs, *outputs))):
+    if not traits.rerunnable or not outputs or not all(map(is_ordinary_tensor, (*inputs, *outputs))):
         return False
     if kwargs.get("non_blocking"):
         return False  # nobody would wait for the second copy
@@ -129,7 +131,7 @@ def can_run_again(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
     return not any(storage_key(t.untyped_storage()) in taken for t in outputs)  # else it hands an input on
 
 
-def _is_ordinary(t: torch.Tensor) -> bool:
+def is_ordinary_tensor(t: torch.Tensor) -> bool:
     return is_plain(t) and not (t.is_inference() or t.is_nested or t.is_quantized or t._is_zerotensor())
 
 

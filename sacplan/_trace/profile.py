@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,20 +25,24 @@ from sacplan._trace.devices import DeviceSpec, resolve_device
 from sacplan._trace.fake_data import DataRules, data_rules
 from sacplan._trace.fingerprint import Fingerprint
 from sacplan._trace.kernels import fake_device
-from sacplan._trace.recorder import Recorder
+from sacplan._trace.libraries import with_library_workspaces
+from sacplan._trace.recorder import NUMBER_BYTES, Recorder, SavedMode
 from sacplan._trace.recording import Kind, Phase, Recording, read_json, write_json
 from sacplan._trace.step import (
     FakeCopier,
     LossFn,
     Step,
+    branches_of_a_real_step,
     check_model,
     check_optimizer,
     cleared_caches,
     default_loss,
+    function_caches,
     make_optimizer,
     preserved_rng,
     preserved_state,
     resolve_batch,
+    tensors_cached,
 )
 from sacplan._trace.timing import MeasuredTimes
 from sacplan._trace.torch_private import GENERATOR_STATE_BYTES
@@ -212,8 +216,8 @@ def profile(
             and the temporaries of its step count.
         device: what the step will run on, see ``sacplan.devices()``.
         runtime: ``"cost-model"`` (roofline of the device) or ``"benchmark"`` (each distinct op timed here).
-        trace: ``"fake"`` computes nothing. ``"real"`` runs the step on the model's own tensors, twice with an
-            optimizer, and puts everything back; needed where shapes depend on data.
+        trace: ``"fake"`` computes nothing. ``"real"`` runs the step on the model's own tensors, an optimizer's
+            part of it twice, and puts everything back; needed where shapes depend on data.
 
     Raises:
         TraceError: the step cannot be recorded, or has no gradient. What the model itself raises comes through.
@@ -242,7 +246,7 @@ def trace_step(
         raise TraceError(f"unknown trace {trace!r}; known are 'fake' and 'real'.")
     times = MeasuredTimes(spec) if _RUNTIMES[runtime] == "benchmark" else CostModel(spec)
     run = _trace_fake if trace == "fake" else _trace_real
-    with preserved_rng():
+    with preserved_rng(), _no_garbage_collection():
         batch = resolve_batch(batch)
         fingerprint = Fingerprint.of(model, batch)
         recording, assumptions = run(
@@ -250,7 +254,7 @@ def trace_step(
         )
     _check_recording(recording)
     return Profile(
-        recording=recording,
+        recording=with_library_workspaces(recording, spec),
         fingerprint=fingerprint,
         device=spec.name,
         device_memory_bytes=spec.memory_bytes,
@@ -267,6 +271,7 @@ def _recorder(spec: DeviceSpec, cost: Any, saved: Any, rules: DataRules | None =
         round_bytes=spec.allocation_round_bytes,
         saved=saved,
         state_bytes=GENERATOR_STATE_BYTES if spec.kind == "cpu" else 0,
+        number_bytes=NUMBER_BYTES if spec.kind == "cpu" else 0,
         rules=rules,
     )
 
@@ -285,20 +290,26 @@ def _trace_fake(
     prepare: Callable[[torch.nn.Module], Any] | None,
     saved: str,
 ) -> tuple[Recording, tuple[str, ...]]:
-    with cleared_caches(model), fake_device(spec), _reserves(spec), data_rules() as rules:
+    with (
+        cleared_caches(model),
+        branches_of_a_real_step(),
+        fake_device(spec),
+        _reserves(spec),
+        data_rules() as rules,
+    ):
         copier = FakeCopier(rules)
         fake = copier.model(model)
         step = Step(
             model=fake,
             batch=copier.tree(batch),
             loss_fn=loss_fn,
-            optimizer=copier.optimizer(optimizer, model, fake, foreach=spec.kind == "cuda"),
+            optimizer=copier.optimizer(optimizer, model, fake),
         )
         if prepare is not None:
             prepare(fake)
         try:
-            recording = _record(
-                step, _recorder(spec, cost, "virtual" if saved == "record" else "observe", rules)
+            recording = _record_later_step(
+                step, lambda: _recorder(spec, cost, "virtual" if saved == "record" else "observe", rules), rules
             )
         except AssertionError as error:
             if "convert all Tensors to FakeTensors" not in str(error):
@@ -331,7 +342,8 @@ def _trace_real(
         step = Step(model=model, batch=batch, loss_fn=loss_fn, optimizer=made)
         undo = prepare(model) if prepare is not None else None
         try:
-            return _record(step, _recorder(spec, cost, "clone" if saved == "record" else "observe")), ()
+            how: SavedMode = "clone" if saved == "record" else "observe"
+            return _record_later_step(step, lambda: _recorder(spec, cost, how)), ()
         finally:
             if undo is not None:
                 undo.remove()
@@ -349,25 +361,46 @@ def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None
         )
 
 
-def _record(step: Step, recorder: Recorder) -> Recording:
-    if step.optimizer is not None:
-        step.run()  # makes the optimizer's state, which the recorded step then finds
-        step.optimizer.zero_grad(set_to_none=True)
+def _record_later_step(
+    step: Step, recorder: Callable[[], Recorder], rules: DataRules | None = None
+) -> Recording:
+    """Record a step; if it filled a cache of the model's code with tensors, the one after it, which finds them."""
+    caches = list(function_caches(step.model))
+    cached = tensors_cached(caches)
+    recording = _record(step, recorder(), rules)
+    if tensors_cached(caches) > cached:
+        step.model.zero_grad(set_to_none=True)
+        recording = _record(step, recorder(), rules)
+    return recording
+
+
+def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> Recording:
+    optimizer = step.optimizer
+
+    def make_state() -> None:
+        """A first step of the optimizer makes its state, which the recorded one then finds."""
+        assert optimizer is not None
+        with recorder.paused(), rules.few_floats() if rules is not None else contextlib.nullcontext():
+            optimizer.step()
+        recorder.track_optimizer(optimizer, initial=True)
+
     recorder.track_model(step.model)
     recorder.track_tensors(t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor))
-    if step.optimizer is not None:
-        recorder.track_optimizer(step.optimizer)
-    # Tensors in reference cycles would die whenever the collector happens to run: here, never before the end.
-    gc.collect()
+    with recorder:
+        step.run(before_optimizer=make_state)
+    return recorder.recording()
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Tensors in reference cycles would die whenever the collector happens to run: inside, never before the end."""
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with recorder:
-            step.run()
+        yield
     finally:
         if collecting:
             gc.enable()
-    return recorder.recording()
 
 
 def _check_recording(recording: Recording) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sacplan._trace.fake_data import DataRules
 from sacplan._trace.ops import tensors_in
+from sacplan._trace.torch_private import active_fake_mode, fake_empty_strided, meta_storage
 from sacplan.errors import TraceError
 
 LossFn = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -34,14 +36,16 @@ class Step:
     loss_fn: LossFn
     optimizer: torch.optim.Optimizer | None
 
-    def run(self) -> None:
-        """Zero the gradients, forward, loss, backward, optimizer step."""
+    def run(self, before_optimizer: Callable[[], None] | None = None) -> None:
+        """Zero the gradients, forward, loss, backward, optimizer step; ``before_optimizer`` is called before that."""
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss_fn(self.model, self.batch)
         check_loss(loss)
         loss.backward()
         if self.optimizer is not None:
+            if before_optimizer is not None:
+                before_optimizer()
             self.optimizer.step()
 
 
@@ -135,7 +139,10 @@ class FakeCopier:
 
     def __init__(self, rules: DataRules | None = None) -> None:
         self._rules = rules  # learns the values of real integers
-        self._storages: dict[int, torch.Tensor] = {}
+        mode = active_fake_mode()
+        assert mode is not None, "a FakeCopier belongs inside of a FakeTensorMode"
+        self._mode = mode
+        self._storages: dict[int, Any] = {}
         self._keep: list[Any] = []  # ids in the memo must stay theirs
         self.memo: dict[int, Any] = {}
 
@@ -144,29 +151,29 @@ class FakeCopier:
         known = self.memo.get(id(t))
         if known is not None:
             return known
-        with self._rules.paused() if self._rules is not None else contextlib.nullcontext():
+        with torch._C.DisableTorchFunction():
             return self._new_twin(t)
 
     def _new_twin(self, t: torch.Tensor) -> torch.Tensor:
         self._keep.append(t)
-        fake: torch.Tensor
         if t.layout != torch.strided:
             raise TraceError(
                 f"a tensor of layout {t.layout} in the model or the batch: only strided ones can be traced."
             )
-        storage = t.untyped_storage()
-        base = self._storages.get(storage._cdata)
-        if base is None:
-            base = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
-            self._storages[storage._cdata] = base
-            self._keep.append(storage)
-            if self._rules is not None:
-                self._rules.learn(base, t)
-        fake = torch.empty(0, dtype=t.dtype, device="cpu").set_(
-            base.untyped_storage(), t.storage_offset(), t.shape, t.stride()
+        real = t.untyped_storage()
+        storage = self._storages.get(real._cdata)
+        new = storage is None
+        if new:
+            storage = self._storages[real._cdata] = meta_storage(real.nbytes())
+            self._keep.append(real)
+        fake: torch.Tensor = fake_empty_strided(
+            self._mode, t.shape, t.stride(), t.dtype, storage, int(t.storage_offset())
         )
+        if new and self._rules is not None:
+            self._rules.learn(fake, t)
         if isinstance(t, torch.nn.Parameter):
-            fake = torch.nn.Parameter(fake, requires_grad=t.requires_grad)
+            fake.requires_grad_(t.requires_grad)
+            fake._is_param = True  # what makes a tensor of another class than torch.Tensor a Parameter
         elif isinstance(t, torch.nn.Buffer):
             fake = torch.nn.Buffer(fake)
         else:
@@ -203,7 +210,7 @@ class FakeCopier:
         return twin
 
     def optimizer(
-        self, optimizer: Any, model: torch.nn.Module, fake_model: torch.nn.Module, *, foreach: bool
+        self, optimizer: Any, model: torch.nn.Module, fake_model: torch.nn.Module
     ) -> torch.optim.Optimizer | None:
         """The same optimizer over the fake parameters, without state."""
         if optimizer is None:
@@ -226,11 +233,6 @@ class FakeCopier:
                 ) from error
         else:
             made = make_optimizer(optimizer, fake_model)
-        if foreach:
-            # The default on CUDA, which fake parameters would not get by themselves.
-            for group in made.param_groups:
-                if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                    group["foreach"] = True
         return made
 
 
@@ -241,7 +243,7 @@ def cleared_caches(model: torch.nn.Module) -> Iterator[None]:
     Some hold tensors (the relative positions of transformers' BEiT): real ones must not get into a fake step,
     and fake ones must not stay for the real one.
     """
-    caches = list(_function_caches(model))
+    caches = list(function_caches(model))
     for cache in caches:
         cache.cache_clear()
     try:
@@ -251,7 +253,28 @@ def cleared_caches(model: torch.nn.Module) -> Iterator[None]:
             cache.cache_clear()
 
 
-def _function_caches(model: torch.nn.Module) -> Iterator[Any]:
+@contextlib.contextmanager
+def branches_of_a_real_step() -> Iterator[None]:
+    """Inside, transformers does not see that tensors are fake, and takes the branches that real ones take.
+
+    It looks at an attention mask's values to leave a mask out that masks nothing, which decides the attention
+    kernel, but not if the mask is a ``FakeTensor``. ``data_rules`` knows the values, or has a rule for them.
+    Private API of transformers (4.57 to 5): ``utils.import_utils.is_fake_tensor``.
+    """
+    module = sys.modules.get("transformers.utils.import_utils")
+    asks = getattr(module, "is_fake_tensor", None)
+    if asks is None:
+        yield
+        return
+    module.__dict__["is_fake_tensor"] = lambda tensor: False
+    try:
+        yield
+    finally:
+        module.__dict__["is_fake_tensor"] = asks
+
+
+def function_caches(model: torch.nn.Module) -> Iterator[Any]:
+    """The ``functools`` caches in the code of the model's modules."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     namespaces: dict[int, Any] = {}
     for cls in classes:
@@ -267,6 +290,22 @@ def _function_caches(model: torch.nn.Module) -> Iterator[Any]:
                 if isinstance(candidate, functools._lru_cache_wrapper) and id(candidate) not in seen:
                     seen.add(id(candidate))
                     yield candidate
+
+
+def tensors_cached(caches: Iterable[Any]) -> int:
+    """How many tensors ``functools`` caches hold among their results."""
+    seen: set[int] = set()
+    pending, count = list(caches), 0
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            count += 1
+        elif isinstance(value, (dict, list, tuple)) or type(value).__module__ == "functools":
+            pending.extend(gc.get_referents(value))
+    return count
 
 
 def _closure(function: Any) -> Iterator[Any]:

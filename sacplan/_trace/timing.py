@@ -12,14 +12,19 @@ tensors on the right device are copied with their values; for the rest values ar
 
 Where an op refuses these operands, all of them are zeros, and the op is tried once more (not on CUDA, where
 an error may end the context). Where it still fails, the roofline's figure stands in, with a warning that
-names the op: see :meth:`MeasuredTimes.cost`.
+names the op: see :meth:`MeasuredTimes.cost`. So it does, without being run, for kernels whose operands hold
+another kernel's private data (``_UNKNOWN_LAYOUT``).
+
+On CUDA an op's time is that of the GPU: a short sleep on the stream lets the launches run ahead. A step whose
+launches cannot keep up with the GPU takes longer than the sum. The memory that the operands took is given back
+after each op, so what the caching allocator holds afterwards is what it held before.
 
 Known inefficiencies: operands stay in the cache between runs, so small ops look faster than in a step; every
-distinct shape costs at least three runs of the op; its time includes a few microseconds for the dispatch from
-Python; on a machine that is busy with other things an op may look many times slower than it is.
+distinct shape costs at least three runs of the op; on a CPU its time includes a few microseconds for the
+dispatch from Python; on a machine that is busy with other things an op may look many times slower than it is.
 
 Private PyTorch API, tried on 2.13: ``_disable_current_modes``, ``unset_fake_temporarily``,
-``_DisableAutocast``, ``DisableTorchFunction``.
+``_DisableAutocast``, ``DisableTorchFunction``; read, not tried: ``torch.cuda._sleep``.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sacplan._trace.cost import CostModel, _signature, _traits_of, op_flops, tf32_allowed
-from sacplan._trace.devices import DeviceSpec, resolve_device
+from sacplan._trace.devices import WITHOUT_WORKSPACES, DeviceSpec, resolve_device
 from sacplan.errors import DeviceError, SacplanError
 
 # ---------------------------------------------------------------------------------------------------------
@@ -196,6 +201,17 @@ _POSITION_NAMES = frozenset(
 )
 
 
+_ON_THE_HOST = frozenset(
+    (op, name)
+    for op in ("_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward")
+    for name in ("philox_seed", "philox_offset")
+)
+"""(op, argument) that CUDA's kernel reads through a host pointer (attention_backward.cu)."""
+
+_UNKNOWN_LAYOUT = frozenset({"_cudnn_rnn_backward", "miopen_rnn_backward", "_thnn_fused_lstm_cell_backward"})
+"""Ops that take a workspace which only their forward can fill; a wrong size reads out of bounds on a GPU."""
+
+
 class RealOp:
     """One op with real arguments on ``device``; calling it runs it. A tensor given twice is made once.
 
@@ -238,6 +254,8 @@ class RealOp:
         return self.func(*self.args, **self.kwargs)
 
     def _value(self, value: Any, name: str, position: int = 0) -> Any:
+        if self._op == "_cudnn_rnn" and name == "weight_buf":
+            return None  # the flat copy of the weights, which a fake step does not have: it makes its own
         if isinstance(value, torch.Tensor):
             made = self._made.get(id(value))
             if made is None:
@@ -255,6 +273,8 @@ class RealOp:
         """The same shape, strides and dtype, over the part of the storage that the elements span."""
         shape, stride = [int(n) for n in like.shape], [int(n) for n in like.stride()]
         span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0
+        if (self._op, name) in _ON_THE_HOST:
+            return torch.ones(shape, dtype=like.dtype)
         if self._op == "mkldnn_rnn_layer_backward" and name == "workspace" and isinstance(like, FakeTensor):
             return self._rnn_workspace()
         if not isinstance(like, FakeTensor) and like.device.type == self._device.type:
@@ -421,9 +441,15 @@ class MeasuredTimes:
         known = _times.get(key)
         if known is None:
             try:
+                if func._schema.name.removeprefix("aten::") in _UNKNOWN_LAYOUT:
+                    raise NotImplementedError("it takes another kernel's private data")
                 known = run_for_real(func, args, kwargs, out, self._device, self._measure)
             except RUN_ERRORS as error:
+                if self._device.type == "cuda":
+                    _check_context(func, error)
                 known = self._stand_in(func, args, kwargs, out, error)
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
             _times[key] = known
         return flops, known
 
@@ -451,6 +477,17 @@ class MeasuredTimes:
         return self._roofline.cost(func, args, kwargs, out)[1]
 
 
+def _check_context(func: torch._ops.OpOverload, error: Exception) -> None:
+    """``DeviceError`` if the op has ended the CUDA context, after which no op can run in this process."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as lost:
+        raise DeviceError(
+            f'runtime="benchmark": {func} on made-up operands ended the CUDA context ({first_line(error)}). Start '
+            'the process again and use runtime="cost-model", or report the op.'
+        ) from lost
+
+
 def device_here(spec: DeviceSpec) -> torch.device:
     """The device of this machine that ``spec`` is.
 
@@ -465,7 +502,7 @@ def device_here(spec: DeviceSpec) -> torch.device:
             'runtime="cost-model", or profile on a machine with that GPU; device="cpu" is timed on this CPU.'
         )
     here = resolve_device("cuda")
-    if spec.name != here.name:
+    if spec.name.removesuffix(WITHOUT_WORKSPACES) != here.name:
         board = torch.cuda.get_device_name()
         raise DeviceError(
             f'runtime="benchmark" times each op on {spec.name}, and the GPU here is {board} ({here.name}). '
@@ -501,8 +538,11 @@ def _time_cpu(call: Callable[[], Any]) -> float:
     return best * 1e3
 
 
+_SLEEP_CYCLES = 400_000  # a fifth of a millisecond or so: more than it takes to launch an op from Python
+
+
 def _time_cuda(call: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds: the fastest of a few runs after a warm-up, by events around each."""
+    """Milliseconds on the GPU: the fastest of a few runs after a warm-up, by events around each."""
     with torch.cuda.device(device):
         call()
         torch.cuda.synchronize()
@@ -511,6 +551,7 @@ def _time_cuda(call: Callable[[], Any], device: torch.device) -> float:
         for run in itertools.count(1):
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(_SLEEP_CYCLES)
             start.record()
             call()
             end.record()

@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sacplan._trace.cost import _tensors, _traits_of
 from sacplan._trace.devices import DeviceSpec
-from sacplan._trace.kernels import kernel_workspace_bytes
+from sacplan._trace.kernel_workspaces import kernel_workspace_bytes
 from sacplan._trace.timing import RUN_ERRORS, RealOp, first_line, op_key, run_for_real
 from sacplan._trace.torch_private import storage_key
 from sacplan._verify.measure import allocation_deltas, profiler_is_on

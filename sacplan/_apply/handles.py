@@ -1,0 +1,116 @@
+"""What autograd keeps in place of the tensors of a unit: handles on slots, or the tensors and their versions.
+
+A saved-tensor hook switches autograd's own check for in-place writes off, so these check it themselves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sacplan._apply.nodes import Recomputation, Slot, compute
+from sacplan._apply.tensors import checksum, history_free_aliases, version_of
+from sacplan.errors import RecipeError
+
+_WRITTEN = (
+    "a tensor of shape {}{} that the backward pass needs was written in place after the forward pass took it. "
+    "Write to a copy."
+)
+
+
+class FirstStep:
+    """Whether the discarded tensors of a unit leave checksums: until the first one has been compared."""
+
+    __slots__ = ("pending",)
+
+    def __init__(self, pending: bool) -> None:
+        self.pending = pending
+
+
+class Handle:
+    """What autograd keeps for a discarded tensor."""
+
+    __slots__ = ("checksum", "first_step", "original", "slot", "view")
+
+    def __init__(self, slot: Slot, tensor: torch.Tensor, first_step: FirstStep) -> None:
+        self.slot = slot
+        self.view = slot.view_of(tensor)
+        self.original = weakref.ref(tensor)
+        self.first_step = first_step
+        self.checksum: tuple[int, ...] | None = None
+        if first_step.pending:
+            with Recomputation():
+                self.checksum = checksum(tensor)
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, recomputed unless it has been."""
+        slot, original = self.slot, self.original()
+        if slot.written or (
+            original is not None
+            and (original._version != slot.version or original.untyped_storage() is not slot.storage())
+        ):
+            raise RecipeError(_WRITTEN.format(tuple(self.view[0]), f", made by {slot.node},"))
+        if slot.value is not None and self.view is slot.view and self.checksum is None:
+            return slot.value
+        with Recomputation():
+            if slot.value is None:
+                compute(slot.node)
+            tensor = slot.take(self.view)
+            if self.checksum is not None:
+                self._compare(tensor)
+        return tensor
+
+    def _compare(self, tensor: torch.Tensor) -> None:
+        if checksum(tensor) != self.checksum:
+            raise RecipeError(
+                f"{self.slot.node} gives other bits when it runs again than autograd took in the forward "
+                "pass. Its kernel, or one before it, is not deterministic; or something wrote its output "
+                "or an argument where PyTorch cannot see it (a Triton kernel, numpy). Keep this output."
+            )
+        self.checksum = None
+        self.first_step.pending = False
+
+
+class Kept:
+    """What autograd keeps for a kept tensor: itself, and the version it had."""
+
+    __slots__ = ("original", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, plain: bool) -> None:
+        self.original: weakref.ref[torch.Tensor] | None = None
+        self.tensor = tensor
+        self.version = version_of(tensor)
+        if tensor.grad_fn is not None:  # else an op's output holds the op's autograd node, which holds this
+            (self.tensor,) = history_free_aliases((tensor,))
+            self.original = weakref.ref(tensor) if plain else None
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, if it has not been written."""
+        original = self.original() if self.original is not None else None
+        if version_of(self.tensor) != self.version or (
+            original is not None and original.untyped_storage() is not self.tensor.untyped_storage()
+        ):
+            raise RecipeError(_WRITTEN.format(tuple(self.tensor.shape), ""))
+        return self.tensor
+
+
+class PassedOn:
+    """A kept tensor, as the saved-tensor hooks around the unit want to keep it."""
+
+    __slots__ = ("packed", "unpack_hook")
+
+    def __init__(self, packed: Any, unpack_hook: Callable[[Any], torch.Tensor]) -> None:
+        self.packed = packed
+        self.unpack_hook = unpack_hook
+
+    def unpack(self) -> torch.Tensor:
+        """What those hooks give back."""
+        return self.unpack_hook(self.packed)
+
+
+def unpack(packed: Handle | Kept | PassedOn) -> torch.Tensor:
+    """The unpack hook."""
+    return packed.unpack()

@@ -1,0 +1,356 @@
+"""CUDA's autocast on fake CPU tensors: the lists against torch's header, what is cast, and what is put back."""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.autocast_mode import autocast as autocast_class
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sacplan
+from sacplan._trace.autocast import differing, policies
+from sacplan._trace.devices import torch_version
+from sacplan._trace.kernels import device_kernels, fake_device
+from sacplan.errors import DeviceError
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+# ------------------------------------------------------------------------------------- against torch's own
+
+
+def header_lists() -> dict[str, set[str]]:
+    """The op lists of the header that comes with this torch, by the macro that holds them."""
+    path = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    if not path.exists():
+        pytest.skip("this torch comes without headers")
+    text = path.read_text().replace("\\\n", " ")
+    lists = {}
+    for macro, body in re.findall(r"#define (AT_FORALL_\w+)\(_\)(.*)", text):
+        if macro == "AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE":
+            lists[macro] = set(re.findall(r'"([\w.]+)"', body))
+        else:
+            entries = re.findall(r"_\(([^)]*)\)", body)
+            lists[macro] = {".".join(part.strip() for part in e.split(",")) for e in entries}
+    return lists
+
+
+@pytest.mark.parametrize(
+    ("macro", "policy"),
+    [
+        ("AT_FORALL_LOWER_PRECISION_FP", "lower"),
+        ("AT_FORALL_FP32", "fp32"),
+        ("AT_FORALL_FP32_SET_OPT_DTYPE", "fp32_dtype"),
+        ("AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE", "fp32_norm"),
+        ("AT_FORALL_PROMOTE", "promote"),
+    ],
+)
+def test_the_lists_are_those_of_the_header(macro: str, policy: str) -> None:
+    ours = {name for name, p in policies().items() if p == policy} - {"_cudnn_rnn"}
+    assert ours == header_lists()[macro]
+
+
+def test_every_op_has_a_kernel_for_cuda_in_torch() -> None:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = policies()
+    assert [n for n in names if n != "_cudnn_rnn" and not has(f"aten::{n}", "AutocastCUDA")] == []
+    there = {
+        n.removeprefix("aten::") for n in torch._C._dispatch_get_all_op_names() if has(n, "AutocastCUDA")
+    }
+    assert {n for n in there - names.keys() if "cudnn" not in n} == set()
+
+
+def test_rms_norm_joined_the_list_in_2_12() -> None:
+    assert "rms_norm" not in policies((2, 11))
+    assert policies((2, 12))["rms_norm"] == "fp32"
+
+
+VECTOR, MATRIX = (lambda: torch.randn(8)), (lambda: torch.randn(8, 8))
+IMAGE = lambda: torch.randn(2, 4, 8, 8)  # noqa: E731
+KEPT_LOWER: dict[str, Callable[[], torch.Tensor]] = {
+    "linear": lambda: F.linear(MATRIX(), MATRIX()),
+    "matmul": lambda: MATRIX() @ MATRIX(),
+    "addmm": lambda: torch.addmm(MATRIX(), MATRIX(), MATRIX()),
+    "bmm": lambda: torch.bmm(torch.randn(2, 3, 4), torch.randn(2, 4, 3)),
+    "baddbmm": lambda: torch.baddbmm(torch.randn(2, 3, 3), torch.randn(2, 3, 4), torch.randn(2, 4, 3)),
+    "conv1d": lambda: F.conv1d(torch.randn(2, 4, 8), torch.randn(4, 4, 3)),
+    "conv2d": lambda: F.conv2d(IMAGE(), torch.randn(4, 4, 3, 3)),
+    "conv_transpose2d": lambda: F.conv_transpose2d(IMAGE(), torch.randn(4, 4, 3, 3)),
+    "prelu": lambda: F.prelu(MATRIX(), torch.ones(1)),
+    "linalg_vecdot": lambda: torch.linalg.vecdot(MATRIX(), MATRIX()),
+    "sdpa": lambda: F.scaled_dot_product_attention(*(torch.randn(1, 2, 8, 8) for _ in range(3))),
+}
+KEPT_FP32: dict[str, Callable[[], torch.Tensor]] = {
+    "mse_loss": lambda: F.mse_loss(VECTOR().bfloat16(), VECTOR().bfloat16()),
+    "smooth_l1_loss": lambda: F.smooth_l1_loss(VECTOR().bfloat16(), VECTOR().bfloat16()),
+    "nll_loss": lambda: F.nll_loss(MATRIX().bfloat16(), torch.zeros(8, dtype=torch.long)),
+    "kl_div": lambda: F.kl_div(MATRIX().bfloat16(), MATRIX().bfloat16()),
+    "bce_with_logits": lambda: F.binary_cross_entropy_with_logits(MATRIX().bfloat16(), MATRIX().bfloat16()),
+}
+
+
+@pytest.mark.parametrize("name", [*KEPT_LOWER, *KEPT_FP32])
+def test_where_torchs_own_kernel_is_kept_it_agrees(name: str) -> None:
+    with torch.autocast("cpu", BF16):
+        if name in KEPT_LOWER:
+            assert KEPT_LOWER[name]().dtype == BF16
+        else:
+            assert KEPT_FP32[name]().dtype == FP32
+    assert not {"linear", "matmul", "conv2d", "mse_loss", "nll_loss"} & differing().keys()
+
+
+# ------------------------------------------------------------------------------------- what is cast
+
+HALF_IN = {
+    "layer_norm": lambda x: F.layer_norm(x, (8,)),
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "softmax": lambda x: F.softmax(x, -1),
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "sum": lambda x: x.sum(),
+    "sum over a dimension": lambda x: x.sum(-1),
+    "exp": torch.exp,
+    "pow": lambda x: x**2,
+    "rsqrt": torch.rsqrt,
+    "norm": torch.norm,
+    "norm over a dimension": lambda x: torch.ops.aten.norm.ScalarOpt_dim(x, 2, [1]),
+    "logsumexp": lambda x: torch.logsumexp(x, -1),
+    "cumsum": lambda x: torch.cumsum(x, -1),
+    "prod": lambda x: torch.prod(x, -1),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(8, dtype=torch.long)),
+    "interpolate": lambda x: F.interpolate(x[None, None], scale_factor=2.0, mode="bilinear"),
+    "addcmul with float32": lambda x: torch.addcmul(x, x, x.float()),
+}
+STAYS_HALF = {
+    "gelu": F.gelu,
+    "add": lambda x: x + x,
+    "mean": lambda x: x.mean(),
+    "max_pool": lambda x: F.max_pool1d(x, 2),
+    "addcmul": lambda x: torch.addcmul(x, x, x),
+    "avg_pool3d": lambda x: F.avg_pool3d(x[None, None, None], (1, 2, 2)),
+    "reflection_pad2d": lambda x: F.pad(x[None], (1, 1, 1, 1), mode="reflect"),
+    "sum with a type": lambda x: x.sum(dtype=BF16),
+}
+GOES_LOW = {
+    "mv": lambda x: torch.mv(x, torch.randn(8)),
+    "addmv": lambda x: torch.addmv(torch.randn(8), x, torch.randn(8)),
+    "einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
+    "lstm_cell": lambda x: nn.LSTMCell(8, 8)(x)[0],
+    "gru_cell": lambda x: nn.GRUCell(8, 8)(x),
+    "linear": lambda x: F.linear(x, x),
+    "convolution": lambda x: torch.convolution(
+        x[None], torch.randn(4, 8, 3), None, [1], [0], [1], False, [0], 1
+    ),
+}
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+@pytest.mark.parametrize("name", [*HALF_IN, *STAYS_HALF, *GOES_LOW])
+def test_results_have_the_type_that_cuda_gives(name: str, device_type: str) -> None:
+    with fake_device("h100"), torch.autocast(device_type, dtype=BF16):
+        if name in HALF_IN:
+            assert HALF_IN[name](torch.randn(8, 8, dtype=BF16)).dtype == FP32
+        elif name in STAYS_HALF:
+            assert STAYS_HALF[name](torch.randn(8, 8, dtype=BF16)).dtype == BF16
+        else:
+            assert GOES_LOW[name](torch.randn(8, 8)).dtype == BF16
+
+
+def test_rms_norm() -> None:
+    with fake_device("h100"), torch.autocast("cuda", dtype=BF16):
+        out = F.rms_norm(torch.randn(8, 8, dtype=BF16), (8,))
+    assert out.dtype == (FP32 if torch_version() >= (2, 12) else BF16)
+
+
+def test_default_types() -> None:
+    with fake_device("h100"):
+        x = torch.randn(8, 8)
+        with torch.autocast("cuda"):
+            assert (x @ x).dtype == FP16
+            assert torch.is_autocast_enabled("cuda")
+            with torch.autocast("cuda", enabled=False):
+                assert (x @ x).dtype == FP32
+                assert not torch.is_autocast_enabled("cuda")
+            assert (x @ x).dtype == FP16
+        with torch.autocast("cpu"):
+            assert (x @ x).dtype == BF16
+        with torch.cuda.amp.autocast(dtype=BF16):
+            assert (x @ x).dtype == BF16
+        with torch.amp.autocast("cuda", dtype=BF16):
+            assert (x @ x).dtype == BF16
+        assert torch.autocast("cuda", dtype=BF16)(lambda: x @ x)().dtype == BF16
+
+
+def test_double_is_left_alone() -> None:
+    with fake_device("h100"), torch.autocast("cuda", dtype=BF16):
+        x = torch.randn(8, 8, dtype=torch.float64)
+        assert (x @ x).dtype == torch.float64
+        assert torch.exp(x).dtype == torch.float64
+
+
+def test_binary_cross_entropy_is_refused_as_on_cuda() -> None:
+    with fake_device("h100"), torch.autocast("cuda", dtype=BF16):
+        x = torch.rand(8)
+        with pytest.raises(DeviceError, match="with_logits"):
+            F.binary_cross_entropy(x, x)
+
+
+class Casts(TorchDispatchMode):
+    """Shapes of the tensors that are cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", ["linear", "mv"])
+def test_weights_are_cast_once(op: str) -> None:
+    """``linear`` by torch's cache, ``mv`` by ours."""
+    with fake_device("h100"):
+        weight = nn.Parameter(torch.randn(16, 8))
+        run = {"linear": lambda: F.linear(torch.randn(4, 8), weight), "mv": lambda: weight.mv(torch.randn(8))}
+        for _ in range(2):  # the cache ends with the context
+            with Casts() as casts, torch.autocast("cuda", dtype=BF16):
+                run[op]()
+                run[op]()
+            assert casts.shapes.count((16, 8)) == 1
+        with Casts() as casts, torch.autocast("cuda", dtype=BF16, cache_enabled=False):
+            run[op]()
+            run[op]()
+        assert casts.shapes.count((16, 8)) == 2
+        with Casts() as casts, torch.autocast("cuda", dtype=BF16):
+            detached = weight.detach()
+            F.linear(torch.randn(4, 8), detached)
+            F.linear(torch.randn(4, 8), detached)
+        assert casts.shapes.count((16, 8)) == 2
+
+
+def test_a_step_keeps_what_cuda_keeps() -> None:
+    """linear, gelu, layer_norm and cross entropy: the norm's input in float32, the products' in bfloat16."""
+    saved: list[tuple[tuple[int, ...], torch.dtype]] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved.append((tuple(t.shape), t.dtype))
+        return t
+
+    with fake_device("h100"):
+        first, norm, second = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 10)
+        x = torch.randn(4, 8)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cuda", dtype=BF16):
+            loss = F.cross_entropy(second(norm(F.gelu(first(x)))), torch.zeros(4, dtype=torch.long))
+        loss.backward()
+        assert first.weight.grad is not None
+        assert first.weight.grad.dtype == FP32
+    assert saved.count(((4, 8), BF16)) == 1  # the input of the first product, cast
+    assert saved.count(((4, 16), BF16)) == 2  # gelu's input, and the second product's
+    assert saved.count(((4, 16), FP32)) == 1  # layer norm's
+    # cross_entropy_loss asks log_softmax for its input's type, and nll_loss is on the float32 list: two copies.
+    assert saved.count(((4, 10), BF16)) == 1
+    assert saved.count(((4, 10), FP32)) == 1
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_profile_of_a_loss_under_autocast(device_type: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+
+    def loss_fn(m: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device_type, dtype=BF16):
+            return F.cross_entropy(m(batch), torch.zeros(32, dtype=torch.long))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        profile = sacplan.profile(model, torch.randn(32, 64), loss_fn=loss_fn, device="h100")
+    names = [op.name for op in profile.recording.ops]
+    assert names.count("aten.native_layer_norm.default") == 1
+    # Two inputs, two weights and two biases down; the norm's input and the log-probabilities up.
+    forward = [op for op in profile.recording.ops if op.phase == 0]
+    down_and_up = [op for op in forward if op.name == "aten._to_copy.default"]
+    assert len(down_and_up) == 8
+
+
+# ------------------------------------------------------------------------------------- nothing is left
+
+
+def test_real_tensors_and_other_threads_keep_the_cpus_autocast() -> None:
+    def run() -> list[torch.dtype]:
+        x = torch.randn(8, 8, dtype=BF16)
+        with torch.autocast("cpu", BF16):
+            return [
+                f(x).dtype
+                for f in (
+                    *HALF_IN.values(),
+                    *STAYS_HALF.values(),
+                    lambda x: torch.mv(x, x[0]),
+                    lambda x: torch.cat([x, x.float()]),
+                    lambda x: F.binary_cross_entropy(torch.sigmoid(x), torch.sigmoid(x)),
+                )
+            ]
+
+    before = run()
+    assert before.count(FP32) < len(before)
+    seen: list[list[torch.dtype]] = []
+    with device_kernels("h100"):
+        seen.append(run())
+        thread = threading.Thread(target=lambda: seen.append(run()))
+        thread.start()
+        thread.join()
+    assert seen == [before, before]
+    assert run() == before
+
+
+def test_everything_is_put_back() -> None:
+    methods = [getattr(autocast_class, n) for n in ("__init__", "__enter__", "__exit__")]
+    outside = torch.autocast("cpu", BF16)
+
+    def fail() -> None:
+        with fake_device("h100"), torch.autocast("cuda", dtype=BF16), outside:
+            assert torch.exp(torch.randn(2, dtype=BF16)).dtype == FP32
+            raise ZeroDivisionError
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ZeroDivisionError):
+            fail()
+    assert [getattr(autocast_class, n) for n in ("__init__", "__enter__", "__exit__")] == methods
+    assert outside.device == "cpu"
+    for device in ("cpu", "cuda"):
+        assert not torch.is_autocast_enabled(device)
+    with FakeTensorMode(), torch.autocast("cpu", BF16):
+        assert torch.exp(torch.randn(2, dtype=BF16)).dtype == BF16
+    if not torch.cuda.is_available():
+        with pytest.warns(UserWarning, match="CUDA is not available"):
+            torch.autocast("cuda")
+
+
+def test_a_cpu_keeps_its_own() -> None:
+    with fake_device("cpu"), torch.autocast("cpu", BF16):
+        assert torch.exp(torch.randn(2, dtype=BF16)).dtype == BF16
+
+
+def test_an_autocast_that_was_entered_before() -> None:
+    before = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
+    torch.set_autocast_enabled("cuda", True)  # what torch.autocast("cuda") does where there is CUDA
+    torch.set_autocast_dtype("cuda", BF16)
+    try:
+        with fake_device("h100"):
+            x = torch.randn(8, 8)
+            assert (x @ x).dtype == BF16
+            assert torch.exp(x @ x).dtype == FP32
+        assert not torch.is_autocast_enabled("cpu")
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
