@@ -19,6 +19,7 @@ from sacplan._fit.graph import (
     parse_module_info,
 )
 from sacplan._plan.frontier import frontier
+from sacplan._plan.modes import policy
 from sacplan._plan.plan import Plan, UnitPlan
 from sacplan._plan.planning import plan, plan_smallest
 from sacplan._solve.greedy import Greedy
@@ -26,6 +27,7 @@ from sacplan._solve.milp import SacMilpResult, sac_milp
 from sacplan._solve.policy import get_optimal_checkpointing_policy_per_module
 from sacplan._solve.program import Milp
 from sacplan._solve.uniform import Uniform
+from sacplan._trace.calibrate import calibrate
 from sacplan._trace.devices import DeviceSpec, devices
 from sacplan._trace.estimators import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats
 from sacplan._trace.kernels import fake_device
@@ -77,6 +79,7 @@ __all__ = [
     "Verification",
     "aggregate_stats",
     "apply",
+    "calibrate",
     "devices",
     "fake_device",
     "fit_tradeoff",
@@ -86,6 +89,7 @@ __all__ = [
     "parse_module_info",
     "plan",
     "plan_smallest",
+    "policy",
     "profile",
     "sac_milp",
     "verify",

@@ -31,6 +31,7 @@ LARGEST_JOINED = 800
 
 _VERTICES = 24  # of a cell's hull, at most
 _FEW = 12  # cells do not make up for each other's gaps
+_EFFORT = 6000  # ops that all options of a cell may have together, where there are few cells
 _BETWEEN = 8  # options between two vertices of a cell's hull, at most
 
 _MIN_SHARE = 0.5  # of a module's ops that its repeated children must have for it to be split
@@ -146,29 +147,14 @@ class Cells:
             return (piece.unit,)
         recording = self.recording
         gone = sorted(op for member in option.members for op in piece.members[member])
-        group_of: dict[int, list[int]] = {}  # storage to the group of ops that its writer is in
-        groups: list[list[int]] = []
-        for op in gone:
-            group = [op]
-            for s in recording.ops[op].reads:
-                other = group_of.get(s)
-                if other is not None and other is not group:
-                    small, group = sorted((group, other), key=len)
-                    group.extend(small)
-                    for moved in small:
-                        group_of.update((w, group) for w in recording.ops[moved].writes)
-                    small.clear()
-            group_of.update((s, group) for s in recording.ops[op].writes)
-            groups.append(group)
         found: dict[str, None] = {}
-        for group in groups:
+        for group in _hanging_together(recording, gone):
             ops = [recording.ops[op] for op in group]
-            if ops:
-                scopes = {op.scope for op in ops}.union(*(self._packed[s] for op in ops for s in op.writes))
-                scope = recording.common_scope(scopes)
-                while recording.scopes[scope].fqn in recording.leaf_fqns:
-                    scope = recording.scopes[scope].parent
-                found[recording.scopes[scope].fqn] = None
+            scopes = {op.scope for op in ops}.union(*(self._packed[s] for op in ops for s in op.writes))
+            scope = recording.common_scope(scopes)
+            while recording.scopes[scope].fqn in recording.leaf_fqns:
+                scope = recording.scopes[scope].parent
+            found[recording.scopes[scope].fqn] = None
         return tuple(found)
 
     def _problem(self, members: Sequence[Sequence[int]]) -> closure.ClosureProblem:
@@ -208,7 +194,7 @@ def _options(problem: closure.ClosureProblem, few: bool) -> tuple[Option, ...]:
         return (Option(0.0, 0, ()),)
     points = closure.tradeoff(problem, _VERTICES, _BETWEEN)
     if few:
-        points = closure.with_neighbours(problem, points)
+        points = closure.with_neighbours(problem, points, _EFFORT // len(problem.ops))
     return tuple(Option(p.recompute_ms, p.kept_bytes, tuple(sorted(p.discarded))) for p in points)
 
 
@@ -340,6 +326,26 @@ def _attached(recording: Recording, whole: list[_Piece], rest: list[_Piece]) -> 
             piece = _Piece(_unit_of(recording, ops), tuple((op,) for op in ops), True)
         found.append(piece)
     return sorted(found, key=lambda piece: piece.members[0][0])
+
+
+def _hanging_together(recording: Recording, ops: Sequence[int]) -> list[list[int]]:
+    """Groups of ops of which one reads, directly or not, what another made."""
+    maker = {s: op for op in ops for s in recording.ops[op].writes}
+    leader = {op: op for op in ops}
+
+    def find(op: int) -> int:
+        while leader[op] != op:
+            leader[op] = op = leader[leader[op]]
+        return op
+
+    for op in ops:
+        for s in recording.ops[op].reads:
+            if s in maker:
+                leader[find(op)] = find(maker[s])
+    groups: dict[int, list[int]] = defaultdict(list)
+    for op in ops:
+        groups[find(op)].append(op)
+    return list(groups.values())
 
 
 def _unit_of(recording: Recording, ops: Iterable[int]) -> str:

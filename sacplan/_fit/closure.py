@@ -162,25 +162,26 @@ def tradeoff(problem: ClosureProblem, max_points: int = 24, between: int = 0) ->
     return tuple(points)
 
 
-def with_neighbours(problem: ClosureProblem, points: Iterable[Point]) -> tuple[Point, ...]:
-    """The points, and all that keep one storage more or discard one more; by falling bytes and rising time.
+def with_neighbours(problem: ClosureProblem, points: Iterable[Point], most: int) -> tuple[Point, ...]:
+    """The points, and others that keep one storage more or discard one more; by rising time.
 
-    None is dominated in bytes and time *and* discards a superset of the ops of the one that dominates it; so
-    points above the hull are among them, whose recomputation may need less memory while it runs.
+    They lie on or above the hull; some need less memory while they are recomputed. Neighbours of points that keep
+    the fewest bytes come first, until there are ``most`` points.
     """
     writer = problem._writer
     targets = sorted({writer[s] for s in problem.saved if writer[s] != _NO_WRITER and problem._charge[s]})
-    everything = frozenset(w for w in writer if w != _NO_WRITER)
+    unasked = frozenset(w for w in writer if w != _NO_WRITER) - frozenset(targets)
     found = {point.discarded: point for point in points}
-    for point in tuple(found.values()):
+    for point in sorted(found.values(), key=lambda p: p.kept_bytes):
         for op in targets:
+            if len(found) >= most:
+                break
             if op in point.discarded:
                 near = evaluate(problem, point.discarded - {op})
             else:
                 asked = (s for s in problem.ops[op].writes if s in problem.saved)
-                kept = everything - frozenset(targets)
                 near = evaluate(
-                    problem, point.discarded | _needed(problem, point.discarded | kept | {op}, asked)
+                    problem, point.discarded | _needed(problem, point.discarded | unasked | {op}, asked)
                 )
             found.setdefault(near.discarded, near)
     return tuple(sorted(found.values(), key=lambda p: (p.recompute_ms, -p.kept_bytes, sorted(p.discarded))))

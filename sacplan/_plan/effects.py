@@ -15,7 +15,7 @@ replay shows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -26,6 +26,8 @@ from sacplan._plan.replay import Replayer
 from sacplan._trace.recording import Event, Recording
 
 Bytes = npt.NDArray[np.int64]
+
+_ALIKE = 2e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Timeline:
         self.op_events = np.empty(len(recording.ops), dtype=np.int64)
         self.before_event = np.empty(len(recording.events), dtype=np.int64)
         self.at_op = np.empty(len(recording.ops), dtype=np.int64)
+        self.shapes: dict[tuple[object, ...], _Shape] = {}  # of the options of each kind of cell
         self.exit_event = [0] * len(recording.scopes)
         self.enter_event = [0] * len(recording.scopes)
         self._fill()
@@ -155,28 +158,27 @@ class Timeline:
         return sorted(events)
 
 
-class Effects:
-    """Effects of the options of all cells, over the stretches of a step.
+@dataclass(frozen=True, slots=True)
+class Additive:
+    """Choices whose effects on memory add up: what a solver sees.
 
     Attributes:
-        cells: the cells.
-        base: by stretch, the most that is alive in it without a plan.
-        changes: by cell and option, the bytes by which the most of each stretch changes.
-        costs: by cell and option.
+        cells: each takes one of its options.
+        base: by stretch (a memory row), bytes if all cells take their first option.
+        changes: by cell, options x stretches: the bytes by which an option changes each stretch.
         wide_cost: once, if any option is taken that makes a module around several cells a unit.
-        first_op: by stretch, the first recorded op in it (-1 for the state before the step).
     """
 
-    def __init__(self, timeline: Timeline, cells: Sequence[Cell], wide_cost: float = 0.0) -> None:
-        self.wide_cost = wide_cost
-        self.timeline = timeline
-        self.cells = tuple(cells)
-        self.first_op = self._stretches()
-        self._starts = np.array([int(op) for op in self.first_op if op >= 0])
-        self.base = self._with_first(np.maximum.reduceat(timeline.at_op, self._starts))
-        self._last_event = timeline.op_events[np.append(self._starts[1:] - 1, len(timeline.at_op) - 1)]
-        self.cells, self.changes = self._without_dominated(self._changes())
-        self.costs = tuple(np.array([o.cost for o in cell.options]) for cell in self.cells)
+    cells: tuple[Cell, ...]
+    base: Bytes
+    changes: tuple[Bytes, ...]
+    wide_cost: float = 0.0
+    costs: tuple[npt.NDArray[np.float64], ...] = field(init=False)
+    """By cell and option."""
+
+    def __post_init__(self) -> None:
+        costs = tuple(np.array([o.cost for o in cell.options]) for cell in self.cells)
+        object.__setattr__(self, "costs", costs)
 
     def peak(self, choice: Mapping[int, int]) -> tuple[int, int]:
         """The peak if each cell takes that option (those left out keep everything), and its stretch."""
@@ -195,6 +197,25 @@ class Effects:
         """What a choice recomputes, and the cost of a wide unit."""
         wide = any(self.cells[cell].wide[option] for cell, option in choice.items())
         return sum(float(self.costs[cell][option]) for cell, option in choice.items()) + wide * self.wide_cost
+
+
+def effects_of(timeline: Timeline, cells: Sequence[Cell], wide_cost: float = 0.0) -> Additive:
+    """The effects of the options of cells, over the stretches of a step; options that others undercut are left out."""
+    found = _Effects(timeline, cells)
+    kept, changes = found.without_dominated()
+    return Additive(kept, found.base, changes, wide_cost)
+
+
+class _Effects:
+    """Works the effects out; ``first_op``: by stretch, the first recorded op in it (-1: before the step)."""
+
+    def __init__(self, timeline: Timeline, cells: Sequence[Cell]) -> None:
+        self.timeline = timeline
+        self.cells = tuple(cells)
+        self.first_op = self._stretches()
+        self._starts = np.array([int(op) for op in self.first_op if op >= 0])
+        self.base = self._with_first(np.maximum.reduceat(timeline.at_op, self._starts))
+        self._last_event = timeline.op_events[np.append(self._starts[1:] - 1, len(timeline.at_op) - 1)]
 
     def _with_first(self, by_stretch: Bytes) -> Bytes:
         return np.concatenate([np.array([self.timeline.first], dtype=np.int64), by_stretch])
@@ -216,36 +237,49 @@ class Effects:
 
     def _changes(self) -> tuple[Bytes, ...]:
         timeline = self.timeline
-        shapes: dict[tuple[object, ...], list[_Shape]] = {}
+        patterns: dict[tuple[object, ...], list[_Shape]] = {}
         found = []
         for cell in self.cells:
             changes = np.zeros((len(cell.options), len(self.base)), dtype=np.int64)
             if len(cell.options) > 1:
                 events = timeline.events_for(cell)
                 key = (cell.kind, self._pattern(events))
-                if key not in shapes:
-                    shapes[key] = [self._shape(cell, option, events) for option in cell.options[1:]]
+                if key not in patterns:
+                    patterns[key] = [self._shape_of(key, cell, option, events) for option in cell.options[1:]]
                 where = np.array([position for position, _, _ in events], dtype=np.int64)
                 last = np.searchsorted(where, timeline.op_events, side="right") - 1
                 exact = where[np.maximum(last, 0)] == timeline.op_events
-                for row, shape in zip(changes[1:], shapes[key], strict=True):
+                for row, shape in zip(changes[1:], patterns[key], strict=True):
                     row[:] = self._spread(shape, where, last, exact)
             found.append(changes)
         return tuple(found)
 
-    def _without_dominated(self, changes: tuple[Bytes, ...]) -> tuple[tuple[Cell, ...], tuple[Bytes, ...]]:
-        """Leaves out options that another one undercuts in cost and, at every stretch, in memory."""
+    def without_dominated(self) -> tuple[tuple[Cell, ...], tuple[Bytes, ...]]:
+        """Leaves out options that another one undercuts, or nearly, in cost and, at every stretch, in memory.
+
+        Nearly: all cells together lose no more than a share of ``_ALIKE`` of the peak and of the cost of the
+        forward pass.
+        """
         cells, left = [], []
+        share = _ALIKE / len(self.cells) if self.cells else 0.0
+        nearly_bytes = int(share * self.base.max())
+        nearly_cost = share * sum(self._member_costs())
         undominated: dict[tuple[int, bytes], list[int]] = {}
-        for cell, change in zip(self.cells, changes, strict=True):
+        for cell, change in zip(self.cells, self._changes(), strict=True):
             distinct = np.unique(change, axis=1)
             key = (cell.kind, distinct.tobytes())
             if key not in undominated:
-                undominated[key] = _undominated(np.array([o.cost for o in cell.options]), distinct)
+                undominated[key] = _undominated(
+                    np.array([o.cost for o in cell.options]), distinct, nearly_cost, nearly_bytes
+                )
             keep = undominated[key]
             cells.append(cell.only(keep))
             left.append(change[keep])
         return tuple(cells), tuple(left)
+
+    def _member_costs(self) -> list[float]:
+        """The most that each cell can cost."""
+        return [max(option.cost for option in cell.options) for cell in self.cells]
 
     def _pattern(self, events: Sequence[tuple[int, int, int]]) -> tuple[object, ...]:
         """What the events of a cell look like, up to names."""
@@ -262,6 +296,14 @@ class Effects:
                 storage = self.timeline.storage(code, arg)
                 pattern.append(local.setdefault(storage, len(local)))
         return tuple(pattern)
+
+    def _shape_of(
+        self, key: tuple[object, ...], cell: Cell, option: Option, events: Sequence[tuple[int, int, int]]
+    ) -> _Shape:
+        shapes = self.timeline.shapes
+        if (key, option.members) not in shapes:
+            shapes[key, option.members] = self._shape(cell, option, events)
+        return shapes[key, option.members]
 
     def _shape(self, cell: Cell, option: Option, events: Sequence[tuple[int, int, int]]) -> _Shape:
         recording = self.timeline.recording
@@ -298,10 +340,15 @@ class Effects:
         return most - self.base
 
 
-def _undominated(costs: npt.NDArray[np.float64], changes: Bytes) -> list[int]:
+def _undominated(
+    costs: npt.NDArray[np.float64], changes: Bytes, nearly_cost: float, nearly_bytes: int
+) -> list[int]:
     """The first option, and the options that no other one undercuts; by rising cost."""
     keep = [0]
     for option in sorted(range(1, len(costs)), key=lambda o: (costs[o], changes[o].sum(), o)):
-        if not any(np.all(changes[other] <= changes[option]) for other in keep):
+        better = (changes[keep] <= changes[option]).all(axis=1)
+        nearly = (changes[keep] <= changes[option] + nearly_bytes).all(axis=1)
+        same = np.abs(costs[keep] - costs[option]) <= nearly_cost
+        if not (better | (nearly & same)).any():
             keep.append(option)
     return keep

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sacplan._plan.landscape import Objective
+from sacplan._plan.modes import layers_of, policy
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import plan, plan_smallest
 from sacplan._solve.solvers import Solver
@@ -14,44 +16,76 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+_POLICIES: dict[str, tuple[str, int | str | None]] = {
+    "full": ("full", None),
+    "every 2nd layer": ("selective", 2),
+    "every 3rd layer": ("selective", 3),
+    "op": ("selective", "op"),
+    "op, all matmuls kept": ("selective", "op-keep-matmuls"),
+}
+
+
 def frontier(
-    profile: Profile, points: int = 8, solvers: tuple[str | Solver, ...] = ("milp", "greedy", "uniform")
+    profile: Profile,
+    points: int = 8,
+    solvers: tuple[str | Solver, ...] = ("milp", "greedy", "uniform"),
+    *,
+    objective: Objective = "time",
+    policies: bool = True,
 ) -> pd.DataFrame:
-    """Plans of every solver at budgets from the smallest feasible peak to the unplanned one.
+    """Plans of every solver at budgets from the smallest feasible peak to the unplanned one, and named policies.
 
     Args:
         profile: from ``sacplan.profile``.
         points: how many budgets, evenly spaced.
         solvers: names, or solver objects.
+        objective: what the solvers recompute the least of, see ``sacplan.plan``.
+        policies: with one row for each of the modes that people use by hand (``sacplan.policy``): full, every
+            second and third layer, by op. Those that the model has no layers for are left out.
 
     Returns:
-        One row per solver and budget that it can hold: ``solver``, ``budget_bytes``, ``peak_bytes``,
-        ``recompute_ms``, ``recompute_share`` (of the step's predicted time), ``recompute_flops``,
-        ``recompute_flops_share`` (of the step's FLOPs), ``units``, ``status``. The last row of each solver is
-        the unplanned step.
+        One row per solver and budget that it can hold: ``solver``, ``budget_bytes`` (for a policy, its peak),
+        ``peak_bytes``, ``recompute_ms``, ``lower_bound_ms`` (that no schedule with this peak undercuts),
+        ``recompute_share`` (of the step's predicted time), ``recompute_flops``, ``recompute_flops_share`` (of the
+        step's FLOPs), ``units``, ``status``. The last row of each solver is the unplanned step.
     """
     import pandas as pd
 
     if points < 2:
         raise PlanError(f"points={points}: a frontier needs at least 2.")
-    smallest = plan_smallest(profile).peak_bytes
+    smallest = plan_smallest(profile, objective=objective).peak_bytes
     rows = []
     for solver in solvers:
         name = solver if isinstance(solver, str) else solver.name
         for i in range(points):
             budget = smallest + (profile.peak_bytes - smallest) * i // (points - 1)
             try:
-                found = plan(profile, f"{budget}B", solver)
+                found = plan(profile, f"{budget}B", solver, objective)
             except InfeasibleBudget:
                 continue
             rows.append({"solver": name, "budget_bytes": budget} | _figures(found))
+    for name, found in _named_policies(profile) if policies else ():
+        rows.append({"solver": name, "budget_bytes": found.peak_bytes} | _figures(found))
     return pd.DataFrame(rows)
+
+
+def _named_policies(profile: Profile) -> list[tuple[str, Plan]]:
+    try:
+        n_layers = len(layers_of(profile.recording))
+    except PlanError:  # a model without layers
+        return []
+    return [
+        (name, policy(mode, option, profile=profile))
+        for name, (mode, option) in _POLICIES.items()
+        if not (isinstance(option, int) and option > n_layers)
+    ]
 
 
 def _figures(found: Plan) -> dict[str, object]:
     return {
         "peak_bytes": found.peak_bytes,
         "recompute_ms": found.recompute_ms,
+        "lower_bound_ms": found.lower_bound_ms,
         "recompute_share": found.recompute_ms / found.step_ms if found.step_ms else 0.0,
         "recompute_flops": found.recompute_flops,
         "recompute_flops_share": found.recompute_flops / found.step_flops if found.step_flops else 0.0,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from sacplan._fit.cells import Cells
 from sacplan._plan.bound import Bound
-from sacplan._plan.effects import Effects, Timeline
+from sacplan._plan.effects import Additive, Timeline, effects_of
 from sacplan._trace.recording import Phase, Recording
 from sacplan.errors import PlanError
 
@@ -33,7 +33,7 @@ class Landscape:
         self.costs = op_costs(recording, objective)
         self.timeline = Timeline(recording)
         self.cells = Cells(recording, self.costs)
-        self._effects: dict[int, Effects] = {}
+        self._effects: dict[int, Additive] = {}
 
     @cached_property
     def bound(self) -> Bound:
@@ -47,13 +47,13 @@ class Landscape:
         sizes = [size for size in _SIZES if size < run]
         return (1, *sizes, run) if run > 1 else (1,)
 
-    def effects(self, size: int) -> Effects:
+    def effects(self, size: int) -> Additive:
         """Of the cells, joined to that size."""
         if size not in self._effects:
             forward = sum(
                 c for c, op in zip(self.costs, self.recording.ops, strict=True) if op.phase == Phase.FORWARD
             )
-            self._effects[size] = Effects(self.timeline, self.cells.joined(size), _WIDE * forward)
+            self._effects[size] = effects_of(self.timeline, self.cells.joined(size), _WIDE * forward)
         return self._effects[size]
 
 

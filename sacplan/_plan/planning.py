@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from sacplan._fit.cells import Cell
 from sacplan._plan.budget import format_bytes, parse_budget
-from sacplan._plan.effects import Effects
+from sacplan._plan.effects import Additive
 from sacplan._plan.landscape import Landscape, Objective, landscape_of
 from sacplan._plan.plan import Plan, UnitPlan
 from sacplan._plan.replay import Replay, replay
@@ -54,7 +54,7 @@ class Search:
     landscape: Landscape
     tried: dict[tuple[tuple[str, tuple[CallSite, ...]], ...], _Tried] = field(default_factory=dict)
 
-    def add(self, effects: Effects, proposal: Proposal, solver: str) -> _Tried:
+    def add(self, effects: Additive, proposal: Proposal, solver: str) -> _Tried:
         """Replay a proposal."""
         cells = effects.cells
         recording = self.profile.recording
@@ -182,7 +182,7 @@ def _solve(search: Search, solver: Solver, budget_bytes: int) -> None:
         cheapest = cost
 
 
-def _close_loop(search: Search, solver: Solver, effects: Effects, budget_bytes: int) -> None:
+def _close_loop(search: Search, solver: Solver, effects: Additive, budget_bytes: int) -> None:
     """Ask at the budget, then at budgets moved by what the replay says otherwise than the effects."""
     asked = budget_bytes
     for _ in range(_ROUNDS):

@@ -1,7 +1,7 @@
 """Replay a recorded step with a plan applied: what would be alive, op by op, and what would run again.
 
-The replay follows the executor (``_apply/recipes.py``) rule for rule: a discarded op leaves a node that
-holds its arguments, a node's outputs are slots, a slot is computed when autograd first asks for it
+The replay follows the executor (``_apply/recorder.py``, ``_apply/nodes.py``) rule for rule: a discarded op leaves a
+node that holds its arguments, a node's outputs are slots, a slot is computed when autograd first asks for it
 and its value goes when nobody pending refers to it. So the peak is that of the real step, not a
 bound on it; ``tests/test_recipes.py`` holds one against the other, byte for byte.
 """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sacplan._plan.effects import Effects
+from sacplan._plan.effects import Additive
 from sacplan._solve.local import give_back
 from sacplan._solve.solvers import Proposal
 
@@ -26,7 +26,7 @@ class Greedy:
         """``"greedy"``."""
         return "greedy"
 
-    def propose(self, effects: Effects, budget_bytes: int) -> Proposal | None:
+    def propose(self, effects: Additive, budget_bytes: int) -> Proposal | None:
         """A choice whose peak is at most there; None if the descent does not get there."""
         ways = _with_and_without(effects)
         descents = [_descend(effects, budget_bytes, budget_bytes, wide) for wide in ways]
@@ -39,18 +39,18 @@ class Greedy:
         ]
         return Proposal(min(found, key=effects.cost), "feasible") if found else None
 
-    def smallest(self, effects: Effects) -> Proposal:
+    def smallest(self, effects: Additive) -> Proposal:
         """The lowest peak on the way down."""
         peak = min(_descend(effects, 0, 0, wide)[1] for wide in _with_and_without(effects))
         return self.propose(effects, peak) or Proposal({}, "feasible")
 
 
-def _with_and_without(effects: Effects) -> tuple[bool, ...]:
+def _with_and_without(effects: Additive) -> tuple[bool, ...]:
     """Whether to use options that make a module around several cells a unit: both ways, if there are any."""
     return (True, False) if any(any(cell.wide) for cell in effects.cells) else (True,)
 
 
-def _descend(effects: Effects, budget_bytes: int, aim_bytes: int, wide: bool) -> tuple[dict[int, int], int]:
+def _descend(effects: Additive, budget_bytes: int, aim_bytes: int, wide: bool) -> tuple[dict[int, int], int]:
     """The first choice on the way that holds the budget, else the one with the lowest peak; with its peak.
 
     What a move frees below ``aim_bytes`` does not count for it.

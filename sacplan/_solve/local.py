@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from sacplan._plan.effects import Effects
+from sacplan._plan.effects import Additive
 
 
-def give_back(effects: Effects, choice: Mapping[int, int], budget_bytes: int) -> dict[int, int]:
+def give_back(effects: Additive, choice: Mapping[int, int], budget_bytes: int) -> dict[int, int]:
     """Single cells to cheaper options, the largest saving first, as long as the peak stays under the budget.
 
     Exact, and never worse than what it begins with.

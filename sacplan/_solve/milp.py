@@ -29,7 +29,9 @@ from typing import Literal, NamedTuple
 
 from sacplan._fit.graph import Graph, ModuleStats
 from sacplan._plan.budget import format_bytes, parse_budget
+from sacplan._solve.program import Milp
 from sacplan._solve.pulp import Program, Solution, check_options, relative_gap
+from sacplan._solve.tree import solve_shared
 from sacplan.errors import InfeasibleBudget, PlanError, SolverError
 
 # Coefficients are scaled to this size: far above the solvers' tolerances (1e-6), not so far apart as to
@@ -202,8 +204,11 @@ def sac_milp(
     if unplanned_bytes <= budget_bytes:
         return SacMilpResult({}, 0.0, unplanned_bytes, "optimal", 0.0)
 
-    search = _Search(model, budget_bytes, solver, gap, time.monotonic() + time_limit, seed)
-    plan, proved, bound_ms = search.run()
+    deadline = time.monotonic() + time_limit
+    plan, proved, bound_ms = _shared(model, budget_bytes, solver, gap, time_limit, seed)
+    if not proved:
+        search = _Search(model, budget_bytes, solver, gap, deadline, seed)
+        plan, proved, bound_ms = search.run(plan, bound_ms)
     if plan is None:
         smallest_bytes, smallest_plan, exact = _smallest_peak(model, solver, time_limit, seed)
         if smallest_bytes > budget_bytes:
@@ -289,6 +294,20 @@ def _model(
             rows.pop()
         rows.append(_Row(n_units, n_bytes, name))
     return _Model(units, tuple(rows), tuple(tuple(inside) for inside in below))
+
+
+def _shared(
+    model: _Model, budget_bytes: int, solver: str, gap: float, time_limit: float, seed: int
+) -> tuple[_Plan | None, bool, float | None]:
+    """The program with shared variables, where there are only reachable points and the subtrees are small."""
+    if any(unit.segments for unit in model.units):
+        return None, False, None
+    options = Milp(check_options(solver, gap, time_limit, seed), gap, time_limit, seed)
+    answer = solve_shared(model.units, [row[:2] for row in model.rows], budget_bytes, options)
+    if answer is None:
+        return None, False, None
+    plan = None if answer.taken is None else {i: model.units[i].choices[o] for i, o in answer.taken.items()}
+    return plan, answer.proved, answer.bound_ms
 
 
 def _freed(memory: int, ratio: float) -> int:
@@ -497,11 +516,14 @@ class _Search:
     deadline: float
     seed: int
 
-    def run(self) -> tuple[_Plan | None, bool, float | None]:
-        """The plan, whether it (or that there is none) is proved, and a lower bound in ms."""
+    def run(
+        self, best: _Plan | None = None, bound_ms: float | None = None
+    ) -> tuple[_Plan | None, bool, float | None]:
+        """The plan, whether it (or that there is none) is proved, and a lower bound in ms.
+
+        ``best`` and ``bound_ms`` are what is known already.
+        """
         encoding = _encode(self.model, self.budget_bytes)
-        best: _Plan | None = None
-        bound_ms: float | None = None
         for _ in range(_MAX_ROUNDS):
             time_left = self.deadline - time.monotonic()
             if time_left <= 0:

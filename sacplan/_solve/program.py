@@ -28,7 +28,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from sacplan._plan.effects import Bytes, Effects
+from sacplan._plan.effects import Additive, Bytes
 from sacplan._solve.local import give_back
 from sacplan._solve.pulp import Program, Solution
 from sacplan._solve.solvers import Proposal
@@ -59,23 +59,24 @@ class Milp:
         """``"milp"``."""
         return "milp"
 
-    def propose(self, effects: Effects, budget_bytes: int) -> Proposal | None:
+    def propose(self, effects: Additive, budget_bytes: int) -> Proposal | None:
         """The cheapest choice whose peak is at most there; None if there is none, or none was found in time."""
-        return _Refinement(self, effects, budget_bytes).run()
+        return Refinement(self, effects, budget_bytes).run()
 
-    def smallest(self, effects: Effects) -> Proposal:
+    def smallest(self, effects: Additive) -> Proposal:
         """The choice with the smallest peak (to a thousandth), as cheap as that peak allows."""
-        choice = _Refinement(self, effects, None).smallest()
+        choice = Refinement(self, effects, None).smallest()
         return self.propose(effects, effects.peak(choice)[0]) or Proposal(choice, "feasible")
 
 
-class _Refinement:
+class Refinement:
     """Solve, lay out, split, until what is laid out fits. Without a budget, the peak is minimised."""
 
-    def __init__(self, options: Milp, effects: Effects, budget_bytes: int | None) -> None:
+    def __init__(self, options: Milp, effects: Additive, budget_bytes: int | None) -> None:
         self.options = options
         self.effects = effects
         self.budget_bytes = budget_bytes
+        self.infeasible = False  # proved
         self.deadline = time.monotonic() + options.time_limit_s
         kinds: dict[object, list[int]] = {}
         for i, cell in enumerate(effects.cells):
@@ -94,7 +95,7 @@ class _Refinement:
             if asked == budget and solution.bound is not None:
                 bound = max(bound or 0.0, solution.bound)
             if not solution.values:
-                exact = exact and solution.status == "infeasible"
+                self.infeasible = solution.status == "infeasible" and asked == budget
                 break
             exact = exact and solution.status == "optimal"
             choice, total = self._lay_out(program.counts(solution))
@@ -172,7 +173,7 @@ class _Refinement:
 class _Encoding:
     """The program for some blocks of equal cells."""
 
-    def __init__(self, effects: Effects, blocks: list[list[int]], budget_bytes: int | None) -> None:
+    def __init__(self, effects: Additive, blocks: list[list[int]], budget_bytes: int | None) -> None:
         self.program = Program()
         self._budget = budget_bytes
         self._effects = effects

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from sacplan._plan.effects import Effects
+from sacplan._plan.effects import Additive
 
 Choice = Mapping[int, int]
 """Cell (its place among the cells) to the option that it takes; cells that keep everything are left out."""
@@ -39,10 +39,10 @@ class Solver(Protocol):
         """As it appears in ``Plan.solver``."""
         ...
 
-    def propose(self, effects: Effects, budget_bytes: int) -> Proposal | None:
+    def propose(self, effects: Additive, budget_bytes: int) -> Proposal | None:
         """A choice whose peak is at most there, as cheap as this solver can; None if it finds none."""
         ...
 
-    def smallest(self, effects: Effects) -> Proposal:
+    def smallest(self, effects: Additive) -> Proposal:
         """The choice with the smallest peak that this solver can find."""
         ...

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sacplan._fit.cells import Option
-from sacplan._plan.effects import Effects
+from sacplan._plan.effects import Additive
 from sacplan._solve.solvers import Proposal
 
 
@@ -22,18 +22,18 @@ class Uniform:
         """``"uniform"``."""
         return "uniform"
 
-    def propose(self, effects: Effects, budget_bytes: int) -> Proposal | None:
+    def propose(self, effects: Additive, budget_bytes: int) -> Proposal | None:
         """The cheapest choice on the path of prices that holds the budget; None if none does."""
         path = _path(effects)
         holding = [choice for choice in path if effects.peak(choice)[0] <= budget_bytes]
         return Proposal(min(holding, key=effects.cost), "feasible") if holding else None
 
-    def smallest(self, effects: Effects) -> Proposal:
+    def smallest(self, effects: Additive) -> Proposal:
         """The lowest peak on the path."""
         return Proposal(min(_path(effects), key=lambda choice: effects.peak(choice)[0]), "feasible")
 
 
-def _path(effects: Effects) -> list[dict[int, int]]:
+def _path(effects: Additive) -> list[dict[int, int]]:
     prices = sorted({price for cell in effects.cells for price in _prices(cell.options)})
     choices: list[dict[int, int]] = [{}]
     for price in prices:

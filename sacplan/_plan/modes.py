@@ -1,0 +1,279 @@
+"""The checkpointing modes that people use today, as plans: none, full, every k-th layer, by op.
+
+The modes and their names are those of torchtitan (``torchtitan/distributed/activation_checkpoint.py``)
+and torchtune (PR #785). What differs is how they are executed: as recipes (``_apply/recipes.py``), so only
+what the backward pass asks for runs again, and nothing is cached that autograd never wanted. Nothing is
+optimised here; the plan carries the replayed peak and recomputation like any other.
+
+Known inefficiency: the layers of a run are compared by walking over the ops between them, once per neighbour.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Sequence
+from fnmatch import fnmatchcase
+from itertools import pairwise
+
+from sacplan._plan.landscape import landscape_of
+from sacplan._plan.plan import Plan
+from sacplan._plan.planning import Decisions, unit_plans
+from sacplan._plan.replay import replay
+from sacplan._trace.profile import Profile
+from sacplan._trace.recording import ROOT_SCOPE, CallSite, Op, Phase, Recording
+from sacplan.errors import PlanError
+
+MODES = ("none", "full", "selective")
+
+
+def policy(
+    mode: str, option: int | str | None = None, *, profile: Profile, layers: str | None = None
+) -> Plan:
+    """A plan by rule instead of by search: the same in every layer, whatever the budget.
+
+        plan = sacplan.policy("selective", 2, profile=profile)   # checkpoint every second layer
+        plan = sacplan.policy("full", profile=profile, layers="model.layers.*")
+
+    Args:
+        mode: ``"none"`` discards nothing. ``"full"`` discards in every layer all that may run again; what
+            enters the layer is kept. ``"selective"`` does what ``option`` says.
+        option: of ``"selective"``, and only of it:
+
+            - an integer ``k`` (or its digits, ``"2"``): *checkpoint* every k-th layer as ``"full"`` does, that
+              is layers number k, 2k, ... of the run, and leave the others alone. 1 is ``"full"``.
+            - ``"op"``: in every layer keep attention and every second matmul or convolution (the first, the
+              third, ...), recompute the rest. The count starts anew in each call of a layer.
+            - ``"op-keep-matmuls"``: in every layer keep attention and all matmuls and convolutions, recompute
+              the rest.
+
+        profile: from ``sacplan.profile``.
+        layers: pattern for the names of the layers (``fnmatch``: ``*`` also matches dots; of nested matches the
+            outermost counts). By default they are found: siblings with consecutive places in a list
+            (``h.0``, ``h.1``, ...), of the same kind, each of which depends on the one before. The longest such
+            run, and others that neither contain nor are inside of one taken already (encoder and decoder).
+            The recording knows no classes, so two modules are of the same kind if at least half of the names of
+            the modules called in one or the other are in both.
+
+    Returns:
+        A plan with status ``"policy"``, without a budget. Its peak and recomputation are replayed.
+
+    Raises:
+        PlanError: an unknown mode or option, no layers, or a mode that would discard nothing in them.
+    """
+    if mode not in MODES:
+        raise PlanError(f"unknown mode {mode!r}; known are {_listed(MODES)}.")
+    if mode != "selective" and option is not None:
+        raise PlanError(f"mode {mode!r} takes no option, got {option!r}. Options belong to mode 'selective'.")
+    recording = profile.recording
+    if mode == "none":
+        return _as_plan(profile, {}, "policy-none")
+    selects, k = _read_option(option) if mode == "selective" else (_everything, 1)
+    found = layers_of(recording, layers)
+    if k > len(found):
+        raise PlanError(
+            f"option {option!r} would checkpoint every {k}th layer, but there are {len(found)} layers "
+            f"({_shortened(found)}), so none. Known options: an integer from 1 to {len(found)}, {_listed(_BY_OP)}."
+        )
+    decisions = {fqn: _discarded(recording, fqn, selects) for fqn in found[k - 1 :: k]}
+    decisions = {fqn: sites for fqn, sites in decisions.items() if sites}
+    if not decisions:
+        raise PlanError(
+            f"mode {mode!r} would discard nothing in the layers {_shortened(found)}: autograd keeps nothing there "
+            "that may run again. Name other modules with layers=, or use mode 'none'."
+        )
+    return _as_plan(profile, decisions, f"policy-{mode}" + (f"-{option}" if option is not None else ""))
+
+
+# --- options ----------------------------------------------------------------------------------------------
+
+_Selects = Callable[[Sequence[Op]], set[int]]
+"""From the ops of one call of a layer to the positions of those that may be discarded."""
+
+
+def _everything(ops: Sequence[Op]) -> set[int]:
+    return set(range(len(ops)))
+
+
+def _all_but_matmuls(ops: Sequence[Op]) -> set[int]:
+    return {i for i, op in enumerate(ops) if not op.flops}
+
+
+def _every_second_matmul(ops: Sequence[Op]) -> set[int]:
+    # FLOPs are counted for matmuls, convolutions and attention, and for nothing else.
+    matmuls = [i for i, op in enumerate(ops) if op.flops and "attention" not in op.name]
+    return _all_but_matmuls(ops).union(matmuls[1::2])
+
+
+_BY_OP: dict[str, _Selects] = {"op": _every_second_matmul, "op-keep-matmuls": _all_but_matmuls}
+
+
+def _read_option(option: object) -> tuple[_Selects, int]:
+    """What is discarded in a layer, and in every which layer."""
+    if isinstance(option, str):
+        if option in _BY_OP:
+            return _BY_OP[option], 1
+        k = int(option) if option.isascii() and option.isdigit() else 0
+    else:
+        k = option if isinstance(option, int) and not isinstance(option, bool) else 0
+    if k < 1:
+        raise PlanError(
+            f"unknown option {option!r} of mode 'selective'; known are an integer k of at least 1 (checkpoint "
+            f"every k-th layer), {_listed(_BY_OP)}."
+        )
+    return _everything, k
+
+
+# --- layers -----------------------------------------------------------------------------------------------
+
+
+def layers_of(recording: Recording, pattern: str | None = None) -> list[str]:
+    """The layers of a model in execution order: those that match, or those found by structure (see ``policy``).
+
+    Raises:
+        PlanError: there are none.
+    """
+    runs = _runs(recording)
+    if pattern is None:
+        if not runs:
+            raise PlanError(
+                "no layers found: no two modules in a list that are alike and feed one another. Name the layers with "
+                f'layers="..."; the modules are {_shortened([f for f in recording.calls if f])}.'
+            )
+        return _in_order(recording, (fqn for run in runs for fqn in run))
+    matching = {fqn for fqn in recording.calls if fqn and fnmatchcase(fqn, pattern)}
+    outermost = [f for f in matching if not any(f.startswith(other + ".") for other in matching)]
+    if not outermost:
+        known = [f"{run[0].rpartition('.')[0]}.*" for run in runs]
+        raise PlanError(
+            f"no module that is called matches layers={pattern!r}. "
+            + (f"Layers found by structure: {_listed(known)}; " if known else "")
+            + f"modules are {_shortened([f for f in recording.calls if f])}."
+        )
+    return _in_order(recording, outermost)
+
+
+def _in_order(recording: Recording, fqns: Iterable[str]) -> list[str]:
+    wanted = set(fqns)
+    return [fqn for fqn in recording.calls if fqn in wanted]
+
+
+def _runs(recording: Recording) -> list[list[str]]:
+    """Runs of at least two alike siblings that do not nest, the longest first."""
+    members: dict[str, set[str]] = defaultdict(set)  # module to the names called directly inside
+    for fqn in recording.calls:
+        parts = fqn.split(".")
+        for depth in range(1, len(parts)):
+            members[".".join(parts[:depth])].add(parts[depth])
+    siblings: dict[str, list[str]] = defaultdict(list)
+    for fqn in recording.calls:
+        parent, _, name = fqn.rpartition(".")
+        if name.isdigit() and fqn not in recording.leaf_fqns and members[fqn]:
+            siblings[parent].append(fqn)
+
+    def follows(one: str, other: str) -> bool:
+        alike = 2 * len(members[one] & members[other]) >= len(members[one] | members[other])
+        return alike and _depends(recording, other, one)
+
+    runs: list[list[str]] = []
+    for fqns in siblings.values():
+        run = fqns[:1]
+        for one, other in pairwise(fqns):
+            if not follows(one, other):
+                runs.append(run)
+                run = []
+            run.append(other)
+        runs.append(run)
+    taken: list[list[str]] = []
+    for run in sorted((run for run in runs if len(run) > 1), key=len, reverse=True):  # stable
+        if not any(_nested(a, b) for a in run for other in taken for b in other):
+            taken.append(run)
+    return taken
+
+
+def _nested(one: str, other: str) -> bool:
+    return one.startswith(other + ".") or other.startswith(one + ".")
+
+
+def _depends(recording: Recording, later: str, earlier: str) -> bool:
+    """Whether the first call of a module reads, directly or not, what that of an earlier one made."""
+    first, last = (recording.scopes[recording.calls[fqn][0]] for fqn in (earlier, later))
+    made: set[int] = set()
+    for i in range(first.first_op, last.end_op):
+        op = recording.ops[i]
+        reads = not made.isdisjoint(op.reads)
+        if reads and i >= last.first_op:
+            return True
+        if reads or i < first.end_op:
+            made.update(op.writes, op.mutates)
+    return False
+
+
+# --- decisions --------------------------------------------------------------------------------------------
+
+
+def _discarded(recording: Recording, fqn: str, selects: _Selects) -> tuple[CallSite, ...]:
+    """What one layer discards: saved tensors whose producers are selected, and what making them again takes."""
+    found: dict[CallSite, None] = {}
+    for scope, (inside, outside) in _saved_by_call(recording, fqn).items():
+        # What is held anyway, the layer's own output above all, stays where it is.
+        again = _again(recording, scope, inside, outside | recording.outlives_forward, selects)
+        found.update((site, None) for op, site in recording.sites(scope).items() if op in again)
+    return tuple(found)
+
+
+def _saved_by_call(recording: Recording, fqn: str) -> dict[int, tuple[set[int], set[int]]]:
+    """By call of a module: the storages that autograd saves in it, and those that it saves anywhere else."""
+    scopes = {scope for scope in recording.handle_scopes if scope != ROOT_SCOPE}
+    around = {scope: {scope, *recording.ancestors(scope)} for scope in scopes}
+    by_call: dict[int, tuple[set[int], set[int]]] = {call: (set(), set()) for call in recording.calls[fqn]}
+    for storage, scope in zip(recording.handle_storages, recording.handle_scopes, strict=True):
+        for call, (inside, outside) in by_call.items():
+            (inside if call in around.get(scope, ()) else outside).add(storage)
+    return by_call
+
+
+def _again(
+    recording: Recording, scope: int, saved: set[int], held: Container[int], selects: _Selects
+) -> set[int]:
+    """The ops of one call that run again."""
+    ops = recording.ops
+    order = [i for i in recording.sites(scope) if ops[i].phase == Phase.FORWARD]
+    chosen = [order[at] for at in selects([ops[i] for i in order])]
+    maker = {s: i for i in chosen if ops[i].recomputable for s in ops[i].writes if s not in held}
+    stack = [maker[s] for s in saved if s in maker]
+    again = set(stack)
+    while stack:
+        for s in ops[stack.pop()].reads:
+            if s in maker and maker[s] not in again:
+                again.add(maker[s])
+                stack.append(maker[s])
+    return again
+
+
+def _as_plan(profile: Profile, decisions: Decisions, name: str) -> Plan:
+    found = replay(profile.recording, decisions)
+    bound = landscape_of(profile.recording, "time").bound
+    return Plan(
+        units=unit_plans(profile.recording, decisions),
+        peak_bytes=found.peak_bytes,
+        baseline_peak_bytes=profile.peak_bytes,
+        budget_bytes=None,
+        recompute_ms=found.recompute_ms,
+        recompute_flops=found.recompute_flops,
+        lower_bound_ms=min(bound.at(found.peak_bytes), found.recompute_ms),
+        step_ms=profile.step_ms,
+        step_flops=profile.recording.flops,
+        status="policy",
+        gap=None,
+        solver=name,
+        device=profile.device,
+        fingerprint=profile.fingerprint,
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _shortened(names: Sequence[str], most: int = 8) -> str:
+    return _listed(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
