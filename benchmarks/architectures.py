@@ -14,7 +14,7 @@ import argparse
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,7 @@ import torch
 
 import sacplan
 from benchmarks import zoo
-from sacplan._trace.step import default_loss
-
-GIB = 2**30
+from benchmarks.common import GIB, on_one_thread, plan_or_smallest, real_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +44,6 @@ class Row:
     def holds(self) -> bool:
         """Whether the step seen is within the budget and its peak is the predicted one."""
         return self.seen_bytes <= self.budget_bytes and self.seen_bytes == self.predicted_bytes
-
-
-def plan_or_smallest(profile: sacplan.Profile, budget: str) -> tuple[sacplan.Plan, str]:
-    """The plan for a budget, or for the smallest feasible one; and which budget it is."""
-    try:
-        return sacplan.plan(profile, budget), budget
-    except sacplan.InfeasibleBudget as error:
-        return sacplan.plan(profile, f"{error.smallest_feasible_bytes}B"), "smallest"
 
 
 def rows(
@@ -83,44 +73,10 @@ def rows(
         )
 
 
+@on_one_thread
 def same_bits(model: torch.nn.Module, batch: Any, loss_fn: Any, plan: sacplan.Plan) -> bool:
-    """Whether loss, gradients and buffers are the same bits with the plan as without, dropout on.
-
-    On one thread: with more, a CPU adds up the gradients of an index in an order of its own, plan or not.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        plain = _one_step(model, batch, loss_fn)
-        with sacplan.apply(model, plan):
-            planned = _one_step(model, batch, loss_fn)
-    finally:
-        torch.set_num_threads(threads)
-    return len(plain) == len(planned) and all(
-        (a is None and b is None) or torch.equal(a.nan_to_num(), b.nan_to_num())
-        for a, b in zip(plain, planned, strict=True)
-    )
-
-
-def _one_step(model: torch.nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor] | None) -> list[Any]:
-    before = [b.clone() for b in model.buffers()]
-    model.zero_grad()
-    seed_everything(7)
-    loss = (loss_fn or default_loss)(model, batch)
-    loss.backward()
-    seen = [loss.detach(), *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
-    model.zero_grad()
-    for b, old in zip(model.buffers(), before, strict=True):
-        b.copy_(old)
-    return seen
-
-
-def seed_everything(seed: int) -> None:
-    """torch's generator and numpy's: some models draw their masks with numpy."""
-    import numpy as np
-
-    torch.manual_seed(seed)
-    np.random.seed(seed)
+    """Whether loss, gradients and buffers are the same bits with the plan as without, dropout on."""
+    return real_step(model, batch, loss_fn, plan=plan).same_bits(real_step(model, batch, loss_fn))
 
 
 def main(argv: list[str] | None = None) -> int:

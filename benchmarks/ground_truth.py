@@ -3,16 +3,13 @@
     python -m benchmarks.ground_truth [--names gpt2 t5 bert resnet vocabulary-128k] [--json FILE]
 
 For each model the unplanned step, then plans at three budgets between the smallest feasible peak and the unplanned
-one, each run for real on this machine's CPU, dropout on. `bits` says whether loss and all gradients are bit-equal
-to the unplanned step.
+one, each run for real on this machine's CPU, dropout on, on one thread. `bits` says whether loss, all
+gradients and all buffers are bit-equal to the unplanned step.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,13 +19,10 @@ import torch.nn.functional as F
 import transformers
 
 import sacplan
+from benchmarks.common import MIB, describe, machine, on_one_thread, real_step, write_results
 from examples.transformer import Transformer
-from sacplan._trace.step import Step, default_loss, preserved_state
-from sacplan._verify.measure import measured_step
 
-MIB = 2**20
-
-Case = tuple[torch.nn.Module, Any, Callable[[torch.nn.Module, Any], torch.Tensor]]
+Case = tuple[torch.nn.Module, Any, Callable[[torch.nn.Module, Any], torch.Tensor] | None]
 
 
 def _text(batch: int, length: int, vocab: int) -> dict[str, torch.Tensor]:
@@ -41,7 +35,7 @@ def gpt2() -> Case:
     config = transformers.GPT2Config(
         n_layer=4, n_embd=192, n_head=4, vocab_size=4000, n_positions=128, bos_token_id=0, eos_token_id=0
     )
-    return transformers.GPT2LMHeadModel(config), _text(8, 128, 4000), default_loss
+    return transformers.GPT2LMHeadModel(config), _text(8, 128, 4000), None
 
 
 def t5() -> Case:
@@ -49,7 +43,7 @@ def t5() -> Case:
     config = transformers.T5Config(
         num_layers=3, d_model=192, d_ff=768, num_heads=4, d_kv=48, vocab_size=4000, decoder_start_token_id=0
     )
-    return transformers.T5ForConditionalGeneration(config), _text(8, 128, 4000), default_loss
+    return transformers.T5ForConditionalGeneration(config), _text(8, 128, 4000), None
 
 
 def bert() -> Case:
@@ -57,7 +51,7 @@ def bert() -> Case:
     config = transformers.BertConfig(
         num_hidden_layers=4, hidden_size=192, num_attention_heads=4, intermediate_size=768, vocab_size=4000
     )
-    return transformers.BertForMaskedLM(config), _text(8, 128, 4000), default_loss
+    return transformers.BertForMaskedLM(config), _text(8, 128, 4000), None
 
 
 def resnet() -> Case:
@@ -66,7 +60,7 @@ def resnet() -> Case:
         depths=[2, 2, 2], layer_type="basic", hidden_sizes=[32, 64, 128], embedding_size=32, num_labels=10
     )
     batch = {"pixel_values": torch.randn(8, 3, 96, 96), "labels": torch.randint(0, 10, (8,))}
-    return transformers.ResNetForImageClassification(config), batch, default_loss
+    return transformers.ResNetForImageClassification(config), batch, None
 
 
 def large_vocabulary() -> Case:
@@ -84,45 +78,32 @@ CASES: dict[str, Callable[[], Case]] = {
 }  # fmt: skip
 
 
+@on_one_thread
 def rows_of(name: str) -> list[dict[str, Any]]:
     """The unplanned step and three plans."""
     torch.manual_seed(0)
     model, batch, loss_fn = CASES[name]()
     model.train()
-    tensors = list(batch.values()) if isinstance(batch, dict) else [batch]
     profile = sacplan.profile(model, batch, loss_fn=loss_fn, device="cpu")
-    with preserved_state(model, None):
-        measured = measured_step(Step(model, batch, loss_fn, None), tensors).peak_bytes
-    plain = gradients(model, batch, loss_fn)
-    unplanned = {"budget": 0, "predicted": profile.peak_bytes, "measured": measured}
+    plain = real_step(model, batch, loss_fn)
+    unplanned = {"budget": 0, "predicted": profile.peak_bytes, "measured": plain.peak_bytes}
     rows: list[dict[str, Any]] = [unplanned | {"holds": True, "bit_equal": True, "recompute_share": 0.0}]
     smallest = sacplan.plan_smallest(profile).peak_bytes
     for share in (0.05, 0.3, 0.7):
         budget = int(smallest + share * (profile.peak_bytes - smallest))
         plan = sacplan.plan(profile, f"{budget}B")
-        seen = sacplan.verify(model, batch, plan, loss_fn=loss_fn, run="real")
-        with sacplan.apply(model, plan):
-            planned = gradients(model, batch, loss_fn)
+        seen = real_step(model, batch, loss_fn, plan=plan)
         rows.append(
             {
                 "budget": budget,
                 "predicted": plan.peak_bytes,
                 "measured": seen.peak_bytes,
-                "holds": seen.within_budget,
-                "bit_equal": len(plain) == len(planned) and all(map(torch.equal, plain, planned)),
+                "holds": seen.peak_bytes <= budget,
+                "bit_equal": seen.same_bits(plain),
                 "recompute_share": plan.recompute_ms / plan.step_ms,
             }
         )
     return rows
-
-
-def gradients(model: torch.nn.Module, batch: Any, loss_fn: Any) -> list[torch.Tensor]:
-    """Loss and gradients of a real step with a fixed seed; the model is put back."""
-    with preserved_state(model, None):
-        torch.manual_seed(0)
-        loss = loss_fn(model, batch)
-        loss.backward()
-        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
 def main() -> None:
@@ -130,7 +111,8 @@ def main() -> None:
     parser.add_argument("--names", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
-    print(f"torch {torch.__version__}, {platform.machine()} CPU, {torch.get_num_threads()} threads")
+    torch.set_num_threads(1)
+    print(describe(machine()))
     print("figures in MiB; recompute is a share of the predicted time of the step")
     print("           model    budget  predicted   measured    error  holds   bits  recompute")
     rows = []
@@ -145,13 +127,7 @@ def main() -> None:
                 flush=True,
             )
     if arguments.json:
-        machine = {
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "threads": torch.get_num_threads(),
-        }
-        data = {"machine": machine, "date": time.strftime("%Y-%m-%d"), "rows": rows}
-        arguments.json.write_text(json.dumps(data, indent=1))
+        write_results(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.common import describe, machine, write_results
 
 BUDGET = 0.6
 _COLUMNS = ("step", "trace", "fit", "solve", "replay", "all")
@@ -37,7 +38,7 @@ def main() -> None:
         print(json.dumps({"sacplan": run_sacplan, "prototype": run_prototype}[who](int(layers))))
         return
     rows = []
-    print(f"torch {torch.__version__}, {platform.machine()}, {torch.get_num_threads()} threads")
+    print(describe(machine()))
     print(f"{'layers':>6} {'who':>10} " + " ".join(f"{k:>7}" for k in _COLUMNS) + "  result")
     for layers in arguments.layers:
         for who in ("sacplan", "prototype"):
@@ -46,13 +47,7 @@ def main() -> None:
             cells = [f"{row[k]:7.2f}" if k in row else f"{'-':>7}" for k in _COLUMNS]
             print(f"{layers:>6} {who:>10} {' '.join(cells)}  {row['result']}", flush=True)
     if arguments.json:
-        machine = {
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "threads": torch.get_num_threads(),
-        }
-        data = {"machine": machine, "date": time.strftime("%Y-%m-%d"), "rows": rows}
-        arguments.json.write_text(json.dumps(data, indent=1))
+        write_results(arguments.json, rows)
 
 
 def _run_one(who: str, layers: int, limit: float) -> dict[str, Any]:

@@ -886,18 +886,39 @@ def _with_frozen_half(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def _micro_batches(batch: Batch) -> list[Batch]:
+    return [{k: v[i::2] for k, v in batch.items()} for i in range(2)]
+
+
 def two_micro_batches(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Gradient accumulation in one loss: the halves of the batch, one after the other."""
-    halves = [{k: v[i::2] for k, v in batch.items()} for i in range(2)]
-    first = model(**halves[0]).loss / 2
-    first.backward()
-    return model(**halves[1]).loss / 2
+    """Gradient accumulation as a loop does it: the first half's backward pass ends before the second half begins.
+
+    While the second half runs, the gradients of the first are alive, and counted.
+    """
+    first, second = _micro_batches(batch)
+    (model(**first).loss / 2).backward()
+    return model(**second).loss / 2
+
+
+def summed_micro_batches(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """One backward pass for both halves: what they keep is alive at the same time."""
+    first, second = _micro_batches(batch)
+    return (model(**first).loss + model(**second).loss) / 2
+
+
+def autocast(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """The forward pass in mixed precision."""
+    device = next(iter(batch.values())).device.type
+    with torch.autocast(device, torch.bfloat16):
+        return model(**batch).loss
 
 
 VARIANTS: dict[str, tuple[str, Callable[[torch.nn.Module], torch.nn.Module] | None, Any]] = {
     "llama+lora": ("llama", _with_lora, None),
     "llama+frozen": ("llama", _with_frozen_half, None),
     "llama+accumulation": ("llama", None, two_micro_batches),
+    "llama+summed": ("llama", None, summed_micro_batches),
+    "llama+autocast": ("llama", None, autocast),
 }
 """Name: (architecture, what is done to the model, loss_fn)."""
 
@@ -905,11 +926,28 @@ NAMES = (*ARCHITECTURES, *VARIANTS)
 
 
 def build(
-    name: str, size: str = "medium", device: str = "meta", dtype: torch.dtype = torch.float32
+    name: str,
+    size: str = "medium",
+    device: str = "meta",
+    dtype: torch.dtype = torch.float32,
+    *,
+    dropout: float | None = None,
+    copies: int = 1,
 ) -> tuple[torch.nn.Module, dict[str, Any], Any]:
-    """``(model, batch, loss_fn)``, in training mode; float inputs have the model's type."""
+    """``(model, batch, loss_fn)``, in training mode; float inputs have the model's type.
+
+    Args:
+        name: of ``NAMES``.
+        size: "small" or "medium".
+        device: where the parameters are; the batch is on the CPU.
+        dtype: of the parameters and of inputs that are float.
+        dropout: put in place of each dropout probability that the config has at 0.
+        copies: that many batches of the size, joined.
+    """
     base, change, loss_fn = VARIANTS.get(name, (name, None, None))
     model_class, config, make_batch = ARCHITECTURES[base](size)
+    if dropout is not None:
+        _set_dropout(config, dropout)
     with torch.device(device):
         model = model_class(config)
     model = model.to(dtype).train()
@@ -917,6 +955,25 @@ def build(
         model = change(model)
     batch = {
         k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-        for k, v in make_batch().items()
+        for k, v in _joined([make_batch() for _ in range(copies)]).items()
     }
     return model, batch, loss_fn
+
+
+def _joined(batches: list[Batch]) -> Batch:
+    """Tensors end to end, lists too; anything else as the first batch has it."""
+
+    def join(values: list[Any]) -> Any:
+        if isinstance(values[0], torch.Tensor):
+            return torch.cat(values)
+        return [x for v in values for x in v] if isinstance(values[0], list) else values[0]
+
+    return {k: join([b[k] for b in batches]) for k in batches[0]}
+
+
+def _set_dropout(config: Any, p: float) -> None:
+    for name, value in list(vars(config).items()):
+        if isinstance(value, hf.PretrainedConfig):
+            _set_dropout(value, p)
+        elif ("dropout" in name or name.endswith("_pdrop")) and value == 0.0:
+            setattr(config, name, p)

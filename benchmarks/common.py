@@ -1,0 +1,160 @@
+"""What the benchmarks share: the machine in words, results as JSON, plans where a budget may not fit, real steps."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
+
+import sacplan
+from sacplan._trace.step import Step, default_loss, make_optimizer, preserved_state
+from sacplan._verify.measure import measured_step
+
+MIB = 2**20
+GIB = 2**30
+RESULTS = Path(__file__).parent / "results"
+
+LossFn = Callable[[torch.nn.Module, Any], torch.Tensor]
+
+
+def machine() -> dict[str, Any]:
+    """What figures depend on: the machine and the versions."""
+    found: dict[str, Any] = {
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    with contextlib.suppress(ImportError):
+        import transformers
+
+        found["transformers"] = transformers.__version__
+    return found
+
+
+def describe(found: dict[str, Any]) -> str:
+    """``machine()`` as one line."""
+    threads = f"{found['threads']} thread{'s' if found['threads'] > 1 else ''}"
+    versions = ", ".join(f"{k} {found[k]}" for k in ("torch", "transformers") if k in found)
+    return f"{versions}, {found['machine']}, {found['cores']} cores, {threads}"
+
+
+def write_results(path: Path, rows: Sequence[dict[str, Any]], **more: Any) -> None:
+    """Write rows as JSON, with the machine and the date."""
+    data = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), **more, "rows": list(rows)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def seed_everything(seed: int) -> None:
+    """torch's generator and numpy's: some models draw their masks with numpy."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+
+
+def plan_or_smallest(profile: sacplan.Profile, budget: str) -> tuple[sacplan.Plan, str]:
+    """The plan for a budget, or for the smallest feasible one; and which budget it is."""
+    try:
+        return sacplan.plan(profile, budget), budget
+    except sacplan.InfeasibleBudget as error:
+        return sacplan.plan(profile, f"{error.smallest_feasible_bytes}B"), "smallest"
+
+
+@dataclass(frozen=True, slots=True)
+class RealStep:
+    """One step that was computed.
+
+    Attributes:
+        peak_bytes: from the allocator.
+        wall_ms: of the step, under the profiler.
+        values: loss, gradients (None where a parameter has none), buffers.
+    """
+
+    peak_bytes: int
+    wall_ms: float
+    values: tuple[torch.Tensor | None, ...]
+
+    def same_bits(self, other: RealStep) -> bool:
+        """Whether the values are the same bits; not-a-number counts as equal to itself."""
+        return len(self.values) == len(other.values) and all(
+            a is b is None or (a is not None and b is not None and _same(a, b))
+            for a, b in zip(self.values, other.values, strict=True)
+        )
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchedStep(Step):
+    """A step that holds on to its gradients, which a measurement clears."""
+
+    seed: int
+    gradients: list[torch.Tensor | None]
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        seed_everything(self.seed)
+        Step.run(self, *args, **kwargs)
+        self.gradients[:] = [p.grad for p in self.model.parameters()]
+
+
+def real_step(
+    model: torch.nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    *,
+    optimizer: Any = None,
+    plan: sacplan.Plan | None = None,
+    seed: int = 7,
+) -> RealStep:
+    """Compute one step on the model's own tensors, with a plan or without, and put the model back.
+
+    The generators start from ``seed``. Compare values on one thread: with more, a CPU adds up the gradients of
+    an index in an order of its own, plan or not.
+    """
+    losses: list[torch.Tensor] = []
+    gradients: list[torch.Tensor | None] = []
+
+    def watched_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        loss = (loss_fn or default_loss)(model, batch)
+        losses[:] = [loss.detach()]
+        return loss
+
+    made = make_optimizer(optimizer, model) if optimizer is not None else None
+    tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
+    gc.collect()
+    with preserved_state(model, made), contextlib.ExitStack() as stack:
+        if plan is not None:
+            stack.enter_context(sacplan.apply(model, plan))
+        step = _WatchedStep(model, batch, watched_loss, made, seed, gradients)
+        seen = measured_step(step, tensors)
+        buffers = [b.detach().clone() for b in model.buffers()]
+    return RealStep(seen.peak_bytes, seen.wall_ms, (*losses, *gradients, *buffers))
+
+
+def on_one_thread(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator: torch has one thread inside."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_num_threads(threads)
+
+    return run

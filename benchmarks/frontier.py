@@ -1,0 +1,339 @@
+"""Measured peak against recomputed FLOPs: sacplan's plans and everybody else's, on one set of axes.
+
+    python -m benchmarks.frontier [--cases seed seed-dropout gpt2 llama vit] [--objective flops]
+                                   [--json FILE] [--picture FILE]
+
+For each model, all rivals of ``benchmarks/rivals.py`` run a fake training step; then sacplan plans for each rival's
+measured peak, and for budgets in between. Everything is measured by torch's MemTracker and FlopCounterMode on the
+same step. sacplan counts what kernels allocate inside and the allocator's rounding, MemTracker does not; so the
+budget given to sacplan is moved until the plan's *measured* peak is at most the rival's.
+
+A verdict line per rival: the FLOPs that sacplan's plan recomputes at no more memory, against the rival's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from transformers import masking_utils
+
+import sacplan
+from benchmarks import rivals
+from benchmarks.common import GIB, RESULTS, describe, machine, write_results
+from benchmarks.rivals import Case, Point
+from examples.transformer import Transformer
+from sacplan._trace.step import default_loss
+
+OBJECTIVES = ("flops", "time")
+"""What ``sacplan.plan`` minimises; the first, which is what is compared here, unless told otherwise."""
+
+PICTURE = Path(__file__).parent.parent / "docs" / "images" / "frontier.png"
+_BUDGETS = 8  # of the sweep
+_TRIES = 4  # at moving the budget until the measured peak is that of the rival
+
+
+# --- models -----------------------------------------------------------------------------------------------
+
+
+def _seed(dropout: float) -> Case:
+    return Case(
+        name="seed-dropout" if dropout else "seed",
+        title=f"the example's transformer, float32, dropout {dropout:g}",
+        make_model=lambda: Transformer(dropout=dropout),
+        make_batch=lambda: torch.randint(0, 8192, (8, 1024)),
+        loss_fn=default_loss,
+        layers="layers",
+    )
+
+
+def _gpt2() -> Case:
+    config = transformers.GPT2Config(n_layer=6, use_cache=False)
+    return Case(
+        name="gpt2",
+        title="GPT-2, 6 layers of 768, 4 x 1024 tokens, float32",
+        make_model=lambda: transformers.GPT2LMHeadModel(config),
+        make_batch=lambda: _text(50257, 4, 1024),
+        loss_fn=default_loss,
+        layers="transformer.h",
+        context=_not_packed,
+    )
+
+
+def _llama() -> Case:
+    config = transformers.LlamaConfig(
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
+
+    def make_model() -> torch.nn.Module:
+        with _default_dtype(torch.bfloat16):
+            return transformers.LlamaForCausalLM(config)
+
+    return Case(
+        name="llama",
+        title="Llama, 6 layers of 1024, 4 x 2048 tokens, bfloat16",
+        make_model=make_model,
+        make_batch=lambda: _text(32000, 4, 2048),
+        loss_fn=default_loss,
+        layers="model.layers",
+        context=_not_packed,
+    )
+
+
+def _vit() -> Case:
+    config = transformers.ViTConfig(num_hidden_layers=6, num_labels=1000)
+    return Case(
+        name="vit",
+        title="ViT, 6 layers of 768, 64 images, float32",
+        make_model=lambda: transformers.ViTForImageClassification(config),
+        make_batch=lambda: {
+            "pixel_values": torch.randn(64, 3, 224, 224),
+            "labels": torch.randint(0, 1000, (64,)),
+        },
+        loss_fn=default_loss,
+        layers="vit.layers",
+    )
+
+
+def _text(vocabulary: int, *shape: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, vocabulary, shape)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _not_packed() -> contextlib.AbstractContextManager[Any]:
+    """transformers looks whether sequences are packed, which they are not; in fake tensors it cannot see that."""
+    return mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+CASES = {case.name: case for case in (_seed(0.0), _seed(0.1), _gpt2(), _llama(), _vit())}
+
+
+# --- figures ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """A measured point of one model; ``versus`` is the rival whose peak sacplan planned for."""
+
+    model: str
+    who: str
+    setting: str
+    peak_gib: float
+    recompute_percent: float
+    versus: str = ""
+
+
+def rival_points(case: Case) -> Iterator[Point]:
+    """All rivals."""
+    for k in (1, 2, 3):
+        yield rivals.checkpoint_every(case, k)
+    for every_second in (True, False):
+        yield rivals.checkpoint_by_op(case, every_second=every_second)
+    for budget in rivals.COMPILE_BUDGETS:
+        yield rivals.compiled(case, budget)
+    try:
+        yield from rivals.prototype(case)
+    except rivals.NotApplicable as error:
+        print(f"   prototype: {error}", flush=True)
+
+
+class Ours:
+    """sacplan's plans for one model, measured; each plan once."""
+
+    def __init__(self, case: Case, plain: Point, objective: str) -> None:
+        self.case = case
+        self.objective: Any = objective
+        model = rivals.meta_model(case)
+        batch = case.make_batch()
+        with case.context():
+            self.profile = sacplan.profile(model, batch, loss_fn=case.loss_fn, device=rivals.DEVICE)
+        self._unseen = self.profile.peak_bytes - plain.peak_bytes  # what only sacplan counts
+        self._measured: dict[Any, Point] = {}
+
+    def at_budget(self, budget_bytes: int) -> tuple[sacplan.Plan, Point]:
+        """Plan and measure; ``InfeasibleBudget`` where there is no plan."""
+        plan = sacplan.plan(self.profile, f"{budget_bytes}B", objective=self.objective)
+        key = tuple(sorted(plan.decisions.items()))
+        if key not in self._measured:
+            self._measured[key] = rivals.planned(self.case, plan, f"{budget_bytes / GIB:.4f} GiB")
+        return plan, self._measured[key]
+
+    def under(self, peak_bytes: int) -> Point | None:
+        """The plan with the fewest FLOPs whose measured peak is at most that; None if no plan gets there."""
+        best: Point | None = None
+        low = high = None  # what may be added to the budget, and what not
+        unseen = self._unseen
+        for _ in range(_TRIES):
+            try:
+                plan, point = self.at_budget(peak_bytes + unseen)
+            except sacplan.InfeasibleBudget:
+                break
+            over, now = point.peak_bytes - peak_bytes, plan.peak_bytes - point.peak_bytes
+            if over <= 0:
+                best = point if best is None or point.flops < best.flops else best
+                low, unseen = (
+                    unseen,
+                    max(now, unseen + peak_bytes // 1000),
+                )  # there may be room for a cheaper one
+            else:
+                high, unseen = unseen, min(now, unseen - over)
+            if low is not None and high is not None:
+                unseen = (low + high) // 2
+        return best
+
+    def sweep(self) -> list[Point]:
+        """Plans at budgets from the smallest feasible one to the unplanned peak."""
+        smallest = sacplan.plan_smallest(self.profile, objective=self.objective).peak_bytes
+        largest = self.profile.peak_bytes
+        budgets = [smallest + (largest - smallest) * i // _BUDGETS for i in range(_BUDGETS + 1)]
+        return [self.at_budget(budget)[1] for budget in budgets]
+
+
+def rows_of(case: Case, objective: str = OBJECTIVES[0]) -> list[Row]:
+    """Rivals, sacplan at each rival's peak, and sacplan's own sweep; prints as it goes."""
+    print(f"\n{case.title}\n{'who':>12} {'setting':>20} {'peak GiB':>9} {'recompute':>9}  verdict")
+    plain = rivals.unplanned(case)
+
+    def row(point: Point, versus: str = "") -> Row:
+        share = 100 * (point.flops / plain.flops - 1)
+        return Row(case.name, point.who, point.setting, point.peak_bytes / GIB, share, versus)
+
+    rows = [row(plain)]
+    _print(rows[0])
+    ours = Ours(case, plain, objective)
+    for point in rival_points(case):
+        theirs, found = row(point), ours.under(point.peak_bytes)
+        mine = row(found, f"{point.who} {point.setting}") if found is not None else None
+        rows += [theirs] if mine is None else [theirs, mine]
+        _print(theirs, verdict(theirs, mine))
+    for point in ours.sweep():
+        rows.append(row(point))
+        _print(rows[-1])
+    return rows
+
+
+def verdict(theirs: Row, mine: Row | None) -> str:
+    """sacplan against one rival, in words."""
+    if mine is None:
+        return "ours: no plan at that peak"
+    gap = mine.recompute_percent - theirs.recompute_percent
+    word = "equal" if abs(gap) < 0.005 else f"below by {-gap:.2f}" if gap < 0 else f"ABOVE by {gap:.2f}"
+    return f"ours {mine.recompute_percent:.2f} % at {mine.peak_gib:.4f} GiB: {word}"
+
+
+def _print(row: Row, words: str = "") -> None:
+    print(
+        f"{row.who:>12} {row.setting:>20} {row.peak_gib:9.4f} {row.recompute_percent:8.2f}%  {words}",
+        flush=True,
+    )
+
+
+# --- picture ----------------------------------------------------------------------------------------------
+
+_STYLE = {  # Okabe and Ito's colours, and a marker of its own for each
+    "compile": ("#D55E00", "s", "torch.compile, activation_memory_budget"),
+    "prototype": ("#009E73", "^", "torch.distributed._tools (prototype)"),
+    "checkpoint": ("#CC79A7", "D", "torch.utils.checkpoint: every 1, 2, 3 layers"),
+    "by op": ("#E69F00", "P", "selective contexts: all, every second matmul"),
+    "unplanned": ("#000000", "*", "no checkpointing"),
+}
+_OURS = "#0072B2"
+
+
+def picture(rows: list[Row], path: Path) -> None:
+    """One panel per model: rivals as markers, sacplan's measured plans as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(row.model for row in rows))
+    columns = min(3, len(names) + 1)
+    lines = -(-(len(names) + 1) // columns)  # one more for the legend
+    figure, axes = plt.subplots(lines, columns, figsize=(4.6 * columns, 3.9 * lines), squeeze=False)
+    panels = list(axes.flat)
+    for axis, name in zip(panels, names, strict=False):
+        here = [row for row in rows if row.model == name]
+        line = _undominated([row for row in here if row.who in ("sacplan", "unplanned")])
+        axis.plot(
+            [r.peak_gib for r in line], [r.recompute_percent for r in line],
+            color=_OURS, marker="o", markersize=4, linewidth=2, label="sacplan", zorder=3,
+        )  # fmt: skip
+        for who, (colour, marker, label) in _STYLE.items():
+            points = [row for row in here if row.who == who]
+            axis.scatter(
+                [r.peak_gib for r in points], [r.recompute_percent for r in points],
+                color=colour, marker=marker, s=90 if marker in "*P" else 48, label=label, zorder=4,
+                edgecolors="white", linewidths=0.6,
+            )  # fmt: skip
+        axis.set_title(CASES[name].title, fontsize=9.5)
+        axis.grid(color="#dddddd", linewidth=0.6)
+        axis.set_axisbelow(True)
+        axis.set_ylim(bottom=-1)
+        axis.set_xlabel("measured peak, GiB")
+        axis.set_ylabel("recompute, % of the step's FLOPs")
+    legend = panels[len(names)]
+    for axis in panels[len(names) :]:
+        axis.axis("off")
+    legend.legend(*panels[0].get_legend_handles_labels(), loc="center", fontsize=10, frameon=False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _undominated(rows: list[Row]) -> list[Row]:
+    """By falling peak, without those that another row beats on both axes."""
+    kept: list[Row] = []
+    for row in sorted(rows, key=lambda r: (r.peak_gib, r.recompute_percent)):
+        if not kept or row.recompute_percent < kept[-1].recompute_percent:
+            kept.append(row)
+    return kept[::-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--objective", default=OBJECTIVES[0], choices=OBJECTIVES, help="of sacplan's plans")
+    parser.add_argument("--json", type=Path, default=RESULTS / "frontier.json", help="where the figures go")
+    parser.add_argument("--picture", type=Path, default=PICTURE)
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    print(f"{describe(machine())}; kernels of an {rivals.DEVICE}; least {arguments.objective}")
+    began = time.perf_counter()
+    rows: list[Row] = []
+    for name in arguments.cases:
+        rows += rows_of(CASES[name], arguments.objective)
+        seconds = round(time.perf_counter() - began, 1)
+        found = [dataclasses.asdict(row) for row in rows]
+        write_results(arguments.json, found, objective=arguments.objective, seconds=seconds)
+        picture(rows, arguments.picture)
+    print(f"\n{time.perf_counter() - began:.0f} s; {arguments.json}, {arguments.picture}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,409 @@
+"""Predictions against a CUDA device: peaks, step times, attention kernels, cuBLAS workspaces.
+
+    python -m benchmarks.gpu [--names gpt2 llama ...] [--kinds bf16 autocast] [--seconds 420] [--json FILE]
+    python -m benchmarks.gpu --smoke          # the same code on the CPU, at tiny sizes
+
+Needs torch and sacplan; with transformers installed the models of ``zoo.py`` are measured too. For each model, in
+bfloat16 and under autocast, with AdamW: the predicted peak of the step beside ``torch.cuda.max_memory_allocated``
+(and what the allocator played through reserves beside ``max_memory_reserved``), the step's time by the roofline of
+the datasheet, by one that was measured here (``sacplan.calibrate``) and by timing each op (``runtime="benchmark"``)
+beside the wall clock; then two plans, applied and measured, with loss and gradients compared bit by bit. A row
+that fails says so in the table and makes the exit status 1; the others go on. Everything is written to
+``benchmarks/results/gpu_<device>.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sacplan
+from benchmarks import gpu_models
+from sacplan._trace.allocator import allocator_peaks
+from sacplan._trace.attention import attention_backend
+from sacplan._trace.calibrate import calibrate
+from sacplan._trace.devices import DeviceSpec, resolve_device, torch_version
+from sacplan._trace.libraries import library_workspace_bytes
+from sacplan._trace.step import Step, default_loss
+from sacplan._verify.measure import measured_step
+
+MIB = 2**20
+ZOO = ("gpt2", "llama", "t5", "bert", "vit", "mixtral", "resnet", "mamba")
+KINDS = ("bf16", "autocast")
+TIMED_STEPS = 5
+SHARES = (0.3, 0.7)
+"""Budgets of the two plans, between the smallest feasible peak (0) and the unplanned one (1)."""
+
+Build = Callable[[], tuple[torch.nn.Module, Any, Any]]
+Row = dict[str, Any]
+
+
+# --- cases ------------------------------------------------------------------------------------------
+
+
+def cases(
+    names: list[str] | None, kinds: list[str], smoke: bool, device: str
+) -> Iterator[tuple[Row, Build | str]]:
+    """What is to be measured: (model and kind, how to build it or why it is left out)."""
+    size = "smoke" if smoke else "gpu"
+    for kind in kinds:
+        for name in gpu_models.MODELS:
+            if names is None or name in names:
+                build = _bind(gpu_models.build, name, size, device, torch.bfloat16, kind == "autocast")
+                yield {"model": name, "kind": kind}, build
+    wanted = [f"transformers/{n}" for n in ZOO if names is None or f"transformers/{n}" in names]
+    if not wanted:
+        return
+    try:
+        from benchmarks import zoo
+    except ImportError as error:
+        for name in wanted:
+            yield {"model": name, "kind": "bf16"}, f"not installed: {error.name or error}"
+        return
+    for name in wanted:
+        build = _bind(_from_zoo, zoo, name.split("/")[1], "small" if smoke else "medium", device)
+        yield {"model": name, "kind": "bf16"}, build
+
+
+def _bind(function: Callable[..., Any], *args: Any) -> Build:
+    return lambda: function(*args)
+
+
+def _from_zoo(zoo: Any, name: str, size: str, device: str) -> tuple[torch.nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    model, batch, loss_fn = zoo.build(name, size, device=device, dtype=torch.bfloat16)
+    return model, {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}, loss_fn
+
+
+# --- one row ----------------------------------------------------------------------------------------
+
+
+def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
+    """Everything about one model."""
+    own = _allocated(device)
+    model, batch, loss_fn = build()
+    loss_fn = loss_fn or default_loss
+    spec = specs["datasheet"]
+    profiles: dict[str, sacplan.Profile] = {}
+    profile_s = {}
+    for name, runtime in (
+        ("datasheet", "cost-model"),
+        ("calibrated", "cost-model"),
+        ("benchmark", "benchmark"),
+    ):
+        began = time.perf_counter()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            profiles[name] = sacplan.profile(
+                model, batch, loss_fn, torch.optim.AdamW, device=specs.get(name, spec), runtime=runtime
+            )
+        profile_s[name] = time.perf_counter() - began
+    profile = profiles["datasheet"]
+    row: Row = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "predicted_peak_bytes": profile.peak_bytes,
+        "predicted_allocator": dataclasses.asdict(allocator_peaks(profile.recording)),
+        "predicted_ms": {name: p.step_ms for name, p in profiles.items()},
+        "profile_s": profile_s,
+        "not_timed": sorted(
+            {str(w.message).split(":", 1)[1] for w in caught if "could not be run" in str(w.message)}
+        ),
+        "assumptions": list(profile.assumptions),
+    }
+    plain = _gradients(model, batch, loss_fn)
+    again = _gradients(model, batch, loss_fn)
+    row["deterministic"] = _equal(plain, again)
+    del again
+    row |= _measured(model, batch, loss_fn, device, own)
+    row["plans"] = []
+    smallest = sacplan.plan_smallest(profile).peak_bytes
+    for share in SHARES:
+        budget = int(smallest + share * (profile.peak_bytes - smallest))
+        plan = sacplan.plan(profile, f"{budget}B")
+        with sacplan.apply(model, plan):
+            planned: Row = {"budget_bytes": budget, "predicted_peak_bytes": plan.peak_bytes}
+            planned["predicted_ms"] = plan.step_ms + plan.recompute_ms
+            planned["bit_equal"] = _equal(plain, _gradients(model, batch, loss_fn))
+            planned |= _measured(model, batch, loss_fn, device, own)
+        planned["within_budget"] = planned["measured_peak_bytes"] <= budget
+        row["plans"].append(planned)
+    return row
+
+
+def _gradients(model: torch.nn.Module, batch: Any, loss_fn: Any) -> list[torch.Tensor]:
+    """Loss and gradients with a fixed seed, on the host; buffers are put back."""
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    torch.manual_seed(1)
+    loss = loss_fn(model, batch)
+    loss.backward()
+    found = [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
+    for p in model.parameters():
+        p.grad = None
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return found
+
+
+def _equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _measured(model: torch.nn.Module, batch: Any, loss_fn: Any, device: str, own: int) -> Row:
+    """Peak and time of real steps with AdamW, whose state the first of them makes.
+
+    The learning rate is 0, so that the next measurement finds the same weights.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    step = Step(model, batch, loss_fn, optimizer)
+    if device == "cpu":
+        seen = measured_step(step, [t for t in batch.values() if isinstance(t, torch.Tensor)])
+        return {"measured_peak_bytes": seen.peak_bytes, "reserved_bytes": 0, "measured_ms": seen.wall_ms}
+    step.run()
+    optimizer.zero_grad(set_to_none=True)
+    _forget_memory()
+    step.run()
+    torch.cuda.synchronize()
+    result = {
+        "measured_peak_bytes": torch.cuda.max_memory_allocated() - own,
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+    }
+    times = []
+    for _ in range(TIMED_STEPS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step.run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    optimizer.zero_grad(set_to_none=True)
+    return result | {"measured_ms": statistics.median(times)}
+
+
+def _forget_memory() -> None:
+    """So that a step makes its own cuBLAS workspaces, and finds no segments but those it needs."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def _allocated(device: str) -> int:
+    """Bytes that are not the row's. A workspace of the backward thread that cannot be dropped is: the step uses it."""
+    if device == "cpu":
+        gc.collect()
+        return 0
+    _forget_memory()
+    left, workspace = torch.cuda.memory_allocated(), library_workspace_bytes(resolve_device("cuda"))
+    return 0 if workspace and left in (workspace, 2 * workspace) else left
+
+
+# --- attention and cuBLAS ---------------------------------------------------------------------------
+
+BACKENDS = {-1: "error", 0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
+ATTENTION: list[tuple[str, Row]] = [
+    ("bf16", {}),
+    ("fp16", {"dtype": torch.float16}),
+    ("fp32", {"dtype": torch.float32}),
+    ("fp64", {"dtype": torch.float64}),
+    ("causal", {"is_causal": True}),
+    ("causal, other key length", {"is_causal": True, "keys": 64}),
+    ("dropout 0.1", {"dropout_p": 0.1}),
+    ("dropout 0.125", {"dropout_p": 0.125}),
+    ("bool mask 4-D", {"mask": (2, 1, 128, 128)}),
+    ("mask 2-D", {"mask": (128, 128)}),
+    ("mask that needs a gradient", {"mask": (1, 4, 128, 128), "mask_grad": True}),
+    ("grouped queries", {"kv_heads": 2, "enable_gqa": True}),
+    ("grouped queries, mask", {"kv_heads": 2, "enable_gqa": True, "mask": (2, 1, 128, 128)}),
+    ("grouped queries, fp32", {"kv_heads": 2, "enable_gqa": True, "dtype": torch.float32}),
+    ("head 60", {"dim": 60}),
+    ("head 128", {"dim": 128}),
+    ("head 192", {"dim": 192}),
+    ("head 256", {"dim": 256}),
+    ("head 264", {"dim": 264}),
+    ("3-D", {"three": True}),
+    ("no gradient", {"grad": False}),
+]
+
+
+def attention_rows(spec: DeviceSpec, device: str) -> list[Row]:
+    """``torch._fused_sdp_choice`` beside our table; on a CPU, which has a table of its own, they may differ."""
+    rows = []
+    for name, o in ATTENTION:
+        dtype, dim, heads = o.get("dtype", torch.bfloat16), o.get("dim", 64), o.get("kv_heads", 4)
+        grad, three = o.get("grad", True), o.get("three", False)
+        shapes = [(2, 4, 128, dim), *[(2, heads, o.get("keys", 128), dim)] * 2]
+        q, k, v = (
+            torch.randn(s[1:] if three else s, dtype=dtype, device=device, requires_grad=grad) for s in shapes
+        )
+        mask, options = None, {"dropout_p": o.get("dropout_p", 0.0), "is_causal": o.get("is_causal", False)}
+        if "mask" in o:
+            mask = torch.zeros(o["mask"], dtype=dtype, device=device, requires_grad=o.get("mask_grad", False))
+        gqa = o.get("enable_gqa", False)
+        row: Row = {"case": name}
+        try:
+            row["torch"] = BACKENDS[torch._fused_sdp_choice(q, k, v, mask, **options, enable_gqa=gqa)]
+        except RuntimeError as error:
+            row["torch"] = f"error: {str(error).splitlines()[0]}"
+        row["ours"] = attention_backend(
+            spec, q.shape, k.shape, v.shape, dtype=dtype, mask_dim=None if mask is None else mask.dim(),
+            mask_requires_grad=mask is not None and mask.requires_grad, enable_gqa=gqa, needs_grad=grad, **options,
+        )  # fmt: skip
+        row["agree"] = row["torch"] == row["ours"] if device != "cpu" else None
+        rows.append(row)
+    return rows
+
+
+def cublas_report(spec: DeviceSpec, device: str) -> Row:
+    """Size of a workspace, and how many a forward and a backward product leave behind."""
+    report: Row = {"predicted_bytes": library_workspace_bytes(spec), "predicted_count": 2}
+    if device == "cpu":
+        return report
+    ask = getattr(torch._C, "_cuda_getCublasWorkspaceSize", None)
+    report["torch_says_bytes"] = ask() if ask is not None else None
+    a = torch.randn(64, 64, device=device, requires_grad=True)
+    marks = []
+    _forget_memory()
+    for run in (lambda: a.detach() @ a.detach(), lambda: (a @ a).sum().backward()):
+        before = torch.cuda.memory_allocated()
+        result = run()
+        torch.cuda.synchronize()
+        del result
+        a.grad = None
+        marks.append(torch.cuda.memory_allocated() - before)
+    return report | {"forward_leaves_bytes": marks[0], "backward_leaves_bytes": marks[1]}
+
+
+# --- all of it --------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what the command line asks for; the number of rows that failed, at most 1."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--names", nargs="+", help="of gpu_models.py, or transformers/NAME; default: all")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--seconds", type=float, default=420.0, help="start no further row after this long")
+    parser.add_argument("--smoke", action="store_true", help="on the CPU, at tiny sizes")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/gpu_<device>.json")
+    options = parser.parse_args(arguments)
+    known = [*gpu_models.MODELS, *(f"transformers/{n}" for n in ZOO)]
+    unknown = sorted(set(options.names or ()) - set(known))
+    if unknown:
+        parser.error(f"unknown names {unknown}; known: {', '.join(known)}")
+    if not options.smoke and not torch.cuda.is_available():
+        parser.error("there is no CUDA device here; --smoke runs the same code on the CPU")
+    began = time.perf_counter()
+    device = "cpu" if options.smoke else "cuda"
+    spec = resolve_device(device)
+    here = calibrate(device, matmul_size=64, copy_bytes=2**16) if options.smoke else calibrate(device)
+    specs = {"datasheet": spec, "calibrated": here}
+    board = "cpu" if options.smoke else torch.cuda.get_device_name()
+    print(f"{board} ({spec.name}), torch {torch.__version__}, CUDA {torch.version.cuda}")
+    data: Row = {
+        "device": spec.name,
+        "board": board,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "smoke": options.smoke,
+        "calibrated": dataclasses.asdict(here),
+        "cublas": cublas_report(spec, device),
+        "attention": attention_rows(spec if device == "cuda" else resolve_device("h100"), device),
+    }
+    _print_attention(data)
+    print(f"cuBLAS workspaces: {data['cublas']}")
+    print(HEADER)
+    rows = data["rows"] = []
+    lost = ""
+    for row, build in cases(options.names, options.kinds, options.smoke, device):
+        rows.append(row)
+        if isinstance(build, str):
+            row["skipped"] = build
+        elif lost:
+            row["error"] = f"not run: {lost}"
+        elif time.perf_counter() - began > options.seconds:
+            row["skipped"] = f"no time left (--seconds {options.seconds:g})"
+        else:
+            try:
+                row |= measure_row(build, device, specs)
+            except Exception as error:
+                row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                row["traceback"] = traceback.format_exc()
+            lost = _context_lost(device)
+        _print_row(row)
+    data["seconds"] = round(time.perf_counter() - began, 1)
+    path = options.json or Path(__file__).parent / "results" / f"gpu_{spec.name.replace(' ', '-')}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(data, indent=1))
+    failed = [row for row in rows if "error" in row]
+    print(f"{len(rows)} rows, {len(failed)} failed, {data['seconds']} s; written to {path}")
+    return 1 if failed else 0
+
+
+def _context_lost(device: str) -> str:
+    """What the CUDA context says after a row, where it is no longer to be used."""
+    if device == "cpu":
+        return ""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return f"the CUDA context is lost ({str(error).splitlines()[0]})"
+    return ""
+
+
+HEADER = (
+    "MiB and ms; reserved: predicted/measured; predicted times: roofline of the datasheet/calibrated/each op timed\n"
+    f"{'model':>22} {'kind':>8} {'budget':>9} {'predicted':>9} {'measured':>9} {'error':>7} {'reserved':>17} "
+    f"{'predicted ms':>24} {'ms':>8} {'bits':>6}"
+)
+
+
+def _print_row(row: Row) -> None:
+    start = f"{row['model']:>22} {row['kind']:>8}"
+    if "skipped" in row or "error" in row:
+        word = "skipped" if "skipped" in row else "ERROR"
+        print(f"{start} {word}: {row.get('skipped') or row['error']}", flush=True)
+        return
+    times = "/".join(f"{ms:.1f}" for ms in row["predicted_ms"].values())
+    bits = "same" if row["deterministic"] else "vary"
+    for budget, r, ms, equal in [
+        ("none", row, times, bits),
+        *(
+            (f"{p['budget_bytes'] / MIB:.2f}", p, f"{p['predicted_ms']:.1f}", str(p["bit_equal"]))
+            for p in row["plans"]
+        ),
+    ]:
+        predicted, measured = r["predicted_peak_bytes"], r["measured_peak_bytes"]
+        reserved = f"{r['reserved_bytes'] / MIB:.1f}"
+        if "predicted_allocator" in r:
+            reserved = f"{r['predicted_allocator']['reserved_bytes'] / MIB:.1f}/{reserved}"
+        print(
+            f"{start} {budget:>9} {predicted / MIB:9.2f} {measured / MIB:9.2f} {predicted / measured - 1:+7.2%} "
+            f"{reserved:>17} {ms:>24} {r['measured_ms']:8.1f} {equal:>6}",
+            flush=True,
+        )
+
+
+def _print_attention(data: Row) -> None:
+    print(f"attention kernels, torch {'.'.join(map(str, torch_version()))}")
+    for row in data["attention"]:
+        verdict = {True: "", False: "  DIFFERS", None: ""}[row["agree"]]
+        print(f"{row['case']:>28}: torch {row['torch']}, ours {row['ours']}{verdict}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
