@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -129,3 +130,42 @@ def test_the_smallest_budget_that_is_named_holds(profile: sacplan.Profile, solve
         sacplan.plan(profile, "1KiB", solver=solver)
     smallest = info.value.smallest_feasible_bytes
     assert sacplan.plan(profile, f"{smallest}B", solver=solver).peak_bytes <= smallest
+
+
+def _swept() -> dict[str, tuple[torch.nn.Module, object, object]]:
+    torch.manual_seed(0)
+    wide = torch.nn.Sequential(
+        *(
+            torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+            for _ in range(6)
+        )
+    )
+    convolutions = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.SiLU()) for _ in range(5))
+    )
+    return {
+        "language model": (LM(layers=3, dim=64, vocab=300), tokens(4, 64, 300), cross_entropy),
+        "encoder": (
+            torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 3),
+            torch.randn(8, 32, 64, requires_grad=True),
+            None,
+        ),
+        "perceptron": (wide, torch.randn(512, 64), None),
+        "convolutions": (convolutions, torch.randn(4, 8, 32, 32), None),
+    }
+
+
+@pytest.mark.parametrize("name", _swept())
+def test_peaks_and_costs_are_monotone_in_the_budget(name: str) -> None:
+    model, x, loss_fn = _swept()[name]
+    profile = sacplan.profile(model, x, loss_fn=loss_fn, device="h100")  # type: ignore[arg-type]
+    smallest = sacplan.plan_smallest(profile).peak_bytes
+    assert smallest < 0.9 * profile.peak_bytes
+    plans = []
+    for i in range(20):
+        budget = smallest + (profile.peak_bytes - smallest) * i // 19
+        plans.append(sacplan.plan(profile, f"{budget}B"))
+        assert plans[-1].peak_bytes <= budget
+    peaks, costs = [p.peak_bytes for p in plans], [p.recompute_ms for p in plans]
+    assert peaks == sorted(peaks)
+    assert all(more <= less * (1 + 1e-9) for less, more in itertools.pairwise(costs))
