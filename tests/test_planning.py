@@ -91,7 +91,7 @@ def test_no_plan_undercuts_its_bound(profile: sacplan.Profile) -> None:
         assert 0 <= plan.lower_bound_ms <= plan.recompute_ms
         bounds.append(plan.lower_bound_ms)
     assert bounds == sorted(bounds)
-    assert bounds[-1] > 0
+    assert bounds[-1] > 0.75 * plan.recompute_ms
 
 
 def test_files(profile: sacplan.Profile, tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -1,9 +1,10 @@
 """What no schedule can undercut: the least recomputation of any step with a given peak.
 
-Take one moment of the step, the op with the unplanned peak. Whatever is recomputed when: the tensors of the
-forward pass that are in memory then, and are alive for no other reason than a later use in the backward pass,
-fit in what the peak leaves beside everything else that is alive. From those, all that the rest of the step
-needs has to be made, and each op that makes a missing tensor runs at least once more.
+Take one moment of the step, an op. Whatever is recomputed when: the tensors of the forward pass that are in
+memory then, and are alive for no other reason than a later use in the backward pass, fit in what the peak
+leaves beside everything else that is alive. From those, all that the rest of the step needs has to be made, and
+each op that makes a missing tensor runs at least once more. Each moment gives a bound; the largest counts, of
+some moments at which most is alive without a plan.
 
 The least time of that is again a minimum cut (see ``_fit/closure.py``), over the whole forward pass at once.
 Its Lagrangian dual is concave in the price of a byte; each price gives a valid bound, and a few cuts find the
@@ -18,6 +19,7 @@ set of the recomputation binds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -27,11 +29,22 @@ from sacplan._plan.effects import Timeline
 from sacplan._trace.recording import Event, Phase
 
 _LARGEST = 2**30  # capacities are 32-bit integers, and so is the flow
-_ROUNDS = 16
+_MOMENTS, _EFFORT = 6, 20_000  # how many, and how many ops they may look at together
+_APART = 8  # ops between two moments, at least
+_WORTH = 0.9  # share of the best bound so far that a moment must reach at its price to be looked at closely
+_ROUNDS = 40
+_ROUNDING = 1e-6  # of capacities, relative
 _DOUBLINGS = 12  # of the price of a byte: beyond, rounding would eat the times
 
-_Line = tuple[float, float, int]
-"""Price of a byte, the least of cost + price * bytes kept, and the bytes at it."""
+
+class _Line(NamedTuple):
+    """A cut: of all choices, the least cost + price * bytes kept."""
+
+    price: float
+    least: float
+    """Rounded down, so that a bound made of it is one."""
+    kept_bytes: int
+    cost: float
 
 
 class Bound:
@@ -43,8 +56,36 @@ class Bound:
     """
 
     def __init__(self, timeline: Timeline, costs: Sequence[float]) -> None:
+        self._timeline, self._costs = timeline, costs
+        count = max(2, min(_MOMENTS, _EFFORT // max(1, len(timeline.at_op))))
+        self._ops: list[int] = []
+        for op in np.argsort(-timeline.at_op, kind="stable").tolist():
+            if all(abs(op - other) >= _APART for other in self._ops):
+                self._ops.append(op)
+                if len(self._ops) == count:
+                    break
+        self._moments: dict[int, _Moment] = {}
+
+    def at(self, peak_bytes: int) -> float:
+        """The least that any schedule with that peak recomputes, in the unit of the costs."""
+        best, price = 0.0, 0.0
+        for op in self._ops:
+            if op not in self._moments:
+                self._moments[op] = _Moment(self._timeline, self._costs, op)
+            moment = self._moments[op]
+            if best and moment.at_price(peak_bytes, price) <= best * _WORTH:
+                continue  # not worth looking for the best price here
+            found, found_price = moment.at(peak_bytes)
+            if found > best:
+                best, price = found, found_price
+        return best
+
+
+class _Moment:
+    """The bound at one op."""
+
+    def __init__(self, timeline: Timeline, costs: Sequence[float], moment: int) -> None:
         recording = timeline.recording
-        moment = int(timeline.at_op.argmax())
         self._costs = costs
         self._sizes = recording.storage_bytes
         self._lines: list[_Line] = []
@@ -59,7 +100,7 @@ class Bound:
                     writers.setdefault(s, []).append(i)
         free = timeline.alive_otherwise(moment)
         self._makers: dict[int, int] = {}  # storage to the op that makes it
-        self._edges: list[tuple[int, int]] = []  # (op that runs again, storage that it needs)
+        self._edges: dict[tuple[int, int], None] = {}  # (op that runs again, storage that it needs), each once
         wanted, stack = set(held), list(held)
         while stack:
             s = stack.pop()
@@ -68,7 +109,7 @@ class Bound:
             maker = self._makers[s] = writers[s][0]
             for read in recording.ops[maker].reads:
                 if read not in free and len(writers.get(read, ())) <= 1:
-                    self._edges.append((maker, read))
+                    self._edges[maker, read] = None
                     if read not in wanted:
                         wanted.add(read)
                         stack.append(read)
@@ -76,54 +117,58 @@ class Bound:
         self._storages = sorted(wanted)
         self._ops = sorted(set(self._makers.values()))
 
-    def at(self, peak_bytes: int) -> float:
-        """The least that any schedule with that peak recomputes, in the unit of the costs."""
+    def at_price(self, peak_bytes: int, price: float) -> float:
+        """A bound, from one price of a byte."""
+        room = peak_bytes - self._rest
+        if room >= self._all or not self._held or not price:
+            return 0.0
+        return self._line(price).least - price * room
+
+    def at(self, peak_bytes: int) -> tuple[float, float]:
+        """The largest bound, and the price of a byte that gives it."""
         room = peak_bytes - self._rest
         if room >= self._all or not self._held:
-            return 0.0
-        best = max((value - price * room for price, value, _ in self._lines), default=0.0)
+            return 0.0, 0.0
         left, right = self._around(room)
         for _ in range(_ROUNDS):
-            # The next price is where the lines of the two neighbouring cuts meet.
-            span = left[2] - right[2]
+            # The next price is where the lines of the two neighbouring cuts meet; on them lies the dual's optimum
+            # if no other cut is cheaper there.
+            span = left.kept_bytes - right.kept_bytes
             if span <= 0:
                 break
-            price = ((right[1] - right[0] * right[2]) - (left[1] - left[0] * left[2])) / span
-            if not left[0] < price < right[0]:
+            price = (right.cost - left.cost) / span
+            if not left.price < price < right.price:
                 break
             middle = self._line(price)
-            value = middle[1] - price * room
-            if value <= best * (1 + 1e-6) and (left[1] - left[0] * room) <= best:
-                best = max(best, value)
+            if middle.least >= (left.cost + price * left.kept_bytes) * (1 - _ROUNDING):
                 break
-            best = max(best, value)
-            if middle[2] > room:
+            if middle.kept_bytes > room:
                 left = middle
             else:
                 right = middle
-        return max(0.0, best)
+        return max(((value - price * room, price) for price, value, _, _ in self._lines), default=(0.0, 0.0))
 
     def _around(self, room: int) -> tuple[_Line, _Line]:
         """Lines at two prices: at the lower more bytes are kept than there is room for, at the higher fewer."""
-        left: _Line = (0.0, 0.0, self._all)
+        left = _Line(0.0, 0.0, self._all, 0.0)
         for line in self._lines:
-            if line[2] > room and line[0] > left[0]:
+            if line.kept_bytes > room and line.price > left.price:
                 left = line
-        higher = [line for line in self._lines if line[2] <= room]
+        higher = [line for line in self._lines if line.kept_bytes <= room]
         if higher:
             return left, min(higher)
-        price = max(left[0], sum(self._costs[op] for op in self._ops) / self._all)
+        price = max(left.price, sum(self._costs[op] for op in self._ops) / self._all)
         right = left
         for _ in range(_DOUBLINGS):
             right = self._line(price)
-            if right[2] <= room:
+            if right.kept_bytes <= room:
                 break
             left, price = right, 2 * price
         return left, right
 
     def _line(self, price: float) -> _Line:
         for line in self._lines:
-            if line[0] == price:
+            if line.price == price:
                 return line
         line = self._cut(price)
         self._lines.append(line)
@@ -161,7 +206,7 @@ class Bound:
         again = {op for op in self._ops if op_at[op] in reached}
         needed = {s for s in self._storages if storage_at[s] in reached} | set(self._held)
         kept = sum(self._sizes[s] for s in needed if self._makers.get(s, -1) not in again)
-        return price, result.flow_value / scale, kept
+        return _Line(price, result.flow_value / scale, kept, sum(self._costs[op] for op in again))
 
 
 def _held_for_later(timeline: Timeline, moment: int) -> list[int]:
