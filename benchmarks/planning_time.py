@@ -3,14 +3,17 @@
     python -m benchmarks.planning_time [--layers 4 16 32 126] [--prototype-limit 120] [--json FILE]
 
 Model: the example's transformer (dim 768, 12 heads, vocabulary 8192) with batch 8 x 1024, kernels of an H100, budget
-60 % of the unplanned peak. Each figure is one run in a process of its own. The prototype's roofline refuses to run
-without CUDA, so its op times are replaced by a constant; that takes time off it, not on. It is stopped at the limit.
+60 % of the unplanned peak. Stages: one plain fake step (for comparison), tracing, options of the cells and their
+effects (fit), solving and replaying (solve). Each figure is one run in a process of its own. The prototype's roofline
+refuses to run without CUDA, so its op times are replaced by a constant; that takes time off it, not on. It is
+stopped at the limit. The last row is Llama-3-8B's shape.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -23,7 +26,7 @@ import torch
 from benchmarks.common import describe, machine, write_results
 
 BUDGET = 0.6
-_COLUMNS = ("step", "trace", "fit", "solve", "replay", "all")
+_COLUMNS = ("step", "trace", "fit", "solve", "replay", "all", "MiB")
 
 
 def main() -> None:
@@ -35,17 +38,20 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.one:
         who, layers = arguments.one
-        print(json.dumps({"sacplan": run_sacplan, "prototype": run_prototype}[who](int(layers))))
+        print(
+            json.dumps(
+                {"sacplan": run_sacplan, "prototype": run_prototype, "llama": run_llama}[who](int(layers))
+            )
+        )
         return
     rows = []
     print(describe(machine()))
     print(f"{'layers':>6} {'who':>10} " + " ".join(f"{k:>7}" for k in _COLUMNS) + "  result")
-    for layers in arguments.layers:
-        for who in ("sacplan", "prototype"):
-            row = _run_one(who, layers, arguments.prototype_limit if who == "prototype" else 600.0)
-            rows.append({"layers": layers, "who": who} | row)
-            cells = [f"{row[k]:7.2f}" if k in row else f"{'-':>7}" for k in _COLUMNS]
-            print(f"{layers:>6} {who:>10} {' '.join(cells)}  {row['result']}", flush=True)
+    for who, layers in [*((w, n) for n in arguments.layers for w in ("sacplan", "prototype")), ("llama", 32)]:
+        row = _run_one(who, layers, arguments.prototype_limit if who == "prototype" else 600.0)
+        rows.append({"layers": layers, "who": who} | row)
+        cells = [f"{row[k]:7.2f}" if k in row else f"{'-':>7}" for k in _COLUMNS]
+        print(f"{layers:>6} {who:>10} {' '.join(cells)}  {row['result']}", flush=True)
     if arguments.json:
         write_results(arguments.json, rows)
 
@@ -71,7 +77,6 @@ def run_sacplan(layers: int) -> dict[str, Any]:
     """One plain fake step, then each stage of profile and plan."""
     import sacplan
     from examples.transformer import Transformer
-    from sacplan._plan.replay import replay
 
     with torch.device("meta"):
         model = Transformer(n_layers=layers)
@@ -79,14 +84,38 @@ def run_sacplan(layers: int) -> dict[str, Any]:
     with sacplan.fake_device("h100"):
         fake, tokens = Transformer(n_layers=layers), torch.randint(0, 8192, (8, 1024))
         step, _ = _timed(lambda: fake(tokens).sum().backward())
+    return {"step": step} | _stages(model, batch)
+
+
+def run_llama(layers: int) -> dict[str, Any]:
+    """Llama-3-8B's shape, bfloat16, 4096 tokens, with loss; the budget is 75 %: gradients alone need 66 %."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+    tokens = torch.randint(0, 128256, (1, 4096))
+    return _stages(model, {"input_ids": tokens, "labels": tokens}, 0.75)
+
+
+def _stages(model: torch.nn.Module, batch: Any, budget: float = BUDGET) -> dict[str, Any]:
+    import sacplan
+    from sacplan._plan.landscape import landscape_of
+    from sacplan._plan.replay import replay
+
     trace, profile = _timed(lambda: sacplan.profile(model, batch, device="h100"))
     replay_one, _ = _timed(lambda: replay(profile.recording, {}))
-    fit, _ = _timed(lambda: profile.graph)
-    solve, plan = _timed(lambda: sacplan.plan(profile, f"{BUDGET:.0%}"))
+    fit, _ = _timed(lambda: landscape_of(profile.recording).effects(1))
+    solve, plan = _timed(lambda: sacplan.plan(profile, f"{budget:.0%}"))
     share, recompute = plan.peak_bytes / profile.peak_bytes, plan.recompute_ms / plan.step_ms
+    bound = plan.lower_bound_ms / plan.step_ms
     return {
-        "step": step, "trace": trace, "fit": fit, "solve": solve, "replay": replay_one, "all": trace + fit + solve,
-        "result": f"{share:.3f} of the peak, recompute {recompute:.1%} of the step",
+        "trace": trace, "fit": fit, "solve": solve, "replay": replay_one, "all": trace + fit + solve,
+        "MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "result": f"{share:.3f} of the peak, recompute {recompute:.2%} of the step (bound {bound:.2%})",
     }  # fmt: skip
 
 

@@ -30,8 +30,8 @@ LARGEST_JOINED = 800
 """Neighbours are not joined to cells of more ops than this."""
 
 _VERTICES = 24  # of a cell's hull, at most
-_FEW = 12  # cells do not make up for each other's gaps
-_EFFORT = 6000  # ops that all options of a cell may have together, where there are few cells
+_EFFORT = 6000  # ops that all options of one kind of cell may have together, beyond the hull
+_COLUMNS = 1500  # options of all cells together, about, beyond the hull
 _BETWEEN = 8  # options between two vertices of a cell's hull, at most
 
 _MIN_SHARE = 0.5  # of a module's ops that its repeated children must have for it to be split
@@ -89,11 +89,15 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A cell before it has options. ``once``: its unit is called once, so a neighbour may be joined."""
+    """A cell before it has options.
+
+    ``once``: its ops run in one call of its unit, so a neighbour of the same ``family`` may be joined.
+    """
 
     unit: str
     members: tuple[tuple[int, ...], ...]
     once: bool
+    family: str = ""
 
 
 class Cells:
@@ -102,16 +106,21 @@ class Cells:
     Args:
         recording: the step.
         costs: what running each op again costs.
+        early: storages that the backward pass has asked for by the time that most is alive: to discard these
+            need not lower the peak, so options that keep them are offered as well.
 
-    Many cells make up for each other's gaps, so the options on and near the hull are enough. Where there are
-    few, all options are offered that differ from these in one tensor.
+    Many cells make up for each other's gaps, so the options on and near the hull are enough. The fewer there
+    are, the more options are offered that differ from these in one tensor.
     """
 
-    def __init__(self, recording: Recording, costs: Sequence[float]) -> None:
+    def __init__(
+        self, recording: Recording, costs: Sequence[float], early: frozenset[int] = frozenset()
+    ) -> None:
         self.recording = recording
         self.costs = costs
+        self._early = early
         self._kinds: dict[closure.ClosureProblem, int] = {}
-        self._solved: dict[tuple[int, bool], tuple[Option, ...]] = {}
+        self._solved: dict[tuple[int, int], tuple[Option, ...]] = {}
         self._handles = _handles_by_op(recording)
         self._packed: dict[int, set[int]] = defaultdict(set)
         for storage, scope in zip(recording.handle_storages, recording.handle_scopes, strict=True):
@@ -126,14 +135,14 @@ class Cells:
     def joined(self, size: int) -> tuple[Cell, ...]:
         """The cells, with up to ``size`` neighbours made into one; 1 leaves them as they are."""
         pieces = _join(self.recording, self._pieces, size)
-        problems = [self._problem(piece.members) for piece in pieces]
-        kinds = [self._kinds.setdefault(problem, len(self._kinds)) for problem in problems]
+        more = _COLUMNS // max(1, len(pieces))
         cells = []
-        for piece, problem, kind in zip(pieces, problems, kinds, strict=True):
-            few = size == 1 and len(pieces) <= _FEW and len(problem.ops) <= LARGEST_CELL
-            if (kind, few) not in self._solved:
-                self._solved[kind, few] = _options(problem, few)
-            options = self._solved[kind, few]
+        for piece in pieces:
+            problem, late = self._problem(piece.members)
+            kind = self._kinds.setdefault(problem, len(self._kinds))
+            if (kind, more) not in self._solved:
+                self._solved[kind, more] = _options(problem, late, more)
+            options = self._solved[kind, more]
             units = tuple(self._units(piece, option) for option in options)
             wide = tuple(not self._split.isdisjoint(found) for found in units)
             cells.append(Cell(piece.unit, piece.members, kind, options, units, wide))
@@ -143,7 +152,7 @@ class Cells:
         """The smallest modules, not leaves, that run what hangs together in an option, and all that saves it."""
         if not option.members:
             return ()
-        if not piece.once or piece.unit not in self._split:
+        if not piece.once or (piece.unit not in self._split and len(self.recording.calls[piece.unit]) == 1):
             return (piece.unit,)
         recording = self.recording
         gone = sorted(op for member in option.members for op in piece.members[member])
@@ -151,13 +160,13 @@ class Cells:
         for group in _hanging_together(recording, gone):
             ops = [recording.ops[op] for op in group]
             scopes = {op.scope for op in ops}.union(*(self._packed[s] for op in ops for s in op.writes))
-            scope = recording.common_scope(scopes)
-            while recording.scopes[scope].fqn in recording.leaf_fqns:
-                scope = recording.scopes[scope].parent
-            found[recording.scopes[scope].fqn] = None
+            found[_unit_around(recording, scopes)] = None
         return tuple(found)
 
-    def _problem(self, members: Sequence[Sequence[int]]) -> closure.ClosureProblem:
+    def _problem(
+        self, members: Sequence[Sequence[int]]
+    ) -> tuple[closure.ClosureProblem, closure.ClosureProblem | None]:
+        """The problem of some ops, and where it makes a difference the one in which early storages cost nothing."""
         recording, ops = self.recording, self.recording.ops
         inside = {op for group in members for op in group}
         local: dict[int, int] = {}
@@ -180,21 +189,30 @@ class Cells:
         for storage in local:
             for op in self._handles.get(storage, ()):
                 (saved if op in inside else taken_elsewhere).add(storage)
-        return closure.ClosureProblem(
+        problem = closure.ClosureProblem(
             ops=closure_ops,
             storage_bytes=tuple(recording.storage_bytes[s] for s in local),
             saved=frozenset(local[s] for s in saved),
             free=frozenset(at for s, at in local.items() if s in free or s in taken_elsewhere),
         )
+        early = problem.free.union(local[s] for s in saved & self._early)
+        return problem, replace(problem, free=early) if early != problem.free else None
 
 
-def _options(problem: closure.ClosureProblem, few: bool) -> tuple[Option, ...]:
-    """What a cell can do: the hull and points near it; with ``few``, all that differ from these in one tensor."""
+def _options(
+    problem: closure.ClosureProblem, late: closure.ClosureProblem | None, more: int
+) -> tuple[Option, ...]:
+    """What a cell can do: the hull and points near it, and up to ``more`` that differ from these in one tensor."""
     if not problem.saved:
         return (Option(0.0, 0, ()),)
-    points = closure.tradeoff(problem, _VERTICES, _BETWEEN)
-    if few:
-        points = closure.with_neighbours(problem, points, _EFFORT // len(problem.ops))
+    points = list(closure.tradeoff(problem, _VERTICES, _BETWEEN))
+    if late is not None:
+        points += [
+            closure.evaluate(problem, p.discarded) for p in closure.tradeoff(late, _VERTICES, _BETWEEN)
+        ]
+    distinct = tuple({point.discarded: point for point in points}.values())
+    most = len(distinct) + min(more, max(0, _EFFORT // len(problem.ops) - len(distinct)))
+    points = list(closure.with_neighbours(problem, distinct, most))
     return tuple(Option(p.recompute_ms, p.kept_bytes, tuple(sorted(p.discarded))) for p in points)
 
 
@@ -243,6 +261,18 @@ class _Tree:
                     groups.setdefault(site, []).append(op)
         return tuple(map(tuple, groups.values()))
 
+    def calls(self, fqn: str) -> list[list[int]]:
+        """The forward ops of each call of a module."""
+        ops = self.recording.ops
+        return [
+            [op for op in self.recording.sites(scope) if ops[op].phase == Phase.FORWARD]
+            for scope in self.recording.calls[fqn]
+        ]
+
+    def called_once_around(self, fqn: str) -> bool:
+        """Whether all calls of a module are in one call of another."""
+        return self.recording.common_scope(self.recording.calls[fqn]) != ROOT_SCOPE
+
     def is_leaf(self, fqn: str) -> bool:
         return fqn in self.recording.leaf_fqns or fqn not in self.children
 
@@ -287,15 +317,20 @@ def _pieces(recording: Recording) -> tuple[list[_Piece], frozenset[str]]:
         members = tuple(group for group in tree.members(fqn) if owned.isdisjoint(group))
         if not members:
             return
-        once = all(len(group) == 1 for group in members)
+        once = len(recording.calls[fqn]) == 1
         if tree.splits(fqn, len(members)):
             for child in tree.children[fqn]:
                 if not tree.is_leaf(child):
                     visit(child)
             members = tuple(group for group in members if owned.isdisjoint(group))
             rest.append(_Piece(fqn, members, once))
-        else:
-            whole.append(_Piece(fqn, members, once))
+        elif once or not tree.called_once_around(fqn):
+            whole.append(_Piece(fqn, members, once, fqn.rpartition(".")[0]))
+        else:  # a shared layer: each of its calls is a cell
+            for ops in tree.calls(fqn):
+                ops = [op for op in ops if op not in owned]
+                if ops:
+                    whole.append(_Piece(_unit_of(recording, ops), tuple((op,) for op in ops), True, fqn))
         owned.update(op for group in members for op in group)
 
     for root in tree.roots:
@@ -323,7 +358,7 @@ def _attached(recording: Recording, whole: list[_Piece], rest: list[_Piece]) -> 
     for i, piece in enumerate(single):
         ops = sorted([*(op for (op,) in piece.members), *added[i]])
         if added[i]:
-            piece = _Piece(_unit_of(recording, ops), tuple((op,) for op in ops), True)
+            piece = _Piece(_unit_of(recording, ops), tuple((op,) for op in ops), True, piece.family)
         found.append(piece)
     return sorted(found, key=lambda piece: piece.members[0][0])
 
@@ -349,20 +384,30 @@ def _hanging_together(recording: Recording, ops: Sequence[int]) -> list[list[int
 
 
 def _unit_of(recording: Recording, ops: Iterable[int]) -> str:
-    """The smallest module in one call of which all these ops run."""
-    scopes = {recording.ops[op].scope for op in ops}
-    return recording.scopes[recording.common_scope(scopes)].fqn
+    """The smallest module that is called once and runs all these ops."""
+    return _unit_around(recording, {recording.ops[op].scope for op in ops})
+
+
+def _unit_around(recording: Recording, scopes: Iterable[int]) -> str:
+    """The smallest module, no leaf and called once, that these module calls are in or are."""
+    scope = recording.common_scope(scopes)
+    while True:
+        fqn = recording.scopes[scope].fqn
+        parent = recording.scopes[scope].parent
+        if parent == ROOT_SCOPE or (fqn not in recording.leaf_fqns and len(recording.calls[fqn]) == 1):
+            return fqn
+        scope = parent
 
 
 def _runs(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
     """Neighbours that can be joined."""
-    runs: list[list[_Piece]] = [[]]
+    runs: list[list[_Piece]] = []
     for piece in pieces:
         if piece.once:
+            if not runs or runs[-1][-1].family != piece.family:
+                runs.append([])
             runs[-1].append(piece)
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
+    return runs
 
 
 def _join(recording: Recording, pieces: Sequence[_Piece], size: int) -> list[_Piece]:
@@ -384,4 +429,4 @@ def _merged(recording: Recording, part: Sequence[_Piece]) -> _Piece:
     if len(part) == 1:
         return part[0]
     ops = sorted(op for piece in part for (op,) in piece.members)
-    return _Piece(_unit_of(recording, ops), tuple((op,) for op in ops), True)
+    return _Piece(_unit_of(recording, ops), tuple((op,) for op in ops), True, part[0].family)

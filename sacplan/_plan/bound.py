@@ -100,7 +100,9 @@ class _Moment:
                     writers.setdefault(s, []).append(i)
         free = timeline.alive_otherwise(moment)
         self._makers: dict[int, int] = {}  # storage to the op that makes it
-        self._edges: dict[tuple[int, int], None] = {}  # (op that runs again, storage that it needs), each once
+        self._edges: dict[
+            tuple[int, int], None
+        ] = {}  # (op that runs again, storage that it needs), each once
         wanted, stack = set(held), list(held)
         while stack:
             s = stack.pop()

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from sacplan._fit.cells import Cell, Option
 from sacplan._plan.replay import Replayer
-from sacplan._trace.recording import Event, Recording
+from sacplan._trace.recording import Event, Phase, Recording
 
 Bytes = npt.NDArray[np.int64]
 
@@ -119,6 +119,17 @@ class Timeline:
             elif code in (Event.FREE, Event.DROP):
                 hold(self.storage(code, arg), -1)
         return most
+
+    @property
+    def asked_early(self) -> frozenset[int]:
+        """Storages that autograd has asked for by the op of the backward pass at which most is alive."""
+        r = self.recording
+        backward = [i for i, op in enumerate(r.ops) if op.phase == Phase.BACKWARD]
+        if not backward:
+            return frozenset()
+        peak = max(backward, key=lambda i: self.at_op[i])
+        events = r.events[: int(self.op_events[peak]) + 1]
+        return frozenset(self.storage(code, arg) for code, arg in events if code == Event.UNPACK)
 
     def alive_otherwise(self, op: int) -> set[int]:
         """Storages that something other than a handle of autograd keeps alive while an op runs."""

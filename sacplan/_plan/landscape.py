@@ -22,7 +22,7 @@ _WIDE = 2e-3
 The executor looks at every op in a unit, also at those of layers that keep everything.
 """
 
-_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+_SIZES = (3, 4, 6, 8, 12, 16, 24, 32)
 
 
 class Landscape:
@@ -32,7 +32,7 @@ class Landscape:
         self.recording = recording
         self.costs = op_costs(recording, objective)
         self.timeline = Timeline(recording)
-        self.cells = Cells(recording, self.costs)
+        self.cells = Cells(recording, self.costs, self.timeline.asked_early)
         self._effects: dict[int, Additive] = {}
 
     @cached_property
@@ -42,10 +42,10 @@ class Landscape:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many neighbouring cells it makes sense to join."""
+        """How many neighbouring cells it makes sense to join: none, two, all of a kind, and what is between."""
         run = self.cells.longest_run
-        sizes = [size for size in _SIZES if size < run]
-        return (1, *sizes, run) if run > 1 else (1,)
+        sizes = (1, 2, run, *_SIZES)
+        return tuple(dict.fromkeys(size for size in sizes if size <= run))
 
     def effects(self, size: int) -> Additive:
         """Of the cells, joined to that size."""

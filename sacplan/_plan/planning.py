@@ -29,6 +29,7 @@ from sacplan._trace.profile import Profile
 from sacplan._trace.recording import CallSite, Phase, Recording
 from sacplan.errors import InfeasibleBudget, PlanError
 
+_IN_VAIN = 3  # sizes of cells in a row that make nothing cheaper, or no peak smaller
 _ROUNDS = 4  # of asking a solver again
 _AT_FLOOR = 1.001  # times what no plan can be under: the smallest peak, near enough
 _OPTIMAL = 2e-3  # share of its cost that a plan may be above the bound for no other solver to be asked
@@ -170,16 +171,18 @@ def _solve(search: Search, solver: Solver, budget_bytes: int) -> None:
     if budget_bytes < landscape.timeline.floor_bytes:
         return
     cheapest: float | None = None
+    in_vain = 0
     for size in landscape.sizes:
         _close_loop(search, solver, landscape.effects(size), budget_bytes)
         found = search.best(budget_bytes)
         if found is None:
             continue
         cost = search.cost(found)
-        of_cost, of_step = search.above_bound(budget_bytes)
-        if of_cost <= _NEAR or of_step <= _SMALL or (cheapest is not None and cost >= cheapest):
-            break
+        in_vain = in_vain + 1 if cheapest is not None and cost >= cheapest else 0
         cheapest = cost
+        of_cost, of_step = search.above_bound(budget_bytes)
+        if of_cost <= _NEAR or of_step <= _SMALL or in_vain == _IN_VAIN:
+            break
 
 
 def _close_loop(search: Search, solver: Solver, effects: Additive, budget_bytes: int) -> None:
@@ -206,7 +209,10 @@ def _smallest(search: Search, solvers: Sequence[Solver], budget_bytes: int) -> N
             search.add(effects, solver.smallest(effects), solver.name)
             now = search.smallest.replay.peak_bytes
             worse = worse + 1 if now >= before else 0
-            if now <= max(budget_bytes, _AT_FLOOR * search.landscape.timeline.floor_bytes) or worse > 2:
+            if (
+                now <= max(budget_bytes, _AT_FLOOR * search.landscape.timeline.floor_bytes)
+                or worse == _IN_VAIN
+            ):
                 return
 
 
