@@ -22,10 +22,12 @@ from sacplan._plan.frontier import frontier
 from sacplan._plan.modes import policy
 from sacplan._plan.plan import Plan, UnitPlan
 from sacplan._plan.planning import plan, plan_smallest
+from sacplan._solve.chain import Chain
 from sacplan._solve.greedy import Greedy
 from sacplan._solve.milp import SacMilpResult, sac_milp
 from sacplan._solve.policy import get_optimal_checkpointing_policy_per_module
 from sacplan._solve.program import Milp
+from sacplan._solve.rotor import RotorResult, rotor
 from sacplan._solve.uniform import Uniform
 from sacplan._trace.calibrate import calibrate
 from sacplan._trace.devices import DeviceSpec, devices
@@ -49,6 +51,7 @@ from sacplan.errors import (
 
 __all__ = [
     "BudgetError",
+    "Chain",
     "DataDependentError",
     "DeviceError",
     "DeviceSpec",
@@ -66,6 +69,7 @@ __all__ = [
     "PlanMismatch",
     "Profile",
     "RecipeError",
+    "RotorResult",
     "RuntimeEstimator",
     "SACEstimator",
     "SACStats",
@@ -91,6 +95,7 @@ __all__ = [
     "plan_smallest",
     "policy",
     "profile",
+    "rotor",
     "sac_milp",
     "verify",
 ]
