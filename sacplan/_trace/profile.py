@@ -309,7 +309,9 @@ def _trace_fake(
             prepare(fake)
         try:
             recording = _record_later_step(
-                step, lambda: _recorder(spec, cost, "virtual" if saved == "record" else "observe", rules), rules
+                step,
+                lambda: _recorder(spec, cost, "virtual" if saved == "record" else "observe", rules),
+                rules,
             )
         except AssertionError as error:
             if "convert all Tensors to FakeTensors" not in str(error):
