@@ -15,9 +15,8 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
-from sacplan._plan.landscape import landscape_of
 from sacplan._plan.plan import Plan
-from sacplan._plan.planning import Decisions, unit_plans
+from sacplan._plan.planning import made_plan
 from sacplan._plan.replay import replay
 from sacplan._trace.profile import Profile
 from sacplan._trace.recording import ROOT_SCOPE, CallSite, Op, Phase, Recording
@@ -66,7 +65,7 @@ def policy(
         raise PlanError(f"mode {mode!r} takes no option, got {option!r}. Options belong to mode 'selective'.")
     recording = profile.recording
     if mode == "none":
-        return _as_plan(profile, {}, "policy-none")
+        return made_plan(profile, {}, replay(recording, {}), None, "policy", None, "policy-none")
     selects, k = _read_option(option) if mode == "selective" else (_everything, 1)
     found = layers_of(recording, layers)
     if k > len(found):
@@ -81,7 +80,8 @@ def policy(
             f"mode {mode!r} would discard nothing in the layers {_shortened(found)}: autograd keeps nothing there "
             "that may run again. Name other modules with layers=, or use mode 'none'."
         )
-    return _as_plan(profile, decisions, f"policy-{mode}" + (f"-{option}" if option is not None else ""))
+    name = f"policy-{mode}" + (f"-{option}" if option is not None else "")
+    return made_plan(profile, decisions, replay(recording, decisions), None, "policy", None, name)
 
 
 # --- options ----------------------------------------------------------------------------------------------
@@ -248,27 +248,6 @@ def _again(
                 again.add(maker[s])
                 stack.append(maker[s])
     return again
-
-
-def _as_plan(profile: Profile, decisions: Decisions, name: str) -> Plan:
-    found = replay(profile.recording, decisions)
-    bound = landscape_of(profile.recording, "time").bound
-    return Plan(
-        units=unit_plans(profile.recording, decisions),
-        peak_bytes=found.peak_bytes,
-        baseline_peak_bytes=profile.peak_bytes,
-        budget_bytes=None,
-        recompute_ms=found.recompute_ms,
-        recompute_flops=found.recompute_flops,
-        lower_bound_ms=min(bound.at(found.peak_bytes), found.recompute_ms),
-        step_ms=profile.step_ms,
-        step_flops=profile.recording.flops,
-        status="policy",
-        gap=None,
-        solver=name,
-        device=profile.device,
-        fingerprint=profile.fingerprint,
-    )
 
 
 def _listed(names: Iterable[str]) -> str:

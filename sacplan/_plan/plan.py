@@ -49,7 +49,8 @@ class Plan:
         recompute_ms, recompute_flops: what runs a second time.
         lower_bound_ms: no schedule with that peak recomputes less (see ``sacplan/_plan/bound.py``).
         step_ms, step_flops: the step without the plan.
-        status: "optimal" (within the solver's own model, to ``gap``), "feasible", or "unplanned".
+        status: "optimal" (among the options of the cells, to ``gap``), "feasible", "unplanned", or "policy" (made by
+            rule, see ``sacplan.policy``).
         gap: relative gap that the solver proved; None where it proved nothing.
         solver: its name.
         device: name of the device planned for.

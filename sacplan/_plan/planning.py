@@ -256,21 +256,35 @@ def _infeasible(search: Search, solvers: Sequence[Solver], budget_bytes: int) ->
 
 
 def _as_plan(search: Search, found: _Tried, budget_bytes: int | None) -> Plan:
-    profile = search.profile
+    return made_plan(
+        search.profile, found.decisions, found.replay, budget_bytes, found.status, found.gap, found.solver
+    )
+
+
+def made_plan(
+    profile: Profile,
+    decisions: Decisions,
+    found: Replay,
+    budget_bytes: int | None,
+    status: str,
+    gap: float | None,
+    solver: str,
+) -> Plan:
+    """The plan with these decisions, whose replay is ``found``."""
     bound = landscape_of(profile.recording, "time").bound
     return Plan(
-        units=unit_plans(profile.recording, found.decisions),
-        peak_bytes=found.replay.peak_bytes,
+        units=unit_plans(profile.recording, decisions),
+        peak_bytes=found.peak_bytes,
         baseline_peak_bytes=profile.peak_bytes,
         budget_bytes=budget_bytes,
-        recompute_ms=found.replay.recompute_ms,
-        recompute_flops=found.replay.recompute_flops,
-        lower_bound_ms=min(bound.at(found.replay.peak_bytes), found.replay.recompute_ms),
+        recompute_ms=found.recompute_ms,
+        recompute_flops=found.recompute_flops,
+        lower_bound_ms=min(bound.at(found.peak_bytes), found.recompute_ms),
         step_ms=profile.step_ms,
         step_flops=profile.recording.flops,
-        status=found.status,
-        gap=found.gap,
-        solver=found.solver,
+        status=status,
+        gap=gap,
+        solver=solver,
         device=profile.device,
         fingerprint=profile.fingerprint,
     )
