@@ -249,9 +249,8 @@ def trace_step(
     with preserved_rng(), _no_garbage_collection():
         batch = resolve_batch(batch)
         fingerprint = Fingerprint.of(model, batch)
-        recording, assumptions = run(
-            model, batch, loss_fn or default_loss, optimizer, spec, times.cost, prepare, saved
-        )
+        asked = _Asked(model, batch, loss_fn or default_loss, optimizer, spec, times.cost, prepare, saved)
+        recording, assumptions = run(asked)
     _check_recording(recording)
     return Profile(
         recording=with_library_workspaces(recording, spec),
@@ -280,16 +279,23 @@ def _reserves(spec: DeviceSpec) -> Any:
     return measured_reserves() if spec.kind == "cpu" else contextlib.nullcontext()
 
 
-def _trace_fake(
-    model: torch.nn.Module,
-    batch: Any,
-    loss_fn: LossFn,
-    optimizer: Any,
-    spec: DeviceSpec,
-    cost: Any,
-    prepare: Callable[[torch.nn.Module], Any] | None,
-    saved: str,
-) -> tuple[Recording, tuple[str, ...]]:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A step to be recorded, as ``trace_step`` was asked for it."""
+
+    model: torch.nn.Module
+    batch: Any
+    loss_fn: LossFn
+    optimizer: Any
+    spec: DeviceSpec
+    cost: Any
+    prepare: Callable[[torch.nn.Module], Any] | None
+    saved: str
+
+
+def _trace_fake(asked: _Asked) -> tuple[Recording, tuple[str, ...]]:
+    model, spec = asked.model, asked.spec
+    how: SavedMode = "virtual" if asked.saved == "record" else "observe"
     with (
         cleared_caches(model),
         branches_of_a_real_step(),
@@ -301,18 +307,14 @@ def _trace_fake(
         fake = copier.model(model)
         step = Step(
             model=fake,
-            batch=copier.tree(batch),
-            loss_fn=loss_fn,
-            optimizer=copier.optimizer(optimizer, model, fake),
+            batch=copier.tree(asked.batch),
+            loss_fn=asked.loss_fn,
+            optimizer=copier.optimizer(asked.optimizer, model, fake),
         )
-        if prepare is not None:
-            prepare(fake)
+        if asked.prepare is not None:
+            asked.prepare(fake)
         try:
-            recording = _record_later_step(
-                step,
-                lambda: _recorder(spec, cost, "virtual" if saved == "record" else "observe", rules),
-                rules,
-            )
+            recording = _record_later_step(step, lambda: _recorder(spec, asked.cost, how, rules), rules)
         except AssertionError as error:
             if "convert all Tensors to FakeTensors" not in str(error):
                 raise
@@ -324,16 +326,9 @@ def _trace_fake(
     return recording, tuple(map(str, rules.applied))
 
 
-def _trace_real(
-    model: torch.nn.Module,
-    batch: Any,
-    loss_fn: LossFn,
-    optimizer: Any,
-    spec: DeviceSpec,
-    cost: Any,
-    prepare: Callable[[torch.nn.Module], Any] | None,
-    saved: str,
-) -> tuple[Recording, tuple[str, ...]]:
+def _trace_real(asked: _Asked) -> tuple[Recording, tuple[str, ...]]:
+    model, spec, optimizer = asked.model, asked.spec, asked.optimizer
+    how: SavedMode = "clone" if asked.saved == "record" else "observe"
     check_runs_here(model, spec, 'trace="real"')
     made = optimizer
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -341,11 +336,10 @@ def _trace_real(
     elif optimizer is not None:
         check_optimizer(optimizer, model)
     with preserved_state(model, made):
-        step = Step(model=model, batch=batch, loss_fn=loss_fn, optimizer=made)
-        undo = prepare(model) if prepare is not None else None
+        step = Step(model=model, batch=asked.batch, loss_fn=asked.loss_fn, optimizer=made)
+        undo = asked.prepare(model) if asked.prepare is not None else None
         try:
-            how: SavedMode = "clone" if saved == "record" else "observe"
-            return _record_later_step(step, lambda: _recorder(spec, cost, how)), ()
+            return _record_later_step(step, lambda: _recorder(spec, asked.cost, how)), ()
         finally:
             if undo is not None:
                 undo.remove()
