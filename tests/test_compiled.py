@@ -183,7 +183,7 @@ def test_what_is_saved_and_recomputed_is_what_the_plan_says(
     assert same(expected, found)
     assert with_plan.flops - without.flops == plan.recompute_flops
     freed = sum(u.discard_ratio * profile.tradeoffs[fqn].saved_bytes for fqn, u in plan.units.items())
-    share = 0.7  # the default partition saves other tensors than an eager step does, and more
+    share = 0.6  # the default partition saves other tensors than an eager step does, and more
     if partition is min_cut_rematerialization_partition:
         share = 0.8
         assert with_plan.saved_bytes <= profile.tradeoffs[""].saved_bytes - freed
