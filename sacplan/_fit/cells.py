@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from sacplan._fit import closure
 from sacplan._trace.recording import ROOT_SCOPE, CallSite, Event, Phase, Recording
 
-LARGEST_CELL = 150
+LARGEST_CELL = 400
 """Modules with more op call sites than this are split into their children."""
 
 LARGEST_JOINED = 800
@@ -122,6 +122,11 @@ class Cells:
         self._kinds: dict[closure.ClosureProblem, int] = {}
         self._solved: dict[tuple[int, int], tuple[Option, ...]] = {}
         self._handles = _handles_by_op(recording)
+        self._readers: dict[int, set[int]] = defaultdict(set)
+        for i, op in enumerate(recording.ops):
+            if op.phase == Phase.FORWARD:
+                for s in op.reads:
+                    self._readers[s].add(i)
         self._packed: dict[int, set[int]] = defaultdict(set)
         for storage, scope in zip(recording.handle_storages, recording.handle_scopes, strict=True):
             self._packed[storage].add(scope)
@@ -174,12 +179,17 @@ class Cells:
         def index(storage: int) -> int:
             return local.setdefault(storage, len(local))
 
+        def leaves(storage: int) -> bool:
+            """Whether another cell reads it: its recipes would hold what this one thinks is gone."""
+            return not self._readers.get(storage, inside) <= inside
+
         closure_ops = tuple(
             closure.ClosureOp(
                 cost_ms=sum(self.costs[i] for i in group),
                 reads=tuple(dict.fromkeys(index(s) for i in group for s in ops[i].reads)),
                 writes=tuple(index(s) for i in group for s in ops[i].writes),
-                discardable=all(ops[i].recomputable for i in group),
+                discardable=all(ops[i].recomputable for i in group)
+                and not any(leaves(s) for i in group for s in ops[i].writes),
             )
             for group in members
         )
@@ -277,11 +287,19 @@ class _Tree:
         return fqn in self.recording.leaf_fqns or fqn not in self.children
 
     def splits(self, fqn: str, n_members: int) -> bool:
-        """Whether a module is looked at in parts: it is large, or the same kind of child follows on itself."""
+        """Whether a module is looked at in parts: it is large, or the same kind of child follows on itself.
+
+        Or most of it is a child of which that is true.
+        """
         inner = [child for child in self.children.get(fqn, ()) if not self.is_leaf(child)]
         if not inner:
             return False
-        return n_members > LARGEST_CELL or self._repeats(inner, n_members)
+        if n_members > LARGEST_CELL or self._repeats(inner, n_members):
+            return True
+        sizes = {child: len(self.members(child)) for child in inner}
+        return any(
+            size >= _MIN_SHARE * n_members and self.splits(child, size) for child, size in sizes.items()
+        )
 
     def _repeats(self, inner: Sequence[str], n_members: int) -> bool:
         ops = self.recording.ops
