@@ -26,6 +26,9 @@ from sacplan._trace.recording import ROOT_SCOPE, CallSite, Event, Phase, Recordi
 LARGEST_CELL = 400
 """Modules with more op call sites than this are split into their children."""
 
+SMALL_CELL = 150
+"""Up to here, a module is looked at as a whole unless its own children repeat."""
+
 LARGEST_JOINED = 800
 """Neighbours are not joined to cells of more ops than this."""
 
@@ -289,13 +292,15 @@ class _Tree:
     def splits(self, fqn: str, n_members: int) -> bool:
         """Whether a module is looked at in parts: it is large, or the same kind of child follows on itself.
 
-        Or most of it is a child of which that is true.
+        Or it is not small, and most of it is a child of which that is true.
         """
         inner = [child for child in self.children.get(fqn, ()) if not self.is_leaf(child)]
         if not inner:
             return False
         if n_members > LARGEST_CELL or self._repeats(inner, n_members):
             return True
+        if n_members <= SMALL_CELL:
+            return False
         sizes = {child: len(self.members(child)) for child in inner}
         return any(
             size >= _MIN_SHARE * n_members and self.splits(child, size) for child, size in sizes.items()
