@@ -104,8 +104,8 @@ def plan(
         profile: from ``sacplan.profile``.
         budget: a number is GiB; a string has a unit (``"22GiB"``, ``"24GB"``), or is a share of the
             unplanned peak (``"60%"``). It bounds the peak of the whole step.
-        solver: ``"milp"``, ``"greedy"``, ``"uniform"``, ``"best"`` (the first two, the cheaper plan wins), or an
-            object such as ``sacplan.Milp(gap=1e-4)``.
+        solver: ``"milp"``, ``"greedy"``, ``"uniform"``, ``"best"`` (greedy, and milp where that is not at the bound;
+            the cheaper plan wins), or an object such as ``sacplan.Milp(gap=1e-4)``.
         objective: what is recomputed the least of: ``"time"`` (ms, as the profile predicts them) or ``"flops"``.
 
     Raises:
@@ -142,7 +142,7 @@ def plan_smallest(profile: Profile, solver: str | Solver = "best", objective: Ob
 
 
 def resolve_solver(solver: str | Solver) -> list[Solver]:
-    """Solver objects by name; ``"best"`` is those whose plans are worth comparing."""
+    """Solver objects by name; ``"best"`` is those whose plans are worth comparing, the quickest first."""
     if not isinstance(solver, str):
         return [solver]
     known: dict[str, list[Solver]] = {
