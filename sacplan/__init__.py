@@ -22,6 +22,7 @@ from sacplan._plan.frontier import frontier
 from sacplan._plan.modes import policy
 from sacplan._plan.plan import Plan, UnitPlan
 from sacplan._plan.planning import plan, plan_smallest
+from sacplan._plan.sequences import Rotor
 from sacplan._solve.chain import Chain
 from sacplan._solve.greedy import Greedy
 from sacplan._solve.milp import SacMilpResult, sac_milp
@@ -69,6 +70,7 @@ __all__ = [
     "PlanMismatch",
     "Profile",
     "RecipeError",
+    "Rotor",
     "RotorResult",
     "RuntimeEstimator",
     "SACEstimator",

@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
+from sacplan._fit.tied import without_loose_ends
 from sacplan._plan.plan import Plan, UnitPlan
-from sacplan._plan.replay import replay
+from sacplan._plan.replay import Decisions, replay
 from sacplan._trace.profile import trace_step
 from sacplan._trace.recording import Phase
 
@@ -177,6 +178,20 @@ def _rows(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.stack([a * b for a, b in zip(rows, rows[1:] + rows[:1], strict=True)], dim=1)
 
 
+def _in_place_chain(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = m.lin(x) + x
+    early = y.sigmoid()  # reads what is overwritten next
+    y.add_(early, alpha=0.5).mul_(0.9).relu_()
+    return F.silu(y.mul(2), inplace=True).mul_(early.detach()).masked_fill_(x.detach() > 1, 0.5)
+
+
+def _conv_block(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = F.relu(m.bn(m.conv(x.transpose(1, 2))), inplace=True)
+    y = m.bn(m.conv(y))
+    y += x.transpose(1, 2)
+    return y.relu_().transpose(1, 2)
+
+
 STEPS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "linear": lambda m, x: m.lin(x),
     "gelu": lambda m, x: F.gelu(m.lin(x)) * x,
@@ -206,6 +221,8 @@ STEPS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "no_grad": _no_grad,
     "inference": _inference,
     "batch_norm": _batch_norm,
+    "in_place_chain": _in_place_chain,
+    "conv_block": _conv_block,
     "complex": _complex,
     "generator": _generator,
     "odd_sizes": _odd_sizes,
@@ -231,7 +248,8 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
 NEEDS = {
     "linear": "lin", "gelu": "lin", "relu_": "lin", "softmax": "lin", "norm": "norm", "conv": "conv", "lstm": "lstm",
     "gru": "gru", "attention": "lin3", "mha": "lin lin3", "write_into_view": "lin", "index_put": "lin",
-    "batch_norm": "bn", "views": "lin", "embedding": "emb", "autocast": "lin", "force": "lin", "rows": "lin",
+    "batch_norm": "bn", "in_place_chain": "lin", "conv_block": "conv bn", "views": "lin", "embedding": "emb",
+    "autocast": "lin", "force": "lin", "rows": "lin",
 }  # fmt: skip
 
 
@@ -309,10 +327,13 @@ def nets(kinds: list[str]) -> st.SearchStrategy[Net]:
 # --- random plans ---------------------------------------------------------------------------------
 
 
-def plan_of(profile: sacplan.Profile, sites: dict[str, list[tuple[str, int]]]) -> Plan:
+def plan_of(profile: sacplan.Profile, sites: Decisions) -> Plan:
     found = replay(profile.recording, sites)
     return Plan(
-        units={fqn: UnitPlan(1.0, 0.0, tuple(s)) for fqn, s in sites.items()},
+        units={
+            fqn: UnitPlan(1.0, 0.0, tuple(s), drops=dict(s) if isinstance(s, dict) else {})
+            for fqn, s in sites.items()
+        },
         peak_bytes=found.peak_bytes, baseline_peak_bytes=profile.peak_bytes, budget_bytes=None, recompute_ms=0.0,
         recompute_flops=0, lower_bound_ms=0.0, step_ms=0.0, step_flops=0, status="feasible", gap=None,
         solver="none", device="cpu", fingerprint=profile.fingerprint,
@@ -352,7 +373,11 @@ def random_plan(profile: sacplan.Profile, seed: int, *, fitting: bool) -> Plan:
         units[fqn] = [s for s in sites if rng.random() < share]
         if fqn == "":
             break
-    return plan_of(profile, {f: s for f, s in units.items() if s})
+    if fitting:
+        units = {f: list(s) for f, s in without_loose_ends(profile.recording, units).items()}
+    return plan_of(
+        profile, {f: {site: rng.choice([1, 1, 1, 2, 3]) for site in s} for f, s in units.items() if s}
+    )
 
 
 # --- what a step gives ----------------------------------------------------------------------------

@@ -302,11 +302,12 @@ def test_the_quick_check_of_a_call_is_the_thorough_one(kind: str, monkeypatch: p
     note, seen = UnitRecorder._note, []
 
     def compared(
-        self: UnitRecorder, op: Any, occurrence: int, args: Any, kwargs: Any, out: Any, rng: Any
+        self: UnitRecorder, op: Any, step: Any, args: Any, kwargs: Any, out: Any, rng: Any, over: Any
     ) -> None:
         self._any_node = False
-        note(self, op, occurrence, args, kwargs, out, rng)
-        seen.append((op.traits.name, self._any_node, can_run_again(op.func, args, kwargs, out)))
+        note(self, op, step, args, kwargs, out, rng, over)
+        may = can_run_again(op.func, args, kwargs, out) and (over is not None or not op.traits.in_place)
+        seen.append((op.traits.name, self._any_node, may))
 
     monkeypatch.setattr(UnitRecorder, "_note", compared)
     monkeypatch.setattr(UnitRecorder, "_read", _discard_all_that_might)
@@ -325,7 +326,7 @@ def _discard_all_that_might(self: UnitRecorder, func: Any) -> Any:
     if not isinstance(func, torch._ops.OpOverload):
         return None
     op = recorder.op_of(func)
-    return recorder._Count(op, frozenset(range(10**4))) if op.traits.rerunnable else None
+    return recorder._Count(op, dict.fromkeys(range(10**4), 0), None) if op.traits.rerunnable else None
 
 
 # --- the same safety ------------------------------------------------------------------------------

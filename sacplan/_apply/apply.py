@@ -82,7 +82,7 @@ def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
     planned = {}
     for fqn, unit in plan.units.items():
         if unit.discarded:  # else its forward stays its own, and costs what it did
-            planned[fqn] = PlannedForward(model.get_submodule(fqn), fqn, unit.discarded, check)
+            planned[fqn] = PlannedForward(model.get_submodule(fqn), fqn, unit.decisions, check)
     for stand_in in planned.values():
         stand_in.module.__dict__["forward"] = stand_in
     return Handle(planned)

@@ -18,9 +18,9 @@ unless told otherwise, and the plain one):
 
 What is traced are the same ops in the same order as in an eager step, save for Python decompositions
 that only tracing uses. Of these ``aten.dropout`` would shift the counts: switched off it becomes a
-``clone``, and on devices without a fused kernel it becomes ``native_dropout`` instead of four ops. Both
-are counted as the eager ops that they stand for. ``matmul`` yields other views, and batch norm another
-name for an op that is never discarded; neither matters. Recurrent layers and resampling are traced as
+``clone``, and on devices without a fused kernel it becomes ``native_dropout`` instead of four ops. Batch norm
+has another name. All are counted as the eager ops that they stand for. ``matmul`` yields other views, which does
+not matter. Recurrent layers and resampling are traced as
 other ops altogether: a discarded call site that the trace does not meet is an error, never a plan kept
 in part.
 
@@ -33,7 +33,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -60,30 +60,35 @@ _UNFUSED_DROPOUT = (
     "aten.div_.Scalar",
     "aten.mul.Tensor",
 )
+_TRACED_BATCH_NORMS = frozenset(
+    {torch.ops.aten._native_batch_norm_legit.default, torch.ops.aten._native_batch_norm_legit.no_stats}
+)
+_BATCH_NORMS = ("aten.native_batch_norm.default", "aten.cudnn_batch_norm.default")  # of a device mostly one
 _FUSED_DROPOUT_DEVICES = frozenset({"cuda", "xpu", "lazy", "privateuseone"})
 
 
 class Tags:
     """The call sites that a unit discards; one object for equal ones, so that equal layers share code."""
 
-    __slots__ = ("__weakref__", "met", "sites")
+    __slots__ = ("__weakref__", "again", "met", "sites")
 
-    def __init__(self, sites: frozenset[CallSite]) -> None:
+    def __init__(self, sites: frozenset[CallSite], again: CallSite | None) -> None:
         self.sites = sites
+        self.again = again  # one that is made more than once again, which cannot be compiled
         self.met: WeakKeyDictionary[Any, set[CallSite]] = WeakKeyDictionary()  # in the graph that is traced
 
     def __reduce__(self) -> Any:
-        return tags_of, (tuple(self.sites),)
+        return _interned, (self.sites, self.again)
 
 
 @functools.lru_cache(maxsize=1024)
-def _interned(sites: frozenset[CallSite]) -> Tags:
-    return Tags(sites)
+def _interned(sites: frozenset[CallSite], again: CallSite | None) -> Tags:
+    return Tags(sites, again)
 
 
-def tags_of(sites: Iterable[CallSite]) -> Tags:
+def tags_of(drops: Mapping[CallSite, int]) -> Tags:
     """The tags of a unit; made before anything is traced."""
-    return _interned(frozenset(sites))
+    return _interned(frozenset(drops), next((site for site, times in drops.items() if times > 1), None))
 
 
 def checkpointed_for_compile(planned: PlannedForward, args: Any, kwargs: Any) -> Any:
@@ -105,6 +110,12 @@ def _contexts(tags: Tags) -> Any:
             "torch.compile broke the graph inside of a unit of the plan, so the plan cannot be kept there. "
             "Compile with fullgraph=True to see where, and remove the break; or leave the unit's module "
             "uncompiled, with torch.compiler.disable, and the plan is kept as in an eager step."
+        )
+    if tags.again is not None:
+        raise PlanError(
+            f"the plan makes {tags.again[0]} #{tags.again[1]} of unit {_traced_module()} more than once again, but "
+            "torch.compile makes what is discarded again once. Train without compiling, or make the plan with another "
+            "solver than 'rotor'."
         )
     met = tags.met.setdefault(graph, set())
     policy = _Policy(tags.sites, met)
@@ -197,6 +208,8 @@ def _eager_names(func: Any, args: Any, in_dropout: bool) -> tuple[str, ...]:
         return ()
     if in_dropout and args[0].device.type not in _FUSED_DROPOUT_DEVICES:
         return _UNFUSED_DROPOUT
+    if func in _TRACED_BATCH_NORMS:
+        return _BATCH_NORMS
     return (str(func),)
 
 

@@ -2,14 +2,21 @@
 
 A node holds the arguments of one op, each a kept tensor or a slot of another node; a slot gets a value when its
 node has run. A node is pending until ``settle``: then its slots that somebody still refers to have their
-values, and its arguments are let go. ``compute`` alone runs the op and leaves everything as it was.
+values, and its arguments are let go. ``Node.compute`` alone runs the op.
+
+A plan may say that a node runs several times before it settles (``Node.drops``): then what it makes is passed on to the
+nodes that run with it, and let go after the last of these. So a long stretch is run through again from its
+beginning, keeping little, whenever the backward pass has come one part further (see ``_solve/rotor.py``).
+
+A node that writes in place (``relu_``) writes the value of its first argument's slot, if nobody else will want that
+again, and else a copy of it.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -95,19 +102,43 @@ class Slot:
     """One output of a discarded op: a value once it has been recomputed.
 
     Made while the op's output is alive; leaves ``table`` when the output's storage dies.
+
+    Attributes:
+        tensor: the output itself, as long as it lives.
+        written: the storage was written in place since.
+        readers: how many nodes have it as an argument.
     """
 
-    __slots__ = ("__weakref__", "node", "storage", "value", "version", "view", "written")
+    __slots__ = (
+        "__weakref__",
+        "node",
+        "readers",
+        "storage",
+        "tensor",
+        "value",
+        "version",
+        "view",
+        "written",
+    )
 
     def __init__(
-        self, node: Node, tensor: torch.Tensor, storage: Any, key: int, table: dict[int, Slot]
+        self,
+        node: Node,
+        tensor: torch.Tensor,
+        view: View,
+        version: int,
+        storage: Any,
+        key: int,
+        table: dict[int, Slot],
     ) -> None:
         self.node = node
+        self.tensor = weakref.ref(tensor)
         self.storage = weakref.ref(storage, lambda _: table.pop(key, None))
-        self.version = tensor._version
-        self.view = view_of(tensor)
+        self.version = version
+        self.view = view
         self.value: torch.Tensor | None = None
         self.written = False
+        self.readers = 0
 
     def view_of(self, tensor: torch.Tensor) -> View:
         """How a tensor lies on the output's storage; the slot's own ``view`` object if it is the whole output."""
@@ -116,8 +147,11 @@ class Slot:
 
     def take(self, view: View) -> torch.Tensor:
         """The value, or a view of it."""
-        base = self.value
-        assert base is not None
+        assert self.value is not None
+        return self.view_on(self.value, view)
+
+    def view_on(self, base: torch.Tensor, view: View) -> torch.Tensor:
+        """A view of a tensor that lies as the value does."""
         if view is self.view:
             return base
         size, stride, offset, dtype = view
@@ -143,11 +177,13 @@ class Node:
         writes: storage to the number of writes that the mode saw; shared by the nodes of a unit's call.
         rng: generator and state, for a random op.
         outputs: empty once it is settled.
+        drops: how many times it runs, before the time after which it settles.
     """
 
     __slots__ = (
         "__weakref__",
         "args",
+        "drops",
         "grad_mode",
         "held",
         "kwargs",
@@ -160,8 +196,11 @@ class Node:
         "writes",
     )
 
-    def __init__(self, unit: str, op: Op, occurrence: int, rng: Any, writes: dict[int, int]) -> None:
+    def __init__(
+        self, unit: str, op: Op, occurrence: int, drops: int, rng: Any, writes: dict[int, int]
+    ) -> None:
         self.unit = unit
+        self.drops = drops
         self.op = op
         self.occurrence = occurrence
         self.rng = rng
@@ -182,7 +221,10 @@ class Node:
         return bool(self.outputs)
 
     def compute(self) -> Sequence[torch.Tensor]:
-        """Run the op on its arguments, whose slots have values. Nothing is remembered, nothing let go."""
+        """Run the op on its arguments, whose slots have values. Nothing is remembered, nothing let go.
+
+        Except by an op that writes in place: it takes its argument's value.
+        """
         args, kwargs = self.args.copy(), self.kwargs.copy() if self.kwargs else self.kwargs
         writes = self.writes
         for place, tensor, version, before in self.held:
@@ -195,27 +237,55 @@ class Node:
                 args[place] = tensor
             else:
                 _put(args, kwargs, place, tensor)
+        made: torch.Tensor | None = None  # what an op that writes in place makes: the whole of it
+        taken: Slot | None = None
         for place, slot, view, requires_grad in self.slot_args:
             tensor = slot.take(view)
+            if place == 0 and self.op.traits.in_place:
+                made = slot.value
+                assert made is not None
+                if slot.readers == 1 and (not self.drops or slot.node.pending):
+                    taken = slot
+                else:
+                    made = _copy(made)
+                    tensor = slot.view_on(made, view)
             if tensor.requires_grad is not requires_grad:
                 tensor.requires_grad_(requires_grad)
             if type(place) is int:
                 args[place] = tensor
             else:
                 _put(args, kwargs, place, tensor)
+        if taken is not None:
+            taken.value = None
         torch._C._set_grad_enabled(self.grad_mode)
         if self.rng is None:
-            return tensors_of(self.op.func(*args, **kwargs))
-        generator, state = self.rng
-        now = generator.get_state()
-        generator.set_state(state)
-        try:
-            return tensors_of(self.op.func(*args, **kwargs))
-        finally:
-            generator.set_state(now)
+            out = self.op.func(*args, **kwargs)
+        else:
+            generator, state = self.rng
+            now = generator.get_state()
+            generator.set_state(state)
+            try:
+                out = self.op.func(*args, **kwargs)
+            finally:
+                generator.set_state(now)
+        return (made,) if made is not None else tensors_of(out)
 
     def settle(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give the slots that are left their values, and let the arguments go."""
+        for slot, tensor in self._pairs(tensors):
+            slot.value = tensor
+        self.args, self.kwargs, self.rng = [], {}, None
+        self.held, self.slot_args, self.outputs = [], [], []
+
+    def pass_on(self, tensors: Sequence[torch.Tensor], passing: Mapping[Slot, int]) -> None:
+        """Give just the slots that are wanted now their values. This was one of the ``drops``."""
+        self.drops -= 1
+        for slot, tensor in self._pairs(tensors):
+            if slot in passing:
+                slot.value = tensor
+
+    def _pairs(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Slot, torch.Tensor]]:
+        """The slots that somebody still refers to, and what the op gave for them."""
         for i, ref in enumerate(self.outputs):
             slot = ref() if ref is not None else None
             if slot is not None:
@@ -224,9 +294,14 @@ class Node:
                         f"{self} gave output {i} another shape or memory layout when it ran again than in the "
                         f"forward pass ({tuple(slot.view[0])}, strides {slot.view[1]}). Keep its output."
                     )
-                slot.value = tensors[i]
-        self.args, self.kwargs, self.rng = [], {}, None
-        self.held, self.slot_args, self.outputs = [], [], []
+                yield slot, tensors[i]
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on a storage of its own, which is as large, and on which it lies in the same way."""
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    whole = torch.as_strided(tensor, (elements,), (1,), 0).clone()
+    return torch.as_strided(whole, tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _put(args: list[Any], kwargs: dict[str, Any], place: Any, tensor: torch.Tensor) -> None:
@@ -258,21 +333,67 @@ def tensors_of(out: Any) -> Sequence[torch.Tensor]:
     return (out,) if isinstance(out, torch.Tensor) else tuple(tensors_in(out))
 
 
-def compute(node: Node) -> None:
-    """Run the nodes that this one needs, arguments first, each once. Only inside of a ``Recomputation``."""
-    stack = [(node, False)]
+def compute(wanted: Slot, view: View) -> torch.Tensor:
+    """The value of a slot: run the nodes that it needs, arguments first. Only inside of a ``Recomputation``."""
+    order = _needed(wanted.node)
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        while stack:
-            current, ready = stack.pop()
-            if not current.outputs:
+        if not any(node.drops for node in order):
+            for node in order:
+                node.settle(node.compute())
+            return wanted.take(view)
+        passing = _passing(order, wanted)
+        order.reverse()
+        try:
+            while order:  # nothing here may hold a node, or a slot, longer than it is needed
+                _run(order.pop(), passing)
+            return wanted.take(view)
+        finally:
+            for slot in passing:
+                slot.value = None
+
+
+def _run(node: Node, passing: dict[Slot, int]) -> None:
+    """Run a node, and let go of those of its arguments that nobody else takes in this go."""
+    taken = [arg[1] for arg in node.slot_args if arg[1] in passing]
+    if node.drops:
+        node.pass_on(node.compute(), passing)
+    else:
+        node.settle(node.compute())
+    for slot in taken:
+        passing[slot] -= 1
+        if not passing[slot]:
+            slot.value = None
+            del passing[slot]
+
+
+def _needed(node: Node) -> list[Node]:
+    """The nodes that have to run for this one, itself included, each after those that it needs."""
+    order: dict[Node, None] = {}
+    stack = [(node, False)]
+    while stack:
+        current, ready = stack.pop()
+        if not current.outputs or current in order:
+            continue
+        if not ready:
+            missing = [a[1].node for a in reversed(current.slot_args) if a[1].value is None]
+            if missing:
+                stack.append((current, True))
+                stack.extend((other, False) for other in missing)
                 continue
-            if not ready:
-                missing = [a[1].node for a in reversed(current.slot_args) if a[1].value is None]
-                if missing:
-                    stack.append((current, True))
-                    stack.extend((other, False) for other in missing)
-                    continue
-            current.settle(current.compute())
+        order[current] = None
+    return list(order)
+
+
+def _passing(order: Sequence[Node], wanted: Slot) -> dict[Slot, int]:
+    """The slots whose values are let go again, and how many times they are taken before."""
+    found: dict[Slot, int] = {}
+    for node in order:
+        for _, slot, _, _ in node.slot_args:
+            if slot.value is None and slot.node.drops:
+                found[slot] = found.get(slot, 0) + 1
+    if wanted.node.drops:
+        found[wanted] = found.get(wanted, 0) + 1
+    return found
 
 
 class _Pausable(Protocol):

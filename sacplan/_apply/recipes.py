@@ -36,12 +36,12 @@ from sacplan._trace.torch_private import current_saved_tensors_hooks
 _MAX_SCHEDULES = 8
 
 
-def wanted_by_name(sites: Collection[CallSite]) -> dict[str, frozenset[int]]:
-    """Call sites as op name to occurrences."""
-    names: dict[str, set[int]] = {}
-    for name, occurrence in sites:
-        names.setdefault(name, set()).add(occurrence)
-    return {name: frozenset(found) for name, found in names.items()}
+def wanted_by_name(drops: Mapping[CallSite, int]) -> dict[str, dict[int, int]]:
+    """Call sites as op name to occurrences, each with how often more than once its values are let go."""
+    names: dict[str, dict[int, int]] = {}
+    for (name, occurrence), times in drops.items():
+        names.setdefault(name, {})[occurrence] = times - 1
+    return names
 
 
 class PlannedForward:
@@ -52,9 +52,9 @@ class PlannedForward:
     ) -> None:
         self.module = module
         self.fqn = fqn
-        self.sites = tuple(sites)
-        self.wanted = wanted_by_name(self.sites)
-        self.tags = tags_of(self.sites)
+        self.drops = sites if isinstance(sites, Mapping) else dict.fromkeys(sites, 1)
+        self.wanted = wanted_by_name(self.drops)
+        self.tags = tags_of(self.drops)
         self.replaced = module.__dict__.get("forward")  # somebody else's instance attribute, if there is one
         self.first_step = FirstStep(check)
         self._schedules: dict[Any, Schedule] = {}

@@ -12,6 +12,7 @@ tensor that comes at another one is kept.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from sacplan._apply.schedule import (
     Steps,
     schedule_of,
 )
-from sacplan._apply.tensors import history_free_aliases, is_ordinary, version_of
+from sacplan._apply.tensors import history_free_aliases, is_ordinary, version_of, view_of
 from sacplan._trace.ops import op_traits, tensors_in
 from sacplan._trace.torch_private import current_saved_tensors_hooks, in_backward, is_plain, storage_key
 from sacplan.errors import RecipeError
@@ -45,17 +46,19 @@ _RANDOM_DEVICES = ("cpu", "cuda", "meta")
 class _Count:
     """An op of which some occurrences are discarded: how many of it the call has run."""
 
-    __slots__ = ("op", "seen", "wanted")
+    __slots__ = ("op", "others", "seen", "wanted")
 
-    def __init__(self, op: Op, wanted: frozenset[int]) -> None:
+    def __init__(self, op: Op, wanted: Mapping[int, int], others: Step | None) -> None:
         self.op = op
         self.wanted = wanted
+        self.others = others
         self.seen = 0
 
     def next(self) -> Step | None:
         occurrence = self.seen
         self.seen += 1
-        return Step(Action.DISCARD, self.op, occurrence) if occurrence in self.wanted else None
+        drops = self.wanted.get(occurrence)
+        return self.others if drops is None else Step(Action.DISCARD, self.op, occurrence, drops)
 
 
 class UnitRecorder(TorchDispatchMode):
@@ -63,7 +66,7 @@ class UnitRecorder(TorchDispatchMode):
 
     Args:
         unit: fqn, for messages.
-        wanted: op name to the occurrences that are discarded.
+        wanted: op name to the occurrences that are discarded, and how often each once more (``Node.drops``).
         first_step: whether checksums are wanted.
         schedule: what an earlier call did.
 
@@ -77,7 +80,7 @@ class UnitRecorder(TorchDispatchMode):
     def __init__(
         self,
         unit: str,
-        wanted: dict[str, frozenset[int]],
+        wanted: Mapping[str, Mapping[int, int]],
         first_step: FirstStep | None = None,
         schedule: Schedule | None = None,
     ) -> None:
@@ -151,8 +154,9 @@ class UnitRecorder(TorchDispatchMode):
             op = step.op
             assert op is not None
             rng = generator_state(args, kwargs) if op.traits.random else None
+            before = self._before_write(op, args, kwargs) if op.traits.written_names else None
             out = func(*args, **kwargs)
-            self._note(op, step.occurrence, args, kwargs, out, rng)
+            self._note(op, step, args, kwargs, out, rng, before)
         else:
             action = step.action
             if action is Action.NOTE_UNVERSIONED or (action is Action.NOTE_WRITE and self._any_node):
@@ -187,10 +191,11 @@ class UnitRecorder(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):
             return None
         traits = op_traits(func)
+        others = None
         if traits.written_names:
-            return NOTE_UNVERSIONED if traits.unversioned else NOTE_WRITE
+            others = NOTE_UNVERSIONED if traits.unversioned else NOTE_WRITE
         wanted = self._wanted.get(traits.name) if traits.rerunnable else None
-        return _Count(op_of(func), wanted) if wanted else None
+        return _Count(op_of(func), wanted, others) if wanted else others
 
     def _leave_schedule(self) -> None:
         """Go on as if every op so far had been looked up."""
@@ -220,9 +225,26 @@ class UnitRecorder(TorchDispatchMode):
 
     # --- nodes ---
 
-    def _note(self, op: Op, occurrence: int, args: Any, kwargs: Any, out: Any, rng: Any) -> None:
+    def _before_write(self, op: Op, args: Any, kwargs: Any) -> Slot | None:
+        """The slot that an op is about to write in place, if it writes just the slot's tensor. The write is noted.
+
+        Through an alias it may be that PyTorch counts no version of the tensor itself (``t.data``).
+        """
+        slot = self._slot_of(args[0]) if op.traits.in_place and is_plain(args[0]) else None
+        self._note_write(op.func, args, kwargs)
+        return slot if slot is not None and slot.tensor() is args[0] else None
+
+    def _note(
+        self, op: Op, step: Step, args: Any, kwargs: Any, out: Any, rng: Any, overwritten: Slot | None
+    ) -> None:
         """Leave a node, unless something about this call says that it had better be kept (see ``can_run_again``)."""
         outputs = tensors_of(out)
+        in_place = op.traits.in_place
+        if in_place and overwritten is None:
+            return
+        left_out = op.traits.left_out(args)
+        if left_out:
+            args = [None if i in left_out else a for i, a in enumerate(args)]
         args, kwargs, places, inputs = op.split(args, kwargs)
         if not all(map(is_ordinary, outputs)) or not all(map(is_ordinary, inputs)) or not outputs:
             return
@@ -234,17 +256,22 @@ class UnitRecorder(TorchDispatchMode):
         taken = [storage_key(s) for s in input_storages]
         output_storages = [t.untyped_storage() for t in outputs]
         keys = [storage_key(s) for s in output_storages]
-        if not set(keys).isdisjoint(taken):
+        if not in_place and not set(keys).isdisjoint(taken):
             return  # it hands an input on: the node would hold what it makes
-        node = Node(self._unit, op, occurrence, rng, self._writes)
+        node = Node(self._unit, op, step.occurrence, step.drops, rng, self._writes)
         node.args, node.kwargs = args, kwargs
         table = self._table
         held = []
         for place, t, storage, key in zip(places, inputs, input_storages, taken, strict=True):
             slot = table.get(key)
-            if slot is None or slot.storage() is not storage or slot.version != t._version:
+            if in_place and key == keys[0]:
+                slot = overwritten
+            elif slot is not None and (slot.storage() is not storage or slot.version != t._version):
+                slot = None
+            if slot is None:
                 held.append((place, t, key))
             else:
+                slot.readers += all(slot is not arg[1] for arg in node.slot_args)
                 node.slot_args.append((place, slot, slot.view_of(t), t.requires_grad))
         if held:
             writes = self._writes
@@ -259,7 +286,10 @@ class UnitRecorder(TorchDispatchMode):
             if key in made:  # two outputs on one storage
                 node.outputs.append(None)
             else:
-                made[key] = slot = Slot(node, t, storage, key, table)
+                if overwritten is None:
+                    made[key] = slot = Slot(node, t, view_of(t), t._version, storage, key, table)
+                else:  # PyTorch counts the write when it is done
+                    made[key] = slot = Slot(node, t, overwritten.view, t._version + 1, storage, key, table)
                 node.outputs.append(weakref.ref(slot))
         table.update(made)
         self._any_node = True
@@ -275,9 +305,7 @@ class UnitRecorder(TorchDispatchMode):
     def _note_write(self, func: Any, args: Any, kwargs: Any) -> None:
         """Storages written in place are kept from here on; a handle given out before is refused."""
         traits = op_traits(func)
-        written = [args[i] for i in traits.written_positions if i < len(args)]
-        written += [kwargs[name] for name in traits.written_names if name in kwargs]
-        for t in tensors_in(written):
+        for t in tensors_in(traits.written(args, kwargs)):
             if is_plain(t):
                 storage = t.untyped_storage()
                 key = storage_key(storage)

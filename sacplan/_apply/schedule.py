@@ -27,18 +27,24 @@ class Step:
     """One op of a unit's call.
 
     Attributes:
-        op, occurrence: for ops to discard.
+        op, occurrence, drops: for ops to discard; ``drops`` is ``Node.drops``.
         hooks: after the op the saved-tensor hooks go on (True) or off; None leaves them.
     """
 
-    __slots__ = ("action", "hooks", "occurrence", "op")
+    __slots__ = ("action", "drops", "hooks", "occurrence", "op")
 
     def __init__(
-        self, action: Action, op: Op | None = None, occurrence: int = 0, hooks: bool | None = None
+        self,
+        action: Action,
+        op: Op | None = None,
+        occurrence: int = 0,
+        drops: int = 0,
+        hooks: bool | None = None,
     ) -> None:
         self.action = action
         self.op = op
         self.occurrence = occurrence
+        self.drops = drops
         self.hooks = hooks
 
 
@@ -85,6 +91,6 @@ def schedule_of(steps: Steps, handles: Collection[int], kept: Collection[int], *
         if step is None or step.action is Action.KEEP:
             made.append((func, None if hooks is None else Step(Action.KEEP, hooks=hooks)))
         else:
-            made.append((func, Step(step.action, step.op, step.occurrence, hooks)))
+            made.append((func, Step(step.action, step.op, step.occurrence, step.drops, hooks)))
     made.append((None, None))
     return Schedule(tuple(made), switches, frozenset(handles), frozenset(kept))

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from sacplan._fit import closure
+from sacplan._fit.tied import discardable, tied
+from sacplan._plan.pins import NO_PINS, Pins
 from sacplan._trace.recording import ROOT_SCOPE, CallSite, Event, Phase, Recording
 
 LARGEST_CELL = 400
@@ -111,15 +113,21 @@ class Cells:
         costs: what running each op again costs.
         early: storages that the backward pass has asked for by the time that most is alive: to discard these
             need not lower the peak, so options that keep them are offered as well.
+        pins: what no option discards, and which modules no option makes a unit.
 
     Many cells make up for each other's gaps, so the options on and near the hull are enough. The fewer there
     are, the more options are offered that differ from these in one tensor.
     """
 
     def __init__(
-        self, recording: Recording, costs: Sequence[float], early: frozenset[int] = frozenset()
+        self,
+        recording: Recording,
+        costs: Sequence[float],
+        early: frozenset[int] = frozenset(),
+        pins: Pins = NO_PINS,
     ) -> None:
         self.recording = recording
+        self._pins = pins
         self.costs = costs
         self._early = early
         self._kinds: dict[closure.ClosureProblem, int] = {}
@@ -133,7 +141,8 @@ class Cells:
         self._packed: dict[int, set[int]] = defaultdict(set)
         for storage, scope in zip(recording.handle_storages, recording.handle_scopes, strict=True):
             self._packed[storage].add(scope)
-        self._pieces, self._split = _pieces(recording)
+        self._kept = pins.kept_ops | self._across_regions()
+        self._pieces, self._split = _pieces(recording, pins)
 
     @property
     def longest_run(self) -> int:
@@ -146,7 +155,8 @@ class Cells:
         more = _COLUMNS // max(1, len(pieces))
         cells = []
         for piece in pieces:
-            problem, late = self._problem(piece.members)
+            piece = replace(piece, members=tied(self.recording, piece.members))
+            problem, late = self._problem(piece)
             kind = self._kinds.setdefault(problem, len(self._kinds))
             if (kind, more) not in self._solved:
                 self._solved[kind, more] = _options(problem, late, more)
@@ -168,14 +178,44 @@ class Cells:
         for group in _hanging_together(recording, gone):
             ops = [recording.ops[op] for op in group]
             scopes = {op.scope for op in ops}.union(*(self._packed[s] for op in ops for s in op.writes))
-            found[_unit_around(recording, scopes)] = None
+            # What may be discarded is read and saved in its own region alone, so the group does not leave it.
+            region = self._pins.region(next(iter(scopes)))
+            found[_unit_around(recording, scopes, region)] = None
         return tuple(found)
 
-    def _problem(
-        self, members: Sequence[Sequence[int]]
-    ) -> tuple[closure.ClosureProblem, closure.ClosureProblem | None]:
-        """The problem of some ops, and where it makes a difference the one in which early storages cost nothing."""
+    def _across_regions(self) -> set[int]:
+        """Ops whose outputs are saved, or read by what may run again, where no unit can be around both."""
+        recording, pins = self.recording, self._pins
+        found: set[int] = set()
+        if pins.regions is None:
+            return found
+        for s, op in recording.writer.items():
+            if recording.ops[op].phase != Phase.FORWARD or op in pins.kept_ops:
+                continue
+            users = {recording.ops[i].scope for i in self._readers.get(s, ()) if i not in pins.kept_ops}
+            users.update(self._packed.get(s, ()))
+            region = pins.region(recording.ops[op].scope)
+            if any(pins.region(scope) != region for scope in users):
+                found.add(op)
+        return found
+
+    def _may_be_discarded(self, piece: _Piece, group: tuple[int, ...]) -> bool:
+        """Whether ops of a piece may be discarded together, as far as they themselves and the pins are concerned."""
+        recording, pins = self.recording, self._pins
+        if not self._kept.isdisjoint(group) or not discardable(recording, group):
+            return False
+        if pins.regions is None:
+            return True
+        if not piece.once:
+            return pins.may_be_a_unit(recording, piece.unit)
+        # A unit that is called several times does the same in each of its calls; a piece says what one call does.
+        regions = {pins.region(recording.ops[i].scope) for i in group}
+        return len(regions) == 1 and all(len(recording.calls[recording.scopes[r].fqn]) == 1 for r in regions)
+
+    def _problem(self, piece: _Piece) -> tuple[closure.ClosureProblem, closure.ClosureProblem | None]:
+        """The problem of a piece, and where it makes a difference the one in which early storages cost nothing."""
         recording, ops = self.recording, self.recording.ops
+        members = piece.members
         inside = {op for group in members for op in group}
         local: dict[int, int] = {}
 
@@ -191,7 +231,7 @@ class Cells:
                 cost_ms=sum(self.costs[i] for i in group),
                 reads=tuple(dict.fromkeys(index(s) for i in group for s in ops[i].reads)),
                 writes=tuple(index(s) for i in group for s in ops[i].writes),
-                discardable=all(ops[i].recomputable for i in group)
+                discardable=self._may_be_discarded(piece, group)
                 and not any(leaves(s) for i in group for s in ops[i].writes),
             )
             for group in members
@@ -254,8 +294,9 @@ def _handles_by_op(recording: Recording) -> dict[int, list[int]]:
 class _Tree:
     """The calls of a recording as a tree of modules."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, pins: Pins) -> None:
         self.recording = recording
+        self._pins = pins
         children: dict[str, dict[str, None]] = defaultdict(dict)
         for scope in recording.scopes:
             parent = recording.scopes[scope.parent].fqn if scope.parent != ROOT_SCOPE else None
@@ -283,8 +324,17 @@ class _Tree:
         ]
 
     def called_once_around(self, fqn: str) -> bool:
-        """Whether all calls of a module are in one call of another."""
-        return self.recording.common_scope(self.recording.calls[fqn]) != ROOT_SCOPE
+        """Whether all calls of a module are in one call of another, which may be a unit."""
+        around = self.recording.common_scope(self.recording.calls[fqn])
+        return around != ROOT_SCOPE and self._pins.may_be_discarded_in(around)
+
+    def is_barred(self, fqn: str) -> bool:
+        """Whether pins forbid it as a unit, but not all that is in it."""
+        recording, pins = self.recording, self._pins
+        if pins.may_be_a_unit(recording, fqn):
+            return False
+        inside = {scope for scope in range(len(recording.scopes)) if pins.region(scope) == scope}
+        return any(call in recording.ancestors(scope) for call in recording.calls[fqn] for scope in inside)
 
     def is_leaf(self, fqn: str) -> bool:
         return fqn in self.recording.leaf_fqns or fqn not in self.children
@@ -329,9 +379,9 @@ class _Tree:
         return False
 
 
-def _pieces(recording: Recording) -> tuple[list[_Piece], frozenset[str]]:
+def _pieces(recording: Recording, pins: Pins) -> tuple[list[_Piece], frozenset[str]]:
     """Every forward op that a module runs, in one piece each, in the order of execution; and the split modules."""
-    tree = _Tree(recording)
+    tree = _Tree(recording, pins)
     owned: set[int] = set()
     whole: list[_Piece] = []  # modules
     rest: list[_Piece] = []  # what modules that are split run themselves
@@ -341,9 +391,10 @@ def _pieces(recording: Recording) -> tuple[list[_Piece], frozenset[str]]:
         if not members:
             return
         once = len(recording.calls[fqn]) == 1
-        if tree.splits(fqn, len(members)):
+        barred = tree.is_barred(fqn)
+        if barred or tree.splits(fqn, len(members)):
             for child in tree.children[fqn]:
-                if not tree.is_leaf(child):
+                if barred or not tree.is_leaf(child):
                     visit(child)
             members = tuple(group for group in members if owned.isdisjoint(group))
             rest.append(_Piece(fqn, members, once))
@@ -411,13 +462,15 @@ def _unit_of(recording: Recording, ops: Iterable[int]) -> str:
     return _unit_around(recording, {recording.ops[op].scope for op in ops})
 
 
-def _unit_around(recording: Recording, scopes: Iterable[int]) -> str:
-    """The smallest module, no leaf and called once, that these module calls are in or are."""
+def _unit_around(recording: Recording, scopes: Iterable[int], region: int = ROOT_SCOPE) -> str:
+    """The smallest module, no leaf and called once, that these module calls are in or are; at most ``region``."""
     scope = recording.common_scope(scopes)
     while True:
         fqn = recording.scopes[scope].fqn
         parent = recording.scopes[scope].parent
         if parent == ROOT_SCOPE or (fqn not in recording.leaf_fqns and len(recording.calls[fqn]) == 1):
+            return fqn
+        if scope == region:
             return fqn
         scope = parent
 

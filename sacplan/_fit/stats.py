@@ -187,7 +187,7 @@ def _backward_peaks(recording: Recording, base: Replay, span: tuple[int, int] | 
     first, last = span
     op = recording.ops[first]
     before = list(moments[first].by_kind)
-    before[Kind.TEMPORARY] -= op.workspace_bytes
+    before[Kind.TEMPORARY] -= recording.inside_bytes[first]
     for s in op.writes:
         before[recording.storage_kinds[s]] -= recording.storage_bytes[s]
     peak = max(moments[first : last + 1], key=lambda m: m.live_bytes).by_kind

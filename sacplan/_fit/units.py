@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sacplan._fit import closure
+from sacplan._fit.tied import discardable, tied
 from sacplan._trace.recording import CallSite, Phase, Recording
 
 MAX_UNIT_OPS = 6000
@@ -52,7 +53,7 @@ class UnitTradeoff:
 @dataclass(frozen=True, slots=True)
 class _Cut:
     problem: closure.ClosureProblem
-    sites: tuple[CallSite, ...]
+    sites: tuple[tuple[CallSite, ...], ...]  # of each op of the problem
     saved_sites: tuple[CallSite, ...]
     runtime_ms: float
 
@@ -99,7 +100,7 @@ def _tradeoff(fqn: str, cut: _Cut, points: tuple[closure.Point, ...]) -> UnitTra
             UnitPoint(
                 discard_ratio=(whole - p.kept_bytes) / whole,
                 recompute_ms=p.recompute_ms,
-                discarded=tuple(cut.sites[i] for i in sorted(p.discarded)),
+                discarded=tuple(site for i in sorted(p.discarded) for site in cut.sites[i]),
             )
             for p in points[1:]
         )
@@ -123,6 +124,7 @@ def cut_out(recording: Recording, fqn: str) -> _Cut | None:
                 members[at].append(i)
     if not members or len(members) > MAX_UNIT_OPS:
         return None
+    groups = tied(recording, [tuple(group) for group in members])
     local: dict[int, int] = {}
 
     def index(storage: int) -> int:
@@ -137,13 +139,13 @@ def cut_out(recording: Recording, fqn: str) -> _Cut | None:
     if not saved:
         return None
     closure_ops = []
-    for group in members:
+    for group in groups:
         closure_ops.append(
             closure.ClosureOp(
                 cost_ms=sum(ops[i].time_ms for i in group),
                 reads=tuple(dict.fromkeys(index(s) for i in group for s in ops[i].reads)),
                 writes=tuple(index(s) for i in group for s in ops[i].writes),
-                discardable=all(ops[i].recomputable for i in group),
+                discardable=discardable(recording, group),
             )
         )
     saved_local = frozenset(index(s) for s in saved)
@@ -151,6 +153,7 @@ def cut_out(recording: Recording, fqn: str) -> _Cut | None:
     free = frozenset(at for s, at in local.items() if s in alive or s in elsewhere)
     writer = {s: at for at, group in enumerate(members) for i in group for s in ops[i].writes}
     sites = tuple(site_of)
+    site_at = {i: sites[at] for at, group in enumerate(members) for i in group}
     saved_writers = sorted({writer[s] for s in saved if s in writer})
     return _Cut(
         problem=closure.ClosureProblem(
@@ -159,7 +162,7 @@ def cut_out(recording: Recording, fqn: str) -> _Cut | None:
             saved=saved_local,
             free=free,
         ),
-        sites=sites,
+        sites=tuple(tuple(dict.fromkeys(site_at[i] for i in group)) for group in groups),
         saved_sites=tuple(sites[w] for w in saved_writers),
         runtime_ms=sum(op.cost_ms for op in closure_ops),
     )

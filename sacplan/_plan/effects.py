@@ -72,7 +72,7 @@ class Timeline:
             if code == Event.OP:
                 op = r.ops[arg]
                 self.op_events[arg] = position
-                self.at_op[arg] = run.live + op.workspace_bytes
+                self.at_op[arg] = run.live + r.inside_bytes[arg]
                 for s in op.writes:
                     self.events_of[s].append(position)
             elif code == Event.ENTER:
@@ -113,7 +113,7 @@ class Timeline:
             if code == Event.OP:
                 for s in r.ops[arg].writes:
                     hold(s, 1)
-                most = max(most, live + r.ops[arg].workspace_bytes)
+                most = max(most, live + r.inside_bytes[arg])
             elif code in (Event.ALLOC, Event.UNPACK):
                 hold(self.storage(code, arg), 1)
             elif code in (Event.FREE, Event.DROP):
@@ -301,7 +301,7 @@ class _Effects:
             pattern.append(code)
             if code == Event.OP:
                 op = recording.ops[arg]
-                pattern.append((op.name, op.workspace_bytes, op.state_bytes))
+                pattern.append((op.name, op.workspace_bytes, op.state_bytes, op.replaces >= 0))
                 pattern.extend(local.setdefault(s, len(local)) for s in (*op.reads, *op.writes))
             elif code not in (Event.ENTER, Event.EXIT):
                 storage = self.timeline.storage(code, arg)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sacplan._plan.landscape import Objective
 from sacplan._plan.modes import layers_of, policy
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import plan, plan_smallest
+from sacplan._plan.sequences import Rotor, unit_of
 from sacplan._solve.solvers import Solver
 from sacplan._trace.profile import Profile
 from sacplan.errors import InfeasibleBudget, PlanError
@@ -28,20 +30,24 @@ _POLICIES: dict[str, tuple[str, int | str | None]] = {
 def frontier(
     profile: Profile,
     points: int = 8,
-    solvers: tuple[str | Solver, ...] = ("milp", "greedy", "uniform"),
+    solvers: Sequence[str | Solver | Rotor] | None = None,
     *,
     objective: Objective = "time",
     policies: bool = True,
+    keep: Sequence[str] = (),
+    never: Sequence[str] = (),
 ) -> pd.DataFrame:
     """Plans of every solver at budgets from the smallest feasible peak to the unplanned one, and named policies.
 
     Args:
         profile: from ``sacplan.profile``.
         points: how many budgets, evenly spaced.
-        solvers: names, or solver objects.
+        solvers: names, or solver objects; by default milp, greedy and uniform, and rotor where the model is a chain.
         objective: what the solvers recompute the least of, see ``sacplan.plan``.
         policies: with one row for each of the modes that people use by hand (``sacplan.policy``): full, every
-            second and third layer, by op. Those that the model has no layers for are left out.
+            second and third layer, by op. Those that the model has no layers for are left out, and those that would
+            discard nothing.
+        keep, never: what no plan here touches, see ``sacplan.plan``.
 
     Returns:
         One row per solver and budget that it can hold: ``solver``, ``budget_bytes`` (for a policy, its peak),
@@ -53,32 +59,50 @@ def frontier(
 
     if points < 2:
         raise PlanError(f"points={points}: a frontier needs at least 2.")
-    smallest = plan_smallest(profile, objective=objective).peak_bytes
+    if solvers is None:
+        solvers = ("milp", "greedy", "uniform", *(("rotor",) if _may_use_rotor(profile, never) else ()))
+    smallest = plan_smallest(profile, objective=objective, keep=keep, never=never).peak_bytes
     rows = []
     for solver in solvers:
         name = solver if isinstance(solver, str) else solver.name
         for i in range(points):
             budget = smallest + (profile.peak_bytes - smallest) * i // (points - 1)
             try:
-                found = plan(profile, f"{budget}B", solver, objective)
+                found = plan(profile, f"{budget}B", solver, objective, keep=keep, never=never)
             except InfeasibleBudget:
                 continue
             rows.append({"solver": name, "budget_bytes": budget} | _figures(found))
-    for name, found in _named_policies(profile) if policies else ():
+    for name, found in _named_policies(profile, keep, never) if policies else ():
         rows.append({"solver": name, "budget_bytes": found.peak_bytes} | _figures(found))
     return pd.DataFrame(rows)
 
 
-def _named_policies(profile: Profile) -> list[tuple[str, Plan]]:
+def _may_use_rotor(profile: Profile, never: Sequence[str]) -> bool:
+    if never:  # it makes the whole model one unit
+        return False
+    try:
+        unit_of(profile.recording)
+    except PlanError:  # no chain
+        return False
+    return True
+
+
+def _named_policies(
+    profile: Profile, keep: Sequence[str] = (), never: Sequence[str] = ()
+) -> list[tuple[str, Plan]]:
     try:
         n_layers = len(layers_of(profile.recording))
     except PlanError:  # a model without layers
         return []
-    return [
-        (name, policy(mode, option, profile=profile))
-        for name, (mode, option) in _POLICIES.items()
-        if not (isinstance(option, int) and option > n_layers)
-    ]
+    found = []
+    for name, (mode, option) in _POLICIES.items():
+        if isinstance(option, int) and option > n_layers:
+            continue
+        try:
+            found.append((name, policy(mode, option, profile=profile, keep=keep, never=never)))
+        except PlanError:  # patterns and options are known to be right: it would discard nothing
+            continue
+    return found
 
 
 def _figures(found: Plan) -> dict[str, object]:

@@ -9,6 +9,7 @@ from typing import Literal
 from sacplan._fit.cells import Cells
 from sacplan._plan.bound import Bound
 from sacplan._plan.effects import Additive, Timeline, effects_of
+from sacplan._plan.pins import NO_PINS, Pins
 from sacplan._trace.recording import Phase, Recording
 from sacplan.errors import PlanError
 
@@ -22,22 +23,25 @@ _WIDE = 2e-3
 The executor looks at every op in a unit, also at those of layers that keep everything.
 """
 
+_KEPT = 8  # landscapes that a recording remembers
+
 _SIZES = (3, 4, 6, 8, 12, 16, 24, 32)
 
 
 class Landscape:
-    """What planning looks at; made once for a recording and objective."""
+    """What planning looks at; made once for a recording, objective and pins."""
 
-    def __init__(self, recording: Recording, objective: Objective) -> None:
+    def __init__(self, recording: Recording, objective: Objective, pins: Pins = NO_PINS) -> None:
         self.recording = recording
+        self.objective = objective
         self.costs = op_costs(recording, objective)
         self.timeline = Timeline(recording)
-        self.cells = Cells(recording, self.costs, self.timeline.asked_early)
+        self.cells = Cells(recording, self.costs, self.timeline.asked_early, pins)
         self._effects: dict[int, Additive] = {}
 
     @cached_property
     def bound(self) -> Bound:
-        """Lower bounds in the unit of the costs."""
+        """Lower bounds in the unit of the costs; of schedules that need not heed the pins."""
         return Bound(self.timeline, self.costs)
 
     @cached_property
@@ -57,14 +61,17 @@ class Landscape:
         return self._effects[size]
 
 
-def landscape_of(recording: Recording, objective: Objective = "time") -> Landscape:
+def landscape_of(recording: Recording, objective: Objective = "time", pins: Pins = NO_PINS) -> Landscape:
     """The landscape of a recording; kept with it, so that several budgets share it."""
     if objective not in ("time", "flops"):
         raise PlanError(f"unknown objective {objective!r}; known are 'time' and 'flops'.")
     known = vars(recording).setdefault("_landscapes", {})
-    if objective not in known:
-        known[objective] = Landscape(recording, objective)
-    found: Landscape = known[objective]
+    key = (objective, *pins.key)
+    if key not in known:
+        if len(known) == _KEPT:
+            del known[next(iter(known))]
+        known[key] = Landscape(recording, objective, pins)
+    found: Landscape = known[key]
     return found
 
 

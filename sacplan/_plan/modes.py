@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
+from sacplan._plan.pins import NO_PINS, Pins, resolve_pins
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import made_plan
 from sacplan._plan.replay import replay
@@ -26,7 +27,13 @@ MODES = ("none", "full", "selective")
 
 
 def policy(
-    mode: str, option: int | str | None = None, *, profile: Profile, layers: str | None = None
+    mode: str,
+    option: int | str | None = None,
+    *,
+    profile: Profile,
+    layers: str | None = None,
+    keep: Sequence[str] = (),
+    never: Sequence[str] = (),
 ) -> Plan:
     """A plan by rule instead of by search: the same in every layer, whatever the budget.
 
@@ -52,18 +59,23 @@ def policy(
             run, and others that neither contain nor are inside of one taken already (encoder and decoder).
             The recording knows no classes, so two modules are of the same kind if at least half of the names of
             the modules called in one or the other are in both.
+        keep, never: patterns as in ``sacplan.plan``: what these ops and modules make is kept whatever the mode says.
+            They change neither which layers there are nor how matmuls are counted. A layer with a module of ``never``
+            in it is no unit; its inner modules around which there is nothing left alone are units in its place.
 
     Returns:
         A plan with status ``"policy"``, without a budget. Its peak and recomputation are replayed.
 
     Raises:
-        PlanError: an unknown mode or option, no layers, or a mode that would discard nothing in them.
+        PlanError: an unknown mode or option, no layers, a mode that would discard nothing in them, or a pattern
+            that matches nothing.
     """
     if mode not in MODES:
         raise PlanError(f"unknown mode {mode!r}; known are {_listed(MODES)}.")
     if mode != "selective" and option is not None:
         raise PlanError(f"mode {mode!r} takes no option, got {option!r}. Options belong to mode 'selective'.")
     recording = profile.recording
+    pins = resolve_pins(recording, profile.fingerprint, keep, never)
     if mode == "none":
         return made_plan(profile, {}, replay(recording, {}), None, "policy", None, "policy-none")
     selects, k = _read_option(option) if mode == "selective" else (_everything, 1)
@@ -73,12 +85,15 @@ def policy(
             f"option {option!r} would checkpoint every {k}th layer, but there are {len(found)} layers "
             f"({_shortened(found)}), so none. Known options: an integer from 1 to {len(found)}, {_listed(_BY_OP)}."
         )
-    decisions = {fqn: _discarded(recording, fqn, selects) for fqn in found[k - 1 :: k]}
-    decisions = {fqn: sites for fqn, sites in decisions.items() if sites}
+    decisions: dict[str, tuple[CallSite, ...]] = {}
+    for fqn in found[k - 1 :: k]:
+        for unit, sites in _discarded(recording, fqn, selects, pins).items():
+            decisions[unit] = tuple(dict.fromkeys((*decisions.get(unit, ()), *sites)))
     if not decisions:
         raise PlanError(
             f"mode {mode!r} would discard nothing in the layers {_shortened(found)}: autograd keeps nothing there "
-            "that may run again. Name other modules with layers=, or use mode 'none'."
+            + ("that may run again and is not pinned by keep or never. " if pins else "that may run again. ")
+            + "Name other modules with layers=, or use mode 'none'."
         )
     name = f"policy-{mode}" + (f"-{option}" if option is not None else "")
     return made_plan(profile, decisions, replay(recording, decisions), None, "policy", None, name)
@@ -211,14 +226,32 @@ def _depends(recording: Recording, later: str, earlier: str) -> bool:
 # --- decisions --------------------------------------------------------------------------------------------
 
 
-def _discarded(recording: Recording, fqn: str, selects: _Selects) -> tuple[CallSite, ...]:
-    """What one layer discards: saved tensors whose producers are selected, and what making them again takes."""
-    found: dict[CallSite, None] = {}
-    for scope, (inside, outside) in _saved_by_call(recording, fqn).items():
-        # What is held anyway, the layer's own output above all, stays where it is.
-        again = _again(recording, scope, inside, outside | recording.outlives_forward, selects)
-        found.update((site, None) for op, site in recording.sites(scope).items() if op in again)
-    return tuple(found)
+def _discarded(
+    recording: Recording, fqn: str, selects: _Selects, pins: Pins = NO_PINS
+) -> dict[str, tuple[CallSite, ...]]:
+    """What one layer discards: saved tensors whose producers are selected, and what making them again takes.
+
+    By unit: the layer, or where pins forbid that, modules in it.
+    """
+    chosen: set[int] = set()
+    for scope in recording.calls[fqn]:
+        order = [i for i in recording.sites(scope) if recording.ops[i].phase == Phase.FORWARD]
+        chosen.update(order[at] for at in selects([recording.ops[i] for i in order]))
+    chosen -= pins.kept_ops
+    found = {}
+    for unit in pins.units_in(recording, fqn):
+        sites: dict[CallSite, None] = {}
+        for scope, (inside, outside) in _saved_by_call(recording, unit).items():
+            # What is held anyway, the unit's own output above all, stays where it is.
+            again = _again(recording, scope, inside, outside | recording.outlives_forward, chosen)
+            sites.update((site, None) for op, site in recording.sites(scope).items() if op in again)
+        for scope in recording.calls[unit] if pins else ():  # a call site is the same in every call
+            for op, site in recording.sites(scope).items():
+                if op in pins.kept_ops:
+                    sites.pop(site, None)
+        if sites:
+            found[unit] = tuple(sites)
+    return found
 
 
 def _saved_by_call(recording: Recording, fqn: str) -> dict[int, tuple[set[int], set[int]]]:
@@ -233,13 +266,12 @@ def _saved_by_call(recording: Recording, fqn: str) -> dict[int, tuple[set[int], 
 
 
 def _again(
-    recording: Recording, scope: int, saved: set[int], held: Container[int], selects: _Selects
+    recording: Recording, scope: int, saved: set[int], held: Container[int], chosen: Container[int]
 ) -> set[int]:
     """The ops of one call that run again."""
     ops = recording.ops
-    order = [i for i in recording.sites(scope) if ops[i].phase == Phase.FORWARD]
-    chosen = [order[at] for at in selects([ops[i] for i in order])]
-    maker = {s: i for i in chosen if ops[i].recomputable for s in ops[i].writes if s not in held}
+    inside = [i for i in recording.sites(scope) if i in chosen and ops[i].recomputable]
+    maker = {s: i for i in inside for s in ops[i].writes if s not in held}
     stack = [maker[s] for s in saved if s in maker]
     again = set(stack)
     while stack:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -27,12 +27,23 @@ class UnitPlan:
         recompute_ms: predicted time of what runs again.
         discarded: call sites (op name, occurrence within one call of the unit) that are not kept.
         kept: call sites whose outputs autograd keeps.
+        drops: for discarded call sites whose values are let go more than once, how often: the first time after the
+            forward pass, then each time when they have been made again on the way to something else.
     """
 
     discard_ratio: float
     recompute_ms: float
     discarded: tuple[CallSite, ...]
     kept: tuple[CallSite, ...] = ()
+    drops: Mapping[CallSite, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "drops", {site: n for site, n in self.drops.items() if n > 1})
+
+    @property
+    def decisions(self) -> Mapping[CallSite, int]:
+        """Discarded call sites, each with the number of times that its values are let go."""
+        return {site: self.drops.get(site, 1) for site in self.discarded}
 
 
 @dataclass(frozen=True)
@@ -81,9 +92,9 @@ class Plan:
         return {fqn: unit.discard_ratio for fqn, unit in self.units.items()}
 
     @property
-    def decisions(self) -> dict[str, tuple[CallSite, ...]]:
-        """Unit to the call sites that it discards."""
-        return {fqn: unit.discarded for fqn, unit in self.units.items()}
+    def decisions(self) -> dict[str, Mapping[CallSite, int]]:
+        """Unit to the call sites that it discards, each with the number of times that its values are let go."""
+        return {fqn: unit.decisions for fqn, unit in self.units.items()}
 
     @property
     def op_decisions(self) -> dict[tuple[str, str, int], str]:
@@ -134,6 +145,7 @@ class Plan:
                     "discarded": [list(s) for s in u.discarded],
                     "kept": [list(s) for s in u.kept],
                 }
+                | ({"drops": [[*site, n] for site, n in u.drops.items()]} if u.drops else {})
                 for fqn, u in self.units.items()
             },
             "peak_bytes": self.peak_bytes,
@@ -164,6 +176,7 @@ class Plan:
                     u["recompute_ms"],
                     tuple((name, n) for name, n in u["discarded"]),
                     tuple((name, n) for name, n in u["kept"]),
+                    {(name, n): drops for name, n, drops in u.get("drops", ())},
                 )
                 for fqn, u in data["units"].items()
             },

@@ -19,8 +19,10 @@ from sacplan._fit.cells import Cell
 from sacplan._plan.budget import format_bytes, parse_budget
 from sacplan._plan.effects import Additive
 from sacplan._plan.landscape import Landscape, Objective, landscape_of
+from sacplan._plan.pins import NO_PINS, Pins, resolve_pins
 from sacplan._plan.plan import Plan, UnitPlan
-from sacplan._plan.replay import Replay, replay
+from sacplan._plan.replay import Decisions, Replay, replay
+from sacplan._plan.sequences import Rotor, sequences, unit_of
 from sacplan._solve.greedy import Greedy
 from sacplan._solve.program import Milp
 from sacplan._solve.solvers import Proposal, Solver
@@ -34,8 +36,6 @@ _ROUNDS = 4  # of asking a solver again
 _AT_FLOOR = 1.001  # times what no plan can be under: the smallest peak, near enough
 _OPTIMAL = 2e-3  # share of its cost that a plan may be above the bound for no other solver to be asked
 _NEAR, _SMALL = 2e-2, 2e-3  # share of its cost, or of the step, up to which joined cells are not looked at
-
-Decisions = Mapping[str, tuple[CallSite, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,15 @@ class Search:
 
     profile: Profile
     landscape: Landscape
-    tried: dict[tuple[tuple[str, tuple[CallSite, ...]], ...], _Tried] = field(default_factory=dict)
+    pins: Pins = NO_PINS
+    tried: dict[frozenset[tuple[str, CallSite, int]], _Tried] = field(default_factory=dict)
 
     def add(self, effects: Additive, proposal: Proposal, solver: str) -> _Tried:
         """Replay a proposal."""
         cells = effects.cells
         recording = self.profile.recording
         decisions = decisions_of(recording, [(cells[i], option) for i, option in proposal.choice.items()])
-        key = tuple(decisions.items())
+        key = _key(decisions)
         if key not in self.tried:
             cost = effects.cost(proposal.choice)
             gap = None
@@ -68,6 +69,18 @@ class Search:
                 gap = max(0.0, cost - proposal.bound) / cost if cost else 0.0
             self.tried[key] = _Tried(decisions, replay(recording, decisions), proposal.status, gap, solver)
         return self.tried[key]
+
+    def add_sequences(self, rotor: Rotor, budget_bytes: int) -> None:
+        """Rotor's sequences for a budget, or the one with the smallest peak."""
+        recording, pins = self.profile.recording, self.pins
+        if pins.regions is not None and not pins.may_be_a_unit(recording, unit_of(recording)):
+            raise PlanError(
+                f"solver 'rotor' runs all stages in one unit, {unit_of(recording) or 'the model itself'!r}, but "
+                f"never={list(pins.never)!r} leaves modules in it alone. Use another solver, or keep= instead."
+            )
+        for found in sequences(recording, budget_bytes, rotor, pins.kept_ops):
+            tried = _Tried(found.decisions, found.replay, "feasible", None, rotor.name)
+            self.tried.setdefault(_key(found.decisions), tried)
 
     def cost(self, tried: _Tried) -> float:
         """What is minimised."""
@@ -93,28 +106,56 @@ class Search:
         return min(self.tried.values(), key=lambda t: (t.replay.peak_bytes, self.cost(t)))
 
 
+def _key(decisions: Decisions) -> frozenset[tuple[str, CallSite, int]]:
+    return frozenset(
+        (unit, site, sites[site] if isinstance(sites, Mapping) else 1)
+        for unit, sites in decisions.items()
+        for site in sites
+    )
+
+
 def plan(
-    profile: Profile, budget: float | str, solver: str | Solver = "best", objective: Objective = "time"
+    profile: Profile,
+    budget: float | str,
+    solver: str | Solver | Rotor = "best",
+    objective: Objective = "time",
+    *,
+    keep: Sequence[str] = (),
+    never: Sequence[str] = (),
 ) -> Plan:
     """Choose what each module discards, so that the whole step stays under a budget.
 
         plan = sacplan.plan(profile, budget="22GiB")
+        plan = sacplan.plan(profile, "60%", keep=["*.router", "aten.topk"], never=["vision_tower.*"])
 
     Args:
         profile: from ``sacplan.profile``.
         budget: a number is GiB; a string has a unit (``"22GiB"``, ``"24GB"``), or is a share of the
             unplanned peak (``"60%"``). It bounds the peak of the whole step.
         solver: ``"milp"``, ``"greedy"``, ``"uniform"``, ``"best"`` (greedy, and milp where that is not at the bound;
-            the cheaper plan wins), or an object such as ``sacplan.Milp(gap=1e-4)``.
+            the cheaper plan wins), or an object such as ``sacplan.Milp(gap=1e-4)``. ``"rotor"`` plans for models that
+            are a chain (``sacplan.Rotor``): dearer, but its smallest peak may be lower, since it may make the same
+            values again several times; it always minimises time.
         objective: what is recomputed the least of: ``"time"`` (ms, as the profile predicts them) or ``"flops"``.
+        keep: patterns of ops and modules; what they make is never discarded. A pattern that starts with ``aten.`` or
+            ``prims.``, or has ``::`` in it, is matched (``fnmatch``) with the names of ops: ``"aten.topk"``,
+            ``"aten.topk.default"``, ``"aten.*attention*"``, ``"mylib::scan"``. Any other is matched with the names of
+            modules; without ``*``, ``?`` or ``[`` it is the name itself. All that runs in a module that matches
+            counts. ``*`` also matches dots.
+        never: patterns of modules that are left alone: nothing in them is discarded, and neither they nor a module
+            around or inside of them becomes a unit, so they run as without a plan. Of a module around one, only what
+            inner modules compute can then be discarded.
+
+    With pins ``Plan.lower_bound_ms`` is still what no schedule undercuts, but of all schedules: those that discard what
+    is pinned count, so plans may be further above it.
 
     Raises:
         BudgetError: a budget that cannot be read.
-        PlanError: an unknown solver or objective.
+        PlanError: an unknown solver or objective; a pattern that matches nothing.
         InfeasibleBudget: no plan found holds it; carries the smallest peak that one does.
     """
     solvers = resolve_solver(solver)
-    search = _search(profile, objective)
+    search = _search(profile, objective, keep, never)
     budget_bytes = parse_budget(budget, profile.peak_bytes)
     if profile.peak_bytes <= budget_bytes:
         return _as_plan(search, search.smallest, budget_bytes)
@@ -131,24 +172,33 @@ def plan(
     return _as_plan(search, found, budget_bytes)
 
 
-def plan_smallest(profile: Profile, solver: str | Solver = "best", objective: Objective = "time") -> Plan:
+def plan_smallest(
+    profile: Profile,
+    solver: str | Solver | Rotor = "best",
+    objective: Objective = "time",
+    *,
+    keep: Sequence[str] = (),
+    never: Sequence[str] = (),
+) -> Plan:
     """The plan with the smallest peak that the search finds, whatever it recomputes.
 
-    Its ``peak_bytes`` is the ``smallest_feasible_bytes`` that ``InfeasibleBudget`` reports.
+    Its ``peak_bytes`` is the ``smallest_feasible_bytes`` that ``InfeasibleBudget`` reports. ``keep`` and ``never`` are
+    those of ``plan``.
     """
-    search = _search(profile, objective)
+    search = _search(profile, objective, keep, never)
     _smallest(search, resolve_solver(solver), 0)
     return _as_plan(search, search.smallest, None)
 
 
-def resolve_solver(solver: str | Solver) -> list[Solver]:
+def resolve_solver(solver: str | Solver | Rotor) -> list[Solver | Rotor]:
     """Solver objects by name; ``"best"`` is those whose plans are worth comparing, the quickest first."""
     if not isinstance(solver, str):
         return [solver]
-    known: dict[str, list[Solver]] = {
+    known: dict[str, list[Solver | Rotor]] = {
         "milp": [Milp()],
         "greedy": [Greedy()],
         "uniform": [Uniform()],
+        "rotor": [Rotor()],
         "best": [Greedy(), Milp()],
     }
     if solver not in known:
@@ -159,14 +209,20 @@ def resolve_solver(solver: str | Solver) -> list[Solver]:
     return known[solver]
 
 
-def _search(profile: Profile, objective: Objective) -> Search:
-    search = Search(profile, landscape_of(profile.recording, objective))
+def _search(
+    profile: Profile, objective: Objective, keep: Sequence[str] = (), never: Sequence[str] = ()
+) -> Search:
+    pins = resolve_pins(profile.recording, profile.fingerprint, keep, never)
+    search = Search(profile, landscape_of(profile.recording, objective, pins), pins)
     search.add(search.landscape.effects(1), Proposal({}, "unplanned"), "none")
     return search
 
 
-def _solve(search: Search, solver: Solver, budget_bytes: int) -> None:
+def _solve(search: Search, solver: Solver | Rotor, budget_bytes: int) -> None:
     """Cells one by one, then joined, as long as that makes it cheaper."""
+    if isinstance(solver, Rotor):
+        search.add_sequences(solver, budget_bytes)
+        return
     landscape = search.landscape
     if budget_bytes < landscape.timeline.floor_bytes:
         return
@@ -199,9 +255,12 @@ def _close_loop(search: Search, solver: Solver, effects: Additive, budget_bytes:
         asked = budget_bytes - off
 
 
-def _smallest(search: Search, solvers: Sequence[Solver], budget_bytes: int) -> None:
+def _smallest(search: Search, solvers: Sequence[Solver | Rotor], budget_bytes: int) -> None:
     """The smallest peaks, in cells of all sizes, until one holds the budget."""
     for solver in solvers:
+        if isinstance(solver, Rotor):
+            search.add_sequences(solver, 0)
+            continue
         worse = 0
         for size in search.landscape.sizes:
             before = search.smallest.replay.peak_bytes
@@ -236,7 +295,7 @@ def decisions_of(recording: Recording, choice: Sequence[tuple[Cell, int]]) -> di
     return {unit: tuple(sites) for unit, sites in found.items()}
 
 
-def _infeasible(search: Search, solvers: Sequence[Solver], budget_bytes: int) -> InfeasibleBudget:
+def _infeasible(search: Search, solvers: Sequence[Solver | Rotor], budget_bytes: int) -> InfeasibleBudget:
     run = search.smallest.replay
     if run.peak_phase == Phase.OPTIMIZER:
         binding = "optimizer step"
@@ -247,11 +306,41 @@ def _infeasible(search: Search, solvers: Sequence[Solver], budget_bytes: int) ->
     names = " and ".join(s.name for s in solvers)
     return InfeasibleBudget(
         f"no plan found keeps the step under {format_bytes(budget_bytes)} (solvers: {names}). The smallest peak "
-        f"reached is {format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the {where}. Give at least "
-        f'budget="{run.peak_bytes}B", or make the batch smaller.',
+        f"reached is {format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the {where}. "
+        f"{_pinned_share(search, solvers)}{_with_rotor(search, budget_bytes)}"
+        f'Give at least budget="{run.peak_bytes}B", or make the batch smaller.',
         budget_bytes=budget_bytes,
         smallest_feasible_bytes=run.peak_bytes,
         binding=binding,
+    )
+
+
+def _with_rotor(search: Search, budget_bytes: int) -> str:
+    """A sentence on what Rotor, which may make values again more than once, would do."""
+    free = Search(search.profile, search.landscape, search.pins)
+    try:
+        free.add_sequences(Rotor(), budget_bytes)
+    except PlanError:
+        return ""  # the model is no chain
+    found = free.best(budget_bytes)
+    if found is None:
+        return ""
+    return f'solver="rotor" holds the budget, with {found.replay.recompute_ms:.4g} ms of recomputation. '
+
+
+def _pinned_share(search: Search, solvers: Sequence[Solver | Rotor]) -> str:
+    """A sentence on how much smaller the smallest peak would be without pins, if it would be."""
+    if not search.pins:
+        return ""
+    free = _search(search.profile, search.landscape.objective)
+    _smallest(free, solvers, 0)
+    smallest = free.smallest.replay.peak_bytes
+    if smallest >= search.smallest.replay.peak_bytes:
+        return ""
+    named = (("keep", search.pins.keep), ("never", search.pins.never))
+    pins = " and ".join(f"{argument}={list(patterns)!r}" for argument, patterns in named if patterns)
+    return (
+        f"That is with {pins}; without the pins the smallest is {format_bytes(smallest)} ({smallest} bytes). "
     )
 
 
@@ -294,7 +383,7 @@ def unit_plans(recording: Recording, decisions: Decisions) -> dict[str, UnitPlan
     """What each unit keeps, discards and recomputes, by call site."""
     units = {}
     for fqn, sites in decisions.items():
-        gone = set(sites)
+        times = sites if isinstance(sites, Mapping) else dict.fromkeys(sites, 1)
         saved: dict[CallSite, None] = {}
         saved_bytes = gone_bytes = 0
         recompute_ms = 0.0
@@ -305,9 +394,9 @@ def unit_plans(recording: Recording, decisions: Decisions) -> dict[str, UnitPlan
                     continue
                 kept = sum(recording.storage_bytes[s] for s in recording.ops[op].writes if s in held)
                 saved_bytes += kept
-                if site in gone:
+                if site in times:
                     gone_bytes += kept
-                    recompute_ms += recording.ops[op].time_ms
+                    recompute_ms += times[site] * recording.ops[op].time_ms
                 elif kept:
                     saved[site] = None
         units[fqn] = UnitPlan(
@@ -315,5 +404,6 @@ def unit_plans(recording: Recording, decisions: Decisions) -> dict[str, UnitPlan
             recompute_ms=recompute_ms,
             discarded=tuple(sites),
             kept=tuple(saved),
+            drops=times,
         )
     return units

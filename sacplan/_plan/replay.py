@@ -14,7 +14,11 @@ from dataclasses import dataclass, field
 from sacplan._trace.recording import ROOT_SCOPE, CallSite, Event, Kind, Phase, Recording
 
 Decisions = Mapping[str, Collection[CallSite]]
-"""Unit (fqn) to the call sites in it whose outputs are discarded."""
+"""Unit (fqn) to the call sites in it whose outputs are discarded.
+
+As a mapping it says how often: 1 is for once, when the forward pass has run; each further time, what was made again is
+let go as well, after those have run that it was made again for.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +71,11 @@ class Replay:
 class _Node:
     """A discarded op of one module call, until it has run again."""
 
-    __slots__ = ("args", "live_slots", "op", "pending", "slots")
+    __slots__ = ("args", "drops", "live_slots", "op", "pending", "slots")
 
-    def __init__(self, op: int) -> None:
+    def __init__(self, op: int, drops: int) -> None:
         self.op = op
+        self.drops = drops
         self.args: list[_Slot | int] = []  # slots of other nodes, or storages that are held
         self.pending = True
         self.live_slots = 0
@@ -80,7 +85,7 @@ class _Node:
 class _Slot:
     """One output of a node: who still refers to it, and whether it has a value."""
 
-    __slots__ = ("cached", "instances", "node", "refs", "storage")
+    __slots__ = ("cached", "instances", "node", "readers", "refs", "storage")
 
     def __init__(self, node: _Node, storage: int) -> None:
         self.node = node
@@ -88,6 +93,7 @@ class _Slot:
         self.refs = 1  # the table of the module call that is being recorded, while the original lives
         self.cached = False
         self.instances = 0
+        self.readers = 0
 
 
 def replay(recording: Recording, decisions: Decisions, *, timeline: bool = False) -> Replay:
@@ -103,21 +109,19 @@ def replay(recording: Recording, decisions: Decisions, *, timeline: bool = False
     return Replayer(recording, discarded_ops(recording, decisions), units, timeline=timeline).run()
 
 
-def discarded_ops(recording: Recording, decisions: Decisions) -> frozenset[int]:
-    """The recorded ops that decisions discard."""
-    found: set[int] = set()
+def discarded_ops(recording: Recording, decisions: Decisions) -> Mapping[int, int]:
+    """The recorded ops that decisions discard, and how often."""
+    found: dict[int, int] = {}
     ops = recording.ops
     for fqn, sites in decisions.items():
-        wanted = set(sites)
+        wanted = sites if isinstance(sites, Mapping) else dict.fromkeys(sites, 1)
         if not wanted:
             continue
         for scope in recording.calls.get(fqn, ()):
-            found.update(
-                i
-                for i, site in recording.sites(scope).items()
-                if site in wanted and ops[i].recomputable and ops[i].phase == Phase.FORWARD
-            )
-    return frozenset(found)
+            for i, site in recording.sites(scope).items():
+                if site in wanted and ops[i].recomputable and ops[i].phase == Phase.FORWARD:
+                    found[i] = wanted[site]
+    return found
 
 
 class Replayer:
@@ -125,7 +129,8 @@ class Replayer:
 
     Args:
         recording: the step.
-        discarded: ops that leave a recipe, if they run inside one of the ``units``.
+        discarded: ops that leave a recipe, if they run inside one of the ``units``; as a mapping, how often they
+            are discarded.
         units: scopes (module calls) in which recipes are made.
         initial: storages alive when the step begins; by default the recording's.
         timeline: keep one ``Moment`` per op.
@@ -154,6 +159,10 @@ class Replayer:
         self.table: dict[int, _Slot] = {}  # storage to slot, for the module call that is running
         self.current_unit = ROOT_SCOPE
         self.handle_slot: dict[int, _Slot] = {}
+        self.loose: dict[int, int] = {}  # instance to the storage that it alone holds
+        self.passing: dict[
+            _Slot, int
+        ] = {}  # while something runs again: slots whose values are let go after it
         self.peak = 0
         self.peak_kinds: tuple[int, ...] = tuple(self.by_kind)
         self.peak_op = 0
@@ -198,12 +207,14 @@ class Replayer:
             self.last_op = arg
             op = r.ops[arg]
             discards = arg in self.discarded and self.current_unit != ROOT_SCOPE
+            if discards and op.replaces >= 0 and op.replaces not in self.table:
+                discards = False  # what it writes in place was kept
             if discards:
                 self._keep_state(op.state_bytes)
             for s in op.writes:
                 self.count[s] += 1
                 self._add(s)
-            self._note(arg, op.workspace_bytes, False)
+            self._note(arg, r.inside_bytes[arg], False)
             if discards:
                 self._make_node(arg)
         elif code == Event.FREE:
@@ -227,13 +238,16 @@ class Replayer:
             if slot is None:
                 self._hold(r.handle_storages[handle])
             else:
-                if not slot.cached:
-                    self._compute(slot.node, self.last_op)
-                slot.instances += 1
-                self.handle_slot[-1 - arg] = slot
+                if not slot.cached and self._compute(slot, self.last_op):
+                    self.loose[arg] = slot.storage
+                else:
+                    slot.instances += 1
+                    self.handle_slot[-1 - arg] = slot
         elif code == Event.DROP:
             slot = self.handle_slot.pop(-1 - arg, None)
-            if slot is None:
+            if arg in self.loose:
+                self._remove(self.loose.pop(arg))
+            elif slot is None:
                 self._release(r.handle_storages[r.instance_handles[arg]])
             else:
                 slot.instances -= 1
@@ -302,7 +316,8 @@ class Replayer:
 
     def _make_node(self, index: int) -> None:
         op = self.r.ops[index]
-        node = _Node(index)
+        drops = self.discarded[index] - 1 if isinstance(self.discarded, Mapping) else 0
+        node = _Node(index, drops)
         for s in op.reads:
             slot = self.table.get(s)
             if slot is None:
@@ -310,6 +325,7 @@ class Replayer:
                 node.args.append(s)
             else:
                 slot.refs += 1
+                slot.readers += 1
                 node.args.append(slot)
         for s in op.writes:
             slot = _Slot(node, s)
@@ -347,12 +363,30 @@ class Replayer:
             slot.cached = False
             self._remove(slot.storage)
 
-    def _compute(self, node: _Node, asked_by: int) -> None:
-        """Run the pending nodes that this one needs, arguments first."""
+    def _compute(self, wanted: _Slot, asked_by: int) -> bool:
+        """Run the pending nodes that a slot needs, arguments first; whether its value is not remembered."""
+        order = self._needed(wanted.node)
+        if any(node.drops for node in order):
+            for node in order:
+                for arg in node.args:
+                    if isinstance(arg, _Slot) and not arg.cached and arg.node.drops:
+                        self.passing[arg] = self.passing.get(arg, 0) + 1
+            if wanted.node.drops:
+                self.passing[wanted] = self.passing.get(wanted, 0) + 1
+        for node in order:
+            self._run(node, asked_by)
+        loose = wanted in self.passing
+        if loose:
+            wanted.cached = False
+        self.passing.clear()
+        return loose
+
+    def _needed(self, node: _Node) -> list[_Node]:
+        order: dict[_Node, None] = {}
         stack: list[tuple[_Node, bool]] = [(node, False)]
         while stack:
             current, ready = stack.pop()
-            if not current.pending:
+            if not current.pending or current in order:
                 continue
             if not ready:
                 stack.append((current, True))
@@ -362,22 +396,42 @@ class Replayer:
                     if isinstance(arg, _Slot) and not arg.cached
                 )
                 continue
-            self._run(current, asked_by)
+            order[current] = None
+        return list(order)
 
     def _run(self, node: _Node, asked_by: int) -> None:
         op = self.r.ops[node.op]
+        last = not node.drops
+        if op.replaces >= 0:
+            self._take_over(node, op.replaces)
         for s in op.writes:
             self._add(s)
         self._note(asked_by, op.workspace_bytes + op.state_bytes, True)
         self.recompute_ms += op.time_ms
         self.recompute_flops += op.flops
         self.recomputed.append(node.op)
-        node.pending = False
+        taken = [arg for arg in node.args if isinstance(arg, _Slot) and arg in self.passing]
         for slot in node.slots:
-            if slot.refs:
+            if slot.refs if last else slot in self.passing:
                 slot.cached = True
             else:
                 self._remove(slot.storage)
-        for slot in self._drop_args(node):
-            self._unref(slot)
-        self._keep_state(-op.state_bytes)
+        if last:
+            node.pending = False
+            for slot in self._drop_args(node):
+                self._unref(slot)
+            self._keep_state(-op.state_bytes)
+        else:
+            node.drops -= 1
+        for slot in taken:
+            self.passing[slot] -= 1
+            if not self.passing[slot] and slot.cached:
+                slot.cached = False
+                self._remove(slot.storage)
+
+    def _take_over(self, node: _Node, storage: int) -> None:
+        """What an op writes in place is gone, if nobody else will want it; else it writes a copy."""
+        slot = next(arg for arg in node.args if isinstance(arg, _Slot) and arg.storage == storage)
+        if slot.readers == 1 and (not node.drops or slot.node.pending):
+            slot.cached = False
+            self._remove(storage)

@@ -6,8 +6,12 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sacplan.errors import PlanError
+
+if TYPE_CHECKING:
+    from sacplan._trace.profile import Profile
 
 _LENGTHS = {
     "forward_ms": 0,
@@ -85,6 +89,23 @@ class Chain:
                     f"Chain: {field} has {len(getattr(self, field))} entries, but forward_ms has {stages} stages; "
                     f"give {stages + more}, {why} (see sacplan.Chain)"
                 )
+
+    @classmethod
+    def from_profile(cls, profile: Profile) -> Chain:
+        """The chain that a recorded step is: its stages are found from what ran (``sacplan/_plan/stages.py``).
+
+            chain = sacplan.Chain.from_profile(sacplan.profile(model, batch, device="h100"))
+
+        Stages are separated where a single tensor passes from what came before to what comes after. So a residual
+        block is one stage, and values that many layers share, if parameters have a part in them, close these layers
+        into one. Parameters, buffers and optimizer state are in none of the sizes.
+
+        Raises:
+            PlanError: the forward pass does not fall apart, or the step calls the model more than once.
+        """
+        from sacplan._plan.stages import stages_of
+
+        return stages_of(profile.recording).chain
 
     def __len__(self) -> int:
         """Stages, the loss not counted."""

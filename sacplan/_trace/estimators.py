@@ -234,12 +234,14 @@ def sac_stats(recording: Recording, fqn: str) -> SACStats:
     return SACStats(
         func_names=tuple(op.name for op in ops),
         runtimes=tuple(op.time_ms for op in ops),
-        memory=tuple(sum(recording.storage_bytes[s] for s in op.writes) for op in ops),
+        memory=tuple(sum(recording.storage_bytes[s] for s in op.writes if op.replaces < 0) for op in ops),
         view_like_ops=tuple(at for at, op in enumerate(ops) if not op.writes and not op.mutates),
         rand_ops=tuple(at for at, op in enumerate(ops) if op.writes and _is_random(op.name)),
         saved_autograd_ops=tuple(at for at, op in enumerate(ops) if saved.intersection(op.writes)),
         inplace_ops=tuple(
-            (at, place.get(op.mutates[0], at)) for at, op in enumerate(ops) if op.mutates and not op.writes
+            (at, place.get(op.replaces if op.replaces >= 0 else op.mutates[0], at))
+            for at, op in enumerate(ops)
+            if op.replaces >= 0 or (op.mutates and not op.writes)
         ),
     )
 

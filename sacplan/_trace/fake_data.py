@@ -350,8 +350,7 @@ class DataRules(TorchDispatchMode):
                 self._attach(fake, value, rules)
 
     def _follow_write(self, func: Any, traits: Any, args: Any, kwargs: Any) -> None:
-        written = [args[i] for i in traits.written_positions if i < len(args)]
-        written += [kwargs[name] for name in traits.written_names if name in kwargs]
+        written = traits.written(args, kwargs)
         targets = [t for t in tensors_in(written) if isinstance(t, FakeTensor) and is_plain(t)]
         known = [k for t in targets if (k := self._known.get(storage_key(t.untyped_storage()))) is not None]
         if not known:

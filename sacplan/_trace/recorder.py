@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from sacplan._trace.torch_private import (
     is_plain,
     storage_key,
 )
+from sacplan._trace.versions import split_versions
 from sacplan.errors import TraceError
 
 # Plain integers, which the event stream is made of.
@@ -96,7 +97,7 @@ class Recorder(TorchDispatchMode):
         self._error: Exception | None = None
         self._ids: dict[int, int] = {}
         self._finalizers: dict[int, weakref.ref[Any]] = {}
-        self._mutated_at: dict[int, list[int]] = {}
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}  # storage to the output of the op that made it
         self._storage_bytes: list[int] = []
         self._kinds: list[Kind | None] = []
         self._born: list[Phase] = []
@@ -231,7 +232,6 @@ class Recorder(TorchDispatchMode):
         self._scope_marks.clear()
         self._backward_order.clear()
         self._backward_scope = ROOT_SCOPE
-        self._mutated_at.clear()
         self._in_place.clear()
         self._initial = sorted(set(self._ids.values()))
         self._initial_set.clear()
@@ -343,8 +343,11 @@ class Recorder(TorchDispatchMode):
         traits = op_traits(func)
         known = self._ids
         n_storages = len(self._storage_bytes)
+        mutates = self._mutated(traits, args, kwargs) if traits.written_names else ()
+        left_out = traits.left_out(args)  # statistics, which it only writes
+        read = [a for i, a in enumerate(args) if i not in left_out] if left_out else args
         reads: dict[int, None] = {}
-        for t in _tensor_list(args, kwargs):
+        for t in _tensor_list(read, kwargs):
             if is_plain(t):
                 storage = t.untyped_storage()
                 at = known.get(storage_key(storage))
@@ -359,15 +362,14 @@ class Recorder(TorchDispatchMode):
             storage = t.untyped_storage()
             at = known.get(storage_key(storage))
             if at is None:
-                writes[self._new_storage(storage, None)] = None
+                at = self._new_storage(storage, None)
+                self._made[at] = weakref.ref(t)
+                writes[at] = None
             elif at not in writes:
                 fresh = False
-        mutates = self._mutated(traits, args, kwargs) if traits.written_names else ()
         if not outputs and not mutates:
             return  # a metadata query
         index = len(self._ops)
-        for s in mutates:
-            self._mutated_at.setdefault(s, []).append(index)
         if seen is None:
             seen = self._figures(func, args, kwargs, out, key)
         phase = self._phase()
@@ -381,7 +383,9 @@ class Recorder(TorchDispatchMode):
             tuple(reads),
             tuple(writes),
             mutates,
-            phase is Phase.FORWARD and fresh and bool(writes) and can_run_again(func, args, kwargs, out),
+            phase is Phase.FORWARD
+            and (self._is_as_made(args[0], mutates) if traits.in_place else fresh and bool(writes))
+            and can_run_again(func, args, kwargs, out),
             self._state_bytes if traits.random else 0,
         )
         self._ops.append(op)
@@ -417,10 +421,14 @@ class Recorder(TorchDispatchMode):
         self._backward_order.update(dict.fromkeys(reversed(chain)))
         return self._backward_scope
 
+    def _is_as_made(self, tensor: Any, storages: Sequence[int]) -> bool:
+        """Whether what an op writes is what another one gave back, and not an alias, which may count other versions."""
+        made = self._made.get(storages[0]) if storages else None
+        return made is not None and made() is tensor
+
     def _mutated(self, traits: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
-        written = [args[i] for i in traits.written_positions if i < len(args)]
-        written += [kwargs[n] for n in traits.written_names if n in kwargs]
-        return tuple(dict.fromkeys(self._index_of(t) for t in _tensor_list(written) if is_plain(t)))
+        written = _tensor_list(traits.written(args, kwargs))
+        return tuple(dict.fromkeys(self._index_of(t) for t in written if is_plain(t)))
 
     def _index_of(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -460,16 +468,20 @@ class Recorder(TorchDispatchMode):
         kinds = list(self._kinds)
         born_backward = [phase is Phase.BACKWARD for phase in self._born]
         ops, events, same = self._in_place.settle(self._ops, self._events, kinds, born_backward)
-        handle_storages = tuple(same[s] for s in self._saved.handle_storages)
+        versions = split_versions(ops, events, [same[s] for s in self._saved.handle_storages], len(kinds))
+        handle_storages = versions.handle_storages
+        of = (*range(len(kinds)), *versions.version_of)
         parameters = {id(p): p for m in self._modules.values() for p in m.parameters(recurse=False)}
         sizes = {key: self._rounded(p.numel() * p.element_size()) for key, p in parameters.items()}
         return Recording(
-            storage_bytes=tuple(self._storage_bytes),
-            storage_kinds=final_kinds(kinds, self._born, ops, handle_storages),
+            storage_bytes=tuple(self._storage_bytes[s] for s in of),
+            storage_kinds=final_kinds(
+                [kinds[s] for s in of], [self._born[s] for s in of], versions.ops, handle_storages
+            ),
             initial=tuple(self._initial),
-            ops=final_ops(ops, self._mutated_at),
+            ops=final_ops(versions.ops),
             scopes=tuple(Scope(*s) for s in self._scopes),
-            events=tuple(events),
+            events=versions.events,
             handle_storages=handle_storages,
             instance_handles=tuple(self._saved.instance_handles),
             backward_order=tuple(self._backward_order),

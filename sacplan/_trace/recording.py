@@ -78,6 +78,8 @@ class Op:
         mutates: storages it writes in place.
         recomputable: running it again gives the same values and has no other effect.
         state_bytes: generator state that a recipe of it keeps on the device.
+        replaces: for an op that writes in place, the version of the storage that it overwrites: its first output
+            takes over these bytes. It can run again only if that version is made again. -1: none.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Op:
     mutates: tuple[int, ...]
     recomputable: bool
     state_bytes: int = 0
+    replaces: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,30 @@ class Recording:
     def writer(self) -> dict[int, int]:
         """The op that made each storage (storages that no op made are absent)."""
         return {s: i for i, op in enumerate(self.ops) for s in op.writes}
+
+    @cached_property
+    def inside_bytes(self) -> tuple[int, ...]:
+        """By op, what is alive while it runs beside its arguments and outputs: workspace, less what it overwrites."""
+        return tuple(
+            op.workspace_bytes - (self.storage_bytes[op.replaces] if op.replaces >= 0 else 0)
+            for op in self.ops
+        )
+
+    @cached_property
+    def overwritten(self) -> Mapping[int, int]:
+        """Storages that an in-place write replaces, and the op that made each (see ``Op.replaces``)."""
+        return {op.replaces: self.writer[op.replaces] for op in self.ops if op.replaces >= 0}
+
+    @cached_property
+    def readers_of_overwritten(self) -> Mapping[int, frozenset[int]]:
+        """By storage that an in-place write replaces, the ops of the forward pass that read it."""
+        found: dict[int, set[int]] = {s: set() for s in self.overwritten}
+        for i, op in enumerate(self.ops):
+            if op.phase == Phase.FORWARD:
+                for s in op.reads:
+                    if s in found:
+                        found[s].add(i)
+        return {s: frozenset(readers) for s, readers in found.items()}
 
     @cached_property
     def calls(self) -> dict[str, tuple[int, ...]]:
@@ -253,6 +280,7 @@ class Recording:
                     o.mutates,
                     int(o.recomputable),
                     o.state_bytes,
+                    o.replaces,
                 ]
                 for o in self.ops
             ],
@@ -277,8 +305,8 @@ class Recording:
             storage_kinds=tuple(Kind(k) for k in data["storage_kinds"]),
             initial=tuple(data["initial"]),
             ops=tuple(
-                Op(names[n], Phase(p), sc, t, f, w, tuple(r), tuple(wr), tuple(m), bool(rc), sb)
-                for n, p, sc, t, f, w, r, wr, m, rc, sb in data["ops"]
+                Op(names[n], Phase(p), sc, t, f, w, tuple(r), tuple(wr), tuple(m), bool(rc), *rest)
+                for n, p, sc, t, f, w, r, wr, m, rc, *rest in data["ops"]
             ),
             scopes=tuple(Scope(*s) for s in data["scopes"]),
             events=tuple(zip(flat[::2], flat[1::2], strict=True)),

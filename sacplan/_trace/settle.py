@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from sacplan._trace.recording import Kind, Op, Phase
@@ -26,20 +26,23 @@ def final_kinds(
     )
 
 
-def final_ops(ops: Sequence[Op], mutated_at: Mapping[int, Sequence[int]]) -> tuple[Op, ...]:
+def final_ops(ops: Sequence[Op]) -> tuple[Op, ...]:
     """Ops whose inputs or outputs are written in place later, before the optimizer's step, are kept.
 
-    ``mutated_at`` says for each storage which ops write it, in order.
+    Where that write made a new version of the storage (``Op.replaces``), what reads the old one may run again if
+    that can be made again.
     """
-
-    def written_later(index: int, op: Op) -> bool:
-        return any(
-            at > index and ops[at].phase is not Phase.OPTIMIZER
-            for s in (*op.reads, *op.writes)
-            for at in mutated_at.get(s, ())
-        )
-
-    return tuple(
-        replace(op, recomputable=False) if op.recomputable and written_later(i, op) else op
-        for i, op in enumerate(ops)
-    )
+    written: dict[int, int] = {}  # storage to the last op that writes it in place
+    for i, op in enumerate(ops):
+        if op.phase is not Phase.OPTIMIZER:
+            written.update(dict.fromkeys(op.mutates, i))
+    overwritten = {op.replaces for op in ops if op.replaces >= 0}
+    kept: set[int] = set()  # overwritten storages whose makers may not run again
+    found = []
+    for i, op in enumerate(ops):
+        may = op.recomputable and not any(written.get(s, -1) > i for s in (*op.reads, *op.writes))
+        may = may and kept.isdisjoint(op.reads)
+        if not may:
+            kept.update(s for s in op.writes if s in overwritten)
+        found.append(op if may or not op.recomputable else replace(op, recomputable=False))
+    return tuple(found)

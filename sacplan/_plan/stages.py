@@ -1,0 +1,598 @@
+"""A recorded step as a chain of stages for Rotor, found from what ran and never from module classes.
+
+    stages = stages_of(profile.recording)
+    found = sacplan.rotor(stages.chain, budget_bytes - stages.fixed_bytes)
+    drops_of(stages, found.operations)  # op to how often its output is thrown away
+
+Two ops of the forward pass belong to different stages if at some position between them a single storage crosses: made
+before the position and read behind it. What is a function of the batch, buffers and constants alone (a mask, a rotary
+table) does not count: it is input, like parameters, and always there. So a branch closes into one stage from where it
+leaves to where it comes back, and what many layers share on the gradient path (T5's position bias) closes all of
+these. A storage that is written in place crosses with all its versions: its maker and its last writer are in one stage.
+
+Where a storage crosses several positions alone, the first of them is the cut; what follows belongs to the next stage.
+That is why views, or a mask that is made between two layers, never are a stage. And a cut is left out where autograd
+does not save what crosses and the next cut is as good (see ``_without_bare_cuts``): a linear layer and its ReLU.
+
+If everything is kept, Rotor's memory of the chain and ``fixed_bytes`` together are never less than what a replay has at
+any op of the forward and the backward pass: whatever is alive there is in one of the figures. They are more where the
+gradient of a boundary takes no memory (the loss is a sum), and where what is fixed is not there yet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from sacplan._solve.chain import Chain
+from sacplan._solve.rotor import Operation, OperationKind
+from sacplan._trace.recording import ROOT_SCOPE, Event, Kind, Phase, Recording
+from sacplan.errors import PlanError
+
+_NOT_INPUT = frozenset((Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER_STATE))
+
+# Homes of storages that are in no stage's sizes.
+_FIXED = -1  # in ``fixed_bytes``
+_INPUT = -2  # in x_0
+_EXTRA = -3  # in ftmp and btmp of every stage that runs while it is alive
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """A recorded step as a chain: L stages and the loss behind them.
+
+    Attributes:
+        chain: times in milliseconds, whole bytes.
+        ops: the forward ops of each stage, then those of the loss (L + 1).
+        boundary: by stage, the storage that crosses behind it (L); the last is what the loss reads.
+        fixed_bytes: alive throughout and in none of the chain's sizes: parameters, buffers, optimizer state, library
+            workspaces, masks that several stages read, what autograd saves of ops that cannot run again.
+        unit: the innermost module around all stages that a sequence could run again (the loss never is).
+        makers: by stage, the ops that write the boundary behind it, those that write it in place included (L).
+        path: by stage, the other ops that the boundary needs (L).
+        side: by stage, the ops that only its backward needs (L).
+
+    ``makers``, ``path`` and ``side`` are without ops that cannot run again, that run outside of ``unit``, or that make
+    what is fixed.
+    """
+
+    chain: Chain
+    ops: tuple[tuple[int, ...], ...] = field(repr=False)
+    boundary: tuple[int, ...] = field(repr=False)
+    fixed_bytes: int
+    unit: str
+    makers: tuple[tuple[int, ...], ...] = field(repr=False)
+    path: tuple[tuple[int, ...], ...] = field(repr=False)
+    side: tuple[tuple[int, ...], ...] = field(repr=False)
+
+    def __len__(self) -> int:
+        """Stages, the loss not counted."""
+        return len(self.boundary)
+
+
+def stages_of(recording: Recording) -> Stages:
+    """The chain of a recorded step.
+
+    Stages, with L the number of them:
+
+    - ``f_i`` and ``b_i``: times of the ops. Backward of stage i lasts until autograd first asks for what an earlier
+      stage saved, or runs an op of a module, or reads an input, that only earlier stages ran or read. The loss is all
+      that runs behind the last cut, in the model and outside of it; both its passes are in ``b_L``. The optimizer is in
+      no stage.
+    - ``x_i``: the boundary, and what the op that makes it has to keep for autograd with it (the indices of a max-pool);
+      ``x_0`` is what the first stage reads of the batch.
+    - ``xbar_{i+1}``: what stage i made and autograd holds, and ``x_{i+1}``.
+    - ``ftmp_i``: the most that forward of the stage needs beside ``x_i`` and ``x_{i+1}`` if autograd holds nothing,
+      or beside ``x_i`` and ``xbar_{i+1}`` if it holds everything: the larger. Workspaces are in it.
+    - ``btmp_i``: the most that is alive in backward of the stage beside what earlier stages made, ``xbar_{i+1}`` and
+      room for one gradient of the size of ``x_{i+1}``. The gradients of parameters made so far are in it.
+
+    What code holds beyond its stage though autograd does not, an output of the model that is no boundary, is in ftmp
+    and btmp as long as it lives. Boundaries that code holds, beyond the stage that reads them, count as if it did not.
+
+    Raises:
+        PlanError: the model was not called exactly once, or its forward has no cut.
+    """
+    cuts = _find_cuts(recording)
+    stage_of = {op: i for i, ops in enumerate(cuts.ops) for op in ops}
+    unit = _unit(recording, cuts)
+    inside = _ops_of(recording, unit)
+    droppable = frozenset(i for i in stage_of if recording.ops[i].recomputable and i in inside)
+    homes = _homes(recording, cuts, stage_of, droppable)
+    makers, path, side = _roles(recording, cuts, droppable, homes)
+    last, size = len(cuts.boundary), recording.storage_bytes
+    x, xbar = [0] * (last + 1), [0] * (last + 1)
+    for s, home in enumerate(homes):
+        if home == _INPUT:
+            x[0] = xbar[0] = x[0] + size[s]
+        elif 0 <= home < last:
+            xbar[home + 1] += size[s]
+            if s == cuts.boundary[home] or recording.writer[s] in makers[home]:
+                x[home + 1] += size[s]
+    sweep = _Sweep(recording, stage_of, homes, _packing_stages(recording, cuts, stage_of), x, xbar)
+    forward_ms = [sum(recording.ops[op].time_ms for op in ops) for ops in cuts.ops]
+    backward_ms = sweep.backward_ms
+    backward_ms[last] += forward_ms.pop()
+    chain = Chain(
+        tuple(forward_ms),
+        tuple(backward_ms),
+        tuple(x),
+        tuple(xbar),
+        tuple(sweep.forward_extra[:last]),
+        tuple(sweep.backward_extra),
+    )
+    return Stages(
+        chain=chain,
+        ops=cuts.ops,
+        boundary=cuts.boundary,
+        fixed_bytes=sum(size[s] for s, home in enumerate(homes) if home == _FIXED),
+        unit=recording.scopes[unit].fqn,
+        makers=makers,
+        path=path,
+        side=side,
+    )
+
+
+def drops_of(stages: Stages, operations: Sequence[Operation]) -> dict[int, int]:
+    """How often the output of each forward op is thrown away in a sequence; ops that never lose it are left out.
+
+    An op that the boundary behind its stage needs runs each time that the stage does, and only the last run keeps
+    what it makes. The boundary itself is made again only if it was let go: by the next stage's forward, keeping
+    nothing. What nobody but backward of the stage needs is thrown away in the first run, and runs once more when
+    backward asks.
+    """
+    runs: Counter[int] = Counter()
+    let_go: Counter[int] = Counter()
+    for before, operation in zip((None, *operations), operations, strict=False):
+        if operation.kind in (OperationKind.LOSS, OperationKind.BACKWARD):
+            continue
+        runs[operation.stage] += 1
+        if (
+            operation.kind is OperationKind.FORWARD_KEEP_NOTHING
+            and before is not None
+            and before.stage == operation.stage - 1
+            and before.kind not in (OperationKind.LOSS, OperationKind.BACKWARD)
+        ):
+            let_go[before.stage] += 1
+    found: dict[int, int] = {}
+    for k in range(len(stages)):
+        found.update(dict.fromkeys(stages.makers[k], let_go[k]))
+        found.update(dict.fromkeys(stages.path[k], runs[k] - 1))
+        found.update(dict.fromkeys(stages.side[k], int(runs[k] > 1)))
+    return {op: times for op, times in sorted(found.items()) if times > 0}
+
+
+@dataclass(frozen=True, slots=True)
+class _Cuts:
+    """Where the forward pass falls apart.
+
+    Attributes:
+        ops: forward ops by stage, the loss last.
+        boundary: the storage that crosses behind each stage but the last, in its last version.
+        base: by storage, the first version of it (see ``Op.replaces``).
+        shared: storages that no parameter has a part in, made in one stage and read in a later one.
+        saved: storages that autograd holds when the backward pass begins.
+    """
+
+    ops: tuple[tuple[int, ...], ...]
+    boundary: tuple[int, ...]
+    base: tuple[int, ...]
+    shared: frozenset[int]
+    saved: frozenset[int]
+
+
+def _find_cuts(recording: Recording) -> _Cuts:
+    """Raises ``PlanError`` where there are none."""
+    calls = recording.calls.get("", ())
+    if len(calls) != 1:
+        raise PlanError(
+            f"stages: a chain is one forward pass, but the model itself was called {len(calls)} times in the recorded "
+            "step. Give sacplan.profile a loss_fn that calls the model once (gradient accumulation: one micro-batch), "
+            "or plan with another solver, which takes any step."
+        )
+    root = recording.scopes[calls[0]]
+    backward_at = next(
+        (i for i, op in enumerate(recording.ops) if op.phase is Phase.BACKWARD), len(recording.ops)
+    )
+    forward = [i for i, op in enumerate(recording.ops[:backward_at]) if op.phase is Phase.FORWARD]
+    lives = _Lives(recording, forward)
+    crossing, which, blocked = lives.at_positions()
+    starts, boundary = [0], list[int]()
+    for p in range(1, len(forward)):
+        in_root = root.first_op <= forward[p - 1] and forward[p] <= root.end_op
+        if in_root and crossing[p] == 1 and not blocked[p]:
+            storage = lives.newest[which[p]]
+            if not boundary or boundary[-1] != storage:
+                boundary.append(storage)
+                starts.append(p)
+    if not boundary:
+        raise PlanError(_no_cut(recording, forward, root.first_op, root.end_op, lives, crossing, blocked))
+    saved = _saved(recording)
+    ops = [tuple(forward[a:b]) for a, b in zip(starts, (*starts[1:], len(forward)), strict=True)]
+    ops, boundary = _without_bare_cuts(recording, ops, boundary, saved)
+    stage_of = {op: i for i, stage in enumerate(ops) for op in stage}
+    shared = {
+        s
+        for op in forward
+        for s in recording.ops[op].reads
+        if lives.base[s] not in lives.learned
+        and stage_of.get(recording.writer.get(s, -1), len(ops)) < stage_of[op]
+    }
+    return _Cuts(tuple(ops), tuple(boundary), lives.base, frozenset(shared), saved)
+
+
+def _saved(recording: Recording) -> frozenset[int]:
+    """Storages that autograd holds when the backward pass begins."""
+    held: Counter[int] = Counter()
+    for code, arg in recording.events:
+        if code == Event.OP and recording.ops[arg].phase is Phase.BACKWARD:
+            break
+        if code in (Event.PACK, Event.RELEASE):
+            held[recording.handle_storages[arg]] += 1 if code == Event.PACK else -1
+    return frozenset(s for s, count in held.items() if count > 0)
+
+
+def _without_bare_cuts(
+    recording: Recording, ops: list[tuple[int, ...]], boundary: list[int], saved: Collection[int]
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Leaves out cuts whose storage autograd does not save, where the next cut is as good.
+
+    Rotor's "keeping all" keeps the boundary, too. Between a batch norm, or a linear layer, and a ReLU nobody needs it
+    for the backward pass, and to count it would double what such stages save. So the cut is left out if the next
+    boundary is no larger and little is saved up to there; in front of the loss, if little is saved before.
+    """
+    size = recording.storage_bytes
+
+    def saved_bytes(stage: Sequence[int], but: int) -> int:
+        made = (s for op in stage for s in recording.ops[op].writes)
+        return sum(size[s] for s in made if s in saved and s != but)
+
+    stages, kept = [ops[-1]], list[int]()
+    for at in reversed(range(len(boundary))):
+        storage, last = boundary[at], at == 0 and not kept
+        if storage in saved or last:
+            bare = False
+        elif kept:
+            bare = size[kept[0]] <= size[storage] and saved_bytes(stages[0], kept[0]) < size[storage]
+        else:
+            bare = saved_bytes(ops[at], storage) < size[storage]
+        if bare:
+            stages[0] = ops[at] + stages[0]
+        else:
+            stages.insert(0, ops[at])
+            kept.insert(0, storage)
+    return stages, kept
+
+
+class _Lives:
+    """From where to where in the forward pass each storage is needed, all its versions together.
+
+    Attributes:
+        base: by storage, its first version.
+        learned: storages (first versions) that a parameter has a part in.
+        newest: first version to the last one.
+        made, written, read: first version to the position, in the forward pass, of the first write, the last write
+            and the last read.
+    """
+
+    def __init__(self, recording: Recording, forward: Sequence[int]) -> None:
+        self.recording = recording
+        base = list(range(len(recording.storage_bytes)))
+        for op in recording.ops:
+            if op.replaces >= 0:
+                base[op.writes[0]] = base[op.replaces]
+        self.base = tuple(base)
+        self.learned: set[int] = set()
+        self.newest: dict[int, int] = {}
+        self.made: dict[int, int] = {}
+        self.written: dict[int, int] = {}
+        self.read: dict[int, int] = {}
+        for p, i in enumerate(forward):
+            self._follow(p, i, last=i == forward[-1])
+        self._length = len(forward)
+
+    def _follow(self, p: int, index: int, last: bool) -> None:
+        op, kinds = self.recording.ops[index], self.recording.storage_kinds
+        if last and op.name == "aten.ones_like.default":
+            return  # the gradient of the loss, which autograd makes: it reads no value
+        learned = any(
+            kinds[s] is Kind.PARAMETER or self.base[s] in self.learned for s in (*op.reads, *op.mutates)
+        )
+        for s in op.reads:
+            if s not in op.mutates:
+                self.read[self.base[s]] = p
+        for s in (*op.writes, *op.mutates):
+            at = self.base[s]
+            if s in op.writes or learned:
+                self.made.setdefault(at, p)
+            if learned:
+                self.learned.add(at)
+            self.written[at], self.newest[at] = p, s
+
+    def at_positions(self) -> tuple[list[int], list[int], list[int]]:
+        """By position (p is in front of the p-th op): how many storages cross, the one if it is one, and how many
+        forbid a cut."""
+        crossing, which, blocked = ([0] * (self._length + 1) for _ in range(3))
+        initial = frozenset(self.recording.initial)
+
+        def add(to: list[int], after: int, until: int, what: int) -> None:
+            if until > after:
+                to[after + 1] += what
+                to[until + 1] -= what
+
+        for s, p in self.made.items():
+            read = self.read.get(s, p) if s in self.learned else p
+            if s in initial:  # a buffer that the model computes, and reads
+                add(blocked, p, read, 1)
+                continue
+            add(blocked, p, self.written[s], 1)
+            add(crossing, p, read, 1)
+            add(which, p, read, s)
+        return list(accumulate(crossing)), list(accumulate(which)), list(accumulate(blocked))
+
+    def across(self, p: int) -> list[int]:
+        """Storages (first versions) that cross a position or forbid a cut there."""
+        return [
+            s
+            for s, made in self.made.items()
+            if made < p <= max(self.written[s], self.read.get(s, made) if s in self.learned else made)
+        ]
+
+
+def _no_cut(
+    recording: Recording,
+    forward: Sequence[int],
+    first_op: int,
+    end_op: int,
+    lives: _Lives,
+    crossing: Sequence[int],
+    blocked: Sequence[int],
+) -> str:
+    message = (
+        "stages: the model's forward is one stage: at no position between two of its ops is there a single "
+    )
+    message += "tensor that everything behind it rests on."
+    positions = [p for p in range(1, len(forward)) if first_op <= forward[p - 1] and forward[p] < end_op]
+    positions = [p for p in positions if crossing[p] > 0]
+    if positions:
+        p = min(positions, key=lambda p: (crossing[p] + blocked[p], abs(2 * p - len(forward))))
+        names = []
+        for s in lives.across(p)[:3]:
+            op = recording.ops[forward[lives.made[s]]]
+            where = recording.scopes[op.scope].fqn if op.scope != ROOT_SCOPE else ""
+            names.append(f"{op.name} in {repr(where) if where else 'the model itself'}")
+        message += f" The fewest cross before {recording.ops[forward[p]].name} (op {forward[p]}): made by "
+        message += ", ".join(names) + "."
+    return message + " Plan with another solver, which needs no chain: sacplan.plan(profile, budget)."
+
+
+def _ops_of(recording: Recording, scope: int) -> range:
+    """The ops that ran in a module call."""
+    return range(recording.scopes[scope].first_op, recording.scopes[scope].end_op)
+
+
+def _homes(
+    recording: Recording, cuts: _Cuts, stage_of: dict[int, int], droppable: Collection[int]
+) -> list[int]:
+    """By storage, the stage in whose sizes it is, or one of the three homes above."""
+    homes = [_EXTRA] * len(recording.storage_bytes)
+    initial = frozenset(recording.initial)
+    for stage, ops in enumerate(cuts.ops):
+        for op in ops:
+            home = (
+                stage if op in droppable or stage == len(cuts.boundary) else _FIXED
+            )  # what cannot run again stays
+            for s in recording.ops[op].writes:
+                if s in cuts.saved:
+                    homes[s] = home
+    for stage, s in enumerate(cuts.boundary):
+        homes[s] = stage
+    for s in (*recording.initial, *cuts.shared, *_left_over(recording, stage_of)):
+        homes[s] = _FIXED
+    for op in cuts.ops[0]:
+        for s in recording.ops[op].reads:
+            if s in initial and recording.storage_kinds[s] not in _NOT_INPUT:
+                homes[s] = _INPUT
+    return homes
+
+
+def _left_over(recording: Recording, stage_of: dict[int, int]) -> set[int]:
+    """Storages that no op made and that are still there when the stage in which they appeared is over."""
+    found: dict[int, int] = {}  # to the stage
+    stage = 0
+    for code, arg in recording.events:
+        if code == Event.OP:
+            if arg not in stage_of:
+                break
+            stage = stage_of[arg]
+        elif code == Event.ALLOC:
+            found[arg] = stage
+        elif code == Event.FREE and found.get(arg) == stage:
+            del found[arg]
+    return set(found)
+
+
+class _Sweep:
+    """One pass over the step without a plan: times of the backward pass, and what is alive beside the sizes."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        stage_of: dict[int, int],
+        homes: Sequence[int],
+        packed_in: Sequence[int],
+        x: Sequence[int],
+        xbar: Sequence[int],
+    ) -> None:
+        stages = len(x)  # the loss included
+        self.forward_extra = [0] * stages
+        self.backward_extra = [0] * stages
+        self.backward_ms = [0.0] * stages
+        self._recording = recording
+        self._homes = homes
+        self._live = [0] * (stages + 3)  # by home, held by anybody
+        self._natural = [0] * (stages + 3)  # by home, held by somebody other than autograd
+        self._holders = [0] * len(homes)
+        self._own = [0] * len(homes)
+        self._x, self._xbar = (*x, 0), (*xbar, 0)
+        self._run(stage_of, packed_in)
+
+    def _run(self, stage_of: dict[int, int], packed_in: Sequence[int]) -> None:
+        r = self._recording
+        latest = _Latest(r, stage_of)
+        loss = now = len(self.backward_ms) - 1
+        for s in r.initial:
+            self._hold(s, 1, natural=True)
+        for code, arg in r.events:
+            if code == Event.OP:
+                op = r.ops[arg]
+                for s in op.writes:
+                    self._hold(s, 1, natural=True)
+                if arg in stage_of:
+                    self._note_forward(stage_of[arg], loss, r.inside_bytes[arg])
+                elif op.phase is not Phase.OPTIMIZER:
+                    now = min(now, latest.stage(arg))
+                    self.backward_ms[now] += op.time_ms
+                    self._note_backward(now, r.inside_bytes[arg])
+            elif code == Event.ALLOC:
+                self._hold(arg, 1, natural=True)
+            elif code == Event.FREE:
+                self._hold(arg, -1, natural=True)
+            elif code in (Event.PACK, Event.RELEASE):
+                self._hold(r.handle_storages[arg], 1 if code == Event.PACK else -1)
+            elif code in (Event.UNPACK, Event.DROP):
+                handle = r.instance_handles[arg]
+                if code == Event.UNPACK:
+                    now = min(now, packed_in[handle])
+                self._hold(r.handle_storages[handle], 1 if code == Event.UNPACK else -1)
+
+    def _hold(self, s: int, by: int, *, natural: bool = False) -> None:
+        size, home = self._recording.storage_bytes[s], self._homes[s]
+        before = self._holders[s]
+        self._holders[s] += by
+        if bool(before) != bool(self._holders[s]):
+            self._live[home] += size * by
+        if natural:
+            before = self._own[s]
+            self._own[s] += by
+            if bool(before) != bool(self._own[s]):
+                self._natural[home] += size * by
+
+    def _note_forward(self, stage: int, loss: int, inside: int) -> None:
+        if stage == loss:
+            self._note_backward(stage, inside)
+            return
+        unsaved = self._natural[stage] + self._natural[_EXTRA] + inside - self._x[stage + 1]
+        saving = self._live[stage] + self._live[_EXTRA] + inside - self._xbar[stage + 1]
+        self.forward_extra[stage] = max(self.forward_extra[stage], unsaved, saving)
+
+    def _note_backward(self, stage: int, inside: int) -> None:
+        alive = self._live[_EXTRA] + sum(self._live[stage:-3]) + inside
+        extra = alive - self._x[stage + 1] - self._xbar[stage + 1]
+        self.backward_extra[stage] = max(self.backward_extra[stage], extra)
+
+
+class _Latest:
+    """The last stage that an op of the backward pass can belong to, by the module and the inputs that it is about."""
+
+    def __init__(self, recording: Recording, stage_of: dict[int, int]) -> None:
+        self._recording = recording
+        self._loss = max(stage_of.values())
+        self._of_scope: dict[int, int] = {}
+        self._of_input: dict[int, int] = {}
+        initial = frozenset(recording.initial)
+        for i, stage in sorted(stage_of.items()):
+            op = recording.ops[i]
+            self._of_scope[op.scope] = stage
+            self._of_input.update((s, stage) for s in op.reads if s in initial)
+
+    def stage(self, index: int) -> int:
+        op = self._recording.ops[index]
+        found = self._loss if op.scope == ROOT_SCOPE else self._of_scope.get(op.scope, self._loss)
+        return min(found, *(self._of_input.get(s, self._loss) for s in op.reads), self._loss)
+
+
+# Of these autograd saves the result, which may be the boundary behind a stage (torch's derivatives.yaml, 2.13).
+_SAVE_THEIR_RESULT = frozenset(
+    f"aten.{name}{underscore}"
+    for name in (
+        "relu", "sigmoid", "tanh", "exp", "expm1", "sqrt", "rsqrt", "reciprocal", "_softmax", "_log_softmax",
+        "logsumexp", "amax", "amin", "cumprod", "linalg_vector_norm", "norm", "pow",
+    )
+    for underscore in ("", "_")
+) | {"aten.leaky_relu_", "aten.elu_", "aten.celu_", "aten.selu_", "aten.hardtanh_"}  # fmt: skip
+
+
+def _packing_stages(recording: Recording, cuts: _Cuts, stage_of: dict[int, int]) -> list[int]:
+    """By handle, the stage of the op that saved it.
+
+    Autograd saves what an op takes before it runs, and what it makes when it has run. So at a cut both the last op
+    of one stage and the first of the next may have saved the boundary. The module call tells one from the other, and
+    if both ops are in the same one, the op.
+    """
+    found = [len(cuts.boundary)] * len(recording.handle_storages)
+    following = dict(zip((ops[-1] for ops in cuts.ops), (ops[0] for ops in cuts.ops[1:]), strict=False))
+    before, packed = -1, set[int]()
+    for code, arg in recording.events:
+        if code == Event.OP:
+            if arg not in stage_of:
+                break
+            before = arg
+            packed.clear()
+        elif code == Event.PACK and before >= 0:
+            stage, after = stage_of[before], following.get(before)
+            storage, scope = recording.handle_storages[arg], recording.handle_scopes[arg]
+            if after is not None and storage in recording.ops[after].reads:
+                one, other = recording.ops[before], recording.ops[after]
+                if storage not in one.writes and storage not in one.mutates:
+                    stage += 1
+                elif one.scope != other.scope:
+                    stage += scope == other.scope
+                else:
+                    saves = one.name.rpartition(".")[0] in _SAVE_THEIR_RESULT
+                    stage += not saves or storage in packed
+            packed.add(storage)
+            found[arg] = stage
+        elif code == Event.PACK:
+            found[arg] = 0
+    return found
+
+
+def _unit(recording: Recording, cuts: _Cuts) -> int:
+    """The innermost module call around all stages but the loss, of a module that is called once."""
+    root = recording.calls[""][0]
+    inside = _ops_of(recording, root)
+    scopes = {recording.ops[op].scope for ops in cuts.ops[:-1] for op in ops if op in inside}
+    scope = recording.common_scope(scopes)
+    while scope != root and recording.calls.get(recording.scopes[scope].fqn) != (scope,):
+        scope = recording.scopes[scope].parent
+    return scope
+
+
+def _roles(
+    recording: Recording, cuts: _Cuts, droppable: Collection[int], homes: Sequence[int]
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """``makers``, ``path`` and ``side`` of ``Stages``."""
+    makers, path, side = [], [], []
+    for ops, boundary in zip(cuts.ops, cuts.boundary, strict=False):
+        by_role: dict[str, list[int]] = defaultdict(list)
+        needed = {boundary}
+        for op in reversed(ops):
+            made = recording.ops[op]
+            written = {*made.writes, *made.mutates}
+            role = "side"
+            if any(cuts.base[s] == cuts.base[boundary] for s in written):
+                role = "makers"
+            elif written & needed:
+                role = "path"
+            if role != "side":
+                # What is fixed is there, so that whatever made it is not needed again.
+                needed.update(s for s in made.reads if homes[s] != _FIXED)
+            if op in droppable and not any(homes[s] == _FIXED for s in made.writes):
+                by_role[role].append(op)
+        makers.append(tuple(reversed(by_role["makers"])))
+        path.append(tuple(reversed(by_role["path"])))
+        side.append(tuple(reversed(by_role["side"])))
+    return tuple(makers), tuple(path), tuple(side)

@@ -1,0 +1,212 @@
+"""Convolutional networks as torchvision defines them, names of modules and parameters included.
+
+    with torch.device("meta"):
+        model = resnet50(inplace=True)  # torchvision's ReLUs write in place
+
+K. He et al., "Deep residual learning for image recognition", https://arxiv.org/abs/1512.03385 (with the stride in the
+3x3 convolution, as torchvision has it); G. Huang et al., "Densely connected convolutional networks",
+https://arxiv.org/abs/1608.06993.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def _conv1x1(features_in: int, features_out: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(features_in, features_out, 1, stride, bias=False)
+
+
+def _conv3x3(features_in: int, features_out: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(features_in, features_out, 3, stride, padding=1, bias=False)
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut."""
+
+    expansion = 1
+
+    def __init__(
+        self, features_in: int, width: int, stride: int, downsample: nn.Module | None, inplace: bool
+    ) -> None:
+        super().__init__()
+        self.conv1 = _conv3x3(features_in, width, stride)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace)
+        self.conv2 = _conv3x3(width, width)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = downsample
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        identity = x
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        out += identity
+        return self.relu(out)
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions and a shortcut."""
+
+    expansion = 4
+
+    def __init__(
+        self, features_in: int, width: int, stride: int, downsample: nn.Module | None, inplace: bool
+    ) -> None:
+        super().__init__()
+        self.conv1 = _conv1x1(features_in, width)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = _conv3x3(width, width, stride)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = _conv1x1(width, width * self.expansion)
+        self.bn3 = nn.BatchNorm2d(width * self.expansion)
+        self.relu = nn.ReLU(inplace)
+        self.downsample = downsample
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        identity = x
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        out += identity
+        return self.relu(out)
+
+
+class ResNet(nn.Module):
+    """A stem, four rows of blocks, and a linear classifier."""
+
+    def __init__(
+        self, block: type[BasicBlock] | type[Bottleneck], blocks: Sequence[int], inplace: bool, classes: int
+    ) -> None:
+        super().__init__()
+        self._features = 64
+        self.conv1 = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.relu = nn.ReLU(inplace)
+        self.maxpool = nn.MaxPool2d(3, 2, padding=1)
+        self.layer1 = self._row(block, 64, blocks[0], 1, inplace)
+        self.layer2 = self._row(block, 128, blocks[1], 2, inplace)
+        self.layer3 = self._row(block, 256, blocks[2], 2, inplace)
+        self.layer4 = self._row(block, 512, blocks[3], 2, inplace)
+        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
+        self.fc = nn.Linear(512 * block.expansion, classes)
+
+    def _row(
+        self, block: type[BasicBlock] | type[Bottleneck], width: int, blocks: int, stride: int, inplace: bool
+    ) -> nn.Sequential:
+        out = width * block.expansion
+        downsample = None
+        if stride != 1 or self._features != out:
+            downsample = nn.Sequential(_conv1x1(self._features, out, stride), nn.BatchNorm2d(out))
+        row = [block(self._features, width, stride, downsample, inplace)]
+        row += [block(out, width, 1, None, inplace) for _ in range(1, blocks)]
+        self._features = out
+        return nn.Sequential(*row)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+def resnet18(inplace: bool = True, classes: int = 1000) -> ResNet:
+    """11,689,512 parameters with 1000 classes."""
+    return ResNet(BasicBlock, (2, 2, 2, 2), inplace, classes)
+
+
+def resnet50(inplace: bool = True, classes: int = 1000) -> ResNet:
+    """25,557,032 parameters with 1000 classes."""
+    return ResNet(Bottleneck, (3, 4, 6, 3), inplace, classes)
+
+
+class DenseLayer(nn.Module):
+    """Takes all feature maps of the block so far, and adds ``growth`` new ones."""
+
+    def __init__(self, features_in: int, growth: int, bottleneck: int, inplace: bool) -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(features_in)
+        self.relu1 = nn.ReLU(inplace)
+        self.conv1 = _conv1x1(features_in, bottleneck * growth)
+        self.norm2 = nn.BatchNorm2d(bottleneck * growth)
+        self.relu2 = nn.ReLU(inplace)
+        self.conv2 = _conv3x3(bottleneck * growth, growth)
+
+    def forward(self, features: list[torch.Tensor]) -> torch.Tensor:
+        out = self.conv1(self.relu1(self.norm1(torch.cat(features, 1))))
+        return self.conv2(self.relu2(self.norm2(out)))
+
+
+class DenseBlock(nn.ModuleDict):
+    """Layers that each read what all before them made."""
+
+    def __init__(self, layers: int, features_in: int, growth: int, bottleneck: int, inplace: bool) -> None:
+        super().__init__(
+            {
+                f"denselayer{i + 1}": DenseLayer(features_in + i * growth, growth, bottleneck, inplace)
+                for i in range(layers)
+            }
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = [x]
+        for layer in self.values():
+            features.append(layer(features))
+        return torch.cat(features, 1)
+
+
+class Transition(nn.Sequential):
+    """Halves the feature maps, in number and on each side."""
+
+    def __init__(self, features_in: int, features_out: int, inplace: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(features_in)
+        self.relu = nn.ReLU(inplace)
+        self.conv = _conv1x1(features_in, features_out)
+        self.pool = nn.AvgPool2d(2, 2)
+
+
+class DenseNet(nn.Module):
+    """A stem, dense blocks with transitions in between, and a linear classifier."""
+
+    def __init__(
+        self,
+        blocks: Sequence[int],
+        growth: int,
+        features: int,
+        inplace: bool,
+        classes: int,
+        bottleneck: int = 4,
+    ) -> None:
+        super().__init__()
+        self.inplace = inplace
+        self.features = nn.Sequential()
+        self.features.add_module("conv0", nn.Conv2d(3, features, 7, 2, padding=3, bias=False))
+        self.features.add_module("norm0", nn.BatchNorm2d(features))
+        self.features.add_module("relu0", nn.ReLU(inplace))
+        self.features.add_module("pool0", nn.MaxPool2d(3, 2, padding=1))
+        for i, layers in enumerate(blocks, start=1):
+            block = DenseBlock(layers, features, growth, bottleneck, inplace)
+            self.features.add_module(f"denseblock{i}", block)
+            features += layers * growth
+            if i < len(blocks):
+                self.features.add_module(f"transition{i}", Transition(features, features // 2, inplace))
+                features //= 2
+        self.features.add_module("norm5", nn.BatchNorm2d(features))
+        self.classifier = nn.Linear(features, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = F.relu(self.features(x), inplace=self.inplace)
+        return self.classifier(torch.flatten(F.adaptive_avg_pool2d(out, (1, 1)), 1))
+
+
+def densenet121(inplace: bool = True, classes: int = 1000) -> DenseNet:
+    """7,978,856 parameters with 1000 classes."""
+    return DenseNet((6, 12, 24, 16), 32, 64, inplace, classes)
