@@ -18,11 +18,18 @@ from sacplan._fit.graph import (
     get_peak_memory_runtime_baseline,
     parse_module_info,
 )
+from sacplan._plan.batch_sizes import CapacityPoint
+from sacplan._plan.capacity import DEFAULT_HEADROOM, Capacity, max_batch, throughput
 from sacplan._plan.frontier import frontier
 from sacplan._plan.modes import policy
 from sacplan._plan.plan import Plan, UnitPlan
 from sacplan._plan.planning import plan, plan_smallest
 from sacplan._plan.sequences import Rotor
+from sacplan._report.alive import alive_at_peak
+from sacplan._report.figures import frontier_figure, memory_figure, save_figures, tradeoff_figure
+from sacplan._report.modules import module_table
+from sacplan._report.page import write_report
+from sacplan._report.trace_events import write_memory_trace
 from sacplan._solve.chain import Chain
 from sacplan._solve.greedy import Greedy
 from sacplan._solve.milp import SacMilpResult, sac_milp
@@ -51,7 +58,10 @@ from sacplan.errors import (
 )
 
 __all__ = [
+    "DEFAULT_HEADROOM",
     "BudgetError",
+    "Capacity",
+    "CapacityPoint",
     "Chain",
     "DataDependentError",
     "DeviceError",
@@ -84,14 +94,19 @@ __all__ = [
     "UnitPlan",
     "Verification",
     "aggregate_stats",
+    "alive_at_peak",
     "apply",
     "calibrate",
     "devices",
     "fake_device",
     "fit_tradeoff",
     "frontier",
+    "frontier_figure",
     "get_optimal_checkpointing_policy_per_module",
     "get_peak_memory_runtime_baseline",
+    "max_batch",
+    "memory_figure",
+    "module_table",
     "parse_module_info",
     "plan",
     "plan_smallest",
@@ -99,6 +114,11 @@ __all__ = [
     "profile",
     "rotor",
     "sac_milp",
+    "save_figures",
+    "throughput",
+    "tradeoff_figure",
     "verify",
+    "write_memory_trace",
+    "write_report",
 ]
 __version__ = "0.1.0"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -17,6 +19,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import sacplan
+from sacplan._plan.landscape import landscape_of
+from sacplan._plan.pins import resolve_pins
 from sacplan._plan.replay import discarded_ops, replay
 from sacplan._trace.recording import Phase, Recording
 from tests.models import LM, bit_equal, cross_entropy, grads_of, tokens
@@ -433,6 +437,35 @@ def test_plans_without_pins_stay_what_they_were() -> None:
     assert sacplan.plan(profile, "80%") == before
     assert pinned.decisions != before.decisions
     assert pinned.recompute_ms >= before.recompute_ms
+
+
+def test_the_file_says_what_was_pinned(tmp_path: Path) -> None:
+    plan = sacplan.plan(profile_of("lm"), "90%", keep=["layers.2"], never=["layers.1"])
+    assert (plan.keep, plan.never) == (("layers.2",), ("layers.1",))
+    plan.save(tmp_path / "plan.json")
+    assert sacplan.Plan.load(tmp_path / "plan.json") == plan
+    older = {k: v for k, v in plan.to_dict().items() if k not in ("keep", "never")}
+    assert sacplan.Plan.from_dict(older).keep == ()
+
+
+def test_the_bound_heeds_the_pins() -> None:
+    """It is higher, and any schedule that keeps what is pinned is above it."""
+    profile = profile_of("both")
+    recording = profile.recording
+    pins = resolve_pins(recording, profile.fingerprint, ["shared"], [])
+    bound, free = landscape_of(recording, "time", pins).bound, landscape_of(recording).bound
+    rng, higher = random.Random(0), 0
+    sites = [
+        site
+        for i, site in recording.sites(recording.calls[""][0]).items()
+        if recording.ops[i].recomputable and i not in pins.kept_ops
+    ]
+    for share in (0.3, 0.6, 0.9, 1.0) * 10:
+        run = replay(recording, {"": [site for site in sites if rng.random() < share]})
+        if run.peak_bytes < profile.peak_bytes:
+            assert bound.at(run.peak_bytes) <= run.recompute_ms * (1 + 1e-6)
+            higher += bound.at(run.peak_bytes) > free.at(run.peak_bytes) * 1.01
+    assert higher
 
 
 def test_a_frontier_with_pins() -> None:

@@ -10,15 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from sacplan._apply.nodes import Recomputation, Slot, compute
 from sacplan._apply.tensors import checksum, history_free_aliases, version_of
 from sacplan.errors import RecipeError
-
-_WRITTEN = (
-    "a tensor of shape {}{} that the backward pass needs was written in place after the forward pass took it. "
-    "Write to a copy."
-)
 
 
 class FirstStep:
@@ -41,7 +37,7 @@ class Handle:
         self.original = weakref.ref(tensor)
         self.first_step = first_step
         self.checksum: tuple[int, ...] | None = None
-        if first_step.pending:
+        if first_step.pending and get_proxy_mode() is None:  # else the checksum would have to be in the graph
             with Recomputation():
                 self.checksum = checksum(tensor)
 
@@ -52,7 +48,11 @@ class Handle:
             original is not None
             and (original._version != slot.version or original.untyped_storage() is not slot.storage())
         ):
-            raise RecipeError(_WRITTEN.format(tuple(self.view[0]), f", made by {slot.node},"))
+            raise RecipeError(
+                f"a tensor of shape {tuple(self.view[0])}, made by {slot.node}, was written in place after autograd "
+                "took it for the backward pass. Write to a copy; or, to run the step as without a plan there, "
+                f"{slot.node.pin}."
+            )
         if slot.value is not None and self.view is slot.view and self.checksum is None:
             return slot.value
         with Recomputation():
@@ -66,7 +66,8 @@ class Handle:
             raise RecipeError(
                 f"{self.slot.node} gives other bits when it runs again than autograd took in the forward "
                 "pass. Its kernel, or one before it, is not deterministic; or something wrote its output "
-                "or an argument where PyTorch cannot see it (a Triton kernel, numpy). Keep this output."
+                "or an argument where PyTorch cannot see it (a Triton kernel, numpy). To "
+                f"keep its output, {self.slot.node.pin}."
             )
         self.checksum = None
         self.first_step.pending = False
@@ -75,9 +76,10 @@ class Handle:
 class Kept:
     """What autograd keeps for a kept tensor: itself, and the version it had."""
 
-    __slots__ = ("original", "tensor", "version")
+    __slots__ = ("original", "tensor", "unit", "version")
 
-    def __init__(self, tensor: torch.Tensor, plain: bool) -> None:
+    def __init__(self, tensor: torch.Tensor, plain: bool, unit: str) -> None:
+        self.unit = unit
         self.original: weakref.ref[torch.Tensor] | None = None
         self.tensor = tensor
         self.version = version_of(tensor)
@@ -91,7 +93,11 @@ class Kept:
         if version_of(self.tensor) != self.version or (
             original is not None and original.untyped_storage() is not self.tensor.untyped_storage()
         ):
-            raise RecipeError(_WRITTEN.format(tuple(self.tensor.shape), ""))
+            raise RecipeError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that the backward pass of unit {self.unit!r} needs, and "
+                "the plan keeps, was written in place after autograd took it. Write to a copy; or, to leave it to "
+                f"autograd's own rules, plan with never=[{self.unit or '*'!r}]."
+            )
         return self.tensor
 
 

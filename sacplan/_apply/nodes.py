@@ -216,6 +216,12 @@ class Node:
         return f"{self.op.traits.name} #{self.occurrence} of unit {self.unit!r}"
 
     @property
+    def pin(self) -> str:
+        """For messages: how a plan is made that keeps what it makes."""
+        op = self.op.traits.name.rpartition(".")[0]
+        return f"plan with keep=[{op!r}] (this op everywhere) or keep=[{self.unit or '*'!r}] (the whole unit)"
+
+    @property
     def pending(self) -> bool:
         """Whether it may still have to run."""
         return bool(self.outputs)
@@ -231,7 +237,8 @@ class Node:
             if tensor._version != version or writes_to(tensor, writes) != before:
                 raise RecipeError(
                     f"{self} has to run again in the backward pass, but an argument of shape "
-                    f"{tuple(tensor.shape)} was written in place since. Keep its output, or write to a copy."
+                    f"{tuple(tensor.shape)} was written in place since. Write to a copy; or, to keep what "
+                    f"the op makes, {self.pin}."
                 )
             if type(place) is int:
                 args[place] = tensor
@@ -292,7 +299,7 @@ class Node:
                 if len(tensors) != len(self.outputs) or view_of(tensors[i]) != slot.view:
                     raise RecipeError(
                         f"{self} gave output {i} another shape or memory layout when it ran again than in the "
-                        f"forward pass ({tuple(slot.view[0])}, strides {slot.view[1]}). Keep its output."
+                        f"forward pass ({tuple(slot.view[0])}, strides {slot.view[1]}). To keep its output, {self.pin}."
                     )
                 yield slot, tensors[i]
 

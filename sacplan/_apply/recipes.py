@@ -32,6 +32,7 @@ from sacplan._apply.recorder import UnitRecorder
 from sacplan._apply.schedule import Schedule
 from sacplan._trace.recording import CallSite
 from sacplan._trace.torch_private import current_saved_tensors_hooks
+from sacplan.errors import PlanError
 
 _MAX_SCHEDULES = 8
 
@@ -42,6 +43,10 @@ def wanted_by_name(drops: Mapping[CallSite, int]) -> dict[str, dict[int, int]]:
     for (name, occurrence), times in drops.items():
         names.setdefault(name, {})[occurrence] = times - 1
     return names
+
+
+class _CannotBeScripted(PlanError, AttributeError):
+    """To those who merely ask whether there is such an attribute, there is none."""
 
 
 class PlannedForward:
@@ -72,6 +77,14 @@ class PlannedForward:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         return self.original
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """What ``torch.jit.script`` asks a forward for."""
+        raise _CannotBeScripted(
+            f"a plan is on unit {self.fqn!r}, and what torch.jit.script makes cannot keep it. Script the model without "
+            "the plan: handle.remove()."
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and torch.is_grad_enabled():

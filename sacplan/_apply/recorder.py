@@ -112,8 +112,8 @@ class UnitRecorder(TorchDispatchMode):
         if _why_no_hooks() is not None:
             raise RecipeError(
                 f"unit {self._unit!r} cannot discard anything here, since saved-tensor hooks are switched off "
-                f"({_why_no_hooks()}). Remove the plan "
-                "for this call: handle.remove()."
+                f"({_why_no_hooks()}). Remove the plan for this call, handle.remove(), or plan with "
+                f"never=[{self._unit or '*'!r}]."
             )
         self._outer = current_saved_tensors_hooks()
         self._pack_hook = self._pack  # made once, so that it can be recognized
@@ -329,7 +329,7 @@ class UnitRecorder(TorchDispatchMode):
             if self._outer is not None:
                 pack_hook, unpack_hook = self._outer
                 return PassedOn(pack_hook(t), unpack_hook)
-            return Kept(t, plain)
+            return Kept(t, plain, self._unit)
         finally:
             self.paused = paused
 

@@ -14,6 +14,9 @@ could run again, and what is written in place as available at no cost: both only
 The bound holds for schedules that run the recorded ops in their order, recompute tensors, and hold between ops
 what code holds; it is "boundary" in the tables of ``benchmarks/bound.py``. It is not tight where the working
 set of the recomputation binds.
+
+Ops that are pinned do not run again: what they made and autograd holds is in memory at every moment anyway, and
+what else of theirs is read by an op that runs again has to be kept for it.
 """
 
 from __future__ import annotations
@@ -53,10 +56,13 @@ class Bound:
     Args:
         timeline: of the recording.
         costs: what running each op again costs.
+        pinned: forward ops that must not run again.
     """
 
-    def __init__(self, timeline: Timeline, costs: Sequence[float]) -> None:
-        self._timeline, self._costs = timeline, costs
+    def __init__(
+        self, timeline: Timeline, costs: Sequence[float], pinned: frozenset[int] = frozenset()
+    ) -> None:
+        self._timeline, self._costs, self._pinned = timeline, costs, pinned
         count = max(2, min(_MOMENTS, _EFFORT // max(1, len(timeline.at_op))))
         self._ops: list[int] = []
         for op in np.argsort(-timeline.at_op, kind="stable").tolist():
@@ -71,7 +77,7 @@ class Bound:
         best, price = 0.0, 0.0
         for op in self._ops:
             if op not in self._moments:
-                self._moments[op] = _Moment(self._timeline, self._costs, op)
+                self._moments[op] = _Moment(self._timeline, self._costs, op, self._pinned)
             moment = self._moments[op]
             if best and moment.at_price(peak_bytes, price) <= best * _WORTH:
                 continue  # not worth looking for the best price here
@@ -84,12 +90,16 @@ class Bound:
 class _Moment:
     """The bound at one op."""
 
-    def __init__(self, timeline: Timeline, costs: Sequence[float], moment: int) -> None:
+    def __init__(
+        self, timeline: Timeline, costs: Sequence[float], moment: int, pinned: frozenset[int]
+    ) -> None:
         recording = timeline.recording
         self._costs = costs
         self._sizes = recording.storage_bytes
         self._lines: list[_Line] = []
-        held = _held_for_later(timeline, moment)
+        pending = _held_for_later(timeline, moment)
+        fixed = {s for s in pending if recording.writer.get(s) in pinned}
+        held = [s for s in pending if s not in fixed]
         self._all = sum(self._sizes[s] for s in held)
         self._rest = int(timeline.at_op[moment]) - self._all
 
@@ -98,7 +108,7 @@ class _Moment:
             if op.phase == Phase.FORWARD:
                 for s in (*op.writes, *op.mutates):
                     writers.setdefault(s, []).append(i)
-        free = timeline.alive_otherwise(moment)
+        free = timeline.alive_otherwise(moment) | fixed
         self._makers: dict[int, int] = {}  # storage to the op that makes it
         self._edges: dict[
             tuple[int, int], None
@@ -106,7 +116,7 @@ class _Moment:
         wanted, stack = set(held), list(held)
         while stack:
             s = stack.pop()
-            if len(writers.get(s, ())) != 1:
+            if len(writers.get(s, ())) != 1 or writers[s][0] in pinned:
                 continue
             maker = self._makers[s] = writers[s][0]
             for read in recording.ops[maker].reads:

@@ -34,6 +34,7 @@ class Landscape:
     def __init__(self, recording: Recording, objective: Objective, pins: Pins = NO_PINS) -> None:
         self.recording = recording
         self.objective = objective
+        self.pins = pins
         self.costs = op_costs(recording, objective)
         self.timeline = Timeline(recording)
         self.cells = Cells(recording, self.costs, self.timeline.asked_early, pins)
@@ -41,8 +42,8 @@ class Landscape:
 
     @cached_property
     def bound(self) -> Bound:
-        """Lower bounds in the unit of the costs; of schedules that need not heed the pins."""
-        return Bound(self.timeline, self.costs)
+        """Lower bounds in the unit of the costs; of schedules that keep what is pinned."""
+        return Bound(self.timeline, self.costs, self.pins.kept_ops)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

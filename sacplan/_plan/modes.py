@@ -77,7 +77,7 @@ def policy(
     recording = profile.recording
     pins = resolve_pins(recording, profile.fingerprint, keep, never)
     if mode == "none":
-        return made_plan(profile, {}, replay(recording, {}), None, "policy", None, "policy-none")
+        return made_plan(profile, {}, replay(recording, {}), None, "policy", None, "policy-none", pins)
     selects, k = _read_option(option) if mode == "selective" else (_everything, 1)
     found = layers_of(recording, layers)
     if k > len(found):
@@ -96,7 +96,7 @@ def policy(
             + "Name other modules with layers=, or use mode 'none'."
         )
     name = f"policy-{mode}" + (f"-{option}" if option is not None else "")
-    return made_plan(profile, decisions, replay(recording, decisions), None, "policy", None, name)
+    return made_plan(profile, decisions, replay(recording, decisions), None, "policy", None, name, pins)
 
 
 # --- options ----------------------------------------------------------------------------------------------

@@ -66,6 +66,7 @@ class Plan:
         solver: its name.
         device: name of the device planned for.
         fingerprint: the model and batch planned for.
+        keep, never: the pins it was made with (see ``sacplan.plan``), for whoever reads the file.
     """
 
     units: Mapping[str, UnitPlan]
@@ -82,6 +83,8 @@ class Plan:
     solver: str
     device: str
     fingerprint: Fingerprint
+    keep: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "units", MappingProxyType(dict(self.units)))
@@ -161,13 +164,17 @@ class Plan:
             "solver": self.solver,
             "device": self.device,
             "fingerprint": self.fingerprint.to_dict(),
+            "keep": list(self.keep),
+            "never": list(self.never),
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
         """The inverse of ``to_dict``."""
         fields = {
-            k: v for k, v in data.items() if k not in ("what", "schema_version", "units", "fingerprint")
+            k: v
+            for k, v in data.items()
+            if k not in ("what", "schema_version", "units", "fingerprint", "keep", "never")
         }
         return cls(
             units={
@@ -181,6 +188,8 @@ class Plan:
                 for fqn, u in data["units"].items()
             },
             fingerprint=Fingerprint.from_dict(data["fingerprint"]),
+            keep=tuple(data.get("keep", ())),
+            never=tuple(data.get("never", ())),
             **fields,
         )
 

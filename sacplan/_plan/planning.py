@@ -146,8 +146,7 @@ def plan(
             around or inside of them becomes a unit, so they run as without a plan. Of a module around one, only what
             inner modules compute can then be discarded.
 
-    With pins ``Plan.lower_bound_ms`` is still what no schedule undercuts, but of all schedules: those that discard what
-    is pinned count, so plans may be further above it.
+    With pins ``Plan.lower_bound_ms`` is what no schedule undercuts that keeps what is pinned.
 
     Raises:
         BudgetError: a budget that cannot be read.
@@ -346,7 +345,14 @@ def _pinned_share(search: Search, solvers: Sequence[Solver | Rotor]) -> str:
 
 def _as_plan(search: Search, found: _Tried, budget_bytes: int | None) -> Plan:
     return made_plan(
-        search.profile, found.decisions, found.replay, budget_bytes, found.status, found.gap, found.solver
+        search.profile,
+        found.decisions,
+        found.replay,
+        budget_bytes,
+        found.status,
+        found.gap,
+        found.solver,
+        search.pins,
     )
 
 
@@ -358,9 +364,10 @@ def made_plan(
     status: str,
     gap: float | None,
     solver: str,
+    pins: Pins = NO_PINS,
 ) -> Plan:
     """The plan with these decisions, whose replay is ``found``."""
-    bound = landscape_of(profile.recording, "time").bound
+    bound = landscape_of(profile.recording, "time", pins).bound
     return Plan(
         units=unit_plans(profile.recording, decisions),
         peak_bytes=found.peak_bytes,
@@ -376,6 +383,8 @@ def made_plan(
         solver=solver,
         device=profile.device,
         fingerprint=profile.fingerprint,
+        keep=pins.keep,
+        never=pins.never,
     )
 
 

@@ -50,7 +50,7 @@ class DeviceSpec:
     kind: Literal["cpu", "cuda"]
     """``"cuda"`` stands for ROCm devices too, as in torch."""
     memory_bytes: int
-    """What torch sees of the memory, in bytes; the context of the driver is outside of it."""
+    """What torch reports as the total, in bytes; the CUDA context comes out of it (see ``max_batch``'s headroom)."""
     bandwidth_bytes_per_s: float
     flops: Mapping[str, float] = field(hash=False)
     """Dense peaks in FLOP/s by dtype name: ``float32``, ``tf32``, ``bfloat16``, ``float16``, ``float8``."""

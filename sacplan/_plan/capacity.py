@@ -1,0 +1,287 @@
+"""What fits: the largest batch under a budget, and the batch and plan with the most samples per second.
+
+    found = sacplan.max_batch(model, lambda n: torch.randint(0, 50257, (n, 1024)), device="h100")
+    found.batch_size, found.unplanned_batch_size, found.plan
+
+A batch size is looked at by a trace of its own, and fits if ``sacplan.plan`` finds a plan for it. Peaks grow nearly
+in a line with the batch, so a line through two sizes says where to look next, and bisection takes over where
+it does not: a handful of traces, whatever the result.
+
+Memory need not grow with the batch (a model may work in chunks from some size on). So what is claimed is what was
+looked at: the result fits, one sample more does not, nor does any larger size that was looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from sacplan._plan.batch_sizes import BatchSizes, CapacityPoint
+from sacplan._plan.budget import format_bytes, parse_budget
+from sacplan._plan.plan import Plan
+from sacplan._plan.planning import resolve_solver
+from sacplan._solve.solvers import Solver
+from sacplan._trace.devices import DeviceSpec, resolve_device
+from sacplan._trace.profile import Trace
+from sacplan._trace.step import LossFn
+from sacplan.errors import BudgetError, PlanError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+DEFAULT_HEADROOM = 0.15
+"""Share of a device's memory that no budget is made of, see ``max_batch``."""
+
+_ALL = 16  # up to this many sizes, throughput looks at each
+_REFINEMENTS = 16  # looks around the best of those that are spread out
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """A batch size, the plan for it, and all sizes that were looked at on the way.
+
+    Attributes:
+        batch_size: the answer.
+        plan: for that size; ``status`` "unplanned" where it fits as it is.
+        samples_per_s, step_ms: predicted, recomputation included.
+        budget_bytes: for the peak of the step.
+        headroom_bytes: what the device has besides.
+        device: its name.
+        unplanned_batch_size: the largest that fits without a plan; 0 where one sample does not.
+        largest_batch_size: the largest that a plan holds. From ``max_batch`` it is ``batch_size``.
+        bounded_by: what keeps ``largest_batch_size`` from being larger.
+        points: the sizes that were looked at, in their order; each took one trace.
+    """
+
+    batch_size: int
+    plan: Plan
+    samples_per_s: float
+    step_ms: float
+    budget_bytes: int
+    headroom_bytes: int
+    device: str
+    unplanned_batch_size: int
+    largest_batch_size: int
+    bounded_by: Literal["memory", "at_most"]
+    points: tuple[CapacityPoint, ...]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per size that was looked at, in their order."""
+        import pandas as pd
+
+        return pd.DataFrame([asdict(p) for p in self.points]).set_index("batch_size")
+
+    def __repr__(self) -> str:
+        at_most = " (at_most)" if self.bounded_by == "at_most" else ""
+        return (
+            f"Capacity({self.plan.fingerprint.model_class} on {self.device}: batch size {self.batch_size}, "
+            f"{self.samples_per_s:.2f} samples/s, step {self.step_ms:.2f} ms with {self.plan.recompute_ms:.2f} ms "
+            f"recomputed, peak {format_bytes(self.plan.peak_bytes)} of {format_bytes(self.budget_bytes)}, headroom "
+            f"{format_bytes(self.headroom_bytes)}; largest without a plan {self.unplanned_batch_size}, with one "
+            f"{self.largest_batch_size}{at_most}; {len(self.points)} sizes looked at)"
+        )
+
+
+Progress = Callable[[CapacityPoint], Any]
+
+
+def max_batch(
+    model: torch.nn.Module,
+    make_batch: Callable[[int], Any],
+    budget: float | str | None = None,
+    device: str | DeviceSpec | torch.device = "h100",
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer: Any = None,
+    headroom: float | str | None = None,
+    solver: str | Solver = "best",
+    at_most: int | None = None,
+    trace: Trace = "fake",
+    progress: Progress | None = None,
+) -> Capacity:
+    """The largest batch size for which a plan holds the budget.
+
+        found = sacplan.max_batch(model, lambda n: torch.empty(n, 3, 224, 224, device="meta"), device="rtx-4090")
+        handle = sacplan.apply(model, found.plan)  # and train with batches of found.batch_size
+
+    The plan is made for batches of just that size, so it discards what it has to. ``throughput`` weighs that.
+
+    Args:
+        model: as for ``sacplan.profile``.
+        make_batch: ``make_batch(n)`` makes a batch of n samples, in any form that ``profile`` takes. It is also
+            called with sizes that do not fit; tensors on the meta device take no memory here.
+        budget: for the peak of the step. A number is GiB; a string has a unit, or is a share of the device's
+            memory (``"90%"``). None: the device's memory less the headroom.
+        device: see ``sacplan.devices()``.
+        loss_fn, optimizer, trace: as for ``profile``. A real trace runs each size that is looked at, without a
+            plan: those have to fit here.
+        headroom: what is left free of the device's memory where no budget is given: a share (``0.05``, ``"5%"``)
+            or bytes (``"2GiB"``). None: ``DEFAULT_HEADROOM``, 15%. See below.
+        solver: as for ``sacplan.plan``.
+        at_most: no larger size is looked at.
+        progress: called with each ``CapacityPoint``, as soon as it is known.
+
+    Headroom: the peak of a plan is the sum of what is alive, rounded as the allocator rounds it, with cuBLAS'
+    workspaces. The headroom is for what takes memory besides:
+
+    - Holes between blocks. Played through torch's default allocator (``sacplan/_trace/allocator.py``, with free
+      segments given back when memory runs out; not compared with a GPU), the plans of ``python -m
+      benchmarks.capacity`` need 0.2 to 2% more memory than their peak, and up to 13% where the output holds the
+      keys and values of all layers (``use_cache=True`` in transformers). 15% covers that. With
+      ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` there are no holes of that kind: ``headroom=0.05``.
+    - The CUDA context with its kernels: 0.3 to 0.5 GiB with lazy loading (pytorch #86509, #109888).
+
+    It is not meant for workspaces of cuDNN, NCCL's buffers, other processes, or longer batches than were planned for.
+
+    Raises:
+        InfeasibleBudget: one sample does not fit; carries the smallest peak that it does with.
+        BudgetError: a budget or headroom that cannot be read, or leaves nothing.
+        PlanError: ``make_batch`` is not callable or does not follow n; a bad ``at_most``; an unknown solver.
+        DeviceError: an unknown device.
+    """
+    sizes = _sizes(
+        model, make_batch, budget, device, loss_fn=loss_fn, optimizer=optimizer, headroom=headroom, solver=solver,
+        at_most=at_most, trace=trace, progress=progress,
+    )  # fmt: skip
+    return _capacity(sizes, sizes.edges()[1])
+
+
+def throughput(
+    model: torch.nn.Module,
+    make_batch: Callable[[int], Any],
+    budget: float | str | None = None,
+    device: str | DeviceSpec | torch.device = "h100",
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer: Any = None,
+    headroom: float | str | None = None,
+    solver: str | Solver = "best",
+    at_most: int | None = None,
+    trace: Trace = "fake",
+    progress: Progress | None = None,
+) -> Capacity:
+    """The batch size and the plan, together, that give the most samples per second under the budget.
+
+        found = sacplan.throughput(model, lambda n: torch.randint(0, 50257, (n, 1024)), device="h100")
+        found.to_frame()["samples_per_s"]
+
+    Larger batches use a device better (launches, the optimizer's step and reading the parameters are paid for once
+    a batch), and from the largest unplanned one on they cost recomputation: so samples per second rise, then fall.
+    Looked at are all sizes where they are few. Else powers of two, the largest with and without a plan, three
+    between those; then, around the best, the middles of the gaps to its neighbours, until there are none or
+    16 were looked at. So the result is the best of ``points``, and no more than that is claimed.
+
+    Times are predictions of a cost model, the roofline of the device (``sacplan/_trace/cost.py``): each kernel at a
+    fixed share of the peak, whatever its shape. It knows no waves or tiles, so it cannot tell 63 from 64.
+
+    Args and errors: as for ``max_batch``.
+    """
+    sizes = _sizes(
+        model, make_batch, budget, device, loss_fn=loss_fn, optimizer=optimizer, headroom=headroom, solver=solver,
+        at_most=at_most, trace=trace, progress=progress,
+    )  # fmt: skip
+    unplanned, largest = sizes.edges()
+    for n in range(1, largest + 1) if largest <= _ALL else _spread(unplanned, largest):
+        sizes.look(n)
+    sizes.refine(_REFINEMENTS)
+    return _capacity(sizes, sizes.fastest)
+
+
+def _spread(unplanned: int, largest: int) -> list[int]:
+    """Powers of two, both edges, and three sizes between them; multiples of eight where there is room."""
+    sizes = {2**k for k in range(largest.bit_length()) if 2**k <= largest} | {unplanned, largest}
+    for quarter in (1, 2, 3):
+        n = unplanned + (largest - unplanned) * quarter // 4
+        sizes.add(n // 8 * 8 if largest - unplanned >= 64 else n)
+    return sorted(sizes - {0})
+
+
+def _sizes(
+    model: torch.nn.Module,
+    make_batch: Callable[[int], Any],
+    budget: float | str | None,
+    device: str | DeviceSpec | torch.device,
+    *,
+    headroom: float | str | None,
+    solver: str | Solver,
+    at_most: int | None,
+    **how: Any,
+) -> BatchSizes:
+    """Check what can be checked before anything is traced, and look at the first sizes."""
+    if not callable(make_batch) or isinstance(make_batch, torch.nn.Module):
+        raise PlanError(
+            f"make_batch must be a function of the batch size, not {type(make_batch).__name__}. For example "
+            "make_batch=lambda n: torch.randint(0, 50257, (n, 1024))."
+        )
+    if at_most is not None and (isinstance(at_most, bool) or not isinstance(at_most, int) or at_most < 1):
+        raise PlanError(f"at_most={at_most!r} must be a batch size, 1 or more, or None for no limit.")
+    resolve_solver(solver)
+    spec = resolve_device(device)
+    budget_bytes = _budget_bytes(budget, headroom, spec)
+    return BatchSizes(model, make_batch, budget_bytes, spec, solver=solver, at_most=at_most, **how)
+
+
+def _budget_bytes(budget: float | str | None, headroom: float | str | None, spec: DeviceSpec) -> int:
+    """What the step may take: the budget as given, or the device's memory less the headroom."""
+    memory = spec.memory_bytes
+    if budget is None:
+        return memory - _headroom_bytes(DEFAULT_HEADROOM if headroom is None else headroom, spec)
+    if headroom is not None:
+        raise BudgetError(
+            f"budget={budget!r} and headroom={headroom!r}: give one of them. A budget is kept as it is given; a "
+            "headroom makes one of the device's memory."
+        )
+    found = parse_budget(budget, memory)
+    if found > memory:
+        raise BudgetError(
+            f"budget {budget!r} is more than {spec.name} has, {format_bytes(memory)}. Give less, or another device; "
+            "dataclasses.replace(spec, memory_bytes=...) makes one."
+        )
+    return found
+
+
+def _headroom_bytes(headroom: float | str, spec: DeviceSpec) -> int:
+    """A share of the device's memory, or bytes."""
+    memory = spec.memory_bytes
+    if isinstance(headroom, str):
+        try:
+            found = parse_budget(headroom, memory)
+        except BudgetError as error:
+            raise BudgetError(f"headroom: {error}") from error
+    elif isinstance(headroom, bool) or not isinstance(headroom, Real) or not 0 <= headroom < 1:
+        raise BudgetError(
+            f"headroom={headroom!r} must be a share of the device's memory, from 0 to below 1, or bytes such as "
+            "'2GiB'."
+        )
+    else:
+        found = int(float(headroom) * memory)
+    if found >= memory:
+        raise BudgetError(
+            f"headroom {headroom!r} is all that {spec.name} has, {format_bytes(memory)}, or more."
+        )
+    return found
+
+
+def _capacity(sizes: BatchSizes, n: int) -> Capacity:
+    """The result, with the edges as all looks together show them."""
+    unplanned, largest = sizes.edges()
+    point = sizes.points[n]
+    assert point.step_ms is not None  # n fits
+    assert point.samples_per_s is not None
+    return Capacity(
+        batch_size=n,
+        plan=sizes.plans[n],
+        samples_per_s=point.samples_per_s,
+        step_ms=point.step_ms,
+        budget_bytes=sizes.budget_bytes,
+        headroom_bytes=sizes.spec.memory_bytes - sizes.budget_bytes,
+        device=sizes.spec.name,
+        unplanned_batch_size=unplanned,
+        largest_batch_size=largest,
+        bounded_by="at_most" if largest == sizes.at_most else "memory",
+        points=tuple(sizes.points[k] for k in sorted(sizes.points)),
+    )

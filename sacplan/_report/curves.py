@@ -1,0 +1,80 @@
+"""The trade-off curves of a model's modules: each distinct one once, with its fits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from sacplan._fit.fit import Fit, fit_tradeoff
+from sacplan._fit.units import UnitTradeoff
+from sacplan._report.names import pattern_of, pattern_over
+from sacplan._trace.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What modules that are alike can trade.
+
+    Attributes:
+        name: their name, numbers that differ left open.
+        members: the modules.
+        tradeoff: of one of them.
+        points: (share discarded, ms of recomputation) that it reaches exactly, (0, 0) included.
+        hull: the fit that plans are made on; it lies under no reachable point.
+        pwlf: the fit by least squares, as PyTorch's prototype uses it.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    tradeoff: UnitTradeoff
+    points: tuple[tuple[float, float], ...]
+    hull: Fit
+    pwlf: Fit
+
+    def line(self, fit: Fit) -> list[tuple[float, float]]:
+        """Corners of a fit's graph, ms over share, up to the largest share that is reachable."""
+        largest = self.points[-1][0]
+        lines = [(0.0, 0.0), *zip(fit.slopes, fit.intercepts, strict=True)]
+        corners = {0.0, largest}
+        for i, (slope, intercept) in enumerate(lines):
+            for other_slope, other_intercept in lines[:i]:
+                if slope != other_slope:
+                    x = (other_intercept - intercept) / (slope - other_slope)
+                    if 0 < x < largest:
+                        corners.add(x)
+        return [(x, fit.at(x) * self.runtime_ms) for x in sorted(corners)]
+
+    @property
+    def runtime_ms(self) -> float:
+        """What recompute shares are relative to."""
+        return self.tradeoff.runtime_ms or 1.0
+
+
+def distinct_curves(profile: Profile, most: int | None = 8) -> list[Curve]:
+    """Curves of the modules that keep the most, equal ones together.
+
+    Args:
+        profile: from ``sacplan.profile``.
+        most: how many; None for all.
+    """
+    alike: dict[tuple[object, ...], list[UnitTradeoff]] = defaultdict(list)
+    for fqn, tradeoff in profile.tradeoffs.items():
+        if tradeoff.points:
+            shape = tuple((p.discard_ratio, p.recompute_ms) for p in tradeoff.points)
+            alike[pattern_of(fqn), tradeoff.saved_bytes, shape].append(tradeoff)
+    chosen = sorted(alike.values(), key=lambda same: -len(same) * same[0].saved_bytes)[:most]
+    return [_curve(same, profile.fingerprint.model_class) for same in chosen]
+
+
+def _curve(same: list[UnitTradeoff], model: str) -> Curve:
+    first = same[0]
+    whole = first.runtime_ms or 1.0
+    shares = [(p.discard_ratio, p.recompute_ms / whole) for p in first.points]
+    return Curve(
+        name=pattern_over(t.fqn for t in same) or model,
+        members=tuple(t.fqn for t in same),
+        tradeoff=first,
+        points=((0.0, 0.0), *((p.discard_ratio, p.recompute_ms) for p in first.points)),
+        hull=fit_tradeoff(shares, "hull"),
+        pwlf=fit_tradeoff(shares, "pwlf"),
+    )

@@ -1,0 +1,154 @@
+"""What the plan keeps of each module and what not, followed through the replay, and what each byte costs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from sacplan._plan.replay import Decisions, Replay, Replayer, discarded_ops
+from sacplan._trace.recording import ROOT_SCOPE, Event, Phase, Recording
+
+_NOBODY: frozenset[int] = frozenset()
+
+
+class _Follower(Replayer):
+    """A replay that notes which storages are held for the backward pass, and which are left to recipes."""
+
+    def follow(self) -> Replay:
+        self.held: set[int] = set()
+        self.left: set[int] = set()
+        return self.run()
+
+    def step(self, code: int, arg: int) -> None:
+        super().step(code, arg)
+        if code == Event.PACK:
+            storage = self.r.handle_storages[arg]
+            (self.left if arg in self.handle_slot else self.held).add(storage)
+
+    def _make_node(self, index: int) -> None:
+        # what a recipe starts from is held for it
+        self.held.update(s for s in self.r.ops[index].reads if s not in self.table)
+        super()._make_node(index)
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What recomputing some storages takes, or would take.
+
+    Attributes:
+        recompute_ms: the ops that have to run again for them and for nothing else.
+        n_bytes: what that frees, less what has to be held instead.
+        ops: these ops, the longest first.
+    """
+
+    recompute_ms: float
+    n_bytes: int
+    ops: tuple[int, ...]
+
+    @property
+    def us_per_mib(self) -> float:
+        """Microseconds of recomputation for a MiB."""
+        return self.recompute_ms * 1e3 / (self.n_bytes / 2**20)
+
+
+class KeptAndLeft:
+    """What a replay with some decisions holds from forward to backward.
+
+    Attributes:
+        kept: storages made in the forward pass that are held for the backward pass or for a recipe.
+        discarded: those that autograd asked for and that are held nowhere.
+        again: the ops that ran a second time, one entry for each run.
+    """
+
+    def __init__(self, recording: Recording, decisions: Decisions) -> None:
+        self.recording = recording
+        units = {s for fqn, sites in decisions.items() if sites for s in recording.calls.get(fqn, ())}
+        self.ops_discarded = discarded_ops(recording, decisions)
+        follower = _Follower(recording, self.ops_discarded, units)
+        self.replay = follower.follow()
+        self.again = self.replay.again
+        self._again = frozenset(self.again)
+        self.made = {s: op for s, op in recording.writer.items() if recording.ops[op].phase == Phase.FORWARD}
+        self.kept = frozenset(s for s in follower.held if s in self.made)
+        self.discarded = frozenset(s for s in follower.left - follower.held if s in self.made)
+
+    @cached_property
+    def written(self) -> Mapping[int, str]:
+        """Storages that are written in place before the optimizer's step, and the name of an op that does it."""
+        return {s: op.name for op in self.recording.ops if op.phase != Phase.OPTIMIZER for s in op.mutates}
+
+    @cached_property
+    def _readers_again(self) -> Mapping[int, frozenset[int]]:
+        readers: dict[int, set[int]] = defaultdict(set)
+        for op in self._again:
+            for s in self.recording.ops[op].reads:
+                readers[s].add(op)
+        return {s: frozenset(ops) for s, ops in readers.items()}
+
+    def n_bytes(self, storages: Iterable[int]) -> int:
+        """Their bytes together."""
+        return sum(self.recording.storage_bytes[s] for s in storages)
+
+    def price_paid(self, storages: Collection[int]) -> Price:
+        """What would not have to run again if these discarded storages were kept."""
+        ops = self.recording.ops
+        wanted = set(storages)
+        candidates = [self.made[s] for s in wanted]
+        only: set[int] = set()
+        while candidates:  # towards the inputs: an op that only such ops ask for
+            op = candidates.pop()
+            if op in only or op not in self._again:
+                continue
+            others = [s for s in ops[op].writes if s not in wanted]
+            if any(s in self.discarded or not self._readers_again.get(s, _NOBODY) <= only for s in others):
+                continue
+            only.add(op)
+            candidates.extend(self.made[s] for s in ops[op].reads if s in self.made and s not in self.kept)
+        return self._price(only, self.n_bytes(wanted))
+
+    def price_asked(self, storages: Collection[int]) -> Price | None:
+        """What discarding these kept storages as well would take; None if it would free nothing.
+
+        Their recipes would start from what is held already; where there is no such thing, from the inputs of ops
+        that cannot run again, which would be held instead.
+        """
+        recording, gone = self.recording, set(storages)
+        more: set[int] = set()
+        instead: set[int] = set()
+        stack = [self.made[s] for s in gone]
+        while stack:
+            op = stack.pop()
+            if op in more or op in self._again:
+                continue
+            more.add(op)
+            for s in recording.ops[op].reads:
+                maker = self.made.get(s)
+                if maker is None or (s in self.kept and s not in gone) or s in recording.outlives_forward:
+                    continue
+                if recording.ops[maker].recomputable:
+                    stack.append(maker)
+                else:
+                    instead.add(s)
+        # A discarded tensor's recipe may start from one of these: then that one's inputs are asked for as well,
+        # which the walk above has covered, since it goes on until something is held.
+        freed = self.n_bytes(gone) - self.n_bytes(instead)
+        return self._price(more, freed) if freed > 0 else None
+
+    def can_go(self, storage: int) -> bool:
+        """Whether a kept storage could be discarded, and would be freed by it."""
+        op = self.recording.ops[self.made[storage]]
+        return op.recomputable and storage not in self.recording.outlives_forward
+
+    def peak_with(self, ops: Collection[int]) -> int:
+        """The peak if these ops were discarded as well, everything in one unit: the model."""
+        recording = self.recording
+        units = {i for i, scope in enumerate(recording.scopes) if scope.parent == ROOT_SCOPE}
+        discarded = dict.fromkeys(ops, 1) | dict(self.ops_discarded)
+        return Replayer(recording, discarded, units).run().peak_bytes
+
+    def _price(self, ops: Collection[int], n_bytes: int) -> Price:
+        times = {op: self.recording.ops[op].time_ms for op in ops}
+        ordered = tuple(sorted(ops, key=lambda op: (-times[op], op)))
+        return Price(sum(times[op] for op in ordered), n_bytes, ordered)

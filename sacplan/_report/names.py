@@ -1,0 +1,93 @@
+"""How modules and ops are called in reports: layers that repeat under one name, ops without their namespace."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from sacplan._trace.recording import ROOT_SCOPE, Phase, Recording
+
+OUTSIDE = "(outside of the model)"
+OPTIMIZER = "(optimizer)"
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a path
+_NAMES = {
+    "mm": "matmul",
+    "addmm": "matmul",
+    "bmm": "batched matmul",
+    "baddbmm": "batched matmul",
+    "convolution": "convolution",
+    "native_layer_norm": "layer norm",
+    "native_dropout": "dropout",
+    "_softmax": "softmax",
+    "_log_softmax": "log softmax",
+    "_to_copy": "cast",
+    "native_batch_norm": "batch norm",
+    "cudnn_batch_norm": "batch norm",
+    "_fused_rms_norm": "rms norm",
+    "native_group_norm": "group norm",
+    "nll_loss_forward": "nll loss",
+    "nll_loss": "nll loss",
+    "embedding_dense": "embedding",
+}
+
+
+def pattern_of(fqn: str) -> str:
+    """A module's name with its places in lists left open: ``"layers.3.mlp"`` becomes ``"layers.*.mlp"``."""
+    return _NUMBER.sub("*", fqn)
+
+
+def pattern_over(fqns: Iterable[str]) -> str:
+    """One name for several modules of the same pattern: only the numbers that differ are left open.
+
+    Modules that are called by nothing but numbers are listed: ``"0, 2"``.
+    """
+    names = list(dict.fromkeys(fqns))
+    parts = zip(*(name.split(".") for name in names), strict=True)
+    pattern = ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
+    return pattern if any(c.isalpha() for c in pattern) or len(names) > 6 else ", ".join(names)
+
+
+def numbers_of(fqns: Iterable[str]) -> str:
+    """The numbers by which modules of one pattern differ, as ranges: ``"0-2, 5"``; "" where more than one differs."""
+    paths = [fqn.split(".") for fqn in fqns]
+    differing = [set(part) for part in zip(*paths, strict=True) if len(set(part)) > 1]
+    if len(differing) != 1:
+        return ""
+    numbers = sorted(int(n) for n in differing[0])
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
+def module_of(recording: Recording, op: int) -> str | None:
+    """The module whose forward an op belongs to, "" for the model itself; None for outside of any."""
+    scope = recording.ops[op].scope
+    return None if scope == ROOT_SCOPE else recording.scopes[scope].fqn
+
+
+def shown_module(recording: Recording, op: int, model: str) -> str:
+    """The module of an op as reports show it; ``model`` stands for the model itself."""
+    module = module_of(recording, op)
+    if module is not None:
+        return module or model
+    return OPTIMIZER if recording.ops[op].phase == Phase.OPTIMIZER else OUTSIDE
+
+
+def short_op(name: str) -> str:
+    """An op in few words: ``"aten.mm.default"`` becomes ``"matmul"``, ``"aten.add_.Tensor"`` ``"add_"``."""
+    parts = name.split(".")
+    if parts[0] != "aten" or len(parts) < 2:
+        return name.removesuffix(".default")
+    bare, backward, _ = parts[1].partition("_backward")
+    said = "attention" if "attention" in bare else _NAMES.get(bare, bare)
+    return f"{said} backward" if backward else said
+
+
+def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Sort key under which ``layers.10`` comes after ``layers.9``."""
+    return tuple((0, int(p), "") if p.isdigit() else (1, 0, p) for p in name.split("."))

@@ -1,0 +1,148 @@
+"""``write_memory_trace``: the step as a trace for Perfetto or chrome://tracing.
+
+Format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU; times are
+in microseconds.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sacplan._plan.plan import Plan
+from sacplan._report.inputs import check_plan, decisions_of_plan
+from sacplan._report.names import short_op, shown_module
+from sacplan._report.palette import STACK, kind_name
+from sacplan._report.timeline import Timeline, timeline_of
+from sacplan._trace.profile import Profile
+from sacplan._trace.recording import ROOT_SCOPE, Phase, Recording
+
+_PROCESS = 1
+_MODULES, _OPS, _AGAIN = 1, 2, 3
+_THREADS = {_MODULES: "modules", _OPS: "ops", _AGAIN: "recomputed ops"}
+_AGAIN_COLOUR = "terrible"  # one of the names that chrome://tracing knows; a strong red
+
+
+def write_memory_trace(path: str | Path, profile: Profile, plan: Plan | None = None) -> Path:
+    """Write the step as a trace: memory by kind as a counter, ops and module calls as slices.
+
+        sacplan.write_memory_trace("step.json.gz", profile, plan)  # open it in https://ui.perfetto.dev
+
+    Ops follow one another, each as long as it is predicted to take (views take no time). Three threads: the module
+    calls, forward and backward; the ops; and those that the plan runs a second time. The counter "memory" has
+    the bytes of each kind while an op runs, its outputs and its workspace included; their sum is what is alive.
+
+    Args:
+        path: JSON, compressed where the name ends in ``.gz``.
+        profile: from ``sacplan.profile``.
+        plan: made from that profile; without one, the step as it is.
+
+    Returns:
+        The path.
+
+    Raises:
+        PlanMismatch: the plan was made from another profile.
+    """
+    timeline = timeline_of(profile.recording, decisions_of_plan(plan))
+    check_plan(profile, plan, timeline.peak_bytes)
+    data = {
+        "traceEvents": [*_names(profile), *_op_slices(profile, timeline), *_module_slices(profile, timeline),
+                        *_counters(timeline)],
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "model": profile.fingerprint.model_class,
+            "device": profile.device,
+            "peak_bytes": timeline.peak_bytes,
+            "budget_bytes": None if plan is None else plan.budget_bytes,
+        },
+    }  # fmt: skip
+    path = Path(path)
+    content = json.dumps(data, separators=(",", ":")).encode()
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+    return path
+
+
+def _names(profile: Profile) -> Iterator[dict[str, Any]]:
+    title = f"{profile.fingerprint.model_class} on {profile.device}, predicted"
+    yield {"ph": "M", "name": "process_name", "pid": _PROCESS, "tid": 0, "args": {"name": title}}
+    for tid, name in _THREADS.items():
+        yield {"ph": "M", "name": "thread_name", "pid": _PROCESS, "tid": tid, "args": {"name": name}}
+        yield {
+            "ph": "M",
+            "name": "thread_sort_index",
+            "pid": _PROCESS,
+            "tid": tid,
+            "args": {"sort_index": tid},
+        }
+
+
+def _stamps(timeline: Timeline) -> list[float]:
+    """Beginnings of the ops and the end of the last, in µs; rounded here so that slices that touch stay so."""
+    return [round(ms * 1e3, 3) for ms in (*timeline.start_ms.tolist(), timeline.end_ms)]
+
+
+def _op_slices(profile: Profile, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    recording, model = profile.recording, profile.fingerprint.model_class
+    stamps = _stamps(timeline)
+    for i, (index, again) in enumerate(zip(timeline.ops.tolist(), timeline.recomputed.tolist(), strict=True)):
+        op = recording.ops[index]
+        event: dict[str, Any] = {
+            "ph": "X",
+            "name": short_op(op.name),
+            "cat": Phase(int(timeline.phases[i])).name.lower() + (",recomputed" if again else ""),
+            "pid": _PROCESS,
+            "tid": _AGAIN if again else _OPS,
+            "ts": stamps[i],
+            "dur": round(stamps[i + 1] - stamps[i], 3),
+            "args": {
+                "op": op.name,
+                "module": shown_module(recording, index, model),
+                "alive_bytes": int(timeline.live_bytes[i]),
+            },
+        }
+        if again:
+            event["cname"] = _AGAIN_COLOUR
+            event["args"]["for"] = shown_module(recording, int(timeline.during[i]), model)
+        yield event
+
+
+def _module_slices(profile: Profile, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Phases, and in them the module calls whose ops run: begin and end events that nest."""
+    recording, model = profile.recording, profile.fingerprint.model_class
+    stamps = _stamps(timeline)
+    common = {"pid": _PROCESS, "tid": _MODULES}
+    stack: list[tuple[str, int]] = []
+    for i, op in enumerate(timeline.during.tolist()):
+        phase = Phase(int(timeline.phases[i])).name.lower()
+        path = [(phase, ROOT_SCOPE), *((phase, scope) for scope in _scopes(recording, op))]
+        same = 0
+        while same < min(len(stack), len(path)) and stack[same] == path[same]:
+            same += 1
+        while len(stack) > same:
+            stack.pop()
+            yield {"ph": "E", **common, "ts": stamps[i]}
+        for part in path[same:]:
+            scope = part[1]
+            name = phase if scope == ROOT_SCOPE else recording.scopes[scope].fqn or model
+            stack.append(part)
+            yield {"ph": "B", "name": name, "cat": phase, **common, "ts": stamps[i]}
+    for _ in stack:
+        yield {"ph": "E", **common, "ts": stamps[-1]}
+
+
+def _scopes(recording: Recording, op: int) -> list[int]:
+    """The module calls that an op is in, outermost first."""
+    scope = recording.ops[op].scope
+    return [] if scope == ROOT_SCOPE else [scope, *recording.ancestors(scope)][::-1]
+
+
+def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    kinds = [kind for kind in STACK if timeline.kind_bytes[:, kind].any()]
+    rows = timeline.kind_bytes[:, kinds].tolist()
+    names = [kind_name(kind) for kind in kinds]
+    for stamp, row in zip(_stamps(timeline), rows, strict=False):
+        values = dict(zip(names, row, strict=True))
+        yield {"ph": "C", "name": "memory", "pid": _PROCESS, "tid": 0, "ts": stamp, "args": values}
