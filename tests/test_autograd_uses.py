@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sacplan
 from sacplan._apply.nodes import Node, here
-from sacplan._verify.measure import _profiled_deltas
+from sacplan._verify.measure import allocation_events
 from tests.models import bit_equal
 
 DIM, LENGTH, BATCH = 8, 5, 3
@@ -400,7 +400,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
     """The most that the allocator had handed out since, by the profiler's events."""
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    return max(itertools.accumulate(_profiled_deltas(profiler)))
+    return max(itertools.accumulate(allocation_events(profiler)))
 
 
 @pytest.mark.parametrize(

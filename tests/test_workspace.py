@@ -14,7 +14,7 @@ import sacplan
 from sacplan._trace.ops import tensors_in
 from sacplan._trace.step import Step, default_loss
 from sacplan._trace.workspace import measured_reserves, measured_workspace_bytes
-from sacplan._verify.measure import _profiled_deltas, allocation_deltas, bytes_alive, measured_step
+from sacplan._verify.measure import allocation_events, allocation_deltas, bytes_alive, measured_step
 from sacplan.errors import TraceError
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ def profiled_workspace(func, args):
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         out = func(*args)
     live = peak = 0
-    for delta in _profiled_deltas(profiler):
+    for delta in allocation_events(profiler):
         live += delta
         peak = max(peak, live)
     return peak - sum(t.untyped_storage().nbytes() for t in tensors_in(out))
@@ -262,7 +262,7 @@ def test_a_block_that_the_profile_did_not_see_allocated_does_not_count_as_freed(
     tree = [event(5, 1, 100), event(3, 2, -70), event(5, 1, -100), event(9, 3, 10)]
     results = types.SimpleNamespace(experimental_event_tree=lambda: tree)
     profiler = types.SimpleNamespace(profiler=types.SimpleNamespace(kineto_results=results))
-    assert _profiled_deltas(profiler) == [100, -100, 10]
+    assert allocation_events(profiler) == [100, -100, 10]
 
 
 def test_bytes_alive_counts_each_storage_once():

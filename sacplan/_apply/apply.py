@@ -82,22 +82,59 @@ def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
     planned = {}
     for fqn, unit in plan.units.items():
         if unit.discarded:  # else its forward stays its own, and costs what it did
+            _check_compiled(fqn, model.get_submodule(fqn))
             planned[fqn] = PlannedForward(model.get_submodule(fqn), fqn, unit.decisions, check)
     for stand_in in planned.values():
         stand_in.module.__dict__["forward"] = stand_in
     return Handle(planned)
 
 
+_WRAPPERS = (
+    torch.nn.parallel.DistributedDataParallel,
+    torch.nn.DataParallel,
+    torch.optim.swa_utils.AveragedModel,
+)
+
+
 def _check_not_wrapped(model: torch.nn.Module) -> None:
     """Wrappers change names. What they hold may get a plan: code that is compiled already is made anew."""
+    if isinstance(model, _WRAPPERS):
+        raise PlanError(
+            f"this is a {type(model).__name__}. Apply the plan first and wrap then, or apply it to the model inside, "
+            "`.module`."
+        )
     for fqn, module in model.named_modules():
+        where = f"module {fqn!r}" if fqn else "this model"
         if "_orig_mod" in module._modules:
             raise PlanError(
-                f"{f'module {fqn!r}' if fqn else 'this model'} is what torch.compile returned. Apply the "
+                f"{where} is what torch.compile returned. Apply the "
                 "plan first and compile then, or apply it to the model that was given to torch.compile."
             )
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise PlanError("this is a DistributedDataParallel. Apply the plan to the model inside, `.module`.")
+        if type(module).__name__ == "CheckpointWrapper":
+            raise PlanError(
+                f"{where} is a CheckpointWrapper, but sacplan chooses what to recompute. Apply the plan to the model "
+                "without it."
+            )
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise PlanError(f"{where} is a FullyShardedDataParallel. Apply the plan first and wrap then.")
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise PlanError(
+                f"checkpointing is switched on in {where} (gradient_checkpointing=True), but sacplan chooses what to "
+                "recompute. Switch it off first: model.gradient_checkpointing_disable()."
+            )
+
+
+def _check_compiled(fqn: str, unit: torch.nn.Module) -> None:
+    """What is compiled inside of a unit runs under a dispatch mode, and so not compiled."""
+    for name, module in unit.named_modules():
+        inside = bool(name) and module._compiled_call_impl is not None
+        if inside or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable"):
+            path = ".".join(part for part in (fqn, name) if part)
+            raise PlanError(
+                f"module {path!r} is compiled on its own, but the plan recomputes in unit {fqn!r}, of which it is a "
+                "part: inside of a unit that is not compiled as a whole, nothing is. Apply the plan first, then compile "
+                f"whole units: model.compile(), or torch.compile(model); or plan with never=[{path!r}]."
+            )
 
 
 def _check_units(model: torch.nn.Module, plan: Plan) -> None:

@@ -10,7 +10,7 @@ Private PyTorch API, tried on 2.13: the event tree of ``torch.profiler``, and th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sacplan._trace.step import Step
 
-_CUDA_ROUND_BYTES = 512
+CUDA_ROUND_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ def _clear(step: Step) -> None:
 
 
 def _run_cuda(step: Step, batch_tensors: Iterable[torch.Tensor], device: torch.device) -> Measured:
-    own = bytes_alive(step, batch_tensors, round_bytes=_CUDA_ROUND_BYTES)
+    own = bytes_alive(step, batch_tensors, round_bytes=CUDA_ROUND_BYTES)
     torch.cuda.synchronize(device)
-    _drop_cublas_workspaces()
+    drop_cublas_workspaces()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     began = time.perf_counter()
@@ -79,7 +79,7 @@ def _run_cuda(step: Step, batch_tensors: Iterable[torch.Tensor], device: torch.d
     return Measured(peak, wall_ms, 0, "torch.cuda.max_memory_allocated")
 
 
-def _drop_cublas_workspaces() -> None:
+def drop_cublas_workspaces() -> None:
     """So that the step makes its own, and they count: once made they stay for good."""
     drop = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if drop is not None:
@@ -93,14 +93,15 @@ def _run_cpu(step: Step, batch_tensors: Iterable[torch.Tensor]) -> Measured:
         step.run()
         wall_ms = (time.perf_counter() - began) * 1e3
     live = peak = 0
-    for delta in _profiled_deltas(profiler):
+    for delta in allocation_events(profiler):
+        assert isinstance(delta, int)
         live += delta
         peak = max(peak, live)
     return Measured(before + peak, wall_ms, 0, "profiler's allocation events")
 
 
-def _profiled_deltas(profiler: torch.profiler.profile) -> list[int]:
-    """Bytes allocated (positive) and freed (negative) on the CPU, in the order of time.
+def allocation_events(profiler: torch.profiler.profile, marks: Collection[str] = ()) -> list[int | str]:
+    """Bytes allocated (positive) and freed (negative) on the CPU, and events named in ``marks``, in the order of time.
 
     The allocator remembers the blocks of earlier profiles, also those that were freed while no profiler was
     on. When such an address has been used again, and is freed now, it reports the old block's size. So a
@@ -109,26 +110,31 @@ def _profiled_deltas(profiler: torch.profiler.profile) -> list[int]:
     kineto = profiler.profiler
     assert kineto is not None
     assert kineto.kineto_results is not None
-    events = []
+    events: list[tuple[int, str, int, int]] = []
     stack = list(reversed(kineto.kineto_results.experimental_event_tree()))
     while stack:
         event = stack.pop()
         stack.extend(reversed(event.children))
         fields: Any = event.extra_fields
         if event.name == "[memory]" and fields.device.type == "cpu":
-            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+            events.append((event.start_time_ns, "", fields.ptr, fields.alloc_size))
+        elif event.name in marks:
+            events.append((event.start_time_ns, event.name, 0, 0))
     events.sort(key=lambda e: e[0])  # stable: events of the same nanosecond stay in the order of the tree
-    deltas = []
+    found: list[int | str] = []
     held: set[int] = set()
-    for _, ptr, size in events:
+    for _, mark, ptr, size in events:
+        if mark:
+            found.append(mark)
+            continue
         if size > 0:
             held.add(ptr)
         elif ptr in held:
             held.remove(ptr)
         else:
             continue
-        deltas.append(size)
-    return deltas
+        found.append(size)
+    return found
 
 
 def profiler_is_on() -> bool:
@@ -147,7 +153,7 @@ def allocation_deltas(run: Callable[[], object]) -> list[int]:
     if not hasattr(api, "_enable_profiler_legacy"):
         with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             run()
-        return _profiled_deltas(profiler)
+        return [delta for delta in allocation_events(profiler) if isinstance(delta, int)]
     config = api.ProfilerConfig(
         api.ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()
     )

@@ -1,0 +1,1 @@
+"""The command line: ``sacplan plan train.py:make --budget 22GiB``."""

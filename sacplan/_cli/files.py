@@ -1,0 +1,64 @@
+"""Files that are written: whole or not at all, and never over something that sacplan did not write."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from sacplan._cli.exits import OutputError
+
+Kind = Literal["plan", "profile", "curve", "report", "trace"]
+
+_HEAD_CHARACTERS = 4096
+# what is in a file of each kind, and whether it is at the beginning
+_SIGNS: dict[Kind, tuple[str, bool]] = {
+    "plan": (r'\A\{"what": "plan"', True),
+    "profile": (r'\A\{"what": "profile"', True),
+    "curve": (r"\Asolver,budget_bytes,peak_bytes,", True),
+    "report": (r"<footer>[^<]*Made by sacplan|<meta name=.generator. content=.sacplan", False),
+    "trace": (r'"otherData":\{"model":"[^"]*","device":"[^"]*","peak_bytes":', False),
+}
+
+
+def check_output(path: Path, kind: Kind, force: bool) -> None:
+    """``OutputError`` where the file cannot be written, or is there and is not a ``kind`` of ours. Before any work."""
+    if path.is_dir():
+        raise OutputError(f"{path} is a directory; name a file in it.")
+    if not path.parent.is_dir():
+        raise OutputError(f"{path} cannot be written: there is no directory {path.parent}.")
+    if path.exists():
+        if not path.is_file():
+            raise OutputError(f"{path} is not a regular file; name one.")
+        if not force and path.stat().st_size and not _is_ours(path, kind):
+            raise OutputError(
+                f"{path} is there and is not a sacplan {kind}; choose another name, or overwrite it with --force."
+            )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise OutputError(f"{path} cannot be written: no permission.")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name to write to; the file takes its place when all is written, and is as before otherwise."""
+    part = path.with_name(f".{os.getpid()}-part-{path.name}")  # the ending says whether it is compressed
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _is_ours(path: Path, kind: Kind) -> bool:
+    sign, at_the_beginning = _SIGNS[kind]
+    characters = _HEAD_CHARACTERS if at_the_beginning else -1
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8", errors="replace") as file:
+            return re.search(sign, file.read(characters)) is not None
+    except (OSError, EOFError):  # named .gz and is not
+        return False

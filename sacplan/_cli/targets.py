@@ -1,0 +1,272 @@
+"""Targets: what a person writes for a model and a batch, and how it becomes them.
+
+    train.py:make        a function of a file; train.py alone: its sacplan_target
+    package.module:make  a function of a module, the current directory first
+    hf:gpt2, hf:config.json, hf:directory    from a configuration of transformers, without weights
+
+The function takes no arguments and returns ``(model, batch)``, or a mapping with the keys ``model``, ``batch`` and
+perhaps ``loss_fn``, ``optimizer`` and ``make_batch`` (batch size to batch), as ``sacplan.profile`` takes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sacplan._cli.exits import TargetError
+from sacplan._cli.hf import HfOptions, build
+from sacplan.errors import SacplanError
+
+DEFAULT_NAME = "sacplan_target"
+_KEYS = ("model", "batch", "loss_fn", "optimizer", "make_batch")
+_FORMS = "FILE.py:FUNCTION, MODULE:FUNCTION, hf:NAME or hf:CONFIG.json"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a step is made of.
+
+    Attributes:
+        name: as it was written.
+        model, batch, loss_fn, optimizer: as ``sacplan.profile`` takes them.
+        make_batch: batch size to batch, where the target has it.
+        facts: choices that were made for it (batch, seq, dtype, ...), to be shown.
+    """
+
+    name: str
+    model: Any
+    batch: Any
+    loss_fn: Any = None
+    optimizer: Any = None
+    make_batch: Callable[[int], Any] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def is_json_file(text: str) -> bool:
+    """Whether this names a saved profile, and not a target."""
+    return not text.startswith("hf:") and text.lower().endswith((".json", ".json.gz"))
+
+
+def load_target(text: str, options: HfOptions, place: str = "meta") -> Target:
+    """Load a target.
+
+    Args:
+        text: as a person writes it.
+        options: of ``hf:`` targets; others take none.
+        place: the device that an ``hf:`` model is made on; ``"meta"`` for one without weights.
+
+    Raises:
+        TargetError: it is not there, or its own code failed; names the line.
+    """
+    if text.startswith("hf:"):
+        with users_code(text):
+            built = build(text[3:], options, place)
+        return Target(
+            text, built.model, built.batch, None, built.optimizer, built.make_batch, dict(built.facts)
+        )
+    given = replace(options, batch=None).given()
+    if given:
+        raise TargetError(f"{' and '.join(given)} are for hf: targets; {text!r} decides that itself.")
+    if match := re.fullmatch(r"(.+\.py)(?::(.+))?", text):
+        module, attribute = _load_file(Path(match[1])), match[2]
+    elif match := re.fullmatch(r"([\w.]+):([\w.]+)", text):
+        module, attribute = _load_module(match[1]), match[2]
+    else:
+        raise _unknown_form(text)
+    function = _find(module, attribute, text)
+    _check_no_arguments(function, text)
+    with users_code(text):
+        target = _target(text, function())
+        if options.batch is None:
+            return target
+        if target.make_batch is None:
+            raise TargetError(
+                f"--batch {options.batch}: {text} makes batches of one size. Return a mapping with the key make_batch "
+                "as well, a function of the batch size."
+            )
+        return replace(target, batch=target.make_batch(options.batch))
+
+
+def _unknown_form(text: str) -> TargetError:
+    if is_json_file(text):
+        return TargetError(f"{text} is a file of JSON; here the model itself is needed: {_FORMS}.")
+    hint = ""
+    if Path(f"{text}.py").is_file():
+        hint = f" Did you mean {text}.py?"
+    elif Path(text).is_dir() and (Path(text) / "config.json").is_file():
+        hint = f" Did you mean hf:{text}?"
+    return TargetError(f"{text!r} is not a target; write {_FORMS}.{hint}")
+
+
+@contextlib.contextmanager
+def users_code(name: str) -> Iterator[None]:
+    """What it prints goes to stderr; what it raises becomes a ``TargetError`` that says where.
+
+    An error without a frame of the user's code, of a module, or of a library, comes through: it is ours.
+    """
+    with contextlib.redirect_stdout(sys.stderr), _no_traceback_in_the_log():
+        try:
+            yield
+        except SacplanError:
+            raise
+        except SystemExit as error:
+            raise TargetError(
+                f"{name} ended the process (exit code {error.code}) while it was loaded. Put what a script does "
+                'when it is run under `if __name__ == "__main__":`.'
+            ) from error
+        except Exception as error:
+            where = _where(error)
+            if where is None:
+                raise
+            made = TargetError(f"{name} raised {type(error).__name__}: {error} ({where}).")
+            made.__notes__ = ["--debug shows the whole traceback"]  # type: ignore[attr-defined]
+            raise made from error
+
+
+@contextlib.contextmanager
+def _no_traceback_in_the_log() -> Iterator[None]:
+    """torch logs a traceback of what a fake tensor raises, besides raising it; --debug shows the one that counts."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _where(error: Exception) -> str | None:
+    """File and line of the innermost frame that is neither torch's nor ours, else the innermost of torch's modules."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    ours = str(Path(__file__).parent.parent)
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    skipped = tuple(p for p in (ours, torch and str(Path(torch).parent), contextlib.__file__, "<frozen") if p)
+    found = module = None
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_name == "forward" and "self" in trace.tb_frame.f_locals:
+            module = f"in {type(trace.tb_frame.f_locals['self']).__name__}"
+        if not code.co_filename.startswith((*skipped, importlib.__file__)):
+            found = f"{code.co_filename}:{trace.tb_lineno}, in {code.co_name}"
+        trace = trace.tb_next
+    return found or module
+
+
+def _load_module(name: str) -> ModuleType:
+    _search_first(Path.cwd())
+    try:
+        with users_code(name):
+            return importlib.import_module(name)
+    except TargetError as error:
+        missing = error.__cause__
+        if _is_missing(missing, name):
+            raise _no_module(name) from missing
+        raise
+    except ModuleNotFoundError as error:
+        raise _no_module(name) from error
+
+
+def _is_missing(error: BaseException | None, name: str) -> bool:
+    return (
+        isinstance(error, ModuleNotFoundError)
+        and error.name is not None
+        and f"{name}.".startswith(f"{error.name}.")
+    )
+
+
+def _no_module(name: str) -> TargetError:
+    return TargetError(
+        f"there is no module {name!r}, neither in the current directory nor installed. "
+        "A file is written with its ending: train.py:make."
+    )
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TargetError(f"{path}: there is no such file.")
+    _search_first(path.resolve().parent)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{path} cannot be imported as Python.")
+    module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(path.stem)
+    sys.modules[path.stem] = module  # dataclasses and pickle look there
+    try:
+        with users_code(str(path)):
+            spec.loader.exec_module(module)
+    except BaseException:
+        if before is None:
+            del sys.modules[path.stem]
+        else:
+            sys.modules[path.stem] = before
+        raise
+    return module
+
+
+def _search_first(directory: Path) -> None:
+    if str(directory) not in sys.path:
+        sys.path.insert(0, str(directory))
+
+
+def _find(module: ModuleType, attribute: str | None, text: str) -> Callable[[], Any]:
+    found: Any = module
+    for part in (attribute or DEFAULT_NAME).split("."):
+        found = getattr(found, part, None)
+    if callable(found):
+        return found
+    names = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    file = text if attribute is None else text[: -len(attribute) - 1]
+    has = f"it has {', '.join(names)}" if names else "it defines no functions"
+    if attribute is None:
+        problem = f"{file} has no function {DEFAULT_NAME}"
+        example = f"; name one as {file}:{names[0]}" if names else ""
+    else:
+        problem = f"{file} has no function {attribute}"
+        example = ""
+    raise TargetError(f"{problem}; {has}{example}.")
+
+
+def _check_no_arguments(function: Callable[[], Any], text: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some callables of C say nothing
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise TargetError(f"{text} is called without arguments, and has {signature}: {error}.") from error
+
+
+def _target(text: str, made: Any) -> Target:
+    if isinstance(made, Mapping):
+        unknown = [k for k in made if k not in _KEYS]
+        missing = [k for k in ("model", "batch") if k not in made]
+        if unknown or missing:
+            wrong = f"unknown key {unknown[0]!r}" if unknown else f"no key {missing[0]!r}"
+            raise TargetError(
+                f"{text} returned a mapping with {wrong}; the keys are model and batch, and if wanted "
+                "loss_fn, optimizer and make_batch."
+            )
+        return Target(text, **made)
+    if isinstance(made, tuple) and len(made) == 2:
+        return Target(text, *made)
+    what = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+    raise TargetError(
+        f"{text} returned {what}; return (model, batch), or a mapping with the keys model, batch, loss_fn, optimizer."
+    )

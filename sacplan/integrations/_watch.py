@@ -1,0 +1,261 @@
+"""The peaks of a run's first steps, held against the plan that is on its model.
+
+    watch = PeakWatch(plan, steps=2)
+    watch.begin(model, [optimizer])
+    ...one training step...
+    watch.end()  # warns if the step took more than the plan says
+
+A peak is measured as in ``sacplan.verify(..., run="real")``: what the step allocated at most, on top of the
+parameters, gradients, optimizer state and batch that it found. Whatever else is on the device does not count.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from sacplan._plan.budget import format_bytes
+from sacplan._plan.plan import Plan
+from sacplan._trace.devices import resolve_device
+from sacplan._trace.step import Step, default_loss
+from sacplan._verify.measure import (
+    CUDA_ROUND_BYTES,
+    allocation_events,
+    drop_cublas_workspaces,
+    bytes_alive,
+    profiler_is_on,
+)
+from sacplan.errors import DeviceError, PlanError, SacplanWarning
+
+_SCALARS_BYTES = 4096
+"""What a trainer may keep besides the step: running losses, norms."""
+
+_BEGIN, _END = "sacplan: a step begins", "sacplan: a step ends"
+
+
+class PeakWatch:
+    """Measures the first steps of a run; silent as long as the plan's prediction and budget hold.
+
+    On CUDA a watched step costs a reset of the allocator's peak. On a CPU the run is under ``torch.profiler`` from
+    the first of them to the last, and is judged then.
+
+    Args:
+        plan: what is on the model.
+        steps: how many steps to measure; 0 for none. The first step makes the optimizer's state, so that the
+            second is the first whole one.
+        tolerance: how far a step may be over the prediction, as a share of it. The budget has no tolerance.
+        hint: what to do about a peak that was not predicted, a sentence.
+
+    Attributes:
+        peaks_bytes: of the steps measured so far.
+    """
+
+    def __init__(self, plan: Plan, steps: int, tolerance: float, hint: str) -> None:
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise PlanError(f"watch_steps must be a number of steps, 0 or more, not {steps!r}.")
+        if not 0 <= tolerance < float("inf"):
+            raise PlanError(f"tolerance must be a share of the predicted peak, 0 or more, not {tolerance!r}.")
+        self.peaks_bytes: list[int] = []
+        self._plan = plan
+        self._left = steps
+        self._tolerance = tolerance
+        self._hint = hint
+        self._meter: _OnCpu | _OnCuda | None = None
+        self._running = False
+        self._warned = False
+
+    def begin(
+        self, model: torch.nn.Module, optimizers: Iterable[Any], batch: Iterable[torch.Tensor] | None = None
+    ) -> None:
+        """A step begins. Without the batch its size is taken from the plan."""
+        if self._running:
+            self.end()
+        if not self._left:
+            return
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        if self._meter is None:
+            if not self._can_measure(device.type):
+                self._left = 0
+                return
+            self._meter = _OnCuda(device) if device.type == "cuda" else _OnCpu()
+        own_bytes = bytes_alive(
+            Step(model, None, default_loss, None),
+            [*(batch or ()), *_state_of(optimizers)],
+            round_bytes=self._meter.round_bytes,
+        )
+        if batch is None:
+            own_bytes += _bytes_of_planned_batch(self._plan)
+        self._left -= 1
+        self._running = True
+        self._meter.begin(own_bytes)
+
+    def end(self) -> None:
+        """The step is over; ``SacplanWarning`` if it took more than it should have."""
+        if self._meter is None or not self._running:
+            return
+        self._running = False
+        self._judge(self._meter.end())
+        if not self._left:
+            self.finish()
+
+    def finish(self) -> None:
+        """There are no more steps to measure."""
+        meter, self._meter = self._meter, None
+        self._left, self._running = 0, False
+        if meter is not None:
+            self._judge(meter.finish())
+
+    def abandon(self) -> None:
+        """Forget a step that did not end."""
+        meter, self._meter = self._meter, None
+        self._left, self._running = 0, False
+        if meter is not None:
+            meter.abandon()
+
+    def _can_measure(self, kind: str) -> bool:
+        planned = _kind_of(self._plan.device)
+        if planned != kind:
+            self._warn(
+                f"the plan was made for {self._plan.device}, and this step runs on {kind}: what it takes there is "
+                f'not what was predicted, and is not checked. Plan with device="{kind}" to have it checked, or '
+                "pass watch_steps=0."
+            )
+            return False
+        if kind == "cpu" and profiler_is_on():
+            self._warn(
+                "a profiler is on, and there can be one only: the peaks of the first steps, which come from a "
+                "profiler's allocation events, are not checked. Pass watch_steps=0."
+            )
+            return False
+        return True
+
+    def _judge(self, peaks_bytes: Iterable[int]) -> None:
+        plan = self._plan
+        for peak_bytes in peaks_bytes:
+            self.peaks_bytes.append(peak_bytes)
+            over_prediction = peak_bytes > plan.peak_bytes * (1 + self._tolerance)
+            over_budget = plan.budget_bytes is not None and peak_bytes > plan.budget_bytes + _SCALARS_BYTES
+            if self._warned or not (over_prediction or over_budget):
+                continue
+            self._warned = True
+            budget = "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
+            self._warn(
+                f"step {len(self.peaks_bytes)} took {format_bytes(peak_bytes)} at its peak, "
+                f"{peak_bytes / plan.peak_bytes - 1:+.1%} from the {format_bytes(plan.peak_bytes)} that the plan "
+                f"on it predicts ({budget}). The plan was made for a batch of {_planned_batch(plan)}. {self._hint}"
+            )
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(message, SacplanWarning, stacklevel=4)
+
+
+class _OnCpu:
+    """Steps by the allocation events of one ``torch.profiler``, which is on from the first to the last.
+
+    One for each step would not see that what the step before left, such as gradients, is freed.
+    """
+
+    round_bytes = 1
+
+    def __init__(self) -> None:
+        self._own_bytes: list[int] = []
+        self._profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profiler.start()
+        # A step that raises has no end, and not every trainer says so; the profiler must not outlive the watch.
+        self._stop = weakref.finalize(self, self._profiler.stop)
+
+    def begin(self, own_bytes: int) -> None:
+        self._own_bytes.append(own_bytes)
+        with torch.profiler.record_function(_BEGIN):
+            pass
+
+    def end(self) -> list[int]:
+        with torch.profiler.record_function(_END):
+            pass
+        return []
+
+    def finish(self) -> list[int]:
+        self._stop()
+        return [own + rise for own, rise in zip(self._own_bytes, _rises(self._profiler), strict=False)]
+
+    def abandon(self) -> None:
+        self._stop()
+
+
+class _OnCuda:
+    """Steps by the allocator's counter."""
+
+    round_bytes = CUDA_ROUND_BYTES
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._own_bytes = self._before_bytes = 0
+
+    def begin(self, own_bytes: int) -> None:
+        torch.cuda.synchronize(self._device)
+        drop_cublas_workspaces()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._own_bytes, self._before_bytes = own_bytes, torch.cuda.memory_allocated(self._device)
+
+    def end(self) -> list[int]:
+        return [torch.cuda.max_memory_allocated(self._device) - self._before_bytes + self._own_bytes]
+
+    def finish(self) -> list[int]:
+        return []
+
+    def abandon(self) -> None:
+        """Nothing is on."""
+
+
+def _rises(profiler: torch.profiler.profile) -> list[int]:
+    """By how much each step that ended rose above where it began, in bytes."""
+    rises: list[int] = []
+    live = peak = before = 0
+    for event in allocation_events(profiler, (_BEGIN, _END)):
+        if event == _BEGIN:
+            peak = before = live
+        elif event == _END:
+            rises.append(peak - before)
+        else:
+            assert isinstance(event, int)
+            live += event
+            peak = max(peak, live)
+    return rises
+
+
+def _state_of(optimizers: Iterable[Any]) -> list[torch.Tensor]:
+    return [
+        value
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        if isinstance(state, dict)
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def _kind_of(device: str) -> str:
+    try:
+        return resolve_device(device).kind
+    except DeviceError:
+        return "cuda"  # somebody's own DeviceSpec
+
+
+def _bytes_of_planned_batch(plan: Plan) -> int:
+    return sum(
+        prod(shape) * getattr(torch, dtype.removeprefix("torch.")).itemsize
+        for _, shape, dtype in plan.fingerprint.batch
+    )
+
+
+def _planned_batch(plan: Plan) -> str:
+    entries = [
+        f"{path.removeprefix('batch') or 'one tensor'} {shape}" for path, shape, _ in plan.fingerprint.batch
+    ]
+    return ", ".join(entries[:4]) + (", ..." if len(entries) > 4 else "")

@@ -1,0 +1,290 @@
+"""Plans in the ``Trainer`` of Lightning.
+
+    from sacplan.integrations.lightning import PlanCallback, profile_trainer
+
+    trainer = lightning.Trainer(..., precision="bf16-mixed")
+    plan = sacplan.plan(profile_trainer(trainer, module, loader, device="h100"), "22GiB")
+    trainer.callbacks.append(PlanCallback(plan))  # or Trainer(callbacks=[...])
+    trainer.fit(module, loader)
+
+A plan is made for the ``LightningModule``, whose names have the prefixes of what it holds (``model.layers.0``), or for
+one of its submodules with ``PlanCallback(plan, submodule="model")``.
+
+Tried on lightning 2.6.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from sacplan._apply.apply import Handle, apply
+from sacplan._plan.plan import Plan
+from sacplan._trace.devices import DeviceSpec
+from sacplan._trace.profile import Profile, Runtime, Trace, profile
+from sacplan._trace.step import check_model, preserved_rng
+from sacplan.errors import PlanError, TraceError
+from sacplan.integrations._watch import PeakWatch
+
+try:
+    import lightning.pytorch as pl
+except ImportError as error:
+    raise ImportError(
+        f"sacplan.integrations.lightning needs lightning ({error}); pip install 'sacplan[lightning]'"
+    ) from error
+
+_HINT = (
+    "If the batches are larger, or the training step or the optimizer is another one, plan for what is trained: "
+    "sacplan.plan(profile_trainer(trainer, module, ...), ...)."
+)
+
+
+class PlanCallback(pl.Callback):
+    """Fits with a plan: applied when fitting begins, removed when it ends or fails.
+
+        lightning.Trainer(callbacks=[PlanCallback(plan)])
+
+    It applies after the strategy has set the module up (DDP, FSDP, precision). What was compiled before is
+    compiled anew, with the plan.
+
+    Args:
+        plan: made for the module that is fitted, such as from :func:`profile_trainer`.
+        submodule: fqn of what the plan was made for, if that is a part of the module.
+        check: as in ``sacplan.apply``.
+        watch_steps: how many optimizer steps to measure. ``SacplanWarning`` if one takes more than ``tolerance``
+            over the predicted peak, or more than the budget. On CUDA that costs nothing to speak of, on a CPU
+            these steps run under ``torch.profiler``. 0 switches it off.
+        tolerance: as a share of the predicted peak.
+
+    Raises:
+        PlanMismatch: when fitting begins, if the plan was made for another module.
+        PlanError: there is no such submodule, or a plan is on it already.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        submodule: str = "",
+        *,
+        check: bool = True,
+        watch_steps: int = 2,
+        tolerance: float = 0.05,
+    ) -> None:
+        self.plan = plan
+        self.submodule = submodule
+        self._check = check
+        self._watch_steps = watch_steps
+        self._tolerance = tolerance
+        self._handle: Handle | None = None
+        self._watch = self._new_watch(1)
+
+    @property
+    def peaks_bytes(self) -> tuple[int, ...]:
+        """Measured peaks of the first batches of the last fit."""
+        return tuple(self._watch.peaks_bytes)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Put the plan on."""
+        self._take_off()
+        model = self._planned(pl_module)
+        check_model(model)
+        self._handle = apply(model, self.plan, check=self._check)
+        # An optimizer step is several batches; each is measured.
+        self._watch = self._new_watch(trainer.accumulate_grad_batches)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Measure from here."""
+        tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
+        self._watch.begin(pl_module, trainer.optimizers, tensors)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """To here: validation comes later."""
+        self._watch.end()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Take the plan off."""
+        self._watch.finish()
+        self._take_off()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Take the plan off of a fit that failed."""
+        self._take_off()
+
+    def _take_off(self) -> None:
+        self._watch.abandon()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.remove()
+
+    def _new_watch(self, batches: int) -> PeakWatch:
+        steps = self._watch_steps * batches if isinstance(self._watch_steps, int) else self._watch_steps
+        return PeakWatch(self.plan, steps, self._tolerance, _HINT)
+
+    def _planned(self, pl_module: Any) -> torch.nn.Module:
+        try:
+            return pl_module.get_submodule(self.submodule)
+        except AttributeError as error:
+            children = ", ".join(repr(name) for name, _ in pl_module.named_children())
+            raise PlanError(
+                f"{type(pl_module).__name__} has no submodule {self.submodule!r}; its children are {children}."
+            ) from error
+
+
+def profile_trainer(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    batches: Any = None,
+    *,
+    device: str | DeviceSpec | torch.device = "h100",
+    runtime: Runtime = "cost-model",
+    trace: Trace = "fake",
+) -> Profile:
+    """Record one optimizer step as this Trainer does it on this module.
+
+        plan = sacplan.plan(profile_trainer(trainer, module, loader, device="h100"), "22GiB")
+
+    The other arguments are those of ``sacplan.profile``; what is recorded says :func:`step_arguments`.
+    """
+    arguments = step_arguments(trainer, module, batches)
+    return profile(**arguments, device=device, runtime=runtime, trace=trace)
+
+
+def step_arguments(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    batches: Iterable[Any] | pl.LightningDataModule | None = None,
+) -> dict[str, Any]:
+    """What ``sacplan.profile`` and ``sacplan.verify`` need for the step of this Trainer.
+
+        arguments = step_arguments(trainer, module, loader)
+        profile = sacplan.profile(**arguments, device="h100")
+        sacplan.verify(**arguments, plan=sacplan.plan(profile, "22GiB"))
+
+    The step is ``module.training_step`` under the trainer's precision, with the optimizer that
+    ``module.configure_optimizers()`` makes. While a forward pass runs, Lightning still has the gradients of the step
+    before, and they count. With ``accumulate_grad_batches`` two batches are run; more would take no more memory.
+    Neither trainer nor module are changed, and the trainer is not attached: ``self.trainer`` cannot be used.
+
+    Args:
+        trainer: its precision and ``accumulate_grad_batches`` are used.
+        module: in automatic optimization. Of a manual one the loop is the module's own: describe its step
+            to ``sacplan.profile`` with a ``loss_fn``, and fit with ``PlanCallback``.
+        batches: an iterable of batches, such as the data loader, as ``training_step`` gets them; or a
+            ``LightningDataModule``. By default ``module.train_dataloader()``.
+
+    Returns:
+        ``model``, ``batch``, ``loss_fn`` and ``optimizer``.
+
+    Raises:
+        TraceError: manual optimization, several optimizers, no batch, or a module in another precision.
+    """
+    if not module.automatic_optimization:
+        raise TraceError(
+            f"{type(module).__name__} optimizes manually, so that its training_step runs backward and steps on its "
+            "own. Give sacplan.profile a loss_fn(module, batch) that computes the loss only, and the optimizer; "
+            "then fit with PlanCallback(plan)."
+        )
+    _check_precision(trainer, module)
+    with preserved_rng():
+        count = min(2, trainer.accumulate_grad_batches)
+        found = tuple(islice(iter(_loader(module, batches)), count))
+        if not found:
+            raise TraceError("there is no batch to plan for: the data loader yields none.")
+        optimizer = _optimizer(module)
+    return {
+        "model": module,
+        "batch": {"batches": found},
+        "loss_fn": _FitLoss(trainer),
+        "optimizer": optimizer,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _FitLoss:
+    """The forward passes of one optimizer step in Lightning's order, and the backward passes of all but the last."""
+
+    trainer: pl.Trainer
+
+    def __call__(self, module: Any, batch: Any) -> torch.Tensor:
+        batches = batch["batches"]
+        module.train()
+        trained = [p for p in module.parameters() if p.requires_grad]
+        for p in trained:  # the step before left them, and they go when the first forward pass is over
+            p.grad = torch.empty_like(p)
+        loss = self._loss(module, batches[0], 0)
+        for p in trained:
+            p.grad = None
+        if len(batches) > 1:
+            loss.backward()
+            loss = self._loss(module, batches[1], 1)
+        return loss
+
+    def _loss(self, module: Any, batch: Any, index: int) -> torch.Tensor:
+        arguments = (
+            (batch, index) if len(inspect.signature(module.training_step).parameters) > 1 else (batch,)
+        )
+        with self.trainer.precision_plugin.forward_context(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r".*`self\.trainer` reference is not registered")
+            output = module.training_step(*arguments)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, torch.Tensor):
+            raise TraceError(
+                f"the training_step of {type(module).__name__} returned {type(output).__name__} without a loss for "
+                "this batch. Give batches that have one."
+            )
+        return loss / self.trainer.accumulate_grad_batches
+
+
+def _loader(module: pl.LightningModule, batches: Any) -> Iterable[Any]:
+    if batches is None:
+        return module.train_dataloader()
+    if isinstance(batches, pl.LightningDataModule):
+        batches.prepare_data()
+        batches.setup("fit")
+        return batches.train_dataloader()
+    return batches
+
+
+def _optimizer(module: pl.LightningModule) -> torch.optim.Optimizer | None:
+    """What ``configure_optimizers`` makes, in any of the forms that Lightning takes."""
+    made: Any = module.configure_optimizers()
+    if isinstance(made, (list, tuple)) and len(made) == 2 and isinstance(made[0], (list, tuple)):
+        made = made[0]  # optimizers, schedulers
+    found = [m["optimizer"] if isinstance(m, Mapping) else m for m in _as_list(made)]
+    if len(found) > 1:
+        raise TraceError(
+            f"{type(module).__name__}.configure_optimizers made {len(found)} optimizers, and with automatic "
+            "optimization Lightning takes one."
+        )
+    return found[0] if found else None
+
+
+def _as_list(made: Any) -> list[Any]:
+    if made is None:
+        return []
+    return list(made) if isinstance(made, (list, tuple)) else [made]
+
+
+_TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+
+
+def _check_precision(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """A module that the strategy is going to convert is planned for as it will be."""
+    wanted = _TRUE.get(trainer.precision)
+    if wanted is None:
+        return
+    for name, p in module.named_parameters():
+        if p.is_floating_point() and p.dtype != wanted:
+            raise TraceError(
+                f"with precision={trainer.precision!r} Lightning converts the module to {wanted}, and parameter "
+                f"{name!r} is {p.dtype} still. Convert it before: module.to({wanted})."
+            )

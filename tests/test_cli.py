@@ -1,0 +1,526 @@
+"""The command line: results on stdout, all else on stderr, exit codes, and every example that ``--help`` shows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import sacplan
+from sacplan._cli.app import app
+from sacplan._cli.examples import EXAMPLES
+from sacplan._cli.show import together
+
+ROOT = Path(sacplan.__file__).parent.parent
+
+TRAIN = '''
+"""Targets, as a person's file has them."""
+import sys
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import words  # beside this file
+
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, dim=32, layers=3):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(dim) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def loss(model, batch):
+    return model(batch).pow(2).mean()
+
+
+def sacplan_target():
+    return Model(), torch.randn(256, 32)
+
+
+def make():
+    print("loading", words.DATA)
+    return {
+        "model": Model(), "batch": torch.randn(256, 32), "loss_fn": loss, "optimizer": torch.optim.AdamW,
+        "make_batch": lambda n: torch.randn(n, 32),
+    }
+
+
+def wider():
+    return Model(64), torch.randn(256, 64)
+
+
+def with_sgd():
+    return {"model": Model(), "batch": torch.randn(256, 32), "loss_fn": loss}
+
+
+def breaks():
+    raise ValueError("no such data")
+
+
+def wrong_shape():
+    return Model(), torch.randn(4, 31)
+
+
+def three():
+    return 1, 2, 3
+
+
+def strange_key():
+    return {"model": Model(), "batch": torch.randn(4, 32), "lr": 1}
+
+
+def needs(n):
+    return Model(), torch.randn(n, 32)
+
+
+NOT_CALLABLE = 3
+'''
+
+
+def line_of(code: str) -> int:
+    """Where it stands in train.py, from 1."""
+    return next(i for i, line in enumerate(TRAIN.splitlines(), 1) if code in line)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory as the examples take it to be, and the current one."""
+    directory = tmp_path_factory.mktemp("stranger")
+    (directory / "train.py").write_text(TRAIN)
+    (directory / "words.py").write_text("DATA = 'the data'\n")
+    (directory / "empty.py").write_text("import sys\n")
+    (directory / "exits.py").write_text("import sys\nsys.exit(3)\n")
+    (directory / "broken.py").write_text("def make(:\n")
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 64,
+        "vocab_size": 99,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    before, path = Path.cwd(), list(sys.path)
+    os.chdir(directory)
+    yield directory
+    os.chdir(before)
+    sys.path[:] = path
+    for name in ("train", "words", "exits", "broken", "empty"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def saved(place: Path) -> Path:
+    """With a profile and plans saved by the commands themselves."""
+    commands = (
+        "profile train.py:make -o profile.json.gz --device cpu",
+        "plan train.py:make --device cpu --budget 85% -o plan.json",
+        "plan train.py:make --device cpu --budget 85% -o plan-cpu.json",
+    )
+    for command in commands:
+        assert run(command).exit_code == 0
+    return place
+
+
+def run(command: str, **env: str) -> Any:
+    """A command in this process; ``stdout`` and ``stderr`` apart."""
+    result = CliRunner().invoke(app, shlex.split(command), prog_name="sacplan", env=env)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def process(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own, in a pipe."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
+    return subprocess.run(
+        [sys.executable, "-m", "sacplan", *arguments],
+        capture_output=True,
+        text=True,
+        env=inherited | {"PYTHONPATH": str(ROOT)} | env,
+        check=False,
+    )
+
+
+def error_line(result: Any) -> str:
+    """The one line about what went wrong; no traceback beside it."""
+    assert "Traceback" not in result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+def test_plan_is_the_librarys(saved: Path) -> None:
+    """What the command saves and prints is what sacplan.plan returns for the same profile."""
+    result = run("plan profile.json.gz --budget 85% --json -o again.json")
+    facts = json.loads(result.stdout)
+    expected = sacplan.plan(sacplan.Profile.load("profile.json.gz"), "85%")
+    assert sacplan.Plan.load("again.json").decisions == expected.decisions
+    assert facts["peak_bytes"] == expected.peak_bytes <= facts["budget_bytes"]
+    assert facts["discard_ratios"] == expected.discard_ratios != {}
+    # recorded and planned in one go, the plan is the same
+    assert sacplan.Plan.load("plan.json").decisions == expected.decisions
+
+
+def test_what_a_target_prints_is_not_in_the_results(saved: Path) -> None:
+    result = run("profile train.py:make --device cpu --json")
+    assert json.loads(result.stdout)["command"] == "profile"
+    assert "loading the data" in result.stderr
+
+
+def test_people_see_the_figures(saved: Path) -> None:
+    result = run("plan train.py:make --device cpu --budget 85%")
+    found = sacplan.Plan.load("plan.json")
+    assert f"({found.peak_bytes} bytes)" in result.stdout
+    assert f"({found.budget_bytes} bytes)" in result.stdout
+    assert "layers." in result.stdout
+
+
+def test_verify(saved: Path) -> None:
+    result = run("verify train.py:make plan.json --json")
+    facts = json.loads(result.stdout)
+    assert facts["verified"] is True
+    assert facts["peak_bytes"] == facts["predicted_peak_bytes"] <= facts["budget_bytes"]
+
+
+def test_verify_real_measures(saved: Path) -> None:
+    facts = json.loads(run("verify train.py:make plan.json --run real --json").stdout)
+    assert facts["run"] == "real"
+    assert facts["peak_bytes"] == pytest.approx(facts["predicted_peak_bytes"], rel=0.02)
+
+
+def test_another_model_or_batch_is_not_verified(saved: Path) -> None:
+    result = run("verify train.py:wider plan.json --json")
+    assert result.exit_code == 4
+    assert "layers.0" in error_line(result)
+    facts = json.loads(result.stdout)
+    assert facts["verified"] is False
+    assert facts["error"]["type"] == "VerificationFailed"
+    assert run("verify train.py:make plan.json --batch 255").exit_code == 4
+
+
+def test_over_the_budget_is_not_verified(saved: Path) -> None:
+    """The same plan with a budget one byte below its peak."""
+    data = json.loads(Path("plan.json").read_text())
+    data["budget_bytes"] = data["peak_bytes"] - 1
+    Path("tight.json").write_text(json.dumps(data))
+    result = run("verify train.py:make tight.json")
+    assert result.exit_code == 4
+    assert "over the budget" in error_line(result)
+    assert "OVER" in result.stdout
+
+
+def test_infeasible(saved: Path) -> None:
+    result = run("plan profile.json.gz --budget 1KiB --json -o never.json")
+    assert result.exit_code == 3
+    smallest = json.loads(result.stdout)["error"]["smallest_feasible_bytes"]
+    assert str(smallest) in error_line(result)
+    assert not Path("never.json").exists()
+    assert run(f"plan profile.json.gz --budget {smallest}B").exit_code == 0
+
+
+def test_pins_reach_the_planner(saved: Path) -> None:
+    free = json.loads(run("plan profile.json.gz --budget 85% --json").stdout)
+    pinned = json.loads(
+        run("plan profile.json.gz --budget 90% --json --never layers.0 --keep aten.gelu").stdout
+    )
+    assert "layers.0" in free["discard_ratios"]
+    assert not any(name.startswith("layers.0") for name in pinned["discard_ratios"])
+    result = run("plan profile.json.gz --budget 90% --never nothing.like.it")
+    assert result.exit_code == 2
+    assert "nothing.like.it" in error_line(result)
+
+
+def test_frontier(saved: Path) -> None:
+    result = run("frontier profile.json.gz --points 3 --no-policies -o curve.csv --json")
+    rows = json.loads(result.stdout)["rows"]
+    expected = sacplan.frontier(sacplan.Profile.load("profile.json.gz"), 3, policies=False)
+    assert [r["peak_bytes"] for r in rows] == list(expected["peak_bytes"])
+    assert {"milp", "greedy", "uniform"} <= {r["solver"] for r in rows}
+    lines = Path("curve.csv").read_text().splitlines()
+    assert lines[0].startswith("solver,budget_bytes,peak_bytes")
+    assert len(lines) == len(rows) + 1
+    assert "milp" in run("frontier profile.json.gz --points 2").stdout
+
+
+def test_max_batch(saved: Path) -> None:
+    """One sample more than what it says fits does not."""
+    result = run("max-batch train.py:make --device cpu --budget 1MiB --json -o largest.json")
+    facts = json.loads(result.stdout)
+    n = facts["batch_size"]
+    assert n > facts["unplanned_batch_size"] > 0
+    assert run(f"verify train.py:make largest.json --batch {n}").exit_code == 0
+    assert run(f"plan train.py:make --device cpu --budget 1MiB --batch {n + 1}").exit_code == 3
+    assert "make_batch" in error_line(run("max-batch train.py:wider --device cpu --budget 1MiB"))
+
+
+def test_devices() -> None:
+    rows = json.loads(run("devices --json").stdout)["devices"]
+    h100 = next(r for r in rows if r["name"] == "h100")
+    assert h100["memory_gib"] == sacplan.devices().loc["h100", "memory_gib"]
+    assert {r["name"] for r in rows} == set(sacplan.devices().index)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("plan train.py:make", "--budget"),
+        ("plna", "'plan'"),
+        ("plan train.py:make --budget 22", "no unit"),
+        ("plan train.py:make --budget 50% --solver simplex", "'greedy'"),
+        ("plan train.py:make --budget 50% --device h1000", "h100"),
+        ("plan train.py:make --budget 50% --seq 5", "--seq"),
+        ("plan train.py:wider --budget 50% --batch 5", "make_batch"),
+        ("plan profile.json.gz --budget 50% --device h100", "of a step on cpu"),
+        ("plan profile.json.gz --budget 50% --dtype float16", "--dtype"),
+        ("plan plan.json --budget 50%", "'plan', not a sacplan profile"),
+        ("plan nothere.json --budget 50%", "nothere.json: there is no such file"),
+        ("plan nothere.py:make --budget 50%", "nothere.py: there is no such file"),
+        ("plan nomodule.at.all:make --budget 50%", "no module 'nomodule.at.all'"),
+        ("plan train --budget 50%", "Did you mean train.py?"),
+        ("plan train.py:mkae --budget 50%", "sacplan_target, make, wider"),
+        ("plan train.py:NOT_CALLABLE --budget 50%", "no function NOT_CALLABLE"),
+        ("plan empty.py --budget 50%", "it defines no functions"),
+        ("plan train.py:breaks --budget 50%", "ValueError: no such data"),
+        ("plan train.py:wrong_shape --budget 50%", f"train.py:{line_of('return x + self.down')}, in forward"),
+        ("plan train.py:three --budget 50%", "a tuple of 3"),
+        ("plan train.py:strange_key --budget 50%", "'lr'"),
+        ("plan train.py:needs --budget 50%", "'n'"),
+        ("plan exits.py --budget 50%", "__main__"),
+        ("plan broken.py --budget 50%", "broken.py:1"),
+        ("verify profile.json.gz plan.json", "the model itself is needed"),
+        ("verify train.py:make nothere.json", "nothere.json"),
+        ("verify train.py:make profile.json.gz", "'profile', not a sacplan plan"),
+        ("report profile.json.gz", "nothing to write"),
+        ("report profile.json.gz plan.json --budget 50% -o r.html", "not both"),
+        ("profile train.py:make -o nowhere/profile.json", "no directory nowhere"),
+    ],
+)
+def test_bad_input(saved: Path, command: str, said: str) -> None:
+    result = run(command)
+    assert result.exit_code == 2
+    assert said in error_line(result)
+    assert result.stdout == ""
+
+
+def test_the_location_of_what_raised(saved: Path) -> None:
+    assert f"train.py:{line_of('raise ValueError')}, in breaks" in error_line(run("profile train.py:breaks"))
+
+
+def test_debug_shows_the_traceback(saved: Path) -> None:
+    result = run("profile train.py:breaks --debug")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert "in breaks" in result.stderr
+
+
+def test_a_fault_of_ours_is_not_called_bad_input(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(*args: object, **kwargs: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(sacplan, "plan", faulty)
+    result = run("plan profile.json.gz --budget 50%")
+    assert result.exit_code == 1
+    assert "ZeroDivisionError: ours" in error_line(result)
+
+
+def test_interrupted(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sacplan, "profile", interrupted)
+    result = run("profile train.py:make -o half.json")
+    assert result.exit_code == 130
+    assert "Traceback" not in result.stderr
+    assert not Path("half.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [
+        ("profile train.py:make --device cpu", "train.py"),
+        ("plan profile.json.gz --budget 85%", "profile.json.gz"),
+        ("plan profile.json.gz --budget 85%", "notes.json"),
+        ("frontier profile.json.gz --points 2 --no-policies", "plan.json"),
+        ("report profile.json.gz", "plan.json"),
+        ("plan profile.json.gz --budget 85%", "somewhere"),
+    ],
+)
+def test_nothing_of_others_is_overwritten(saved: Path, command: str, output: str) -> None:
+    Path("notes.json").write_text('{"mine": 1}')
+    Path("somewhere").mkdir(exist_ok=True)
+    before = None if Path(output).is_dir() else Path(output).read_bytes()
+    result = run(f"{command} -o {output}")
+    assert result.exit_code == 2
+    assert output in error_line(result)
+    assert before is None or Path(output).read_bytes() == before
+
+
+def test_ours_is_overwritten_and_others_with_force(saved: Path) -> None:
+    shutil.copy("plan.json", "old.json")
+    assert run("plan profile.json.gz --budget 95% -o old.json").exit_code == 0
+    assert Path("old.json").read_bytes() != Path("plan.json").read_bytes()
+    Path("other.json").write_text("mine")
+    assert run("plan profile.json.gz --budget 95% -o other.json --force").exit_code == 0
+    assert sacplan.Plan.load("other.json").budget_bytes == sacplan.Plan.load("old.json").budget_bytes
+    assert not list(Path().glob(".*part*"))
+
+
+def test_reports_are_written_and_written_again(saved: Path) -> None:
+    command = "report profile.json.gz plan.json -o page.html --png figures --trace step.json.gz --no-frontier --json"
+    facts = json.loads(run(command).stdout)
+    assert {"page.html", "step.json.gz"} <= set(facts["written"])
+    assert all(Path(path).stat().st_size for path in facts["written"])
+    assert any(path.endswith(".svg") for path in facts["written"])
+    assert facts["plan"]["peak_bytes"] == sacplan.Plan.load("plan.json").peak_bytes
+    assert run(command).exit_code == 0
+    Path("figures/memory.png").write_bytes(b"my holidays")
+    assert "memory.png" in error_line(run(command))
+
+
+def test_a_device_from_a_file(saved: Path) -> None:
+    """As ``sacplan.calibrate(...).save`` writes it."""
+    sacplan.DeviceSpec(
+        name="bench", kind="cpu", memory_bytes=2**30, bandwidth_bytes_per_s=1e9, flops={"float32": 1e9}
+    ).save("bench.json")
+    facts = json.loads(run("profile train.py:make --device bench.json --json").stdout)
+    assert (facts["device"], facts["device_memory_bytes"]) == ("bench", 2**30)
+
+
+def test_module_targets(saved: Path) -> None:
+    assert json.loads(run("profile train:make --device cpu --json").stdout)["model_class"] == "Model"
+    assert "words" in error_line(run("profile words:make"))
+
+
+def test_help_shows_the_examples() -> None:
+    for name, lines in EXAMPLES.items():
+        shown = run(f"{name} --help").stdout
+        for line in lines:
+            assert f"  {line}\n" in shown
+    assert run("").stdout == run("--help").stdout
+    assert set(EXAMPLES) - {""} == {c.name for c in app.registered_commands}
+
+
+_LINES = [line for lines in EXAMPLES.values() for line in lines]
+_LARGE = ("hf:gpt2", "hf:bert", "hf:meta-llama")
+
+
+@pytest.mark.parametrize("line", [x for x in _LINES if not any(name in x for name in _LARGE)])
+def test_examples_run(saved: Path, counted_workspaces: None, line: str) -> None:
+    """Those with a person's own files; on an H100 the workspaces are more than all of this model, so on a CPU."""
+    takes_device = line.split()[1] in ("profile", "plan", "frontier", "report", "max-batch", "throughput")
+    saved_profile = "profile.json.gz" in line and "-o profile" not in line
+    command = line.replace("--device h100", "")
+    if takes_device and not saved_profile:
+        command += " --device cpu"
+    if command.split()[1] in ("max-batch", "throughput"):
+        command = command.replace("2GiB", "1MiB")
+    result = run(command.partition(" ")[2])
+    assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.parametrize("line", [x for x in _LINES if any(name in x for name in _LARGE)])
+def test_large_examples_are_parsed(line: str) -> None:
+    """Their models are tested in test_cli_targets.py; here, that every word of them is understood."""
+    from typer.main import get_command
+
+    root: Any = get_command(app)
+    _, name, *rest = shlex.split(line)
+    with root.make_context("sacplan", [name]) as outer:
+        root.commands[name].make_context(name, rest, parent=outer).close()
+
+
+def test_in_a_pipe(saved: Path) -> None:
+    """No colour, no boxes, no progress, no trailing blanks; the same figures as in this process."""
+    result = process("frontier", "profile.json.gz", "--points", "2", "--no-policies")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert result.stdout == run("frontier profile.json.gz --points 2 --no-policies").stdout
+    assert result.stdout.isascii()
+    assert "\x1b" not in result.stdout
+    assert not any(line != line.rstrip() for line in result.stdout.splitlines())
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
+def test_progress_is_for_terminals(saved: Path) -> None:
+    """stderr is a terminal here, stdout is not: the stages and the colours are on stderr alone."""
+    controller, terminal = os.openpty()
+    inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
+    with subprocess.Popen(
+        [sys.executable, "-m", "sacplan", "plan", "profile.json.gz", "--budget", "1KiB", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        env=inherited | {"PYTHONPATH": str(ROOT), "TERM": "xterm"},
+    ) as started:
+        os.close(terminal)
+        seen = b""
+        with contextlib.suppress(OSError):  # what a terminal says when its last process has ended
+            while data := os.read(controller, 4096):
+                seen += data
+        assert started.stdout is not None
+        results = started.stdout.read()
+    os.close(controller)
+    assert started.returncode == 3
+    assert json.loads(results)["error"]["type"] == "InfeasibleBudget"
+    assert b"fitting" in seen
+    assert b"solving" in seen
+    assert b"\x1b[1;31merror" in seen
+
+
+def test_narrow(saved: Path) -> None:
+    """40 columns: all that a wide one says is said, and what can be folded is."""
+    wide = run("devices").stdout
+    narrow = run("devices", COLUMNS="40").stdout
+    for word in wide.split():
+        assert word in narrow or word == "name"
+    prose = run("plan --help", COLUMNS="40").stdout.partition("Examples:")[0]
+    assert max(map(len, prose.splitlines())) <= 40
+    assert "--objective" in prose
+    pairs = process("verify", "train.py:make", "plan.json", COLUMNS="40")
+    assert pairs.returncode == 0
+    assert max(map(len, pairs.stdout.splitlines())) <= 40
+
+
+def test_missing_file_as_a_process(saved: Path) -> None:
+    result = process("verify", "train.py:make", "missing.json")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: missing.json: there is no such file.\n"
+
+
+def test_without_typer(tmp_path: Path) -> None:
+    """A directory before all others whose typer is not there to be imported."""
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('No module named typer', name='typer')\n")
+    result = process("devices", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "pip install 'sacplan[cli]'" in result.stderr
+
+
+def test_names_that_differ_in_a_number() -> None:
+    assert together(["h.0.mlp", "h.1.mlp", "h.2.mlp", "h.7.mlp"]) == "h.{0-2,7}.mlp"
+    assert together(["a.0.b.0", "a.1.b.1"]) == "a.0.b.0 ... a.1.b.1"
+    assert together([""]) == "(the model)"

@@ -1,0 +1,194 @@
+"""``hf:`` targets: the table against published figures, batches with a loss, and what a configuration file gives."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import sacplan
+from sacplan._cli import architectures
+from sacplan._cli.app import app
+from sacplan._cli.examples import EXAMPLES
+from sacplan._cli.exits import TargetError
+from sacplan._cli.hf import HfOptions, build
+from sacplan._cli.targets import load_target
+
+# From the model cards and papers, in millions as they are printed there; the exact counts in the table are of the
+# checkpoints.
+PRINTED = {
+    "gpt2": 124,
+    "gpt2-medium": 355,
+    "gpt2-large": 774,
+    "gpt2-xl": 1558,
+    "meta-llama/Llama-2-7b-hf": 6738,
+    "Llama-2-13b": 13016,
+    "meta-llama/Meta-Llama-3-8B": 8030,
+    "Llama-3-70B": 70554,
+    "mistralai/Mistral-7B-v0.1": 7242,
+    "Qwen/Qwen2.5-0.5B": 494,
+    "Qwen/Qwen2.5-7B": 7616,
+    "bert-base": 110,
+    "bert-large": 335,
+    "t5-base": 223,
+    "t5-large": 738,
+    "ViT-B/16": 86.6,
+}
+
+
+@pytest.mark.parametrize("row", architectures.TABLE, ids=lambda row: row.name)
+def test_parameters_are_the_published_ones(row: architectures.Architecture) -> None:
+    built = build(row.name, HfOptions(), "meta")
+    assert sum(p.numel() for p in built.model.parameters()) == row.parameters
+    assert type(built.model).__name__ == row.architecture
+    assert {p.device.type for p in built.model.parameters()} == {"meta"}
+    assert {p.dtype for p in built.model.parameters()} == {torch.bfloat16}
+    assert built.model.training
+
+
+def test_the_table_is_what_the_cards_say() -> None:
+    for name, millions in PRINTED.items():
+        row = architectures.find(name)
+        assert row is not None
+        assert row.parameters / 1e6 == pytest.approx(millions, rel=0.005)
+    assert len(PRINTED) == len(architectures.TABLE)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 99}, "causal LM"),
+        (
+            {
+                "model_type": "bert",
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "vocab_size": 99,
+                "intermediate_size": 64,
+            },
+            "masked LM",
+        ),
+        (
+            {
+                "model_type": "t5",
+                "d_model": 32,
+                "d_ff": 64,
+                "d_kv": 16,
+                "num_layers": 2,
+                "num_heads": 2,
+                "vocab_size": 99,
+                "decoder_start_token_id": 0,
+            },
+            "seq2seq",
+        ),
+        (
+            {
+                "model_type": "vit",
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "intermediate_size": 64,
+                "image_size": 32,
+                "architectures": ["ViTModel"],
+            },
+            "image classification",
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_each_kind_has_a_loss_that_backpropagates(
+    tmp_path: Path, config: dict[str, object], kind: str
+) -> None:
+    """With weights, on this machine: the batch is one that the model trains on."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    options = HfOptions(batch=2, seq=None if kind.startswith("image") else 8, dtype="float32")
+    built = build(str(path), options, "cpu")
+    assert built.facts["task"] == kind
+    loss = built.model(**built.batch).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(p.grad is not None for name, p in built.model.named_parameters() if "pooler" not in name)
+    assert {v.shape[0] for v in built.make_batch(5).values()} == {5}
+
+
+def test_options_are_heeded() -> None:
+    target = load_target(
+        "hf:gpt2", HfOptions(batch=3, seq=17, dtype="float16", optimizer="sgd", attn="eager")
+    )
+    assert target.batch["input_ids"].shape == (3, 17)
+    assert {p.dtype for p in target.model.parameters()} == {torch.float16}
+    assert target.optimizer is torch.optim.SGD
+    assert target.model.config._attn_implementation == "eager"
+    assert load_target("hf:gpt2", HfOptions(optimizer="none")).optimizer is None
+
+
+def test_a_plan_says_what_it_was_made_for() -> None:
+    """verify finds batch, length and type in the plan, unless it is told otherwise."""
+    target = load_target("hf:gpt2", HfOptions(batch=3, seq=17, dtype="float16"))
+    fingerprint = sacplan.profile(target.model, target.batch).fingerprint
+    assert HfOptions().like(fingerprint) == HfOptions(batch=3, seq=17, dtype="float16")
+    assert HfOptions(seq=9).like(fingerprint).seq == 9
+    images = load_target("hf:vit-b-16", HfOptions(batch=2, dtype="float32"))
+    fingerprint = sacplan.profile(images.model, images.batch).fingerprint
+    assert HfOptions().like(fingerprint) == HfOptions(batch=2, dtype="float32")
+
+
+def test_a_directory_with_a_configuration(tmp_path: Path) -> None:
+    transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=99).save_pretrained(tmp_path)
+    assert load_target(f"hf:{tmp_path}", HfOptions(seq=8)).facts["parameters"] < 10**5
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("gpt22", HfOptions(), "hf:openai-community/gpt2"),
+        ("someone/unknown-to-us", HfOptions(), "meta-llama/Meta-Llama-3-8B"),
+        ("missing/config.json", HfOptions(), "no such file"),
+        ("gpt2", HfOptions(seq=2048), "positions for 1024"),
+        ("ViT-B/16", HfOptions(seq=64), "reads images"),
+    ],
+)
+def test_names_that_lead_nowhere(name: str, options: HfOptions, said: str) -> None:
+    with pytest.raises(TargetError, match=said):
+        load_target(f"hf:{name}", options)
+
+
+def test_a_model_without_such_a_loss(tmp_path: Path) -> None:
+    transformers.WhisperConfig(d_model=32, architectures=["WhisperForConditionalGeneration"]).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(TargetError, match="WhisperForConditionalGeneration"):
+        load_target(f"hf:{tmp_path}", HfOptions())
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(TargetError, match="ValueError"):
+        load_target(f"hf:{tmp_path}", HfOptions())
+
+
+def _run(command: str) -> Any:
+    result = CliRunner().invoke(app, shlex.split(command), prog_name="sacplan")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_an_8b_model_for_one_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted_workspaces: None
+) -> None:
+    """The two commands that the help shows: planned, and seen again to the byte in a step with the plan applied."""
+    monkeypatch.chdir(tmp_path)
+    plan, verify = (
+        next(line.partition(" ")[2] for line in EXAMPLES[name] if "Llama-3-8B" in line)
+        for name in ("plan", "verify")
+    )
+    planned = _run(f"{plan} --json")
+    assert planned["baseline_peak_bytes"] > planned["budget_bytes"] == 70 * 2**30
+    seen = _run(f"{verify} --json")
+    assert seen["verified"] is True
+    assert seen["peak_bytes"] == planned["peak_bytes"] <= planned["budget_bytes"]
