@@ -9,7 +9,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch --constraint constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[highs,plot,notebook,examples,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cli,hf,highs,plot,notebook,examples,dev]'
 	touch $@
 
 demo: $(VENV)/.installed  ## the end-to-end example

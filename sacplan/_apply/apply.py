@@ -132,8 +132,8 @@ def _check_compiled(fqn: str, unit: torch.nn.Module) -> None:
             path = ".".join(part for part in (fqn, name) if part)
             raise PlanError(
                 f"module {path!r} is compiled on its own, but the plan recomputes in unit {fqn!r}, of which it is a "
-                "part: inside of a unit that is not compiled as a whole, nothing is. Apply the plan first, then compile "
-                f"whole units: model.compile(), or torch.compile(model); or plan with never=[{path!r}]."
+                "part: inside of a unit that is not compiled as a whole, nothing is. Apply the plan first, then "
+                f"compile whole units: model.compile(), or torch.compile(model); or plan with never=[{path!r}]."
             )
 
 

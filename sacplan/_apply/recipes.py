@@ -25,16 +25,20 @@ from typing import Any
 
 import torch
 
+from sacplan._apply import handles, nodes, recorder, schedule, tensors
 from sacplan._apply.compiled import checkpointed_for_compile, tags_of
 from sacplan._apply.handles import FirstStep
 from sacplan._apply.nodes import here
 from sacplan._apply.recorder import UnitRecorder
 from sacplan._apply.schedule import Schedule
+from sacplan._trace import ops, torch_private
 from sacplan._trace.recording import CallSite
-from sacplan._trace.torch_private import current_saved_tensors_hooks
+from sacplan._trace.torch_private import current_saved_tensors_hooks, keep_dynamo_out
 from sacplan.errors import PlanError
 
 _MAX_SCHEDULES = 8
+
+keep_dynamo_out(handles, nodes, recorder, schedule, tensors, ops, torch_private)
 
 
 def wanted_by_name(drops: Mapping[CallSite, int]) -> dict[str, dict[int, int]]:

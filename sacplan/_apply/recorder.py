@@ -106,7 +106,7 @@ class UnitRecorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else each op goes through a wrapper; Dynamo leaves code alone while a mode is on
+        return False  # else each op goes through a wrapper; Dynamo is kept out of this code (``recipes.py``)
 
     def __enter__(self) -> UnitRecorder:
         if _why_no_hooks() is not None:

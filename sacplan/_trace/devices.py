@@ -18,13 +18,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from sacplan._trace.recording import read_json, write_json
 from sacplan.errors import DeviceError
 
 if TYPE_CHECKING:
     import pandas as pd
+    import torch
 
 GIB = 2**30
 SCHEMA_VERSION = 1
@@ -34,6 +33,8 @@ WITHOUT_WORKSPACES = " without workspaces"
 
 def torch_version() -> tuple[int, int]:
     """Major and minor of the torch that is running; its kernels are the ones that are emulated."""
+    import torch
+
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
@@ -279,6 +280,8 @@ def _cpu() -> DeviceSpec:
 
 def _here(index: int | None) -> DeviceSpec:
     """The GPU that is here: its row in the table by name, else a spec by its capability."""
+    import torch
+
     if not torch.cuda.is_available():
         raise DeviceError(
             "device 'cuda' means the GPU that is here, and torch.cuda.is_available() is False. Name the GPU "
@@ -338,6 +341,8 @@ def resolve_device(device: str | DeviceSpec | torch.device) -> DeviceSpec:
     """
     if isinstance(device, DeviceSpec):
         return device
+    import torch  # the table is of use without it, and it takes seconds
+
     if isinstance(device, torch.device):
         name = str(device)
     elif isinstance(device, str):

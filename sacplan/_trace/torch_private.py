@@ -5,11 +5,15 @@ Tried on torch 2.13; the names are present in 2.11 to 2.15.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+import torch._C._dynamo.eval_frame as _dynamo
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -134,6 +138,31 @@ def is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def keep_dynamo_out(*modules: ModuleType) -> None:
+    """Make Dynamo run the functions of modules as they are: called from a dispatch mode, they would only slow it down.
+
+    Code that is compiled inside of a unit would otherwise be compiled together with the recorder that looks at its
+    ops: seconds, recompilations, and no gain.
+    """
+    functions = [f for module in modules for f in _functions_of(module)]
+    codes = [f.__code__ for f in functions]
+    while codes:
+        code = codes.pop()
+        codes.extend(inner for inner in code.co_consts if isinstance(inner, CodeType))
+        _dynamo.set_code_exec_strategy(
+            code, _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
+        )
+
+
+def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
+    for value in vars(module).values():
+        members = vars(value).values() if isinstance(value, type) else (value,)
+        for member in members:
+            function = inspect.unwrap(getattr(member, "__func__", None) or getattr(member, "fget", member))
+            if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+                yield function
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

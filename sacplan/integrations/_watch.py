@@ -27,8 +27,8 @@ from sacplan._trace.step import Step, default_loss
 from sacplan._verify.measure import (
     CUDA_ROUND_BYTES,
     allocation_events,
-    drop_cublas_workspaces,
     bytes_alive,
+    drop_cublas_workspaces,
     profiler_is_on,
 )
 from sacplan.errors import DeviceError, PlanError, SacplanWarning

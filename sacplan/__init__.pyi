@@ -1,0 +1,116 @@
+"""What ``import sacplan`` offers: read by type checkers, and by the package itself (see ``__init__.py``)."""
+
+from ._apply.apply import Handle, apply
+from ._fit.fit import Fit, fit_tradeoff
+from ._fit.graph import (
+    Graph,
+    ModuleInfo,
+    ModuleStats,
+    SACStats,
+    get_peak_memory_runtime_baseline,
+    parse_module_info,
+)
+from ._plan.batch_sizes import CapacityPoint
+from ._plan.capacity import DEFAULT_HEADROOM, Capacity, max_batch, throughput
+from ._plan.frontier import frontier
+from ._plan.modes import policy
+from ._plan.plan import Plan, UnitPlan
+from ._plan.planning import plan, plan_smallest
+from ._plan.sequences import Rotor
+from ._report.alive import alive_at_peak
+from ._report.figures import frontier_figure, memory_figure, save_figures, tradeoff_figure
+from ._report.modules import module_table
+from ._report.page import write_report
+from ._report.trace_events import write_memory_trace
+from ._solve.chain import Chain
+from ._solve.greedy import Greedy
+from ._solve.milp import SacMilpResult, sac_milp
+from ._solve.policy import get_optimal_checkpointing_policy_per_module
+from ._solve.program import Milp
+from ._solve.rotor import RotorResult, rotor
+from ._solve.uniform import Uniform
+from ._trace.calibrate import calibrate
+from ._trace.devices import DeviceSpec, devices
+from ._trace.estimators import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats
+from ._trace.kernels import fake_device
+from ._trace.profile import Profile, profile
+from ._verify.verify import Verification, verify
+from .errors import (
+    BudgetError,
+    DataDependentError,
+    DeviceError,
+    InfeasibleBudget,
+    PlanError,
+    PlanMismatch,
+    RecipeError,
+    SacplanError,
+    SacplanWarning,
+    SolverError,
+    TraceError,
+)
+
+__all__ = [
+    "DEFAULT_HEADROOM",
+    "BudgetError",
+    "Capacity",
+    "CapacityPoint",
+    "Chain",
+    "DataDependentError",
+    "DeviceError",
+    "DeviceSpec",
+    "Fit",
+    "Graph",
+    "Greedy",
+    "Handle",
+    "InfeasibleBudget",
+    "MemTracker",
+    "Milp",
+    "ModuleInfo",
+    "ModuleStats",
+    "Plan",
+    "PlanError",
+    "PlanMismatch",
+    "Profile",
+    "RecipeError",
+    "Rotor",
+    "RotorResult",
+    "RuntimeEstimator",
+    "SACEstimator",
+    "SACStats",
+    "SacMilpResult",
+    "SacplanError",
+    "SacplanWarning",
+    "SolverError",
+    "TraceError",
+    "Uniform",
+    "UnitPlan",
+    "Verification",
+    "aggregate_stats",
+    "alive_at_peak",
+    "apply",
+    "calibrate",
+    "devices",
+    "fake_device",
+    "fit_tradeoff",
+    "frontier",
+    "frontier_figure",
+    "get_optimal_checkpointing_policy_per_module",
+    "get_peak_memory_runtime_baseline",
+    "max_batch",
+    "memory_figure",
+    "module_table",
+    "parse_module_info",
+    "plan",
+    "plan_smallest",
+    "policy",
+    "profile",
+    "rotor",
+    "sac_milp",
+    "save_figures",
+    "throughput",
+    "tradeoff_figure",
+    "verify",
+    "write_memory_trace",
+    "write_report",
+]
+__version__: str
