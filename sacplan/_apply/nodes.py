@@ -240,6 +240,12 @@ class Node:
                     f"{tuple(tensor.shape)} was written in place since. Write to a copy; or, to keep what "
                     f"the op makes, {self.pin}."
                 )
+            if not tensor.untyped_storage().nbytes() and tensor.numel():
+                raise RecipeError(
+                    f"{self} has to run again in the backward pass, but an argument of shape {tuple(tensor.shape)} is "
+                    "freed by now: a parameter that fully_shard gathers only for its own module. Plan with "
+                    "sacplan.profile(..., world_size=, fsdp_units=), so that no unit is around several such modules."
+                )
             if type(place) is int:
                 args[place] = tensor
             else:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sacplan._plan.budget import format_bytes
 from sacplan._trace.fingerprint import Fingerprint
+from sacplan._trace.ranks import ONE_RANK, Ranks
 from sacplan._trace.recording import CallSite, read_json, write_json
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Plan:
         device: name of the device planned for.
         fingerprint: the model and batch planned for.
         keep, never: the pins it was made with (see ``sacplan.plan``), for whoever reads the file.
+        ranks: over how many ranks the step is spread, and how; peaks are those of one rank.
     """
 
     units: Mapping[str, UnitPlan]
@@ -85,6 +87,7 @@ class Plan:
     fingerprint: Fingerprint
     keep: tuple[str, ...] = ()
     never: tuple[str, ...] = ()
+    ranks: Ranks = ONE_RANK
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "units", MappingProxyType(dict(self.units)))
@@ -166,6 +169,7 @@ class Plan:
             "fingerprint": self.fingerprint.to_dict(),
             "keep": list(self.keep),
             "never": list(self.never),
+            "ranks": self.ranks.to_dict(),
         }
 
     @classmethod
@@ -174,7 +178,7 @@ class Plan:
         fields = {
             k: v
             for k, v in data.items()
-            if k not in ("what", "schema_version", "units", "fingerprint", "keep", "never")
+            if k not in ("what", "schema_version", "units", "fingerprint", "keep", "never", "ranks")
         }
         return cls(
             units={
@@ -188,6 +192,7 @@ class Plan:
                 for fqn, u in data["units"].items()
             },
             fingerprint=Fingerprint.from_dict(data["fingerprint"]),
+            ranks=Ranks.from_dict(data["ranks"]) if "ranks" in data else ONE_RANK,
             keep=tuple(data.get("keep", ())),
             never=tuple(data.get("never", ())),
             **fields,

@@ -29,6 +29,7 @@ from sacplan._solve.solvers import Proposal, Solver
 from sacplan._solve.uniform import Uniform
 from sacplan._trace.profile import Profile
 from sacplan._trace.recording import CallSite, Phase, Recording
+from sacplan._trace.unit_limits import narrowed, too_wide
 from sacplan.errors import InfeasibleBudget, PlanError
 
 _IN_VAIN = 3  # sizes of cells in a row that make nothing cheaper, or no peak smaller
@@ -79,8 +80,10 @@ class Search:
                 f"never={list(pins.never)!r} leaves modules in it alone. Use another solver, or keep= instead."
             )
         for found in sequences(recording, budget_bytes, rotor, pins.kept_ops):
-            tried = _Tried(found.decisions, found.replay, "feasible", None, rotor.name)
-            self.tried.setdefault(_key(found.decisions), tried)
+            decisions = narrowed(recording, found.decisions)
+            run = found.replay if decisions == found.decisions else replay(recording, decisions)
+            tried = _Tried(decisions, run, "feasible", None, rotor.name)
+            self.tried.setdefault(_key(decisions), tried)
 
     def cost(self, tried: _Tried) -> float:
         """What is minimised."""
@@ -291,7 +294,8 @@ def decisions_of(recording: Recording, choice: Sequence[tuple[Cell, int]]) -> di
                 for op, site in recording.sites(scope).items():
                     if op in gone:
                         found[unit][site] = None
-    return {unit: tuple(sites) for unit, sites in found.items()}
+    decisions = {unit: tuple(sites) for unit, sites in found.items()}
+    return {unit: tuple(sites) for unit, sites in narrowed(recording, decisions).items()}
 
 
 def _infeasible(search: Search, solvers: Sequence[Solver | Rotor], budget_bytes: int) -> InfeasibleBudget:
@@ -367,6 +371,12 @@ def made_plan(
     pins: Pins = NO_PINS,
 ) -> Plan:
     """The plan with these decisions, whose replay is ``found``."""
+    wide = sorted(too_wide(profile.recording).intersection(decisions))
+    if wide:
+        raise PlanError(
+            f"unit {wide[0]!r} is around several modules that fully_shard gathers one by one: what it recomputes may "
+            "need parameters that are freed. A unit of a plan must be inside of one of the profile's fsdp_units."
+        )
     bound = landscape_of(profile.recording, "time", pins).bound
     return Plan(
         units=unit_plans(profile.recording, decisions),
@@ -385,6 +395,7 @@ def made_plan(
         fingerprint=profile.fingerprint,
         keep=pins.keep,
         never=pins.never,
+        ranks=profile.ranks,
     )
 
 

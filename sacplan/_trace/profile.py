@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ from sacplan._trace.fake_data import DataRules, data_rules
 from sacplan._trace.fingerprint import Fingerprint
 from sacplan._trace.kernels import fake_device
 from sacplan._trace.libraries import with_library_workspaces
+from sacplan._trace.ranks import ONE_RANK, Ranks
 from sacplan._trace.recorder import NUMBER_BYTES, Recorder, SavedMode
 from sacplan._trace.recording import Kind, Phase, Recording, read_json, write_json
 from sacplan._trace.step import (
@@ -75,7 +76,9 @@ class Profile:
         device: name of the device that it would run on.
         device_memory_bytes: what that device has.
         trace, runtime: how it was made.
-        assumptions: what a fake trace took for granted where sizes or values depend on data, a sentence each.
+        assumptions: what a fake trace took for granted where sizes or values depend on data, and what the step of
+            one of several ranks does, a sentence each.
+        ranks: over how many ranks the step is spread, and how; the recording is that of one.
     """
 
     recording: Recording
@@ -85,6 +88,7 @@ class Profile:
     trace: str
     runtime: str
     assumptions: tuple[str, ...] = ()
+    ranks: Ranks = ONE_RANK
 
     @cached_property
     def baseline(self) -> Replay:
@@ -166,6 +170,7 @@ class Profile:
                 "trace": self.trace,
                 "runtime": self.runtime,
                 "assumptions": list(self.assumptions),
+                "ranks": self.ranks.to_dict(),
                 "recording": self.recording.to_dict(),
             },
         )
@@ -182,6 +187,7 @@ class Profile:
             trace=data["trace"],
             runtime=data["runtime"],
             assumptions=tuple(data.get("assumptions", ())),
+            ranks=Ranks.from_dict(data["ranks"]) if "ranks" in data else ONE_RANK,
         )
 
     def __repr__(self) -> str:
@@ -201,6 +207,9 @@ def profile(
     device: str | DeviceSpec | torch.device = "h100",
     runtime: Runtime = "cost-model",
     trace: Trace = "fake",
+    *,
+    world_size: int = 1,
+    fsdp_units: Sequence[str] | None = None,
 ) -> Profile:
     """Record one training step of a model.
 
@@ -218,12 +227,18 @@ def profile(
         runtime: ``"cost-model"`` (roofline of the device) or ``"benchmark"`` (each distinct op timed here).
         trace: ``"fake"`` computes nothing. ``"real"`` runs the step on the model's own tensors, an optimizer's
             part of it twice, and puts everything back; needed where shapes depend on data.
+        world_size: ranks that the step is spread over; the profile is that of one of them. The model is the whole
+            one, before ``fully_shard`` or DistributedDataParallel; the batch is that of one rank.
+        fsdp_units: patterns for the modules on which ``fully_shard`` is called (``["layers.*", ""]``; ``*`` also
+            matches dots, ``""`` is the model itself). None with several ranks: DistributedDataParallel.
 
     Raises:
-        TraceError: the step cannot be recorded, or has no gradient. What the model itself raises comes through.
+        TraceError: the step cannot be recorded, has no gradient, or cannot be spread so. What the model itself
+            raises comes through.
         DeviceError: an unknown device, or one that is not here where it is needed.
     """
-    return trace_step(model, batch, loss_fn, optimizer, device, runtime, trace)
+    ranks = Ranks.of(world_size, fsdp_units)
+    return trace_step(model, batch, loss_fn, optimizer, device, runtime, trace, ranks=ranks)
 
 
 def trace_step(
@@ -236,6 +251,7 @@ def trace_step(
     trace: str,
     prepare: Callable[[torch.nn.Module], Any] | None = None,
     saved: Literal["record", "observe"] = "record",
+    ranks: Ranks = ONE_RANK,
 ) -> Profile:
     """What ``profile`` and a fake ``verify`` share: ``prepare`` may change the copy before it runs."""
     check_model(model)
@@ -252,6 +268,7 @@ def trace_step(
         asked = _Asked(model, batch, loss_fn or default_loss, optimizer, spec, times.cost, prepare, saved)
         recording, assumptions = run(asked)
     _check_recording(recording)
+    recording = ranks.recording(recording, fingerprint.parameters, spec)
     return Profile(
         recording=with_library_workspaces(recording, spec),
         fingerprint=fingerprint,
@@ -259,7 +276,8 @@ def trace_step(
         device_memory_bytes=spec.memory_bytes,
         trace=trace,
         runtime=_RUNTIMES[runtime],
-        assumptions=assumptions,
+        assumptions=(*assumptions, *ranks.assumptions),
+        ranks=ranks,
     )
 
 

@@ -97,6 +97,11 @@ def verify(
     with preserved_rng():
         batch = resolve_batch(batch)
     plan.fingerprint.check_batch(batch)
+    if run == "real" and plan.ranks.world_size > 1:
+        raise PlanError(
+            f"this plan is for one of {plan.ranks.world_size} ranks, and run='real' would run the whole model here. "
+            "Use run='fake', which takes the step of a rank."
+        )
     if run == "fake":
         return _verify_fake(model, batch, plan, loss_fn, optimizer)
     return _verify_real(model, batch, plan, loss_fn, optimizer)
@@ -108,7 +113,7 @@ def _verify_fake(
     seen = trace_step(
         model, batch, loss_fn, optimizer, plan.device, "cost-model", "fake",
         prepare=lambda fake: apply(fake, plan),
-        saved="observe",
+        saved="observe", ranks=plan.ranks,
     )  # fmt: skip
     return Verification(
         peak_bytes=replay(seen.recording, {}).peak_bytes,

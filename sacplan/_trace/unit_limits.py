@@ -1,0 +1,115 @@
+"""Which modules may be units of a plan where parameters are gathered and freed (``fully_shard``).
+
+A recipe that reads a parameter can run only while the unit of ``fully_shard`` that holds it is gathered: in the
+forward and in the backward of that unit. So a plan's unit must not be around several of them, and what one
+discards must not be asked for outside of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+
+from sacplan._trace.recording import ROOT_SCOPE, CallSite, Phase, Recording
+from sacplan._trace.settle import final_ops
+
+GATHER = "fsdp.all_gather_copy_in.default"
+"""The op with which a unit begins to gather its parameters."""
+
+
+def sharded_units(recording: Recording) -> frozenset[str]:
+    """The modules whose calls gather parameters; none in a recording that is not sharded."""
+    ops = recording.ops
+    return frozenset(recording.scopes[op.scope].fqn for op in ops if op.name == GATHER)
+
+
+def too_wide(recording: Recording, sharded: Collection[str] | None = None) -> frozenset[str]:
+    """The modules that may not be units, since others that gather their own parameters are inside of them."""
+    sharded = sharded_units(recording) if sharded is None else sharded
+    return frozenset(
+        recording.scopes[scope].fqn
+        for fqn in sharded
+        for call in recording.calls.get(fqn, ())
+        for scope in recording.ancestors(call)
+    )
+
+
+def widest_units(recording: Recording, ops: Iterable[int]) -> dict[int, str]:
+    """By op, the widest module around it that may be a unit; ops without one are left out."""
+    calls = _widest_calls(recording, too_wide(recording))
+    found = {op: calls[recording.ops[op].scope] for op in ops}
+    return {op: recording.scopes[scope].fqn for op, scope in found.items() if scope != ROOT_SCOPE}
+
+
+def narrowed(
+    recording: Recording, decisions: Mapping[str, Collection[CallSite]]
+) -> dict[str, Collection[CallSite]]:
+    """Decisions in which no unit is too wide: what such a unit discards, the units inside of it that may be do.
+
+    ``decisions``: unit to call sites, or to call sites and how often each is let go. Others come back as they are.
+    """
+    wide = too_wide(recording)
+    if wide.isdisjoint(decisions):
+        return dict(decisions)
+    calls = _widest_calls(recording, wide)
+    found = {unit: sites for unit, sites in decisions.items() if unit not in wide}
+    inner: dict[str, dict[CallSite, int]] = defaultdict(dict)
+    for unit in wide.intersection(decisions):
+        sites = decisions[unit]
+        times = sites if isinstance(sites, Mapping) else dict.fromkeys(sites, 1)
+        gone = {
+            op: times[site]
+            for call in recording.calls[unit]
+            for op, site in recording.sites(call).items()
+            if site in times and recording.ops[op].recomputable
+        }
+        for call in dict.fromkeys(calls[recording.ops[op].scope] for op in gone):
+            for op, site in recording.sites(call).items():
+                if op in gone:
+                    known = inner[recording.scopes[call].fqn]
+                    known[site] = max(gone[op], known.get(site, 0))
+    found.update(inner)
+    return {unit: found[unit] for unit in recording.calls if unit in found}
+
+
+def kept_at_limits(recording: Recording, sharded: Collection[str]) -> Recording:
+    """The recording with ops that may not run again if the modules ``sharded`` gather and free parameters.
+
+    These are the ops outside of all modules that may be units, and those whose outputs are read or kept by
+    autograd outside of the widest one around them.
+    """
+    wide = too_wide(recording, sharded)
+    if not wide:
+        return (
+            recording  # all parameters are gathered from the forward of the model to the end of its backward
+        )
+    calls = _widest_calls(recording, wide)
+    places: dict[int, set[int]] = defaultdict(set)  # storage to the units where it is wanted
+    for op in recording.ops:
+        if op.phase == Phase.FORWARD:
+            for s in op.reads:
+                places[s].add(calls[op.scope])
+    for s, scope in zip(recording.handle_storages, recording.handle_scopes, strict=True):
+        places[s].add(calls[scope])
+
+    def may(scope: int, writes: Iterable[int]) -> bool:
+        unit = calls[scope]
+        return unit != ROOT_SCOPE and all(places[s] <= {unit} for s in writes)
+
+    ops = [
+        dataclasses.replace(op, recomputable=False)
+        if op.recomputable and not may(op.scope, op.writes)
+        else op
+        for op in recording.ops
+    ]
+    return dataclasses.replace(recording, ops=final_ops(ops))  # nor what writes in place on what these made
+
+
+def _widest_calls(recording: Recording, wide: Collection[str]) -> dict[int, int]:
+    """By scope, the outermost call around it (itself included) of a module that is not in ``wide``, or -1."""
+    found = {ROOT_SCOPE: ROOT_SCOPE}
+    for scope, call in enumerate(recording.scopes):  # parents come first
+        outer = found[call.parent]
+        found[scope] = ROOT_SCOPE if call.fqn in wide else scope if outer == ROOT_SCOPE else outer
+    return found

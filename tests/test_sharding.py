@@ -1,0 +1,439 @@
+"""The step of one rank, made of the whole model's: against ``fully_shard`` on one rank whose collectives do nothing.
+
+torch's fake process group lets one process be rank 0 of eight: all buffers are allocated, nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sacplan
+from sacplan._plan.replay import discarded_ops, replay
+from sacplan._trace.profile import trace_step
+from sacplan._trace.ranks import Ranks
+from sacplan._trace.recording import Event, Kind, Phase, Recording
+from sacplan._trace.replicas import FIRST_BUCKET_BYTES, bucket_bytes, replicated
+from sacplan._trace.sharding import sharded
+from sacplan._trace.shards import Parameter, resolve_units
+from sacplan._trace.unit_limits import narrowed, sharded_units, too_wide, widest_units
+from sacplan.errors import TraceError
+from tests import models
+from tests.ranks import (
+    CPU,
+    MLP,
+    Blocks,
+    RankMemory,
+    Shared,
+    Towers,
+    cross_entropy_in_two,
+    fully_sharded,
+    mean_square,
+    of_one_rank,
+    optimizer_of,
+)
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed"),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),  # a linear layer's output is a view
+]
+
+RANKS = 8
+
+
+def lm() -> nn.Module:
+    return models.LM(layers=3, dim=32, heads=4, vocab=64)
+
+
+def odd_lm() -> nn.Module:
+    """No dimension is a multiple of the ranks, and one bias is shorter than there are ranks."""
+    return nn.Sequential(models.LM(layers=2, dim=36, heads=4, vocab=67), nn.Linear(67, 5))
+
+
+def adapted_lm() -> nn.Module:
+    """Only the norms of the layers are trained."""
+    model = lm()
+    for name, p in model.named_parameters():
+        p.requires_grad_(".norm" in name)
+    return model
+
+
+def tokens() -> torch.Tensor:
+    return models.tokens(4, 32, 64)
+
+
+def in_bfloat16(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Autocast keeps a copy of each gathered weight until its context ends, and autograd keeps it longer."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return models.cross_entropy(model, batch)
+
+
+Case = tuple[Callable[[], nn.Module], Callable[[], Any], Callable[..., torch.Tensor], list[str], bool | None]
+
+CASES: dict[str, Case] = {
+    "layers": (lm, tokens, models.cross_entropy, ["layers.*", ""], None),
+    "padded": (odd_lm, tokens, mean_square, ["0.layers.*", ""], None),
+    "nested": (lm, tokens, models.cross_entropy, ["layers.*", "layers.*.mlp", ""], None),
+    "one unit": (lm, tokens, models.cross_entropy, [""], None),
+    "all that has parameters": (
+        lm,
+        tokens,
+        models.cross_entropy,
+        ["embed", "layers.*", "norm", "head"],
+        None,
+    ),
+    "some modules only": (lm, tokens, models.cross_entropy, ["layers.*"], None),
+    "kept after forward": (lm, tokens, models.cross_entropy, ["layers.*", ""], False),
+    "root not kept": (lm, tokens, models.cross_entropy, ["layers.*", ""], True),
+    "parameters outweigh": (MLP, lambda: torch.randn(16, 64), mean_square, ["layers.*", ""], None),
+    "called three times": (Shared, lambda: torch.randn(2, 16, 16), mean_square, ["layer", "other", ""], None),
+    "two towers": (
+        Towers,
+        lambda: (torch.randn(64, 32), torch.randn(64, 32)),
+        mean_square,
+        ["left.*", "right.*", ""],
+        None,
+    ),
+    "frozen": (adapted_lm, tokens, models.cross_entropy, ["layers.*", ""], None),
+    "autocast": (lm, tokens, in_bfloat16, ["layers.*", ""], None),
+    "two backward passes": (lm, tokens, cross_entropy_in_two, ["layers.*", ""], None),
+}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    """Eight ranks of which this process is the first."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert not dist.is_initialized()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    try:
+        yield dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+    finally:
+        dist.destroy_process_group()
+
+
+def profiled(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor]) -> sacplan.Profile:
+    return sacplan.profile(model, batch, loss_fn=loss_fn, optimizer=optimizer_of, device="cpu")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peak_of_a_rank_is_the_allocators(name: str, mesh: Any) -> None:
+    make, batch_of, loss_fn, units, reshard = CASES[name]
+    model, batch = make(), batch_of()
+    whole = profiled(model, batch, loss_fn)
+    recording = sharded(
+        whole.recording, whole.fingerprint.parameters, CPU, RANKS, units, reshard_after_forward=reshard
+    )
+    predicted = replay(recording, {}).peak_bytes
+    measured = RankMemory(
+        fully_sharded(model, mesh, resolve_units(units, whole.recording), reshard), batch, loss_fn
+    ).peak_bytes()
+    assert predicted == measured
+    assert abs(predicted - whole.peak_bytes) > 1000  # it is another peak than the whole model's
+
+
+def test_collectives_come_in_the_order_of_fully_shard(mesh: Any) -> None:
+    """The order in which units gather, copy out and reduce, from the names that FSDP gives the profiler."""
+    model, batch = lm(), tokens()
+    whole = profiled(model, batch, models.cross_entropy)
+    units = ["layers.*", ""]
+    recording = of_one_rank(whole, RANKS, units).recording
+    memory = RankMemory(
+        fully_sharded(model, mesh, resolve_units(units, whole.recording)), batch, models.cross_entropy
+    )
+    memory.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        memory.step()
+    names = {"all_gather": "all_gather", "all_gather_copy_out": "copy_out", "post_backward_reduce": "reduce"}
+    seen = []
+    for event in sorted(profiler.events(), key=lambda e: e.time_range.start):
+        what, _, unit = event.name.removeprefix("FSDP::").partition(" ")
+        if event.name.startswith("FSDP::") and what in names:
+            seen.append((names[what], unit.strip("()")))
+    ours = {
+        "fsdp.all_gather_copy_in.default": "all_gather",
+        "fsdp.split_with_sizes_copy.default": "copy_out",
+        "c10d._reduce_scatter_base_.default": "reduce",
+    }
+    found = [(ours[op.name], recording.scopes[op.scope].fqn) for op in recording.ops if op.name in ours]
+    assert [what for what, _ in found] == [what for what, _ in seen]
+    # What is gathered ahead is named after the unit that it is for.
+    assert found == seen
+
+
+def test_shards_gradients_and_state_add_up() -> None:
+    """The sizes of what is there before and after the step, worked out by hand."""
+    model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3))  # rows 6, 6, 3, 3 over 4 ranks: 2, 2, 1, 1
+    batch = torch.randn(2, 5)
+    whole = profiled(model, batch, mean_square)
+    recording = of_one_rank(whole, 4, ["0", ""]).recording
+    shards = 4 * (2 * 5 + 2 + 1 * 6 + 1)
+
+    def bytes_of(kind: Kind, storages: Any) -> int:
+        return sum(recording.storage_bytes[s] for s in storages if recording.storage_kinds[s] == kind)
+
+    assert bytes_of(Kind.PARAMETER, recording.initial) == shards
+    state = [s for s, kind in enumerate(recording.storage_kinds) if kind == Kind.OPTIMIZER_STATE]
+    assert bytes_of(Kind.OPTIMIZER_STATE, state) == 2 * shards + 4 * 4  # and a step count for each parameter
+    alive = set(recording.initial)
+    for code, arg in recording.events:
+        if code == Event.OP:
+            alive.update(recording.ops[arg].writes)
+        elif code == Event.ALLOC:
+            alive.add(arg)
+        elif code == Event.FREE:
+            assert arg in alive  # nothing is freed twice
+            alive.remove(arg)
+    assert bytes_of(Kind.GRADIENT, alive) == shards
+    assert bytes_of(Kind.PARAMETER, alive) == shards  # what was gathered is gone
+    assert recording.parameter_bytes[""] == shards
+    assert recording.parameter_bytes["1"] == 4 * (6 + 1)
+
+
+def test_the_model_does_not_notice() -> None:
+    """What modules run, and the names of call sites by which a plan speaks of it, are those of the whole step."""
+    whole = profiled(lm(), tokens(), models.cross_entropy)
+    before = whole.recording.to_dict()
+    rank = of_one_rank(whole, RANKS, ["layers.*", ""])
+    assert whole.recording.to_dict() == before
+    assert rank.recording.flops == whole.recording.flops
+    assert rank.recording.step_ms == whole.recording.step_ms
+    for fqn, calls in whole.recording.calls.items():
+        sites = [
+            s for s in rank.recording.sites(rank.recording.calls[fqn][0]).values() if "fsdp." not in s[0]
+        ]
+        assert sites == list(whole.recording.sites(calls[0]).values())
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    rank = of_one_rank(profiled(lm(), tokens(), models.cross_entropy), RANKS, ["layers.*", ""])
+    rank.save(tmp_path / "rank.json")
+    assert sacplan.Profile.load(tmp_path / "rank.json").peak_bytes == rank.peak_bytes
+
+
+@pytest.mark.parametrize("name", ["layers", "padded", "frozen", "two backward passes"])
+def test_a_planned_step_of_a_rank_has_the_planned_peak(name: str, mesh: Any) -> None:
+    """Measured with the plan applied, before ``fully_shard``; and traced with the plan applied, then sharded."""
+    make, batch_of, loss_fn, units, _ = CASES[name]
+    model, batch = make(), batch_of()
+    whole = profiled(model, batch, loss_fn)
+    plan = sacplan.plan_smallest(of_one_rank(whole, RANKS, units), solver="greedy")
+    assert plan.peak_bytes < plan.baseline_peak_bytes
+    traced = trace_step(
+        model, batch, loss_fn, optimizer_of, "cpu", "cost-model", "fake",
+        prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
+    )  # fmt: skip
+    assert of_one_rank(traced, RANKS, units).peak_bytes == plan.peak_bytes
+    with sacplan.apply(model, plan, check=False):
+        memory = RankMemory(fully_sharded(model, mesh, resolve_units(units, whole.recording)), batch, loss_fn)
+        measured = memory.peak_bytes()
+    assert measured == plan.peak_bytes
+
+
+# --- which modules may be units -----------------------------------------------------------------------------
+
+
+def test_what_leaves_a_unit_is_kept() -> None:
+    """Nothing that may run again is read, or kept by autograd, outside of the widest unit around it."""
+    whole = profiled(lm(), tokens(), models.cross_entropy).recording
+    recording = of_one_rank(profiled(lm(), tokens(), models.cross_entropy), RANKS, ["layers.*", ""]).recording
+    assert sharded_units(whole) == frozenset()
+    assert sharded_units(recording) == {"", "layers.0", "layers.1", "layers.2"}
+    assert too_wide(recording) == {""}
+    again = [i for i, op in enumerate(recording.ops) if op.recomputable]
+    assert 0 < len(again) < sum(op.recomputable for op in whole.ops)
+    units = widest_units(recording, again)
+    assert set(units) == set(again)
+    assert set(units.values()) == {"layers.0", "layers.1", "layers.2"}
+    added = [
+        op.recomputable
+        for op in recording.ops
+        if op.name == "aten.add.Tensor"
+        and op.phase == Phase.FORWARD
+        and _fqn(recording, op.scope) == "layers.1"
+    ]
+    assert added[-2:] == [True, False]  # the residual stream within the layer, and the layer's output
+
+
+def test_nested_units_limit_to_the_inner_ones() -> None:
+    recording = of_one_rank(
+        profiled(lm(), tokens(), models.cross_entropy), RANKS, ["layers.*", "layers.*.mlp", ""]
+    ).recording
+    assert too_wide(recording) == {"", "layers.0", "layers.1", "layers.2"}
+    again = (i for i, op in enumerate(recording.ops) if op.recomputable)
+    assert set(widest_units(recording, again).values()) == {f"layers.{i}.mlp" for i in range(3)}
+
+
+def test_a_unit_that_is_too_wide_is_taken_apart() -> None:
+    """The same ops are discarded, by the modules inside that may be units; the replay does not change."""
+    whole = profiled(Blocks(), torch.randn(256, 32), mean_square)
+    recording = of_one_rank(whole, RANKS, ["a", "b", ""]).recording
+    sites = recording.sites(recording.calls[""][0])
+    wide = {"": tuple(site for op, site in sites.items() if recording.ops[op].recomputable)}
+    narrow = narrowed(recording, wide)
+    assert set(narrow) == {"a", "b"}
+    assert sum(map(len, narrow.values())) == len(wide[""])
+    assert discarded_ops(recording, narrow) == discarded_ops(recording, wide)
+    assert replay(recording, narrow).peak_bytes == replay(recording, wide).peak_bytes
+    assert replay(recording, narrow).again == replay(recording, wide).again != ()
+    assert narrowed(recording, narrow) == narrow
+    assert narrowed(whole.recording, wide) == wide
+
+
+def test_one_unit_around_everything_limits_nothing() -> None:
+    whole = profiled(Blocks(), torch.randn(8, 32), mean_square)
+    recording = of_one_rank(whole, RANKS, [""]).recording
+    assert too_wide(recording) == frozenset()
+    inside = [op.recomputable for op in whole.recording.ops if op.scope >= 0]
+    assert [op.recomputable for op in recording.ops if op.scope >= 0 and not _moves(op.name)] == inside
+
+
+def _moves(name: str) -> bool:
+    """Whether an op is one that a rank has, and the whole model has not."""
+    return name.startswith(("fsdp.", "c10d."))
+
+
+def _fqn(recording: Recording, scope: int) -> str:
+    return recording.scopes[scope].fqn if scope >= 0 else "the loss"
+
+
+# --- patterns and errors -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole() -> sacplan.Profile:
+    return profiled(lm(), tokens(), models.cross_entropy)
+
+
+def test_patterns(whole: sacplan.Profile) -> None:
+    r = whole.recording
+    layers = ("layers.0", "layers.1", "layers.2")
+    assert resolve_units(["layers.*", ""], r) == ("", *layers)
+    assert resolve_units(["layers*"], r) == layers  # the list itself is never called
+    assert resolve_units(["layers.*", "*.mlp"], r) == (
+        "layers.0", "layers.0.mlp", "layers.1", "layers.1.mlp", "layers.2", "layers.2.mlp",
+    )  # fmt: skip
+    assert resolve_units(["*"], r) == ("",)
+    assert resolve_units(["head", "layers.[02]"], r) == ("layers.0", "layers.2", "head")
+
+
+@pytest.mark.parametrize(
+    ("units", "message"),
+    [
+        (["layer.*"], r"no module matches 'layer\.\*'; near names are .*'layers\.0'"),
+        (["mlp"], r"no module matches 'mlp'; near names are .*'layers\.0\.mlp'"),
+        (["layers"], r"'layers' matches 'layers', but no module of that name is called.*'layers\.\*'"),
+        ([], "fsdp_units is .*; give a list of patterns"),
+        (["layers.0.mlp.3"], "none of the units 'layers.0.mlp.3' has a parameter"),
+    ],
+)
+def test_units_that_there_are_not(whole: sacplan.Profile, units: list[str], message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        of_one_rank(whole, RANKS, units)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "units", "message"),
+    [
+        (0, None, "world_size is 0"),
+        (True, None, "world_size is True"),
+        (2.0, None, "world_size is 2.0"),
+        (1, [""], "world_size is 1: with one rank nothing is sharded"),
+        (8, "layers.*", r"fsdp_units is the string 'layers\.\*'; give a list"),
+    ],
+)
+def test_ranks_that_do_not_make_sense(world_size: Any, units: Any, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        Ranks.of(world_size, units)
+
+
+def test_one_rank_is_the_whole(whole: sacplan.Profile) -> None:
+    assert Ranks.of().recording(whole.recording, whole.fingerprint.parameters, CPU) is whole.recording
+    assert Ranks.of().assumptions == ()
+
+
+def test_ranks_as_json() -> None:
+    for ranks in (Ranks.of(), Ranks.of(4), Ranks.of(8, ["layers.*", ""])):
+        assert Ranks.from_dict(ranks.to_dict()) == ranks
+
+
+class Tied(nn.Module):
+    """The head's weight is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens))
+
+
+class Scaled(nn.Module):
+    """Has a scalar parameter, and parameters of two types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.low = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.low.float()
+
+
+def test_a_parameter_used_outside_of_its_unit() -> None:
+    tied = profiled(Tied(), tokens(), models.cross_entropy)
+    with pytest.raises(
+        TraceError, match=r"'embed\.weight' belongs to the unit 'embed' and is used in 'head'"
+    ):
+        of_one_rank(tied, RANKS, ["embed", ""])
+    assert of_one_rank(tied, RANKS, [""]).peak_bytes > 0
+
+
+def test_parameters_that_cannot_be_sharded() -> None:
+    with pytest.raises(TraceError, match=r"'scale' is a scalar.*of shape \(1,\)"):
+        of_one_rank(profiled(Scaled(), torch.randn(4, 8), mean_square), RANKS, [""])
+    model = Scaled()
+    model.scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(TraceError, match=r"torch\.bfloat16 and torch\.float32"):
+        of_one_rank(profiled(model, torch.randn(4, 8), mean_square), RANKS, [""])
+
+
+def test_a_recording_of_another_model(whole: sacplan.Profile) -> None:
+    other = profiled(models.LM(layers=3, dim=64, heads=4, vocab=64), tokens(), models.cross_entropy)
+    with pytest.raises(TraceError, match="Is the recording of this model"):
+        Ranks.of(2).recording(whole.recording, other.fingerprint.parameters, CPU)
+    with pytest.raises(TraceError, match="storages of parameters and the model"):
+        Ranks.of(2).recording(whole.recording, other.fingerprint.parameters[1:], CPU)
+
+
+# --- DistributedDataParallel --------------------------------------------------------------------------------
+
+
+def test_buckets() -> None:
+    """The first bucket is closed at 1 MiB, the others at the cap, each with the parameter that reaches it."""
+    mib = 2**20
+
+    def parameter(mib_: int, dtype: str = "torch.uint8", trainable: bool = True) -> Parameter:
+        return Parameter("p", 0, (mib_ * mib,), dtype, trainable)
+
+    sizes = [parameter(n) for n in (3, 1, 20, 10, 16, 2)]
+    assert bucket_bytes(sizes, 25 * mib) == tuple(n * mib for n in (2, 26, 24))
+    assert FIRST_BUCKET_BYTES == dist._DEFAULT_FIRST_BUCKET_BYTES == mib
+    mixed = [parameter(1), parameter(4, trainable=False), parameter(2, "torch.int8")]
+    assert sorted(bucket_bytes(mixed, 25 * mib)) == [mib, 2 * mib]
+
+
+def test_replicas_hold_gradients_twice(whole: sacplan.Profile) -> None:
+    rank = of_one_rank(whole, 2, None)
+    trained = sum(p.numel() * p.element_size() for p in lm().parameters())
+    assert rank.peak_bytes == whole.peak_bytes + trained
+    with pytest.raises(TraceError, match="bucket_cap_mb"):
+        replicated(whole.recording, whole.fingerprint.parameters, CPU, bucket_cap_mb=0)
