@@ -28,6 +28,7 @@ from tests import models
 from tests.ranks import (
     CPU,
     MLP,
+    OPTIMIZER,
     Blocks,
     RankMemory,
     Shared,
@@ -437,3 +438,26 @@ def test_replicas_hold_gradients_twice(whole: sacplan.Profile) -> None:
     assert rank.peak_bytes == whole.peak_bytes + trained
     with pytest.raises(TraceError, match="bucket_cap_mb"):
         replicated(whole.recording, whole.fingerprint.parameters, CPU, bucket_cap_mb=0)
+
+
+@pytest.mark.parametrize("units", [["a", "b", ""], None])
+def test_the_road_from_profile_to_a_verified_plan(units: list[str] | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batch = Blocks(), torch.randn(256, 32)
+    whole = sacplan.profile(model, batch, device="cpu", optimizer=OPTIMIZER)
+    profile = sacplan.profile(
+        model, batch, device="cpu", optimizer=OPTIMIZER, world_size=4, fsdp_units=units
+    )
+    assert profile.recording == of_one_rank(whole, 4, units).recording
+    assert profile.assumptions
+    for solver in ("best", "rotor"):
+        plan = sacplan.plan_smallest(profile, solver=solver)
+        assert plan.peak_bytes < profile.peak_bytes
+        if units is not None:
+            assert set(plan.units) <= {"a", "b"}  # no unit around both
+        plan.save(tmp_path / "plan.json")
+        loaded = sacplan.Plan.load(tmp_path / "plan.json")
+        assert loaded == plan
+        assert sacplan.verify(model, batch, loaded, optimizer=OPTIMIZER).peak_bytes == plan.peak_bytes
+    with pytest.raises(sacplan.PlanError, match="one of 4 ranks"):
+        sacplan.verify(model, batch, plan, optimizer=OPTIMIZER, run="real")

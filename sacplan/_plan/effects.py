@@ -317,25 +317,37 @@ class _Effects:
         return shapes[key, option.members]
 
     def _shape(self, cell: Cell, option: Option, events: Sequence[tuple[int, int, int]]) -> _Shape:
+        """Replays what the option's ops read or write; with all the rest it does the same as without the option."""
         recording = self.timeline.recording
+        gone = cell.ops(option)
+        touched = {s for op in gone for s in (*recording.ops[op].reads, *recording.ops[op].writes)}
         made = {s for group in cell.members for op in group for s in recording.ops[op].writes}
-        read = {s for group in cell.members for op in group for s in recording.ops[op].reads}
         units = frozenset(recording.calls.get(cell.unit, ()))
-        plain, planned = (Replayer(recording, ops, units, read - made) for ops in ((), cell.ops(option)))
+        plain, planned = (Replayer(recording, ops, units, touched - made) for ops in ((), gone))
         plain.begin()
         planned.begin()
-        after, during = [], []
+        places, after, during = [], [], []
         again: list[tuple[int, int]] = []
         for k, (_, code, arg) in enumerate(events):
+            if code == Event.OP:
+                if arg not in gone and touched.isdisjoint(recording.ops[arg].writes):
+                    continue
+            elif code not in (Event.ENTER, Event.EXIT) and self.timeline.storage(code, arg) not in touched:
+                continue
             before = plain.live
             planned.again = 0
             for run in (plain, planned):
                 run.step(code, arg)
+            places.append(k)
             after.append(planned.live - plain.live)
             during.append(planned.noted - plain.noted)
             if planned.again:
                 again.append((k, planned.again - before))
-        return _Shape(np.array(after), np.array(during), tuple(again))
+        last = np.searchsorted(places, np.arange(len(events)), side="right") - 1
+        all_after = np.where(last >= 0, np.array(after)[last], 0)
+        all_during = all_after.copy()
+        all_during[places] = during
+        return _Shape(all_after, all_during, tuple(again))
 
     def _spread(self, shape: _Shape, where: Bytes, last: Bytes, exact: npt.NDArray[np.bool_]) -> Bytes:
         """An effect of one kind of cell, on the stretches of the step, for one cell."""
