@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint notebook benchmark clean
+.PHONY: demo test lint notebook docs benchmark clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch --constraint constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cli,hf,highs,plot,notebook,examples,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cli,hf,highs,plot,notebook,examples,docs,dev]'
 	touch $@
 
 demo: $(VENV)/.installed  ## the end-to-end example
@@ -23,11 +23,14 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-notebook: $(VENV)/.installed  ## run the notebook, in a copy under out/
-	$(BIN)/python notebooks/execute.py notebooks/tradeoff_curves.ipynb out/tradeoff_curves.ipynb
+notebook: $(VENV)/.installed  ## run the notebooks, in copies under out/
+	for n in notebooks/*.ipynb; do $(BIN)/python notebooks/execute.py $$n out/$$(basename $$n) || exit 1; done
+
+docs: $(VENV)/.installed  ## build the documentation under site/
+	$(BIN)/python -m mkdocs build --strict
 
 benchmark: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.planning_time
 
 clean:
-	rm -rf $(VENV) out build dist *.egg-info
+	rm -rf $(VENV) out site build dist *.egg-info

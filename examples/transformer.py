@@ -170,39 +170,8 @@ def main_road(
 
 def picture(profile: sacplan.Profile, plan: sacplan.Plan, path: Path) -> None:
     """Memory over the step by kind, before and after, with the budget."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    kinds = ["parameter", "optimizer_state", "gradient", "activation", "temporary", "buffer", "other"]
-    colours = ["#4c566a", "#81a1c1", "#d08770", "#5e81ac", "#ebcb8b", "#a3be8c", "#b48ead"]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-    for axis, decisions, title in (
-        (axes[0], {}, f"no plan: peak {profile.peak_bytes / GIB:.2f} GiB"),
-        (axes[1], plan.decisions, f"planned: peak {plan.peak_bytes / GIB:.2f} GiB"),
-    ):
-        timeline = profile.timeline(decisions)
-        present = [k for k in kinds if timeline[k].any()]
-        axis.stackplot(
-            range(len(timeline)),
-            *(timeline[k] / GIB for k in present),
-            labels=[k.replace("_", " ") for k in present],
-            colors=[colours[kinds.index(k)] for k in present],
-            step="post",
-        )
-        if plan.budget_bytes:
-            axis.axhline(plan.budget_bytes / GIB, color="#bf616a", linestyle="--", linewidth=1)
-            axis.annotate("budget", (0, plan.budget_bytes / GIB), color="#bf616a", va="bottom", fontsize=9)
-        axis.set_title(title)
-        axis.set_xlabel("op of the step (recomputed ones included)")
-        axis.margins(x=0)
-    axes[0].set_ylabel("alive, GiB")
-    axes[0].legend(loc="upper right", fontsize=8, framealpha=0.9)
-    figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    sacplan.memory_figure(profile, plan).savefig(path, dpi=120)
     print(f"   picture: {path}\n")
 
 

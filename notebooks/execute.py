@@ -1,19 +1,36 @@
-"""Execute a notebook: ``python notebooks/execute.py IN.ipynb OUT.ipynb``. Fails if a cell fails."""
+"""Execute a notebook: ``python notebooks/execute.py IN.ipynb OUT.ipynb``. Fails if a cell fails.
+
+Runs in the folder it is started from (the root of the repository, so that ``examples`` can be imported). What
+differs from run to run without a reason is left out of OUT: times of execution, the version of Python, and log lines
+of torch's profiler.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 
+_QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # written to stderr from C++, with times
+
 
 def main(source: Path, target: Path) -> None:
     notebook = nbformat.read(source, as_version=4)
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
     NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": "."}}
-    ).execute()
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": "."}},
+        record_timing=False,
+        coalesce_streams=True,
+    ).execute(env={**os.environ, **_QUIET})
+    notebook.metadata.language_info.pop("version", None)
+    nbformat.validate(notebook)
     target.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, target)
 

@@ -3,8 +3,11 @@
 While a chosen module's forward runs, a dispatch mode (``recorder.py``) leaves a node (``nodes.py``) for every op that
 the plan discards, with its arguments: tensors, or slots of other nodes. The pack hook gives autograd a handle
 (``handles.py``) on a slot instead of the tensor. When autograd asks, the nodes that this one slot needs run,
-arguments first; each runs once, remembers only the outputs that somebody pending still refers to, and drops
-its arguments, so that plain reference counts free everything right after its last use.
+arguments first; each remembers only the outputs that somebody pending still refers to, and drops
+its arguments, so that plain reference counts free everything right after its last use. Each runs once, unless the plan
+says that what it makes is to be let go again (``drops``), as Rotor's sequences do.
+
+An op that writes in place leaves a node as well, if what it overwrites has one: it is then made again and written anew.
 
 A plan is advice, and this folder does not trust it. What the mode did not see being made (custom kernels, other
 modules, wrapper subclasses), what was written since, and ops that may not run again are kept, whatever

@@ -307,11 +307,17 @@ def _infeasible(search: Search, solvers: Sequence[Solver | Rotor], budget_bytes:
         binding = run.peak_fqn or ("the loss, outside of any module" if op.scope < 0 else "the model itself")
     where = f"{run.peak_phase.name.lower()} of {binding}" if binding != "optimizer step" else binding
     names = " and ".join(s.name for s in solvers)
+    advice = "make the batch smaller"
+    if binding == "optimizer step":
+        advice = (
+            "use an optimizer with less state or fewer temporaries (fused=True), or train fewer parameters: a smaller "
+            "batch does not help"
+        )
     return InfeasibleBudget(
         f"no plan found keeps the step under {format_bytes(budget_bytes)} (solvers: {names}). The smallest peak "
         f"reached is {format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the {where}. "
         f"{_pinned_share(search, solvers)}{_with_rotor(search, budget_bytes)}"
-        f'Give at least budget="{run.peak_bytes}B", or make the batch smaller.',
+        f'Give at least budget="{run.peak_bytes}B", or {advice}.',
         budget_bytes=budget_bytes,
         smallest_feasible_bytes=run.peak_bytes,
         binding=binding,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 GIB, MIB = 2**30, 2**20
 _FORMATS = ("png", "svg", "pdf")
+_THIN = 1 / 400  # of the highest peak: what is never more is under a pixel high, and left out of the legend
 
 
 def save_figures(
@@ -82,33 +83,36 @@ def memory_figure(profile: Profile, plan: Plan | None = None) -> Figure:
         check_plan(profile, plan, after.peak_bytes)
         panels.append(("with the plan", after))
     figure = _figure(5.6 * len(panels), 3.9)
+    from matplotlib.patheffects import withStroke
+
     axes = figure.subplots(1, len(panels), sharey=True, sharex=True, squeeze=False)[0]
     budget = None if plan is None else plan.budget_bytes
     highest = max(before.peak_bytes, budget or 0)
     unit, unit_bytes = _unit(highest)
+    halo = withStroke(linewidth=2.5, foreground="white")  # the text may lie on the stack
     for axis, (title, timeline) in zip(axes, panels, strict=True):
-        _stack(axis, timeline, unit_bytes)
+        _stack(axis, timeline, unit_bytes, highest * _THIN)
         _plain(axis)
         if budget is not None:
             height = budget / unit_bytes
             axis.axhline(height, color=MARK, linestyle=(0, (5, 3)), linewidth=1, label="budget")
             axis.annotate(
                 f"budget {height:.2f} {unit}", (0, height), (4, 3), textcoords="offset points", color=MARK,
-                fontsize=8.5,
+                fontsize=8.5, path_effects=[halo],
             )  # fmt: skip
         top, at = timeline.peak_bytes / unit_bytes, float(timeline.start_ms[timeline.peak])
         axis.plot([at], [top], "o", color=INK, markersize=4, label="peak")
         right = at > 0.6 * max(t.end_ms for _, t in panels)
         axis.annotate(
             f"peak {top:.2f} {unit}", (at, top), (-5 if right else 5, 5), textcoords="offset points",
-            ha="right" if right else "left", fontsize=8.5, color=INK,
+            ha="right" if right else "left", fontsize=8.5, color=INK, path_effects=[halo],
         )  # fmt: skip
         axis.set_title(f"{title}: {timeline.end_ms:.1f} ms", fontsize=10, loc="left", color=INK)
         axis.set_xlabel("time of the step (predicted), ms")
     axes[0].set_xlim(0, max(timeline.end_ms for _, timeline in panels) or 1.0)
     axes[0].set_ylim(0, highest / unit_bytes * 1.12)
     axes[0].set_ylabel(f"alive, {unit}")
-    _kinds_legend(figure, axes[0])
+    _kinds_legend(figure, axes[0], len(panels))
     return figure
 
 
@@ -169,7 +173,7 @@ def tradeoff_figure(profile: Profile, most: int = 6) -> Figure:
         raise PlanError(
             "no module of this step has anything to trade: autograd keeps nothing that may run again."
         )
-    columns = min(3, len(curves))
+    columns = 2 if len(curves) == 4 else min(3, len(curves))
     n_rows = -(-len(curves) // columns)
     figure = _figure(3.7 * columns, 2.9 * n_rows)
     axes = figure.subplots(n_rows, columns, squeeze=False)
@@ -205,8 +209,8 @@ def _unit(largest_bytes: int) -> tuple[str, int]:
     return ("GiB", GIB) if largest_bytes >= GIB else ("MiB", MIB)
 
 
-def _stack(axis: Axes, timeline: Timeline, unit_bytes: int) -> None:
-    """Areas with vertical steps: a value holds from the start of its op to its end."""
+def _stack(axis: Axes, timeline: Timeline, unit_bytes: int, least_bytes: float) -> None:
+    """Areas with vertical steps: a value holds from the start of its op to its end. Thin ones get no label."""
     import numpy as np
 
     x = np.append(timeline.start_ms, timeline.end_ms)
@@ -216,20 +220,21 @@ def _stack(axis: Axes, timeline: Timeline, unit_bytes: int) -> None:
         if not column.any():
             continue
         values = np.append(column, column[-1]) / unit_bytes
+        label = kind_name(kind) if column.max() >= least_bytes else f"_{kind_name(kind)}"
         axis.fill_between(
-            x, base, base + values, step="post", color=KIND_COLOURS[kind], linewidth=0, label=kind_name(kind)
+            x, base, base + values, step="post", color=KIND_COLOURS[kind], linewidth=0, label=label
         )
         base = base + values
     axis.plot(x, base, drawstyle="steps-post", color=INK, linewidth=0.5, label="alive")
 
 
-def _kinds_legend(figure: Figure, axis: Axes) -> None:
+def _kinds_legend(figure: Figure, axis: Axes, n_panels: int) -> None:
     handles, labels = axis.get_legend_handles_labels()
     names = {kind_name(kind) for kind in STACK}
     shown: list[tuple[Any, str]] = [(h, n) for h, n in zip(handles, labels, strict=True) if n in names]
     figure.legend(
-        [h for h, _ in shown], [n for _, n in shown], loc="outside lower center", ncols=len(shown), frameon=False,
-        fontsize=8.5,
+        [h for h, _ in shown], [n for _, n in shown], loc="outside lower center", frameon=False, fontsize=8.5,
+        ncols=min(len(shown), 4 * n_panels),
     )  # fmt: skip
 
 
