@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from tests.models import LM, cross_entropy, tokens
 KEEP_ALL, KEEP_INPUT = OperationKind.FORWARD_KEEP_ALL, OperationKind.FORWARD_KEEP_INPUT
 KEEP_NOTHING, LOSS, BACKWARD = OperationKind.FORWARD_KEEP_NOTHING, OperationKind.LOSS, OperationKind.BACKWARD
 CONVNETS = {"resnet18": resnet18, "resnet50": resnet50, "densenet121": densenet121}
+PROFILES: dict[object, sacplan.Profile] = {}
 
 
 class Residual(nn.Module):
@@ -76,23 +76,33 @@ def profile_of(model: nn.Module, batch: torch.Tensor, **options: object) -> sacp
     return sacplan.profile(model, batch, **({"device": "cpu"} | options))  # type: ignore[arg-type]
 
 
-@cache
+def shared(what: object, make: Callable[[], sacplan.Profile]) -> sacplan.Profile:
+    """One profile for all tests. ``functools.cache`` forgets: profiling clears those beside a model's class."""
+    if what not in PROFILES:
+        PROFILES[what] = make()
+    return PROFILES[what]
+
+
 def convnet(name: str, inplace: bool = True) -> sacplan.Profile:
-    with torch.device("meta"):
-        model = CONVNETS[name](inplace)
-    return sacplan.profile(model, torch.empty(128, 3, 224, 224, device="meta"), device="h100")
+    def make() -> sacplan.Profile:
+        with torch.device("meta"):
+            model = CONVNETS[name](inplace)
+        return profile_of(model, torch.empty(128, 3, 224, 224, device="meta"), device="h100")
+
+    return shared((name, inplace), make)
 
 
-@cache
 def language_model() -> sacplan.Profile:
-    with torch.device("meta"):
-        model = LM(layers=4, dim=128, vocab=500)
-    return sacplan.profile(model, tokens(8, 128, 500), loss_fn=cross_entropy, device="h100")
+    def make() -> sacplan.Profile:
+        with torch.device("meta"):
+            model = LM(layers=4, dim=128, vocab=500)
+        return profile_of(model, tokens(8, 128, 500), loss_fn=cross_entropy, device="h100")
+
+    return shared("lm", make)
 
 
-@cache
 def small_mlp() -> sacplan.Profile:
-    return profile_of(mlp(), torch.randn(4, 8), optimizer=torch.optim.AdamW)
+    return shared("mlp", lambda: profile_of(mlp(), torch.randn(4, 8), optimizer=torch.optim.AdamW))
 
 
 def names(recording: Recording, ops: Sequence[int]) -> list[str]:
@@ -393,9 +403,7 @@ def test_what_cannot_run_again_stays() -> None:
 # --- sizes and times ------------------------------------------------------------------------------
 
 
-def check_sums(profile: sacplan.Profile) -> None:
-    recording = profile.recording
-    stages = stages_of(recording)
+def check_sums(recording: Recording, stages: Stages) -> None:
     loss_ms = sum(recording.ops[i].time_ms for i in stages.ops[-1])
     backward_ms = sum(op.time_ms for op in recording.ops if op.phase is Phase.BACKWARD)
     assert sum(stages.chain.forward_ms) + loss_ms == pytest.approx(recording.forward_ms)
@@ -419,8 +427,8 @@ def check_sums(profile: sacplan.Profile) -> None:
 )
 def test_keeping_all_takes_what_the_replay_says(profile, at_most: float) -> None:  # type: ignore[no-untyped-def]
     recording = profile().recording
-    check_sums(profile())
     stages = stages_of(recording)
+    check_sums(recording, stages)
     found, real = chain_peak(stages, keep_everything(stages)), forward_backward_peak(recording)
     assert real <= found <= at_most * real
     assert all(xbar >= x for x, xbar in zip(stages.chain.output_bytes, stages.chain.saved_bytes, strict=True))
