@@ -100,6 +100,8 @@ def needs(n):
 NOT_CALLABLE = 3
 '''
 
+UNITS = "--world-size 4 --fsdp-unit 'layers.*' --fsdp-unit ''"
+
 
 def line_of(code: str) -> int:
     """Where it stands in train.py, from 1."""
@@ -140,6 +142,8 @@ def saved(place: Path) -> Path:
         "profile train.py:make -o profile.json.gz --device cpu",
         "plan train.py:make --device cpu --budget 85% -o plan.json",
         "plan train.py:make --device cpu --budget 85% -o plan-cpu.json",
+        f"profile train.py:make --device cpu {UNITS} -o rank.json.gz",
+        f"plan train.py:make --device cpu {UNITS} --budget 85% -o rank.json",
     )
     for command in commands:
         assert run(command).exit_code == 0
@@ -265,6 +269,73 @@ def test_frontier(saved: Path) -> None:
     assert lines[0].startswith("solver,budget_bytes,peak_bytes")
     assert len(lines) == len(rows) + 1
     assert "milp" in run("frontier profile.json.gz --points 2").stdout
+
+
+def test_the_plan_of_a_rank(saved: Path) -> None:
+    """It is the library's, goes through every command, and each says that it is of one rank."""
+    result = run(f"plan train.py:make --device cpu {UNITS} --budget 85%")
+    words = "one of 4 ranks (fully_shard: 3 x layers.*, the model)"
+    assert words in result.stdout
+    profile, plan = sacplan.Profile.load("rank.json.gz"), sacplan.Plan.load("rank.json")
+    assert plan.ranks == profile.ranks
+    assert (plan.ranks.world_size, plan.ranks.fsdp_units) == (4, ("layers.*", ""))
+    assert plan.peak_bytes == sacplan.plan(profile, "85%").peak_bytes
+    assert profile.peak_bytes < sacplan.Profile.load("profile.json.gz").peak_bytes
+    loaded = json.loads(run(f"plan rank.json.gz --budget 85% {UNITS} --json").stdout)
+    assert loaded["ranks"] == {"world_size": 4, "fsdp_units": ["layers.*", ""]}
+    assert loaded["peak_bytes"] == plan.peak_bytes
+    seen = json.loads(run("verify train.py:make rank.json --json").stdout)
+    assert seen["peak_bytes"] == plan.peak_bytes
+    assert "one of 4 ranks" in run("verify train.py:make rank.json").stdout
+    assert words in run("frontier rank.json.gz --points 2 --no-policies").stderr
+    assert run("report rank.json.gz rank.json -o rank.html --no-frontier").exit_code == 0
+
+
+def test_replicas(saved: Path) -> None:
+    facts = json.loads(run("profile train.py:make --device cpu --world-size 2 --json").stdout)
+    assert facts["ranks"] == {"world_size": 2, "fsdp_units": None}
+    assert (
+        facts["peak_bytes"] > sacplan.Profile.load("profile.json.gz").peak_bytes
+    )  # gradients are held twice
+    assert "DistributedDataParallel" in run("profile train.py:make --device cpu --world-size 2").stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("plan train.py:make --budget 85% --fsdp-unit 'layers.*'", "--world-size 8"),
+        ("plan train.py:make --budget 85% --world-size 1 --fsdp-unit ''", "one rank"),
+        (
+            "plan train.py:make --budget 85% --world-size 2 --fsdp-unit layer",
+            "--fsdp-unit: no module matches",
+        ),
+        (f"plan profile.json.gz --budget 85% {UNITS}", "profile.json.gz is of one device"),
+        ("plan rank.json.gz --budget 85% --world-size 4", "and not of one of 4 ranks (Distributed"),
+        ("report profile.json.gz rank.json -o r.html", "rank.json is for one of 4 ranks"),
+        ("verify train.py:make rank.json --run real", "--run fake"),
+    ],
+)
+def test_ranks_that_do_not_go_together(saved: Path, command: str, said: str) -> None:
+    result = run(command)
+    assert result.exit_code == 2
+    assert said in error_line(result)
+
+
+def test_where_a_persons_optimizer_does_not_fit(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hint is of torch's arguments, since the command line's option is not for such a target."""
+    raised = sacplan.InfeasibleBudget(
+        "no", budget_bytes=1, smallest_feasible_bytes=2, binding="optimizer step"
+    )
+
+    def never(*args: object, **kwargs: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(sacplan, "plan", never)
+    result = run("plan profile.json.gz --budget 85%")
+    assert result.exit_code == 3
+    assert "fused=True" in result.stderr
+    assert "foreach=False" in result.stderr
+    assert "adamw-fused" not in result.stderr
 
 
 def test_max_batch(saved: Path) -> None:

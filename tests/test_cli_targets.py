@@ -18,7 +18,10 @@ from sacplan._cli.app import app
 from sacplan._cli.examples import EXAMPLES
 from sacplan._cli.exits import TargetError
 from sacplan._cli.hf import HfOptions, build
+from sacplan._cli.origin import Origin
+from sacplan._cli.sources import with_hints
 from sacplan._cli.targets import load_target
+from sacplan._trace.ranks import Ranks
 
 # From the model cards and papers, in millions as they are printed there; the exact counts in the table are of the
 # checkpoints.
@@ -130,15 +133,14 @@ def test_options_are_heeded() -> None:
     assert load_target("hf:gpt2", HfOptions(optimizer="none")).optimizer is None
 
 
-def test_a_plan_says_what_it_was_made_for() -> None:
-    """verify finds batch, length and type in the plan, unless it is told otherwise."""
+def test_a_plan_of_the_library_says_what_it_was_made_for() -> None:
+    """verify finds batch, length and type in any plan."""
     target = load_target("hf:gpt2", HfOptions(batch=3, seq=17, dtype="float16"))
     fingerprint = sacplan.profile(target.model, target.batch).fingerprint
-    assert HfOptions().like(fingerprint) == HfOptions(batch=3, seq=17, dtype="float16")
-    assert HfOptions(seq=9).like(fingerprint).seq == 9
+    assert HfOptions.of_fingerprint(fingerprint) == HfOptions(batch=3, seq=17, dtype="float16")
     images = load_target("hf:vit-b-16", HfOptions(batch=2, dtype="float32"))
     fingerprint = sacplan.profile(images.model, images.batch).fingerprint
-    assert HfOptions().like(fingerprint) == HfOptions(batch=2, dtype="float32")
+    assert HfOptions.of_fingerprint(fingerprint) == HfOptions(batch=2, dtype="float32")
 
 
 def test_a_directory_with_a_configuration(tmp_path: Path) -> None:
@@ -172,10 +174,107 @@ def test_a_model_without_such_a_loss(tmp_path: Path) -> None:
         load_target(f"hf:{tmp_path}", HfOptions())
 
 
-def _run(command: str) -> Any:
+def _invoke(command: str) -> Any:
     result = CliRunner().invoke(app, shlex.split(command), prog_name="sacplan")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def _run(command: str) -> Any:
+    result = _invoke(command)
     assert result.exit_code == 0, result.stderr
     return json.loads(result.stdout)
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with the configuration of a small model."""
+    monkeypatch.chdir(tmp_path)
+    transformers.GPT2Config(n_embd=64, n_layer=3, n_head=2, n_positions=128, vocab_size=99).save_pretrained(
+        "."
+    )
+    return tmp_path
+
+
+CHOSEN = "--device cpu --batch 3 --seq 48 --dtype float32 --optimizer sgd --attn eager"
+
+
+@pytest.mark.parametrize("by", ["plan", "profile and plan", "max-batch"])
+def test_verify_makes_what_the_plan_was_made_with(small: Path, by: str) -> None:
+    """Nothing is said to it twice, and the peak is the plan's to the byte: with AdamW or SDPA it would not be."""
+    if by == "plan":
+        _run(f"plan hf:config.json {CHOSEN} --budget 80% -o plan.json --json")
+    elif by == "max-batch":
+        without_batch = CHOSEN.replace("--batch 3 ", "")
+        _run(f"max-batch hf:config.json {without_batch} --budget 8MiB --at-most 3 -o plan.json --json")
+    else:
+        _run(f"profile hf:config.json {CHOSEN} -o profile.json.gz --json")
+        _run("plan profile.json.gz --budget 80% -o plan.json --json")
+    result = _invoke("verify hf:config.json plan.json --json")
+    assert result.exit_code == 0, result.stderr
+    seen = json.loads(result.stdout)
+    assert seen["peak_bytes"] == seen["predicted_peak_bytes"] == sacplan.Plan.load("plan.json").peak_bytes
+    made = {k: seen["hf"][k] for k in ("batch", "seq", "dtype", "optimizer", "attn")}
+    assert made == {"batch": 3, "seq": 48, "dtype": "float32", "optimizer": "sgd", "attn": "eager"}
+    assert "--seq 48 --dtype float32 --optimizer sgd --attn eager: from plan.json" in result.stderr
+    assert "warning" not in result.stderr
+
+
+def test_options_go_before_the_plans_with_a_warning(small: Path) -> None:
+    _run(f"plan hf:config.json {CHOSEN} --budget 80% -o plan.json --json")
+    result = _invoke("verify hf:config.json plan.json --optimizer none --seq 48 --json")
+    assert json.loads(result.stdout)["hf"]["optimizer"] == "none"
+    warned = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
+    assert len(warned) == 1
+    assert "--optimizer none" in warned[0]
+    assert "--optimizer sgd" in warned[0]
+    assert _invoke("verify hf:config.json plan.json --seq 47").exit_code == 4
+
+
+def test_plans_that_do_not_say_what_made_them(small: Path) -> None:
+    """Of the library: its optimizer is a guess that is said. Of a person's editor: bad input."""
+    _run("plan hf:config.json --device cpu --seq 48 --budget 80% -o plan.json --json")
+    sacplan.Plan.load("plan.json").save("librarys.json")
+    result = _invoke("verify hf:config.json librarys.json --json")
+    assert result.exit_code == 0
+    assert "does not say which optimizer" in result.stderr
+    data = json.loads(Path("plan.json").read_text())
+    data["fingerprint"]["target"]["optimizer"] = "lion"
+    Path("plan.json").write_text(json.dumps(data))
+    result = _invoke("verify hf:config.json plan.json")
+    assert result.exit_code == 2
+    assert "'lion'" in result.stderr
+
+
+def test_where_the_optimizer_is_what_does_not_fit(small: Path, counted_workspaces: None) -> None:
+    """On a GPU AdamW works on all parameters at once; a batch of one token leaves nothing else to be large."""
+    command = "hf:config.json --seq 1 --budget 100KiB"
+    _run(f"profile {command.partition(' --budget')[0]} -o profile.json.gz --json")
+    for asked in (f"plan {command}", "plan profile.json.gz --budget 100KiB", f"max-batch {command}"):
+        result = _invoke(asked)
+        assert result.exit_code == 3
+        assert "hint: --optimizer adamw-fused has no temporaries, and sgd no state" in result.stderr
+        assert "foreach=False" not in result.stderr
+        assert ("hint: --world-size" in result.stderr) is asked.startswith(
+            "plan"
+        )  # max-batch does not take it
+    result = _invoke(f"plan {command.replace('100KiB', '10KiB')} --world-size 2 --fsdp-unit ''")
+    assert result.exit_code == 3
+    assert "--world-size" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "hints"),
+    [("adamw-fused", ["--optimizer sgd has no state"]), ("sgd", []), ("none", [])],
+)
+def test_no_optimizer_is_proposed_that_is_there(optimizer: str, hints: list[str]) -> None:
+    origin = Origin("hf:gpt2", HfOptions(optimizer=optimizer))
+    with pytest.raises(sacplan.InfeasibleBudget) as caught, with_hints(origin, Ranks(2)):
+        raise sacplan.InfeasibleBudget(
+            "no", budget_bytes=1, smallest_feasible_bytes=2, binding="optimizer step"
+        )
+    assert getattr(caught.value, "__notes__", []) == hints
 
 
 def test_an_8b_model_for_one_gpu(

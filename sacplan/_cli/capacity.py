@@ -11,6 +11,7 @@ from sacplan._cli import show, sources
 from sacplan._cli.exits import TargetError
 from sacplan._cli.files import check_output, replacing
 from sacplan._cli.hf import HfOptions
+from sacplan._cli.origin import Origin, save
 from sacplan._cli.output import Column, print_json, print_pairs, print_table, stage
 from sacplan._cli.targets import Target, load_target, users_code
 
@@ -18,11 +19,14 @@ if TYPE_CHECKING:
     from sacplan._plan.capacity import Capacity, CapacityPoint
 
 
+Command = Literal["max-batch", "throughput"]
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A question as the command line puts it."""
 
-    command: Literal["max-batch", "throughput"]
+    command: Command
     target: str
     device: str | None
     budget: str | None
@@ -39,11 +43,12 @@ def run(asked: Asked, options: HfOptions, output: Path | None, force: bool, as_j
     spec = sources.resolved_device(asked.device)
     with stage("loading"):
         target = load_target(asked.target, options)
-    with stage("tracing and solving") as say, users_code(f"the step of {target.name}"):
+    hints = sources.with_hints(Origin.of(target), None)  # these commands look at one device
+    with stage("tracing and solving") as say, users_code(f"the step of {target.name}"), hints:
         found = _search(asked, target, spec, lambda point: say(_words(point)))
     if output is not None:
         with replacing(output) as part:
-            found.plan.save(part)
+            save(found.plan, part, Origin.of(target, batch=found.batch_size))
     # the facts are of the target as it was loaded, with its own batch
     facts = {k: v for k, v in target.facts.items() if k != "batch"}
     if as_json:

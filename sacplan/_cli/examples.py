@@ -17,11 +17,13 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "sacplan plan profile.json.gz --budget 70% --objective flops --json",
         "sacplan plan train.py --budget 90% --keep aten.gelu --never 'layers.0*'",
         "sacplan plan hf:meta-llama/Meta-Llama-3-8B --seq 4096 --optimizer adamw-fused --budget 70GiB -o llama.json",
+        "sacplan plan hf:meta-llama/Meta-Llama-3-8B --device h100 --world-size 8 --fsdp-unit 'model.layers.*' "
+        "--fsdp-unit '' --budget 60GiB --batch 1 --seq 8192",
     ),
     "verify": (
         "sacplan verify train.py:make plan.json",
         "sacplan verify train.py:make plan-cpu.json --run real",
-        "sacplan verify hf:meta-llama/Meta-Llama-3-8B llama.json --optimizer adamw-fused",
+        "sacplan verify hf:meta-llama/Meta-Llama-3-8B llama.json",
     ),
     "frontier": (
         "sacplan frontier profile.json.gz -o curve.csv",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from typing import Any
 
@@ -86,6 +87,21 @@ def _facts(error: Exception, message: str, code: int) -> dict[str, Any]:
     return {"error": facts}
 
 
+# arguments of the library in its messages, and what they are here
+_OPTIONS = (
+    (r'budget="(\w+)"', r"--budget \1"),
+    (r"\bfsdp_units: ", "--fsdp-unit: "),
+    (r'fsdp_units=\[\.\.\., ""\]', "--fsdp-unit ''"),
+    (r"leave world_size at 1", "leave --world-size out"),
+)
+
+
+def _with_options(text: str) -> str:
+    for argument, option in _OPTIONS:
+        text = re.sub(argument, option, text)
+    return text
+
+
 def _message(error: Exception) -> tuple[str, list[str]]:
     """One line, and what to try; notes on the exception (PEP 678) are hints."""
     hints = list(getattr(error, "__notes__", ()))
@@ -95,11 +111,11 @@ def _message(error: Exception) -> tuple[str, list[str]]:
             hints.append(f"{context.command_path} --help")
         text = error.format_message()  # type: ignore[attr-defined]
     elif isinstance(error, InfeasibleBudget):
-        text = str(error).replace('budget="', "--budget ").replace('B",', "B,")
+        text = _with_options(str(error))
     elif isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
     elif isinstance(error, SacplanError):
-        text = str(error)
+        text = _with_options(str(error))
     else:
         text = f"{type(error).__name__}: {error}"
     return " ".join(text.split()), hints

@@ -36,19 +36,32 @@ class HfOptions:
         """Those that were given, as they are written."""
         return [f"--{f.name}" for f in fields(self) if getattr(self, f.name) is not None]
 
-    def like(self, fingerprint: Fingerprint) -> HfOptions:
-        """With what a plan was made for in the place of what was not given."""
+    def words(self) -> str:
+        """As they are written, with their values."""
+        return " ".join(f"{name} {getattr(self, name[2:])}" for name in self.given())
+
+    def over(self, other: HfOptions) -> HfOptions:
+        """With the other's in the place of what was not given."""
+        mine = {name[2:]: getattr(self, name[2:]) for name in self.given()}
+        return replace(other, **mine)
+
+    def less(self, other: HfOptions) -> HfOptions:
+        """Those that the other has not given."""
+        return replace(self, **{name[2:]: None for name in other.given()})
+
+    @classmethod
+    def of_fingerprint(cls, fingerprint: Fingerprint) -> HfOptions:
+        """What a plan of the library shows of the model and the batch: all but optimizer and attention."""
         shapes = {path: shape for path, shape, _ in fingerprint.batch}
         tokens = shapes.get("batch['input_ids']")
         first = tokens or shapes.get("batch['pixel_values']")
         types = Counter(
             dtype.removeprefix("frozen ").removeprefix("torch.") for _, _, dtype in fingerprint.parameters
         )
-        return replace(
-            self,
-            batch=self.batch if self.batch is not None or not first else first[0],
-            seq=self.seq if self.seq is not None or not tokens else tokens[1],
-            dtype=self.dtype if self.dtype is not None or not types else types.most_common(1)[0][0],
+        return cls(
+            batch=first[0] if first else None,
+            seq=tokens[1] if tokens else None,
+            dtype=types.most_common(1)[0][0] if types else None,
         )
 
 

@@ -70,13 +70,16 @@ SourceArgument = Annotated[
         show_default=False,
     ),
 ]
+_DEVICE = (
+    "What the step will run on: a name (see sacplan devices), cuda, cpu, or the file of a DeviceSpec. "
+    f"Default: {DEFAULT_DEVICE}"
+)
+_OF_A_PROFILE = "; of a saved profile, its own."
+TargetDeviceOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help=f"{_DEVICE}.", show_default=False)
+]
 DeviceOption = Annotated[
-    str | None,
-    typer.Option(
-        help="What the step will run on: a name (see sacplan devices), cuda, cpu, or the file of a DeviceSpec. "
-        f"Default: {DEFAULT_DEVICE}; of a profile, its own.",
-        show_default=False,
-    ),
+    str | None, typer.Option(metavar="NAME", help=_DEVICE + _OF_A_PROFILE, show_default=False)
 ]
 RuntimeOption = Annotated[
     Runtime | None,
@@ -94,8 +97,33 @@ TraceModeOption = Annotated[
         show_default=False,
     ),
 ]
+_RANKS = "Of several devices"
+_WORLD_SIZE = (
+    "Ranks that the step is spread over; batch, budget and peaks are those of one rank. DistributedDataParallel, "
+    "unless --fsdp-unit is given. Default: 1"
+)
+TargetWorldSizeOption = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help=f"{_WORLD_SIZE}.", rich_help_panel=_RANKS, show_default=False),
+]
+WorldSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", help=_WORLD_SIZE + _OF_A_PROFILE, rich_help_panel=_RANKS, show_default=False
+    ),
+]
+FsdpUnitOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fsdp-unit",
+        metavar="PATTERN",
+        help="Modules on which fully_shard is called ('model.layers.*'); '' is the model itself. May be repeated.",
+        rich_help_panel=_RANKS,
+        show_default=False,
+    ),
+]
 BudgetHelp = "Peak of the whole step: 22GiB, 24GB, or a share of the unplanned peak, 70%."
-SolverOption = Annotated[str, typer.Option(help="best, milp, greedy, uniform or rotor.")]
+SolverOption = Annotated[str, typer.Option(metavar="NAME", help="best, milp, greedy, uniform or rotor.")]
 ObjectiveOption = Annotated[Objective, typer.Option(help="What to recompute the least of.")]
 KeepOption = Annotated[
     list[str] | None,
@@ -117,6 +145,7 @@ BatchOption = Annotated[
     int | None,
     typer.Option(
         min=1,
+        metavar="N",
         help=f"Samples; also of a target with make_batch. Default: {DEFAULT_BATCH}.",
         rich_help_panel=_HF,
         show_default=False,
@@ -126,6 +155,7 @@ SeqOption = Annotated[
     int | None,
     typer.Option(
         min=1,
+        metavar="N",
         help=f"Tokens of a sample. Default: {DEFAULT_SEQ}, or what the model has positions for.",
         rich_help_panel=_HF,
         show_default=False,
@@ -133,12 +163,18 @@ SeqOption = Annotated[
 ]
 PlansBatchOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Samples. Default: the plan's.", rich_help_panel=_HF, show_default=False),
+    typer.Option(
+        min=1, metavar="N", help="Samples. Default: the plan's.", rich_help_panel=_HF, show_default=False
+    ),
 ]
 PlansSeqOption = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Tokens of a sample. Default: the plan's.", rich_help_panel=_HF, show_default=False
+        min=1,
+        metavar="N",
+        help="Tokens of a sample. Default: the plan's.",
+        rich_help_panel=_HF,
+        show_default=False,
     ),
 ]
 PlansDtypeOption = Annotated[
@@ -146,6 +182,17 @@ PlansDtypeOption = Annotated[
     typer.Option(
         help="Of parameters and activations. Default: the plan's.", rich_help_panel=_HF, show_default=False
     ),
+]
+_OPTIMIZERS = "adamw, adamw-fused (no temporaries), sgd or none; its state and its step count."
+PlansOptimizerOption = Annotated[
+    Optimizer | None,
+    typer.Option(
+        metavar="NAME", help=f"{_OPTIMIZERS} Default: the plan's.", rich_help_panel=_HF, show_default=False
+    ),
+]
+PlansAttnOption = Annotated[
+    Attn | None,
+    typer.Option(help="Attention. Default: the plan's.", rich_help_panel=_HF, show_default=False),
 ]
 DtypeOption = Annotated[
     Dtype | None,
@@ -159,8 +206,7 @@ OptimizerOption = Annotated[
     Optimizer | None,
     typer.Option(
         metavar="NAME",
-        help="adamw, adamw-fused (no temporaries), sgd or none; its state and its step count. "
-        f"Default: {DEFAULT_OPTIMIZER}.",
+        help=f"{_OPTIMIZERS} Default: {DEFAULT_OPTIMIZER}.",
         rich_help_panel=_HF,
         show_default=False,
     ),

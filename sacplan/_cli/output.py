@@ -58,6 +58,11 @@ def note(text: str) -> None:
     err_console().print(f"note: {text}", soft_wrap=True, markup=False)
 
 
+def warn(text: str) -> None:
+    """A remark on stderr about what may not have been meant."""
+    err_console().print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
+
+
 def show_warning(
     message: Warning | str,
     category: type[Warning],

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from sacplan import Plan, Profile, Verification
     from sacplan._cli.targets import Target
+    from sacplan._trace.ranks import Ranks
+    from sacplan._trace.recording import Recording
 
 _GROUPS = 20  # rows of units; the rest is counted
 _OPS = 6  # names in a row
@@ -43,12 +45,37 @@ def target_pairs(facts: Mapping[str, Any]) -> Pairs:
     return [("model", f"{facts['model']} ({', '.join(f'{k} {v}' for k, v in shown.items())})")]
 
 
+def ranks_text(ranks: Ranks, recording: Recording | None = None) -> str:
+    """Over how many ranks a step is spread, and how; with its recording, how many modules each pattern is."""
+    if ranks.world_size == 1:
+        return "one device"
+    if ranks.fsdp_units is None:
+        return f"one of {ranks.world_size} ranks (DistributedDataParallel)"
+    units = ", ".join(_unit(pattern, recording) for pattern in ranks.fsdp_units)
+    return f"one of {ranks.world_size} ranks (fully_shard: {units})"
+
+
+def _unit(pattern: str, recording: Recording | None) -> str:
+    from sacplan._trace.shards import resolve_units
+
+    if not pattern:
+        return "the model"
+    if recording is None or not re.search(r"[*?[]", pattern):
+        return pattern
+    return f"{len(resolve_units([pattern], recording))} x {pattern}"
+
+
+def _spread(ranks: Ranks, recording: Recording | None = None) -> str:
+    return "" if ranks.world_size == 1 else f", {ranks_text(ranks, recording)}"
+
+
 def profile_facts(profile: Profile) -> dict[str, Any]:
     """A profile for ``--json``."""
     return {
         "model_class": profile.fingerprint.model_class,
         "device": profile.device,
         "device_memory_bytes": profile.device_memory_bytes,
+        "ranks": profile.ranks.to_dict(),
         "peak_bytes": profile.peak_bytes,
         "peak_phase": profile.baseline.peak_phase.name.lower(),
         "peak_module": profile.baseline.peak_fqn,
@@ -69,7 +96,10 @@ def show_profile(profile: Profile, facts: Mapping[str, Any]) -> None:
     print_pairs(
         [
             *(target_pairs(facts) or [("model", profile.fingerprint.model_class)]),
-            ("device", f"{profile.device}, {size(profile.device_memory_bytes)}"),
+            (
+                "device",
+                f"{profile.device}, {size(profile.device_memory_bytes)}{_spread(profile.ranks, profile.recording)}",
+            ),
             ("peak", f"{size(profile.peak_bytes)}, in the {where}"),
             ("step", f"{profile.step_ms:.2f} ms ({profile.runtime}), forward {profile.forward_ms:.2f} ms"),
             ("recorded", f"{len(profile.recording.ops)} ops ({profile.trace})"),
@@ -83,6 +113,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     return {
         "model_class": plan.fingerprint.model_class,
         "device": plan.device,
+        "ranks": plan.ranks.to_dict(),
         "budget_bytes": plan.budget_bytes,
         "peak_bytes": plan.peak_bytes,
         "baseline_peak_bytes": plan.baseline_peak_bytes,
@@ -103,7 +134,7 @@ def show_plan(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> None:
     print_pairs(
         [
             *(target_pairs(facts) or [("model", plan.fingerprint.model_class)]),
-            ("device", plan.device),
+            ("device", plan.device + _spread(plan.ranks, profile.recording)),
             ("unplanned", size(plan.baseline_peak_bytes)),
             ("budget", size(plan.budget_bytes)),
             ("planned", size(plan.peak_bytes)),
@@ -202,6 +233,7 @@ def show_verification(seen: Verification, plan: Plan, facts: Mapping[str, Any]) 
     print_pairs(
         [
             *(target_pairs(facts) or [("model", plan.fingerprint.model_class)]),
+            *([("device", plan.device + _spread(plan.ranks))] if plan.ranks.world_size > 1 else []),
             ("budget", size(seen.budget_bytes)),
             ("planned", size(seen.predicted_peak_bytes)),
             ("seen", f"{size(seen.peak_bytes)}, {seen.source}"),
@@ -226,7 +258,7 @@ _FRONTIER = {
 }
 
 
-def show_frontier(frame: pd.DataFrame) -> None:
+def show_frontier(frame: pd.DataFrame, profile: Profile) -> None:
     """A frontier."""
     from sacplan._plan.budget import format_bytes
 
@@ -239,6 +271,8 @@ def show_frontier(frame: pd.DataFrame) -> None:
 
     rows = [[text(c, row[c]) for c in _FRONTIER] for row in frame.to_dict("records")]
     print_table(list(_FRONTIER.values()), rows)
+    if profile.ranks.world_size > 1:
+        note(f"all figures are those of {ranks_text(profile.ranks, profile.recording)}")
 
 
 def show_devices(frame: pd.DataFrame) -> None:

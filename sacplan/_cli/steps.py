@@ -11,6 +11,7 @@ from sacplan._cli import options as o
 from sacplan._cli import show, sources
 from sacplan._cli.exits import TargetError, VerificationFailed
 from sacplan._cli.files import check_output, replacing
+from sacplan._cli.origin import save
 from sacplan._cli.output import print_json, stage
 from sacplan._cli.targets import is_json_file, load_target
 from sacplan.errors import PlanMismatch, RecipeError, SacplanError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 def profile_command(
     target: o.TargetArgument,
     output: Annotated[Path | None, o.output_option("Where to save the profile (.json, .json.gz).")] = None,
-    device: o.DeviceOption = None,
+    device: o.TargetDeviceOption = None,
     runtime: o.RuntimeOption = None,
     trace: o.TraceModeOption = None,
     batch: o.BatchOption = None,
@@ -30,6 +31,8 @@ def profile_command(
     dtype: o.DtypeOption = None,
     optimizer: o.OptimizerOption = None,
     attn: o.AttnOption = None,
+    world_size: o.TargetWorldSizeOption = None,
+    fsdp_unit: o.FsdpUnitOption = None,
     force: o.ForceOption = False,
     as_json: o.JsonOption = False,
     debug: o.DebugOption = False,
@@ -41,28 +44,29 @@ def profile_command(
         raise TargetError(
             f"{target} is a file of JSON; profile needs the model itself, for example train.py:make."
         )
-    how = sources.Recording(device, runtime, trace)
-    profile, loaded = sources.profile_of(target, how, sources.hf_options(batch, seq, dtype, optimizer, attn))
+    how = sources.Recording(device, runtime, trace, world_size, fsdp_unit)
+    read = sources.profile_of(target, how, sources.hf_options(batch, seq, dtype, optimizer, attn))
+    profile = read.profile
     if output is not None:
         with stage("writing"), replacing(output) as part:
-            profile.save(part)
+            save(profile, part, read.origin)
     if as_json:
         print_json(
             {
                 "command": "profile",
-                **show.target_facts(loaded),
+                **show.target_facts(read.target),
                 **show.profile_facts(profile),
                 **show.output_fact(output),
             }
         )
         return
-    show.show_profile(profile, loaded.facts if loaded else {})
+    show.show_profile(profile, read.facts)
     show.saved({"profile": output})
 
 
 def plan_command(
     source: o.SourceArgument,
-    budget: Annotated[str, typer.Option(help=o.BudgetHelp, show_default=False)],
+    budget: Annotated[str, typer.Option(metavar="SIZE", help=o.BudgetHelp, show_default=False)],
     output: Annotated[Path | None, o.output_option("Where to save the plan (.json).")] = None,
     device: o.DeviceOption = None,
     solver: o.SolverOption = "best",
@@ -76,6 +80,8 @@ def plan_command(
     dtype: o.DtypeOption = None,
     optimizer: o.OptimizerOption = None,
     attn: o.AttnOption = None,
+    world_size: o.WorldSizeOption = None,
+    fsdp_unit: o.FsdpUnitOption = None,
     force: o.ForceOption = False,
     as_json: o.JsonOption = False,
     debug: o.DebugOption = False,
@@ -84,17 +90,17 @@ def plan_command(
     if output is not None:
         check_output(output, "plan", force)
     sources.check_early(budget, solver)
-    how = sources.Recording(device, runtime, trace)
-    profile, loaded = sources.profile_of(source, how, sources.hf_options(batch, seq, dtype, optimizer, attn))
-    plan = sources.planned(profile, budget, solver, objective, keep, never)
+    how = sources.Recording(device, runtime, trace, world_size, fsdp_unit)
+    read = sources.profile_of(source, how, sources.hf_options(batch, seq, dtype, optimizer, attn))
+    plan = sources.planned(read, budget, solver, objective, keep, never)
     if output is not None:
         with replacing(output) as part:
-            plan.save(part)
+            save(plan, part, read.origin)
     if as_json:
-        facts = show.plan_facts(plan) | {"assumptions": list(profile.assumptions)}
-        print_json({"command": "plan", **show.target_facts(loaded), **facts, **show.output_fact(output)})
+        facts = show.plan_facts(plan) | {"assumptions": list(read.profile.assumptions)}
+        print_json({"command": "plan", **show.target_facts(read.target), **facts, **show.output_fact(output)})
         return
-    show.show_plan(plan, profile, loaded.facts if loaded else {})
+    show.show_plan(plan, read.profile, read.facts)
     show.saved({"plan": output})
 
 
@@ -107,19 +113,24 @@ def verify_command(
     batch: o.PlansBatchOption = None,
     seq: o.PlansSeqOption = None,
     dtype: o.PlansDtypeOption = None,
-    optimizer: o.OptimizerOption = None,
-    attn: o.AttnOption = None,
+    optimizer: o.PlansOptimizerOption = None,
+    attn: o.PlansAttnOption = None,
     as_json: o.JsonOption = False,
     debug: o.DebugOption = False,
 ) -> None:
     """Run one step with a plan applied, and compare its peak with the plan and the budget.
 
-    For an hf: target, --batch, --seq and --dtype are those of the plan; --optimizer and --attn have to be given again.
+    An hf: target is made as it was for the plan, whose file says how; options here go before that.
     """
     plan = sources.plan_from(plan_file)
+    if run == o.Mode.REAL and plan.ranks.world_size > 1:
+        raise TargetError(
+            f"--run real: {plan_file} is for {show.ranks_text(plan.ranks)}, and here the whole model would run. A fake "
+            "step (--run fake) is that of a rank."
+        )
     asked = sources.hf_options(batch, seq, dtype, optimizer, attn)
     if target.startswith("hf:"):
-        asked = asked.like(plan.fingerprint)
+        asked = sources.as_planned(asked, plan, plan_file)
     with stage("loading"):
         loaded = load_target(target, asked, _real_place() if run == o.Mode.REAL else "meta")
     try:

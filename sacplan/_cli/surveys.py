@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from sacplan._cli.output import print_json, stage
 
 def frontier_command(
     source: o.SourceArgument,
-    points: Annotated[int, typer.Option(min=2, help="How many budgets.")] = 8,
+    points: Annotated[int, typer.Option(min=2, metavar="N", help="How many budgets.")] = 8,
     policies: Annotated[
         bool, typer.Option("--policies/--no-policies", help="With the modes that people use by hand.")
     ] = True,
@@ -30,6 +31,8 @@ def frontier_command(
     dtype: o.DtypeOption = None,
     optimizer: o.OptimizerOption = None,
     attn: o.AttnOption = None,
+    world_size: o.WorldSizeOption = None,
+    fsdp_unit: o.FsdpUnitOption = None,
     force: o.ForceOption = False,
     as_json: o.JsonOption = False,
     debug: o.DebugOption = False,
@@ -39,8 +42,9 @@ def frontier_command(
 
     if output is not None:
         check_output(output, "curve", force)
-    how = sources.Recording(device, runtime, trace)
-    profile, loaded = sources.profile_of(source, how, sources.hf_options(batch, seq, dtype, optimizer, attn))
+    how = sources.Recording(device, runtime, trace, world_size, fsdp_unit)
+    read = sources.profile_of(source, how, sources.hf_options(batch, seq, dtype, optimizer, attn))
+    profile = read.profile
     with stage(f"solving at {points} budgets"):
         frame = sacplan.frontier(profile, points, objective=objective.value, policies=policies)
     if output is not None:
@@ -51,21 +55,22 @@ def frontier_command(
         print_json(
             {
                 "command": "frontier",
-                **show.target_facts(loaded),
+                **show.target_facts(read.target),
                 "device": profile.device,
+                "ranks": profile.ranks.to_dict(),
                 "rows": rows,
                 **show.output_fact(output),
             }
         )
         return
-    show.show_frontier(frame)
+    show.show_frontier(frame, profile)
     show.saved({"frontier": output})
 
 
 def report_command(
     source: o.SourceArgument,
     plan_file: Annotated[
-        str | None, typer.Argument(metavar="[PLAN]", help="A saved plan of it.", show_default=False)
+        str | None, typer.Argument(metavar="PLAN", help="A saved plan of it.", show_default=False)
     ] = None,
     output: Annotated[Path | None, o.output_option("Where to save the page (.html).")] = None,
     png: Annotated[
@@ -82,12 +87,13 @@ def report_command(
         ),
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(help=f"Make a plan for it. {o.BudgetHelp}", show_default=False)
+        str | None,
+        typer.Option(metavar="SIZE", help=f"Make a plan for it. {o.BudgetHelp}", show_default=False),
     ] = None,
     frontier: Annotated[
         bool, typer.Option("--frontier/--no-frontier", help="With all solvers at several budgets.")
     ] = True,
-    points: Annotated[int, typer.Option(min=2, help="Budgets of the frontier.")] = 8,
+    points: Annotated[int, typer.Option(min=2, metavar="N", help="Budgets of the frontier.")] = 8,
     device: o.DeviceOption = None,
     runtime: o.RuntimeOption = None,
     batch: o.BatchOption = None,
@@ -95,6 +101,8 @@ def report_command(
     dtype: o.DtypeOption = None,
     optimizer: o.OptimizerOption = None,
     attn: o.AttnOption = None,
+    world_size: o.WorldSizeOption = None,
+    fsdp_unit: o.FsdpUnitOption = None,
     force: o.ForceOption = False,
     as_json: o.JsonOption = False,
     debug: o.DebugOption = False,
@@ -109,10 +117,15 @@ def report_command(
     if budget is not None:
         sources.check_early(budget, "best")
     plan = None if plan_file is None else sources.plan_from(plan_file)
-    how = sources.Recording(device, runtime, None)
-    profile, loaded = sources.profile_of(source, how, sources.hf_options(batch, seq, dtype, optimizer, attn))
+    how = sources.Recording(device, runtime, None, world_size, fsdp_unit)
+    read = sources.profile_of(source, how, sources.hf_options(batch, seq, dtype, optimizer, attn))
+    profile = read.profile
+    if plan is not None and plan.ranks != profile.ranks:
+        raise TargetError(
+            f"{plan_file} is for {show.ranks_text(plan.ranks)}, and {source} is of {show.ranks_text(profile.ranks)}."
+        )
     if budget is not None:
-        plan = sources.planned(profile, budget, "best", o.Objective.TIME, None, None)
+        plan = sources.planned(read, budget, "best", o.Objective.TIME, None, None)
     curve = None
     if frontier and (output is not None or png is not None):
         with stage(f"solving at {points} budgets"):
@@ -120,7 +133,7 @@ def report_command(
     with stage("writing"):
         written = reports.write(wanted, profile, plan, curve)
     if as_json:
-        facts = {"command": "report", **show.target_facts(loaded), **show.profile_facts(profile)}
+        facts = {"command": "report", **show.target_facts(read.target), **show.profile_facts(profile)}
         print_json(facts | {"plan": plan and show.plan_facts(plan), "written": written})
         return
     for path in written:
@@ -130,6 +143,7 @@ def report_command(
 _HeadroomOption = Annotated[
     str | None,
     typer.Option(
+        metavar="SIZE",
         help="Without a budget: what to leave free of the device's memory, 5% or 2GiB. Default: 15%.",
         show_default=False,
     ),
@@ -137,61 +151,51 @@ _HeadroomOption = Annotated[
 _CapacityBudget = Annotated[
     str | None,
     typer.Option(
+        metavar="SIZE",
         help="Peak of the whole step: 22GiB, 24GB, or a share of the device's memory, 90%. "
         "Default: its memory less the headroom.",
         show_default=False,
     ),
 ]
 _AtMostOption = Annotated[
-    int | None, typer.Option(min=1, help="Look at no larger batch.", show_default=False)
+    int | None, typer.Option(min=1, metavar="N", help="Look at no larger batch.", show_default=False)
 ]
 
 
-def max_batch_command(
-    target: o.TargetArgument,
-    budget: _CapacityBudget = None,
-    device: o.DeviceOption = None,
-    headroom: _HeadroomOption = None,
-    at_most: _AtMostOption = None,
-    solver: o.SolverOption = "best",
-    output: Annotated[Path | None, o.output_option("Where to save the plan for it (.json).")] = None,
-    seq: o.SeqOption = None,
-    dtype: o.DtypeOption = None,
-    optimizer: o.OptimizerOption = None,
-    attn: o.AttnOption = None,
-    force: o.ForceOption = False,
-    as_json: o.JsonOption = False,
-    debug: o.DebugOption = False,
-) -> None:
-    """The largest batch for which a plan stays under the budget. Other targets than hf: need make_batch."""
-    asked = capacity.Asked("max-batch", target, device, budget, headroom, at_most, solver)
-    options = sources.hf_options(None, seq, dtype, optimizer, attn)
-    capacity.run(asked, options, output, force, as_json)
+def _capacity_command(command: capacity.Command, says: str) -> Callable[..., None]:
+    """Both questions take the same options."""
+
+    def run(
+        target: o.TargetArgument,
+        budget: _CapacityBudget = None,
+        device: o.TargetDeviceOption = None,
+        headroom: _HeadroomOption = None,
+        at_most: _AtMostOption = None,
+        solver: o.SolverOption = "best",
+        output: Annotated[Path | None, o.output_option("Where to save the plan for it (.json).")] = None,
+        seq: o.SeqOption = None,
+        dtype: o.DtypeOption = None,
+        optimizer: o.OptimizerOption = None,
+        attn: o.AttnOption = None,
+        force: o.ForceOption = False,
+        as_json: o.JsonOption = False,
+        debug: o.DebugOption = False,
+    ) -> None:
+        asked = capacity.Asked(command, target, device, budget, headroom, at_most, solver)
+        options = sources.hf_options(None, seq, dtype, optimizer, attn)
+        capacity.run(asked, options, output, force, as_json)
+
+    run.__doc__ = f"{says} Other targets than hf: need make_batch."
+    return run
 
 
-def throughput_command(
-    target: o.TargetArgument,
-    budget: _CapacityBudget = None,
-    device: o.DeviceOption = None,
-    headroom: _HeadroomOption = None,
-    at_most: _AtMostOption = None,
-    solver: o.SolverOption = "best",
-    output: Annotated[Path | None, o.output_option("Where to save the plan for it (.json).")] = None,
-    seq: o.SeqOption = None,
-    dtype: o.DtypeOption = None,
-    optimizer: o.OptimizerOption = None,
-    attn: o.AttnOption = None,
-    force: o.ForceOption = False,
-    as_json: o.JsonOption = False,
-    debug: o.DebugOption = False,
-) -> None:
-    """The batch and the plan, together, with the most samples per second under the budget (predicted).
-
-    Other targets than hf: need make_batch.
-    """
-    asked = capacity.Asked("throughput", target, device, budget, headroom, at_most, solver)
-    options = sources.hf_options(None, seq, dtype, optimizer, attn)
-    capacity.run(asked, options, output, force, as_json)
+max_batch_command = _capacity_command(
+    "max-batch", "The largest batch for which a plan stays under the budget."
+)
+throughput_command = _capacity_command(
+    "throughput",
+    "The batch and the plan, together, with the most samples per second under the budget (predicted).",
+)
 
 
 def devices_command(as_json: o.JsonOption = False, debug: o.DebugOption = False) -> None:

@@ -217,7 +217,8 @@ def profile(
         profile.peak_bytes, profile.step_ms
 
     Args:
-        model: with real, meta or fake parameters. It is not touched.
+        model: with real, meta or fake parameters. It is not touched. ``functools`` caches of functions that stand
+            beside the model's classes are emptied before and afterwards: fake tensors must not stay in them.
         batch: a tensor, a tuple (positional), a mapping (keyword arguments), or a callable that makes one.
         loss_fn: ``loss_fn(model, batch) -> scalar``; by default the output's loss, else the sum of its
             float tensors. It gets a copy of the model, and must use that one.
