@@ -16,7 +16,7 @@ demo: $(VENV)/.installed  ## the end-to-end example
 	$(BIN)/python examples/transformer.py
 
 test: $(VENV)/.installed  ## everything that CI proves about the code
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
