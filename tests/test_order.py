@@ -59,3 +59,16 @@ def test_checkpointing_that_is_on(plan: sacplan.Plan) -> None:
     with pytest.raises(sacplan.PlanError, match=r"layers\.0.*gradient_checkpointing"):
         sacplan.apply(model, plan)
     assert "forward" not in vars(model.layers[1])  # nothing was changed
+
+
+def test_a_profile_of_a_planned_model_is_refused(plan: sacplan.Plan) -> None:
+    model = make_model()
+    with (
+        sacplan.apply(model, plan),
+        pytest.raises(sacplan.TraceError, match=r"a plan is applied to 'layers\.0'.*remove"),
+    ):
+        sacplan.profile(model, tokens(4, 16), cross_entropy, device="cpu")
+    assert (
+        sacplan.profile(model, tokens(4, 16), cross_entropy, device="cpu").peak_bytes
+        == plan.baseline_peak_bytes
+    )

@@ -445,9 +445,7 @@ def test_the_road_from_profile_to_a_verified_plan(units: list[str] | None, tmp_p
     torch.manual_seed(0)
     model, batch = Blocks(), torch.randn(256, 32)
     whole = sacplan.profile(model, batch, device="cpu", optimizer=OPTIMIZER)
-    profile = sacplan.profile(
-        model, batch, device="cpu", optimizer=OPTIMIZER, world_size=4, fsdp_units=units
-    )
+    profile = sacplan.profile(model, batch, device="cpu", optimizer=OPTIMIZER, world_size=4, fsdp_units=units)
     assert profile.recording == of_one_rank(whole, 4, units).recording
     assert profile.assumptions
     for solver in ("best", "rotor"):

@@ -14,7 +14,7 @@ import sacplan
 from sacplan._trace.ops import tensors_in
 from sacplan._trace.step import Step, default_loss
 from sacplan._trace.workspace import measured_reserves, measured_workspace_bytes
-from sacplan._verify.measure import allocation_events, allocation_deltas, bytes_alive, measured_step
+from sacplan._verify.measure import allocation_deltas, allocation_events, bytes_alive, measured_step
 from sacplan.errors import TraceError
 
 aten = torch.ops.aten

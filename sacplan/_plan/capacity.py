@@ -130,7 +130,7 @@ def max_batch(
 
     - Holes between blocks. Played through torch's default allocator (``sacplan/_trace/allocator.py``, with free
       segments given back when memory runs out; not compared with a GPU), the plans of ``python -m
-      benchmarks.capacity`` need 0.2 to 2% more memory than their peak, and up to 13% where the output holds the
+      benchmarks.capacity`` need 0.2 to 2.3% more memory than their peak, and up to 10% where the output holds the
       keys and values of all layers (``use_cache=True`` in transformers). 15% covers that. With
       ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` there are no holes of that kind: ``headroom=0.05``.
     - The CUDA context with its kernels: 0.3 to 0.5 GiB with lazy loading (pytorch #86509, #109888).

@@ -114,7 +114,7 @@ def _as_tree(batch: Any) -> Any:
 
 
 def check_model(model: Any) -> None:
-    """``TraceError`` unless it is a module without checkpointing of its own."""
+    """``TraceError`` unless it is a module without a plan, or checkpointing of its own."""
     if not isinstance(model, torch.nn.Module):
         raise TraceError(f"model must be an nn.Module, not {type(model).__name__}.")
     for fqn, module in model.named_modules():
@@ -128,6 +128,11 @@ def check_model(model: Any) -> None:
             raise TraceError(
                 f"module {fqn!r} is wrapped in a CheckpointWrapper: checkpointing is already switched on. "
                 "Plan the model without the wrapper."
+            )
+        if type(module.__dict__.get("forward")).__name__ == "PlannedForward":
+            raise TraceError(
+                f"a plan is applied to {fqn or type(module).__name__!r}, so that the step is not the model's own. Call "
+                ".remove() on its handle first."
             )
 
 
