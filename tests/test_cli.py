@@ -150,9 +150,13 @@ def saved(place: Path) -> Path:
     return place
 
 
+_INHERITED = ("COLUMNS", "NO_COLOR", "FORCE_COLOR")  # whoever runs the tests may have set these
+
+
 def run(command: str, **env: str) -> Any:
     """A command in this process; ``stdout`` and ``stderr`` apart."""
-    result = CliRunner().invoke(app, shlex.split(command), prog_name="sacplan", env=env)
+    clean: dict[str, str | None] = dict.fromkeys(_INHERITED)
+    result = CliRunner().invoke(app, shlex.split(command), prog_name="sacplan", env=clean | env)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
@@ -160,7 +164,7 @@ def run(command: str, **env: str) -> Any:
 
 def process(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """A command in a process of its own, in a pipe."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
+    inherited = {k: v for k, v in os.environ.items() if k not in _INHERITED}
     return subprocess.run(
         [sys.executable, "-m", "sacplan", *arguments],
         capture_output=True,
