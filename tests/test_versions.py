@@ -176,3 +176,17 @@ def test_statistics_are_left_out_only_where_they_are_not_read() -> None:
         args = (x, None, None, stats, stats, training, 0.1, 1e-5)
         assert traits.left_out(args) == ((3, 4) if training else ())
         assert len(traits.written(args, {})) == (2 if training else 0)
+
+
+def test_the_same_plan_compiled() -> None:
+    model, batch = convnet()
+    plan = sacplan.plan_smallest(sacplan.profile(model, batch, device="cpu"))
+    names = {name for unit in plan.units.values() for name, _ in unit.discarded}
+    assert names >= {"aten.native_batch_norm.default", "aten.relu_.default"}
+    one, other = copy.deepcopy(model), copy.deepcopy(model)
+    sacplan.apply(other, plan)
+    torch._dynamo.reset()
+    for m in (one, other):
+        torch.compile(m, backend="aot_eager", fullgraph=True)(batch).backward()
+    assert bit_equal([p.grad for p in one.parameters()], [p.grad for p in other.parameters()])
+    assert bit_equal(list(one.buffers()), list(other.buffers()))
