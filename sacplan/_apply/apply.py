@@ -10,6 +10,7 @@ import torch
 from sacplan._apply.recipes import PlannedForward
 from sacplan._fit.graph import is_submodule
 from sacplan._plan.plan import Plan
+from sacplan._trace.step import own_checkpointing
 from sacplan.errors import PlanError, PlanMismatch
 
 
@@ -110,18 +111,11 @@ def _check_not_wrapped(model: torch.nn.Module) -> None:
                 f"{where} is what torch.compile returned. Apply the "
                 "plan first and compile then, or apply it to the model that was given to torch.compile."
             )
-        if type(module).__name__ == "CheckpointWrapper":
-            raise PlanError(
-                f"{where} is a CheckpointWrapper, but sacplan chooses what to recompute. Apply the plan to the model "
-                "without it."
-            )
         if type(module).__name__ == "FullyShardedDataParallel":
             raise PlanError(f"{where} is a FullyShardedDataParallel. Apply the plan first and wrap then.")
-        if getattr(module, "gradient_checkpointing", False) is True:
-            raise PlanError(
-                f"checkpointing is switched on in {where} (gradient_checkpointing=True), but sacplan chooses what to "
-                "recompute. Switch it off first: model.gradient_checkpointing_disable()."
-            )
+    checkpointing = own_checkpointing(model)
+    if checkpointing is not None:
+        raise PlanError(checkpointing)
 
 
 def _check_compiled(fqn: str, unit: torch.nn.Module) -> None:

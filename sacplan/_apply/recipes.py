@@ -35,7 +35,7 @@ from sacplan._apply.nodes import here
 from sacplan._apply.recorder import UnitRecorder
 from sacplan._apply.schedule import Schedule
 from sacplan._trace import ops, torch_private
-from sacplan._trace.recording import CallSite
+from sacplan._trace.recording import CallSite, times_of
 from sacplan._trace.torch_private import current_saved_tensors_hooks, keep_dynamo_out
 from sacplan.errors import PlanError
 
@@ -64,7 +64,7 @@ class PlannedForward:
     ) -> None:
         self.module = module
         self.fqn = fqn
-        self.drops = sites if isinstance(sites, Mapping) else dict.fromkeys(sites, 1)
+        self.drops = times_of(sites)
         self.wanted = wanted_by_name(self.drops)
         self.tags = tags_of(self.drops)
         self.replaced = module.__dict__.get("forward")  # somebody else's instance attribute, if there is one

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from sacplan._fit import closure
 from sacplan._fit.pieces import Piece, join, pieces_of, runs, unit_around
-from sacplan._fit.tied import discardable, tied
+from sacplan._fit.tied import connected, discardable, tied
 from sacplan._plan.pins import NO_PINS, Pins
 from sacplan._trace.recording import Event, Phase, Recording
 
@@ -269,18 +269,4 @@ def _handles_by_op(recording: Recording) -> dict[int, list[int]]:
 def _hanging_together(recording: Recording, ops: Sequence[int]) -> list[list[int]]:
     """Groups of ops of which one reads, directly or not, what another made."""
     maker = {s: op for op in ops for s in recording.ops[op].writes}
-    leader = {op: op for op in ops}
-
-    def find(op: int) -> int:
-        while leader[op] != op:
-            leader[op] = op = leader[leader[op]]
-        return op
-
-    for op in ops:
-        for s in recording.ops[op].reads:
-            if s in maker:
-                leader[find(op)] = find(maker[s])
-    groups: dict[int, list[int]] = defaultdict(list)
-    for op in ops:
-        groups[find(op)].append(op)
-    return list(groups.values())
+    return connected(ops, ((op, maker[s]) for op in ops for s in recording.ops[op].reads if s in maker))

@@ -7,7 +7,7 @@ the op that made it: the write itself, and any other reader.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from sacplan._trace.recording import CallSite, Recording
 
@@ -19,23 +19,33 @@ def tied(recording: Recording, groups: Sequence[Group]) -> tuple[Group, ...]:
     if not recording.overwritten:
         return tuple(groups)
     group_of = {op: at for at, group in enumerate(groups) for op in group}
-    leader = list(range(len(groups)))
+    ties = (
+        (at, group_of[recording.overwritten[s]])
+        for op, at in group_of.items()
+        for s in recording.ops[op].reads
+        if recording.overwritten.get(s) in group_of
+    )
+    return tuple(
+        tuple(sorted(op for at in together for op in groups[at]))
+        for together in connected(range(len(groups)), ties)
+    )
 
-    def find(at: int) -> int:
-        while leader[at] != at:
-            leader[at] = at = leader[leader[at]]
-        return at
 
-    for op, at in group_of.items():
-        for s in recording.ops[op].reads:
-            maker = recording.overwritten.get(s)
-            if maker in group_of:
-                one, other = sorted((find(at), find(group_of[maker])))
-                leader[other] = one
-    merged: dict[int, list[int]] = defaultdict(list)
-    for at, group in enumerate(groups):
-        merged[find(at)].extend(group)
-    return tuple(tuple(sorted(group)) for _, group in sorted(merged.items()))
+def connected(items: Iterable[int], pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """The items in the groups that pairs of them connect; in the order of the items."""
+    leader = {item: item for item in items}
+
+    def find(item: int) -> int:
+        while leader[item] != item:
+            leader[item] = item = leader[leader[item]]
+        return item
+
+    for one, other in pairs:
+        leader[find(one)] = find(other)
+    groups: dict[int, list[int]] = defaultdict(list)
+    for item in leader:
+        groups[find(item)].append(item)
+    return list(groups.values())
 
 
 def discardable(recording: Recording, group: Group) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sacplan._fit.cells import Cell
@@ -28,7 +28,7 @@ from sacplan._solve.program import Milp
 from sacplan._solve.solvers import Proposal, Solver
 from sacplan._solve.uniform import Uniform
 from sacplan._trace.profile import Profile
-from sacplan._trace.recording import CallSite, Phase, Recording
+from sacplan._trace.recording import CallSite, Phase, Recording, times_of
 from sacplan._trace.unit_limits import narrowed, too_wide
 from sacplan.errors import InfeasibleBudget, PlanError
 
@@ -111,9 +111,7 @@ class Search:
 
 def _key(decisions: Decisions) -> frozenset[tuple[str, CallSite, int]]:
     return frozenset(
-        (unit, site, sites[site] if isinstance(sites, Mapping) else 1)
-        for unit, sites in decisions.items()
-        for site in sites
+        (unit, site, times) for unit, sites in decisions.items() for site, times in times_of(sites).items()
     )
 
 
@@ -409,7 +407,7 @@ def unit_plans(recording: Recording, decisions: Decisions) -> dict[str, UnitPlan
     """What each unit keeps, discards and recomputes, by call site."""
     units = {}
     for fqn, sites in decisions.items():
-        times = sites if isinstance(sites, Mapping) else dict.fromkeys(sites, 1)
+        times = times_of(sites)
         saved: dict[CallSite, None] = {}
         saved_bytes = gone_bytes = 0
         recompute_ms = 0.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from sacplan._trace.recording import ROOT_SCOPE, CallSite, Event, Kind, Phase, Recording
+from sacplan._trace.recording import ROOT_SCOPE, CallSite, Event, Kind, Phase, Recording, times_of
 
 Decisions = Mapping[str, Collection[CallSite]]
 """Unit (fqn) to the call sites in it whose outputs are discarded.
@@ -114,7 +114,7 @@ def discarded_ops(recording: Recording, decisions: Decisions) -> Mapping[int, in
     found: dict[int, int] = {}
     ops = recording.ops
     for fqn, sites in decisions.items():
-        wanted = sites if isinstance(sites, Mapping) else dict.fromkeys(sites, 1)
+        wanted = times_of(sites)
         if not wanted:
             continue
         for scope in recording.calls.get(fqn, ()):

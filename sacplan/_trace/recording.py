@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -26,6 +26,11 @@ ROOT_SCOPE = -1
 
 CallSite = tuple[str, int]
 """Op name and occurrence of it within one call of a unit."""
+
+
+def times_of(sites: Collection[CallSite]) -> Mapping[CallSite, int]:
+    """Discarded call sites and how often each is let go: what a mapping says, else once."""
+    return sites if isinstance(sites, Mapping) else dict.fromkeys(sites, 1)
 
 
 class Kind(IntEnum):

@@ -113,22 +113,31 @@ def _as_tree(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
-def check_model(model: Any) -> None:
-    """``TraceError`` unless it is a module without a plan, or checkpointing of its own."""
-    if not isinstance(model, torch.nn.Module):
-        raise TraceError(f"model must be an nn.Module, not {type(model).__name__}.")
+def own_checkpointing(model: torch.nn.Module) -> str | None:
+    """Where a model checkpoints by itself, and what to do about it; None if it does not."""
     for fqn, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
-            raise TraceError(
+            return (
                 f"checkpointing is already switched on in {fqn or type(module).__name__!r} "
                 "(gradient_checkpointing=True). Call model.gradient_checkpointing_disable() first: sacplan "
                 "chooses what to recompute."
             )
         if type(module).__name__ == "CheckpointWrapper":
-            raise TraceError(
+            return (
                 f"module {fqn!r} is wrapped in a CheckpointWrapper: checkpointing is already switched on. "
                 "Plan the model without the wrapper."
             )
+    return None
+
+
+def check_model(model: Any) -> None:
+    """``TraceError`` unless it is a module without a plan, or checkpointing of its own."""
+    if not isinstance(model, torch.nn.Module):
+        raise TraceError(f"model must be an nn.Module, not {type(model).__name__}.")
+    checkpointing = own_checkpointing(model)
+    if checkpointing is not None:
+        raise TraceError(checkpointing)
+    for fqn, module in model.named_modules():
         if type(module.__dict__.get("forward")).__name__ == "PlannedForward":
             raise TraceError(
                 f"a plan is applied to {fqn or type(module).__name__!r}, so that the step is not the model's own. Call "

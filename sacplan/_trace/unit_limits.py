@@ -11,7 +11,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from sacplan._trace.recording import ROOT_SCOPE, CallSite, Phase, Recording
+from sacplan._trace.recording import ROOT_SCOPE, CallSite, Phase, Recording, times_of
 from sacplan._trace.settle import final_ops
 
 GATHER = "fsdp.all_gather_copy_in.default"
@@ -56,8 +56,7 @@ def narrowed(
     found = {unit: sites for unit, sites in decisions.items() if unit not in wide}
     inner: dict[str, dict[CallSite, int]] = defaultdict(dict)
     for unit in wide.intersection(decisions):
-        sites = decisions[unit]
-        times = sites if isinstance(sites, Mapping) else dict.fromkeys(sites, 1)
+        times = times_of(decisions[unit])
         gone = {
             op: times[site]
             for call in recording.calls[unit]
