@@ -200,13 +200,13 @@ class ModelRow:
 
 def compare_model(name: str, profile: sacplan.Profile, shares: list[float]) -> Iterator[ModelRow]:
     """Shares are of the profile's peak, parameters included."""
-    graph = as_graph(profile.recording, name)
+    graph = as_graph(profile.program, name)
     for share in shares:
         budget = int(share * profile.peak_bytes)
         boundary, backward = boundary_bound(graph, budget), backward_bound(graph, budget)
         yield ModelRow(
             model=name,
-            ops=len(profile.recording.ops),
+            ops=len(profile.program.ops),
             share=share,
             budget_bytes=budget,
             possible=_possible(boundary, backward),
@@ -273,14 +273,14 @@ def _print_stacks(layers: list[int], shares: list[float], time_limit: float) -> 
         graph = gpt(n)
         for share in shares:
             row = compare(graph, n, share, time_limit)
-            cells = [
+            regions = [
                 _cell(_largest(row.relaxed, row.boundary)),
                 _cell(row.bound, "none"),
                 _plan_cells(row.plan, row.budget_bytes),
                 *map(_cell, (row.half, row.layer, row.full)),
                 f"{'-' if row.full_layers is None else row.full_layers:>7}",
             ]
-            print(f"{graph.name:>8} {share:5.2f} {' '.join(cells)}", flush=True)
+            print(f"{graph.name:>8} {share:5.2f} {' '.join(regions)}", flush=True)
             yield row
     print()
 
@@ -291,9 +291,9 @@ def _print_exact(time_limit: float) -> Iterator[ExactRow]:
     for graph, shares in EXACT:
         for share in shares:
             row = compare_exact(graph, share, time_limit)
-            cells = [_cell(row.backward), _cell(row.optimum), _plan_cells(row.plan, row.budget_bytes)]
+            regions = [_cell(row.backward), _cell(row.optimum), _plan_cells(row.plan, row.budget_bytes)]
             print(
-                f"{graph.name:>12} {row.ops:4d} {share:5.2f} {' '.join(cells)}"
+                f"{graph.name:>12} {row.ops:4d} {share:5.2f} {' '.join(regions)}"
                 f"  {row.status.lower()} in {row.seconds:.1f} s",
                 flush=True,
             )
@@ -307,12 +307,12 @@ def _print_models(shares: list[float]) -> Iterator[ModelRow]:
     for name, profile in _traced():
         for row in compare_model(name, profile, shares):
             bound = _largest(row.boundary, row.backward) if row.possible else None
-            cells = [
+            regions = [
                 _cell(row.boundary),
                 _cell(bound, "none"),
                 _plan_cells(row.plan, row.budget_bytes),
             ]
-            print(f"{name:>22} {row.share:5.2f} {' '.join(cells)}", flush=True)
+            print(f"{name:>22} {row.share:5.2f} {' '.join(regions)}", flush=True)
             yield row
 
 

@@ -31,12 +31,12 @@ from unittest import mock
 import torch
 
 import sacplan
+from benchmarks import allocator
 from benchmarks.common import GIB, RESULTS, describe, machine, write_results
 from sacplan._apply.apply import apply
 from sacplan._plan.capacity import DEFAULT_HEADROOM
-from sacplan._trace import allocator
-from sacplan._trace.profile import trace_step
-from sacplan._trace.recording import Recording
+from sacplan._profile.profile import trace_step
+from sacplan._program.program import Program
 
 DEVICES = ("h100", "h200", "a100-40gb", "rtx-4090")
 _CLOSE = 1 / 500  # of the peak: how closely what a step needs is searched for
@@ -116,23 +116,23 @@ class LimitedAllocator(allocator.CachingAllocator):
         return block
 
 
-def runs_in(recording: Recording, limit_bytes: int) -> bool:
+def runs_in(program: Program, limit_bytes: int) -> bool:
     """Whether the default allocator gets through a step with that much memory."""
     limited = LimitedAllocator(limit_bytes)
     with mock.patch.object(allocator, "CachingAllocator", return_value=limited):
         try:
-            allocator.allocator_peaks(recording)
+            allocator.allocator_peaks(program)
         except OutOfMemory:
             return False
     return True
 
 
-def needed_bytes(recording: Recording, peak_bytes: int) -> int:
+def needed_bytes(program: Program, peak_bytes: int) -> int:
     """The least memory found that the default allocator runs the step in, by bisection."""
-    low, high = peak_bytes - 1, allocator.allocator_peaks(recording).reserved_bytes
+    low, high = peak_bytes - 1, allocator.allocator_peaks(program).reserved_bytes
     while high - low > peak_bytes * _CLOSE:
         middle = (low + high) // 2
-        if runs_in(recording, middle):
+        if runs_in(program, middle):
             high = middle
         else:
             low = middle
@@ -153,8 +153,8 @@ def fragmentation(case: Case, n: int, device: str, budget_bytes: int) -> dict[st
     return {
         "batch_size": n,
         "peak_bytes": peak,
-        "reserved_share": allocator.allocator_peaks(seen.recording).reserved_bytes / peak,
-        "needed_share": needed_bytes(seen.recording, peak) / peak,
+        "reserved_share": allocator.allocator_peaks(seen.program).reserved_bytes / peak,
+        "needed_share": needed_bytes(seen.program, peak) / peak,
     }
 
 

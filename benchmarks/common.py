@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import sacplan
-from sacplan._trace.step import Step, default_loss, make_optimizer, preserved_state
+from sacplan._record.step import Step, default_loss, make_optimizer, preserved_state
 from sacplan._verify.measure import measured_step
 
 MIB = 2**20

@@ -31,7 +31,7 @@ from benchmarks import rivals
 from benchmarks.common import GIB, RESULTS, describe, machine, write_results
 from benchmarks.rivals import Case, Point
 from examples.transformer import Transformer
-from sacplan._trace.step import default_loss
+from sacplan._record.step import default_loss
 
 OBJECTIVES = ("flops", "time")
 """What ``sacplan.plan`` minimises; the first, which is what is compared here, unless told otherwise."""

@@ -31,12 +31,12 @@ import torch
 
 import sacplan
 from benchmarks import gpu_models
-from sacplan._trace.allocator import allocator_peaks
-from sacplan._trace.attention import attention_backend
-from sacplan._trace.calibrate import calibrate
-from sacplan._trace.devices import DeviceSpec, resolve_device, torch_version
-from sacplan._trace.libraries import library_workspace_bytes
-from sacplan._trace.step import Step, default_loss
+from benchmarks.allocator import allocator_peaks
+from sacplan._device.attention import attention_backend
+from sacplan._device.calibrate import calibrate
+from sacplan._device.devices import DeviceSpec, resolve_device, torch_version
+from sacplan._record.step import Step, default_loss
+from sacplan._rewrites.library_workspaces import library_workspace_bytes
 from sacplan._verify.measure import measured_step
 
 MIB = 2**20
@@ -114,7 +114,7 @@ def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
     row: Row = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "predicted_peak_bytes": profile.peak_bytes,
-        "predicted_allocator": dataclasses.asdict(allocator_peaks(profile.recording)),
+        "predicted_allocator": dataclasses.asdict(allocator_peaks(profile.program)),
         "predicted_ms": {name: p.step_ms for name, p in profiles.items()},
         "profile_s": profile_s,
         "not_timed": sorted(

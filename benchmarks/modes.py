@@ -201,10 +201,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     ]  # fmt: skip
     lines = [f"**{rows[0]['title']}**", "", _line(heads), _line(["---"] * len(heads))]
     for row in rows:
-        cells = [row["mode"], f"{row['peak_bytes'] / GIB:.2f}", *_shares(row)]
+        regions = [row["mode"], f"{row['peak_bytes'] / GIB:.2f}", *_shares(row)]
         for solver in solvers:
-            cells += _shares(row[solver])
-        lines.append(_line(cells))
+            regions += _shares(row[solver])
+        lines.append(_line(regions))
     return "\n".join(lines) + "\n"
 
 
@@ -214,8 +214,8 @@ def _shares(figures: dict[str, Any] | None) -> tuple[str, str]:
     return f"{100 * figures['recompute_share']:.1f}", f"{100 * figures['recompute_flops_share']:.1f}"
 
 
-def _line(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+def _line(regions: list[str]) -> str:
+    return "| " + " | ".join(regions) + " |"
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """A training step as a graph of ops with one tensor each, and its way to and from a ``sacplan`` recording.
 
     plan = sacplan.plan(profile_of(graph), f"{graph.store_all_peak * 6 // 10}B")
-    graph = as_graph(profile.recording)
+    graph = as_graph(profile.program)
 
 ``profile_of(graph)`` is the ``Profile`` to plan for (``as_recording`` alone: its recording): the same ops, times and
 bytes, one module call per layer and per half of a layer, and a tensor goes as soon as it is dead. So its replayed peak
@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from sacplan._trace.devices import resolve_device
-from sacplan._trace.fingerprint import Fingerprint
-from sacplan._trace.profile import Profile
-from sacplan._trace.recording import ROOT_SCOPE, Event, Kind, Op, Phase, Recording, Scope
+from sacplan._device.devices import resolve_device
+from sacplan._profile.profile import Profile
+from sacplan._program.fingerprint import Fingerprint
+from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, Scope, StorageKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def profile_of(graph: OpGraph) -> Profile:
     """The graph as a ``Profile``, for ``sacplan.plan``."""
     spec = resolve_device("h100")
     return Profile(
-        recording=as_recording(graph),
+        program=as_recording(graph),
         fingerprint=Fingerprint(graph.name, (), ()),
         device=spec.name,
         device_memory_bytes=spec.memory_bytes,
@@ -169,7 +169,7 @@ def profile_of(graph: OpGraph) -> Profile:
     )
 
 
-def as_recording(graph: OpGraph) -> Recording:
+def as_recording(graph: OpGraph) -> Program:
     """The graph as a recorded step: storage ``i`` and op ``i`` are number ``i`` of both passes together.
 
     Each backward op has a handle of its own for each tensor that it takes, as an autograd node has. Autograd
@@ -188,7 +188,7 @@ def as_recording(graph: OpGraph) -> Recording:
             f"{graph.name} was made from a recording (fixed bytes, held tensors or ops with several outputs); "
             "plan for that recording itself"
         )
-    return _Writer(graph).recording()
+    return _Writer(graph).program()
 
 
 class _Writer:
@@ -216,7 +216,7 @@ class _Writer:
                 found[touching[0] if touching else i].append((j, i))
         return found
 
-    def recording(self) -> Recording:
+    def program(self) -> Program:
         graph = self.graph
         self._enter("", 0)
         dying = _last_reads([op.reads for op in graph.forward])
@@ -232,10 +232,11 @@ class _Writer:
         while self.stack:
             self._exit(len(graph.forward))
         instance_handles, backward_order = self._backward()
-        return Recording(
+        return Program(
             storage_bytes=tuple(op.nbytes for op in graph.ops),
             storage_kinds=tuple(
-                Kind.ACTIVATION if i in graph.saved else Kind.TEMPORARY for i in range(len(graph.ops))
+                StorageKind.ACTIVATION if i in graph.saved else StorageKind.TEMPORARY
+                for i in range(len(graph.ops))
             ),
             initial=(),
             ops=self._ops(),
@@ -351,7 +352,7 @@ def _callers(module: str) -> list[str]:
     ]
 
 
-def as_graph(recording: Recording, name: str = "recorded") -> OpGraph:
+def as_graph(program: Program, name: str = "recorded") -> OpGraph:
     """A recorded step as a graph, for bounds on a real model: ``backward_bound``, ``boundary_bound``.
 
     Forward ops and the storages that they allocate become forward ops, one per storage; so do backward ops.
@@ -359,13 +360,13 @@ def as_graph(recording: Recording, name: str = "recorded") -> OpGraph:
     state that live through the whole step are ``fixed_bytes``, other storages that no op made, workspaces and
     the optimizer's step are left out, what an in-place op adds to a tensor comes for free.
     """
-    held = _held(recording)
+    held = _held(program)
     graph_forward: list[ForwardOp] = []
     graph_backward: list[BackwardOp] = []
     forward_of: dict[int, int] = {}  # storage to forward op
     backward_of: dict[int, int] = {}
-    for op in recording.ops:
-        module = recording.scopes[op.scope].fqn if op.scope != ROOT_SCOPE else ""
+    for op in program.ops:
+        module = program.scopes[op.scope].fqn if op.scope != ROOT_SCOPE else ""
         made_before = dict.fromkeys(op.reads)
         from_forward = tuple(forward_of[s] for s in made_before if s in forward_of)
         if op.phase == Phase.FORWARD:
@@ -375,7 +376,7 @@ def as_graph(recording: Recording, name: str = "recorded") -> OpGraph:
                 graph_forward.append(
                     ForwardOp(
                         name=op.name,
-                        nbytes=recording.storage_bytes[s],
+                        nbytes=program.storage_bytes[s],
                         time_ms=0.0 if n else op.time_ms,
                         reads=from_forward,
                         module=module,
@@ -386,7 +387,7 @@ def as_graph(recording: Recording, name: str = "recorded") -> OpGraph:
         elif op.phase == Phase.BACKWARD:
             from_backward = tuple(backward_of[s] for s in made_before if s in backward_of)
             for n, made in enumerate(op.writes or (None,)):
-                nbytes = 0 if made is None else recording.storage_bytes[made]
+                nbytes = 0 if made is None else program.storage_bytes[made]
                 if made is not None:
                     backward_of[made] = len(graph_backward)
                 time_ms = 0.0 if n else op.time_ms
@@ -395,21 +396,21 @@ def as_graph(recording: Recording, name: str = "recorded") -> OpGraph:
                         op.name, nbytes, time_ms, from_forward, from_backward, module, held=made in held
                     )
                 )
-    freed = {arg for code, arg in recording.events if code == Event.FREE}
-    fixed = sum(recording.storage_bytes[s] for s in recording.initial if s not in freed)
+    freed = {arg for code, arg in program.events if code == Event.FREE}
+    fixed = sum(program.storage_bytes[s] for s in program.initial if s not in freed)
     return OpGraph(name, tuple(graph_forward), tuple(graph_backward), fixed)
 
 
-def _held(recording: Recording) -> set[int]:
+def _held(program: Program) -> set[int]:
     """Storages that someone other than autograd holds while the last backward op runs, its own ones left out."""
-    last = max((i for i, op in enumerate(recording.ops) if op.phase == Phase.BACKWARD), default=-1)
-    alive = set(recording.initial)
-    for code, arg in recording.events:
+    last = max((i for i, op in enumerate(program.ops) if op.phase == Phase.BACKWARD), default=-1)
+    alive = set(program.initial)
+    for code, arg in program.events:
         if code == Event.OP:
             if arg == last:
-                alive.difference_update(recording.ops[arg].reads)
+                alive.difference_update(program.ops[arg].reads)
                 break
-            alive.update(recording.ops[arg].writes)
+            alive.update(program.ops[arg].writes)
         elif code == Event.ALLOC:
             alive.add(arg)
         elif code == Event.FREE:

@@ -44,7 +44,7 @@ import sacplan
 from benchmarks.common import RESULTS, describe, machine, write_results
 from examples.transformer import Transformer
 from sacplan._plan.plan import UnitPlan
-from sacplan._trace.recording import CallSite, Phase
+from sacplan._program.program import CallSite, Phase
 
 _MUST_SAVE = (
     torch.ops.aten.mm.default,
@@ -143,7 +143,7 @@ def ways(size: Size) -> Iterator[Way]:
 
 def discardable(profile: sacplan.Profile, fqn: str) -> list[CallSite]:
     """Call sites of a unit that may run again, in the order in which they run."""
-    r = profile.recording
+    r = profile.program
     (scope,) = r.calls[fqn]
     return [s for i, s in r.sites(scope).items() if r.ops[i].recomputable and r.ops[i].phase == Phase.FORWARD]
 

@@ -3,7 +3,7 @@
     python -m benchmarks.planning_time [--layers 4 16 32 126] [--prototype-limit 120] [--json FILE]
 
 Model: the example's transformer (dim 768, 12 heads, vocabulary 8192) with batch 8 x 1024, kernels of an H100, budget
-60 % of the unplanned peak. Stages: one plain fake step (for comparison), tracing, options of the cells and their
+60 % of the unplanned peak. Stages: one plain fake step (for comparison), tracing, options of the regions and their
 effects (fit), solving and replaying (solve). Each figure is one run in a process of its own. The prototype's roofline
 refuses to run without CUDA, so its op times are replaced by a constant; that takes time off it, not on. It is
 stopped at the limit. The last rows are Llama-3-8B's shape, and ``sac_milp`` alone.
@@ -59,8 +59,8 @@ def main() -> None:
     ]:
         row = _run_one(who, layers, arguments.prototype_limit if who == "prototype" else 600.0)
         rows.append({"layers": layers, "who": who} | row)
-        cells = [f"{row[k]:7.2f}" if k in row else f"{'-':>7}" for k in _COLUMNS]
-        print(f"{layers:>6} {who:>10} {' '.join(cells)}  {row['result']}", flush=True)
+        regions = [f"{row[k]:7.2f}" if k in row else f"{'-':>7}" for k in _COLUMNS]
+        print(f"{layers:>6} {who:>10} {' '.join(regions)}  {row['result']}", flush=True)
     if arguments.json:
         write_results(arguments.json, rows)
 
@@ -129,12 +129,12 @@ def run_sac_milp(layers: int) -> dict[str, Any]:
 
 def _stages(model: torch.nn.Module, batch: Any, budget: float = BUDGET) -> dict[str, Any]:
     import sacplan
-    from sacplan._plan.landscape import landscape_of
-    from sacplan._plan.replay import replay
+    from sacplan._plan.context import planning_context
+    from sacplan._recompute.replay import replay
 
     trace, profile = _timed(lambda: sacplan.profile(model, batch, device="h100"))
-    replay_one, _ = _timed(lambda: replay(profile.recording, {}))
-    fit, _ = _timed(lambda: landscape_of(profile.recording).effects(1))
+    replay_one, _ = _timed(lambda: replay(profile.program, {}))
+    fit, _ = _timed(lambda: planning_context(profile.program).effects(1))
     solve, plan = _timed(lambda: sacplan.plan(profile, f"{budget:.0%}"))
     share, recompute = plan.peak_bytes / profile.peak_bytes, plan.recompute_ms / plan.step_ms
     bound = plan.lower_bound_ms / plan.step_ms

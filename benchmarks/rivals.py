@@ -31,11 +31,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import sacplan
-from sacplan._trace.cost import CostModel
-from sacplan._trace.devices import resolve_device
-from sacplan._trace.kernels import active_device
-from sacplan._trace.routes import ROUTES
-from sacplan._trace.step import FakeCopier
+from sacplan._device.cost import CostModel
+from sacplan._device.devices import resolve_device
+from sacplan._device.kernels import active_device
+from sacplan._device.overrides import ROUTES
+from sacplan._record.step import FakeCopier
 
 DEVICE = "h100"
 COMPILE_BUDGETS = (0.7, 0.5, 0.4, 0.3, 0.2, 0.1)

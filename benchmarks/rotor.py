@@ -40,8 +40,8 @@ import torch
 
 import sacplan
 from benchmarks.common import MIB, RESULTS, describe, machine, write_results
-from sacplan._plan.replay import replay
-from sacplan._plan.stages import stages_of
+from sacplan._recompute.replay import replay
+from sacplan._rotor.stages import stages_of
 from tests import convnets
 
 SECTIONS = ("engines", "plans")
@@ -221,7 +221,7 @@ def plan_rows(name: str, case: Case) -> Iterator[dict[str, Any]]:
             if (seen.peak_bytes, seen.recompute_flops) != (plan.peak_bytes, plan.recompute_flops):
                 raise AssertionError(f"{name}, {budget}, {solver}: {seen}")
             asked = plan.budget_bytes or plan.peak_bytes
-            again = Counter(replay(profile.recording, plan.decisions).again)
+            again = Counter(replay(profile.program, plan.decisions).again)
             yield row | {
                 "budget_bytes": plan.budget_bytes,
                 "seconds": seconds,
@@ -239,7 +239,7 @@ def plan_rows(name: str, case: Case) -> Iterator[dict[str, Any]]:
 
 def _asked(profile: sacplan.Profile, budget_bytes: int) -> float | None:
     """What Rotor thinks that it recomputes for a budget; None where it thinks that there is no sequence."""
-    stages = stages_of(profile.recording)
+    stages = stages_of(profile.program)
     try:
         found = sacplan.rotor(stages.chain, budget_bytes - stages.fixed_bytes)
     except sacplan.InfeasibleBudget:

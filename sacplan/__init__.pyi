@@ -1,8 +1,9 @@
 """What ``import sacplan`` offers: read by type checkers, and by the package itself (see ``__init__.py``)."""
 
 from ._apply.apply import Handle, apply
-from ._fit.fit import Fit, fit_tradeoff
-from ._fit.graph import (
+from ._classical.estimators import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats
+from ._classical.fit import Fit, fit_tradeoff
+from ._classical.graph import (
     Graph,
     ModuleInfo,
     ModuleStats,
@@ -10,30 +11,29 @@ from ._fit.graph import (
     get_peak_memory_runtime_baseline,
     parse_module_info,
 )
+from ._classical.policy import get_optimal_checkpointing_policy_per_module
+from ._classical.sac_milp import SacMilpResult, sac_milp
+from ._device.calibrate import calibrate
+from ._device.devices import DeviceSpec, devices
+from ._device.kernels import fake_device
 from ._plan.batch_sizes import CapacityPoint
 from ._plan.capacity import DEFAULT_HEADROOM, Capacity, max_batch, throughput
 from ._plan.frontier import frontier
-from ._plan.modes import policy
 from ._plan.plan import Plan, UnitPlan
 from ._plan.planning import plan, plan_smallest
-from ._plan.sequences import Rotor
+from ._plan.policies import policy
+from ._profile.profile import Profile, profile
 from ._report.alive import alive_at_peak
 from ._report.figures import frontier_figure, memory_figure, save_figures, tradeoff_figure
 from ._report.modules import module_table
 from ._report.page import write_report
 from ._report.trace_events import write_memory_trace
-from ._solve.chain import Chain
+from ._rotor.chain import Chain
+from ._rotor.rotor import RotorResult, rotor
+from ._rotor.sequences import Rotor
 from ._solve.greedy import Greedy
-from ._solve.milp import SacMilpResult, sac_milp
-from ._solve.policy import get_optimal_checkpointing_policy_per_module
-from ._solve.program import Milp
-from ._solve.rotor import RotorResult, rotor
+from ._solve.milp import Milp
 from ._solve.uniform import Uniform
-from ._trace.calibrate import calibrate
-from ._trace.devices import DeviceSpec, devices
-from ._trace.estimators import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats
-from ._trace.kernels import fake_device
-from ._trace.profile import Profile, profile
 from ._verify.verify import Verification, verify
 from .errors import (
     BudgetError,

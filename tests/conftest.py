@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sacplan._trace import libraries
-from sacplan._trace.devices import DeviceSpec
+from sacplan._device.devices import DeviceSpec
+from sacplan._rewrites import library_workspaces as libraries
 
 torch.set_num_threads(1)
 

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity
 from torch.utils._pytree import tree_leaves
 
 import sacplan
-from sacplan._trace.devices import resolve_device
-from sacplan._trace.ranks import Ranks
+from sacplan._device.devices import resolve_device
+from sacplan._ranks.ranks import Ranks
 from tests.models import Block, cross_entropy
 
 CPU = resolve_device("cpu")
@@ -105,8 +105,8 @@ def cross_entropy_in_two(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 def of_one_rank(profile: sacplan.Profile, world_size: int, units: Sequence[str] | None) -> sacplan.Profile:
     """The profile of one of several ranks."""
     parameters = profile.fingerprint.parameters
-    recording = Ranks.of(world_size, units).recording(profile.recording, parameters, CPU)
-    return dataclasses.replace(profile, recording=recording)
+    program = Ranks.of(world_size, units).program(profile.program, parameters, CPU)
+    return dataclasses.replace(profile, program=program)
 
 
 def fully_sharded(

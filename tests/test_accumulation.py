@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from sacplan._trace.recording import Kind, Phase
-from sacplan._trace.step import Step, default_loss, preserved_state
+from sacplan._program.program import Phase, StorageKind
+from sacplan._record.step import Step, default_loss, preserved_state
 from sacplan._verify.measure import measured_step
 from tests.models import bit_equal
 
@@ -112,7 +112,7 @@ def test_the_peak_is_that_of_the_plain_step(name):
     # A scalar here and there is all that may be missed.
     assert fake.peak_bytes == pytest.approx(measured.peak_bytes, abs=64)
     assert real.peak_bytes == pytest.approx(measured.peak_bytes, abs=64)
-    assert [op.name for op in fake.recording.ops] == [op.name for op in real.recording.ops]
+    assert [op.name for op in fake.program.ops] == [op.name for op in real.program.ops]
 
 
 def _additions_of_a_plain_step(model: nn.Module, x: torch.Tensor) -> tuple[int, int]:
@@ -145,15 +145,15 @@ def _additions_of_a_plain_step(model: nn.Module, x: torch.Tensor) -> tuple[int, 
 def test_each_addition_is_recorded_as_the_plain_step_does_it(name):
     torch.manual_seed(0)
     model, x = Model(FUNCTIONS[name]), torch.rand(N, N)
-    recording = sacplan.profile(model, x, device="cpu").recording
-    names = [op.name for op in recording.ops if op.phase == Phase.BACKWARD]
+    program = sacplan.profile(model, x, device="cpu").program
+    names = [op.name for op in program.ops if op.phase == Phase.BACKWARD]
     seen = names.count("aten.add_.Tensor"), names.count("aten.add.Tensor")
     assert seen == _additions_of_a_plain_step(model, x)
 
 
 def test_an_addition_in_place_allocates_nothing_and_frees_nothing():
-    recording = sacplan.profile(Model(FUNCTIONS["five"]), torch.rand(N, N), device="cpu").recording
-    sums = [op for op in recording.ops if op.phase == Phase.BACKWARD and op.name == "aten.add_.Tensor"]
+    program = sacplan.profile(Model(FUNCTIONS["five"]), torch.rand(N, N), device="cpu").program
+    sums = [op for op in program.ops if op.phase == Phase.BACKWARD and op.name == "aten.add_.Tensor"]
     assert len(sums) == 4
     assert len({op.mutates for op in sums}) == 1  # all into the first gradient
     for op in sums:
@@ -162,22 +162,22 @@ def test_an_addition_in_place_allocates_nothing_and_frees_nothing():
 
 
 def test_no_storage_is_freed_twice_or_used_after():
-    recording = sacplan.profile(Model(FUNCTIONS["loop"]), torch.rand(N, N), device="cpu").recording
+    program = sacplan.profile(Model(FUNCTIONS["loop"]), torch.rand(N, N), device="cpu").program
     freed: set[int] = set()
-    for code, arg in recording.events:
+    for code, arg in program.events:
         if code == 1:
             assert arg not in freed
             freed.add(arg)
         elif code == 2:
-            op = recording.ops[arg]
+            op = program.ops[arg]
             assert freed.isdisjoint(op.writes)
             assert freed.isdisjoint(op.mutates)
 
 
 def test_a_gradient_that_is_a_sum_is_still_counted_as_a_gradient():
-    recording = sacplan.profile(Model(FUNCTIONS["loop"]), torch.rand(N, N), device="cpu").recording
-    sums = [op for op in recording.ops if op.phase == Phase.BACKWARD and op.name == "aten.add_.Tensor"]
-    gradients = [op.mutates for op in sums if recording.storage_kinds[op.mutates[0]] == Kind.GRADIENT]
+    program = sacplan.profile(Model(FUNCTIONS["loop"]), torch.rand(N, N), device="cpu").program
+    sums = [op for op in program.ops if op.phase == Phase.BACKWARD and op.name == "aten.add_.Tensor"]
+    gradients = [op.mutates for op in sums if program.storage_kinds[op.mutates[0]] == StorageKind.GRADIENT]
     assert len(gradients) == 4  # the weight is used five times
     assert len(set(gradients)) == 1
 

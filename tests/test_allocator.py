@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn, randn
 
 import sacplan
-from sacplan._trace.allocator import MIB, CachingAllocator, allocator_peaks
+from benchmarks.allocator import MIB, CachingAllocator, allocator_peaks
 
 KIB = 2**10
 
@@ -82,10 +82,10 @@ def test_bytes_are_neither_lost_nor_made(steps: list[tuple[int, int]]) -> None:
 def test_a_step() -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512))
     profile = sacplan.profile(model, randn(1024, 512), device="h100")
-    peaks = allocator_peaks(profile.recording)
+    peaks = allocator_peaks(profile.program)
     # Everything is a multiple of 512 bytes, and of 1 MiB or far under it: nothing is left over.
     assert peaks.allocated_bytes == profile.peak_bytes
     assert profile.peak_bytes <= peaks.reserved_bytes < profile.peak_bytes + 24 * MIB
     odd = sacplan.profile(model, randn(5800, 512), device="h100")
-    peaks = allocator_peaks(odd.recording)
+    peaks = allocator_peaks(odd.program)
     assert odd.peak_bytes < peaks.allocated_bytes <= peaks.reserved_bytes

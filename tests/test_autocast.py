@@ -18,9 +18,9 @@ from torch.amp.autocast_mode import autocast as autocast_class
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
-from sacplan._trace.autocast import differing, policies
-from sacplan._trace.devices import torch_version
-from sacplan._trace.kernels import device_kernels, fake_device
+from sacplan._device.autocast import differing, policies
+from sacplan._device.devices import torch_version
+from sacplan._device.kernels import device_kernels, fake_device
 from sacplan.errors import DeviceError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -274,10 +274,10 @@ def test_profile_of_a_loss_under_autocast(device_type: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         profile = sacplan.profile(model, torch.randn(32, 64), loss_fn=loss_fn, device="h100")
-    names = [op.name for op in profile.recording.ops]
+    names = [op.name for op in profile.program.ops]
     assert names.count("aten.native_layer_norm.default") == 1
     # Two inputs, two weights and two biases down; the norm's input and the log-probabilities up.
-    forward = [op for op in profile.recording.ops if op.phase == 0]
+    forward = [op for op in profile.program.ops if op.phase == 0]
     down_and_up = [op for op in forward if op.name == "aten._to_copy.default"]
     assert len(down_and_up) == 8
 

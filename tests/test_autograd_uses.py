@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
-from sacplan._apply.nodes import Node, here
+from sacplan._recompute.executor.nodes import Node, here
 from sacplan._verify.measure import allocation_events
 from tests.models import bit_equal
 

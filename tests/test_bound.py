@@ -18,8 +18,8 @@ from benchmarks.optimum import (
     selective_contexts,
     whole_regions,
 )
-from sacplan._plan.replay import replay
-from sacplan._trace.recording import Event
+from sacplan._program.program import Event
+from sacplan._recompute.replay import replay
 from tests.models import LM, cross_entropy, tokens
 
 GRAPHS = [
@@ -79,8 +79,8 @@ def test_a_recording_becomes_the_graph_it_was_made_from(graph: OpGraph) -> None:
 
 
 def test_module_calls_of_a_recording() -> None:
-    recording = as_recording(gpt(2))
-    assert [scope.fqn for scope in recording.scopes] == [
+    program = as_recording(gpt(2))
+    assert [scope.fqn for scope in program.scopes] == [
         "",
         "layers.0",
         "layers.0.attn",
@@ -89,9 +89,9 @@ def test_module_calls_of_a_recording() -> None:
         "layers.1.attn",
         "layers.1.mlp",
     ]
-    names = [recording.ops[i].name for i in recording.sites(3)]
+    names = [program.ops[i].name for i in program.sites(3)]
     assert names == ["ln2", "fc1", "gelu", "fc2", "add2"]
-    backward = [recording.scopes[scope].fqn for scope in recording.backward_order]
+    backward = [program.scopes[scope].fqn for scope in program.backward_order]
     assert backward == [
         "",
         "layers.1",
@@ -102,10 +102,10 @@ def test_module_calls_of_a_recording() -> None:
         "layers.0.attn",
     ]
     # a layer's input is packed where it is normalised, in the layer itself, though the layer before made it
-    made_in = {s: op.scope for op in recording.ops for s in op.writes}
+    made_in = {s: op.scope for op in program.ops for s in op.writes}
     elsewhere = {
-        (recording.scopes[made_in[s]].fqn, recording.scopes[scope].fqn)
-        for s, scope in zip(recording.handle_storages, recording.handle_scopes, strict=True)
+        (program.scopes[made_in[s]].fqn, program.scopes[scope].fqn)
+        for s, scope in zip(program.handle_storages, program.handle_scopes, strict=True)
         if made_in[s] != scope
     }
     assert elsewhere == {
@@ -120,7 +120,7 @@ def test_module_calls_of_a_recording() -> None:
 def test_a_graph_of_a_recording_is_not_made_into_a_recording() -> None:
     profile = sacplan.profile(LM(1), tokens(), cross_entropy, device="h100")
     with pytest.raises(ValueError, match="plan for that recording itself"):
-        as_recording(as_graph(profile.recording))
+        as_recording(as_graph(profile.program))
 
 
 @pytest.mark.parametrize("row", REFERENCE, ids=lambda row: f"{row[0]}-{row[1]}")
@@ -210,11 +210,11 @@ def test_a_second_output_costs_its_op_and_can_be_kept_alone() -> None:
 def test_the_bound_within_backward_is_attained(layers: int, share: float) -> None:
     """What its program says to run again, replayed as a plan for the whole model: within the budget, at that price."""
     graph = gpt(layers)
-    recording = as_recording(graph)
+    program = as_recording(graph)
     budget = int(share * graph.store_all_peak)
     found = backward_bound(graph, budget)
-    sites = recording.sites(recording.calls[""][0])
-    run = replay(recording, {"": [sites[i] for i in found.rerun]})
+    sites = program.sites(program.calls[""][0])
+    run = replay(program, {"": [sites[i] for i in found.rerun]})
     assert run.peak_bytes <= budget
     assert run.recompute_ms / graph.forward_ms == pytest.approx(found.bound, rel=2e-4)
 
@@ -233,15 +233,15 @@ def test_no_plan_is_under_the_bounds(share: float) -> None:
 @pytest.mark.parametrize("share", [0.9, 0.75])
 def test_no_plan_of_a_traced_model_is_under_the_bounds(share: float) -> None:
     profile = sacplan.profile(LM(3, dim=64), tokens(8, 256), cross_entropy, device="h100")
-    graph = as_graph(profile.recording)
+    graph = as_graph(profile.program)
     parameters = sum(
-        profile.recording.storage_bytes[s]
-        for s in profile.recording.initial
-        if (int(Event.FREE), s) not in profile.recording.events
+        profile.program.storage_bytes[s]
+        for s in profile.program.initial
+        if (int(Event.FREE), s) not in profile.program.events
     )
     assert graph.fixed_bytes == parameters
     assert graph.forward_ms == pytest.approx(
-        sum(op.time_ms for op in profile.recording.ops if op.phase == 0 and op.writes)
+        sum(op.time_ms for op in profile.program.ops if op.phase == 0 and op.writes)
     )
     # the graph lets go as soon as nobody reads, and knows no workspace
     assert graph.store_all_peak <= profile.peak_bytes

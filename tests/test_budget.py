@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sacplan._plan.budget import format_bytes, parse_budget
+from sacplan._program.budget import format_bytes, parse_budget
 from sacplan.errors import BudgetError, SacplanError
 
 PEAK = 10_000_001

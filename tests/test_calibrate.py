@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._trace.calibrate import calibrate
-from sacplan._trace.devices import DeviceSpec, resolve_device
-from sacplan._trace.kernels import fake_device
+from sacplan._device.calibrate import calibrate
+from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._device.kernels import fake_device
 from sacplan.errors import DeviceError
 
 

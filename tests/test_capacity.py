@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
+from benchmarks.allocator import allocator_peaks
 from benchmarks.capacity import LimitedAllocator, OutOfMemory, needed_bytes, runs_in
+from sacplan._device.devices import resolve_device
 from sacplan._plan.batch_sizes import CapacityPoint
 from sacplan._plan.capacity import DEFAULT_HEADROOM, Capacity, max_batch, throughput
-from sacplan._trace.allocator import allocator_peaks
-from sacplan._trace.devices import resolve_device
 from tests.models import LM, cross_entropy, tokens
 
 MIB = 2**20
@@ -304,12 +304,12 @@ def test_an_allocator_with_little_memory_gives_free_segments_back() -> None:
 
 
 def test_what_a_step_needs_lies_between_its_peak_and_what_it_reserves() -> None:
-    recording = sacplan.profile(perceptron(), torch.empty(1000, 130, 64, device="meta")).recording
-    peaks = allocator_peaks(recording)
-    needed = needed_bytes(recording, peaks.allocated_bytes)
+    program = sacplan.profile(perceptron(), torch.empty(1000, 130, 64, device="meta")).program
+    peaks = allocator_peaks(program)
+    needed = needed_bytes(program, peaks.allocated_bytes)
     assert peaks.allocated_bytes <= needed <= peaks.reserved_bytes
-    assert runs_in(recording, needed)
-    assert not runs_in(recording, peaks.allocated_bytes - 1)
+    assert runs_in(program, needed)
+    assert not runs_in(program, peaks.allocated_bytes - 1)
 
 
 # --- errors -----------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from sacplan._cli.hf import HfOptions, build
 from sacplan._cli.origin import Origin
 from sacplan._cli.sources import with_hints
 from sacplan._cli.targets import load_target
-from sacplan._trace.ranks import Ranks
+from sacplan._ranks.ranks import Ranks
 
 # From the model cards and papers, in millions as they are printed there; the exact counts in the table are of the
 # checkpoints.

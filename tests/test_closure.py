@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sacplan._fit.closure import ClosureOp, ClosureProblem, Point, evaluate, tradeoff
+from sacplan._recompute.closure import ClosureOp, ClosureProblem, Point, evaluate, tradeoff
 from sacplan.errors import PlanError
 
 # Few different values make ties; 0.1 and 0.3 are no short binary fractions.

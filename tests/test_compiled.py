@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 import sacplan
-from sacplan._apply.recipes import PlannedForward
+from sacplan._recompute.executor.recipes import PlannedForward
 
 DIM, VOCAB = 32, 64
 
@@ -122,8 +122,8 @@ def everything_but(profile: sacplan.Profile, units: list[str], *kept: str) -> sa
                 0.0,
                 tuple(
                     site
-                    for op, site in profile.recording.sites(profile.recording.calls[fqn][0]).items()
-                    if profile.recording.ops[op].recomputable and not any(name in site[0] for name in kept)
+                    for op, site in profile.program.sites(profile.program.calls[fqn][0]).items()
+                    if profile.program.ops[op].recomputable and not any(name in site[0] for name in kept)
                 ),
             )
             for fqn in units

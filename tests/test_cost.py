@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from sacplan._trace.cost import CostModel, op_bytes, op_flops, op_time_ms
-from sacplan._trace.devices import resolve_device
-from sacplan._trace.kernels import fake_device
+from sacplan._device.cost import CostModel, op_bytes, op_flops, op_time_ms
+from sacplan._device.devices import resolve_device
+from sacplan._device.kernels import fake_device
 
 aten = torch.ops.aten
 H100 = resolve_device("h100")

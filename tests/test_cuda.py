@@ -14,11 +14,11 @@ from torch import nn
 
 import sacplan
 from benchmarks import gpu, gpu_models
-from sacplan._trace.cudnn_rnn import LSTM, reserve_bytes
-from sacplan._trace.devices import resolve_device
-from sacplan._trace.kernels import fake_device
-from sacplan._trace.libraries import library_workspace_bytes
-from sacplan._trace.step import Step
+from sacplan._device.cudnn_rnn import LSTM, reserve_bytes
+from sacplan._device.devices import resolve_device
+from sacplan._device.kernels import fake_device
+from sacplan._record.step import Step
+from sacplan._rewrites.library_workspaces import library_workspace_bytes
 from sacplan._verify.measure import measured_step
 
 DEVICE = "cuda"
@@ -77,7 +77,7 @@ def test_each_op_is_timed_here() -> None:
     state = torch.cuda.get_rng_state()
     profile = sacplan.profile(model, batch, loss_fn, torch.optim.AdamW, device=DEVICE, runtime="benchmark")
     assert torch.equal(torch.cuda.get_rng_state(), state)
-    assert all(op.time_ms > 0 for op in profile.recording.ops if op.flops)
+    assert all(op.time_ms > 0 for op in profile.program.ops if op.flops)
     made = torch.optim.AdamW(model.parameters())
     gpu._gradients(model, batch, loss_fn)  # warm
     seen = measured_step(Step(model, batch, loss_fn, made), list(batch.values()))

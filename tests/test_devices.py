@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sacplan._trace.devices import DeviceSpec, devices, known_devices, resolve_device
+from sacplan._device.devices import DeviceSpec, devices, known_devices, resolve_device
 from sacplan.errors import DeviceError, TraceError
 
 

@@ -69,15 +69,13 @@ def replicated(model: LM) -> nn.Module:
 def plan_for(model: LM, tokens: torch.Tensor) -> sacplan.Plan:
     """Both layers recompute everything, matmuls with their sharded weights included."""
     profile = sacplan.profile(model, tokens, loss_fn=loss_fn, device="cpu")
-    recording = profile.recording
+    program = profile.program
     units = {
         fqn: sacplan.UnitPlan(
             1.0,
             0.0,
             tuple(
-                s
-                for op, s in recording.sites(recording.calls[fqn][0]).items()
-                if recording.ops[op].recomputable
+                s for op, s in program.sites(program.calls[fqn][0]).items() if program.ops[op].recomputable
             ),
         )
         for fqn in ("layers.0", "layers.1")

@@ -1,4 +1,4 @@
-"""What options do to memory adds up to what a replay of all of them says; cells cover the forward pass."""
+"""What options do to memory adds up to what a replay of all of them says; regions cover the forward pass."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._plan.landscape import Landscape
+from sacplan._plan.context import PlanningContext
 from sacplan._plan.planning import decisions_of
-from sacplan._plan.replay import Replayer, replay
-from sacplan._trace.recording import Phase
+from sacplan._program.program import Phase
+from sacplan._recompute.replay import Replayer, replay
 from tests.models import LM, cross_entropy, tokens
 
 
@@ -62,21 +62,21 @@ PROFILES = _profiles()
 @pytest.mark.parametrize("name", PROFILES)
 @pytest.mark.parametrize("size", [1, 2])
 def test_effects_add_up_to_the_replay(name: str, size: int) -> None:
-    landscape = Landscape(PROFILES[name].recording, "time")
-    effects = landscape.effects(size)
-    recording = landscape.recording
+    context = PlanningContext(PROFILES[name].program, "time")
+    effects = context.effects(size)
+    program = context.program
     pick = random.Random(size)
-    assert any(len(cell.options) > 1 for cell in effects.cells)
+    assert any(len(region.options) > 1 for region in effects.regions)
     for _ in range(30):
-        choice = {i: pick.randrange(len(cell.options)) for i, cell in enumerate(effects.cells)}
+        choice = {i: pick.randrange(len(region.options)) for i, region in enumerate(effects.regions)}
         choice = {i: o for i, o in choice.items() if o}
         discarded = {
-            op for i, o in choice.items() for op in effects.cells[i].ops(effects.cells[i].options[o])
+            op for i, o in choice.items() for op in effects.regions[i].ops(effects.regions[i].options[o])
         }
-        scopes = {s for i in choice for s in recording.calls[effects.cells[i].unit]}
-        if any(a in scopes for s in scopes for a in recording.ancestors(s)):
+        scopes = {s for i in choice for s in program.calls[effects.regions[i].unit]}
+        if any(a in scopes for s in scopes for a in program.ancestors(s)):
             scopes = {0}  # units do not nest: the model is the unit
-        run = Replayer(recording, discarded, scopes).run()
+        run = Replayer(program, discarded, scopes).run()
         assert effects.peak(choice)[0] == run.peak_bytes
         cost = sum(effects.costs[i][o] for i, o in choice.items())
         assert run.recompute_ms == pytest.approx(cost)
@@ -84,33 +84,37 @@ def test_effects_add_up_to_the_replay(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_decisions_discard_what_was_chosen(name: str) -> None:
-    landscape = Landscape(PROFILES[name].recording, "time")
-    recording = landscape.recording
-    for size in landscape.sizes:
-        effects = landscape.effects(size)
-        for i, cell in enumerate(effects.cells):
-            for o in range(1, len(cell.options)):
-                decisions = decisions_of(recording, [(cell, o)])
-                run = replay(recording, decisions)
-                assert set(run.again) == cell.ops(cell.options[o])
+    context = PlanningContext(PROFILES[name].program, "time")
+    program = context.program
+    for size in context.sizes:
+        effects = context.effects(size)
+        for i, region in enumerate(effects.regions):
+            for o in range(1, len(region.options)):
+                decisions = decisions_of(program, [(region, o)])
+                run = replay(program, decisions)
+                assert set(run.again) == region.ops(region.options[o])
                 assert run.peak_bytes == effects.peak({i: o})[0]
-                assert not any(fqn in recording.leaf_fqns for fqn in decisions)
+                assert not any(fqn in program.leaf_fqns for fqn in decisions)
 
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_each_op_of_the_forward_pass_is_in_one_cell(name: str) -> None:
-    landscape = Landscape(PROFILES[name].recording, "time")
-    ops = landscape.recording.ops
+    context = PlanningContext(PROFILES[name].program, "time")
+    ops = context.program.ops
     forward = [i for i, op in enumerate(ops) if op.phase == Phase.FORWARD and op.scope >= 0]
-    for size in landscape.sizes:
-        found = sorted(op for cell in landscape.effects(size).cells for group in cell.members for op in group)
+    for size in context.sizes:
+        found = sorted(
+            op for region in context.effects(size).regions for group in region.members for op in group
+        )
         assert found == forward
 
 
 def test_layers_are_cells_and_experts_are_not() -> None:
-    units = [cell.unit for cell in Landscape(PROFILES["experts"].recording, "time").effects(1).cells]
+    units = [
+        region.unit for region in PlanningContext(PROFILES["experts"].program, "time").effects(1).regions
+    ]
     assert units == ["0", "1", "2", "3"]
-    layers = [cell.unit for cell in Landscape(PROFILES["lm"].recording, "time").effects(1).cells]
+    layers = [region.unit for region in PlanningContext(PROFILES["lm"].program, "time").effects(1).regions]
     assert layers[1:-1] == ["layers.1", "layers.2", "layers.3"]
-    kinds = [cell.kind for cell in Landscape(PROFILES["lm"].recording, "time").effects(1).cells]
+    kinds = [region.kind for region in PlanningContext(PROFILES["lm"].program, "time").effects(1).regions]
     assert len(set(kinds[1:-1])) == 1

@@ -137,8 +137,8 @@ def test_order_is_the_order_of_execution() -> None:
     assert graph.fw_post_order[-1] == ""
     with sacplan.MemTracker() as tracker:
         model(batch).sum().backward()
-    recording = tracker.recording
-    began = [recording.scopes[s].fqn for s in recording.backward_order]
+    program = tracker.program
+    began = [program.scopes[s].fqn for s in program.backward_order]
     assert [f for f in dict.fromkeys(began) if f in ("first", "shared", "frozen", "keyword")] == [
         "keyword", "shared", "frozen", "first",
     ]  # fmt: skip

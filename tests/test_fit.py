@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sacplan._fit.fit import Fit, Kind, fit_tradeoff, hull_fit, pwlf_fit
+from sacplan._classical.fit import Fit, Kind, fit_tradeoff, hull_fit, pwlf_fit
 from sacplan.errors import PlanError
 
 STAIRCASE = [

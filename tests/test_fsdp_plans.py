@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import sacplan
-from sacplan._trace.shards import resolve_units
+from sacplan._ranks.shards import resolve_units
 from tests import models
 from tests.ranks import (
     MLP,
@@ -75,7 +75,7 @@ def planned(name: str, ranks: int, units: list[str] | None, directory: Path) -> 
     profile = of_one_rank(whole, ranks, units)
     plan = sacplan.plan(profile, BUDGET)
     assert plan.units
-    sharded = () if units is None else resolve_units(units, whole.recording)
+    sharded = () if units is None else resolve_units(units, whole.program)
     assert units is None or set(plan.units) <= set(sharded) - {""}
     file = directory / f"{name}-{ranks}-{bool(units)}.json"
     plan.save(file)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_models
-from sacplan._trace.profile import profile
+from sacplan._profile.profile import profile
 
 
 def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -84,7 +84,7 @@ def test_every_model_can_be_profiled_for_a_gpu(name: str, kind: str) -> None:
     model, batch, loss_fn = gpu_models.build(name, "smoke", "cpu", torch.bfloat16, kind == "autocast")
     seen = profile(model, batch, loss_fn, torch.optim.AdamW, device="h100")
     assert seen.peak_bytes > 0
-    names = {op.name for op in seen.recording.ops}
+    names = {op.name for op in seen.program.ops}
     expected = {"resnet50": "aten.convolution.default", "lstm": "aten._cudnn_rnn.default"}.get(name, "aten.")
     assert any(n.startswith(expected) for n in names)
     assert all(p.grad is None for p in model.parameters())

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sacplan._fit.graph import (
+from sacplan._classical.graph import (
     Graph,
     ModuleInfo,
     ModuleStats,

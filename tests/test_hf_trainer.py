@@ -172,7 +172,7 @@ def test_a_trained_trainer_is_profiled_alike(make: Callable[..., Any]) -> None:
     train(trainer)
     again = profile_trainer(trainer, device="cpu")
     assert again.peak_bytes == fresh.peak_bytes
-    assert [op.name for op in again.recording.ops] == [op.name for op in fresh.recording.ops]
+    assert [op.name for op in again.program.ops] == [op.name for op in fresh.program.ops]
 
 
 def test_more_micro_batches_take_their_own_bytes_only(make: Callable[..., Any]) -> None:

@@ -19,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.transformer import Transformer
-from sacplan._trace.attention import attention_backend, cudnn_promoted
-from sacplan._trace.devices import resolve_device
-from sacplan._trace.kernel_workspaces import kernel_workspace_bytes
-from sacplan._trace.kernels import active_device, device_kernels, fake_device
+from sacplan._device.attention import attention_backend, cudnn_promoted
+from sacplan._device.devices import resolve_device
+from sacplan._device.kernel_workspaces import kernel_workspace_bytes
+from sacplan._device.kernels import active_device, device_kernels, fake_device
 from sacplan.errors import DeviceError
 
 aten = torch.ops.aten

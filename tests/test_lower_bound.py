@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._plan.landscape import Landscape
-from sacplan._plan.replay import Replayer
-from sacplan._trace.recording import Phase
+from sacplan._plan.context import PlanningContext
+from sacplan._program.program import Phase
+from sacplan._recompute.replay import Replayer
 from tests.models import LM, cross_entropy, tokens
 
 
@@ -31,20 +31,20 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_bound_is_under_every_choice(depth: int) -> None:
     model = nn.Sequential(*(Mixed() for _ in range(depth)))
-    recording = sacplan.profile(model, torch.randn(512, 64, requires_grad=True), device="h100").recording
-    landscape = Landscape(recording, "time")
+    program = sacplan.profile(model, torch.randn(512, 64, requires_grad=True), device="h100").program
+    context = PlanningContext(program, "time")
     again = [
-        i for i, op in enumerate(recording.ops) if op.phase == Phase.FORWARD and op.recomputable and op.writes
+        i for i, op in enumerate(program.ops) if op.phase == Phase.FORWARD and op.recomputable and op.writes
     ]
-    largest = sorted(again, key=lambda i: -sum(recording.storage_bytes[s] for s in recording.ops[i].writes))
+    largest = sorted(again, key=lambda i: -sum(program.storage_bytes[s] for s in program.ops[i].writes))
     again = sorted(largest[:11])
     assert len(again) >= 6
     tight = 0
     for picked in itertools.chain.from_iterable(
         itertools.combinations(again, n) for n in range(len(again) + 1)
     ):
-        run = Replayer(recording, frozenset(picked), {0}).run()
-        bound = landscape.bound.at(run.peak_bytes)
+        run = Replayer(program, frozenset(picked), {0}).run()
+        bound = context.bound.at(run.peak_bytes)
         assert bound <= run.recompute_ms + 1e-9
         tight += bound > max(0.0, 0.9 * run.recompute_ms)
     assert tight or depth == 1, "the bound is above zero, and nearly met by some choice"
@@ -54,7 +54,7 @@ def test_the_bound_falls_with_the_budget_and_ends_at_zero() -> None:
     with torch.device("meta"):
         model = LM(layers=3, dim=64, vocab=300)
     profile = sacplan.profile(model, tokens(4, 64, 300), loss_fn=cross_entropy, device="h100")
-    bound = Landscape(profile.recording, "time").bound
+    bound = PlanningContext(profile.program, "time").bound
     at = [bound.at(profile.peak_bytes * share // 20) for share in range(8, 21)]
     assert at == sorted(at, reverse=True)
     assert at[0] > 0

@@ -15,11 +15,12 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from sacplan._fit.graph import Graph, ModuleStats, Point, SACStats, Segment
-from sacplan._solve import milp, pulp
-from sacplan._solve.milp import SacMilpResult, sac_milp
-from sacplan._solve.policy import get_optimal_checkpointing_policy_per_module
-from sacplan._solve.pulp import Program, Solution
+from sacplan._classical import sac_milp as milp
+from sacplan._classical.graph import Graph, ModuleStats, Point, SACStats, Segment
+from sacplan._classical.policy import get_optimal_checkpointing_policy_per_module
+from sacplan._classical.sac_milp import SacMilpResult, sac_milp
+from sacplan._solve import mip as pulp
+from sacplan._solve.mip import LinearProgram, Solution
 from sacplan.errors import BudgetError, InfeasibleBudget, PlanError, SolverError
 
 SOLVERS = ["highs", "cbc"] if pulp.pulp.HiGHS(msg=False).available() else ["cbc"]
@@ -417,7 +418,7 @@ def test_result_unpacks_and_carries_its_quality() -> None:
 
 
 def test_a_budget_that_fits_needs_no_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Program, "solve", None)
+    monkeypatch.setattr(LinearProgram, "solve", None)
     result = sac_milp(transformer(), "100%")
     assert result == ({}, 0.0, 1300 * 2**20)
     assert (result.status, result.bound_ms, result.gap) == ("optimal", 0.0, 0.0)
@@ -469,10 +470,10 @@ def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-def hard_program() -> Program:
+def hard_program() -> LinearProgram:
     """A market split of Cornuéjols and Dawande: small, and out of reach for branch and bound."""
     rng = np.random.default_rng(0)
-    program = Program()
+    program = LinearProgram()
     xs = [program.binary() for _ in range(40)]
     for _ in range(5):
         row = rng.integers(0, 100, len(xs))
@@ -487,7 +488,7 @@ def hard_program() -> Program:
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_preprocessing_does_not_lose_the_optimum(solver: str) -> None:
     """CBC 2.10.3 with its preprocessing calls 843.75 optimal here."""
-    program = Program()
+    program = LinearProgram()
     a, b, c, d = (program.binary(cost=cost) for cost in (843.75, 937.5, 1000.0, 156.25))
     e = program.binary()
     first, second = program.variable(lower=299.999999), program.variable(lower=899.999999)
@@ -501,7 +502,7 @@ def test_preprocessing_does_not_lose_the_optimum(solver: str) -> None:
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_infeasible_program(solver: str) -> None:
     """CBC 2.10.3 without its preprocessing crashes here."""
-    program = Program()
+    program = LinearProgram()
     a, b = program.binary(cost=1000.0), program.binary(cost=222.0)
     first, second = program.variable(lower=115.0), program.variable(lower=961.0)
     program.row([(a, 1.0), (b, 1.0)], upper=1.0)
@@ -522,21 +523,21 @@ def test_a_timed_out_incumbent_is_not_optimal(solver: str) -> None:
 
 
 def test_sac_milp_passes_on_that_the_time_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    solve_really = Program.solve
+    solve_really = LinearProgram.solve
 
-    def timed_out(self: Program, **kwargs: object) -> Solution:
+    def timed_out(self: LinearProgram, **kwargs: object) -> Solution:
         found = solve_really(self, **kwargs)  # type: ignore[arg-type]
         assert found.objective is not None
         return Solution("feasible", found.values, found.objective, found.objective / 2)
 
-    monkeypatch.setattr(Program, "solve", timed_out)
+    monkeypatch.setattr(LinearProgram, "solve", timed_out)
     result = sac_milp(transformer(), 0.5)
     assert result.status == "feasible"
     assert result.gap == pytest.approx(0.5)
 
 
 def test_no_incumbent_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Program, "solve", lambda self, **kwargs: Solution("unknown"))
+    monkeypatch.setattr(LinearProgram, "solve", lambda self, **kwargs: Solution("unknown"))
     # the smallest peak of this tree has a closed form, so there is a plan all the same
     layers = [f"layers.{i}" for i in range(12)]
     result = sac_milp(transformer(), 0.5, ac_units=layers)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import sacplan
-from sacplan._plan.modes import layers_of
+from sacplan._plan.policies import layers_of
 from tests.models import LM, Block, bit_equal, cross_entropy, grads_of, tokens
 
 LAYERS, VOCAB = 6, 200
@@ -177,8 +177,8 @@ def test_modes_are_listed(profile: sacplan.Profile) -> None:
 
 
 def test_layers_by_pattern(profile: sacplan.Profile) -> None:
-    assert layers_of(profile.recording, "layers.*") == [f"layers.{i}" for i in range(LAYERS)]
-    assert layers_of(profile.recording, "layers.[13].mlp") == ["layers.1.mlp", "layers.3.mlp"]
+    assert layers_of(profile.program, "layers.*") == [f"layers.{i}" for i in range(LAYERS)]
+    assert layers_of(profile.program, "layers.[13].mlp") == ["layers.1.mlp", "layers.3.mlp"]
     with pytest.raises(sacplan.PlanError, match=r"matches layers='h\.\*'.*'layers\.\*'"):
         sacplan.policy("full", profile=profile, layers="h.*")
     with pytest.raises(sacplan.PlanError, match=r"discard nothing in the layers 'embed'"):
@@ -236,13 +236,13 @@ def profiled(module: nn.Module) -> sacplan.Profile:
 
 
 def test_layers_are_found_by_structure() -> None:
-    found = layers_of(profiled(TwoStacks()).recording)
+    found = layers_of(profiled(TwoStacks()).program)
     assert found == ["encoder.0", "encoder.1", "decoder.h.0", "decoder.h.1", "decoder.h.2"]
 
 
 def test_layers_may_differ_in_a_part() -> None:
     hybrid = nn.Sequential(Gated(), Expert(), Expert(), Gated())
-    assert layers_of(profiled(hybrid).recording) == ["0", "1", "2", "3"]
+    assert layers_of(profiled(hybrid).program) == ["0", "1", "2", "3"]
 
 
 def test_without_layers_nothing_is_done_silently() -> None:

@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import sacplan
-from sacplan._plan.landscape import landscape_of
-from sacplan._plan.pins import resolve_pins
-from sacplan._plan.replay import discarded_ops, replay
-from sacplan._trace.recording import Phase, Recording
+from sacplan._plan.context import planning_context
+from sacplan._program.program import Phase, Program
+from sacplan._recompute.pins import resolve_pins
+from sacplan._recompute.replay import discarded_ops, replay
 from tests.models import LM, bit_equal, cross_entropy, grads_of, tokens
 
 DIM, LENGTH, BATCH = 16, 24, 4
@@ -102,21 +102,21 @@ def profile_of(name: str) -> sacplan.Profile:
     return sacplan.profile(model, batch, loss_fn=loss_fn, device="cpu")
 
 
-def runs_in(recording: Recording, op: int, inside: Callable[[str], bool]) -> bool:
+def runs_in(program: Program, op: int, inside: Callable[[str], bool]) -> bool:
     """Whether an op runs in a call of a module whose name fits."""
-    scope = recording.ops[op].scope
-    return scope >= 0 and any(inside(recording.scopes[s].fqn) for s in (scope, *recording.ancestors(scope)))
+    scope = program.ops[op].scope
+    return scope >= 0 and any(inside(program.scopes[s].fqn) for s in (scope, *program.ancestors(scope)))
 
 
 def under(*modules: str) -> Callable[[str], bool]:
     return lambda fqn: any(fqn == m or fqn.startswith(m + ".") for m in modules)
 
 
-def units_that_touch(recording: Recording, units: Iterable[str], inside: Callable[[str], bool]) -> set[str]:
+def units_that_touch(program: Program, units: Iterable[str], inside: Callable[[str], bool]) -> set[str]:
     """Units that are, contain or run in (by call) a module whose name fits."""
     found = set()
-    for i in range(len(recording.scopes)):
-        path = [recording.scopes[s].fqn for s in (i, *recording.ancestors(i))]
+    for i in range(len(program.scopes)):
+        path = [program.scopes[s].fqn for s in (i, *program.ancestors(i))]
         if any(map(inside, path)):
             found.update(set(path) & set(units))
     return found
@@ -153,14 +153,14 @@ NOTHING_LEFT = {"a container", "never what is in a tower", "never a leaf"}  # or
 
 def assert_pinned(profile: sacplan.Profile, plan: sacplan.Plan, case: str) -> None:
     _, pins, module, op = PINS[case]
-    recording = profile.recording
-    for i in discarded_ops(recording, plan.decisions):
-        assert not runs_in(recording, i, module), (i, recording.ops[i])
-        assert not op(recording.ops[i].name)
+    program = profile.program
+    for i in discarded_ops(program, plan.decisions):
+        assert not runs_in(program, i, module), (i, program.ops[i])
+        assert not op(program.ops[i].name)
     if "never" in pins:
         alone = under("vision_tower") if case == "both" else module
-        assert not units_that_touch(recording, plan.units, alone)
-    assert plan.peak_bytes == replay(recording, plan.decisions).peak_bytes
+        assert not units_that_touch(program, plan.units, alone)
+    assert plan.peak_bytes == replay(program, plan.decisions).peak_bytes
 
 
 @pytest.mark.parametrize("objective", ["time", "flops"])
@@ -195,13 +195,12 @@ def test_rotor_keeps_what_is_pinned_and_refuses_never(case: str) -> None:
 def test_pins_bind_where_plans_would_have_touched_them(case: str) -> None:
     """Or the test above would hold of any planner."""
     name, _, module, op = PINS[case]
-    recording = profile_of(name).recording
+    program = profile_of(name).program
     plan = sacplan.plan_smallest(profile_of(name))
     touched = any(
-        runs_in(recording, i, module) or op(recording.ops[i].name)
-        for i in discarded_ops(recording, plan.decisions)
+        runs_in(program, i, module) or op(program.ops[i].name) for i in discarded_ops(program, plan.decisions)
     )
-    assert touched or units_that_touch(recording, plan.units, module) or case == "what is not called"
+    assert touched or units_that_touch(program, plan.units, module) or case == "what is not called"
 
 
 LAYERS_PINNED = {("a container", None), ("a container", "op")} | {
@@ -246,9 +245,9 @@ def test_a_plan_falls_back_on_inner_units() -> None:
 
 
 def patterns(name: str) -> st.SearchStrategy[str]:
-    recording = profile_of(name).recording
-    called = sorted({scope.fqn for scope in recording.scopes if scope.fqn})
-    ops = sorted({op.name for op in recording.ops if op.phase == Phase.FORWARD and op.writes})
+    program = profile_of(name).program
+    called = sorted({scope.fqn for scope in program.scopes if scope.fqn})
+    ops = sorted({op.name for op in program.ops if op.phase == Phase.FORWARD and op.writes})
     modules = st.sampled_from(called)
     last = modules.map(lambda fqn: "*." + fqn.rpartition(".")[2]).filter(
         lambda pattern: any(fqn.endswith(pattern[1:]) for fqn in called)
@@ -256,7 +255,7 @@ def patterns(name: str) -> st.SearchStrategy[str]:
     return st.one_of(modules, last, modules.map(lambda fqn: fqn + "*"), st.sampled_from(ops))
 
 
-def expected(recording: Recording, pins: Iterable[str]) -> Callable[[int], bool]:
+def expected(program: Program, pins: Iterable[str]) -> Callable[[int], bool]:
     """Whether an op is pinned, in other words than the package's."""
     ops = {p for p in pins if p.startswith("aten.")}
 
@@ -274,7 +273,7 @@ def expected(recording: Recording, pins: Iterable[str]) -> Callable[[int], bool]
                 return True
         return False
 
-    return lambda i: recording.ops[i].name in ops or runs_in(recording, i, named)
+    return lambda i: program.ops[i].name in ops or runs_in(program, i, named)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -293,13 +292,13 @@ def test_random_pins(data: st.DataObject, name: str, share: float, solver: str) 
     budget = int(smallest + (profile.peak_bytes - smallest) * share)
     plan = sacplan.plan(profile, f"{budget}B", solver, keep=keep, never=never)
     assert plan.peak_bytes <= budget
-    recording = profile.recording
-    gone = discarded_ops(recording, plan.decisions)
-    assert not any(map(expected(recording, keep + never), gone))
-    alone = {i for i, op in enumerate(recording.ops) if expected(recording, never)(i)}
+    program = profile.program
+    gone = discarded_ops(program, plan.decisions)
+    assert not any(map(expected(program, keep + never), gone))
+    alone = {i for i, op in enumerate(program.ops) if expected(program, never)(i)}
     for unit in plan.units:
-        for call in recording.calls[unit]:
-            scope = recording.scopes[call]
+        for call in program.calls[unit]:
+            scope = program.scopes[call]
             assert alone.isdisjoint(range(scope.first_op, scope.end_op))
     sacplan.apply(copy.deepcopy(model_and_batch(name)[0]), plan)
 
@@ -451,17 +450,17 @@ def test_the_file_says_what_was_pinned(tmp_path: Path) -> None:
 def test_the_bound_heeds_the_pins() -> None:
     """It is higher, and any schedule that keeps what is pinned is above it."""
     profile = profile_of("both")
-    recording = profile.recording
-    pins = resolve_pins(recording, profile.fingerprint, ["shared"], [])
-    bound, free = landscape_of(recording, "time", pins).bound, landscape_of(recording).bound
+    program = profile.program
+    pins = resolve_pins(program, profile.fingerprint, ["shared"], [])
+    bound, free = planning_context(program, "time", pins).bound, planning_context(program).bound
     rng, higher = random.Random(0), 0
     sites = [
         site
-        for i, site in recording.sites(recording.calls[""][0]).items()
-        if recording.ops[i].recomputable and i not in pins.kept_ops
+        for i, site in program.sites(program.calls[""][0]).items()
+        if program.ops[i].recomputable and i not in pins.kept_ops
     ]
     for share in (0.3, 0.6, 0.9, 1.0) * 10:
-        run = replay(recording, {"": [site for site in sites if rng.random() < share]})
+        run = replay(program, {"": [site for site in sites if rng.random() < share]})
         if run.peak_bytes < profile.peak_bytes:
             assert bound.at(run.peak_bytes) <= run.recompute_ms * (1 + 1e-6)
             higher += bound.at(run.peak_bytes) > free.at(run.peak_bytes) * 1.01

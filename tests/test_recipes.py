@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
-from sacplan._fit.tied import without_loose_ends
 from sacplan._plan.plan import Plan, UnitPlan
-from sacplan._plan.replay import Decisions, replay
-from sacplan._trace.profile import trace_step
-from sacplan._trace.recording import Phase
+from sacplan._profile.profile import trace_step
+from sacplan._program.program import Phase
+from sacplan._recompute.in_place_groups import without_loose_ends
+from sacplan._recompute.replay import Decisions, replay
 
 BATCH, LENGTH, DIM = 2, 3, 4
 
@@ -328,7 +328,7 @@ def nets(kinds: list[str]) -> st.SearchStrategy[Net]:
 
 
 def plan_of(profile: sacplan.Profile, sites: Decisions) -> Plan:
-    found = replay(profile.recording, sites)
+    found = replay(profile.program, sites)
     return Plan(
         units={
             fqn: UnitPlan(1.0, 0.0, tuple(s), drops=dict(s) if isinstance(s, dict) else {})
@@ -342,7 +342,7 @@ def plan_of(profile: sacplan.Profile, sites: Decisions) -> Plan:
 
 def fitting_sites(profile: sacplan.Profile, fqn: str) -> set[tuple[str, int]]:
     """Call sites of a unit that the recording says can run again, in all its calls."""
-    r = profile.recording
+    r = profile.program
     good: set[tuple[str, int]] = set()
     bad: set[tuple[str, int]] = set()
     for scope in r.calls[fqn]:
@@ -352,7 +352,7 @@ def fitting_sites(profile: sacplan.Profile, fqn: str) -> set[tuple[str, int]]:
 
 
 def all_sites(profile: sacplan.Profile, fqn: str) -> set[tuple[str, int]]:
-    r = profile.recording
+    r = profile.program
     return {site for scope in r.calls[fqn] for site in r.sites(scope).values()}
 
 
@@ -360,7 +360,7 @@ def random_plan(profile: sacplan.Profile, seed: int, *, fitting: bool) -> Plan:
     """Random units that do not nest, and a random share of their call sites."""
     rng = random.Random(seed)
     units: dict[str, list[tuple[str, int]]] = {}
-    fqns = list(profile.recording.calls)
+    fqns = list(profile.program.calls)
     for fqn in rng.sample(fqns, len(fqns)):
         nested = any(f.startswith(fqn + ".") or fqn.startswith(f + ".") or not f for f in units)
         if nested or (not fqn and rng.random() < 0.7) or (not fqn and units) or len(units) == 4:
@@ -374,7 +374,7 @@ def random_plan(profile: sacplan.Profile, seed: int, *, fitting: bool) -> Plan:
         if fqn == "":
             break
     if fitting:
-        units = {f: list(s) for f, s in without_loose_ends(profile.recording, units).items()}
+        units = {f: list(s) for f, s in without_loose_ends(profile.program, units).items()}
     return plan_of(
         profile, {f: {site: rng.choice([1, 1, 1, 2, 3]) for site in s} for f, s in units.items() if s}
     )
@@ -467,7 +467,7 @@ def assert_peak_is_replayed(model: nn.Module, plan: Plan) -> None:
         model, batch(), None, None, "cpu", "cost-model", "fake",
         prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
     )  # fmt: skip
-    assert replay(seen.recording, {}).peak_bytes == plan.peak_bytes
+    assert replay(seen.program, {}).peak_bytes == plan.peak_bytes
 
 
 # --- one thing at a time --------------------------------------------------------------------------
@@ -507,7 +507,7 @@ def discard_all(
 ) -> tuple[nn.Module, sacplan.Handle]:
     """A copy of the model with everything that may be discarded discarded."""
     profile = sacplan.profile(model, batch(), device="cpu", trace="real")
-    fqns = [f for f in profile.recording.calls if f.count(".") == 1] if fqns is None else fqns
+    fqns = [f for f in profile.program.calls if f.count(".") == 1] if fqns is None else fqns
     planned = copy.deepcopy(model)
     plan = plan_of(profile, {f: sorted(fitting_sites(profile, f)) for f in fqns})
     return planned, sacplan.apply(planned, plan, **kwargs)
@@ -1044,7 +1044,7 @@ def test_running_statistics_that_a_later_call_writes_are_refused_without_the_che
     model = Net([(["batch_norm"], "twice")], share=False, tie=False)
     profile = sacplan.profile(model, batch(), device="cpu", trace="real")
     unit = "groups.0.steps.0"
-    sites = {s for scope in profile.recording.calls[unit] for s in profile.recording.sites(scope).values()}
+    sites = {s for scope in profile.program.calls[unit] for s in profile.program.sites(scope).values()}
     reads_statistics = [s for s in sites if s[0] in ("aten.add.Tensor", "aten.sigmoid.default")]
     planned = copy.deepcopy(model)
     sacplan.apply(planned, plan_of(profile, {unit: reads_statistics}), check=False)

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sacplan
-from sacplan._plan.replay import Replayer, discarded_ops
+from sacplan._program.program import ROOT_SCOPE, Event, Phase, StorageKind
+from sacplan._recompute.replay import Replayer, discarded_ops
 from sacplan._report.alive import alive_at_peak, peak_snapshot
 from sacplan._report.curves import distinct_curves
 from sacplan._report.figures import frontier_figure, memory_figure, save_figures, tradeoff_figure
@@ -32,7 +33,6 @@ from sacplan._report.names import numbers_of, pattern_of, pattern_over, short_op
 from sacplan._report.page import report_html, write_report
 from sacplan._report.timeline import Timeline, buckets_of, timeline_of
 from sacplan._report.trace_events import write_memory_trace
-from sacplan._trace.recording import ROOT_SCOPE, Event, Kind, Phase
 from tests.models import LM, cross_entropy, tokens
 
 LAYERS = 4
@@ -86,18 +86,18 @@ def test_kinds_at_the_peak_are_those_of_the_replay(case: SimpleNamespace) -> Non
         found = frame.groupby("kind")["bytes"].sum().to_dict()
         found["temporary"] = found.get("temporary", 0) + found.pop("workspace", 0)
         found["other"] = found.get("other", 0) + found.pop("generator state", 0)
-        expected = {k.name.lower().replace("_", " "): replayed.peak_by_kind[k] for k in Kind}
+        expected = {k.name.lower().replace("_", " "): replayed.peak_by_kind[k] for k in StorageKind}
         assert {k: v for k, v in found.items() if v} == {k: v for k, v in expected.items() if v}
 
 
 def test_without_a_plan_the_storages_are_those_that_somebody_holds(case: SimpleNamespace) -> None:
     """Counted anew from the events: whoever holds a storage when the peak's op runs."""
-    recording = case.profile.recording
+    program = case.profile.program
     snapshot = peak_snapshot(case.profile)
-    holders: Counter[int] = Counter(recording.initial)
-    for code, arg in recording.events:
+    holders: Counter[int] = Counter(program.initial)
+    for code, arg in program.events:
         if code == Event.OP:
-            holders.update(recording.ops[arg].writes)
+            holders.update(program.ops[arg].writes)
             if arg == snapshot.op:
                 break
         elif code == Event.ALLOC:
@@ -105,18 +105,18 @@ def test_without_a_plan_the_storages_are_those_that_somebody_holds(case: SimpleN
         elif code == Event.FREE:
             holders[arg] -= 1
         elif code in (Event.PACK, Event.RELEASE):
-            holders[recording.handle_storages[arg]] += 1 if code == Event.PACK else -1
+            holders[program.handle_storages[arg]] += 1 if code == Event.PACK else -1
         elif code in (Event.UNPACK, Event.DROP):
-            storage = recording.handle_storages[recording.instance_handles[arg]]
+            storage = program.handle_storages[program.instance_handles[arg]]
             holders[storage] += 1 if code == Event.UNPACK else -1
-    alive = {s for s, n in holders.items() if n > 0 and s != recording.ops[snapshot.op].replaces}
+    alive = {s for s, n in holders.items() if n > 0 and s != program.ops[snapshot.op].replaces}
     assert set(snapshot.storages) == alive
 
 
 def _first_ops_discarded(profile: sacplan.Profile, count: int | None = None) -> sacplan.Plan:
     """A plan that keeps nothing that the model's first ops make, or all of them, whatever that does to the peak."""
-    recording = profile.recording
-    sites = tuple(recording.sites(recording.calls[""][0]).values())[:count]
+    program = profile.program
+    sites = tuple(program.sites(program.calls[""][0]).values())[:count]
     replayed = profile.replay({"": sites})
     return dataclasses.replace(
         sacplan.plan(profile, "100%"),
@@ -138,7 +138,7 @@ def test_generator_states_have_their_own_row_on_a_cpu() -> None:
     plan = _first_ops_discarded(profile, 4)  # up to the first draw
     frame = alive_at_peak(profile, plan, None)
     states = frame[frame["kind"] == "generator state"]["bytes"]
-    (size,) = {op.state_bytes for op in profile.recording.ops if op.state_bytes}
+    (size,) = {op.state_bytes for op in profile.program.ops if op.state_bytes}
     assert frame["bytes"].sum() == plan.peak_bytes
     assert states.item() == size
 
@@ -187,10 +187,10 @@ def test_a_plan_of_another_profile_is_refused(gpu: SimpleNamespace, tmp_path: Pa
 
 
 def test_the_table_adds_up(case: SimpleNamespace) -> None:
-    recording = case.profile.recording
-    saved = {s for s in recording.handle_storages if s in recording.writer}
-    saved = {s for s in saved if recording.ops[recording.writer[s]].phase == Phase.FORWARD}
-    saved_bytes = sum(recording.storage_bytes[s] for s in saved)
+    program = case.profile.program
+    saved = {s for s in program.handle_storages if s in program.writer}
+    saved = {s for s in saved if program.ops[program.writer[s]].phase == Phase.FORWARD}
+    saved_bytes = sum(program.storage_bytes[s] for s in saved)
     without = module_table(case.profile)
     assert without["kept_bytes"].sum() == saved_bytes
     assert without["discarded_bytes"].sum() == 0
@@ -207,11 +207,11 @@ def test_the_table_adds_up(case: SimpleNamespace) -> None:
 
 def test_kept_and_discarded_are_what_is_alive_when_the_backward_begins(case: SimpleNamespace) -> None:
     """Of the model's own tensors; the plan's figures against those of the step without it."""
-    recording = case.profile.recording
-    start = next(i for i, op in enumerate(recording.ops) if op.phase == Phase.BACKWARD)
+    program = case.profile.program
+    start = next(i for i, op in enumerate(program.ops) if op.phase == Phase.BACKWARD)
 
     def alive(decisions: dict) -> int:
-        line = timeline_of(recording, decisions)
+        line = timeline_of(program, decisions)
         at = next(i for i, op in enumerate(line.ops.tolist()) if op == start and not line.recomputed[i])
         before = at
         while line.recomputed[before - 1]:
@@ -219,27 +219,27 @@ def test_kept_and_discarded_are_what_is_alive_when_the_backward_begins(case: Sim
         return int(line.live_bytes[before - 1])
 
     table = module_table(case.profile, case.plan)
-    states = sum(recording.ops[i].state_bytes for i in discarded_ops(recording, case.plan.decisions))
+    states = sum(program.ops[i].state_bytes for i in discarded_ops(program, case.plan.decisions))
     without = module_table(case.profile)
     saved = int(without["kept_bytes"].sum() - table["kept_bytes"].sum())
     assert abs(alive({}) - alive(case.plan.decisions) - saved) <= states
 
 
 def test_prices_are_what_a_replay_charges(case: SimpleNamespace) -> None:
-    recording, plan = case.profile.recording, case.plan
-    state = KeptAndLeft(recording, plan.decisions)
-    units = {i for i, scope in enumerate(recording.scopes) if scope.parent == ROOT_SCOPE}
-    base = dict(discarded_ops(recording, plan.decisions))
+    program, plan = case.profile.program, case.plan
+    state = KeptAndLeft(program, plan.decisions)
+    units = {i for i, scope in enumerate(program.scopes) if scope.parent == ROOT_SCOPE}
+    base = dict(discarded_ops(program, plan.decisions))
 
     def recompute_ms(discarded: dict[int, int]) -> float:
-        return Replayer(recording, discarded, units).run().recompute_ms
+        return Replayer(program, discarded, units).run().recompute_ms
 
     paid = asked = 0
     by_module: dict[str, tuple[list[int], list[int]]] = {}
     for s in sorted(state.discarded | state.kept):
-        scope = recording.ops[state.made[s]].scope
+        scope = program.ops[state.made[s]].scope
         if scope != ROOT_SCOPE:
-            lists = by_module.setdefault(recording.scopes[scope].fqn, ([], []))
+            lists = by_module.setdefault(program.scopes[scope].fqn, ([], []))
             if s in state.discarded:
                 lists[0].append(s)
             elif state.can_go(s):
@@ -332,7 +332,7 @@ def test_the_timeline_is_the_replay_on_a_time_axis(case: SimpleNamespace) -> Non
     for plan in _plans(case):
         decisions = plan.decisions if plan else {}
         replayed = case.profile.replay(decisions)
-        line = timeline_of(case.profile.recording, decisions)
+        line = timeline_of(case.profile.program, decisions)
         assert line.peak_bytes == replayed.peak_bytes
         assert (line.kind_bytes.sum(axis=1) == line.live_bytes).all()
         assert (line.kind_bytes >= 0).all()
@@ -355,7 +355,7 @@ def test_buckets_show_the_highest_moment_in_each(times: list[float], count: int,
     n = len(times)
     line = Timeline(
         np.arange(n), np.arange(n), np.zeros(n, bool), starts[:-1], float(starts[-1]), live,
-        np.zeros((n, len(Kind)), np.int64), np.zeros(n, np.int64),
+        np.zeros((n, len(StorageKind)), np.int64), np.zeros(n, np.int64),
     )  # fmt: skip
     buckets = buckets_of(line, count)
     assert 1 <= len(buckets.entries) <= count
@@ -373,7 +373,7 @@ def test_the_stack_is_what_is_alive(gpu: SimpleNamespace) -> None:
     figure = memory_figure(gpu.profile, gpu.plan)
     assert len(figure.axes) == 2
     for axis, decisions in zip(figure.axes, ({}, gpu.plan.decisions), strict=True):
-        line = timeline_of(gpu.profile.recording, decisions)
+        line = timeline_of(gpu.profile.program, decisions)
         drawn = {artist.get_label(): artist for artist in axis.lines}
         alive = drawn["alive"].get_ydata() * 2**20
         assert np.allclose(alive[:-1], line.live_bytes, atol=1)
@@ -463,7 +463,7 @@ def test_the_trace_keeps_the_rules_of_the_format(case: SimpleNamespace, tmp_path
         with opener(path, "rt") as file:
             data = json.load(file)
         events = data["traceEvents"]
-        line = timeline_of(case.profile.recording, plan.decisions if plan else {})
+        line = timeline_of(case.profile.program, plan.decisions if plan else {})
         assert {e["ph"] for e in events} == {"M", "X", "B", "E", "C"}
         assert all({"ph", "pid", "tid"} <= e.keys() and ("ts" in e or e["ph"] == "M") for e in events)
 

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
-from sacplan._apply import recorder
-from sacplan._apply.recorder import UnitRecorder
-from sacplan._plan.replay import replay
-from sacplan._trace.ops import can_run_again
-from sacplan._trace.profile import trace_step
-from sacplan._trace.step import Step as TrainingStep
+from sacplan._profile.profile import trace_step
+from sacplan._recompute.executor import recorder
+from sacplan._recompute.executor.recorder import UnitRecorder
+from sacplan._recompute.replay import replay
+from sacplan._record.step import Step as TrainingStep
+from sacplan._torch.ops import can_run_again
 from sacplan._verify.measure import measured_step
 from tests.test_recipes import (
     DIM,
@@ -79,11 +79,11 @@ def test_a_unit_that_discards_nothing_costs_nothing(monkeypatch: pytest.MonkeyPa
     model = outer()
     planned = applied(model, {"units.0": [], "units.1": [("aten.exp.default", 0)]}, check=False)
     profile = sacplan.profile(model, batch(), device="cpu", trace="real")
-    (scope,) = profile.recording.calls["units.1"]
+    (scope,) = profile.program.calls["units.1"]
     assert "forward" not in vars(planned.units[0])
     for _ in range(2):
         handled = calls_in_step("__torch_dispatch__", planned, monkeypatch)
-        assert handled == len(profile.recording.sites(scope))  # those of the other unit, and no more
+        assert handled == len(profile.program.sites(scope))  # those of the other unit, and no more
 
 
 def test_ops_are_looked_up_in_the_first_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_the_replayed_peak_is_that_of_the_second_step(kind: str) -> None:
         model, batch(), None, torch.optim.SGD, "cpu", "cost-model", "fake",
         prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
     )  # fmt: skip
-    assert replay(seen.recording, {}).peak_bytes == plan.peak_bytes < profile.peak_bytes
+    assert replay(seen.program, {}).peak_bytes == plan.peak_bytes < profile.peak_bytes
 
 
 def test_nothing_lives_on_after_a_later_step() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sacplan
-from sacplan._plan.replay import replay
+from sacplan._recompute.replay import replay
 from tests import convnets
 from tests.models import LM, bit_equal, cross_entropy, grads_of, tokens
 
@@ -99,7 +99,7 @@ def test_stages_run_more_than_once_again() -> None:
     profile = sacplan.profile(model, batch, device="cpu")
     plan = sacplan.plan_smallest(profile, solver="rotor")
     assert plan.peak_bytes < sacplan.plan_smallest(profile).peak_bytes
-    again = Counter(replay(profile.recording, plan.decisions).again)
+    again = Counter(replay(profile.program, plan.decisions).again)
     assert max(again.values()) > 2
     with FlopCounterMode(display=False) as plain:
         expected = grads_of(model, batch, lambda m, x: m(x).sum())
@@ -116,7 +116,7 @@ def test_what_is_dropped_again_is_in_the_file(tmp_path) -> None:  # type: ignore
     plan.save(tmp_path / "plan.json")
     loaded = sacplan.Plan.load(tmp_path / "plan.json")
     assert loaded == plan
-    assert replay(profile.recording, loaded.decisions).peak_bytes == plan.peak_bytes
+    assert replay(profile.program, loaded.decisions).peak_bytes == plan.peak_bytes
 
 
 def test_peaks_hold_and_budgets_are_used(gpt: tuple[nn.Module, torch.Tensor, sacplan.Profile]) -> None:
@@ -162,10 +162,8 @@ def test_pins() -> None:
     model, batch = deep_mlp(), torch.randn(256, 64)
     profile = sacplan.profile(model, batch, device="cpu")
     plan = sacplan.plan(profile, "90%", solver="rotor", keep=["3"])
-    kept = {
-        i for i, op in enumerate(profile.recording.ops) if profile.recording.scopes[op.scope].fqn == "3.1"
-    }
-    assert kept.isdisjoint(replay(profile.recording, plan.decisions).again)
+    kept = {i for i, op in enumerate(profile.program.ops) if profile.program.scopes[op.scope].fqn == "3.1"}
+    assert kept.isdisjoint(replay(profile.program, plan.decisions).again)
     with pytest.raises(sacplan.PlanError, match="never"):
         sacplan.plan(profile, "90%", solver="rotor", never=["3"])
 

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 import sacplan
-from sacplan._plan.replay import discarded_ops, replay
-from sacplan._trace.profile import trace_step
-from sacplan._trace.ranks import Ranks
-from sacplan._trace.recording import Event, Kind, Phase, Recording
-from sacplan._trace.replicas import FIRST_BUCKET_BYTES, bucket_bytes, replicated
-from sacplan._trace.sharding import sharded
-from sacplan._trace.shards import Parameter, resolve_units
-from sacplan._trace.unit_limits import narrowed, sharded_units, too_wide, widest_units
+from sacplan._profile.profile import trace_step
+from sacplan._program.program import Event, Phase, Program, StorageKind
+from sacplan._ranks.ranks import Ranks
+from sacplan._ranks.replicas import FIRST_BUCKET_BYTES, bucket_bytes, replicated
+from sacplan._ranks.sharding import sharded
+from sacplan._ranks.shards import Parameter, resolve_units
+from sacplan._ranks.unit_limits import narrowed, sharded_units, too_wide, widest_units
+from sacplan._recompute.replay import discarded_ops, replay
 from sacplan.errors import TraceError
 from tests import models
 from tests.ranks import (
@@ -129,12 +129,12 @@ def test_peak_of_a_rank_is_the_allocators(name: str, mesh: Any) -> None:
     make, batch_of, loss_fn, units, reshard = CASES[name]
     model, batch = make(), batch_of()
     whole = profiled(model, batch, loss_fn)
-    recording = sharded(
-        whole.recording, whole.fingerprint.parameters, CPU, RANKS, units, reshard_after_forward=reshard
+    program = sharded(
+        whole.program, whole.fingerprint.parameters, CPU, RANKS, units, reshard_after_forward=reshard
     )
-    predicted = replay(recording, {}).peak_bytes
+    predicted = replay(program, {}).peak_bytes
     measured = RankMemory(
-        fully_sharded(model, mesh, resolve_units(units, whole.recording), reshard), batch, loss_fn
+        fully_sharded(model, mesh, resolve_units(units, whole.program), reshard), batch, loss_fn
     ).peak_bytes()
     assert predicted == measured
     assert abs(predicted - whole.peak_bytes) > 1000  # it is another peak than the whole model's
@@ -145,9 +145,9 @@ def test_collectives_come_in_the_order_of_fully_shard(mesh: Any) -> None:
     model, batch = lm(), tokens()
     whole = profiled(model, batch, models.cross_entropy)
     units = ["layers.*", ""]
-    recording = of_one_rank(whole, RANKS, units).recording
+    program = of_one_rank(whole, RANKS, units).program
     memory = RankMemory(
-        fully_sharded(model, mesh, resolve_units(units, whole.recording)), batch, models.cross_entropy
+        fully_sharded(model, mesh, resolve_units(units, whole.program)), batch, models.cross_entropy
     )
     memory.step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -163,7 +163,7 @@ def test_collectives_come_in_the_order_of_fully_shard(mesh: Any) -> None:
         "fsdp.split_with_sizes_copy.default": "copy_out",
         "c10d._reduce_scatter_base_.default": "reduce",
     }
-    found = [(ours[op.name], recording.scopes[op.scope].fqn) for op in recording.ops if op.name in ours]
+    found = [(ours[op.name], program.scopes[op.scope].fqn) for op in program.ops if op.name in ours]
     assert [what for what, _ in found] == [what for what, _ in seen]
     # What is gathered ahead is named after the unit that it is for.
     assert found == seen
@@ -174,43 +174,43 @@ def test_shards_gradients_and_state_add_up() -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3))  # rows 6, 6, 3, 3 over 4 ranks: 2, 2, 1, 1
     batch = torch.randn(2, 5)
     whole = profiled(model, batch, mean_square)
-    recording = of_one_rank(whole, 4, ["0", ""]).recording
+    program = of_one_rank(whole, 4, ["0", ""]).program
     shards = 4 * (2 * 5 + 2 + 1 * 6 + 1)
 
-    def bytes_of(kind: Kind, storages: Any) -> int:
-        return sum(recording.storage_bytes[s] for s in storages if recording.storage_kinds[s] == kind)
+    def bytes_of(kind: StorageKind, storages: Any) -> int:
+        return sum(program.storage_bytes[s] for s in storages if program.storage_kinds[s] == kind)
 
-    assert bytes_of(Kind.PARAMETER, recording.initial) == shards
-    state = [s for s, kind in enumerate(recording.storage_kinds) if kind == Kind.OPTIMIZER_STATE]
-    assert bytes_of(Kind.OPTIMIZER_STATE, state) == 2 * shards + 4 * 4  # and a step count for each parameter
-    alive = set(recording.initial)
-    for code, arg in recording.events:
+    assert bytes_of(StorageKind.PARAMETER, program.initial) == shards
+    state = [s for s, kind in enumerate(program.storage_kinds) if kind == StorageKind.OPTIMIZER_STATE]
+    assert (
+        bytes_of(StorageKind.OPTIMIZER_STATE, state) == 2 * shards + 4 * 4
+    )  # and a step count for each parameter
+    alive = set(program.initial)
+    for code, arg in program.events:
         if code == Event.OP:
-            alive.update(recording.ops[arg].writes)
+            alive.update(program.ops[arg].writes)
         elif code == Event.ALLOC:
             alive.add(arg)
         elif code == Event.FREE:
             assert arg in alive  # nothing is freed twice
             alive.remove(arg)
-    assert bytes_of(Kind.GRADIENT, alive) == shards
-    assert bytes_of(Kind.PARAMETER, alive) == shards  # what was gathered is gone
-    assert recording.parameter_bytes[""] == shards
-    assert recording.parameter_bytes["1"] == 4 * (6 + 1)
+    assert bytes_of(StorageKind.GRADIENT, alive) == shards
+    assert bytes_of(StorageKind.PARAMETER, alive) == shards  # what was gathered is gone
+    assert program.parameter_bytes[""] == shards
+    assert program.parameter_bytes["1"] == 4 * (6 + 1)
 
 
 def test_the_model_does_not_notice() -> None:
     """What modules run, and the names of call sites by which a plan speaks of it, are those of the whole step."""
     whole = profiled(lm(), tokens(), models.cross_entropy)
-    before = whole.recording.to_dict()
+    before = whole.program.to_dict()
     rank = of_one_rank(whole, RANKS, ["layers.*", ""])
-    assert whole.recording.to_dict() == before
-    assert rank.recording.flops == whole.recording.flops
-    assert rank.recording.step_ms == whole.recording.step_ms
-    for fqn, calls in whole.recording.calls.items():
-        sites = [
-            s for s in rank.recording.sites(rank.recording.calls[fqn][0]).values() if "fsdp." not in s[0]
-        ]
-        assert sites == list(whole.recording.sites(calls[0]).values())
+    assert whole.program.to_dict() == before
+    assert rank.program.flops == whole.program.flops
+    assert rank.program.step_ms == whole.program.step_ms
+    for fqn, calls in whole.program.calls.items():
+        sites = [s for s in rank.program.sites(rank.program.calls[fqn][0]).values() if "fsdp." not in s[0]]
+        assert sites == list(whole.program.sites(calls[0]).values())
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_planned_step_of_a_rank_has_the_planned_peak(name: str, mesh: Any) -> 
     )  # fmt: skip
     assert of_one_rank(traced, RANKS, units).peak_bytes == plan.peak_bytes
     with sacplan.apply(model, plan, check=False):
-        memory = RankMemory(fully_sharded(model, mesh, resolve_units(units, whole.recording)), batch, loss_fn)
+        memory = RankMemory(fully_sharded(model, mesh, resolve_units(units, whole.program)), batch, loss_fn)
         measured = memory.peak_bytes()
     assert measured == plan.peak_bytes
 
@@ -243,57 +243,57 @@ def test_a_planned_step_of_a_rank_has_the_planned_peak(name: str, mesh: Any) -> 
 
 def test_what_leaves_a_unit_is_kept() -> None:
     """Nothing that may run again is read, or kept by autograd, outside of the widest unit around it."""
-    whole = profiled(lm(), tokens(), models.cross_entropy).recording
-    recording = of_one_rank(profiled(lm(), tokens(), models.cross_entropy), RANKS, ["layers.*", ""]).recording
+    whole = profiled(lm(), tokens(), models.cross_entropy).program
+    program = of_one_rank(profiled(lm(), tokens(), models.cross_entropy), RANKS, ["layers.*", ""]).program
     assert sharded_units(whole) == frozenset()
-    assert sharded_units(recording) == {"", "layers.0", "layers.1", "layers.2"}
-    assert too_wide(recording) == {""}
-    again = [i for i, op in enumerate(recording.ops) if op.recomputable]
+    assert sharded_units(program) == {"", "layers.0", "layers.1", "layers.2"}
+    assert too_wide(program) == {""}
+    again = [i for i, op in enumerate(program.ops) if op.recomputable]
     assert 0 < len(again) < sum(op.recomputable for op in whole.ops)
-    units = widest_units(recording, again)
+    units = widest_units(program, again)
     assert set(units) == set(again)
     assert set(units.values()) == {"layers.0", "layers.1", "layers.2"}
     added = [
         op.recomputable
-        for op in recording.ops
+        for op in program.ops
         if op.name == "aten.add.Tensor"
         and op.phase == Phase.FORWARD
-        and _fqn(recording, op.scope) == "layers.1"
+        and _fqn(program, op.scope) == "layers.1"
     ]
     assert added[-2:] == [True, False]  # the residual stream within the layer, and the layer's output
 
 
 def test_nested_units_limit_to_the_inner_ones() -> None:
-    recording = of_one_rank(
+    program = of_one_rank(
         profiled(lm(), tokens(), models.cross_entropy), RANKS, ["layers.*", "layers.*.mlp", ""]
-    ).recording
-    assert too_wide(recording) == {"", "layers.0", "layers.1", "layers.2"}
-    again = (i for i, op in enumerate(recording.ops) if op.recomputable)
-    assert set(widest_units(recording, again).values()) == {f"layers.{i}.mlp" for i in range(3)}
+    ).program
+    assert too_wide(program) == {"", "layers.0", "layers.1", "layers.2"}
+    again = (i for i, op in enumerate(program.ops) if op.recomputable)
+    assert set(widest_units(program, again).values()) == {f"layers.{i}.mlp" for i in range(3)}
 
 
 def test_a_unit_that_is_too_wide_is_taken_apart() -> None:
     """The same ops are discarded, by the modules inside that may be units; the replay does not change."""
     whole = profiled(Blocks(), torch.randn(256, 32), mean_square)
-    recording = of_one_rank(whole, RANKS, ["a", "b", ""]).recording
-    sites = recording.sites(recording.calls[""][0])
-    wide = {"": tuple(site for op, site in sites.items() if recording.ops[op].recomputable)}
-    narrow = narrowed(recording, wide)
+    program = of_one_rank(whole, RANKS, ["a", "b", ""]).program
+    sites = program.sites(program.calls[""][0])
+    wide = {"": tuple(site for op, site in sites.items() if program.ops[op].recomputable)}
+    narrow = narrowed(program, wide)
     assert set(narrow) == {"a", "b"}
     assert sum(map(len, narrow.values())) == len(wide[""])
-    assert discarded_ops(recording, narrow) == discarded_ops(recording, wide)
-    assert replay(recording, narrow).peak_bytes == replay(recording, wide).peak_bytes
-    assert replay(recording, narrow).again == replay(recording, wide).again != ()
-    assert narrowed(recording, narrow) == narrow
-    assert narrowed(whole.recording, wide) == wide
+    assert discarded_ops(program, narrow) == discarded_ops(program, wide)
+    assert replay(program, narrow).peak_bytes == replay(program, wide).peak_bytes
+    assert replay(program, narrow).again == replay(program, wide).again != ()
+    assert narrowed(program, narrow) == narrow
+    assert narrowed(whole.program, wide) == wide
 
 
 def test_one_unit_around_everything_limits_nothing() -> None:
     whole = profiled(Blocks(), torch.randn(8, 32), mean_square)
-    recording = of_one_rank(whole, RANKS, [""]).recording
-    assert too_wide(recording) == frozenset()
-    inside = [op.recomputable for op in whole.recording.ops if op.scope >= 0]
-    assert [op.recomputable for op in recording.ops if op.scope >= 0 and not _moves(op.name)] == inside
+    program = of_one_rank(whole, RANKS, [""]).program
+    assert too_wide(program) == frozenset()
+    inside = [op.recomputable for op in whole.program.ops if op.scope >= 0]
+    assert [op.recomputable for op in program.ops if op.scope >= 0 and not _moves(op.name)] == inside
 
 
 def _moves(name: str) -> bool:
@@ -301,8 +301,8 @@ def _moves(name: str) -> bool:
     return name.startswith(("fsdp.", "c10d."))
 
 
-def _fqn(recording: Recording, scope: int) -> str:
-    return recording.scopes[scope].fqn if scope >= 0 else "the loss"
+def _fqn(program: Program, scope: int) -> str:
+    return program.scopes[scope].fqn if scope >= 0 else "the loss"
 
 
 # --- patterns and errors -----------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def whole() -> sacplan.Profile:
 
 
 def test_patterns(whole: sacplan.Profile) -> None:
-    r = whole.recording
+    r = whole.program
     layers = ("layers.0", "layers.1", "layers.2")
     assert resolve_units(["layers.*", ""], r) == ("", *layers)
     assert resolve_units(["layers*"], r) == layers  # the list itself is never called
@@ -356,7 +356,7 @@ def test_ranks_that_do_not_make_sense(world_size: Any, units: Any, message: str)
 
 
 def test_one_rank_is_the_whole(whole: sacplan.Profile) -> None:
-    assert Ranks.of().recording(whole.recording, whole.fingerprint.parameters, CPU) is whole.recording
+    assert Ranks.of().program(whole.program, whole.fingerprint.parameters, CPU) is whole.program
     assert Ranks.of().assumptions == ()
 
 
@@ -410,9 +410,9 @@ def test_parameters_that_cannot_be_sharded() -> None:
 def test_a_recording_of_another_model(whole: sacplan.Profile) -> None:
     other = profiled(models.LM(layers=3, dim=64, heads=4, vocab=64), tokens(), models.cross_entropy)
     with pytest.raises(TraceError, match="Is the recording of this model"):
-        Ranks.of(2).recording(whole.recording, other.fingerprint.parameters, CPU)
+        Ranks.of(2).program(whole.program, other.fingerprint.parameters, CPU)
     with pytest.raises(TraceError, match="storages of parameters and the model"):
-        Ranks.of(2).recording(whole.recording, other.fingerprint.parameters[1:], CPU)
+        Ranks.of(2).program(whole.program, other.fingerprint.parameters[1:], CPU)
 
 
 # --- DistributedDataParallel --------------------------------------------------------------------------------
@@ -437,7 +437,7 @@ def test_replicas_hold_gradients_twice(whole: sacplan.Profile) -> None:
     trained = sum(p.numel() * p.element_size() for p in lm().parameters())
     assert rank.peak_bytes == whole.peak_bytes + trained
     with pytest.raises(TraceError, match="bucket_cap_mb"):
-        replicated(whole.recording, whole.fingerprint.parameters, CPU, bucket_cap_mb=0)
+        replicated(whole.program, whole.fingerprint.parameters, CPU, bucket_cap_mb=0)
 
 
 @pytest.mark.parametrize("units", [["a", "b", ""], None])
@@ -446,7 +446,7 @@ def test_the_road_from_profile_to_a_verified_plan(units: list[str] | None, tmp_p
     model, batch = Blocks(), torch.randn(256, 32)
     whole = sacplan.profile(model, batch, device="cpu", optimizer=OPTIMIZER)
     profile = sacplan.profile(model, batch, device="cpu", optimizer=OPTIMIZER, world_size=4, fsdp_units=units)
-    assert profile.recording == of_one_rank(whole, 4, units).recording
+    assert profile.program == of_one_rank(whole, 4, units).program
     assert profile.assumptions
     for solver in ("best", "rotor"):
         plan = sacplan.plan_smallest(profile, solver=solver)

@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sacplan
-from sacplan._fit.cells import Cell, Option
 from sacplan._plan.effects import Additive
+from sacplan._recompute.regions import Option, Region
 from sacplan._solve.local import give_back
 from sacplan._solve.solvers import Proposal
 
 
-def _additive(base: list[int], cells: list[list[tuple[float, list[int]]]], wide: list[bool]) -> Additive:
-    """A few cells with invented effects."""
+def _additive(base: list[int], regions: list[list[tuple[float, list[int]]]], wide: list[bool]) -> Additive:
+    """A few regions with invented effects."""
     made, changes = [], []
-    for own, is_wide in zip(cells, wide, strict=True):
+    for own, is_wide in zip(regions, wide, strict=True):
         change = np.array([[0] * len(base), *(c for _, c in own)], dtype=np.int64)
         options = [Option(0.0, 1000, ()), *(Option(cost, 1000 + min(c), ()) for cost, c in own)]
         flags = (False, *([is_wide] * len(own)))
-        made.append(Cell("", (), 0, tuple(options), tuple(() for _ in options), flags))
+        made.append(Region("", (), 0, tuple(options), tuple(() for _ in options), flags))
         changes.append(change)
     return Additive(tuple(made), np.array(base, dtype=np.int64), tuple(changes), wide_cost=0.25)
 
@@ -36,14 +36,14 @@ def choices(effects: Additive) -> list[dict[int, int]]:
 
 @st.composite
 def landscapes(draw: st.DrawFn) -> Additive:
-    stretches = draw(st.integers(1, 4))
+    intervals = draw(st.integers(1, 4))
     n_bytes = st.integers(-300, 60)
-    cells = draw(
+    regions = draw(
         st.lists(
             st.lists(
                 st.tuples(
                     st.integers(1, 40).map(lambda c: c / 8),
-                    st.lists(n_bytes, min_size=stretches, max_size=stretches),
+                    st.lists(n_bytes, min_size=intervals, max_size=intervals),
                 ),
                 max_size=3,
             ),
@@ -51,8 +51,10 @@ def landscapes(draw: st.DrawFn) -> Additive:
             max_size=4,
         )
     )
-    base = draw(st.lists(st.integers(1000, 1500), min_size=stretches, max_size=stretches))
-    return _additive(base, cells, draw(st.lists(st.booleans(), min_size=len(cells), max_size=len(cells))))
+    base = draw(st.lists(st.integers(1000, 1500), min_size=intervals, max_size=intervals))
+    return _additive(
+        base, regions, draw(st.lists(st.booleans(), min_size=len(regions), max_size=len(regions)))
+    )
 
 
 @st.composite
@@ -65,10 +67,10 @@ def layers(draw: st.DrawFn) -> Additive:
         )
     )
     gradient = draw(st.sampled_from([0, 30, 120]))
-    cells = []
+    regions = []
     for layer in range(n_layers):
-        own = 2 * n_layers - layer  # stretches: each forward, the loss, each backward
-        cells.append(
+        own = 2 * n_layers - layer  # intervals: each forward, the loss, each backward
+        regions.append(
             [
                 (
                     cost / 8,
@@ -79,7 +81,7 @@ def layers(draw: st.DrawFn) -> Additive:
         )
     forward = [1000 + 100 * i for i in range(n_layers + 1)]
     base = [*forward, *(forward[-1] + (gradient - 100) * (i + 1) for i in range(n_layers))]
-    return _additive(base, cells, [False] * n_layers)
+    return _additive(base, regions, [False] * n_layers)
 
 
 @pytest.mark.parametrize("backend", ["highs", "cbc"])

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from sacplan._plan.replay import replay
-from sacplan._plan.stages import Stages, drops_of, stages_of
-from sacplan._solve.rotor import Operation, OperationKind, peak
-from sacplan._trace.recording import Phase, Recording
+from sacplan._program.program import Phase, Program
+from sacplan._recompute.replay import replay
+from sacplan._rotor.rotor import Operation, OperationKind, peak
+from sacplan._rotor.stages import Stages, drops_of, stages_of
 from tests.convnets import densenet121, resnet18, resnet50
 from tests.models import LM, cross_entropy, tokens
 
@@ -105,18 +105,16 @@ def small_mlp() -> sacplan.Profile:
     return shared("mlp", lambda: profile_of(mlp(), torch.randn(4, 8), optimizer=torch.optim.AdamW))
 
 
-def names(recording: Recording, ops: Sequence[int]) -> list[str]:
+def names(program: Program, ops: Sequence[int]) -> list[str]:
     """Without namespace and overload, and without views."""
-    found = [recording.ops[i] for i in ops]
+    found = [program.ops[i] for i in ops]
     return [op.name.split(".")[1] for op in found if op.writes or op.mutates]
 
 
-def stages_with(recording: Recording, stages: Stages, fqn: str) -> set[int]:
+def stages_with(program: Program, stages: Stages, fqn: str) -> set[int]:
     """The stages that a module's ops are in."""
     inside = {
-        op
-        for s in recording.calls[fqn]
-        for op in range(recording.scopes[s].first_op, recording.scopes[s].end_op)
+        op for s in program.calls[fqn] for op in range(program.scopes[s].first_op, program.scopes[s].end_op)
     }
     return {i for i, ops in enumerate(stages.ops) if inside & set(ops)}
 
@@ -131,9 +129,9 @@ def chain_peak(stages: Stages, operations: Sequence[Operation]) -> int:
     return peak(stages.chain.sizes(), operations)[0] + stages.fixed_bytes
 
 
-def forward_backward_peak(recording: Recording) -> int:
-    moments = replay(recording, {}, timeline=True).moments
-    return max(m.live_bytes for m in moments if recording.ops[m.op].phase != Phase.OPTIMIZER)
+def forward_backward_peak(program: Program) -> int:
+    moments = replay(program, {}, timeline=True).moments
+    return max(m.live_bytes for m in moments if program.ops[m.op].phase != Phase.OPTIMIZER)
 
 
 # --- the models -----------------------------------------------------------------------------------
@@ -186,17 +184,17 @@ def test_convnets_in_place_or_not_are_the_same(name: str) -> None:
 
 
 def test_an_mlp_by_hand() -> None:
-    recording = small_mlp().recording
-    stages = stages_of(recording)
+    program = small_mlp().program
+    stages = stages_of(program)
     # A linear layer's output is not saved where a ReLU follows (it saves its own), but where a GELU does.
-    assert [names(recording, ops) for ops in stages.ops] == [
+    assert [names(program, ops) for ops in stages.ops] == [
         ["addmm", "relu"],
         ["addmm"],
         ["gelu"],
         ["addmm", "sum", "ones_like"],
     ]
     assert stages.ops == ((0, 1, 2), (3, 4), (5,), (6, 7, 8, 9))
-    assert stages.boundary == tuple(recording.ops[i].writes[0] for i in (2, 4, 5))
+    assert stages.boundary == tuple(program.ops[i].writes[0] for i in (2, 4, 5))
     chain = stages.chain
     assert chain.output_bytes == (4 * 8 * 4, 4 * 16 * 4, 4 * 8 * 4, 4 * 8 * 4)
     assert chain.saved_bytes == chain.output_bytes
@@ -210,15 +208,15 @@ def test_an_mlp_by_hand() -> None:
 
 
 def test_backward_of_an_mlp_by_hand() -> None:
-    recording = small_mlp().recording
-    stages = stages_of(recording)
-    backward = [op for op in recording.ops if op.phase is Phase.BACKWARD]
+    program = small_mlp().program
+    stages = stages_of(program)
+    backward = [op for op in program.ops if op.phase is Phase.BACKWARD]
     at = {op.name.split(".")[1]: i for i, op in enumerate(backward)}
     gelu, relu = at["gelu_backward"], at["threshold_backward"]
     # The first linear layer saves nothing that is not input, so where its backward begins is its module's to say.
     expected = [backward[relu:], backward[gelu + 1 : relu], [backward[gelu]], backward[:gelu]]
     sums = [sum(op.time_ms for op in ops) for ops in expected]
-    sums[3] += sum(recording.ops[i].time_ms for i in stages.ops[3])
+    sums[3] += sum(program.ops[i].time_ms for i in stages.ops[3])
     assert stages.chain.backward_ms == pytest.approx(sums)
 
 
@@ -233,10 +231,10 @@ def test_who_saved_a_boundary() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.exp(F.linear(F.gelu(torch.relu(F.linear(x, self.weights[0]))), self.weights[1]))
 
-    recording = profile_of(Functions(), torch.randn(8, 16)).recording
-    stages = stages_of(recording)
-    assert [names(recording, ops) for ops in stages.ops[:3]] == [["mm", "relu"], ["gelu"], ["mm", "exp"]]
-    backward = [op for op in recording.ops if op.phase is Phase.BACKWARD]
+    program = profile_of(Functions(), torch.randn(8, 16)).program
+    stages = stages_of(program)
+    assert [names(program, ops) for ops in stages.ops[:3]] == [["mm", "relu"], ["gelu"], ["mm", "exp"]]
+    backward = [op for op in program.ops if op.phase is Phase.BACKWARD]
     at = {op.name.split(".")[1]: i for i, op in enumerate(backward)}
     relu, gelu = at["threshold_backward"], at["gelu_backward"]
     assert stages.chain.backward_ms[0] == pytest.approx(sum(op.time_ms for op in backward[relu:]))
@@ -246,22 +244,22 @@ def test_who_saved_a_boundary() -> None:
 def test_branches_close() -> None:
     # A branch around the batch alone would not close: the batch is always there.
     profile = profile_of(nn.Sequential(nn.Linear(16, 16), Residual(), Residual()), torch.randn(8, 16))
-    stages = stages_of(profile.recording)
+    stages = stages_of(profile.program)
     assert len(stages) == 3
-    assert [stages_with(profile.recording, stages, str(i)) for i in range(3)] == [{0}, {1}, {2}]
-    assert [names(profile.recording, ops) for ops in stages.ops[1:3]] == [
+    assert [stages_with(profile.program, stages, str(i)) for i in range(3)] == [{0}, {1}, {2}]
+    assert [names(profile.program, ops) for ops in stages.ops[1:3]] == [
         ["addmm", "gelu", "addmm", "add", "tanh"]
     ] * 2
 
 
 def test_a_mask_of_the_batch_is_input() -> None:
     model, x = Masked(), torch.randn(8, 16)
-    recording = profile_of(model, x).recording
-    stages = stages_of(recording)
+    program = profile_of(model, x).program
+    stages = stages_of(program)
     # The first layer runs twice. Of the two factors autograd saves the mask alone.
-    layers = [stages_with(recording, stages, f"layers.{i}") for i in range(3)]
+    layers = [stages_with(program, stages, f"layers.{i}") for i in range(3)]
     assert layers == [{0, 1}, {2}, {3}]
-    mask = next(i for i, op in enumerate(recording.ops) if op.name == "aten._to_copy.default")
+    mask = next(i for i, op in enumerate(program.ops) if op.name == "aten._to_copy.default")
     assert mask in stages.ops[1]
     assert not any(mask in ops for role in (stages.makers, stages.path, stages.side) for ops in role)
     parameters = sum(4 * p.numel() for p in model.parameters())
@@ -269,12 +267,12 @@ def test_a_mask_of_the_batch_is_input() -> None:
 
 
 def test_a_shared_value_on_the_gradient_path_closes() -> None:
-    recording = profile_of(Gated(), torch.randn(8, 16)).recording
-    stages = stages_of(recording)
-    assert [stages_with(recording, stages, f"layers.{i}") for i in range(3)] == [{1}] * 3
-    assert stages_with(recording, stages, "gate") == {1}
-    assert stages_with(recording, stages, "first") == {0}
-    assert stages_with(recording, stages, "last") == {2}
+    program = profile_of(Gated(), torch.randn(8, 16)).program
+    stages = stages_of(program)
+    assert [stages_with(program, stages, f"layers.{i}") for i in range(3)] == [{1}] * 3
+    assert stages_with(program, stages, "gate") == {1}
+    assert stages_with(program, stages, "first") == {0}
+    assert stages_with(program, stages, "last") == {2}
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -282,9 +280,9 @@ def test_in_place_or_not_the_stages_are_the_same(inplace: bool) -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace), nn.Conv2d(8, 8, 3), nn.ReLU(inplace)
     )
-    recording = profile_of(model, torch.randn(4, 3, 16, 16)).recording
-    stages = stages_of(recording)
-    found = [stages_with(recording, stages, str(i)) for i in range(5)]
+    program = profile_of(model, torch.randn(4, 3, 16, 16)).program
+    stages = stages_of(program)
+    found = [stages_with(program, stages, str(i)) for i in range(5)]
     assert found == [{0}, {1}, {1}, {2}, {2}]
 
 
@@ -300,38 +298,38 @@ def test_no_cut_between_versions_of_a_storage() -> None:
             h[:, 0] = 1.0
             return self.layers[2](torch.tanh(self.layers[1](torch.tanh(h))))
 
-    recording = profile_of(Fills(), torch.randn(8, 16)).recording
-    stages = stages_of(recording)
-    (filled,) = (i for i, op in enumerate(recording.ops) if op.name.startswith("aten.fill_"))
+    program = profile_of(Fills(), torch.randn(8, 16)).program
+    stages = stages_of(program)
+    (filled,) = (i for i, op in enumerate(program.ops) if op.name.startswith("aten.fill_"))
     assert filled in stages.ops[0]
-    assert stages_with(recording, stages, "layers.0") == {0}
-    assert stages_with(recording, stages, "layers.1") == {1}
+    assert stages_with(program, stages, "layers.0") == {0}
+    assert stages_with(program, stages, "layers.1") == {1}
 
 
 def test_two_stages_for_a_transformer_block() -> None:
-    recording = language_model().recording
-    stages = stages_of(recording)
+    program = language_model().program
+    stages = stages_of(program)
     assert len(stages) == 1 + 2 * 4 + 1  # embedding, blocks, the last norm
     for k in range(4):
-        assert stages_with(recording, stages, f"layers.{k}") == {2 * k + 1, 2 * k + 2}
-        assert stages_with(recording, stages, f"layers.{k}.mlp") == {2 * k + 2}
+        assert stages_with(program, stages, f"layers.{k}") == {2 * k + 1, 2 * k + 2}
+        assert stages_with(program, stages, f"layers.{k}.mlp") == {2 * k + 2}
         for i in (2 * k + 1, 2 * k + 2):
-            assert recording.ops[recording.writer[stages.boundary[i]]].name == "aten.add.Tensor"
+            assert program.ops[program.writer[stages.boundary[i]]].name == "aten.add.Tensor"
     hidden, statistics = 8 * 128 * 128 * 4, 2 * 8 * 128 * 4
     assert stages.chain.output_bytes[1:] == (*(hidden for _ in range(9)), hidden + statistics)
-    assert names(recording, stages.ops[-1])[-3:] == ["_log_softmax", "nll_loss_forward", "ones_like"]
+    assert names(program, stages.ops[-1])[-3:] == ["_log_softmax", "nll_loss_forward", "ones_like"]
 
 
 @pytest.mark.parametrize("inplace", [True, False])
 @pytest.mark.parametrize(("name", "blocks"), [("resnet18", (2, 2, 2, 2)), ("resnet50", (3, 4, 6, 3))])
 def test_resnets(name: str, blocks: tuple[int, ...], inplace: bool) -> None:
-    recording = convnet(name, inplace).recording
-    stages = stages_of(recording)
+    program = convnet(name, inplace).program
+    stages = stages_of(program)
     assert len(stages) == 3 + sum(blocks) + 1  # conv1; bn1 and relu; maxpool; blocks; avgpool
     rows = [f"layer{row + 1}.{i}" for row, n in enumerate(blocks) for i in range(n)]
-    assert [stages_with(recording, stages, fqn) for fqn in rows] == [{3 + i} for i in range(len(rows))]
-    assert stages_with(recording, stages, "bn1") == {1}
-    assert stages_with(recording, stages, "fc") == {len(stages)}
+    assert [stages_with(program, stages, fqn) for fqn in rows] == [{3 + i} for i in range(len(rows))]
+    assert stages_with(program, stages, "bn1") == {1}
+    assert stages_with(program, stages, "fc") == {len(stages)}
     image, features = 128 * 3 * 224 * 224 * 4, 128 * 64 * 112 * 112
     indices = 8 * features // 4  # of the max-pool: autograd keeps them, and they come with its output
     statistics = 2 * 512 if inplace else 0  # of the batch norm, if that is what the ReLU writes to
@@ -344,14 +342,14 @@ def test_resnets(name: str, blocks: tuple[int, ...], inplace: bool) -> None:
 
 
 def test_densenet() -> None:
-    recording = convnet("densenet121").recording
-    stages = stages_of(recording)
+    program = convnet("densenet121").program
+    stages = stages_of(program)
     assert len(stages) == 18
-    blocks = [stages_with(recording, stages, f"features.denseblock{i}") for i in range(1, 5)]
+    blocks = [stages_with(program, stages, f"features.denseblock{i}") for i in range(1, 5)]
     assert blocks == [{3}, {7}, {11}, {15}]
     parts = [
         [
-            stages_with(recording, stages, f"features.transition{i}.{part}")
+            stages_with(program, stages, f"features.transition{i}.{part}")
             for part in ("norm", "relu", "conv", "pool")
         ]
         for i in range(1, 4)
@@ -361,10 +359,10 @@ def test_densenet() -> None:
 
 def test_meta_and_real_tensors_give_the_same() -> None:
     torch.manual_seed(0)
-    real = stages_of(profile_of(Masked(), torch.randn(8, 16)).recording)
+    real = stages_of(profile_of(Masked(), torch.randn(8, 16)).program)
     with torch.device("meta"):
         model, x = Masked(), torch.empty(8, 16)
-    assert stages_of(profile_of(model, x).recording) == real
+    assert stages_of(profile_of(model, x).program) == real
 
 
 def test_the_unit_is_the_innermost_call_around() -> None:
@@ -376,8 +374,8 @@ def test_the_unit_is_the_innermost_call_around() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.body(x).square().mean()
 
-    recording = profile_of(Outer(), torch.randn(8, 16)).recording
-    assert stages_of(recording).unit == "body"
+    program = profile_of(Outer(), torch.randn(8, 16)).program
+    assert stages_of(program).unit == "body"
 
 
 def test_what_cannot_run_again_stays() -> None:
@@ -390,11 +388,11 @@ def test_what_cannot_run_again_stays() -> None:
             return torch.tanh(x + torch.sin(torch.cumsum(self.linear(x), -1)))
 
     model, x = nn.Sequential(nn.Linear(16, 16), Sums(), Sums()), torch.randn(8, 16)
-    recording = profile_of(model, x).recording
-    stages = stages_of(recording)
+    program = profile_of(model, x).program
+    stages = stages_of(program)
     forward = [i for ops in stages.ops for i in ops]
-    kept = [i for i in forward if recording.ops[i].name == "aten.cumsum.default"]
-    assert [recording.ops[i].recomputable for i in kept] == [False, False]
+    kept = [i for i in forward if program.ops[i].name == "aten.cumsum.default"]
+    assert [program.ops[i].recomputable for i in kept] == [False, False]
     assert not set(kept) & set(drops_of(stages, [Operation(KEEP_INPUT, 1), Operation(KEEP_ALL, 1)]))
     assert stages.fixed_bytes == sum(4 * p.numel() for p in model.parameters()) + 2 * 4 * x.numel()
     assert stages.chain.saved_bytes[1:] == (4 * x.numel(),) * 3
@@ -403,13 +401,13 @@ def test_what_cannot_run_again_stays() -> None:
 # --- sizes and times ------------------------------------------------------------------------------
 
 
-def check_sums(recording: Recording, stages: Stages) -> None:
-    loss_ms = sum(recording.ops[i].time_ms for i in stages.ops[-1])
-    backward_ms = sum(op.time_ms for op in recording.ops if op.phase is Phase.BACKWARD)
-    assert sum(stages.chain.forward_ms) + loss_ms == pytest.approx(recording.forward_ms)
+def check_sums(program: Program, stages: Stages) -> None:
+    loss_ms = sum(program.ops[i].time_ms for i in stages.ops[-1])
+    backward_ms = sum(op.time_ms for op in program.ops if op.phase is Phase.BACKWARD)
+    assert sum(stages.chain.forward_ms) + loss_ms == pytest.approx(program.forward_ms)
     assert sum(stages.chain.backward_ms) == pytest.approx(loss_ms + backward_ms)
     assert [i for ops in stages.ops for i in ops] == [
-        i for i, op in enumerate(recording.ops) if op.phase is Phase.FORWARD
+        i for i, op in enumerate(program.ops) if op.phase is Phase.FORWARD
     ]
 
 
@@ -426,10 +424,10 @@ def check_sums(recording: Recording, stages: Stages) -> None:
     ],
 )
 def test_keeping_all_takes_what_the_replay_says(profile, at_most: float) -> None:  # type: ignore[no-untyped-def]
-    recording = profile().recording
-    stages = stages_of(recording)
-    check_sums(recording, stages)
-    found, real = chain_peak(stages, keep_everything(stages)), forward_backward_peak(recording)
+    program = profile().program
+    stages = stages_of(program)
+    check_sums(program, stages)
+    found, real = chain_peak(stages, keep_everything(stages)), forward_backward_peak(program)
     assert real <= found <= at_most * real
     assert all(xbar >= x for x, xbar in zip(stages.chain.output_bytes, stages.chain.saved_bytes, strict=True))
 
@@ -437,14 +435,14 @@ def test_keeping_all_takes_what_the_replay_says(profile, at_most: float) -> None
 @pytest.mark.parametrize("share", [0.5, 0.65])
 @pytest.mark.parametrize("profile", [language_model, lambda: convnet("resnet50")], ids=["lm", "resnet50"])
 def test_a_sequence_takes_what_the_replay_says(profile, share: float) -> None:  # type: ignore[no-untyped-def]
-    recording = profile().recording
-    stages = stages_of(recording)
+    program = profile().program
+    stages = stages_of(program)
     whole = peak(stages.chain.sizes(), keep_everything(stages))[0]
     found = sacplan.rotor(stages.chain, int(share * whole))
     drops = drops_of(stages, found.operations)
     assert set(drops.values()) == {1}
-    sites = recording.sites(recording.calls[stages.unit][0])
-    run = replay(recording, {stages.unit: {sites[op] for op in drops}})
+    sites = program.sites(program.calls[stages.unit][0])
+    run = replay(program, {stages.unit: {sites[op] for op in drops}})
     assert run.peak_bytes == pytest.approx(found.peak_bytes + stages.fixed_bytes, rel=0.005)
     # Rotor runs a stage whole; the op behind which the boundary is kept, and what is never asked for, does not run.
     assert 0 < run.recompute_ms <= found.total_ms - stages.chain.step_ms
@@ -453,22 +451,22 @@ def test_a_sequence_takes_what_the_replay_says(profile, share: float) -> None:  
 # --- how often each op's output is thrown away ----------------------------------------------------
 
 
-def simulated_drops(recording: Recording, stages: Stages, operations: Sequence[Operation]) -> dict[int, int]:
+def simulated_drops(program: Program, stages: Stages, operations: Sequence[Operation]) -> dict[int, int]:
     """Runs the sequence: which values are there, op by op; a value that is there is not made again."""
     thrown: Counter[int] = Counter()
     stage_of = {op: k for k, ops in enumerate(stages.ops) for op in ops}
-    mine = [{op for op in ops if recording.ops[op].writes} for ops in stages.ops]
+    mine = [{op for op in ops if program.ops[op].writes} for ops in stages.ops]
     makers: list[set[int]] = []
     needed: list[set[int]] = []
     for k, boundary in enumerate(stages.boundary):
         version, found = boundary, set()
         while version >= 0:
-            found.add(recording.writer[version])
-            version = recording.ops[recording.writer[version]].replaces
+            found.add(program.writer[version])
+            version = program.ops[program.writer[version]].replaces
         todo, seen = list(found), set(found)
         while todo:
-            for s in recording.ops[todo.pop()].reads:
-                op = recording.writer.get(s, -1)
+            for s in program.ops[todo.pop()].reads:
+                op = program.writer.get(s, -1)
                 if stage_of.get(op, -1) == k and op not in seen:
                     seen.add(op)
                     todo.append(op)
@@ -494,7 +492,7 @@ def simulated_drops(recording: Recording, stages: Stages, operations: Sequence[O
         thrown.update(gone)
         there -= gone
     last = set(stages.ops[-1])
-    return {op: n for op, n in thrown.items() if recording.ops[op].recomputable and op not in last}
+    return {op: n for op, n in thrown.items() if program.ops[op].recomputable and op not in last}
 
 
 def random_sequence(stages: int, seed: int) -> tuple[Operation, ...]:
@@ -518,19 +516,19 @@ def random_sequence(stages: int, seed: int) -> tuple[Operation, ...]:
     "profile", [small_mlp, language_model, lambda: convnet("resnet18", False)], ids=["mlp", "lm", "resnet18"]
 )
 def test_drops_are_those_of_a_simulation(profile) -> None:  # type: ignore[no-untyped-def]
-    recording = profile().recording
-    stages = stages_of(recording)
+    program = profile().program
+    stages = stages_of(program)
     most = 0
     for seed in range(40):
         operations = random_sequence(len(stages), seed)
         drops = drops_of(stages, operations)
-        assert drops == simulated_drops(recording, stages, operations)
+        assert drops == simulated_drops(program, stages, operations)
         most = max(most, *drops.values(), 0)
     assert most >= (3 if len(stages) > 5 else 1)
 
 
 def test_nothing_is_dropped_where_all_is_kept() -> None:
-    stages = stages_of(language_model().recording)
+    stages = stages_of(language_model().program)
     assert drops_of(stages, keep_everything(stages)) == {}
 
 
@@ -547,15 +545,15 @@ def test_what_only_backward_needs_is_dropped_once() -> None:
             self.last_norm = torch.exp(h).sum()  # not used by the loss
             return torch.tanh(x + self.b(h))
 
-    recording = profile_of(nn.Sequential(nn.Linear(16, 16), Side(), Side()), torch.randn(8, 16)).recording
-    stages = stages_of(recording)
-    assert [names(recording, ops) for ops in stages.side] == [[], ["exp", "sum"], ["exp", "sum"]]
+    program = profile_of(nn.Sequential(nn.Linear(16, 16), Side(), Side()), torch.randn(8, 16)).program
+    stages = stages_of(program)
+    assert [names(program, ops) for ops in stages.side] == [[], ["exp", "sum"], ["exp", "sum"]]
     three = [Operation(KEEP_INPUT, 1), Operation(KEEP_INPUT, 1), Operation(KEEP_ALL, 1)]
     drops = drops_of(stages, three)
     assert {drops[op] for op in stages.side[1]} == {1}
     assert {drops[op] for op in stages.path[1]} == {2}
     assert not set(stages.makers[1]) & set(drops)
-    assert drops == simulated_drops(recording, stages, three)
+    assert drops == simulated_drops(program, stages, three)
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -564,7 +562,7 @@ def test_what_only_backward_needs_is_dropped_once() -> None:
 def test_two_calls_of_the_model_are_no_chain() -> None:
     profile = profile_of(mlp(), torch.randn(4, 8), loss_fn=lambda m, b: (m(b) + m(2 * b)).sum())
     with pytest.raises(sacplan.PlanError, match=r"called 2 times.*loss_fn that calls the model once"):
-        stages_of(profile.recording)
+        stages_of(profile.program)
 
 
 def test_a_model_without_a_cut() -> None:
@@ -584,4 +582,4 @@ def test_a_model_without_a_cut() -> None:
         sacplan.PlanError,
         match=r"is one stage: .*made by aten.new_zeros.default in the model itself, .*another solver",
     ):
-        stages_of(profile.recording)
+        stages_of(profile.program)

@@ -9,9 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import sacplan
-from sacplan._trace import timing
-from sacplan._trace.devices import resolve_device
-from sacplan._trace.timing import MeasuredTimes, RealOp, outside_of_the_trace, run_for_real
+from sacplan._device import timing
+from sacplan._device.devices import resolve_device
+from sacplan._device.timing import MeasuredTimes, RealOp, outside_of_the_trace, run_for_real
 from sacplan.errors import DeviceError
 
 aten = torch.ops.aten
@@ -267,11 +267,11 @@ def test_a_profile_by_benchmark():
         real = sacplan.profile(model, tokens, device="cpu", runtime="benchmark", trace="real")
     roofline = sacplan.profile(model, tokens, device="cpu", optimizer=torch.optim.AdamW)
     assert torch.equal(state, torch.get_rng_state())
-    assert measured.recording.flops == roofline.recording.flops
+    assert measured.program.flops == roofline.program.flops
     assert measured.peak_bytes == roofline.peak_bytes
     assert measured.step_ms > 0
     assert real.step_ms > 0
-    assert all(op.time_ms > 0 for op in measured.recording.ops if op.flops)
+    assert all(op.time_ms > 0 for op in measured.program.ops if op.flops)
     assert all(p.grad is None for p in model.parameters())
 
 

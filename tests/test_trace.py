@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from sacplan._trace.fake_data import data_rules
-from sacplan._trace.recorder import Recorder
-from sacplan._trace.recording import Kind
-from sacplan._trace.step import Step, default_loss, preserved_state
+from sacplan._program.program import StorageKind
+from sacplan._record.fake_data import data_rules
+from sacplan._record.recorder import Recorder
+from sacplan._record.step import Step, default_loss, preserved_state
 from sacplan._verify.measure import measured_step
 from sacplan.errors import SacplanWarning
 from tests.models import LM, cross_entropy, tokens
@@ -167,7 +167,7 @@ def test_fake_and_real_trace_agree_with_each_other_and_with_the_allocator(optimi
         measured = measured_step(step, [batch])
     assert fake.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
     assert real.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
-    assert [op.name for op in fake.recording.ops] == [op.name for op in real.recording.ops]
+    assert [op.name for op in fake.program.ops] == [op.name for op in real.program.ops]
 
 
 def test_gpt2_and_a_mixture_of_experts_for_real():
@@ -460,7 +460,7 @@ def test_ops_that_are_looked_up_give_the_recording_that_they_give_without(device
     quick = profile()
     monkeypatch.setattr(Recorder, "_seen_ops", staticmethod(lambda rules: None))
     slow = profile()
-    assert quick.recording.to_dict() == slow.recording.to_dict()
+    assert quick.program.to_dict() == slow.program.to_dict()
 
 
 def test_ops_are_not_looked_up_where_another_mode_would_miss_them():
@@ -469,7 +469,7 @@ def test_ops_are_not_looked_up_where_another_mode_would_miss_them():
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
     with FlopCounterMode(display=False) as counter:
         profile = sacplan.profile(model, torch.rand(4, 16), device="h100")
-    assert counter.get_total_flops() == profile.recording.flops
+    assert counter.get_total_flops() == profile.program.flops
 
 
 @pytest.mark.parametrize("trace", ["fake", "real"])
@@ -485,9 +485,9 @@ def test_with_an_optimizer_the_model_runs_once(trace):
         model, torch.rand(2, 8), loss_fn=loss_fn, device="cpu", trace=trace, optimizer=torch.optim.Adam
     )
     assert len(calls) == 1
-    state = {s for s, kind in enumerate(profile.recording.storage_kinds) if kind == Kind.OPTIMIZER_STATE}
-    assert sum(profile.recording.storage_bytes[s] for s in state) == 2 * 4 + 2 * (8 * 8 + 8) * 4
-    assert state <= set(profile.recording.initial)
+    state = {s for s, kind in enumerate(profile.program.storage_kinds) if kind == StorageKind.OPTIMIZER_STATE}
+    assert sum(profile.program.storage_bytes[s] for s in state) == 2 * 4 + 2 * (8 * 8 + 8) * 4
+    assert state <= set(profile.program.initial)
 
 
 def test_the_collector_is_left_as_it_was():
@@ -516,7 +516,7 @@ def test_a_mask_that_masks_nothing_is_left_out_as_in_a_real_step():
     ids = torch.randint(0, 64, (2, 16))
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     names = [
-        [op.name for op in sacplan.profile(model, batch, device="cpu", trace=trace).recording.ops]
+        [op.name for op in sacplan.profile(model, batch, device="cpu", trace=trace).program.ops]
         for trace in ("fake", "real")
     ]
     assert names[0] == names[1]

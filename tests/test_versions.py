@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from sacplan._fit.tied import tied, without_loose_ends
-from sacplan._plan.replay import replay
-from sacplan._trace.ops import op_traits
-from sacplan._trace.recording import Event, Phase, Recording
+from sacplan._program.program import Event, Phase, Program
+from sacplan._recompute.in_place_groups import tied, without_loose_ends
+from sacplan._recompute.replay import replay
+from sacplan._torch.ops import op_traits
 from tests.models import bit_equal, grads_of
 
 aten = torch.ops.aten
@@ -43,24 +43,24 @@ def convnet(inplace: bool = True, activation: str = "relu") -> tuple[nn.Module, 
     return ConvNet(inplace, activation), torch.randn(4, 3, 16, 16)
 
 
-def forward_ops(recording: Recording, name: str) -> list[int]:
-    return [i for i, op in enumerate(recording.ops) if op.name == name and op.phase == Phase.FORWARD]
+def forward_ops(program: Program, name: str) -> list[int]:
+    return [i for i, op in enumerate(program.ops) if op.name == name and op.phase == Phase.FORWARD]
 
 
 def test_a_write_in_place_makes_a_version_that_takes_the_others_place() -> None:
     model, batch = convnet()
-    recording = sacplan.profile(model, batch, device="cpu").recording
-    writes = forward_ops(recording, "aten.relu_.default")
+    program = sacplan.profile(model, batch, device="cpu").program
+    writes = forward_ops(program, "aten.relu_.default")
     assert len(writes) == 4
     for i in writes:
-        op = recording.ops[i]
+        op = program.ops[i]
         assert op.recomputable
         assert op.replaces in op.reads
         assert not op.mutates
-        assert recording.ops[recording.overwritten[op.replaces]].name == "aten.native_batch_norm.default"
-        position = recording.events.index((Event.OP, i))
-        assert recording.events[position + 1] == (Event.FREE, op.replaces)
-        assert recording.inside_bytes[i] == op.workspace_bytes - recording.storage_bytes[op.replaces]
+        assert program.ops[program.overwritten[op.replaces]].name == "aten.native_batch_norm.default"
+        position = program.events.index((Event.OP, i))
+        assert program.events[position + 1] == (Event.FREE, op.replaces)
+        assert program.inside_bytes[i] == op.workspace_bytes - program.storage_bytes[op.replaces]
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu", "hardswish"])
@@ -71,7 +71,7 @@ def test_convnets_can_discard_batch_norms_and_what_is_written_in_place(
     model, batch = convnet(inplace, activation)
     profile = sacplan.profile(model, batch, device="cpu")
     plan = sacplan.plan_smallest(profile)
-    again = {profile.recording.ops[i].name for i in replay(profile.recording, plan.decisions).again}
+    again = {profile.program.ops[i].name for i in replay(profile.program, plan.decisions).again}
     assert "aten.native_batch_norm.default" in again
     assert plan.peak_bytes < 0.8 * profile.peak_bytes
     assert sacplan.verify(model, batch, plan).peak_bytes == plan.peak_bytes
@@ -119,17 +119,17 @@ class Tied(nn.Module):
 
 def test_readers_of_an_old_version_are_tied_to_its_maker() -> None:
     profile = sacplan.profile(Tied(), torch.randn(8, 16), device="cpu")
-    recording = profile.recording
-    (maker,) = [i for i in forward_ops(recording, "aten.addmm.default")][:1]
-    (early,) = forward_ops(recording, "aten.sigmoid.default")
-    (twice,) = forward_ops(recording, "aten.mul_.Tensor")
-    (relu,) = forward_ops(recording, "aten.relu_.default")
-    assert tied(recording, [(i,) for i in (maker, early, twice, relu)]) == ((maker, early, twice, relu),)
-    sites = recording.sites(recording.calls[""][0])
-    loose = without_loose_ends(recording, {"": [sites[early], sites[relu]]})
+    program = profile.program
+    (maker,) = [i for i in forward_ops(program, "aten.addmm.default")][:1]
+    (early,) = forward_ops(program, "aten.sigmoid.default")
+    (twice,) = forward_ops(program, "aten.mul_.Tensor")
+    (relu,) = forward_ops(program, "aten.relu_.default")
+    assert tied(program, [(i,) for i in (maker, early, twice, relu)]) == ((maker, early, twice, relu),)
+    sites = program.sites(program.calls[""][0])
+    loose = without_loose_ends(program, {"": [sites[early], sites[relu]]})
     assert loose == {"": ()}
     whole = [sites[i] for i in (maker, early, twice, relu)]
-    assert without_loose_ends(recording, {"": whole}) == {"": tuple(whole)}
+    assert without_loose_ends(program, {"": whole}) == {"": tuple(whole)}
 
 
 def test_what_cannot_be_told_apart_is_kept() -> None:
@@ -143,10 +143,10 @@ def test_what_cannot_be_told_apart_is_kept() -> None:
             w.add_(x)  # what a factory made
             return (y.exp() * z * w).sum()
 
-    recording = sacplan.profile(Through(), torch.randn(8, 16, requires_grad=True), device="cpu").recording
-    writes = [op for op in recording.ops if op.mutates and op.phase == Phase.FORWARD]
+    program = sacplan.profile(Through(), torch.randn(8, 16, requires_grad=True), device="cpu").program
+    writes = [op for op in program.ops if op.mutates and op.phase == Phase.FORWARD]
     assert len(writes) == 3
-    assert not recording.overwritten
+    assert not program.overwritten
     assert not any(op.recomputable for op in writes)
 
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 
 import sacplan
-from sacplan._trace.ops import tensors_in
-from sacplan._trace.step import Step, default_loss
-from sacplan._trace.workspace import measured_reserves, measured_workspace_bytes
+from sacplan._device.workspace import measured_reserves, measured_workspace_bytes
+from sacplan._record.step import Step, default_loss
+from sacplan._torch.ops import tensors_in
 from sacplan._verify.measure import allocation_deltas, allocation_events, bytes_alive, measured_step
 from sacplan.errors import TraceError
 

@@ -1,1 +1,1 @@
-"""Stage 5: carry a plan out on the model, by recipes or as tags under torch.compile."""
+"""``apply``: put the decisions of a plan on a model."""

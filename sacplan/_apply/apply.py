@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from sacplan._apply.recipes import PlannedForward
-from sacplan._fit.graph import is_submodule
+from sacplan._classical.graph import is_submodule
 from sacplan._plan.plan import Plan
-from sacplan._trace.step import own_checkpointing
+from sacplan._recompute.executor.recipes import PlannedForward
+from sacplan._record.step import own_checkpointing
 from sacplan.errors import PlanError, PlanMismatch
 
 

@@ -129,7 +129,7 @@ def _show(found: Capacity, facts: dict[str, Any]) -> None:
 
 
 def _row(point: CapacityPoint, found: Capacity) -> list[str]:
-    from sacplan._plan.budget import format_bytes
+    from sacplan._program.budget import format_bytes
 
     def figure(value: float | None) -> str:
         return "" if value is None else f"{value:.2f}"

@@ -13,7 +13,7 @@ from sacplan._cli import architectures
 from sacplan._cli.exits import TargetError
 
 if TYPE_CHECKING:
-    from sacplan._trace.fingerprint import Fingerprint
+    from sacplan._program.fingerprint import Fingerprint
 
 DEFAULT_BATCH = 1
 DEFAULT_SEQ = 1024

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from sacplan import Plan, Profile, Verification
     from sacplan._cli.targets import Target
-    from sacplan._trace.ranks import Ranks
-    from sacplan._trace.recording import Recording
+    from sacplan._program.program import Program
+    from sacplan._ranks.ranks import Ranks
 
 _GROUPS = 20  # rows of units; the rest is counted
 _OPS = 6  # names in a row
@@ -27,7 +27,7 @@ Pairs = list[tuple[str, str]]
 
 def size(n_bytes: int | None) -> str:
     """Bytes for people, and exactly."""
-    from sacplan._plan.budget import format_bytes
+    from sacplan._program.budget import format_bytes
 
     return "none" if n_bytes is None else f"{format_bytes(n_bytes)} ({n_bytes} bytes)"
 
@@ -45,28 +45,28 @@ def target_pairs(facts: Mapping[str, Any]) -> Pairs:
     return [("model", f"{facts['model']} ({', '.join(f'{k} {v}' for k, v in shown.items())})")]
 
 
-def ranks_text(ranks: Ranks, recording: Recording | None = None) -> str:
+def ranks_text(ranks: Ranks, program: Program | None = None) -> str:
     """Over how many ranks a step is spread, and how; with its recording, how many modules each pattern is."""
     if ranks.world_size == 1:
         return "one device"
     if ranks.fsdp_units is None:
         return f"one of {ranks.world_size} ranks (DistributedDataParallel)"
-    units = ", ".join(_unit(pattern, recording) for pattern in ranks.fsdp_units)
+    units = ", ".join(_unit(pattern, program) for pattern in ranks.fsdp_units)
     return f"one of {ranks.world_size} ranks (fully_shard: {units})"
 
 
-def _unit(pattern: str, recording: Recording | None) -> str:
-    from sacplan._trace.shards import resolve_units
+def _unit(pattern: str, program: Program | None) -> str:
+    from sacplan._ranks.shards import resolve_units
 
     if not pattern:
         return "the model"
-    if recording is None or not re.search(r"[*?[]", pattern):
+    if program is None or not re.search(r"[*?[]", pattern):
         return pattern
-    return f"{len(resolve_units([pattern], recording))} x {pattern}"
+    return f"{len(resolve_units([pattern], program))} x {pattern}"
 
 
-def _spread(ranks: Ranks, recording: Recording | None = None) -> str:
-    return "" if ranks.world_size == 1 else f", {ranks_text(ranks, recording)}"
+def _spread(ranks: Ranks, program: Program | None = None) -> str:
+    return "" if ranks.world_size == 1 else f", {ranks_text(ranks, program)}"
 
 
 def profile_facts(profile: Profile) -> dict[str, Any]:
@@ -81,8 +81,8 @@ def profile_facts(profile: Profile) -> dict[str, Any]:
         "peak_module": profile.baseline.peak_fqn,
         "step_ms": profile.step_ms,
         "forward_ms": profile.forward_ms,
-        "step_flops": profile.recording.flops,
-        "ops": len(profile.recording.ops),
+        "step_flops": profile.program.flops,
+        "ops": len(profile.program.ops),
         "trace": profile.trace,
         "runtime": profile.runtime,
         "assumptions": list(profile.assumptions),
@@ -98,11 +98,11 @@ def show_profile(profile: Profile, facts: Mapping[str, Any]) -> None:
             *(target_pairs(facts) or [("model", profile.fingerprint.model_class)]),
             (
                 "device",
-                f"{profile.device}, {size(profile.device_memory_bytes)}{_spread(profile.ranks, profile.recording)}",
+                f"{profile.device}, {size(profile.device_memory_bytes)}{_spread(profile.ranks, profile.program)}",
             ),
             ("peak", f"{size(profile.peak_bytes)}, in the {where}"),
             ("step", f"{profile.step_ms:.2f} ms ({profile.runtime}), forward {profile.forward_ms:.2f} ms"),
-            ("recorded", f"{len(profile.recording.ops)} ops ({profile.trace})"),
+            ("recorded", f"{len(profile.program.ops)} ops ({profile.trace})"),
         ]
     )
     _assumptions(profile)
@@ -134,7 +134,7 @@ def show_plan(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> None:
     print_pairs(
         [
             *(target_pairs(facts) or [("model", plan.fingerprint.model_class)]),
-            ("device", plan.device + _spread(plan.ranks, profile.recording)),
+            ("device", plan.device + _spread(plan.ranks, profile.program)),
             ("unplanned", size(plan.baseline_peak_bytes)),
             ("budget", size(plan.budget_bytes)),
             ("planned", size(plan.peak_bytes)),
@@ -260,7 +260,7 @@ _FRONTIER = {
 
 def show_frontier(frame: pd.DataFrame, profile: Profile) -> None:
     """A frontier."""
-    from sacplan._plan.budget import format_bytes
+    from sacplan._program.budget import format_bytes
 
     def text(column: str, value: Any) -> str:
         if column.endswith("_bytes"):
@@ -272,7 +272,7 @@ def show_frontier(frame: pd.DataFrame, profile: Profile) -> None:
     rows = [[text(c, row[c]) for c in _FRONTIER] for row in frame.to_dict("records")]
     print_table(list(_FRONTIER.values()), rows)
     if profile.ranks.world_size > 1:
-        note(f"all figures are those of {ranks_text(profile.ranks, profile.recording)}")
+        note(f"all figures are those of {ranks_text(profile.ranks, profile.program)}")
 
 
 def show_devices(frame: pd.DataFrame) -> None:

@@ -19,7 +19,7 @@ from sacplan.errors import InfeasibleBudget
 
 if TYPE_CHECKING:
     from sacplan import DeviceSpec, Plan, Profile, Verification
-    from sacplan._trace.ranks import Ranks
+    from sacplan._ranks.ranks import Ranks
 
 _Value = TypeVar("_Value")
 
@@ -42,7 +42,7 @@ def hf_options(
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class TraceOptions:
     """How a step is to be recorded; None where the command line says nothing."""
 
     device: str | None
@@ -58,7 +58,7 @@ class Recording:
         Raises:
             TargetError: units, and one rank.
         """
-        from sacplan._trace.ranks import Ranks
+        from sacplan._ranks.ranks import Ranks
 
         if self.fsdp_units and (self.world_size or 1) == 1:
             raise TargetError(
@@ -74,7 +74,7 @@ class Recording:
 
 def resolved_device(text: str | None) -> DeviceSpec:
     """The device of ``--device``: a name, or a file that ``DeviceSpec.save`` wrote."""
-    from sacplan._trace.devices import DeviceSpec, resolve_device
+    from sacplan._device.devices import DeviceSpec, resolve_device
 
     text = text or DEFAULT_DEVICE
     return DeviceSpec.load(existing(text)) if is_json_file(text) else resolve_device(text)
@@ -100,7 +100,7 @@ class Source:
         return self.target.facts if self.target else {}
 
 
-def profile_of(source: str, how: Recording, options: HfOptions) -> Source:
+def profile_of(source: str, how: TraceOptions, options: HfOptions) -> Source:
     """Load a saved profile, or record the step of a target.
 
     Raises:
@@ -116,9 +116,9 @@ def profile_of(source: str, how: Recording, options: HfOptions) -> Source:
     return Source(_record(target, spec, how, ranks), target, Origin.of(target))
 
 
-def _record(target: Target, spec: DeviceSpec, how: Recording, ranks: Ranks | None) -> Profile:
+def _record(target: Target, spec: DeviceSpec, how: TraceOptions, ranks: Ranks | None) -> Profile:
     import sacplan
-    from sacplan._trace.ranks import ONE_RANK
+    from sacplan._ranks.ranks import ONE_RANK
 
     ranks = ranks or ONE_RANK
     with stage("tracing"), users_code(f"the step of {target.name}"):
@@ -135,7 +135,7 @@ def _record(target: Target, spec: DeviceSpec, how: Recording, ranks: Ranks | Non
         )
 
 
-def _saved_profile(source: str, how: Recording, options: HfOptions) -> Source:
+def _saved_profile(source: str, how: TraceOptions, options: HfOptions) -> Source:
     import sacplan
 
     given = [*how.given(), *options.given()]
@@ -227,8 +227,8 @@ def verified(target: Target, plan: Plan, mode: Mode) -> Verification:
 
 def check_early(budget: str | None, solver: str) -> None:
     """What is wrong without looking at the model is said before it is recorded."""
-    from sacplan._plan.budget import parse_budget
     from sacplan._plan.planning import resolve_solver
+    from sacplan._program.budget import parse_budget
 
     if budget is not None:
         parse_budget(budget, 2**40)
@@ -245,14 +245,14 @@ def planned(
 ) -> Plan:
     """A plan of a profile; where there is none, hints at what to change."""
     import sacplan
-    from sacplan._plan.landscape import landscape_of
-    from sacplan._plan.pins import resolve_pins
+    from sacplan._plan.context import planning_context
+    from sacplan._recompute.pins import resolve_pins
 
     profile = source.profile
     kept, left = tuple(keep or ()), tuple(never or ())
     with stage("fitting"):  # what plan would start with, and finds then
-        pins = resolve_pins(profile.recording, profile.fingerprint, kept, left)
-        landscape_of(profile.recording, objective.value, pins)
+        pins = resolve_pins(profile.program, profile.fingerprint, kept, left)
+        planning_context(profile.program, objective.value, pins)
     with stage("solving"), with_hints(source.origin, profile.ranks):
         return sacplan.plan(profile, budget, solver, objective.value, keep=kept, never=left)
 

@@ -44,7 +44,7 @@ def profile_command(
         raise TargetError(
             f"{target} is a file of JSON; profile needs the model itself, for example train.py:make."
         )
-    how = sources.Recording(device, runtime, trace, world_size, fsdp_unit)
+    how = sources.TraceOptions(device, runtime, trace, world_size, fsdp_unit)
     read = sources.profile_of(target, how, sources.hf_options(batch, seq, dtype, optimizer, attn))
     profile = read.profile
     if output is not None:
@@ -90,7 +90,7 @@ def plan_command(
     if output is not None:
         check_output(output, "plan", force)
     sources.check_early(budget, solver)
-    how = sources.Recording(device, runtime, trace, world_size, fsdp_unit)
+    how = sources.TraceOptions(device, runtime, trace, world_size, fsdp_unit)
     read = sources.profile_of(source, how, sources.hf_options(batch, seq, dtype, optimizer, attn))
     plan = sources.planned(read, budget, solver, objective, keep, never)
     if output is not None:

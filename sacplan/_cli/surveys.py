@@ -42,7 +42,7 @@ def frontier_command(
 
     if output is not None:
         check_output(output, "curve", force)
-    how = sources.Recording(device, runtime, trace, world_size, fsdp_unit)
+    how = sources.TraceOptions(device, runtime, trace, world_size, fsdp_unit)
     read = sources.profile_of(source, how, sources.hf_options(batch, seq, dtype, optimizer, attn))
     profile = read.profile
     with stage(f"solving at {points} budgets"):
@@ -117,7 +117,7 @@ def report_command(
     if budget is not None:
         sources.check_early(budget, "best")
     plan = None if plan_file is None else sources.plan_from(plan_file)
-    how = sources.Recording(device, runtime, None, world_size, fsdp_unit)
+    how = sources.TraceOptions(device, runtime, None, world_size, fsdp_unit)
     read = sources.profile_of(source, how, sources.hf_options(batch, seq, dtype, optimizer, attn))
     profile = read.profile
     if plan is not None and plan.ranks != profile.ranks:
@@ -200,7 +200,7 @@ throughput_command = _capacity_command(
 
 def devices_command(as_json: o.JsonOption = False, debug: o.DebugOption = False) -> None:
     """The devices that can be planned for: memory, bandwidth, dense TFLOP/s by type, and where that is from."""
-    from sacplan._trace.devices import devices
+    from sacplan._device.devices import devices
 
     frame = devices()
     if as_json:

@@ -1,1 +1,1 @@
-"""Stage 4: propose, replay on the recording, tighten; the plan is the cheapest that holds."""
+"""``plan``: propose, rewrite, measure, correct; the cheapest plan that holds the budget."""

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from sacplan._plan.budget import format_bytes
-from sacplan._plan.landscape import landscape_of
+from sacplan._device.devices import DeviceSpec
+from sacplan._plan.context import planning_context
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import plan
+from sacplan._profile.profile import Profile, Trace, profile
+from sacplan._program.budget import format_bytes
+from sacplan._program.fingerprint import Fingerprint
+from sacplan._record.step import LossFn, resolve_batch
 from sacplan._solve.solvers import Solver
-from sacplan._trace.devices import DeviceSpec
-from sacplan._trace.fingerprint import Fingerprint
-from sacplan._trace.profile import Profile, Trace, profile
-from sacplan._trace.step import LossFn, resolve_batch
 from sacplan.errors import InfeasibleBudget, PlanError, TraceError
 
 _SECOND = 8  # the size looked at after one: far enough for a slope, small enough to be quick
@@ -102,7 +102,7 @@ class BatchSizes:
             return self.points[n]
         traced = self._profile(n)
         self._check_batch_follows(n, traced.fingerprint)
-        floor = landscape_of(traced.recording).timeline.floor_bytes
+        floor = planning_context(traced.program).timeline.floor_bytes
         found, peak = None, None
         if floor <= self.budget_bytes or n == 1:
             try:

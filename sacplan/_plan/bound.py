@@ -6,7 +6,7 @@ leaves beside everything else that is alive. From those, all that the rest of th
 each op that makes a missing tensor runs at least once more. Each moment gives a bound; the largest counts, of
 some moments at which most is alive without a plan.
 
-The least time of that is again a minimum cut (see ``_fit/closure.py``), over the whole forward pass at once.
+The least time of that is again a minimum cut (see ``_recompute/closure.py``), over the whole forward pass at once.
 Its Lagrangian dual is concave in the price of a byte; each price gives a valid bound, and a few cuts find the
 best. Capacities are rounded down to integers, so the bound errs to the safe side. Every op counts as one that
 could run again, and what is written in place as available at no cost: both only lower the bound.
@@ -29,7 +29,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from sacplan._plan.effects import Timeline
-from sacplan._trace.recording import Event, Phase
+from sacplan._program.program import Event, Phase
 
 _LARGEST = 2**30  # capacities are 32-bit integers, and so is the flow
 _MOMENTS, _EFFORT = 6, 20_000  # how many, and how many ops they may look at together
@@ -93,18 +93,18 @@ class _Moment:
     def __init__(
         self, timeline: Timeline, costs: Sequence[float], moment: int, pinned: frozenset[int]
     ) -> None:
-        recording = timeline.recording
+        program = timeline.program
         self._costs = costs
-        self._sizes = recording.storage_bytes
+        self._sizes = program.storage_bytes
         self._lines: list[_Line] = []
         pending = _held_for_later(timeline, moment)
-        fixed = {s for s in pending if recording.writer.get(s) in pinned}
+        fixed = {s for s in pending if program.writer.get(s) in pinned}
         held = [s for s in pending if s not in fixed]
         self._all = sum(self._sizes[s] for s in held)
         self._rest = int(timeline.at_op[moment]) - self._all
 
         writers: dict[int, list[int]] = {}
-        for i, op in enumerate(recording.ops[:moment]):
+        for i, op in enumerate(program.ops[:moment]):
             if op.phase == Phase.FORWARD:
                 for s in (*op.writes, *op.mutates):
                     writers.setdefault(s, []).append(i)
@@ -119,7 +119,7 @@ class _Moment:
             if len(writers.get(s, ())) != 1 or writers[s][0] in pinned:
                 continue
             maker = self._makers[s] = writers[s][0]
-            for read in recording.ops[maker].reads:
+            for read in program.ops[maker].reads:
                 if read not in free and len(writers.get(read, ())) <= 1:
                     self._edges[maker, read] = None
                     if read not in wanted:
@@ -223,13 +223,13 @@ class _Moment:
 
 def _held_for_later(timeline: Timeline, moment: int) -> list[int]:
     """Storages that are alive at an op only because autograd holds them for later."""
-    recording = timeline.recording
+    program = timeline.program
     pending: dict[int, int] = {}
-    for code, arg in recording.events[: int(timeline.op_events[moment]) + 1]:
+    for code, arg in program.events[: int(timeline.op_events[moment]) + 1]:
         if code == Event.PACK:
-            s = recording.handle_storages[arg]
+            s = program.handle_storages[arg]
             pending[s] = pending.get(s, 0) + 1
         elif code == Event.RELEASE:
-            pending[recording.handle_storages[arg]] -= 1
+            pending[program.handle_storages[arg]] -= 1
     otherwise = timeline.alive_otherwise(moment)
     return sorted(s for s, count in pending.items() if count and s not in otherwise)

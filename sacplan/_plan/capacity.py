@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._plan.batch_sizes import BatchSizes, CapacityPoint
-from sacplan._plan.budget import format_bytes, parse_budget
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import resolve_solver
+from sacplan._profile.profile import Trace
+from sacplan._program.budget import format_bytes, parse_budget
+from sacplan._record.step import LossFn
 from sacplan._solve.solvers import Solver
-from sacplan._trace.devices import DeviceSpec, resolve_device
-from sacplan._trace.profile import Trace
-from sacplan._trace.step import LossFn
 from sacplan.errors import BudgetError, PlanError
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def max_batch(
     Headroom: the peak of a plan is the sum of what is alive, rounded as the allocator rounds it, with cuBLAS'
     workspaces. The headroom is for what takes memory besides:
 
-    - Holes between blocks. Played through torch's default allocator (``sacplan/_trace/allocator.py``, with free
+    - Holes between blocks. Played through torch's default allocator (``benchmarks/allocator.py``, with free
       segments given back when memory runs out; not compared with a GPU), the plans of ``python -m
       benchmarks.capacity`` need 0.2 to 2.3% more memory than their peak, and up to 10% where the output holds the
       keys and values of all layers (``use_cache=True`` in transformers). 15% covers that. With
@@ -175,7 +175,7 @@ def throughput(
     between those; then, around the best, the middles of the gaps to its neighbours, until there are none or
     16 were looked at. So the result is the best of ``points``, and no more than that is claimed.
 
-    Times are predictions of a cost model, the roofline of the device (``sacplan/_trace/cost.py``): each kernel at a
+    Times are predictions of a cost model, the roofline of the device (``sacplan/_device/cost.py``): each kernel at a
     fixed share of the peak, whatever its shape. It knows no waves or tiles, so it cannot tell 63 from 64.
 
     Args and errors: as for ``max_batch``.

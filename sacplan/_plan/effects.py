@@ -1,14 +1,14 @@
-"""What every option of every cell does to memory, at every stretch of the step.
+"""What every option of every region does to memory, at every interval of the step.
 
-The peak of a plan is the replay's to say, but a replay tells one plan from another only by trying. Cells that
+The peak of a plan is the replay's to say, but a replay tells one plan from another only by trying. Regions that
 keep what passes between them do not touch each other's storages, so what their options change *adds up*:
 
-    peak(stretch) = base(stretch) + sum over cells of effect(cell, option, stretch)
+    peak(interval) = base(interval) + sum over regions of effect(region, option, interval)
 
-A stretch is a run of ops of one cell (or of none) in one phase. Within it only that cell's own options change
+A interval is a run of ops of one region (or of none) in one phase. Within it only that region's own options change
 over time, so the sum is exact: the recomputed tensors that live there, the gradients that come in, and the
 workspace of the kernels are all in it. Each effect is found by replaying just the events that touch the
-cell's storages, once for each kind of cell. Where cells do share a storage the sum may be off, which a full
+region's storages, once for each kind of region. Where regions do share a storage the sum may be off, which a full
 replay shows.
 """
 
@@ -21,9 +21,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from sacplan._fit.cells import Cell, Option
-from sacplan._plan.replay import Replayer
-from sacplan._trace.recording import Event, Phase, Recording
+from sacplan._program.program import Event, Phase, Program
+from sacplan._recompute.regions import Option, Region
+from sacplan._recompute.replay import Replayer
 
 Bytes = npt.NDArray[np.int64]
 
@@ -32,10 +32,10 @@ _ALIKE = 2e-3
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """An option's effect in the cell's own events, equal for cells of one kind.
+    """An option's effect in the region's own events, equal for regions of one kind.
 
     Attributes:
-        after: by event of the cell, bytes that are alive more (or less) from it on.
+        after: by event of the region, bytes that are alive more (or less) from it on.
         during: the same while the event's op runs.
         again: pairs (event, bytes): alive while something runs again just before it, over what is alive there
             without the option.
@@ -49,20 +49,20 @@ class _Shape:
 class Timeline:
     """A recorded step without a plan, indexed for asking what changes would do to it."""
 
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
-        self.events_of: list[list[int]] = [[] for _ in recording.storage_bytes]
-        self.death: list[int | None] = [None] * len(recording.storage_bytes)
-        self.op_events = np.empty(len(recording.ops), dtype=np.int64)
-        self.before_event = np.empty(len(recording.events), dtype=np.int64)
-        self.at_op = np.empty(len(recording.ops), dtype=np.int64)
-        self.shapes: dict[tuple[object, ...], _Shape] = {}  # of the options of each kind of cell
-        self.exit_event = [0] * len(recording.scopes)
-        self.enter_event = [0] * len(recording.scopes)
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.events_of: list[list[int]] = [[] for _ in program.storage_bytes]
+        self.death: list[int | None] = [None] * len(program.storage_bytes)
+        self.op_events = np.empty(len(program.ops), dtype=np.int64)
+        self.before_event = np.empty(len(program.events), dtype=np.int64)
+        self.at_op = np.empty(len(program.ops), dtype=np.int64)
+        self.shapes: dict[tuple[object, ...], _Shape] = {}  # of the options of each kind of region
+        self.exit_event = [0] * len(program.scopes)
+        self.enter_event = [0] * len(program.scopes)
         self._fill()
 
     def _fill(self) -> None:
-        r = self.recording
+        r = self.program
         run = Replayer(r, ())
         run.begin()
         self.first = run.live
@@ -87,7 +87,7 @@ class Timeline:
 
     def storage(self, code: int, arg: int) -> int:
         """The storage that an event is about."""
-        r = self.recording
+        r = self.program
         if code in (Event.PACK, Event.RELEASE):
             return r.handle_storages[arg]
         if code in (Event.UNPACK, Event.DROP):
@@ -97,7 +97,7 @@ class Timeline:
     @cached_property
     def floor_bytes(self) -> int:
         """What is alive at some op for other reasons than autograd's holding it: no plan has a lower peak."""
-        r = self.recording
+        r = self.program
         held = [0] * len(r.storage_bytes)
         live = most = 0
 
@@ -123,7 +123,7 @@ class Timeline:
     @property
     def asked_early(self) -> frozenset[int]:
         """Storages that autograd has asked for by the op of the backward pass at which most is alive."""
-        r = self.recording
+        r = self.program
         backward = [i for i, op in enumerate(r.ops) if op.phase == Phase.BACKWARD]
         if not backward:
             return frozenset()
@@ -133,7 +133,7 @@ class Timeline:
 
     def alive_otherwise(self, op: int) -> set[int]:
         """Storages that something other than a handle of autograd keeps alive while an op runs."""
-        r = self.recording
+        r = self.program
         alive = set(r.initial)
         out: dict[int, int] = {}  # tensors that autograd has handed out
         for code, arg in r.events[: int(self.op_events[op]) + 1]:
@@ -148,18 +148,18 @@ class Timeline:
                 out[s] = out.get(s, 0) + (1 if code == Event.UNPACK else -1)
         return alive.union(s for s, count in out.items() if count)
 
-    def events_for(self, cell: Cell) -> list[tuple[int, int, int]]:
-        """(position, code, argument) of the events that say how long what a cell touches is alive.
+    def events_for(self, region: Region) -> list[tuple[int, int, int]]:
+        """(position, code, argument) of the events that say how long what a region touches is alive.
 
-        What comes from outside is alive until its last event, whatever the cell does.
+        What comes from outside is alive until its last event, whatever the region does.
         """
-        r = self.recording
-        ops = [op for group in cell.members for op in group]
+        r = self.program
+        ops = [op for group in region.members for op in group]
         made = {s for op in ops for s in r.ops[op].writes}
         positions = {int(self.op_events[op]) for op in ops}
         for s in made:
             positions.update(self.events_of[s])
-        for scope in r.calls.get(cell.unit, ()):
+        for scope in r.calls.get(region.unit, ()):
             positions.update((self.enter_event[scope], self.exit_event[scope]))
         events = [(p, *r.events[p]) for p in positions]
         for s in {s for op in ops for s in r.ops[op].reads} - made:
@@ -174,73 +174,78 @@ class Additive:
     """Choices whose effects on memory add up: what a solver sees.
 
     Attributes:
-        cells: each takes one of its options.
-        base: by stretch (a memory row), bytes if all cells take their first option.
-        changes: by cell, options x stretches: the bytes by which an option changes each stretch.
-        wide_cost: once, if any option is taken that makes a module around several cells a unit.
+        regions: each takes one of its options.
+        base: by interval (a memory row), bytes if all regions take their first option.
+        changes: by region, options x intervals: the bytes by which an option changes each interval.
+        wide_cost: once, if any option is taken that makes a module around several regions a unit.
     """
 
-    cells: tuple[Cell, ...]
+    regions: tuple[Region, ...]
     base: Bytes
     changes: tuple[Bytes, ...]
     wide_cost: float = 0.0
     costs: tuple[npt.NDArray[np.float64], ...] = field(init=False)
-    """By cell and option."""
+    """By region and option."""
 
     def __post_init__(self) -> None:
-        costs = tuple(np.array([o.cost for o in cell.options]) for cell in self.cells)
+        costs = tuple(np.array([o.cost for o in region.options]) for region in self.regions)
         object.__setattr__(self, "costs", costs)
 
     def peak(self, choice: Mapping[int, int]) -> tuple[int, int]:
-        """The peak if each cell takes that option (those left out keep everything), and its stretch."""
+        """The peak if each region takes that option (those left out keep everything), and its interval."""
         total = self.total(choice)
         at = int(total.argmax())
         return int(total[at]), at
 
     def total(self, choice: Mapping[int, int]) -> Bytes:
-        """By stretch, the most that is alive in it."""
+        """By interval, the most that is alive in it."""
         total = self.base.copy()
-        for cell, option in choice.items():
-            total += self.changes[cell][option]
+        for region, option in choice.items():
+            total += self.changes[region][option]
         return total
 
     def cost(self, choice: Mapping[int, int]) -> float:
         """What a choice recomputes, and the cost of a wide unit."""
-        wide = any(self.cells[cell].wide[option] for cell, option in choice.items())
-        return sum(float(self.costs[cell][option]) for cell, option in choice.items()) + wide * self.wide_cost
+        wide = any(self.regions[region].wide[option] for region, option in choice.items())
+        return (
+            sum(float(self.costs[region][option]) for region, option in choice.items())
+            + wide * self.wide_cost
+        )
 
 
-def effects_of(timeline: Timeline, cells: Sequence[Cell], wide_cost: float = 0.0) -> Additive:
-    """The effects of the options of cells, over the stretches of a step; options that others undercut are left out."""
-    found = _Effects(timeline, cells)
+def effects_of(timeline: Timeline, regions: Sequence[Region], wide_cost: float = 0.0) -> Additive:
+    """The effects of the regions' options on the intervals of a step; dominated options are left out."""
+    found = _Effects(timeline, regions)
     kept, changes = found.without_dominated()
     return Additive(kept, found.base, changes, wide_cost)
 
 
 class _Effects:
-    """Works the effects out; ``first_op``: by stretch, the first recorded op in it (-1: before the step)."""
+    """Works the effects out; ``first_op``: by interval, the first recorded op in it (-1: before the step)."""
 
-    def __init__(self, timeline: Timeline, cells: Sequence[Cell]) -> None:
+    def __init__(self, timeline: Timeline, regions: Sequence[Region]) -> None:
         self.timeline = timeline
-        self.cells = tuple(cells)
-        self.first_op = self._stretches()
+        self.regions = tuple(regions)
+        self.first_op = self._intervals()
         self._starts = np.array([int(op) for op in self.first_op if op >= 0])
         self.base = self._with_first(np.maximum.reduceat(timeline.at_op, self._starts))
         self._last_event = timeline.op_events[np.append(self._starts[1:] - 1, len(timeline.at_op) - 1)]
 
-    def _with_first(self, by_stretch: Bytes) -> Bytes:
-        return np.concatenate([np.array([self.timeline.first], dtype=np.int64), by_stretch])
+    def _with_first(self, by_interval: Bytes) -> Bytes:
+        return np.concatenate([np.array([self.timeline.first], dtype=np.int64), by_interval])
 
-    def _stretches(self) -> list[int]:
-        """First ops of the runs of ops of one cell in one phase; -1 stands for the state before the step."""
-        recording = self.timeline.recording
-        cell_of_op = {op: i for i, cell in enumerate(self.cells) for group in cell.members for op in group}
-        cell_of_scope: dict[int, int] = {}
-        for i, cell in cell_of_op.items():
-            cell_of_scope.setdefault(recording.ops[i].scope, cell)
+    def _intervals(self) -> list[int]:
+        """First ops of the runs of ops of one region in one phase; -1 stands for the state before the step."""
+        program = self.timeline.program
+        region_of_op = {
+            op: i for i, region in enumerate(self.regions) for group in region.members for op in group
+        }
+        region_of_scope: dict[int, int] = {}
+        for i, region in region_of_op.items():
+            region_of_scope.setdefault(program.ops[i].scope, region)
         starts, before = [-1], None
-        for i, op in enumerate(recording.ops):
-            here = (op.phase, cell_of_op.get(i, cell_of_scope.get(op.scope, -1)))
+        for i, op in enumerate(program.ops):
+            here = (op.phase, region_of_op.get(i, region_of_scope.get(op.scope, -1)))
             if here != before:
                 starts.append(i)
                 before = here
@@ -250,13 +255,15 @@ class _Effects:
         timeline = self.timeline
         patterns: dict[tuple[object, ...], list[_Shape]] = {}
         found = []
-        for cell in self.cells:
-            changes = np.zeros((len(cell.options), len(self.base)), dtype=np.int64)
-            if len(cell.options) > 1:
-                events = timeline.events_for(cell)
-                key = (cell.kind, self._pattern(events))
+        for region in self.regions:
+            changes = np.zeros((len(region.options), len(self.base)), dtype=np.int64)
+            if len(region.options) > 1:
+                events = timeline.events_for(region)
+                key = (region.kind, self._pattern(events))
                 if key not in patterns:
-                    patterns[key] = [self._shape_of(key, cell, option, events) for option in cell.options[1:]]
+                    patterns[key] = [
+                        self._shape_of(key, region, option, events) for option in region.options[1:]
+                    ]
                 where = np.array([position for position, _, _ in events], dtype=np.int64)
                 last = np.searchsorted(where, timeline.op_events, side="right") - 1
                 exact = where[np.maximum(last, 0)] == timeline.op_events
@@ -265,42 +272,42 @@ class _Effects:
             found.append(changes)
         return tuple(found)
 
-    def without_dominated(self) -> tuple[tuple[Cell, ...], tuple[Bytes, ...]]:
-        """Leaves out options that another one undercuts, or nearly, in cost and, at every stretch, in memory.
+    def without_dominated(self) -> tuple[tuple[Region, ...], tuple[Bytes, ...]]:
+        """Leaves out options that another one undercuts, or nearly, in cost and, at every interval, in memory.
 
-        Nearly: all cells together lose no more than a share of ``_ALIKE`` of the peak and of the cost of the
+        Nearly: all regions together lose no more than a share of ``_ALIKE`` of the peak and of the cost of the
         forward pass.
         """
-        cells, left = [], []
-        share = _ALIKE / len(self.cells) if self.cells else 0.0
+        regions, left = [], []
+        share = _ALIKE / len(self.regions) if self.regions else 0.0
         nearly_bytes = int(share * self.base.max())
         nearly_cost = share * sum(self._member_costs())
         undominated: dict[tuple[int, bytes], list[int]] = {}
-        for cell, change in zip(self.cells, self._changes(), strict=True):
+        for region, change in zip(self.regions, self._changes(), strict=True):
             distinct = np.unique(change, axis=1)
-            key = (cell.kind, distinct.tobytes())
+            key = (region.kind, distinct.tobytes())
             if key not in undominated:
                 undominated[key] = _undominated(
-                    np.array([o.cost for o in cell.options]), distinct, nearly_cost, nearly_bytes
+                    np.array([o.cost for o in region.options]), distinct, nearly_cost, nearly_bytes
                 )
             keep = undominated[key]
-            cells.append(cell.only(keep))
+            regions.append(region.only(keep))
             left.append(change[keep])
-        return tuple(cells), tuple(left)
+        return tuple(regions), tuple(left)
 
     def _member_costs(self) -> list[float]:
-        """The most that each cell can cost."""
-        return [max(option.cost for option in cell.options) for cell in self.cells]
+        """The most that each region can cost."""
+        return [max(option.cost for option in region.options) for region in self.regions]
 
     def _pattern(self, events: Sequence[tuple[int, int, int]]) -> tuple[object, ...]:
-        """What the events of a cell look like, up to names."""
-        recording = self.timeline.recording
+        """What the events of a region look like, up to names."""
+        program = self.timeline.program
         local: dict[int, int] = {}
         pattern: list[object] = []
         for _, code, arg in events:
             pattern.append(code)
             if code == Event.OP:
-                op = recording.ops[arg]
+                op = program.ops[arg]
                 pattern.append((op.name, op.workspace_bytes, op.state_bytes, op.replaces >= 0))
                 pattern.extend(local.setdefault(s, len(local)) for s in (*op.reads, *op.writes))
             elif code not in (Event.ENTER, Event.EXIT):
@@ -309,28 +316,28 @@ class _Effects:
         return tuple(pattern)
 
     def _shape_of(
-        self, key: tuple[object, ...], cell: Cell, option: Option, events: Sequence[tuple[int, int, int]]
+        self, key: tuple[object, ...], region: Region, option: Option, events: Sequence[tuple[int, int, int]]
     ) -> _Shape:
         shapes = self.timeline.shapes
         if (key, option.members) not in shapes:
-            shapes[key, option.members] = self._shape(cell, option, events)
+            shapes[key, option.members] = self._shape(region, option, events)
         return shapes[key, option.members]
 
-    def _shape(self, cell: Cell, option: Option, events: Sequence[tuple[int, int, int]]) -> _Shape:
+    def _shape(self, region: Region, option: Option, events: Sequence[tuple[int, int, int]]) -> _Shape:
         """Replays what the option's ops read or write; with all the rest it does the same as without the option."""
-        recording = self.timeline.recording
-        gone = cell.ops(option)
-        touched = {s for op in gone for s in (*recording.ops[op].reads, *recording.ops[op].writes)}
-        made = {s for group in cell.members for op in group for s in recording.ops[op].writes}
-        units = frozenset(recording.calls.get(cell.unit, ()))
-        plain, planned = (Replayer(recording, ops, units, touched - made) for ops in ((), gone))
+        program = self.timeline.program
+        gone = region.ops(option)
+        touched = {s for op in gone for s in (*program.ops[op].reads, *program.ops[op].writes)}
+        made = {s for group in region.members for op in group for s in program.ops[op].writes}
+        units = frozenset(program.calls.get(region.unit, ()))
+        plain, planned = (Replayer(program, ops, units, touched - made) for ops in ((), gone))
         plain.begin()
         planned.begin()
         places, after, during = [], [], []
         again: list[tuple[int, int]] = []
         for k, (_, code, arg) in enumerate(events):
             if code == Event.OP:
-                if arg not in gone and touched.isdisjoint(recording.ops[arg].writes):
+                if arg not in gone and touched.isdisjoint(program.ops[arg].writes):
                     continue
             elif code not in (Event.ENTER, Event.EXIT) and self.timeline.storage(code, arg) not in touched:
                 continue
@@ -350,16 +357,16 @@ class _Effects:
         return _Shape(all_after, all_during, tuple(again))
 
     def _spread(self, shape: _Shape, where: Bytes, last: Bytes, exact: npt.NDArray[np.bool_]) -> Bytes:
-        """An effect of one kind of cell, on the stretches of the step, for one cell."""
+        """An effect of one kind of region, on the intervals of the step, for one region."""
         timeline = self.timeline
         by_op = np.where(exact, shape.during[last], shape.after[last])
         by_op[last < 0] = 0
         most = self._with_first(np.maximum.reduceat(timeline.at_op + by_op, self._starts))
         for k, n_bytes in shape.again:
             position = where[k]
-            stretch = int(np.searchsorted(self._last_event, position)) + 1
-            stretch = min(stretch, len(most) - 1)
-            most[stretch] = max(most[stretch], timeline.before_event[position] + n_bytes)
+            interval = int(np.searchsorted(self._last_event, position)) + 1
+            interval = min(interval, len(most) - 1)
+            most[interval] = max(most[interval], timeline.before_event[position] + n_bytes)
         return most - self.base
 
 

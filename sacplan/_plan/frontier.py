@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sacplan._plan.landscape import Objective
-from sacplan._plan.modes import layers_of, policy
+from sacplan._plan.context import Objective
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import plan, plan_smallest
-from sacplan._plan.sequences import Rotor, unit_of
+from sacplan._plan.policies import layers_of, policy
+from sacplan._profile.profile import Profile
+from sacplan._rotor.sequences import Rotor, unit_of
 from sacplan._solve.solvers import Solver
-from sacplan._trace.profile import Profile
 from sacplan.errors import InfeasibleBudget, PlanError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _may_use_rotor(profile: Profile, never: Sequence[str]) -> bool:
     if never:  # it makes the whole model one unit
         return False
     try:
-        unit_of(profile.recording)
+        unit_of(profile.program)
     except PlanError:  # no chain
         return False
     return True
@@ -91,7 +91,7 @@ def _named_policies(
     profile: Profile, keep: Sequence[str] = (), never: Sequence[str] = ()
 ) -> list[tuple[str, Plan]]:
     try:
-        n_layers = len(layers_of(profile.recording))
+        n_layers = len(layers_of(profile.program))
     except PlanError:  # a model without layers
         return []
     found = []

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from sacplan._plan.budget import format_bytes
-from sacplan._trace.fingerprint import Fingerprint
-from sacplan._trace.ranks import ONE_RANK, Ranks
-from sacplan._trace.recording import CallSite, read_json, write_json
+from sacplan._program.budget import format_bytes
+from sacplan._program.fingerprint import Fingerprint
+from sacplan._program.program import CallSite, read_json, write_json
+from sacplan._ranks.ranks import ONE_RANK, Ranks
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,7 +61,7 @@ class Plan:
         recompute_ms, recompute_flops: what runs a second time.
         lower_bound_ms: no schedule with that peak recomputes less (see ``sacplan/_plan/bound.py``).
         step_ms, step_flops: the step without the plan.
-        status: "optimal" (among the options of the cells, to ``gap``), "feasible", "unplanned", or "policy" (made by
+        status: "optimal" (among the options of the regions, to ``gap``), "feasible", "unplanned", or "policy" (made by
             rule, see ``sacplan.policy``).
         gap: relative gap that the solver proved; None where it proved nothing.
         solver: its name.

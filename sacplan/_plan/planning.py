@@ -4,7 +4,7 @@ A solver works on effects that add up (``effects.py``); the replay is the step. 
 replayed peak, a difference between the two moves what the solver is asked for, and of all replayed proposals
 that hold the budget the cheapest is the plan.
 
-Cells are chosen for one by one first. Where that is not enough, or far from the bound, neighbouring cells are
+Regions are chosen for one by one first. Where that is not enough, or far from the bound, neighbouring regions are
 joined, two, three and more, so that what passes between them may be discarded too.
 """
 
@@ -15,28 +15,28 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sacplan._fit.cells import Cell
-from sacplan._plan.budget import format_bytes, parse_budget
+from sacplan._plan.context import Objective, PlanningContext, planning_context
 from sacplan._plan.effects import Additive
-from sacplan._plan.landscape import Landscape, Objective, landscape_of
-from sacplan._plan.pins import NO_PINS, Pins, resolve_pins
 from sacplan._plan.plan import Plan, UnitPlan
-from sacplan._plan.replay import Decisions, Replay, replay
-from sacplan._plan.sequences import Rotor, sequences, unit_of
+from sacplan._profile.profile import Profile
+from sacplan._program.budget import format_bytes, parse_budget
+from sacplan._program.program import CallSite, Phase, Program, times_of
+from sacplan._ranks.unit_limits import narrowed, too_wide
+from sacplan._recompute.pins import NO_PINS, Pins, resolve_pins
+from sacplan._recompute.regions import Region
+from sacplan._recompute.replay import Decisions, Replay, replay
+from sacplan._rotor.sequences import Rotor, sequences, unit_of
 from sacplan._solve.greedy import Greedy
-from sacplan._solve.program import Milp
+from sacplan._solve.milp import Milp
 from sacplan._solve.solvers import Proposal, Solver
 from sacplan._solve.uniform import Uniform
-from sacplan._trace.profile import Profile
-from sacplan._trace.recording import CallSite, Phase, Recording, times_of
-from sacplan._trace.unit_limits import narrowed, too_wide
 from sacplan.errors import InfeasibleBudget, PlanError
 
-_IN_VAIN = 3  # sizes of cells in a row that make nothing cheaper, or no peak smaller
+_IN_VAIN = 3  # sizes of regions in a row that make nothing cheaper, or no peak smaller
 _ROUNDS = 4  # of asking a solver again
 _AT_FLOOR = 1.001  # times what no plan can be under: the smallest peak, near enough
 _OPTIMAL = 2e-3  # share of its cost that a plan may be above the bound for no other solver to be asked
-_NEAR, _SMALL = 2e-2, 2e-3  # share of its cost, or of the step, up to which joined cells are not looked at
+_NEAR, _SMALL = 2e-2, 2e-3  # share of its cost, or of the step, up to which joined regions are not looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,41 +53,41 @@ class Search:
     """Replays each proposal once and remembers it."""
 
     profile: Profile
-    landscape: Landscape
+    context: PlanningContext
     pins: Pins = NO_PINS
     tried: dict[frozenset[tuple[str, CallSite, int]], _Tried] = field(default_factory=dict)
 
     def add(self, effects: Additive, proposal: Proposal, solver: str) -> _Tried:
         """Replay a proposal."""
-        cells = effects.cells
-        recording = self.profile.recording
-        decisions = decisions_of(recording, [(cells[i], option) for i, option in proposal.choice.items()])
+        regions = effects.regions
+        program = self.profile.program
+        decisions = decisions_of(program, [(regions[i], option) for i, option in proposal.choice.items()])
         key = _key(decisions)
         if key not in self.tried:
             cost = effects.cost(proposal.choice)
             gap = None
             if proposal.bound is not None:
                 gap = max(0.0, cost - proposal.bound) / cost if cost else 0.0
-            self.tried[key] = _Tried(decisions, replay(recording, decisions), proposal.status, gap, solver)
+            self.tried[key] = _Tried(decisions, replay(program, decisions), proposal.status, gap, solver)
         return self.tried[key]
 
     def add_sequences(self, rotor: Rotor, budget_bytes: int) -> None:
         """Rotor's sequences for a budget, or the one with the smallest peak."""
-        recording, pins = self.profile.recording, self.pins
-        if pins.regions is not None and not pins.may_be_a_unit(recording, unit_of(recording)):
+        program, pins = self.profile.program, self.pins
+        if pins.widest_units is not None and not pins.may_be_a_unit(program, unit_of(program)):
             raise PlanError(
-                f"solver 'rotor' runs all stages in one unit, {unit_of(recording) or 'the model itself'!r}, but "
+                f"solver 'rotor' runs all stages in one unit, {unit_of(program) or 'the model itself'!r}, but "
                 f"never={list(pins.never)!r} leaves modules in it alone. Use another solver, or keep= instead."
             )
-        for found in sequences(recording, budget_bytes, rotor, pins.kept_ops):
-            decisions = narrowed(recording, found.decisions)
-            run = found.replay if decisions == found.decisions else replay(recording, decisions)
+        for found in sequences(program, budget_bytes, rotor, pins.kept_ops):
+            decisions = narrowed(program, found.decisions)
+            run = found.replay if decisions == found.decisions else replay(program, decisions)
             tried = _Tried(decisions, run, "feasible", None, rotor.name)
             self.tried.setdefault(_key(decisions), tried)
 
     def cost(self, tried: _Tried) -> float:
         """What is minimised."""
-        return sum(self.landscape.costs[op] for op in tried.replay.again)
+        return sum(self.context.costs[op] for op in tried.replay.again)
 
     def best(self, budget_bytes: int) -> _Tried | None:
         """The cheapest that holds; the lower peak on a tie."""
@@ -100,8 +100,8 @@ class Search:
         if found is None:
             return math.inf, math.inf
         cost = self.cost(found)
-        above = max(0.0, cost - self.landscape.bound.at(budget_bytes))
-        return above / cost if cost else 0.0, above / sum(self.landscape.costs)
+        above = max(0.0, cost - self.context.bound.at(budget_bytes))
+        return above / cost if cost else 0.0, above / sum(self.context.costs)
 
     @property
     def smallest(self) -> _Tried:
@@ -212,24 +212,24 @@ def resolve_solver(solver: str | Solver | Rotor) -> list[Solver | Rotor]:
 def _search(
     profile: Profile, objective: Objective, keep: Sequence[str] = (), never: Sequence[str] = ()
 ) -> Search:
-    pins = resolve_pins(profile.recording, profile.fingerprint, keep, never)
-    search = Search(profile, landscape_of(profile.recording, objective, pins), pins)
-    search.add(search.landscape.effects(1), Proposal({}, "unplanned"), "none")
+    pins = resolve_pins(profile.program, profile.fingerprint, keep, never)
+    search = Search(profile, planning_context(profile.program, objective, pins), pins)
+    search.add(search.context.effects(1), Proposal({}, "unplanned"), "none")
     return search
 
 
 def _solve(search: Search, solver: Solver | Rotor, budget_bytes: int) -> None:
-    """Cells one by one, then joined, as long as that makes it cheaper."""
+    """Regions one by one, then joined, as long as that makes it cheaper."""
     if isinstance(solver, Rotor):
         search.add_sequences(solver, budget_bytes)
         return
-    landscape = search.landscape
-    if budget_bytes < landscape.timeline.floor_bytes:
+    context = search.context
+    if budget_bytes < context.timeline.floor_bytes:
         return
     cheapest: float | None = None
     in_vain = 0
-    for size in landscape.sizes:
-        _close_loop(search, solver, landscape.effects(size), budget_bytes)
+    for size in context.sizes:
+        _close_loop(search, solver, context.effects(size), budget_bytes)
         found = search.best(budget_bytes)
         if found is None:
             continue
@@ -256,44 +256,41 @@ def _close_loop(search: Search, solver: Solver, effects: Additive, budget_bytes:
 
 
 def _smallest(search: Search, solvers: Sequence[Solver | Rotor], budget_bytes: int) -> None:
-    """The smallest peaks, in cells of all sizes, until one holds the budget."""
+    """The smallest peaks, in regions of all sizes, until one holds the budget."""
     for solver in solvers:
         if isinstance(solver, Rotor):
             search.add_sequences(solver, 0)
             continue
         worse = 0
-        for size in search.landscape.sizes:
+        for size in search.context.sizes:
             before = search.smallest.replay.peak_bytes
-            effects = search.landscape.effects(size)
+            effects = search.context.effects(size)
             search.add(effects, solver.smallest(effects), solver.name)
             now = search.smallest.replay.peak_bytes
             worse = worse + 1 if now >= before else 0
-            if (
-                now <= max(budget_bytes, _AT_FLOOR * search.landscape.timeline.floor_bytes)
-                or worse == _IN_VAIN
-            ):
+            if now <= max(budget_bytes, _AT_FLOOR * search.context.timeline.floor_bytes) or worse == _IN_VAIN:
                 return
 
 
-def decisions_of(recording: Recording, choice: Sequence[tuple[Cell, int]]) -> dict[str, tuple[CallSite, ...]]:
+def decisions_of(program: Program, choice: Sequence[tuple[Region, int]]) -> dict[str, tuple[CallSite, ...]]:
     """Units that do not nest, and the call sites that each discards; a module takes over those in it."""
-    gone = frozenset(op for cell, option in choice for op in cell.ops(cell.options[option]))
-    wanted = {unit for cell, option in choice for unit in cell.units[option]}
-    scopes = {scope for unit in wanted for scope in recording.calls[unit]}
+    gone = frozenset(op for region, option in choice for op in region.ops(region.options[option]))
+    wanted = {unit for region, option in choice for unit in region.units[option]}
+    scopes = {scope for unit in wanted for scope in program.calls[unit]}
     outer = {
         unit
         for unit in wanted
-        if not any(a in scopes for scope in recording.calls[unit] for a in recording.ancestors(scope))
+        if not any(a in scopes for scope in program.calls[unit] for a in program.ancestors(scope))
     }
     found: dict[str, dict[CallSite, None]] = defaultdict(dict)
-    for unit in recording.calls:
+    for unit in program.calls:
         if unit in outer:
-            for scope in recording.calls[unit]:
-                for op, site in recording.sites(scope).items():
+            for scope in program.calls[unit]:
+                for op, site in program.sites(scope).items():
                     if op in gone:
                         found[unit][site] = None
     decisions = {unit: tuple(sites) for unit, sites in found.items()}
-    return {unit: tuple(sites) for unit, sites in narrowed(recording, decisions).items()}
+    return {unit: tuple(sites) for unit, sites in narrowed(program, decisions).items()}
 
 
 def _infeasible(search: Search, solvers: Sequence[Solver | Rotor], budget_bytes: int) -> InfeasibleBudget:
@@ -301,7 +298,7 @@ def _infeasible(search: Search, solvers: Sequence[Solver | Rotor], budget_bytes:
     if run.peak_phase == Phase.OPTIMIZER:
         binding = "optimizer step"
     else:
-        op = search.profile.recording.ops[run.peak_op]
+        op = search.profile.program.ops[run.peak_op]
         binding = run.peak_fqn or ("the loss, outside of any module" if op.scope < 0 else "the model itself")
     where = f"{run.peak_phase.name.lower()} of {binding}" if binding != "optimizer step" else binding
     names = " and ".join(s.name for s in solvers)
@@ -324,7 +321,7 @@ def _infeasible(search: Search, solvers: Sequence[Solver | Rotor], budget_bytes:
 
 def _with_rotor(search: Search, budget_bytes: int) -> str:
     """A sentence on what Rotor, which may make values again more than once, would do."""
-    free = Search(search.profile, search.landscape, search.pins)
+    free = Search(search.profile, search.context, search.pins)
     try:
         free.add_sequences(Rotor(), budget_bytes)
     except PlanError:
@@ -339,7 +336,7 @@ def _pinned_share(search: Search, solvers: Sequence[Solver | Rotor]) -> str:
     """A sentence on how much smaller the smallest peak would be without pins, if it would be."""
     if not search.pins:
         return ""
-    free = _search(search.profile, search.landscape.objective)
+    free = _search(search.profile, search.context.objective)
     _smallest(free, solvers, 0)
     smallest = free.smallest.replay.peak_bytes
     if smallest >= search.smallest.replay.peak_bytes:
@@ -375,15 +372,15 @@ def made_plan(
     pins: Pins = NO_PINS,
 ) -> Plan:
     """The plan with these decisions, whose replay is ``found``."""
-    wide = sorted(too_wide(profile.recording).intersection(decisions))
+    wide = sorted(too_wide(profile.program).intersection(decisions))
     if wide:
         raise PlanError(
             f"unit {wide[0]!r} is around several modules that fully_shard gathers one by one: what it recomputes may "
             "need parameters that are freed. A unit of a plan must be inside of one of the profile's fsdp_units."
         )
-    bound = landscape_of(profile.recording, "time", pins).bound
+    bound = planning_context(profile.program, "time", pins).bound
     return Plan(
-        units=unit_plans(profile.recording, decisions),
+        units=unit_plans(profile.program, decisions),
         peak_bytes=found.peak_bytes,
         baseline_peak_bytes=profile.peak_bytes,
         budget_bytes=budget_bytes,
@@ -391,7 +388,7 @@ def made_plan(
         recompute_flops=found.recompute_flops,
         lower_bound_ms=min(bound.at(found.peak_bytes), found.recompute_ms),
         step_ms=profile.step_ms,
-        step_flops=profile.recording.flops,
+        step_flops=profile.program.flops,
         status=status,
         gap=gap,
         solver=solver,
@@ -403,7 +400,7 @@ def made_plan(
     )
 
 
-def unit_plans(recording: Recording, decisions: Decisions) -> dict[str, UnitPlan]:
+def unit_plans(program: Program, decisions: Decisions) -> dict[str, UnitPlan]:
     """What each unit keeps, discards and recomputes, by call site."""
     units = {}
     for fqn, sites in decisions.items():
@@ -411,16 +408,16 @@ def unit_plans(recording: Recording, decisions: Decisions) -> dict[str, UnitPlan
         saved: dict[CallSite, None] = {}
         saved_bytes = gone_bytes = 0
         recompute_ms = 0.0
-        held = set(recording.handle_storages)
-        for scope in recording.calls[fqn]:
-            for op, site in recording.sites(scope).items():
-                if recording.ops[op].phase != Phase.FORWARD:
+        held = set(program.handle_storages)
+        for scope in program.calls[fqn]:
+            for op, site in program.sites(scope).items():
+                if program.ops[op].phase != Phase.FORWARD:
                     continue
-                kept = sum(recording.storage_bytes[s] for s in recording.ops[op].writes if s in held)
+                kept = sum(program.storage_bytes[s] for s in program.ops[op].writes if s in held)
                 saved_bytes += kept
                 if site in times:
                     gone_bytes += kept
-                    recompute_ms += times[site] * recording.ops[op].time_ms
+                    recompute_ms += times[site] * program.ops[op].time_ms
                 elif kept:
                     saved[site] = None
         units[fqn] = UnitPlan(

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sacplan._plan.plan import Plan
-from sacplan._plan.replay import Replayer, _Node, discarded_ops
+from sacplan._profile.profile import Profile
+from sacplan._program.program import Phase, Program, StorageKind
+from sacplan._recompute.replay import Replayer, _Node, discarded_ops
 from sacplan._report.inputs import check_plan, decisions_of_plan
 from sacplan._report.names import (
     OPTIMIZER,
@@ -18,8 +20,6 @@ from sacplan._report.names import (
     short_op,
     shown_module,
 )
-from sacplan._trace.profile import Profile
-from sacplan._trace.recording import Kind, Phase, Recording
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ class Snapshot:
     workspace_bytes: int
     state_bytes: int
 
-    def total_bytes(self, recording: Recording) -> int:
+    def total_bytes(self, program: Program) -> int:
         """Everything together."""
-        held = sum(n * recording.storage_bytes[s] for s, (n, _) in self.storages.items())
+        held = sum(n * program.storage_bytes[s] for s, (n, _) in self.storages.items())
         return held + self.workspace_bytes + self.state_bytes
 
 
@@ -113,12 +113,12 @@ class _Watcher(Replayer):
 
 def peak_snapshot(profile: Profile, plan: Plan | None = None) -> Snapshot:
     """What is alive when the replayed step is at its peak, storage by storage."""
-    recording = profile.recording
+    program = profile.program
     decisions = decisions_of_plan(plan)
     replayed = profile.replay(decisions) if plan is not None else profile.baseline
     check_plan(profile, plan, replayed.peak_bytes)
-    units = {scope for fqn, sites in decisions.items() if sites for scope in recording.calls.get(fqn, ())}
-    watcher = _Watcher(recording, discarded_ops(recording, decisions), units)
+    units = {scope for fqn, sites in decisions.items() if sites for scope in program.calls.get(fqn, ())}
+    watcher = _Watcher(program, discarded_ops(program, decisions), units)
     return watcher.snapshot(replayed.peak_bytes)
 
 
@@ -150,22 +150,22 @@ class AliveGroup:
 
 def peak_groups(profile: Profile, snapshot: Snapshot) -> list[AliveGroup]:
     """Everything that is alive, in groups, the largest first; their bytes sum up to the peak exactly."""
-    recording = profile.recording
+    program = profile.program
     origin = _Origins(profile)
     grouped: dict[tuple[str, str, str, bool, int], list[str]] = defaultdict(list)
     for s, (count, again) in snapshot.storages.items():
         module, op = origin.of(s)
-        kind = recording.storage_kinds[s].name.lower().replace("_", " ")
+        kind = program.storage_kinds[s].name.lower().replace("_", " ")
         for recomputed, n in ((False, count - again), (True, again)):
-            key = (pattern_of(module), op, kind, recomputed, recording.storage_bytes[s])
+            key = (pattern_of(module), op, kind, recomputed, program.storage_bytes[s])
             grouped[key].extend([module] * n)
     groups = [
         AliveGroup(pattern_over(modules), op, kind, recomputed, len(modules), size)
         for (_, op, kind, recomputed, size), modules in grouped.items()
         if modules and size
     ]
-    running = shown_module(recording, snapshot.op, origin.model)
-    name = short_op(recording.ops[snapshot.op].name)
+    running = shown_module(program, snapshot.op, origin.model)
+    name = short_op(program.ops[snapshot.op].name)
     if snapshot.workspace_bytes:
         groups.append(AliveGroup(running, name, WORKSPACE, snapshot.recomputed, 1, snapshot.workspace_bytes))
     if snapshot.state_bytes:
@@ -211,31 +211,31 @@ class _Origins:
     """Which module and op a storage comes from."""
 
     def __init__(self, profile: Profile) -> None:
-        self.recording = recording = profile.recording
+        self.program = program = profile.program
         self.model = profile.fingerprint.model_class
         self.on_cpu = profile.device == "cpu"
-        self.initial = frozenset(recording.initial)
+        self.initial = frozenset(program.initial)
         self.reader: dict[int, int] = {}
-        for i, op in enumerate(recording.ops):
+        for i, op in enumerate(program.ops):
             for s in op.reads:
                 self.reader.setdefault(s, i)
 
     def of(self, s: int) -> tuple[str, str]:
         """(module, op), as shown."""
-        recording, kind = self.recording, self.recording.storage_kinds[s]
-        writer = recording.writer.get(s)
+        program, kind = self.program, self.program.storage_kinds[s]
+        writer = program.writer.get(s)
         if writer is not None:
-            op = recording.ops[writer]
+            op = program.ops[writer]
             name = short_op(op.name) + (" backward" if op.phase == Phase.BACKWARD else "")
-            return shown_module(recording, writer, self.model), _once(name)
-        if kind == Kind.OPTIMIZER_STATE:
+            return shown_module(program, writer, self.model), _once(name)
+        if kind == StorageKind.OPTIMIZER_STATE:
             return OPTIMIZER, "state"
         reader = self.reader.get(s)
         if s not in self.initial and reader is None and not self.on_cpu:
             return OUTSIDE, "matmul library's workspace"
-        if kind == Kind.OTHER:
+        if kind == StorageKind.OTHER:
             return OUTSIDE, "batch" if s in self.initial else "made unseen"
-        where = OUTSIDE if reader is None else shown_module(recording, reader, self.model)
+        where = OUTSIDE if reader is None else shown_module(program, reader, self.model)
         return where, kind.name.lower().replace("_", " ")
 
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from sacplan._plan.budget import format_bytes
 from sacplan._plan.plan import Plan
+from sacplan._profile.profile import Profile
+from sacplan._program.budget import format_bytes
+from sacplan._program.program import Phase, StorageKind
 from sacplan._report.curves import Curve
 from sacplan._report.names import short_op, shown_module
 from sacplan._report.palette import DASHES, SERIES, STACK, kind_name
 from sacplan._report.plot import NARROW_PX, Plot, text_px
 from sacplan._report.timeline import Timeline, buckets_of
-from sacplan._trace.profile import Profile
-from sacplan._trace.recording import Kind, Phase
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,7 +26,7 @@ _HEADROOM = 1.13
 _THICK = 0.075  # share of the height that a band needs for its name to stand in it
 
 
-def css_of(kind: Kind) -> str:
+def css_of(kind: StorageKind) -> str:
     """Class of a kind's colour."""
     return "k-" + kind.name.lower().replace("_", "-")
 
@@ -106,7 +106,7 @@ def _in_band(values: Sequence[float], name: str, height: float) -> tuple[int, st
 
 def _readable(profile: Profile, timeline: Timeline, entries: Sequence[int], width_ms: float) -> str:
     """What the page says under the pointer: by bucket, bytes by kind and what runs."""
-    recording, model = profile.recording, profile.fingerprint.model_class
+    program, model = profile.program, profile.fingerprint.model_class
     kinds = [k for k in STACK if timeline.kind_bytes[:, k].any()]
     digits = 1 if timeline.peak_bytes >= GIB else 3
     texts: dict[str, int] = {}
@@ -115,7 +115,7 @@ def _readable(profile: Profile, timeline: Timeline, entries: Sequence[int], widt
         op = int(timeline.ops[entry])
         phase = Phase(int(timeline.phases[entry])).name.lower()
         again = ", again" if timeline.recomputed[entry] else ""
-        said = f"{phase}: {short_op(recording.ops[op].name)} of {shown_module(recording, op, model)}{again}"
+        said = f"{phase}: {short_op(program.ops[op].name)} of {shown_module(program, op, model)}{again}"
         runs.append(texts.setdefault(said, len(texts)))
     data = {
         "width": round(width_ms, 6),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from sacplan._fit.fit import Fit, fit_tradeoff
-from sacplan._fit.units import UnitTradeoff
+from sacplan._classical.fit import Fit, fit_tradeoff
+from sacplan._classical.units import UnitTradeoff
+from sacplan._profile.profile import Profile
 from sacplan._report.names import pattern_of, pattern_over
-from sacplan._trace.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)

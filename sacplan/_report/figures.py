@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sacplan._plan.plan import Plan
+from sacplan._profile.profile import Profile
 from sacplan._report.curves import distinct_curves
 from sacplan._report.inputs import check_frontier, check_plan, decisions_of_plan
 from sacplan._report.palette import DASHES, FAINT, INK, KIND_COLOURS, MARK, SERIES, STACK, kind_name
 from sacplan._report.timeline import Timeline, timeline_of
-from sacplan._trace.profile import Profile
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -76,10 +76,10 @@ def memory_figure(profile: Profile, plan: Plan | None = None) -> Figure:
         PlanMismatch: the plan was made from another profile.
         PlanError: matplotlib is not installed.
     """
-    before = timeline_of(profile.recording, {})
+    before = timeline_of(profile.program, {})
     panels = [("without a plan", before)]
     if plan is not None:
-        after = timeline_of(profile.recording, decisions_of_plan(plan))
+        after = timeline_of(profile.program, decisions_of_plan(plan))
         check_plan(profile, plan, after.peak_bytes)
         panels.append(("with the plan", after))
     figure = _figure(5.6 * len(panels), 3.9)

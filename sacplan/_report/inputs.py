@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sacplan._plan.budget import format_bytes
 from sacplan._plan.plan import Plan
-from sacplan._plan.replay import Decisions
-from sacplan._trace.profile import Profile
+from sacplan._profile.profile import Profile
+from sacplan._program.budget import format_bytes
+from sacplan._recompute.replay import Decisions
 from sacplan.errors import PlanError, PlanMismatch
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from sacplan._plan.replay import Decisions, Replay, Replayer, discarded_ops
-from sacplan._trace.recording import ROOT_SCOPE, Event, Phase, Recording
+from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program
+from sacplan._recompute.replay import Decisions, Replay, Replayer, discarded_ops
 
 _NOBODY: frozenset[int] = frozenset()
 
@@ -62,38 +62,38 @@ class KeptAndLeft:
         again: the ops that ran a second time, one entry for each run.
     """
 
-    def __init__(self, recording: Recording, decisions: Decisions) -> None:
-        self.recording = recording
-        units = {s for fqn, sites in decisions.items() if sites for s in recording.calls.get(fqn, ())}
-        self.ops_discarded = discarded_ops(recording, decisions)
-        follower = _Follower(recording, self.ops_discarded, units)
+    def __init__(self, program: Program, decisions: Decisions) -> None:
+        self.program = program
+        units = {s for fqn, sites in decisions.items() if sites for s in program.calls.get(fqn, ())}
+        self.ops_discarded = discarded_ops(program, decisions)
+        follower = _Follower(program, self.ops_discarded, units)
         self.replay = follower.follow()
         self.again = self.replay.again
         self._again = frozenset(self.again)
-        self.made = {s: op for s, op in recording.writer.items() if recording.ops[op].phase == Phase.FORWARD}
+        self.made = {s: op for s, op in program.writer.items() if program.ops[op].phase == Phase.FORWARD}
         self.kept = frozenset(s for s in follower.held if s in self.made)
         self.discarded = frozenset(s for s in follower.left - follower.held if s in self.made)
 
     @cached_property
     def written(self) -> Mapping[int, str]:
         """Storages that are written in place before the optimizer's step, and the name of an op that does it."""
-        return {s: op.name for op in self.recording.ops if op.phase != Phase.OPTIMIZER for s in op.mutates}
+        return {s: op.name for op in self.program.ops if op.phase != Phase.OPTIMIZER for s in op.mutates}
 
     @cached_property
     def _readers_again(self) -> Mapping[int, frozenset[int]]:
         readers: dict[int, set[int]] = defaultdict(set)
         for op in self._again:
-            for s in self.recording.ops[op].reads:
+            for s in self.program.ops[op].reads:
                 readers[s].add(op)
         return {s: frozenset(ops) for s, ops in readers.items()}
 
     def n_bytes(self, storages: Iterable[int]) -> int:
         """Their bytes together."""
-        return sum(self.recording.storage_bytes[s] for s in storages)
+        return sum(self.program.storage_bytes[s] for s in storages)
 
     def price_paid(self, storages: Collection[int]) -> Price:
         """What would not have to run again if these discarded storages were kept."""
-        ops = self.recording.ops
+        ops = self.program.ops
         wanted = set(storages)
         candidates = [self.made[s] for s in wanted]
         only: set[int] = set()
@@ -114,7 +114,7 @@ class KeptAndLeft:
         Their recipes would start from what is held already; where there is no such thing, from the inputs of ops
         that cannot run again, which would be held instead.
         """
-        recording, gone = self.recording, set(storages)
+        program, gone = self.program, set(storages)
         more: set[int] = set()
         instead: set[int] = set()
         stack = [self.made[s] for s in gone]
@@ -123,11 +123,11 @@ class KeptAndLeft:
             if op in more or op in self._again:
                 continue
             more.add(op)
-            for s in recording.ops[op].reads:
+            for s in program.ops[op].reads:
                 maker = self.made.get(s)
-                if maker is None or (s in self.kept and s not in gone) or s in recording.outlives_forward:
+                if maker is None or (s in self.kept and s not in gone) or s in program.outlives_forward:
                     continue
-                if recording.ops[maker].recomputable:
+                if program.ops[maker].recomputable:
                     stack.append(maker)
                 else:
                     instead.add(s)
@@ -138,17 +138,17 @@ class KeptAndLeft:
 
     def can_go(self, storage: int) -> bool:
         """Whether a kept storage could be discarded, and would be freed by it."""
-        op = self.recording.ops[self.made[storage]]
-        return op.recomputable and storage not in self.recording.outlives_forward
+        op = self.program.ops[self.made[storage]]
+        return op.recomputable and storage not in self.program.outlives_forward
 
     def peak_with(self, ops: Collection[int]) -> int:
         """The peak if these ops were discarded as well, everything in one unit: the model."""
-        recording = self.recording
-        units = {i for i, scope in enumerate(recording.scopes) if scope.parent == ROOT_SCOPE}
+        program = self.program
+        units = {i for i, scope in enumerate(program.scopes) if scope.parent == ROOT_SCOPE}
         discarded = dict.fromkeys(ops, 1) | dict(self.ops_discarded)
-        return Replayer(recording, discarded, units).run().peak_bytes
+        return Replayer(program, discarded, units).run().peak_bytes
 
     def _price(self, ops: Collection[int], n_bytes: int) -> Price:
-        times = {op: self.recording.ops[op].time_ms for op in ops}
+        times = {op: self.program.ops[op].time_ms for op in ops}
         ordered = tuple(sorted(ops, key=lambda op: (-times[op], op)))
         return Price(sum(times[op] for op in ordered), n_bytes, ordered)

@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sacplan._plan.budget import format_bytes
 from sacplan._plan.plan import Plan
+from sacplan._profile.profile import Profile
+from sacplan._program.budget import format_bytes
+from sacplan._program.program import Phase
 from sacplan._report.alive import peak_snapshot
 from sacplan._report.inputs import decisions_of_plan
 from sacplan._report.kept import KeptAndLeft, Price
 from sacplan._report.names import OUTSIDE, module_of, pattern_of, pattern_over, short_op
-from sacplan._trace.profile import Profile
-from sacplan._trace.recording import Phase
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -124,16 +124,16 @@ class _Own:
 
 class _Rows:
     def __init__(self, profile: Profile, plan: Plan | None) -> None:
-        self.recording = recording = profile.recording
+        self.program = program = profile.program
         self.plan = plan
         self.at_peak = frozenset(peak_snapshot(profile, plan).storages)
-        self.state = state = KeptAndLeft(recording, decisions_of_plan(plan))
-        self.own: dict[str, _Own] = {scope.fqn: _Own([], []) for scope in recording.scopes}
-        for i, op in enumerate(recording.ops):
+        self.state = state = KeptAndLeft(program, decisions_of_plan(plan))
+        self.own: dict[str, _Own] = {scope.fqn: _Own([], []) for scope in program.scopes}
+        for i, op in enumerate(program.ops):
             if op.phase == Phase.FORWARD:
                 self._of(i).forward_ms += op.time_ms
         for i in state.again:
-            self._of(i).recompute_ms += recording.ops[i].time_ms
+            self._of(i).recompute_ms += program.ops[i].time_ms
         for s in sorted(state.kept):
             self._of(state.made[s]).kept.append(s)
         for s in sorted(state.discarded):
@@ -161,7 +161,7 @@ class _Rows:
         return self._peaks[alike] < self.state.replay.peak_bytes
 
     def _of(self, op: int) -> _Own:
-        module = module_of(self.recording, op)
+        module = module_of(self.program, op)
         return self.own.setdefault(OUTSIDE if module is None else module, _Own([], []))
 
     def rows(self) -> list[ModuleRow]:
@@ -228,9 +228,9 @@ class _Rows:
         )
 
     def _why_fixed(self, kept: Sequence[int]) -> str:
-        recording, state = self.recording, self.state
-        largest = max(kept, key=lambda s: (recording.storage_bytes[s], -s))
-        op = recording.ops[state.made[largest]]
+        program, state = self.program, self.state
+        largest = max(kept, key=lambda s: (program.storage_bytes[s], -s))
+        op = program.ops[state.made[largest]]
         if largest in state.written:
             return f"not discardable: written in place by {short_op(state.written[largest])}"
         if op.recomputable:
@@ -242,8 +242,8 @@ class _Rows:
         return f"not discardable: {short_op(op.name)} must not run a second time"
 
     def _cost(self, price: Price) -> str:
-        longest = [op for op in price.ops if self.recording.ops[op].time_ms > 0]
-        took = _ops_in_words(self.recording.ops[op].name for op in longest[:3])
+        longest = [op for op in price.ops if self.program.ops[op].time_ms > 0]
+        took = _ops_in_words(self.program.ops[op].name for op in longest[:3])
         took += f" and {len(longest) - 3} more" if len(longest) > 3 else ""
         for_what = f"{_ms(price.recompute_ms)} for {format_bytes(price.n_bytes)}"
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from sacplan._trace.recording import ROOT_SCOPE, Phase, Recording
+from sacplan._program.program import ROOT_SCOPE, Phase, Program
 
 OUTSIDE = "(outside of the model)"
 OPTIMIZER = "(optimizer)"
@@ -64,18 +64,18 @@ def numbers_of(fqns: Iterable[str]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
-def module_of(recording: Recording, op: int) -> str | None:
+def module_of(program: Program, op: int) -> str | None:
     """The module whose forward an op belongs to, "" for the model itself; None for outside of any."""
-    scope = recording.ops[op].scope
-    return None if scope == ROOT_SCOPE else recording.scopes[scope].fqn
+    scope = program.ops[op].scope
+    return None if scope == ROOT_SCOPE else program.scopes[scope].fqn
 
 
-def shown_module(recording: Recording, op: int, model: str) -> str:
+def shown_module(program: Program, op: int, model: str) -> str:
     """The module of an op as reports show it; ``model`` stands for the model itself."""
-    module = module_of(recording, op)
+    module = module_of(program, op)
     if module is not None:
         return module or model
-    return OPTIMIZER if recording.ops[op].phase == Phase.OPTIMIZER else OUTSIDE
+    return OPTIMIZER if program.ops[op].phase == Phase.OPTIMIZER else OUTSIDE
 
 
 def short_op(name: str) -> str:

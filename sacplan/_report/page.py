@@ -8,8 +8,10 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from sacplan._plan.budget import format_bytes
 from sacplan._plan.plan import Plan
+from sacplan._profile.profile import Profile
+from sacplan._program.budget import format_bytes
+from sacplan._program.program import StorageKind
 from sacplan._report.alive import WORKSPACE, AliveGroup, Snapshot, peak_groups, peak_snapshot
 from sacplan._report.charts import css_of, frontier_chart, memory_chart, tradeoff_chart
 from sacplan._report.curves import distinct_curves
@@ -17,16 +19,14 @@ from sacplan._report.inputs import check_frontier, check_plan, decisions_of_plan
 from sacplan._report.modules import ModuleRow, RowGroup, grouped, module_rows, totals
 from sacplan._report.names import numbers_of, pattern_of, short_op, shown_module
 from sacplan._report.timeline import Timeline, timeline_of
-from sacplan._trace.profile import Profile
-from sacplan._trace.recording import Kind
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _ALIVE_ROWS = 10
 _MOST_ROWS = 250  # of the table of modules; those that matter least are summed up
-_KIND_CSS = {kind.name.lower().replace("_", " "): css_of(kind) for kind in Kind} | {
-    WORKSPACE: css_of(Kind.TEMPORARY)
+_KIND_CSS = {kind.name.lower().replace("_", " "): css_of(kind) for kind in StorageKind} | {
+    WORKSPACE: css_of(StorageKind.TEMPORARY)
 }
 
 
@@ -62,10 +62,10 @@ def report_html(profile: Profile, plan: Plan | None = None, frontier: pd.DataFra
     """The page as text."""
     if frontier is not None:
         check_frontier(frontier)
-    before = timeline_of(profile.recording, {})
+    before = timeline_of(profile.program, {})
     after = None
     if plan is not None:
-        after = timeline_of(profile.recording, decisions_of_plan(plan))
+        after = timeline_of(profile.program, decisions_of_plan(plan))
         check_plan(profile, plan, after.peak_bytes)
     snapshot = peak_snapshot(profile, plan)
     model = profile.fingerprint.model_class
@@ -145,12 +145,12 @@ def _cards(cards: list[tuple[str, str, str]]) -> str:
 
 
 def _at_peak(profile: Profile, snapshot: Snapshot, timeline: Timeline, plan: Plan | None) -> str:
-    recording, model = profile.recording, profile.fingerprint.model_class
-    op = recording.ops[snapshot.op]
+    program, model = profile.program, profile.fingerprint.model_class
+    op = program.ops[snapshot.op]
     at = timeline.peak
-    where = shown_module(recording, snapshot.op, model)
+    where = shown_module(program, snapshot.op, model)
     waits = int(timeline.during[at])
-    again = f", run again for {shown_module(recording, waits, model)}" if snapshot.recomputed else ""
+    again = f", run again for {shown_module(program, waits, model)}" if snapshot.recomputed else ""
     largest = ", ".join(_named(g) for g in peak_groups(profile, snapshot)[:3])
     phase = op.phase.name.lower() if not snapshot.recomputed else "backward"
     what = "With the plan, the peak is" if plan is not None else "The peak is"

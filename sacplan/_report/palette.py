@@ -6,27 +6,27 @@ Blue, orange and yellow stay apart for colour-blind readers, and in lightness wh
 
 from __future__ import annotations
 
-from sacplan._trace.recording import Kind
+from sacplan._program.program import StorageKind
 
 STACK = (
-    Kind.PARAMETER,
-    Kind.OPTIMIZER_STATE,
-    Kind.BUFFER,
-    Kind.OTHER,
-    Kind.GRADIENT,
-    Kind.ACTIVATION,
-    Kind.TEMPORARY,
+    StorageKind.PARAMETER,
+    StorageKind.OPTIMIZER_STATE,
+    StorageKind.BUFFER,
+    StorageKind.OTHER,
+    StorageKind.GRADIENT,
+    StorageKind.ACTIVATION,
+    StorageKind.TEMPORARY,
 )
 """Kinds from the bottom of a stack to its top: what stays first."""
 
 KIND_COLOURS = {
-    Kind.PARAMETER: "#8a929c",
-    Kind.OPTIMIZER_STATE: "#aab1b9",
-    Kind.BUFFER: "#737b85",
-    Kind.OTHER: "#c6cbd1",
-    Kind.GRADIENT: "#d9772b",
-    Kind.ACTIVATION: "#3a78b5",
-    Kind.TEMPORARY: "#ecc65a",
+    StorageKind.PARAMETER: "#8a929c",
+    StorageKind.OPTIMIZER_STATE: "#aab1b9",
+    StorageKind.BUFFER: "#737b85",
+    StorageKind.OTHER: "#c6cbd1",
+    StorageKind.GRADIENT: "#d9772b",
+    StorageKind.ACTIVATION: "#3a78b5",
+    StorageKind.TEMPORARY: "#ecc65a",
 }
 INK, FAINT, MARK = "#1d2329", "#6a737d", "#b3261e"
 SERIES = ("#3a78b5", "#d9772b", "#3d8f6f", "#8d6bb0", "#737b85")
@@ -35,15 +35,15 @@ SERIES = ("#3a78b5", "#d9772b", "#3d8f6f", "#8d6bb0", "#737b85")
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 4")
 
 
-def kind_name(kind: Kind) -> str:
+def kind_name(kind: StorageKind) -> str:
     """For people: ``"optimizer state"``, ``"activations"``."""
     names = {
-        Kind.PARAMETER: "parameters",
-        Kind.BUFFER: "buffers",
-        Kind.GRADIENT: "gradients",
-        Kind.ACTIVATION: "activations",
-        Kind.TEMPORARY: "temporaries",
-        Kind.OPTIMIZER_STATE: "optimizer state",
-        Kind.OTHER: "batch, workspaces and other",
+        StorageKind.PARAMETER: "parameters",
+        StorageKind.BUFFER: "buffers",
+        StorageKind.GRADIENT: "gradients",
+        StorageKind.ACTIVATION: "activations",
+        StorageKind.TEMPORARY: "temporaries",
+        StorageKind.OPTIMIZER_STATE: "optimizer state",
+        StorageKind.OTHER: "batch, workspaces and other",
     }
     return names[kind]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sacplan._plan.replay import Decisions, replay
-from sacplan._trace.recording import Kind, Phase, Recording
+from sacplan._program.program import Phase, Program, StorageKind
+from sacplan._recompute.replay import Decisions, replay
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,7 +23,7 @@ class Timeline:
         start_ms: when it starts, each op taking its predicted time.
         end_ms: when the last one ends.
         live_bytes: everything alive while it runs.
-        kind_bytes: the same by ``Kind``, one row per op.
+        kind_bytes: the same by ``StorageKind``, one row per op.
         phases: the part of the step; of a recomputed op, that of the op that waits.
     """
 
@@ -58,25 +58,25 @@ class Timeline:
         return spans
 
 
-def timeline_of(recording: Recording, decisions: Decisions) -> Timeline:
+def timeline_of(program: Program, decisions: Decisions) -> Timeline:
     """Replay the step with the given call sites discarded, and put it on a time axis."""
-    run = replay(recording, decisions, timeline=True)
+    run = replay(program, decisions, timeline=True)
     moments = run.moments[1:]  # the first is the state before the step
     again = iter(run.again)
     ops = [next(again) if m.recomputed else m.op for m in moments]
     recomputed = np.array([m.recomputed for m in moments], dtype=bool)
-    kind_bytes = np.array([m.by_kind for m in moments], dtype=np.int64).reshape(-1, len(Kind))
+    kind_bytes = np.array([m.by_kind for m in moments], dtype=np.int64).reshape(-1, len(StorageKind))
     for i, moment in enumerate(moments):
-        replaced = recording.ops[ops[i]].replaces
+        replaced = program.ops[ops[i]].replaces
         if replaced >= 0 and not moment.recomputed:  # overwritten: a replay takes it off the temporaries
-            size = recording.storage_bytes[replaced]
-            kind_bytes[i, Kind.TEMPORARY] += size
-            kind_bytes[i, recording.storage_kinds[replaced]] -= size
+            size = program.storage_bytes[replaced]
+            kind_bytes[i, StorageKind.TEMPORARY] += size
+            kind_bytes[i, program.storage_kinds[replaced]] -= size
     during = list(ops)
     for i in range(len(moments) - 2, -1, -1):
         if moments[i].recomputed:
             during[i] = during[i + 1]
-    times = np.array([recording.ops[op].time_ms for op in ops], dtype=float)
+    times = np.array([program.ops[op].time_ms for op in ops], dtype=float)
     ends = np.cumsum(times)
     return Timeline(
         ops=np.array(ops, dtype=np.int64),
@@ -86,7 +86,7 @@ def timeline_of(recording: Recording, decisions: Decisions) -> Timeline:
         end_ms=float(ends[-1]) if len(ends) else 0.0,
         live_bytes=np.array([m.live_bytes for m in moments], dtype=np.int64),
         kind_bytes=kind_bytes,
-        phases=np.array([recording.ops[op].phase for op in during], dtype=np.int64),
+        phases=np.array([program.ops[op].phase for op in during], dtype=np.int64),
     )
 
 

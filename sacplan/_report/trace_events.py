@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from sacplan._plan.plan import Plan
+from sacplan._profile.profile import Profile
+from sacplan._program.program import ROOT_SCOPE, Phase, Program
 from sacplan._report.inputs import check_plan, decisions_of_plan
 from sacplan._report.names import short_op, shown_module
 from sacplan._report.palette import STACK, kind_name
 from sacplan._report.timeline import Timeline, timeline_of
-from sacplan._trace.profile import Profile
-from sacplan._trace.recording import ROOT_SCOPE, Phase, Recording
 
 _PROCESS = 1
 _MODULES, _OPS, _AGAIN = 1, 2, 3
@@ -46,7 +46,7 @@ def write_memory_trace(path: str | Path, profile: Profile, plan: Plan | None = N
     Raises:
         PlanMismatch: the plan was made from another profile.
     """
-    timeline = timeline_of(profile.recording, decisions_of_plan(plan))
+    timeline = timeline_of(profile.program, decisions_of_plan(plan))
     check_plan(profile, plan, timeline.peak_bytes)
     data = {
         "traceEvents": [*_names(profile), *_op_slices(profile, timeline), *_module_slices(profile, timeline),
@@ -85,10 +85,10 @@ def _stamps(timeline: Timeline) -> list[float]:
 
 
 def _op_slices(profile: Profile, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    recording, model = profile.recording, profile.fingerprint.model_class
+    program, model = profile.program, profile.fingerprint.model_class
     stamps = _stamps(timeline)
     for i, (index, again) in enumerate(zip(timeline.ops.tolist(), timeline.recomputed.tolist(), strict=True)):
-        op = recording.ops[index]
+        op = program.ops[index]
         event: dict[str, Any] = {
             "ph": "X",
             "name": short_op(op.name),
@@ -99,25 +99,25 @@ def _op_slices(profile: Profile, timeline: Timeline) -> Iterator[dict[str, Any]]
             "dur": round(stamps[i + 1] - stamps[i], 3),
             "args": {
                 "op": op.name,
-                "module": shown_module(recording, index, model),
+                "module": shown_module(program, index, model),
                 "alive_bytes": int(timeline.live_bytes[i]),
             },
         }
         if again:
             event["cname"] = _AGAIN_COLOUR
-            event["args"]["for"] = shown_module(recording, int(timeline.during[i]), model)
+            event["args"]["for"] = shown_module(program, int(timeline.during[i]), model)
         yield event
 
 
 def _module_slices(profile: Profile, timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Phases, and in them the module calls whose ops run: begin and end events that nest."""
-    recording, model = profile.recording, profile.fingerprint.model_class
+    program, model = profile.program, profile.fingerprint.model_class
     stamps = _stamps(timeline)
     common = {"pid": _PROCESS, "tid": _MODULES}
     stack: list[tuple[str, int]] = []
     for i, op in enumerate(timeline.during.tolist()):
         phase = Phase(int(timeline.phases[i])).name.lower()
-        path = [(phase, ROOT_SCOPE), *((phase, scope) for scope in _scopes(recording, op))]
+        path = [(phase, ROOT_SCOPE), *((phase, scope) for scope in _scopes(program, op))]
         same = 0
         while same < min(len(stack), len(path)) and stack[same] == path[same]:
             same += 1
@@ -126,17 +126,17 @@ def _module_slices(profile: Profile, timeline: Timeline) -> Iterator[dict[str, A
             yield {"ph": "E", **common, "ts": stamps[i]}
         for part in path[same:]:
             scope = part[1]
-            name = phase if scope == ROOT_SCOPE else recording.scopes[scope].fqn or model
+            name = phase if scope == ROOT_SCOPE else program.scopes[scope].fqn or model
             stack.append(part)
             yield {"ph": "B", "name": name, "cat": phase, **common, "ts": stamps[i]}
     for _ in stack:
         yield {"ph": "E", **common, "ts": stamps[-1]}
 
 
-def _scopes(recording: Recording, op: int) -> list[int]:
+def _scopes(program: Program, op: int) -> list[int]:
     """The module calls that an op is in, outermost first."""
-    scope = recording.ops[op].scope
-    return [] if scope == ROOT_SCOPE else [scope, *recording.ancestors(scope)][::-1]
+    scope = program.ops[op].scope
+    return [] if scope == ROOT_SCOPE else [scope, *program.ancestors(scope)][::-1]
 
 
 def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""Stage 3: solvers that choose, each by its own model of memory."""
+"""Choose one option for each choice of a problem made of numbers: integer program, greedy, uniform."""

@@ -15,9 +15,9 @@ from sacplan._solve.solvers import Proposal
 class Greedy:
     """Descends from 'keep everything': no program is solved.
 
-    At each step it looks at the stretch with the peak and takes the dearer option of one cell that costs least
+    At each step it looks at the interval with the peak and takes the dearer option of one region that costs least
     for each byte freed there (bytes beyond what is over the budget do not count), if it raises no other
-    stretch over the peak. At the end, what the budget has room
+    interval over the peak. At the end, what the budget has room
     for is given back. No promise on how far from the optimum that is.
     """
 
@@ -46,8 +46,8 @@ class Greedy:
 
 
 def _with_and_without(effects: Additive) -> tuple[bool, ...]:
-    """Whether to use options that make a module around several cells a unit: both ways, if there are any."""
-    return (True, False) if any(any(cell.wide) for cell in effects.cells) else (True,)
+    """Whether to use options that make a module around several regions a unit: both ways, if there are any."""
+    return (True, False) if any(any(region.wide) for region in effects.regions) else (True,)
 
 
 def _descend(effects: Additive, budget_bytes: int, aim_bytes: int, wide: bool) -> tuple[dict[int, int], int]:
@@ -55,13 +55,13 @@ def _descend(effects: Additive, budget_bytes: int, aim_bytes: int, wide: bool) -
 
     What a move frees below ``aim_bytes`` does not count for it.
     """
-    allowed = np.concatenate([[wide or not w for w in cell.wide] for cell in effects.cells])
-    cells = np.concatenate([np.full(len(c), i) for i, c in enumerate(effects.costs)])
+    allowed = np.concatenate([[wide or not w for w in region.wide] for region in effects.regions])
+    regions = np.concatenate([np.full(len(c), i) for i, c in enumerate(effects.costs)])
     options = np.concatenate([np.arange(len(c)) for c in effects.costs])
     costs = np.concatenate(effects.costs)
     changes = np.concatenate(effects.changes)
     first = np.concatenate([[0], np.cumsum([len(c) for c in effects.costs])[:-1]])
-    taken = first.copy()  # by cell, the column that it takes
+    taken = first.copy()  # by region, the column that it takes
     total = effects.base.copy()
     best, best_peak = taken.copy(), int(total.max())
     for _ in range(len(costs)):
@@ -70,9 +70,9 @@ def _descend(effects: Additive, budget_bytes: int, aim_bytes: int, wide: bool) -
             best, best_peak = taken.copy(), int(total[at])
         if best_peak <= budget_bytes:
             break
-        change = changes - changes[taken[cells]]
+        change = changes - changes[taken[regions]]
         freed = np.minimum(-change[:, at], total[at] - aim_bytes)
-        dearer = costs - costs[taken[cells]]
+        dearer = costs - costs[taken[regions]]
         price = np.full(len(costs), np.inf)
         np.divide(dearer, freed, out=price, where=(freed > 0) & (dearer > 0) & allowed)
         for move in price.argsort(kind="stable"):
@@ -80,10 +80,10 @@ def _descend(effects: Additive, budget_bytes: int, aim_bytes: int, wide: bool) -
                 break
             if (total + change[move]).max() <= total[at]:
                 total += change[move]
-                taken[cells[move]] = move
+                taken[regions[move]] = move
                 break
         else:
             break
         if not np.isfinite(price[move]):
             break
-    return {cell: int(options[column]) for cell, column in enumerate(best) if options[column]}, best_peak
+    return {region: int(options[column]) for region, column in enumerate(best) if options[column]}, best_peak

@@ -1,4 +1,4 @@
-"""Solvers: from the effects of the cells' options and a budget to one option for each cell.
+"""Solvers: from the effects of the regions' options and a budget to one option for each region.
 
 A solver is a small frozen object, and solvers are interchangeable. It sees no recording and no model;
 ``planning.py`` replays what it proposes and asks again if the replay disagrees.
@@ -13,7 +13,7 @@ from typing import Protocol
 from sacplan._plan.effects import Additive
 
 Choice = Mapping[int, int]
-"""Cell (its place among the cells) to the option that it takes; cells that keep everything are left out."""
+"""Region (its place among the regions) to the option that it takes; regions that keep everything are left out."""
 
 
 @dataclass(frozen=True, slots=True)

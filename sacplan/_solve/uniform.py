@@ -1,18 +1,18 @@
-"""``Uniform``: cells of one kind all do the same, as people do by hand."""
+"""``Uniform``: regions of one kind all do the same, as people do by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sacplan._fit.cells import Option
 from sacplan._plan.effects import Additive
+from sacplan._recompute.regions import Option
 from sacplan._solve.solvers import Proposal
 
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """One price per byte for the whole step: every cell takes the option that is cheapest at that price.
+    """One price per byte for the whole step: every region takes the option that is cheapest at that price.
 
     So repeated layers are treated alike. Of all prices, the lowest whose choice holds the budget.
     """
@@ -34,14 +34,14 @@ class Uniform:
 
 
 def _path(effects: Additive) -> list[dict[int, int]]:
-    prices = sorted({price for cell in effects.cells for price in _prices(cell.options)})
+    prices = sorted({price for region in effects.regions for price in _prices(region.options)})
     choices: list[dict[int, int]] = [{}]
     for price in prices:
         choice = {}
-        for i, cell in enumerate(effects.cells):
+        for i, region in enumerate(effects.regions):
             best = min(
-                range(len(cell.options)),
-                key=lambda o: (cell.options[o].cost + price * cell.options[o].kept_bytes, o),
+                range(len(region.options)),
+                key=lambda o: (region.options[o].cost + price * region.options[o].kept_bytes, o),
             )
             if best:
                 choice[i] = best
@@ -51,7 +51,7 @@ def _path(effects: Additive) -> list[dict[int, int]]:
 
 
 def _prices(options: Sequence[Option]) -> list[float]:
-    """Just above each price at which a cell steps down its hull."""
+    """Just above each price at which a region steps down its hull."""
     found, at = [], 0
     while at < len(options) - 1:
         here = options[at]

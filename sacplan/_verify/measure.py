@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.utils.flop_counter import FlopCounterMode
 
-from sacplan._trace.step import Step
+from sacplan._record.step import Step
 
 CUDA_ROUND_BYTES = 512
 

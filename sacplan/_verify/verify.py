@@ -9,12 +9,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from sacplan._apply.apply import apply
-from sacplan._plan.budget import format_bytes
+from sacplan._device.devices import resolve_device
 from sacplan._plan.plan import Plan
-from sacplan._plan.replay import replay
-from sacplan._trace.devices import resolve_device
-from sacplan._trace.profile import check_runs_here, trace_step
-from sacplan._trace.step import (
+from sacplan._profile.profile import check_runs_here, trace_step
+from sacplan._program.budget import format_bytes
+from sacplan._recompute.replay import replay
+from sacplan._record.step import (
     LossFn,
     Step,
     check_model,
@@ -116,10 +116,10 @@ def _verify_fake(
         saved="observe", ranks=plan.ranks,
     )  # fmt: skip
     return Verification(
-        peak_bytes=replay(seen.recording, {}).peak_bytes,
+        peak_bytes=replay(seen.program, {}).peak_bytes,
         predicted_peak_bytes=plan.peak_bytes,
         budget_bytes=plan.budget_bytes,
-        recompute_flops=seen.recording.flops - plan.step_flops,
+        recompute_flops=seen.program.flops - plan.step_flops,
         step_ms=seen.step_ms,
         run="fake",
         source="fake step",

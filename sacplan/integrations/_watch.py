@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from sacplan._plan.budget import format_bytes
+from sacplan._device.devices import resolve_device
 from sacplan._plan.plan import Plan
-from sacplan._trace.devices import resolve_device
-from sacplan._trace.step import Step, default_loss
+from sacplan._program.budget import format_bytes
+from sacplan._record.step import Step, default_loss
 from sacplan._verify.measure import (
     CUDA_ROUND_BYTES,
     allocation_events,

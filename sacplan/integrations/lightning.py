@@ -26,10 +26,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from sacplan._apply.apply import Handle, apply
+from sacplan._device.devices import DeviceSpec
 from sacplan._plan.plan import Plan
-from sacplan._trace.devices import DeviceSpec
-from sacplan._trace.profile import Profile, Runtime, Trace, profile
-from sacplan._trace.step import check_model, preserved_rng
+from sacplan._profile.profile import Profile, Runtime, Trace, profile
+from sacplan._record.step import check_model, preserved_rng
 from sacplan.errors import PlanError, TraceError
 from sacplan.integrations._watch import PeakWatch
 

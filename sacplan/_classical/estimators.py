@@ -1,0 +1,303 @@
+"""The classical interface: three context managers that watch a step, and ``aggregate_stats`` over them.
+
+Each is a view of one ``Recorder``. They work under ``fake_device``, on real CPU tensors and on CUDA::
+
+    with sacplan.fake_device("h100"):
+        ...
+        with MemTracker() as mem_tracker: step()
+        with RuntimeEstimator() as runtime_estimator: step()
+        with SACEstimator() as sac_estimator: model(batch)
+    graph = parse_module_info(aggregate_stats(model, mem_tracker, runtime_estimator, sac_estimator, dev))
+
+Names and meanings follow PyTorch PR #137908.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sacplan._classical.fit import FitKind
+from sacplan._classical.graph import ModuleInfo, SACStats
+from sacplan._classical.stats import module_info
+from sacplan._classical.units import UnitTradeoff, unit_tradeoffs
+from sacplan._device.cost import CostModel
+from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._device.kernels import active_device
+from sacplan._device.timing import MeasuredTimes
+from sacplan._device.workspace import workspace_bytes
+from sacplan._program.program import Phase, Program, StorageKind
+from sacplan._recompute.replay import replay
+from sacplan._record.recorder import Recorder, SavedMode
+from sacplan._torch.ops import op_traits
+from sacplan._torch.private import active_fake_mode
+from sacplan.errors import TraceError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_COST_MODEL = ("operator-level-cost-model", "cost-model")
+_BENCHMARK = ("operator-level-benchmark", "benchmark")
+
+
+class _Estimator:
+    """One recorder, made when the context is entered, on the device that is active then."""
+
+    _saved: SavedMode = "observe"
+    _count_workspace = False
+
+    def __init__(self, device: str | DeviceSpec | torch.device | None = None) -> None:
+        self._device = device
+        self._mode = _COST_MODEL[0]
+        self._recorder: Recorder | None = None
+        self._program: Program | None = None
+        self._tracked: list[Any] = []
+
+    def __call__(self, estimate_mode_type: str = _COST_MODEL[0]) -> Any:
+        """Choose how op times are got: ``"operator-level-cost-model"`` or ``"operator-level-benchmark"``."""
+        if estimate_mode_type not in (*_COST_MODEL, *_BENCHMARK):
+            raise TraceError(
+                f"unknown estimate_mode_type {estimate_mode_type!r}; known are {_COST_MODEL + _BENCHMARK}."
+            )
+        self._mode = estimate_mode_type
+        return self
+
+    def __enter__(self) -> Any:
+        spec = self._spec()
+        times = MeasuredTimes(spec) if self._mode in _BENCHMARK else CostModel(spec)
+        fake = active_fake_mode() is not None
+        saved: SavedMode = self._saved
+        if saved == "virtual" and not fake:
+            saved = "clone"
+        self._program = None
+        self._recorder = Recorder(
+            cost=times.cost,
+            workspace=functools.partial(workspace_bytes, spec) if self._count_workspace else _no_workspace,
+            round_bytes=spec.allocation_round_bytes,
+            saved=saved,
+        )
+        self._track(self._recorder)
+        self._recorder.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._recorder is not None
+        self._recorder.__exit__(kind, error, trace)
+        if kind is None:
+            self._program = self._recorder.program()
+        self._recorder.forget()
+
+    def _spec(self) -> DeviceSpec:
+        if self._device is not None:
+            return resolve_device(self._device)
+        return active_device() or resolve_device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def _track(self, recorder: Recorder) -> None:
+        for thing in self._tracked:
+            if isinstance(thing, torch.nn.Module):
+                recorder.track_model(thing)
+            elif isinstance(thing, torch.optim.Optimizer):
+                recorder.track_optimizer(thing)
+            else:
+                recorder.track_tensors([thing])
+
+    @property
+    def program(self) -> Program:
+        """What was seen; ``TraceError`` before the context has ended."""
+        if self._program is None:
+            raise TraceError(
+                f"{type(self).__name__} has seen nothing yet: run a step inside `with` and read it after."
+            )
+        return self._program
+
+
+def _no_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    return 0
+
+
+class MemTracker(_Estimator):
+    """What is alive during a step, by kind and module; autograd is left alone.
+
+    Args:
+        device: whose allocator counts; by default that of ``fake_device``, else the device that is here.
+        workspaces: count what kernels allocate inside, too. PyTorch's tracker sees tensors only, which is
+            the default here; ``sacplan.profile`` always counts them.
+    """
+
+    def __init__(
+        self, device: str | DeviceSpec | torch.device | None = None, *, workspaces: bool = False
+    ) -> None:
+        super().__init__(device)
+        self._count_workspace = workspaces
+
+    def track_external(self, *external: torch.nn.Module | torch.optim.Optimizer | torch.Tensor) -> None:
+        """Count what exists before the step: a model, an optimizer's state, tensors such as the batch."""
+        for thing in external:
+            if not isinstance(thing, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):
+                raise TraceError(
+                    f"track_external takes modules, optimizers and tensors, not {type(thing).__name__}."
+                )
+        self._tracked.extend(external)
+
+    def reset_mod_stats(self) -> None:
+        """Forget what was seen so far; what is alive now is where the record begins."""
+        if self._recorder is None:
+            raise TraceError("reset_mod_stats belongs inside the context, between two steps.")
+        self._recorder.restart()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive at any op."""
+        return replay(self.program, {}).peak_bytes
+
+    def snapshot(self) -> dict[str, int]:
+        """Bytes alive at the peak, by kind, and in total."""
+        run = replay(self.program, {})
+        return {k.name.lower(): run.peak_by_kind[k] for k in StorageKind} | {"total": run.peak_bytes}
+
+    def to_frame(self) -> pd.DataFrame:
+        """What was alive at each op, in bytes by kind."""
+        import pandas as pd
+
+        run = replay(self.program, {}, timeline=True)
+        return pd.DataFrame(
+            [
+                {"phase": self.program.ops[m.op].phase.name.lower(), "total": m.live_bytes}
+                | {k.name.lower(): m.by_kind[k] for k in StorageKind}
+                for m in run.moments
+            ]
+        )
+
+
+class RuntimeEstimator(_Estimator):
+    """How long a step takes, op by op: a roofline, or each distinct op timed once."""
+
+    @property
+    def total_ms(self) -> float:
+        """Time of all ops that were seen, in milliseconds."""
+        return self.program.step_ms
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of all ops that were seen."""
+        return self.program.flops
+
+    @property
+    def mod_runtimes(self) -> Mapping[str, Mapping[str, float]]:
+        """Module to ``{"fw": ms, "bw": ms}``."""
+        info = module_info(self.program, self.program, {})
+        return {s.fqn: {"fw": s.fw_runtime_per_module, "bw": s.bw_runtime_per_module} for s in info.stats}
+
+
+class SACEstimator(_Estimator):
+    """What each module could discard, and at what price; one forward pass is enough.
+
+    Under ``fake_device`` autograd gets empty handles instead of the tensors it saves; on real tensors
+    copies, so that a backward pass inside or after the context works.
+    """
+
+    _saved: SavedMode = "virtual"
+
+    @property
+    def tradeoffs(self) -> Mapping[str, UnitTradeoff]:
+        """Reachable trade-offs of every module with children, by fqn."""
+        return unit_tradeoffs(self.program)
+
+    @property
+    def sac_mod_stats(self) -> Mapping[str, SACStats]:
+        """The ops of every module with children, as ``get_optimal_checkpointing_policy_per_module`` reads them."""
+        return {fqn: sac_stats(self.program, fqn) for fqn in self.tradeoffs}
+
+    def greedy_order(self, fqn: str) -> list[int]:
+        """The prototype's order of discarding: ops of a module by falling bytes per millisecond, views left out."""
+        return greedy_order(sac_stats(self.program, fqn))
+
+
+def sac_stats(program: Program, fqn: str) -> SACStats:
+    """The ops of a module's first call: time, bytes of new outputs, and what must go together."""
+    calls = program.calls.get(fqn)
+    if not calls:
+        raise TraceError(f"module {fqn!r} was not called; called were {', '.join(map(repr, program.calls))}.")
+    scope = program.scopes[calls[0]]
+    members = [i for i in range(scope.first_op, scope.end_op) if program.ops[i].phase == Phase.FORWARD]
+    ops = [program.ops[i] for i in members]
+    saved = set(program.handle_storages)
+    place = {s: at for at, op in enumerate(ops) for s in op.writes}
+    return SACStats(
+        func_names=tuple(op.name for op in ops),
+        runtimes=tuple(op.time_ms for op in ops),
+        memory=tuple(sum(program.storage_bytes[s] for s in op.writes if op.replaces < 0) for op in ops),
+        view_like_ops=tuple(at for at, op in enumerate(ops) if not op.writes and not op.mutates),
+        rand_ops=tuple(at for at, op in enumerate(ops) if op.writes and _is_random(op.name)),
+        saved_autograd_ops=tuple(at for at, op in enumerate(ops) if saved.intersection(op.writes)),
+        inplace_ops=tuple(
+            (at, place.get(op.replaces if op.replaces >= 0 else op.mutates[0], at))
+            for at, op in enumerate(ops)
+            if op.replaces >= 0 or (op.mutates and not op.writes)
+        ),
+    )
+
+
+def _is_random(name: str) -> bool:
+    _, op, overload = name.split(".", 2)
+    packet = getattr(torch.ops.aten, op, None)
+    func = getattr(packet, overload, None)
+    return func is not None and op_traits(func).random
+
+
+def greedy_order(stats: SACStats) -> list[int]:
+    """Ops that have bytes of their own, by falling bytes per millisecond (an op without time first)."""
+    fixed = set(stats.view_like_ops)
+    candidates = [i for i in range(len(stats.memory)) if i not in fixed and stats.memory[i]]
+    return sorted(
+        candidates,
+        key=lambda i: -(stats.memory[i] / stats.runtimes[i] if stats.runtimes[i] else float("inf")),
+    )
+
+
+def aggregate_stats(
+    model: torch.nn.Module,
+    mem_tracker: MemTracker,
+    runtime_estimator: RuntimeEstimator,
+    sac_estimator: SACEstimator,
+    dev: torch.device | str | None = None,
+    *,
+    fit: FitKind = "hull",
+    n_segments: int | None = None,
+) -> ModuleInfo:
+    """Memory, times and trade-offs of every module that ran, for ``parse_module_info``.
+
+    Args:
+        model: the one that was watched.
+        mem_tracker, runtime_estimator, sac_estimator: after their contexts have ended.
+        dev: taken for the prototype's sake; a recording is of one device.
+        fit: ``"hull"`` (never optimistic) or ``"pwlf"`` with ``n_segments`` 2 to 4.
+
+    Raises:
+        TraceError: an estimator that saw nothing, or another model.
+    """
+    names = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
+    for estimator in (mem_tracker, runtime_estimator, sac_estimator):
+        if not estimator.program.scopes:
+            raise TraceError(
+                f"{type(estimator).__name__} saw no module being called; was the model run inside it?"
+            )
+        for scope in estimator.program.scopes:
+            if scope.fqn not in names:
+                raise TraceError(
+                    f"{type(estimator).__name__} saw a module {scope.fqn!r} that this model does not have. Pass the "
+                    "model that was run inside the estimators."
+                )
+    return module_info(
+        mem_tracker.program,
+        runtime_estimator.program,
+        sac_estimator.tradeoffs,
+        fit_kind=fit,
+        segments=n_segments,
+    )

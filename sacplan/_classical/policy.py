@@ -1,0 +1,137 @@
+"""Which ops of one module to save within a share of its memory: the prototype's program per module.
+
+Source: PyTorch PR #137908, after xformers' ``selective_checkpoint``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from sacplan._classical.graph import SACStats
+from sacplan._solve.mip import LinearProgram, check_options
+from sacplan.errors import BudgetError, InfeasibleBudget, PlanError, SolverError
+
+_SCALE = 1000.0  # as in milp.py: far above the solvers' tolerances
+
+
+def get_optimal_checkpointing_policy_per_module(
+    sac_stats: SACStats,
+    memory_budget: float,
+    *,
+    solver: str = "auto",
+    gap: float = 1e-4,
+    time_limit: float = 10.0,
+    seed: int = 0,
+) -> list[int]:
+    """Choose which of a module's ops to save (1) and which to recompute (0), with the least recompute time.
+
+    The constraints are those of PR #137908, after xformers: random ops go together (all saved if
+    ``force_store_random``), view-like ops are recomputed, an in-place op goes with the op whose output it
+    writes, or is saved where that is unknown.
+
+    Args:
+        sac_stats: the module's ops.
+        memory_budget: share of the ops' total memory that may be saved, in [0, 1].
+
+    Raises:
+        BudgetError: the share is not in [0, 1].
+        InfeasibleBudget: the ops that must be saved take more.
+        PlanError: statistics that contradict each other.
+        SolverError: no policy found in the time.
+    """
+    if isinstance(memory_budget, bool) or not 0 <= memory_budget <= 1:
+        raise BudgetError(f"memory budget {memory_budget!r} is not a share in [0, 1] of the module's memory")
+    check_options(solver, gap, time_limit, seed)
+    group = _op_groups(sac_stats)
+    ops = range(len(group))
+    saved = {group[op] for op, parent in sac_stats.inplace_ops if op == parent}
+    if sac_stats.force_store_random:
+        saved |= {group[op] for op in sac_stats.rand_ops}
+    recomputed = {group[op] for op in sac_stats.view_like_ops}
+    for op in ops:
+        if group[op] in saved & recomputed:
+            raise PlanError(
+                f"op {op} ({sac_stats.func_names[op]}) has to be saved, as a random or in-place op, and "
+                "recomputed, as a view-like op or one that goes with it; correct the statistics"
+            )
+
+    memory = dict.fromkeys(group, 0)
+    for op in ops:
+        memory[group[op]] += sac_stats.memory[op]
+    budget_bytes = math.ceil(memory_budget * sum(sac_stats.memory))
+    needed = sum(memory[g] for g in saved)
+    if needed > budget_bytes:
+        largest = max((op for op in ops if group[op] in saved), key=lambda op: sac_stats.memory[op])
+        raise InfeasibleBudget(
+            f"{budget_bytes} B may be saved, but random and in-place ops that must be take {needed} B "
+            f"(the largest: op {largest}, {sac_stats.func_names[largest]}); raise the budget to "
+            f"{needed / sum(sac_stats.memory):.4f} or recompute random ops",
+            budget_bytes=budget_bytes,
+            smallest_feasible_bytes=needed,
+            binding=sac_stats.func_names[largest],
+        )
+    undecided = [g for g in memory if g not in saved and g not in recomputed]
+    runtime = {g: math.fsum(sac_stats.runtimes[op] for op in ops if group[op] == g) for g in undecided}
+    saved |= _knapsack(
+        [(g, memory[g], runtime[g]) for g in undecided], budget_bytes - needed, solver, gap, time_limit, seed
+    )
+    return [int(group[op] in saved) for op in ops]
+
+
+def _op_groups(sac_stats: SACStats) -> list[int]:
+    """For each op the first op that it is decided with."""
+    n_ops = len(sac_stats.func_names)
+    if not n_ops == len(sac_stats.runtimes) == len(sac_stats.memory):
+        raise PlanError(
+            f"{n_ops} ops, but {len(sac_stats.runtimes)} runtimes and {len(sac_stats.memory)} memory figures"
+        )
+    pairs = list(sac_stats.inplace_ops)
+    if not sac_stats.force_store_random:
+        pairs += zip(sac_stats.rand_ops[:-1], sac_stats.rand_ops[1:], strict=True)
+    mentioned = {*sac_stats.view_like_ops, *sac_stats.rand_ops, *(op for pair in pairs for op in pair)}
+    if outside := sorted(op for op in mentioned if not 0 <= op < n_ops):
+        raise PlanError(f"op indices {outside[:5]} are not among the {n_ops} ops")
+    group = list(range(n_ops))
+    for one, other in pairs:
+        first, second = sorted((group[one], group[other]))
+        group = [first if g == second else g for g in group]
+    return group
+
+
+def _knapsack(
+    items: Sequence[tuple[int, int, float]],
+    budget_bytes: int,
+    solver: str,
+    gap: float,
+    time_limit_s: float,
+    seed: int,
+) -> set[int]:
+    """The items (key, bytes, ms) that fit and are worth the most."""
+    free = {key for key, n_bytes, _ in items if n_bytes == 0}
+    fitting = [item for item in items if 0 < item[1] <= budget_bytes]
+    if sum(n_bytes for _, n_bytes, _ in fitting) <= budget_bytes:
+        return free | {key for key, _, _ in fitting}
+    ms_scale = max(ms for _, _, ms in fitting) / _SCALE or 1.0
+    program = LinearProgram()
+    # a variable is one where its item is left out, so that all costs are positive
+    left_out = [program.binary(cost=ms / ms_scale) for _, _, ms in fitting]
+    excess = sum(n_bytes for _, n_bytes, _ in fitting) - budget_bytes
+    program.row(
+        [
+            (x, min(n_bytes, excess) * _SCALE / excess)
+            for x, (_, n_bytes, _) in zip(left_out, fitting, strict=True)
+        ],
+        lower=_SCALE,
+    )
+    solution = program.solve(solver=solver, gap=gap, time_limit_s=time_limit_s, seed=seed)
+    if not solution.values:
+        raise SolverError(
+            f"no policy for {len(fitting)} ops was found within {time_limit_s} s; raise time_limit"
+        )
+    kept = [item for x, item in zip(left_out, fitting, strict=True) if solution.values[x] < 0.5]
+    # a tolerance may hide some bytes; the least valuable by size goes first
+    kept.sort(key=lambda item: item[2] / item[1], reverse=True)
+    while sum(n_bytes for _, n_bytes, _ in kept) > budget_bytes:
+        kept.pop()
+    return free | {key for key, _, _ in kept}

@@ -1,0 +1,232 @@
+"""Module statistics from recordings: what ``parse_module_info`` and the mixed-integer program read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sacplan._classical.fit import Fit, FitKind, fit_tradeoff
+from sacplan._classical.graph import ModuleInfo, ModuleStats, Point, Segment
+from sacplan._classical.units import UnitTradeoff
+from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program, StorageKind
+from sacplan._recompute.replay import Replay, replay
+
+_ACTIVATIONS = (StorageKind.ACTIVATION, StorageKind.TEMPORARY)
+_SHARDED = (StorageKind.PARAMETER, StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+
+
+def module_info(
+    memory: Program,
+    runtime: Program,
+    tradeoffs: Mapping[str, UnitTradeoff],
+    *,
+    fit_kind: FitKind = "hull",
+    segments: int | None = None,
+) -> ModuleInfo:
+    """Statistics of every module that ran.
+
+    Args:
+        memory: the recording that bytes are read from.
+        runtime: the recording that times and orders are read from.
+        tradeoffs: of the modules that may be units.
+        fit_kind, segments: the fit of each trade-off curve, see ``sacplan.fit_tradeoff``.
+
+    As in the prototype of PR #137908, the activations of a module are those at the end of its forward
+    and the activation gradients those at the peak of its backward, which need not coincide.
+    ``segments_of`` has what was alive at the same moment.
+    """
+    base = replay(memory, {}, timeline=True)
+    spans = _backward_spans(memory)
+    times = _times(runtime)
+    fits: dict[tuple[object, ...], Fit] = {}
+    root_parameters = sum(
+        memory.storage_bytes[s] for s in memory.initial if memory.storage_kinds[s] == StorageKind.PARAMETER
+    )
+    own_parameters = memory.parameter_bytes
+    stats = []
+    for fqn in _with_root(pre_order(runtime)):
+        scopes = memory.calls.get(fqn, ())
+        at_end = base.boundaries.get((Event.EXIT, scopes[-1])) if scopes else None
+        grad_total, act_bw, act_grad = _backward_peaks(memory, base, spans.get(fqn))
+        parameters = root_parameters if fqn == "" else own_parameters.get(fqn, 0)
+        tradeoff = tradeoffs.get(fqn)
+        time = times.get(fqn, _Times())
+        if fqn == "" and not scopes:
+            time = _Times(
+                sum(t.time_ms for t in runtime.ops if t.phase == Phase.FORWARD),
+                sum(t.time_ms for t in runtime.ops if t.phase == Phase.BACKWARD),
+            )
+        stats.append(
+            ModuleStats(
+                fqn=fqn,
+                param_per_module=parameters,
+                grad_per_module=parameters,
+                grad_total=grad_total,
+                act_fw_per_module=tradeoff.saved_bytes if tradeoff else 0,
+                act_bw_per_module=act_bw,
+                act_grad_per_module=act_grad,
+                act_total=sum(at_end[k] for k in _ACTIVATIONS) if at_end else 0,
+                input_per_module=sum(memory.scopes[s].input_bytes for s in scopes),
+                output_per_module=sum(memory.scopes[s].output_bytes for s in scopes),
+                fw_runtime_per_module=time.forward_ms,
+                bw_runtime_per_module=time.backward_ms,
+                is_leaf=fqn in memory.leaf_fqns,
+                **_tradeoff_fields(tradeoff, fits, fit_kind, segments),
+            )
+        )
+    return ModuleInfo(
+        stats=tuple(stats),
+        fw_pre_order=_with_root(pre_order(runtime)),
+        fw_post_order=_with_root(post_order(runtime), last=True),
+        bw_pre_order=backward_order(runtime),
+    )
+
+
+def _tradeoff_fields(
+    tradeoff: UnitTradeoff | None,
+    fits: dict[tuple[object, ...], Fit],
+    kind: FitKind,
+    segments: int | None,
+) -> dict[str, Any]:
+    if tradeoff is None or not tradeoff.points:
+        return {}
+    whole = tradeoff.runtime_ms or 1.0
+    curve = tuple((p.discard_ratio, p.recompute_ms / whole) for p in tradeoff.points)
+    fitted = fits.get(curve)
+    if fitted is None:
+        fitted = fits[curve] = fit_tradeoff(curve, kind, segments)
+    return {
+        "sac_runtime": whole,
+        "sac_memory": tradeoff.saved_bytes,
+        "n_segments": fitted.n_segments,
+        "slopes": fitted.slopes,
+        "intercepts": fitted.intercepts,
+        "breakpoints": fitted.breakpoints,
+        "tradeoff_curve": ((0.0, 0.0), *curve),
+        "points": tuple(Point(p.discard_ratio, p.recompute_ms) for p in tradeoff.points),
+    }
+
+
+def pre_order(program: Program) -> tuple[str, ...]:
+    """Modules by the beginning of their first forward."""
+    return tuple(dict.fromkeys(scope.fqn for scope in program.scopes))
+
+
+def post_order(program: Program) -> tuple[str, ...]:
+    """Modules by the end of their last forward."""
+    order: dict[str, None] = {}
+    for code, arg in program.events:
+        if code == Event.EXIT:
+            fqn = program.scopes[arg].fqn
+            order.pop(fqn, None)
+            order[fqn] = None
+    return tuple(order)
+
+
+def backward_order(program: Program) -> tuple[str, ...]:
+    """Modules by the beginning of their first backward."""
+    return tuple(dict.fromkeys(program.scopes[s].fqn for s in program.backward_order))
+
+
+def _with_root(order: tuple[str, ...], *, last: bool = False) -> tuple[str, ...]:
+    if "" in order:
+        return order
+    return (*order, "") if last else ("", *order)
+
+
+def _times(program: Program) -> dict[str, _Times]:
+    forward: dict[str, float] = defaultdict(float)
+    backward: dict[str, float] = defaultdict(float)
+    names = _names_around(program)
+    for op in program.ops:
+        if op.phase == Phase.OPTIMIZER:
+            continue
+        total = forward if op.phase == Phase.FORWARD else backward
+        for fqn in names[op.scope]:
+            total[fqn] += op.time_ms
+    return {fqn: _Times(forward[fqn], backward[fqn]) for fqn in {*forward, *backward}}
+
+
+def _names_around(program: Program) -> dict[int, tuple[str, ...]]:
+    """Scope to the distinct modules it is in, itself included."""
+    names: dict[int, tuple[str, ...]] = {ROOT_SCOPE: ()}
+    for i, scope in enumerate(program.scopes):
+        around = names[scope.parent]
+        names[i] = around if scope.fqn in around else (*around, scope.fqn)
+    return names
+
+
+def _backward_spans(program: Program) -> dict[str, tuple[int, int]]:
+    """Module to its first and last op in the backward pass ("" is the whole of it)."""
+    spans: dict[str, tuple[int, int]] = {}
+    names = _names_around(program)
+    for i, op in enumerate(program.ops):
+        if op.phase == Phase.BACKWARD:
+            for fqn in ("", *names[op.scope]):
+                spans[fqn] = (spans.get(fqn, (i, i))[0], i)
+    return spans
+
+
+def _backward_peaks(program: Program, base: Replay, span: tuple[int, int] | None) -> tuple[int, int, int]:
+    """Gradients before the backward of a module; at the peak within it, activations and what it added.
+
+    What it added are gradients of activations, and of the module's own parameters so far.
+    """
+    if span is None:
+        return 0, 0, 0
+    moments = base.moments[1:]  # the first is the state before the step
+    first, last = span
+    op = program.ops[first]
+    before = list(moments[first].by_kind)
+    before[StorageKind.TEMPORARY] -= program.inside_bytes[first]
+    for s in op.writes:
+        before[program.storage_kinds[s]] -= program.storage_bytes[s]
+    peak = max(moments[first : last + 1], key=lambda m: m.live_bytes).by_kind
+    added = sum(peak[k] - before[k] for k in (StorageKind.TEMPORARY, StorageKind.GRADIENT))
+    return before[StorageKind.GRADIENT], peak[StorageKind.ACTIVATION], max(0, added)
+
+
+def segments_of(program: Program) -> tuple[Segment, ...]:
+    """What was alive at the same moment, by which modules had ended their forward and not begun their backward."""
+    order = _with_root(post_order(program), last=True)
+    place = {fqn: p for p, fqn in enumerate(order)}
+    base = replay(program, {}, timeline=True)
+    calls_left: dict[str, int] = defaultdict(int)
+    for scope in program.scopes:
+        calls_left[scope.fqn] += 1
+    names = _names_around(program)
+    largest: dict[int, Segment] = {}
+    position = 0
+    moments = iter(base.moments)
+
+    def note(moment_kinds: Sequence[int], name: str) -> None:
+        sharded = sum(moment_kinds[k] for k in _SHARDED)
+        local = sum(moment_kinds) - sharded
+        known = largest.get(position)
+        if known is None or sharded + local > known.sharded_bytes + known.local_bytes:
+            largest[position] = Segment(position, sharded, local, name)
+
+    note(next(moments).by_kind, "")
+    for code, arg in program.events:
+        if code == Event.EXIT:
+            fqn = program.scopes[arg].fqn
+            calls_left[fqn] -= 1
+            while position < len(order) and calls_left[order[position]] <= 0:
+                position += 1
+        elif code == Event.OP:
+            op = program.ops[arg]
+            if op.phase == Phase.OPTIMIZER:
+                position = 0
+            elif op.phase == Phase.BACKWARD:
+                position = min([position, *(place[fqn] for fqn in names[op.scope])])
+            name = program.scopes[op.scope].fqn if op.scope != ROOT_SCOPE else ""
+            note(next(moments).by_kind, "optimizer step" if op.phase == Phase.OPTIMIZER else name)
+    return tuple(largest[p] for p in sorted(largest))

@@ -1,0 +1,168 @@
+"""What each module could discard, and at what price: closure problems cut out of a recording.
+
+Layers that repeat give the same problem, which is solved once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sacplan._program.program import CallSite, Phase, Program
+from sacplan._recompute import closure
+from sacplan._recompute.in_place_groups import discardable, in_place_groups
+
+MAX_UNIT_OPS = 6000
+"""Modules with more op call sites than this are not offered as a unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPoint:
+    """A trade-off that a unit reaches exactly.
+
+    Attributes:
+        discard_ratio: share of ``UnitTradeoff.saved_bytes`` that is not kept.
+        recompute_ms: time of what runs again, all calls of the unit together.
+        discarded: the call sites whose outputs are not kept.
+    """
+
+    discard_ratio: float
+    recompute_ms: float
+    discarded: tuple[CallSite, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTradeoff:
+    """What a module can do.
+
+    Attributes:
+        fqn: the module.
+        saved_bytes: what autograd keeps in it and nothing else holds.
+        runtime_ms: time of its forward ops.
+        saved_sites: call sites whose outputs autograd keeps.
+        points: reachable trade-offs by rising ratio, 'discard nothing' left out.
+    """
+
+    fqn: str
+    saved_bytes: int
+    runtime_ms: float
+    saved_sites: tuple[CallSite, ...]
+    points: tuple[UnitPoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    problem: closure.ClosureProblem
+    sites: tuple[tuple[CallSite, ...], ...]  # of each op of the problem
+    saved_sites: tuple[CallSite, ...]
+    runtime_ms: float
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        p = self.problem
+        return (p.ops, p.storage_bytes, p.saved, p.free, self.sites)
+
+
+def unit_tradeoffs(
+    program: Program, fqns: Iterable[str] | None = None, *, max_points: int = 16, between: int = 2
+) -> dict[str, UnitTradeoff]:
+    """Trade-offs of modules, in the order of execution.
+
+    Args:
+        recording: the step (a forward pass is enough).
+        fqns: which modules; by default all that have children.
+        max_points, between: see ``closure.tradeoff``.
+    """
+    wanted = program.calls if fqns is None else fqns
+    solved: dict[tuple[object, ...], tuple[closure.Point, ...]] = {}
+    found = {}
+    for fqn in wanted:
+        if fqn in program.leaf_fqns:
+            continue
+        cut = cut_out(program, fqn)
+        if cut is None:
+            continue
+        points = solved.get(cut.signature)
+        if points is None:
+            points = solved[cut.signature] = closure.tradeoff(cut.problem, max_points, between)
+        found[fqn] = _tradeoff(fqn, cut, points)
+    return found
+
+
+def _tradeoff(fqn: str, cut: _Cut, points: tuple[closure.Point, ...]) -> UnitTradeoff:
+    whole = points[0].kept_bytes
+    return UnitTradeoff(
+        fqn=fqn,
+        saved_bytes=whole,
+        runtime_ms=cut.runtime_ms,
+        saved_sites=cut.saved_sites,
+        points=tuple(
+            UnitPoint(
+                discard_ratio=(whole - p.kept_bytes) / whole,
+                recompute_ms=p.recompute_ms,
+                discarded=tuple(site for i in sorted(p.discarded) for site in cut.sites[i]),
+            )
+            for p in points[1:]
+        )
+        if whole
+        else (),
+    )
+
+
+def cut_out(program: Program, fqn: str) -> _Cut | None:
+    """The closure problem of one module over all its calls; None where it keeps nothing or is too large."""
+    calls = program.calls.get(fqn, ())
+    ops = program.ops
+    site_of: dict[CallSite, int] = {}
+    members: list[list[int]] = []
+    for scope in calls:
+        for i, site in program.sites(scope).items():
+            if ops[i].phase == Phase.FORWARD:
+                at = site_of.setdefault(site, len(members))
+                if at == len(members):
+                    members.append([])
+                members[at].append(i)
+    if not members or len(members) > MAX_UNIT_OPS:
+        return None
+    groups = in_place_groups(program, [tuple(group) for group in members])
+    local: dict[int, int] = {}
+
+    def index(storage: int) -> int:
+        return local.setdefault(storage, len(local))
+
+    inside = set(calls)
+    saved: set[int] = set()
+    elsewhere: set[int] = set()
+    for storage, scope in zip(program.handle_storages, program.handle_scopes, strict=True):
+        within = scope in inside or any(a in inside for a in program.ancestors(scope))
+        (saved if within else elsewhere).add(storage)
+    if not saved:
+        return None
+    closure_ops = []
+    for group in groups:
+        closure_ops.append(
+            closure.ClosureOp(
+                cost_ms=sum(ops[i].time_ms for i in group),
+                reads=tuple(dict.fromkeys(index(s) for i in group for s in ops[i].reads)),
+                writes=tuple(index(s) for i in group for s in ops[i].writes),
+                discardable=discardable(program, group),
+            )
+        )
+    saved_local = frozenset(index(s) for s in saved)
+    alive = program.outlives_forward
+    free = frozenset(at for s, at in local.items() if s in alive or s in elsewhere)
+    writer = {s: at for at, group in enumerate(members) for i in group for s in ops[i].writes}
+    sites = tuple(site_of)
+    site_at = {i: sites[at] for at, group in enumerate(members) for i in group}
+    saved_writers = sorted({writer[s] for s in saved if s in writer})
+    return _Cut(
+        problem=closure.ClosureProblem(
+            ops=tuple(closure_ops),
+            storage_bytes=tuple(program.storage_bytes[s] for s in local),
+            saved=saved_local,
+            free=free,
+        ),
+        sites=tuple(tuple(dict.fromkeys(site_at[i] for i in group)) for group in groups),
+        saved_sites=tuple(sites[w] for w in saved_writers),
+        runtime_ms=sum(op.cost_ms for op in closure_ops),
+    )

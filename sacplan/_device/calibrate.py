@@ -1,0 +1,170 @@
+"""``calibrate``: the roofline of the device that is here, measured instead of taken from a datasheet.
+
+Three figures: what a large square matrix product reaches in each type, what a copy reaches of the memory, and
+how long an op takes that has nothing to do. They are what kernels really get, so the shares of the peak
+(``compute_efficiency``, ``bandwidth_efficiency``) become 1. Medians over a fraction of a second: a GPU that is
+cold or busy gives other figures.
+
+The spec keeps the device's name, so that plans made with it find the same kernels again.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._device.timing import RUN_ERRORS, device_here, outside_of_the_trace
+from sacplan.errors import DeviceError
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
+_COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
+_SECONDS = 0.3  # for each figure
+_OPS_AT_ONCE = 200  # so that a GPU's queue is never empty between them
+
+
+def calibrate(
+    device: str | torch.device = "cuda",
+    *,
+    matmul_size: int | None = None,
+    copy_bytes: int | None = None,
+) -> DeviceSpec:
+    """Measure the CUDA device or the CPU that is here; takes seconds.
+
+        spec = sacplan.calibrate("cuda")
+        spec.save("my_gpu.json")
+        profile = sacplan.profile(model, batch, device=spec)
+
+    Args:
+        device: ``"cuda"``, ``"cuda:1"`` or ``"cpu"``.
+        matmul_size: rows and columns of the matrices; default: 8192 on CUDA (three of them in each type: 805 MB
+            in float32), 1024 on a CPU.
+        copy_bytes: size of the tensor that is copied; default: 1 GiB on CUDA, 128 MiB on a CPU. It should
+            not fit any cache.
+
+    Returns:
+        The spec of that device with measured ``flops`` (a type that it cannot multiply is left out, float8 stays
+        an estimate), ``bandwidth_bytes_per_s`` and ``kernel_launch_us``.
+
+    Raises:
+        DeviceError: there is no such device here, a size is not positive, or the memory does not suffice.
+    """
+    base = resolve_device(device)
+    if isinstance(device, str) and device.strip().lower().split(":")[0] not in ("cpu", "cuda"):
+        raise DeviceError(
+            f"calibrate measures what is here: device must be 'cuda' or 'cpu', got {device!r}. For another "
+            "device take its row of sacplan.devices()."
+        )
+    where = torch.device(device) if base.kind == "cuda" else torch.device("cpu")
+    if base.kind == "cuda" and where.index is None:
+        where = device_here(base)
+    size = _MATMUL_SIZE[base.kind] if matmul_size is None else matmul_size
+    nbytes = _COPY_BYTES[base.kind] if copy_bytes is None else copy_bytes
+    if size < 1 or nbytes < 4:
+        raise DeviceError(f"calibrate: matmul_size {size} and copy_bytes {nbytes} must be positive.")
+    with outside_of_the_trace(where):
+        try:
+            flops = _products(base, where, size)
+            bandwidth = _bandwidth(where, nbytes)
+            launch_us = _launch_us(where)
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(
+                f"calibrate on {base.name}: {str(error).splitlines()[0]}. Free the device's memory, or choose a "
+                "smaller matmul_size or copy_bytes."
+            ) from error
+    if "float8" in base.flops:
+        flops["float8"] = base.flops["float8"] * base.compute_efficiency
+    return replace(
+        base,
+        flops=flops,
+        bandwidth_bytes_per_s=bandwidth,
+        compute_efficiency=1.0,
+        bandwidth_efficiency=1.0,
+        kernel_launch_us=launch_us,
+        source=f"measured here by sacplan.calibrate, torch {torch.__version__}, products of {size} x {size}",
+    )
+
+
+def _products(base: DeviceSpec, where: torch.device, size: int) -> dict[str, float]:
+    """FLOP/s by name of the type."""
+    found: dict[str, float] = {}
+    with _matmul_precision("highest"):
+        found["float32"] = _product(torch.float32, where, size)
+    if where.type == "cuda":
+        with _matmul_precision("high"):
+            found["tf32"] = _product(torch.float32, where, size)
+    for name, dtype in _DTYPES.items():
+        try:
+            found[name] = _product(dtype, where, size)
+        except torch.OutOfMemoryError:
+            raise
+        except RUN_ERRORS:  # no such product on this device
+            continue
+    return found
+
+
+def _product(dtype: torch.dtype, where: torch.device, size: int) -> float:
+    a = torch.randn(size, size, device=where).to(dtype)
+    b = torch.randn(size, size, device=where).to(dtype)
+    out = torch.empty(size, size, device=where, dtype=dtype)
+    return 2 * size**3 / _seconds(lambda: torch.mm(a, b, out=out), where)
+
+
+def _bandwidth(where: torch.device, nbytes: int) -> float:
+    """Bytes read and written a second."""
+    source = torch.zeros(nbytes // 4, device=where)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), where)
+
+
+def _launch_us(where: torch.device) -> float:
+    """Microseconds from one op to the next where there is nothing to compute."""
+    x = torch.zeros(1, device=where)
+
+    def many() -> None:
+        for _ in range(_OPS_AT_ONCE):
+            x.add_(1)
+
+    return _seconds(many, where) / _OPS_AT_ONCE * 1e6
+
+
+def _seconds(call: Callable[[], object], where: torch.device) -> float:
+    """Median of the runs that fit the time, after a warm-up; at least three."""
+    call()
+    runs: list[float] = []
+    began = time.perf_counter()
+    while len(runs) < 3 or time.perf_counter() - began < _SECONDS:
+        runs.append(_once_cuda(call, where) if where.type == "cuda" else _once_cpu(call))
+    return statistics.median(runs)
+
+
+def _once_cpu(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _once_cuda(call: Callable[[], object], where: torch.device) -> float:
+    with torch.cuda.device(where):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3
+
+
+@contextmanager
+def _matmul_precision(name: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

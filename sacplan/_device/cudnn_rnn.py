@@ -1,0 +1,135 @@
+"""Recurrent layers as CUDA runs them: one ``_cudnn_rnn`` for all layers and steps, and what it keeps.
+
+cuDNN does not publish the size of the reserve that the forward pass keeps for the backward pass; torch's own
+fake gives it no bytes. **Estimated** here: for each step, layer and direction what the backward formulas read,
+in the input's type (LSTM: four gates, cell state, hidden state; GRU: three gates, the candidate's recurrent
+term, hidden state; plain: hidden state), and a byte an element for dropout between the layers. Check it on a
+GPU before planning tightly. Weights are assumed to be flattened (``nn.LSTM.flatten_parameters``, which the
+modules do on CUDA), so no copy of them is made.
+
+Packed sequences (the sizes of their batches depend on data), projections and ROCm are left to torch's
+composite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from sacplan._device.devices import DeviceSpec, torch_version
+
+aten = torch.ops.aten
+
+# cuDNN's modes.
+RELU, TANH, LSTM, GRU = 0, 1, 2, 3
+_ORIGINALS = {
+    RELU: aten.rnn_relu.input,
+    TANH: aten.rnn_tanh.input,
+    LSTM: aten.lstm.input,
+    GRU: aten.gru.input,
+}
+_KEPT_PER_STEP = {RELU: 1, TANH: 1, LSTM: 6, GRU: 5}
+
+
+def takes_cudnn(spec: DeviceSpec, dtype: torch.dtype, version: tuple[int, int] | None = None) -> bool:
+    """Whether a recurrent layer in ``dtype`` goes to cuDNN (bfloat16 from torch 2.9 and sm80 on)."""
+    if spec.capability is None or not torch.backends.cudnn.enabled:
+        return False
+    if dtype == torch.bfloat16:
+        return spec.capability >= (8, 0) and (torch_version() if version is None else version) >= (2, 9)
+    return dtype in (torch.float16, torch.float32, torch.float64)
+
+
+def run(
+    spec: DeviceSpec,
+    mode: int,
+    input: torch.Tensor,
+    hx: Any,
+    params: Sequence[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> Any:
+    """``lstm.input`` and its like: input [T, N, C] (or [N, T, C]) -> output and last states."""
+    hidden, cell = (hx[0], hx[1]) if mode == LSTM else (hx, None)
+    projected = cell is not None and hidden.shape[2] != cell.shape[2]
+    if not takes_cudnn(spec, input.dtype) or projected or input.numel() == 0:
+        return _ORIGINALS[mode]._op_dk(
+            torch._C.DispatchKey.CompositeImplicitAutograd,
+            input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first,
+        )  # fmt: skip
+    flat_weight = params[0].new_empty(0)  # stands for the buffer that all weights are views of
+    output, last_hidden, last_cell, _reserve, _ = aten._cudnn_rnn.default(
+        input, params, 4 if has_biases else 2, flat_weight, hidden, cell, mode, hidden.shape[2], 0, num_layers,
+        batch_first, dropout, train, bidirectional, [], None,
+    )  # fmt: skip
+    return (output, last_hidden, last_cell) if mode == LSTM else (output, last_hidden)
+
+
+def reserve_bytes(
+    mode: int,
+    steps: int,
+    batch: int,
+    hidden_size: int,
+    num_layers: int,
+    directions: int,
+    dropout: float,
+    element_size: int,
+) -> int:
+    """Estimated bytes that the forward pass keeps, see the module's docstring."""
+    states = steps * batch * hidden_size * directions
+    masks = states * (num_layers - 1) if dropout > 0 else 0
+    return _KEPT_PER_STEP[mode] * states * num_layers * element_size + masks
+
+
+_FORWARD_NAMES = [a.name for a in aten._cudnn_rnn.default._schema.arguments]
+
+
+def fake_forward(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """-> output, last hidden state, last cell state, reserve [bytes], the flat weights as they came in."""
+    a = dict(zip(_FORWARD_NAMES, args, strict=False)) | kwargs
+    if len(a["batch_sizes"]) or a["proj_size"]:
+        return NotImplemented
+    directions = 2 if a["bidirectional"] else 1
+    input, hidden = a["input"], a["hidden_size"]
+    n, t = (0, 1) if a["batch_first"] else (1, 0)
+    batch, steps = input.shape[n], input.shape[t]
+    nbytes = (
+        reserve_bytes(
+            a["mode"], steps, batch, hidden, a["num_layers"], directions, a["dropout"], input.element_size()
+        )
+        if a["train"]
+        else 0
+    )
+    states = [a["num_layers"] * directions, batch, hidden]
+    # Computed as [T, N, ...], and seen through a transpose where the batch comes first.
+    output = input.new_empty([steps, batch, hidden * directions])
+    return (
+        output.transpose(0, 1) if a["batch_first"] else output,
+        a["hx"].new_empty(states),
+        input.new_empty([0]) if a["cx"] is None else a["cx"].new_empty(states),
+        input.new_empty([nbytes], dtype=torch.uint8),
+        a["weight_buf"].new_empty([prod(a["weight_buf"].shape)]),
+    )
+
+
+_BACKWARD_NAMES = [a.name for a in aten._cudnn_rnn_backward.default._schema.arguments]
+
+
+def fake_backward(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """-> gradients of input, hidden state, cell state, and of each weight."""
+    a = dict(zip(_BACKWARD_NAMES, args, strict=False)) | kwargs
+    weights = a["weight"] if a["output_mask"][3] else []
+    empty = a["input"].new_empty([0])
+    return (
+        torch.empty_like(a["input"], memory_format=torch.contiguous_format),
+        torch.empty_like(a["hx"], memory_format=torch.contiguous_format),
+        empty if a["cx"] is None else torch.empty_like(a["cx"], memory_format=torch.contiguous_format),
+        [torch.empty_like(w, memory_format=torch.contiguous_format) for w in weights],
+    )

@@ -1,0 +1,159 @@
+"""Temporaries that a CUDA kernel allocates inside, where no dispatch mode sees them: formulas over shapes.
+
+Sources: PyTorch's ``flash_attn/flash_api.cpp``, ``mem_eff_attention/kernel_forward.h``, ``attention_backward.cu``,
+``Embedding.cu``, ``Indexing.cu``, ``layer_norm_kernel.cu``. What cuDNN allocates (convolutions, RNN, batch norm) is
+not known without the device, and counts as 0 unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sacplan._device.devices import DeviceSpec
+from sacplan._rewrites.library_workspaces import PRODUCTS, library_workspace_bytes, workspaces_stay
+
+Workspace = Callable[[Sequence[Any], DeviceSpec], Sequence[int]]
+_WORKSPACES: dict[str, Workspace] = {}
+
+
+def _workspace(*names: str) -> Callable[[Workspace], Workspace]:
+    """Register a formula: (positional arguments, spec) -> bytes of each allocation that lives at once."""
+
+    def register(formula: Workspace) -> Workspace:
+        for name in names:
+            _WORKSPACES[f"aten::{name}"] = formula
+        return formula
+
+    return register
+
+
+def kernel_workspace_bytes(
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    outputs: Any,
+    spec: DeviceSpec,
+) -> int:
+    """Bytes that the kernel of ``func`` allocates for itself while it runs on ``spec``, outputs aside.
+
+    Each allocation is rounded as the allocator does. 0 for ops without a formula and on a CPU.
+    """
+    if spec.kind != "cuda":
+        return 0
+    formula = _WORKSPACES.get(func._schema.name)
+    if formula is None:
+        if func._schema.name in PRODUCTS and not workspaces_stay():
+            return spec.round_up(library_workspace_bytes(spec))
+        return 0
+    if kwargs:
+        args = _positional(func, args, kwargs)
+    return sum(spec.round_up(nbytes) for nbytes in formula(args, spec) if nbytes > 0)
+
+
+def _positional(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    rest = func._schema.arguments[len(args) :]
+    return [*args, *(kwargs.get(a.name, a.default_value) for a in rest)]
+
+
+def _ceil_to(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _copy_to_bshd(tensor: torch.Tensor) -> int:
+    """Bytes of the copy that a [B, H, S, D] tensor needs unless it lies in memory as [B, S, H, D]."""
+    return 0 if tensor.transpose(1, 2).is_contiguous() else _nbytes(tensor)
+
+
+@_workspace("_scaled_dot_product_flash_attention_backward")
+def _flash_backward(args: Sequence[Any], spec: DeviceSpec) -> Sequence[int]:
+    """fp32 accumulator of dq, softmax_d, expanded dk and dv, copies into [B, S, H, D] (flash_api.cpp)."""
+    grad_out, query, key, _value, out = args[:5]
+    batch, heads, seq_q, dim = query.shape
+    heads_k, seq_k = key.shape[1], key.shape[2]
+    rows = _ceil_to(seq_q, 128)
+    splits = 1
+    if torch.are_deterministic_algorithms_enabled():
+        splits = -(-spec.sm_count // (batch * heads))
+    accumulator = 4 * batch * rows * heads * _ceil_to(dim, 32 if dim <= 128 else 64) * splits
+    expanded = query.element_size() * batch * seq_k * heads * dim if heads != heads_k else 0
+    return (
+        accumulator,
+        4 * batch * heads * rows,
+        expanded,
+        expanded,
+        _copy_to_bshd(grad_out),
+        _copy_to_bshd(out),
+    )
+
+
+@_workspace("_scaled_dot_product_efficient_attention")
+def _efficient_forward(args: Sequence[Any], spec: DeviceSpec) -> Sequence[int]:
+    """fp32 accumulator of the output where a head does not fit the block of keys (kernel_forward.h)."""
+    query, _key, value = args[:3]
+    if query.element_size() == 4 or max(query.shape[-1], value.shape[-1]) <= 128:
+        return ()
+    batch, heads, seq_q, _ = query.shape
+    return (4 * batch * seq_q * heads * value.shape[-1],)
+
+
+@_workspace("_scaled_dot_product_efficient_attention_backward")
+def _efficient_backward(args: Sequence[Any], spec: DeviceSpec) -> Sequence[int]:
+    """delta, a copy of grad_out, fp32 dq in blocks of 64, dk and dv for half heads over 128."""
+    grad_out, query, key, value = args[:4]
+    batch, heads, seq_q, dim = query.shape
+    dim_v = value.shape[-1]
+    workspace = 4 * batch * heads * _ceil_to(seq_q, 64) * _ceil_to(dim, 64)
+    if query.element_size() == 2 and max(dim, dim_v) > 128:
+        workspace += (
+            4 * batch * heads * _ceil_to(key.shape[2], 64) * (_ceil_to(dim, 64) + _ceil_to(dim_v, 64))
+        )
+    return (workspace, 4 * batch * heads * seq_q, _copy_to_bshd(grad_out))
+
+
+@_workspace("_scaled_dot_product_cudnn_attention_backward")
+def _cudnn_backward(args: Sequence[Any], spec: DeviceSpec) -> Sequence[int]:
+    """cuDNN does not say its workspace. Assumed: an fp32 dq and the row sums, as flash attention has them."""
+    query = args[1]
+    batch, heads, seq_q, dim = query.shape
+    return (4 * batch * heads * seq_q * dim, 4 * batch * heads * seq_q)
+
+
+@_workspace("embedding_dense_backward")
+def _embedding_backward(args: Sequence[Any], spec: DeviceSpec) -> Sequence[int]:
+    """Above 3072 indices: sorted and original indices with their buffers, fp32 partial rows."""
+    grad_out, indices, rows = args[:3]
+    count = indices.numel()
+    if count <= 3072:
+        return ()
+    partial_rows = count // 10 + min(count, rows)
+    return (4 * count * indices.element_size(), 4 * partial_rows * grad_out.shape[-1])
+
+
+@_workspace("index_put_", "index_put", "_index_put_impl_", "_unsafe_index_put")
+def _index_put(args: Sequence[Any], spec: DeviceSpec) -> Sequence[int]:
+    """With accumulate: four int64 buffers over the indices, to sort them (Indexing.cu; from memory)."""
+    indices = [i for i in args[1] if isinstance(i, torch.Tensor)]
+    accumulate = len(args) > 3 and bool(args[3])
+    if not accumulate or not indices:
+        return ()
+    return (4 * 8 * max(i.numel() for i in indices),)
+
+
+@_workspace("convolution", "convolution_backward")
+def _convolution(args: Sequence[Any], spec: DeviceSpec) -> Sequence[int]:
+    """Copies of operands that are not in the memory format of the kernel. cuDNN's own workspace is unknown."""
+    tensors = [t for t in args[:3] if isinstance(t, torch.Tensor) and t.dim() >= 3]
+    if tensors[0].dim() == 4:
+        data = tensors[-2:]  # input and weight
+        last = any(t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in data)
+        memory_format = torch.channels_last if last else torch.contiguous_format
+    else:
+        memory_format = torch.contiguous_format
+    return [_nbytes(t) for t in tensors if not t.is_contiguous(memory_format=memory_format)]

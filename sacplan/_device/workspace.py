@@ -1,0 +1,265 @@
+"""What a CPU's kernels allocate inside and free before they return, where no dispatch mode sees it: measured.
+
+Convolutions above all (layouts reordered for oneDNN, a second gradient, im2col), but also the copies that a
+kernel makes of operands that are not contiguous, accumulators per thread, and matrix products of half types.
+There is no formula to rely on: which of a dozen kernels runs is up to the build, the instruction set and the
+number of threads. So each distinct op and shape runs once, for real, on made-up operands (``timing.py``),
+and the allocator's events say what was alive inside beyond the outputs. The result is kept for the life of
+the process. A profile for ``device="cpu"`` is therefore one for the CPU that is here.
+
+What it depends on, found by trying (torch 2.13, x86 with oneDNN):
+
+- no cache: eager convolutions reorder their weights in every call, so the first call is like any other;
+- the number of threads: accumulators per thread (layer norm's backward, attention) grow with it, and oneDNN
+  chooses its kernels by it. It is part of the key;
+- memory format and strides of the operands, which are part of the key too;
+- not the values.
+
+What has to be added to ``live + outputs`` to get an op's peak is the peak of what is allocated inside, less
+the outputs: it does not matter whether the outputs come first or last.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sacplan._device.cost import _tensors, _traits_of
+from sacplan._device.devices import DeviceSpec
+from sacplan._device.kernel_workspaces import kernel_workspace_bytes
+from sacplan._device.timing import RUN_ERRORS, RealOp, first_line, op_key, run_for_real
+from sacplan._torch.private import storage_key
+from sacplan._verify.measure import allocation_deltas, profiler_is_on
+from sacplan.errors import TraceError
+
+# Ops in which a CPU kernel was seen to allocate more than its outputs: every op of 25 models (convolutional,
+# transformers, state space, recurrent; float32 and bfloat16, channels last) was run under the profiler, and
+# those that took more than 64 bytes are here with their relatives. The others are not worth a run.
+_MEASURED = frozenset(
+    f"aten::{name}"
+    for name in (
+        # reordered layouts, im2col, padded or second gradients: up to seventy times the output
+        "convolution",
+        "convolution_backward",
+        "convolution_overrideable",
+        "convolution_backward_overrideable",
+        "mkldnn_convolution",
+        "_slow_conv2d_forward",
+        "_slow_conv2d_backward",
+        "slow_conv3d_forward",
+        "slow_conv_dilated2d",
+        "slow_conv_dilated3d",
+        "slow_conv_transpose2d",
+        "slow_conv_transpose3d",
+        "mkldnn_rnn_layer",
+        "mkldnn_rnn_layer_backward",
+        # copies of operands that are not contiguous, accumulators per thread
+        "native_batch_norm",
+        "native_batch_norm_backward",
+        "_native_batch_norm_legit",
+        "_native_batch_norm_legit_functional",
+        "_native_batch_norm_legit_no_training",
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "native_group_norm",
+        "native_group_norm_backward",
+        "_fused_rms_norm",
+        "_fused_rms_norm_backward",
+        "_weight_norm_interface",
+        "_weight_norm_interface_backward",
+        "_safe_softmax",
+        "_softmax",
+        "_softmax_backward_data",
+        "_log_softmax",
+        "_log_softmax_backward_data",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "gelu_backward",
+        "roll",
+        "avg_pool2d_backward",
+        "avg_pool3d_backward",
+        "adaptive_max_pool2d_backward",
+        "adaptive_max_pool3d_backward",
+        "max_pool2d_with_indices_backward",
+        "max_pool3d_with_indices_backward",
+        "_adaptive_avg_pool2d_backward",
+        "upsample_linear1d",
+        "upsample_bilinear2d",
+        "upsample_bicubic2d",
+        "upsample_trilinear3d",
+        "upsample_linear1d_backward",
+        "upsample_bilinear2d_backward",
+        "upsample_bicubic2d_backward",
+        "upsample_trilinear3d_backward",
+        "_upsample_bilinear2d_aa",
+        "_upsample_bilinear2d_aa_backward",
+        "nll_loss_forward",
+        "nll_loss_backward",
+        "nll_loss2d_forward",
+        "nll_loss2d_backward",
+        "_ctc_loss",
+        "_ctc_loss_backward",
+        # indices sorted, or copied
+        "embedding",
+        "embedding_dense_backward",
+        "_embedding_bag",
+        "_embedding_bag_backward",
+        "_embedding_bag_dense_backward",
+        "index",
+        "index_put",
+        "index_put_",
+        "_index_put_impl_",
+        "sort",
+        "topk",
+    )
+)
+# Where a matrix has neither rows nor columns of stride 1 (permuted, expanded): BLAS takes a copy.
+_PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv"))
+# Where an operand is of half type: reordered for oneDNN, or added up in float32.
+_MEASURED_IN_HALF = _PRODUCTS | frozenset(f"aten::{name}" for name in ("mean", "sum", "cumsum"))
+_HALF = (torch.bfloat16, torch.float16)
+
+_CPU = torch.device("cpu")
+_known: dict[Any, int] = {}
+"""Bytes by (torch, threads, oneDNN, op key); for the life of the process."""
+
+
+def measured_workspace_bytes(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> int:
+    """Bytes that the CPU kernel of ``func`` takes at its peak beyond what is alive and its outputs.
+
+    May be called from inside a dispatch mode, under FakeTensorMode, in the backward pass: modes are off while
+    the op runs, generators are put back. 0 for ops that are not known to have a workspace, and, with a
+    warning, where the op cannot be run on made-up operands.
+
+    Raises:
+        TraceError: a profiler is on in this thread.
+    """
+    if not _worth_a_run(func, args):
+        return 0
+    key = (
+        torch.__version__,
+        torch.get_num_threads(),
+        torch.backends.mkldnn.enabled,
+        op_key(func, args, kwargs),
+    )
+    known = _known.get(key)
+    if known is None:
+        try:
+            peak, real_outputs = run_for_real(func, args, kwargs, out, _CPU, _peak_inside)
+        except RUN_ERRORS as error:
+            warnings.warn(
+                f"the workspace of {func} could not be measured ({first_line(error)}); it counts as 0.",
+                stacklevel=2,
+            )
+            peak = real_outputs = 0
+        known = _known[key] = max(0, peak - real_outputs)
+    return known
+
+
+def _worth_a_run(func: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+    name = func._schema.name
+    if name in _MEASURED:
+        return True
+    tensors = [t for t in _tensors(args) if t.dim() and t.dtype.is_floating_point]
+    dtypes = {t.dtype for t in tensors}
+    if name in _MEASURED_IN_HALF and not dtypes.isdisjoint(_HALF):
+        return True
+    if name in _PRODUCTS:
+        return any(t.dim() > 1 and not _fits_blas(t) for t in tensors)
+    # An elementwise op on two types copies one of its operands to the other's.
+    return len(dtypes) > 1 and torch.Tag.pointwise in func.tags and not _traits_of(func).free
+
+
+def _fits_blas(t: torch.Tensor) -> bool:
+    """Whether the matrices of [..., N, M] can be taken as they lie, by rows or by columns."""
+    rows, columns = t.shape[-2:]
+    row_stride, column_stride = t.stride()[-2:]
+    by_rows = column_stride == 1 and row_stride >= max(1, columns)
+    return by_rows or (row_stride == 1 and column_stride >= max(1, rows))
+
+
+def _peak_inside(op: RealOp) -> tuple[int, int]:
+    """(peak of what the op allocates, bytes of the new storages that it returns)."""
+    if profiler_is_on():
+        raise TraceError(
+            "a profiler is on, and a profile for a CPU needs it to measure what kernels allocate inside. "
+            "Leave the profiler's context first."
+        )
+    outputs = 0
+
+    def run() -> None:
+        nonlocal outputs
+        out = op()
+        given = {storage_key(t.untyped_storage()) for t in _tensors((op.args, op.kwargs))}
+        made = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in _tensors(out)}
+        outputs = sum(nbytes for key, nbytes in made.items() if key not in given)
+
+    live = peak = 0
+    for delta in allocation_deltas(run):
+        live += delta
+        peak = max(peak, live)
+    return peak, outputs
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What a kernel keeps for its backward pass, and its fake twin does not know
+
+_LSTM = torch.ops.aten.mkldnn_rnn_layer.default
+
+
+@contextmanager
+def measured_reserves() -> Iterator[None]:
+    """Inside, oneDNN's fake LSTM keeps the workspace that the real one keeps for its backward pass.
+
+    torch's own fake gives it no bytes, where it is several times the layer's output. Enter it inside of a
+    FakeTensorMode for a CPU. It is for the whole process while it is on; contexts nest.
+    """
+    before = fake_impls.op_implementations_dict.get(_LSTM)
+    fake_impls.op_implementations_dict[_LSTM] = _fake_lstm_layer
+    FakeTensorMode.cache_clear()
+    try:
+        yield
+    finally:
+        if before is None:
+            del fake_impls.op_implementations_dict[_LSTM]
+        else:
+            fake_impls.op_implementations_dict[_LSTM] = before
+        FakeTensorMode.cache_clear()
+
+
+def _fake_lstm_layer(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """input [T, N, C] -> output [T, N, H], hidden and cell state as they came in, workspace [bytes]."""
+    names = [argument.name for argument in func._schema.arguments]
+    a = dict(zip(names, args, strict=False)) | kwargs
+    steps, batch = a["input"].shape[:2]
+    reserve = _lstm_reserve_bytes(func, args, kwargs) if a["train"] and torch.is_grad_enabled() else 0
+    new = a["input"].new_empty
+    return (
+        new((steps, batch, a["hidden_size"])),
+        new(a["hx_"].shape),
+        new(a["cx_"].shape),
+        new((reserve,), dtype=torch.uint8),
+    )
+
+
+def _lstm_reserve_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    key = ("reserve", torch.__version__, torch.get_num_threads(), op_key(func, args, kwargs))
+    known = _known.get(key)
+    if known is None:
+        known = _known[key] = run_for_real(func, args, kwargs, None, _CPU, lambda op: op()[3].nbytes)
+    return known
+
+
+def workspace_bytes(spec: DeviceSpec, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """What an op's kernel allocates inside: measured on a CPU, by formula on a GPU."""
+    if spec.kind == "cpu":
+        return measured_workspace_bytes(func, args, kwargs, out)
+    return kernel_workspace_bytes(func, args, kwargs, out, spec)

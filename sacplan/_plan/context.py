@@ -1,0 +1,89 @@
+"""Everything that planning derives from a recording once, whatever the budget: costs, regions, effects, bounds."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Literal
+
+from sacplan._plan.bound import Bound
+from sacplan._plan.effects import Additive, Timeline, effects_of
+from sacplan._program.program import Phase, Program
+from sacplan._recompute.pins import NO_PINS, Pins
+from sacplan._recompute.regions import Regions
+from sacplan.errors import PlanError
+
+Objective = Literal["time", "flops"]
+"""What a plan recomputes the least of: predicted time, or floating-point operations."""
+
+_TIE = 1e-3  # share of the time in the cost of an op where FLOPs are minimised: most ops have none
+_WIDE = 2e-3
+"""What a unit around several regions is taken to cost, as a share of the forward pass.
+
+The executor looks at every op in a unit, also at those of layers that keep everything.
+"""
+
+_KEPT = 8  # landscapes that a recording remembers
+
+_SIZES = (3, 4, 6, 8, 12, 16, 24, 32)
+
+
+class PlanningContext:
+    """What planning looks at; made once for a recording, objective and pins."""
+
+    def __init__(self, program: Program, objective: Objective, pins: Pins = NO_PINS) -> None:
+        self.program = program
+        self.objective = objective
+        self.pins = pins
+        self.costs = op_costs(program, objective)
+        self.timeline = Timeline(program)
+        self.regions = Regions(program, self.costs, self.timeline.asked_early, pins)
+        self._effects: dict[int, Additive] = {}
+
+    @cached_property
+    def bound(self) -> Bound:
+        """Lower bounds in the unit of the costs; of schedules that keep what is pinned."""
+        return Bound(self.timeline, self.costs, self.pins.kept_ops)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """How many neighbouring regions it makes sense to join: none, two, all of a kind, and what is between."""
+        run = self.regions.longest_run
+        sizes = (1, 2, run, *_SIZES)
+        return tuple(dict.fromkeys(size for size in sizes if size <= run))
+
+    def effects(self, size: int) -> Additive:
+        """Of the regions, joined to that size."""
+        if size not in self._effects:
+            forward = sum(
+                c for c, op in zip(self.costs, self.program.ops, strict=True) if op.phase == Phase.FORWARD
+            )
+            self._effects[size] = effects_of(self.timeline, self.regions.joined(size), _WIDE * forward)
+        return self._effects[size]
+
+
+def planning_context(
+    program: Program, objective: Objective = "time", pins: Pins = NO_PINS
+) -> PlanningContext:
+    """The context of a recording; kept with it, so that several budgets share it."""
+    if objective not in ("time", "flops"):
+        raise PlanError(f"unknown objective {objective!r}; known are 'time' and 'flops'.")
+    known = vars(program).setdefault("_landscapes", {})
+    key = (objective, *pins.key)
+    if key not in known:
+        if len(known) == _KEPT:
+            del known[next(iter(known))]
+        known[key] = PlanningContext(program, objective, pins)
+    found: PlanningContext = known[key]
+    return found
+
+
+def op_costs(program: Program, objective: Objective) -> tuple[float, ...]:
+    """By op, what running it again costs, in ms; FLOPs are counted in ms at the step's mean rate."""
+    times = tuple(op.time_ms for op in program.ops)
+    if objective == "time":
+        return times
+    forward = [op for op in program.ops if op.phase == Phase.FORWARD]
+    flops = sum(op.flops for op in forward)
+    rate = math.fsum(op.time_ms for op in forward) / flops if flops else 0.0
+    return tuple(op.flops * rate + _TIE * ms for op, ms in zip(program.ops, times, strict=True))

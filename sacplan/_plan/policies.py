@@ -1,0 +1,290 @@
+"""The checkpointing modes that people use today, as plans: none, full, every k-th layer, by op.
+
+The modes and their names are those of torchtitan (``torchtitan/distributed/activation_checkpoint.py``)
+and torchtune (PR #785). What differs is how they are executed: as recipes (``_recompute/executor/recipes.py``), so only
+what the backward pass asks for runs again, and nothing is cached that autograd never wanted. Nothing is
+optimised here; the plan carries the replayed peak and recomputation like any other.
+
+Known inefficiency: the layers of a run are compared by walking over the ops between them, once per neighbour.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Sequence
+from fnmatch import fnmatchcase
+from itertools import pairwise
+
+from sacplan._plan.plan import Plan
+from sacplan._plan.planning import made_plan
+from sacplan._profile.profile import Profile
+from sacplan._program.program import ROOT_SCOPE, CallSite, Op, Phase, Program
+from sacplan._recompute.pins import NO_PINS, Pins, resolve_pins
+from sacplan._recompute.replay import replay
+from sacplan.errors import PlanError
+
+MODES = ("none", "full", "selective")
+
+
+def policy(
+    mode: str,
+    option: int | str | None = None,
+    *,
+    profile: Profile,
+    layers: str | None = None,
+    keep: Sequence[str] = (),
+    never: Sequence[str] = (),
+) -> Plan:
+    """A plan by rule instead of by search: the same in every layer, whatever the budget.
+
+        plan = sacplan.policy("selective", 2, profile=profile)   # checkpoint every second layer
+        plan = sacplan.policy("full", profile=profile, layers="model.layers.*")
+
+    Args:
+        mode: ``"none"`` discards nothing. ``"full"`` discards in every layer all that may run again; what
+            enters the layer is kept. ``"selective"`` does what ``option`` says.
+        option: of ``"selective"``, and only of it:
+
+            - an integer ``k`` (or its digits, ``"2"``): *checkpoint* every k-th layer as ``"full"`` does, that
+              is layers number k, 2k, ... of the run, and leave the others alone. 1 is ``"full"``.
+            - ``"op"``: in every layer keep attention and every second matmul or convolution (the first, the
+              third, ...), recompute the rest. The count starts anew in each call of a layer.
+            - ``"op-keep-matmuls"``: in every layer keep attention and all matmuls and convolutions, recompute
+              the rest.
+
+        profile: from ``sacplan.profile``.
+        layers: pattern for the names of the layers (``fnmatch``: ``*`` also matches dots; of nested matches the
+            outermost counts). By default they are found: siblings with consecutive places in a list
+            (``h.0``, ``h.1``, ...), of the same kind, each of which depends on the one before. The longest such
+            run, and others that neither contain nor are inside of one taken already (encoder and decoder).
+            The recording knows no classes, so two modules are of the same kind if at least half of the names of
+            the modules called in one or the other are in both.
+        keep, never: patterns as in ``sacplan.plan``: what these ops and modules make is kept whatever the mode says.
+            They change neither which layers there are nor how matmuls are counted. A layer with a module of ``never``
+            in it is no unit; its inner modules around which there is nothing left alone are units in its place.
+
+    Returns:
+        A plan with status ``"policy"``, without a budget. Its peak and recomputation are replayed.
+
+    Raises:
+        PlanError: an unknown mode or option, no layers, a mode that would discard nothing in them, or a pattern
+            that matches nothing.
+    """
+    if mode not in MODES:
+        raise PlanError(f"unknown mode {mode!r}; known are {_listed(MODES)}.")
+    if mode != "selective" and option is not None:
+        raise PlanError(f"mode {mode!r} takes no option, got {option!r}. Options belong to mode 'selective'.")
+    program = profile.program
+    pins = resolve_pins(program, profile.fingerprint, keep, never)
+    if mode == "none":
+        return made_plan(profile, {}, replay(program, {}), None, "policy", None, "policy-none", pins)
+    selects, k = _read_option(option) if mode == "selective" else (_everything, 1)
+    found = layers_of(program, layers)
+    if k > len(found):
+        raise PlanError(
+            f"option {option!r} would checkpoint every {k}th layer, but there are {len(found)} layers "
+            f"({_shortened(found)}), so none. Known options: an integer from 1 to {len(found)}, {_listed(_BY_OP)}."
+        )
+    decisions: dict[str, tuple[CallSite, ...]] = {}
+    for fqn in found[k - 1 :: k]:
+        for unit, sites in _discarded(program, fqn, selects, pins).items():
+            decisions[unit] = tuple(dict.fromkeys((*decisions.get(unit, ()), *sites)))
+    if not decisions:
+        raise PlanError(
+            f"mode {mode!r} would discard nothing in the layers {_shortened(found)}: autograd keeps nothing there "
+            + ("that may run again and is not pinned by keep or never. " if pins else "that may run again. ")
+            + "Name other modules with layers=, or use mode 'none'."
+        )
+    name = f"policy-{mode}" + (f"-{option}" if option is not None else "")
+    return made_plan(profile, decisions, replay(program, decisions), None, "policy", None, name, pins)
+
+
+# --- options ----------------------------------------------------------------------------------------------
+
+_Selects = Callable[[Sequence[Op]], set[int]]
+"""From the ops of one call of a layer to the positions of those that may be discarded."""
+
+
+def _everything(ops: Sequence[Op]) -> set[int]:
+    return set(range(len(ops)))
+
+
+def _all_but_matmuls(ops: Sequence[Op]) -> set[int]:
+    return {i for i, op in enumerate(ops) if not op.flops}
+
+
+def _every_second_matmul(ops: Sequence[Op]) -> set[int]:
+    # FLOPs are counted for matmuls, convolutions and attention, and for nothing else.
+    matmuls = [i for i, op in enumerate(ops) if op.flops and "attention" not in op.name]
+    return _all_but_matmuls(ops).union(matmuls[1::2])
+
+
+_BY_OP: dict[str, _Selects] = {"op": _every_second_matmul, "op-keep-matmuls": _all_but_matmuls}
+
+
+def _read_option(option: object) -> tuple[_Selects, int]:
+    """What is discarded in a layer, and in every which layer."""
+    if isinstance(option, str):
+        if option in _BY_OP:
+            return _BY_OP[option], 1
+        k = int(option) if option.isascii() and option.isdigit() else 0
+    else:
+        k = option if isinstance(option, int) and not isinstance(option, bool) else 0
+    if k < 1:
+        raise PlanError(
+            f"unknown option {option!r} of mode 'selective'; known are an integer k of at least 1 (checkpoint "
+            f"every k-th layer), {_listed(_BY_OP)}."
+        )
+    return _everything, k
+
+
+# --- layers -----------------------------------------------------------------------------------------------
+
+
+def layers_of(program: Program, pattern: str | None = None) -> list[str]:
+    """The layers of a model in execution order: those that match, or those found by structure (see ``policy``).
+
+    Raises:
+        PlanError: there are none.
+    """
+    runs = _runs(program)
+    if pattern is None:
+        if not runs:
+            raise PlanError(
+                "no layers found: no two modules in a list that are alike and feed one another. Name the layers with "
+                f'layers="..."; the modules are {_shortened([f for f in program.calls if f])}.'
+            )
+        return _in_order(program, (fqn for run in runs for fqn in run))
+    matching = {fqn for fqn in program.calls if fqn and fnmatchcase(fqn, pattern)}
+    outermost = [f for f in matching if not any(f.startswith(other + ".") for other in matching)]
+    if not outermost:
+        known = [f"{run[0].rpartition('.')[0]}.*" for run in runs]
+        raise PlanError(
+            f"no module that is called matches layers={pattern!r}. "
+            + (f"Layers found by structure: {_listed(known)}; " if known else "")
+            + f"modules are {_shortened([f for f in program.calls if f])}."
+        )
+    return _in_order(program, outermost)
+
+
+def _in_order(program: Program, fqns: Iterable[str]) -> list[str]:
+    wanted = set(fqns)
+    return [fqn for fqn in program.calls if fqn in wanted]
+
+
+def _runs(program: Program) -> list[list[str]]:
+    """Runs of at least two alike siblings that do not nest, the longest first."""
+    members: dict[str, set[str]] = defaultdict(set)  # module to the names called directly inside
+    for fqn in program.calls:
+        parts = fqn.split(".")
+        for depth in range(1, len(parts)):
+            members[".".join(parts[:depth])].add(parts[depth])
+    siblings: dict[str, list[str]] = defaultdict(list)
+    for fqn in program.calls:
+        parent, _, name = fqn.rpartition(".")
+        if name.isdigit() and fqn not in program.leaf_fqns and members[fqn]:
+            siblings[parent].append(fqn)
+
+    def follows(one: str, other: str) -> bool:
+        alike = 2 * len(members[one] & members[other]) >= len(members[one] | members[other])
+        return alike and _depends(program, other, one)
+
+    runs: list[list[str]] = []
+    for fqns in siblings.values():
+        run = fqns[:1]
+        for one, other in pairwise(fqns):
+            if not follows(one, other):
+                runs.append(run)
+                run = []
+            run.append(other)
+        runs.append(run)
+    taken: list[list[str]] = []
+    for run in sorted((run for run in runs if len(run) > 1), key=len, reverse=True):  # stable
+        if not any(_nested(a, b) for a in run for other in taken for b in other):
+            taken.append(run)
+    return taken
+
+
+def _nested(one: str, other: str) -> bool:
+    return one.startswith(other + ".") or other.startswith(one + ".")
+
+
+def _depends(program: Program, later: str, earlier: str) -> bool:
+    """Whether the first call of a module reads, directly or not, what that of an earlier one made."""
+    first, last = (program.scopes[program.calls[fqn][0]] for fqn in (earlier, later))
+    made: set[int] = set()
+    for i in range(first.first_op, last.end_op):
+        op = program.ops[i]
+        reads = not made.isdisjoint(op.reads)
+        if reads and i >= last.first_op:
+            return True
+        if reads or i < first.end_op:
+            made.update(op.writes, op.mutates)
+    return False
+
+
+# --- decisions --------------------------------------------------------------------------------------------
+
+
+def _discarded(
+    program: Program, fqn: str, selects: _Selects, pins: Pins = NO_PINS
+) -> dict[str, tuple[CallSite, ...]]:
+    """What one layer discards: saved tensors whose producers are selected, and what making them again takes.
+
+    By unit: the layer, or where pins forbid that, modules in it.
+    """
+    chosen: set[int] = set()
+    for scope in program.calls[fqn]:
+        order = [i for i in program.sites(scope) if program.ops[i].phase == Phase.FORWARD]
+        chosen.update(order[at] for at in selects([program.ops[i] for i in order]))
+    chosen -= pins.kept_ops
+    found = {}
+    for unit in pins.units_in(program, fqn):
+        sites: dict[CallSite, None] = {}
+        for scope, (inside, outside) in _saved_by_call(program, unit).items():
+            # What is held anyway, the unit's own output above all, stays where it is.
+            again = _again(program, scope, inside, outside | program.outlives_forward, chosen)
+            sites.update((site, None) for op, site in program.sites(scope).items() if op in again)
+        for scope in program.calls[unit] if pins else ():  # a call site is the same in every call
+            for op, site in program.sites(scope).items():
+                if op in pins.kept_ops:
+                    sites.pop(site, None)
+        if sites:
+            found[unit] = tuple(sites)
+    return found
+
+
+def _saved_by_call(program: Program, fqn: str) -> dict[int, tuple[set[int], set[int]]]:
+    """By call of a module: the storages that autograd saves in it, and those that it saves anywhere else."""
+    scopes = {scope for scope in program.handle_scopes if scope != ROOT_SCOPE}
+    around = {scope: {scope, *program.ancestors(scope)} for scope in scopes}
+    by_call: dict[int, tuple[set[int], set[int]]] = {call: (set(), set()) for call in program.calls[fqn]}
+    for storage, scope in zip(program.handle_storages, program.handle_scopes, strict=True):
+        for call, (inside, outside) in by_call.items():
+            (inside if call in around.get(scope, ()) else outside).add(storage)
+    return by_call
+
+
+def _again(
+    program: Program, scope: int, saved: set[int], held: Container[int], chosen: Container[int]
+) -> set[int]:
+    """The ops of one call that run again."""
+    ops = program.ops
+    inside = [i for i in program.sites(scope) if i in chosen and ops[i].recomputable]
+    maker = {s: i for i in inside for s in ops[i].writes if s not in held}
+    stack = [maker[s] for s in saved if s in maker]
+    again = set(stack)
+    while stack:
+        for s in ops[stack.pop()].reads:
+            if s in maker and maker[s] not in again:
+                again.add(maker[s])
+                stack.append(maker[s])
+    return again
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _shortened(names: Sequence[str], most: int = 8) -> str:
+    return _listed(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

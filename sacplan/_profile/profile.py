@@ -1,0 +1,428 @@
+"""``profile``: trace one training step and keep its recording; nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from sacplan._classical.fit import FitKind
+from sacplan._classical.graph import Graph, parse_module_info
+from sacplan._classical.stats import module_info, segments_of
+from sacplan._classical.units import UnitTradeoff, unit_tradeoffs
+from sacplan._device.cost import CostModel
+from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._device.kernels import fake_device
+from sacplan._device.timing import MeasuredTimes
+from sacplan._device.workspace import measured_reserves, workspace_bytes
+from sacplan._program.fingerprint import Fingerprint
+from sacplan._program.program import Phase, Program, StorageKind, read_json, write_json
+from sacplan._ranks.ranks import ONE_RANK, Ranks
+from sacplan._recompute.replay import Decisions, Replay, replay
+from sacplan._record.fake_data import DataRules, data_rules
+from sacplan._record.recorder import NUMBER_BYTES, Recorder, SavedMode
+from sacplan._record.step import (
+    FakeCopier,
+    LossFn,
+    Step,
+    branches_of_a_real_step,
+    check_model,
+    check_optimizer,
+    cleared_caches,
+    default_loss,
+    function_caches,
+    make_optimizer,
+    preserved_rng,
+    preserved_state,
+    resolve_batch,
+    tensors_cached,
+)
+from sacplan._rewrites.library_workspaces import with_library_workspaces
+from sacplan._torch.private import GENERATOR_STATE_BYTES
+from sacplan.errors import DeviceError, TraceError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA_VERSION = 1
+
+Runtime = Literal["cost-model", "benchmark", "operator-level-cost-model", "operator-level-benchmark"]
+Trace = Literal["fake", "real"]
+
+_RUNTIMES = {
+    "cost-model": "cost-model",
+    "operator-level-cost-model": "cost-model",
+    "benchmark": "benchmark",
+    "operator-level-benchmark": "benchmark",
+}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One recorded training step: what plans are made from. Frozen; ``save`` and ``load`` it.
+
+    Attributes:
+        recording: the step, op by op.
+        fingerprint: the model and the batch it is of.
+        device: name of the device that it would run on.
+        device_memory_bytes: what that device has.
+        trace, runtime: how it was made.
+        assumptions: what a fake trace took for granted where sizes or values depend on data, and what the step of
+            one of several ranks does, a sentence each.
+        ranks: over how many ranks the step is spread, and how; the recording is that of one.
+    """
+
+    program: Program
+    fingerprint: Fingerprint
+    device: str
+    device_memory_bytes: int
+    trace: str
+    runtime: str
+    assumptions: tuple[str, ...] = ()
+    ranks: Ranks = ONE_RANK
+
+    @cached_property
+    def baseline(self) -> Replay:
+        """The step without a plan."""
+        return replay(self.program, {})
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the whole step: everything alive on the device, parameters, batch and optimizer state included."""
+        return self.baseline.peak_bytes
+
+    @property
+    def step_ms(self) -> float:
+        """Predicted (or measured, op by op) time of the step in milliseconds."""
+        return self.program.step_ms
+
+    @property
+    def forward_ms(self) -> float:
+        """The forward pass of it, in milliseconds."""
+        return self.program.forward_ms
+
+    @cached_property
+    def tradeoffs(self) -> Mapping[str, UnitTradeoff]:
+        """What each module with children could discard, and at what price; by fqn, in execution order."""
+        return unit_tradeoffs(self.program)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The module tree with statistics, trade-offs and memory rows, as ``sac_milp`` reads it."""
+        return self.fitted_graph()
+
+    def fitted_graph(self, fit: FitKind = "hull", n_segments: int | None = None) -> Graph:
+        """``graph`` with another fit of the trade-off curves: ``"hull"``, or ``"pwlf"`` with 2 to 4 segments."""
+        info = module_info(self.program, self.program, self.tradeoffs, fit_kind=fit, segments=n_segments)
+        return dataclasses.replace(parse_module_info(info, root=""), segments=segments_of(self.program))
+
+    def replay(self, decisions: Decisions) -> Replay:
+        """Peak and recomputation of the step with these call sites discarded (unit to call sites)."""
+        return replay(self.program, decisions)
+
+    def to_frame(self) -> pd.DataFrame:
+        """Statistics of each module, in execution order."""
+        return self.graph.to_frame()
+
+    def timeline(self, decisions: Mapping[str, Any] | None = None) -> pd.DataFrame:
+        """What is alive at each op, in bytes by kind, without a plan or with a plan's ``decisions``.
+
+        Columns: ``op``, ``phase``, ``module``, ``recomputed``, ``total_bytes``, and one for each kind.
+        """
+        import pandas as pd
+
+        run = replay(self.program, decisions or {}, timeline=True)
+        ops, scopes = self.program.ops, self.program.scopes
+        rows = []
+        for m in run.moments:
+            op = ops[m.op]
+            rows.append(
+                {
+                    "op": op.name,
+                    "phase": op.phase.name.lower(),
+                    "module": scopes[op.scope].fqn if op.scope >= 0 else "",
+                    "recomputed": m.recomputed,
+                    "total_bytes": m.live_bytes,
+                }
+                | {kind.name.lower(): m.by_kind[kind] for kind in StorageKind}
+            )
+        return pd.DataFrame(rows)
+
+    def save(self, path: str | Path) -> None:
+        """Write to a file (JSON; compressed where the name ends in ``.gz``)."""
+        write_json(
+            path,
+            {
+                "what": "profile",
+                "schema_version": SCHEMA_VERSION,
+                "fingerprint": self.fingerprint.to_dict(),
+                "device": self.device,
+                "device_memory_bytes": self.device_memory_bytes,
+                "trace": self.trace,
+                "runtime": self.runtime,
+                "assumptions": list(self.assumptions),
+                "ranks": self.ranks.to_dict(),
+                "recording": self.program.to_dict(),
+            },
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read what ``save`` wrote."""
+        data = read_json(path, "profile", SCHEMA_VERSION)
+        return cls(
+            program=Program.from_dict(data["recording"]),
+            fingerprint=Fingerprint.from_dict(data["fingerprint"]),
+            device=data["device"],
+            device_memory_bytes=data["device_memory_bytes"],
+            trace=data["trace"],
+            runtime=data["runtime"],
+            assumptions=tuple(data.get("assumptions", ())),
+            ranks=Ranks.from_dict(data["ranks"]) if "ranks" in data else ONE_RANK,
+        )
+
+    def __repr__(self) -> str:
+        from sacplan._program.budget import format_bytes
+
+        return (
+            f"Profile({self.fingerprint.model_class} on {self.device}: peak {format_bytes(self.peak_bytes)}, "
+            f"step {self.step_ms:.2f} ms, {len(self.program.ops)} ops)"
+        )
+
+
+def profile(
+    model: torch.nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    optimizer: Any = None,
+    device: str | DeviceSpec | torch.device = "h100",
+    runtime: Runtime = "cost-model",
+    trace: Trace = "fake",
+    *,
+    world_size: int = 1,
+    fsdp_units: Sequence[str] | None = None,
+) -> Profile:
+    """Record one training step of a model.
+
+        profile = sacplan.profile(model, batch, device="h100")
+        profile.peak_bytes, profile.step_ms
+
+    Args:
+        model: with real, meta or fake parameters. It is not touched. ``functools`` caches of functions that stand
+            beside the model's classes are emptied before and afterwards: fake tensors must not stay in them.
+        batch: a tensor, a tuple (positional), a mapping (keyword arguments), or a callable that makes one.
+        loss_fn: ``loss_fn(model, batch) -> scalar``; by default the output's loss, else the sum of its
+            float tensors. It gets a copy of the model, and must use that one.
+        optimizer: an optimizer over the model, or a callable ``params -> optimizer``. With one, its state
+            and the temporaries of its step count.
+        device: what the step will run on, see ``sacplan.devices()``.
+        runtime: ``"cost-model"`` (roofline of the device) or ``"benchmark"`` (each distinct op timed here).
+        trace: ``"fake"`` computes nothing. ``"real"`` runs the step on the model's own tensors, an optimizer's
+            part of it twice, and puts everything back; needed where shapes depend on data.
+        world_size: ranks that the step is spread over; the profile is that of one of them. The model is the whole
+            one, before ``fully_shard`` or DistributedDataParallel; the batch is that of one rank.
+        fsdp_units: patterns for the modules on which ``fully_shard`` is called (``["layers.*", ""]``; ``*`` also
+            matches dots, ``""`` is the model itself). None with several ranks: DistributedDataParallel.
+
+    Raises:
+        TraceError: the step cannot be recorded, has no gradient, or cannot be spread so. What the model itself
+            raises comes through.
+        DeviceError: an unknown device, or one that is not here where it is needed.
+    """
+    ranks = Ranks.of(world_size, fsdp_units)
+    return trace_step(model, batch, loss_fn, optimizer, device, runtime, trace, ranks=ranks)
+
+
+def trace_step(
+    model: torch.nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None,
+    optimizer: Any,
+    device: str | DeviceSpec | torch.device,
+    runtime: str,
+    trace: str,
+    prepare: Callable[[torch.nn.Module], Any] | None = None,
+    saved: Literal["record", "observe"] = "record",
+    ranks: Ranks = ONE_RANK,
+) -> Profile:
+    """What ``profile`` and a fake ``verify`` share: ``prepare`` may change the copy before it runs."""
+    check_model(model)
+    spec = resolve_device(device)
+    if runtime not in _RUNTIMES:
+        raise TraceError(f"unknown runtime {runtime!r}; known are {', '.join(map(repr, _RUNTIMES))}.")
+    if trace not in ("fake", "real"):
+        raise TraceError(f"unknown trace {trace!r}; known are 'fake' and 'real'.")
+    times = MeasuredTimes(spec) if _RUNTIMES[runtime] == "benchmark" else CostModel(spec)
+    run = _trace_fake if trace == "fake" else _trace_real
+    with preserved_rng(), _no_garbage_collection():
+        batch = resolve_batch(batch)
+        fingerprint = Fingerprint.of(model, batch)
+        asked = _Asked(model, batch, loss_fn or default_loss, optimizer, spec, times.cost, prepare, saved)
+        program, assumptions = run(asked)
+    _check_recording(program)
+    program = ranks.program(program, fingerprint.parameters, spec)
+    return Profile(
+        program=with_library_workspaces(program, spec),
+        fingerprint=fingerprint,
+        device=spec.name,
+        device_memory_bytes=spec.memory_bytes,
+        trace=trace,
+        runtime=_RUNTIMES[runtime],
+        assumptions=(*assumptions, *ranks.assumptions),
+        ranks=ranks,
+    )
+
+
+def _recorder(spec: DeviceSpec, cost: Any, saved: Any, rules: DataRules | None = None) -> Recorder:
+    return Recorder(
+        cost=cost,
+        workspace=functools.partial(workspace_bytes, spec),
+        round_bytes=spec.allocation_round_bytes,
+        saved=saved,
+        state_bytes=GENERATOR_STATE_BYTES if spec.kind == "cpu" else 0,
+        number_bytes=NUMBER_BYTES if spec.kind == "cpu" else 0,
+        rules=rules,
+    )
+
+
+def _reserves(spec: DeviceSpec) -> Any:
+    return measured_reserves() if spec.kind == "cpu" else contextlib.nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A step to be recorded, as ``trace_step`` was asked for it."""
+
+    model: torch.nn.Module
+    batch: Any
+    loss_fn: LossFn
+    optimizer: Any
+    spec: DeviceSpec
+    cost: Any
+    prepare: Callable[[torch.nn.Module], Any] | None
+    saved: str
+
+
+def _trace_fake(asked: _Asked) -> tuple[Program, tuple[str, ...]]:
+    model, spec = asked.model, asked.spec
+    how: SavedMode = "virtual" if asked.saved == "record" else "observe"
+    with (
+        cleared_caches(model),
+        branches_of_a_real_step(),
+        fake_device(spec),
+        _reserves(spec),
+        data_rules() as rules,
+    ):
+        copier = FakeCopier(rules)
+        fake = copier.model(model)
+        step = Step(
+            model=fake,
+            batch=copier.tree(asked.batch),
+            loss_fn=asked.loss_fn,
+            optimizer=copier.optimizer(asked.optimizer, model, fake),
+        )
+        if asked.prepare is not None:
+            asked.prepare(fake)
+        try:
+            program = _record_later_step(step, lambda: _recorder(spec, asked.cost, how, rules), rules)
+        except AssertionError as error:
+            if "convert all Tensors to FakeTensors" not in str(error):
+                raise
+            raise TraceError(
+                "a real tensor got into the fake step. loss_fn must use the model and the batch that it is given, "
+                "and tensors that it needs besides should be buffers of the model, part of the batch, or made "
+                f"inside it. {str(error).rpartition('Found in ')[2]}"
+            ) from error
+    return program, tuple(map(str, rules.applied))
+
+
+def _trace_real(asked: _Asked) -> tuple[Program, tuple[str, ...]]:
+    model, spec, optimizer = asked.model, asked.spec, asked.optimizer
+    how: SavedMode = "clone" if asked.saved == "record" else "observe"
+    check_runs_here(model, spec, 'trace="real"')
+    made = optimizer
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        made = make_optimizer(optimizer, model)
+    elif optimizer is not None:
+        check_optimizer(optimizer, model)
+    with preserved_state(model, made):
+        step = Step(model=model, batch=asked.batch, loss_fn=asked.loss_fn, optimizer=made)
+        undo = asked.prepare(model) if asked.prepare is not None else None
+        try:
+            return _record_later_step(step, lambda: _recorder(spec, asked.cost, how)), ()
+        finally:
+            if undo is not None:
+                undo.remove()
+
+
+def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None:
+    """``DeviceError`` unless the model's tensors are real and on a device of that kind."""
+    kinds = {t.device.type for t in (*model.parameters(), *model.buffers())} or {"cpu"}
+    if "meta" in kinds:
+        raise TraceError(f"{what} needs real parameters, some are on the meta device.")
+    if kinds != {spec.kind}:
+        raise DeviceError(
+            f"{what} runs the step on the tensors that are there, and they are on {', '.join(sorted(kinds))}; the "
+            f'device asked for is {spec.name}. Use device="{sorted(kinds)[0]}", or trace="fake".'
+        )
+
+
+def _record_later_step(
+    step: Step, recorder: Callable[[], Recorder], rules: DataRules | None = None
+) -> Program:
+    """Record a step; if it filled a cache of the model's code with tensors, the one after it, which finds them."""
+    caches = list(function_caches(step.model))
+    cached = tensors_cached(caches)
+    program = _record(step, recorder(), rules)
+    if tensors_cached(caches) > cached:
+        step.model.zero_grad(set_to_none=True)
+        program = _record(step, recorder(), rules)
+    return program
+
+
+def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> Program:
+    optimizer = step.optimizer
+
+    def make_state() -> None:
+        """A first step of the optimizer makes its state, which the recorded one then finds."""
+        assert optimizer is not None
+        with recorder.paused(), rules.few_floats() if rules is not None else contextlib.nullcontext():
+            optimizer.step()
+        recorder.track_optimizer(optimizer, initial=True)
+
+    recorder.track_model(step.model)
+    recorder.track_tensors(t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor))
+    with recorder:
+        step.run(before_optimizer=make_state)
+    return recorder.program()
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Tensors in reference cycles would die whenever the collector happens to run: inside, never before the end."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _check_recording(program: Program) -> None:
+    if not program.scopes:
+        raise TraceError(
+            "no module of the model was called in the step. Does loss_fn use the model that it is given, "
+            "and call it rather than its .forward?"
+        )
+    if not any(op.phase == Phase.BACKWARD for op in program.ops):
+        raise TraceError("the step has no backward pass that any op ran in: no gradient reaches a parameter.")

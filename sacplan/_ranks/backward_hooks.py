@@ -1,0 +1,89 @@
+"""When hooks of modules run in a recorded backward pass: before that of a call begins, and when it is over.
+
+    hooks = hooks_of(recording, around)
+    hooks[position].begun    # calls whose backward begins before that event
+
+A hook on a call's outputs runs before the first node of the call, so before that node asks for the tensors that
+autograd keeps for it. A hook on its inputs runs when their gradients are there, so after the call's last op; if no
+input needs a gradient it does not run at all, and the end of the backward pass stands in for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sacplan._program.program import Event, Phase, Program
+
+_ENDS = (Event.FREE, Event.RELEASE, Event.DROP)
+
+
+@dataclass(slots=True)
+class Hooks:
+    """What happens before one event, in this order.
+
+    Attributes:
+        ended: calls whose inputs have their gradients now, the inner ones first.
+        final: whether a backward pass is over.
+        begun: calls whose backward begins now, the outer ones first.
+    """
+
+    ended: list[int] = field(default_factory=list)
+    final: bool = False
+    begun: list[int] = field(default_factory=list)
+
+
+def hooks_of(program: Program, around: Mapping[int, Sequence[int]]) -> dict[int, Hooks]:
+    """By position in the events, what happens before that event (``len(events)``: after all).
+
+    Args:
+        recording: the step.
+        around: by scope, the calls that have hooks and that it is in or is, the innermost first.
+    """
+    ops = program.ops
+    found: dict[int, Hooks] = defaultdict(Hooks)
+    for run in _backward_passes(program):
+        last: dict[int, int] = {}  # call to the number of its last op
+        made: dict[int, set[int]] = defaultdict(set)
+        last_read: dict[int, int] = {}
+        for number, (before, index) in enumerate(run):
+            op = ops[index]
+            for call in reversed(around[op.scope]):
+                if call not in last:
+                    found[before].begun.append(call)
+                last[call] = number
+                made[call].update(op.writes, op.mutates)
+            last_read.update(dict.fromkeys(op.reads, number))
+        for call, number in sorted(last.items(), reverse=True):
+            if any(last_read.get(s, -1) > number for s in made[call]):  # a gradient flows on
+                found[run[number + 1][0]].ended.append(call)
+        found[_end_of(program, run)].final = True
+    return found
+
+
+def _backward_passes(program: Program) -> Iterator[list[tuple[int, int]]]:
+    """For each backward pass its ops: the position where the op's node begins, and the op."""
+    run: list[tuple[int, int]] = []
+    asked: int | None = None  # where the next op's node asks for its tensors
+    for position, (code, arg) in enumerate(program.events):
+        if code == Event.UNPACK and asked is None:
+            asked = position
+        elif code == Event.OP:
+            if program.ops[arg].phase == Phase.BACKWARD:
+                run.append((position if asked is None else asked, arg))
+            elif run:
+                yield run
+                run = []
+            asked = None
+    if run:
+        yield run
+
+
+def _end_of(program: Program, run: Sequence[tuple[int, int]]) -> int:
+    """Where what the last node held has been let go."""
+    events = program.events
+    position = events.index((int(Event.OP), run[-1][1]), run[-1][0]) + 1
+    while position < len(events) and events[position][0] in _ENDS:
+        position += 1
+    return position

@@ -1,0 +1,97 @@
+"""Over how many ranks a step is spread, and how: the step of one rank from that of the whole model.
+
+rank = Ranks.of(8, ["layers.*", ""]).program(program, fingerprint.parameters, spec)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sacplan._device.devices import DeviceSpec
+from sacplan._program.fingerprint import Entry
+from sacplan._program.program import Program
+from sacplan._ranks.replicas import replicated
+from sacplan._ranks.sharding import sharded
+from sacplan.errors import TraceError
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How a step is spread over devices.
+
+    Attributes:
+        world_size: ranks; 1: there is one device, and nothing is spread.
+        fsdp_units: patterns for the modules on which ``fully_shard`` is called (see ``resolve_units``); None with
+            several ranks: DistributedDataParallel.
+    """
+
+    world_size: int = 1
+    fsdp_units: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, world_size: int = 1, fsdp_units: Sequence[str] | None = None) -> Ranks:
+        """Checked: a ``TraceError`` if they do not go together."""
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise TraceError(f"world_size is {world_size!r}; it must be an int of at least 1.")
+        if fsdp_units is None:
+            return cls(world_size)
+        if world_size == 1:
+            raise TraceError(
+                "fsdp_units are given and world_size is 1: with one rank nothing is sharded. Say over how many "
+                "ranks fully_shard shards, world_size=8."
+            )
+        if isinstance(fsdp_units, str):
+            raise TraceError(f"fsdp_units is the string {fsdp_units!r}; give a list, [{fsdp_units!r}].")
+        return cls(world_size, tuple(fsdp_units))
+
+    def program(self, whole: Program, parameters: Sequence[Entry], spec: DeviceSpec) -> Program:
+        """The step of one rank; the given one if there is only one.
+
+        Args:
+            whole: the step of the whole model on one device.
+            parameters: name, shape and dtype of each (``Fingerprint.parameters``).
+            spec: the device of a rank.
+
+        Raises:
+            TraceError: unknown units, or a model that cannot be spread so.
+        """
+        if self.world_size == 1:
+            return whole
+        if self.fsdp_units is None:
+            return replicated(whole, parameters, spec)
+        return sharded(whole, parameters, spec, self.world_size, self.fsdp_units)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the step of a rank takes for granted, a sentence each."""
+        if self.world_size == 1:
+            return ()
+        if self.fsdp_units is None:
+            return (
+                f"one of {self.world_size} ranks of DistributedDataParallel(model) with its defaults: gradients are "
+                "held twice; what NCCL allocates for itself and the time of collectives are not counted",
+            )
+        units = ", ".join(map(repr, self.fsdp_units))
+        return (
+            f"one of {self.world_size} ranks, that with the largest shards, under fully_shard(module) for the modules "
+            f"{units}, with its defaults and no mixed-precision policy; what NCCL allocates for itself and the time of "
+            "collectives are not counted",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "world_size": self.world_size,
+            "fsdp_units": None if self.fsdp_units is None else list(self.fsdp_units),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Ranks:
+        """The inverse of ``to_dict``."""
+        return cls.of(data["world_size"], data["fsdp_units"])
+
+
+ONE_RANK = Ranks()
+"""The whole step on one device."""

@@ -1,0 +1,426 @@
+"""The step of one rank under ``fully_shard`` (FSDP2), from the recorded step of the whole model.
+
+    rank = sharded(recording, fingerprint.parameters, spec, world_size=8, units=["layers.*", ""])
+
+A recording is rewritten; no process group is needed, and none is touched:
+
+- Parameters, optimizer state and the optimizer's temporaries become the rank's shards: those of rank 0, which
+  has the largest.
+- A unit gathers its parameters when its forward begins and again when its backward begins, frees them after
+  both (the root keeps them from forward to backward), and reduces its gradients to shards when its backward
+  is over. Each of these is an op of the recording that allocates what torch allocates.
+- What may run again is limited, see ``unit_limits.py``.
+
+What is allocated when was read in ``torch/distributed/fsdp/_fully_shard`` of 2.13 (``_fsdp_state.py``,
+``_fsdp_param_group.py``, ``_fsdp_collectives.py``), and is held against the allocator in ``tests/test_sharding.py``
+(one process that is rank 0 of eight, for many kinds of models) and ``tests/test_fsdp_plans.py`` (real ranks):
+
+- What an all-gather fills and the parameters that are copied out of it are two buffers. In the forward pass the
+  first lives until the next unit has gathered too, or the root's forward ends. In the backward pass it lives
+  until it is copied out, but it is gathered one unit ahead.
+- The input of a reduce-scatter lives until the next unit's backward is over. Its output is the gradients.
+- A unit whose inputs need no gradient is reduced when the whole backward pass is over.
+
+Not counted: what NCCL or gloo allocate for themselves (NCCL does outside of torch's allocator), and time:
+collectives take 0 ms, as if all of them were hidden behind computation. Not modelled: mixed-precision policies
+(what is gathered and reduced has the parameters' own type), offloading, meshes of two dimensions, explicit
+prefetching, gradients left unreduced over several backward passes. Optimizer state of another size than its
+parameter's (Adafactor's factors) is counted whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sacplan._device.devices import DeviceSpec
+from sacplan._program.fingerprint import Entry
+from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, StorageKind
+from sacplan._ranks.backward_hooks import Hooks, hooks_of
+from sacplan._ranks.shard_sizes import sizes_of_a_rank
+from sacplan._ranks.shards import Parameter, owners, parameters_of, resolve_units
+from sacplan._ranks.unit_limits import GATHER, kept_at_limits
+from sacplan.errors import TraceError
+
+_COPY_OUT = "fsdp.split_with_sizes_copy.default"
+_COPY_IN = "fsdp.chunk_cat.default"
+_REDUCE = "c10d._reduce_scatter_base_.default"
+
+_FREE, _OP = int(Event.FREE), int(Event.OP)
+
+
+def sharded(
+    program: Program,
+    parameters: Sequence[Entry],
+    spec: DeviceSpec,
+    world_size: int,
+    units: Sequence[str],
+    *,
+    reshard_after_forward: bool | None = None,
+) -> Program:
+    """The recording of one rank, if ``fully_shard`` is called on each of the units.
+
+    Args:
+        recording: of the whole model on one device; without a plan, or of a step that was traced with one applied.
+        parameters: name, shape and dtype of each (``Fingerprint.parameters``).
+        spec: the device; its allocator's rounding counts.
+        world_size: ranks, at least 2.
+        units: patterns for module names, see ``resolve_units``.
+        reshard_after_forward: as for ``fully_shard``; None: all units but the outermost ones.
+
+    Raises:
+        TraceError: unknown units, or a model that ``fully_shard`` could not run with them.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 2:
+        raise TraceError(f"world_size is {world_size!r}; to shard it must be an int of at least 2.")
+    found = parameters_of(program, parameters)
+    names = resolve_units(units, program)
+    owned = owners(found, names, program)
+    if not owned:
+        raise TraceError(
+            f"none of the units {', '.join(map(repr, names))} has a parameter of its own: nothing would be sharded."
+        )
+    limited = kept_at_limits(program, owned)
+    return _Rewriter(limited, found, spec, world_size, names, owned, reshard_after_forward).run()
+
+
+@dataclass(slots=True)
+class _Context:
+    """What the units below one root share: ``FSDPCommContext``."""
+
+    root: str
+    gathered: int | None = None  # the buffer of the last all-gather in forward
+    reduced: list[int] = field(default_factory=list)  # inputs of reduce-scatters
+    order: list[_Group] = field(default_factory=list)  # in which forwards ended
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """One unit at run time: ``FSDPParamGroup``."""
+
+    unit: str
+    parameters: tuple[Parameter, ...]
+    context: _Context
+    reshards: bool
+    state: str = "idle"
+    gathering: int | None = None  # the buffer of an all-gather that nobody has waited for
+    unsharded: int | None = None
+    indices: list[int] = field(default_factory=list)
+    grads: dict[int, None] = field(default_factory=dict)  # not reduced yet
+    reduced_grads: int | None = None
+
+
+class _Rewriter:
+    """Goes through the events once, and does at each what the hooks of ``fully_shard`` do there."""
+
+    def __init__(
+        self,
+        program: Program,
+        parameters: Sequence[Parameter],
+        spec: DeviceSpec,
+        world_size: int,
+        units: Sequence[str],
+        owned: Mapping[str, tuple[Parameter, ...]],
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.r = program
+        self.spec = spec
+        self.world_size = world_size
+        self.kinds = list(program.storage_kinds)
+        self.ops: list[Op] = []
+        self.events: list[tuple[int, int]] = []
+        self.first_op: dict[int, int] = {}
+        self.end_op: dict[int, int] = {}
+        self.groups: dict[str, _Group] = {}
+        self.contexts: dict[str, _Context] = {}
+        for unit in units:
+            root = min((u for u in units if _is_in(unit, u)), key=len)
+            context = self.contexts.setdefault(root, _Context(root))
+            if unit in owned:
+                reshards = unit != root if reshard_after_forward is None else reshard_after_forward
+                self.groups[unit] = _Group(unit, owned[unit], context, reshards)
+        self.unit_calls = {scope: unit for unit in units for scope in program.calls[unit]}
+        self.around = self._calls_around()
+        self.gradients = self._gradients()
+        self.reduced: dict[int, int] = {}  # gradients that are gone, and what has their shards
+        self.awaited: set[int] = set()  # gradients that live until they are reduced
+        self.storage_bytes = sizes_of_a_rank(
+            program, parameters, {p.storage for p in self._owned()}, set(self.gradients), world_size, spec
+        )
+
+    def _calls_around(self) -> dict[int, tuple[int, ...]]:
+        """By scope, the calls of units with parameters around it (itself included), the innermost first."""
+        found: dict[int, tuple[int, ...]] = {ROOT_SCOPE: ()}
+        for scope, call in enumerate(self.r.scopes):  # parents come first
+            own = (scope,) if self.unit_calls.get(scope) in self.groups else ()
+            found[scope] = own + found[call.parent]
+        return found
+
+    def _gradients(self) -> dict[int, _Group]:
+        """Storages of gradients to the unit that reduces them: the innermost with a parameter of that size."""
+        r, found = self.r, {}
+        started = set(r.initial)
+        for s, kind in enumerate(r.storage_kinds):
+            writer = r.writer.get(s)
+            if kind != StorageKind.GRADIENT or s in started or writer is None:
+                continue
+            groups = [self._group(call) for call in self.around[r.ops[writer].scope]]
+            if not groups and "" in self.groups:
+                groups = [self.groups[""]]  # of a parameter that is used outside of all calls
+            fitting = (
+                group
+                for group in groups
+                for p in group.parameters
+                if p.trainable and self.spec.round_up(p.n_bytes) == r.storage_bytes[s]
+            )
+            group = next(fitting, groups[0] if groups else None)  # several gradients may lie on one storage
+            if group is not None:
+                found[s] = group
+        return found
+
+    def _group(self, call: int) -> _Group:
+        return self.groups[self.unit_calls[call]]
+
+    # --- the new recording --------------------------------------------------------------------------
+
+    def run(self) -> Program:
+        """The recording of the rank."""
+        r, hooks = self.r, hooks_of(self.r, self.around)
+        for position, (code, arg) in enumerate(r.events):
+            if position in hooks:
+                self._run_hooks(hooks[position])
+            if code == Event.OP:
+                self._copy_op(arg)
+                continue
+            if code == Event.FREE and (arg in self.reduced or arg in self.awaited):
+                continue
+            self.events.append((code, arg))
+            if code == Event.ENTER:
+                self.first_op[arg] = len(self.ops)
+                self._pre_forward(arg)
+            elif code == Event.EXIT:
+                self.end_op[arg] = len(self.ops)
+                self._post_forward(arg)
+            elif code == Event.FREE and arg in self.gradients:
+                self.gradients[arg].grads.pop(arg, None)  # it was replaced by another
+        if len(r.events) in hooks:
+            self._run_hooks(hooks[len(r.events)])
+        return dataclasses.replace(
+            r,
+            storage_bytes=tuple(self.storage_bytes),
+            storage_kinds=tuple(self.kinds),
+            ops=tuple(self.ops),
+            scopes=tuple(
+                dataclasses.replace(scope, first_op=self.first_op[i], end_op=self.end_op[i])
+                for i, scope in enumerate(r.scopes)
+            ),
+            events=tuple(self.events),
+            parameter_bytes={
+                fqn: n_bytes - sum(self._saved_bytes(p) for p in self._owned() if _is_in(p.name, fqn))
+                for fqn, n_bytes in r.parameter_bytes.items()
+            },
+        )
+
+    def _owned(self) -> Iterator[Parameter]:
+        for group in self.groups.values():
+            yield from group.parameters
+
+    def _saved_bytes(self, p: Parameter) -> int:
+        return self.r.storage_bytes[p.storage] - self.storage_bytes[p.storage]
+
+    def _copy_op(self, index: int) -> None:
+        op = self.r.ops[index]
+        if op.phase == Phase.OPTIMIZER and self.reduced:
+            reads = tuple(dict.fromkeys(self.reduced.get(s, s) for s in op.reads))
+            mutates = tuple(dict.fromkeys(self.reduced.get(s, s) for s in op.mutates))
+            op = dataclasses.replace(op, reads=reads, mutates=mutates)
+        elif op.phase == Phase.BACKWARD:
+            for s in op.mutates:
+                if s in self.reduced:  # added to a gradient of an earlier pass, which is in shards already
+                    self._await(self.gradients[s], (t for t in op.reads if t not in op.mutates))
+        self._add_op(op)
+        if op.phase == Phase.BACKWARD:
+            for s in op.writes:
+                if s in self.gradients:
+                    self.gradients[s].grads[s] = None
+
+    def _await(self, group: _Group, gradients: Iterable[int]) -> None:
+        for s in gradients:
+            self.awaited.add(s)
+            self.gradients[s] = group
+            group.grads[s] = None
+
+    def _add_op(self, op: Op) -> None:
+        self.events.append((_OP, len(self.ops)))
+        self.ops.append(op)
+
+    def _collective(
+        self,
+        name: str,
+        phase: Phase,
+        group: _Group,
+        reads: Iterable[int],
+        n_bytes: int,
+        kind: StorageKind,
+        workspace_bytes: int = 0,
+    ) -> int:
+        """Add an op that allocates one storage of that size."""
+        storage = len(self.storage_bytes)
+        self.storage_bytes.append(n_bytes)
+        self.kinds.append(kind)
+        self._add_op(
+            Op(
+                name=name,
+                phase=phase,
+                scope=self.r.calls[group.unit][0] if phase == Phase.BACKWARD else self._running(group),
+                time_ms=0.0,
+                flops=0,
+                workspace_bytes=workspace_bytes,
+                reads=tuple(reads),
+                writes=(storage,),
+                mutates=(),
+                recomputable=False,
+            )
+        )
+        return storage
+
+    def _running(self, group: _Group) -> int:
+        """The call of a unit that runs now."""
+        return next(s for s in reversed(self.r.calls[group.unit]) if s in self.first_op)
+
+    def _free(self, storage: int) -> None:
+        self.events.append((_FREE, storage))
+
+    # --- what fully_shard does ----------------------------------------------------------------------
+
+    def _run_hooks(self, hooks: Hooks) -> None:
+        for call in hooks.ended:
+            self._post_backward(self._group(call))
+        if hooks.final:
+            self._final_callback()
+        for call in hooks.begun:
+            self._pre_backward(self._group(call))
+
+    def _pre_forward(self, call: int) -> None:
+        unit = self.unit_calls.get(call)
+        group = self.groups.get(unit) if unit is not None else None
+        if group is not None:
+            group.state = "forward"
+            self._unshard(group, Phase.FORWARD)
+            self._wait(group, Phase.FORWARD)
+
+    def _post_forward(self, call: int) -> None:
+        unit = self.unit_calls.get(call)
+        if unit is None:
+            return
+        group = self.groups.get(unit)
+        if group is not None:
+            if group.reshards:
+                self._reshard(group)
+            group.indices.append(len(group.context.order))
+            group.context.order.append(group)
+            group.state = "idle"
+        context = self.contexts.get(unit)
+        if context is not None and context.gathered is not None:
+            self._free(context.gathered)
+            context.gathered = None
+
+    def _pre_backward(self, group: _Group) -> None:
+        if group.state == "backward":
+            return
+        group.state = "backward"
+        self._unshard(group, Phase.BACKWARD)
+        self._wait(group, Phase.BACKWARD)
+        if group.indices:
+            index = group.indices.pop()
+            if index > 0:
+                self._unshard(group.context.order[index - 1], Phase.BACKWARD)
+
+    def _unshard(self, group: _Group, phase: Phase) -> None:
+        if group.gathering is None and group.unsharded is None:
+            reads = (p.storage for p in group.parameters)
+            n_bytes = self.spec.round_up(self._padded_bytes(group.parameters))
+            group.gathering = self._collective(GATHER, phase, group, reads, n_bytes, StorageKind.OTHER)
+
+    def _wait(self, group: _Group, phase: Phase) -> None:
+        if group.gathering is None:
+            return
+        context, buffer, group.gathering = group.context, group.gathering, None
+        if phase == Phase.FORWARD and context.gathered is not None:
+            self._free(context.gathered)
+        n_bytes = sum(self.spec.round_up(self._padded_bytes([p])) for p in group.parameters)
+        group.unsharded = self._collective(_COPY_OUT, phase, group, (buffer,), n_bytes, StorageKind.PARAMETER)
+        if phase == Phase.FORWARD:
+            context.gathered = buffer
+        else:
+            self._free(buffer)
+
+    def _reshard(self, group: _Group) -> None:
+        if group.unsharded is not None:
+            self._free(group.unsharded)
+            group.unsharded = None
+
+    def _post_backward(self, group: _Group) -> None:
+        group.state = "reduced"
+        self._reshard(group)
+        context = group.context
+        for buffer in context.reduced:
+            self._free(buffer)
+        context.reduced.clear()
+        if not group.grads:
+            return
+        trained = [p for p in group.parameters if p.trainable]
+        n_bytes = self._padded_bytes(trained)
+        # CUDA has a kernel for it; on a CPU what has to be padded is copied first.
+        padded = [[p] for p in trained if self.spec.kind == "cpu" and p.is_padded(self.world_size)]
+        workspace = sum(self.spec.round_up(self._padded_bytes(p)) for p in padded)
+        full = self._collective(
+            _COPY_IN,
+            Phase.BACKWARD,
+            group,
+            group.grads,
+            self.spec.round_up(n_bytes),
+            StorageKind.OTHER,
+            workspace,
+        )
+        for s in group.grads:
+            self._free(s)
+        shard = self._collective(
+            _REDUCE,
+            Phase.BACKWARD,
+            group,
+            (full,),
+            self.spec.round_up(n_bytes // self.world_size),
+            StorageKind.GRADIENT,
+        )
+        if group.reduced_grads is None:
+            group.reduced_grads = shard
+        else:
+            self._free(shard)  # added to what is there
+        self.reduced.update(dict.fromkeys(group.grads, group.reduced_grads))
+        group.grads.clear()
+        context.reduced.append(full)
+
+    def _final_callback(self) -> None:
+        for group in self.groups.values():
+            if group.state != "reduced":
+                self._post_backward(group)
+            group.state = "idle"
+            group.indices.clear()
+            if group.gathering is not None:  # gathered ahead, and never wanted
+                self._free(group.gathering)
+                group.gathering = None
+        for context in self.contexts.values():
+            context.order.clear()
+            for buffer in context.reduced:
+                self._free(buffer)
+            context.reduced.clear()
+
+    def _padded_bytes(self, parameters: Sequence[Parameter]) -> int:
+        return self.world_size * sum(p.shard_bytes(self.world_size) for p in parameters)
+
+
+def _is_in(name: str, module: str) -> bool:
+    """Whether a module or parameter is inside of a module, or is it."""
+    return not module or name == module or name.startswith(module + ".")

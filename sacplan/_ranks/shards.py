@@ -1,0 +1,201 @@
+"""What a rank holds of each parameter, and which unit of ``fully_shard`` it belongs to.
+
+    units = resolve_units(["layers.*", ""], recording)
+    owned = owners(parameters_of(recording, fingerprint.parameters), units, recording)
+
+A parameter belongs to the innermost unit around it. Its shard is a slice of dim 0 as ``torch.chunk`` cuts it,
+padded to the size of the first one; what is gathered, and what is reduced, is that size times the ranks.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+import torch
+
+from sacplan._program.fingerprint import Entry
+from sacplan._program.program import Phase, Program, StorageKind
+from sacplan.errors import TraceError
+
+_FROZEN = "frozen "
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of the model, as it is on a single device.
+
+    Attributes:
+        name: in ``named_parameters()``; a tied parameter goes by its first name.
+        storage: of the recording.
+        shape: of the whole parameter.
+        dtype: for example ``"torch.float32"``.
+        trainable: whether it requires a gradient.
+    """
+
+    name: str
+    storage: int
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        size: int = getattr(torch, self.dtype.rpartition(".")[2]).itemsize
+        return size
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the whole parameter."""
+        return prod(self.shape) * self.itemsize
+
+    def shard_bytes(self, world_size: int) -> int:
+        """Of the largest shard, to which the others are padded."""
+        return -(-self.shape[0] // world_size) * prod(self.shape[1:]) * self.itemsize
+
+    def is_padded(self, world_size: int) -> bool:
+        """Whether the shards do not come out even."""
+        return self.shape[0] % world_size != 0
+
+
+def parameters_of(program: Program, entries: Sequence[Entry]) -> tuple[Parameter, ...]:
+    """The parameters of a recorded step; ``entries`` are name, shape and dtype (``Fingerprint.parameters``).
+
+    The recorder takes the storages of parameters before all others, in the order of ``named_parameters()``.
+
+    Raises:
+        TraceError: parameters share storages without being the same parameter, or the entries are of another model.
+    """
+    storages = sorted(s for s in program.initial if program.storage_kinds[s] == StorageKind.PARAMETER)
+    if len(storages) != len(entries):
+        raise TraceError(
+            f"the recording has {len(storages)} storages of parameters and the model {len(entries)} parameters. "
+            "Parameters that are views of one storage cannot be sharded; give each its own, or leave world_size at 1."
+        )
+    found = []
+    for storage, (name, shape, dtype) in zip(storages, entries, strict=True):
+        trainable = not dtype.startswith(_FROZEN)
+        p = Parameter(name, storage, shape, dtype.removeprefix(_FROZEN), trainable)
+        if p.n_bytes > program.storage_bytes[storage]:
+            raise TraceError(
+                f"parameter {name!r} takes {p.n_bytes} bytes, its storage in the recording has "
+                f"{program.storage_bytes[storage]}. Is the recording of this model?"
+            )
+        found.append(p)
+    return tuple(found)
+
+
+def resolve_units(patterns: Sequence[str], program: Program) -> tuple[str, ...]:
+    """The modules that patterns name, in the order of ``named_modules()``; ``""`` is the model itself.
+
+    A pattern is matched with ``fnmatch`` (``*`` also matches dots) against modules that are called in the step;
+    of nested matches of one pattern the outermost counts. Units nest by naming both: ``["layers.*", "layers.*.mlp"]``.
+
+    Raises:
+        TraceError: a pattern that matches nothing; it lists near names.
+    """
+    if isinstance(patterns, str) or not patterns:
+        raise TraceError(
+            f"fsdp_units is {patterns!r}; give a list of patterns for module names, such as "
+            '["layers.*", ""] ("" is the model itself), or None for DistributedDataParallel.'
+        )
+    called = program.calls
+    chosen: set[str] = set()
+    for pattern in patterns:
+        matches = {fqn for fqn in called if fnmatchcase(fqn, pattern)}
+        if not matches:
+            raise TraceError(_unknown(pattern, program))
+        chosen.update(fqn for fqn in matches if not any(_is_inside(fqn, other) for other in matches))
+    names = {fqn: i for i, fqn in enumerate(program.parameter_bytes)}
+    return tuple(sorted(chosen, key=lambda fqn: names.get(fqn, len(names))))
+
+
+def _unknown(pattern: str, program: Program) -> str:
+    uncalled = [f for f in program.parameter_bytes if fnmatchcase(f, pattern)]
+    if uncalled:
+        return (
+            f"fsdp_units: {pattern!r} matches {_listed(uncalled[:3])}, but no module of that name is called in the "
+            "step. fully_shard gathers where a module is called; name the modules inside of it instead, such as "
+            f"{uncalled[0] + '.*'!r}."
+        )
+    names = [fqn for fqn in program.calls if fqn]
+    near = difflib.get_close_matches(pattern, names, n=4, cutoff=0.4)
+    near += [fqn for fqn in names if fqn.endswith("." + pattern) and fqn not in near][:3]
+    return (
+        f"fsdp_units: no module matches {pattern!r}; "
+        + (f"near names are {_listed(near)}" if near else f"modules are {_listed(names[:6])}")
+        + '. Patterns are matched whole, "*" also matches dots, and "" is the model itself.'
+    )
+
+
+def owners(
+    parameters: Sequence[Parameter], units: Sequence[str], program: Program
+) -> Mapping[str, tuple[Parameter, ...]]:
+    """Unit to its parameters, in the order of the units; parameters outside of all units are left out.
+
+    Raises:
+        TraceError: a scalar parameter, trainable ones of several types in a unit, or one that is used outside of
+            its unit's calls. None of these runs with ``fully_shard``.
+    """
+    found: dict[str, list[Parameter]] = {unit: [] for unit in units}
+    owner_of: dict[int, str] = {}
+    for p in parameters:
+        around = [unit for unit in units if not unit or p.name.startswith(unit + ".")]
+        if around:
+            owner = max(around, key=len)
+            found[owner].append(p)
+            owner_of[p.storage] = owner
+    for unit, owned in found.items():
+        _check_can_be_sharded(unit, owned)
+    _check_used_inside(parameters, owner_of, program)
+    return {unit: tuple(owned) for unit, owned in found.items() if owned}
+
+
+def _check_can_be_sharded(unit: str, owned: Sequence[Parameter]) -> None:
+    scalar = next((p.name for p in owned if not p.shape), None)
+    if scalar is not None:
+        raise TraceError(
+            f"parameter {scalar!r} is a scalar, which fully_shard does not shard. Make it a tensor of one element, "
+            "of shape (1,)."
+        )
+    dtypes = sorted({p.dtype for p in owned if p.trainable})
+    if len(dtypes) > 1:
+        raise TraceError(
+            f"unit {unit!r} holds parameters of {' and '.join(dtypes)}: fully_shard reduces the gradients of a "
+            "unit together and wants one type. Convert them, or make the modules of the other type units of "
+            "their own."
+        )
+
+
+def _check_used_inside(
+    parameters: Sequence[Parameter], owner_of: Mapping[int, str], program: Program
+) -> None:
+    names = {p.storage: p.name for p in parameters}
+    inside: dict[int, frozenset[str]] = {}
+    for op in program.ops:
+        used = [s for s in op.reads if owner_of.get(s, "")]
+        if not used or op.phase != Phase.FORWARD:
+            continue
+        if op.scope not in inside:
+            scopes = [op.scope, *program.ancestors(op.scope)] if op.scope >= 0 else []
+            inside[op.scope] = frozenset(program.scopes[s].fqn for s in scopes)
+        for s in used:
+            if owner_of[s] not in inside[op.scope]:
+                where = program.scopes[op.scope].fqn if op.scope >= 0 else "the loss"
+                raise TraceError(
+                    f"parameter {names[s]!r} belongs to the unit {owner_of[s]!r} and is used in {where!r}, where "
+                    "fully_shard does not gather it. Is it shared, or read from outside? Give both modules the "
+                    'same unit: leave them to the model itself, fsdp_units=[..., ""].'
+                )
+
+
+def _is_inside(fqn: str, other: str) -> bool:
+    return fqn != other and (not other or fqn.startswith(other + "."))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))

@@ -1,0 +1,112 @@
+"""Which modules may be units of a plan where parameters are gathered and freed (``fully_shard``).
+
+A recipe that reads a parameter can run only while the unit of ``fully_shard`` that holds it is gathered: in the
+forward and in the backward of that unit. So a plan's unit must not be around several of them, and what one
+discards must not be asked for outside of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+
+from sacplan._program.program import ROOT_SCOPE, CallSite, Phase, Program, times_of
+from sacplan._rewrites.settle import final_ops
+
+GATHER = "fsdp.all_gather_copy_in.default"
+"""The op with which a unit begins to gather its parameters."""
+
+
+def sharded_units(program: Program) -> frozenset[str]:
+    """The modules whose calls gather parameters; none in a recording that is not sharded."""
+    ops = program.ops
+    return frozenset(program.scopes[op.scope].fqn for op in ops if op.name == GATHER)
+
+
+def too_wide(program: Program, sharded: Collection[str] | None = None) -> frozenset[str]:
+    """The modules that may not be units, since others that gather their own parameters are inside of them."""
+    sharded = sharded_units(program) if sharded is None else sharded
+    return frozenset(
+        program.scopes[scope].fqn
+        for fqn in sharded
+        for call in program.calls.get(fqn, ())
+        for scope in program.ancestors(call)
+    )
+
+
+def widest_units(program: Program, ops: Iterable[int]) -> dict[int, str]:
+    """By op, the widest module around it that may be a unit; ops without one are left out."""
+    calls = _widest_calls(program, too_wide(program))
+    found = {op: calls[program.ops[op].scope] for op in ops}
+    return {op: program.scopes[scope].fqn for op, scope in found.items() if scope != ROOT_SCOPE}
+
+
+def narrowed(
+    program: Program, decisions: Mapping[str, Collection[CallSite]]
+) -> dict[str, Collection[CallSite]]:
+    """Decisions in which no unit is too wide: what such a unit discards, the units inside of it that may be do.
+
+    ``decisions``: unit to call sites, or to call sites and how often each is let go. Others come back as they are.
+    """
+    wide = too_wide(program)
+    if wide.isdisjoint(decisions):
+        return dict(decisions)
+    calls = _widest_calls(program, wide)
+    found = {unit: sites for unit, sites in decisions.items() if unit not in wide}
+    inner: dict[str, dict[CallSite, int]] = defaultdict(dict)
+    for unit in wide.intersection(decisions):
+        times = times_of(decisions[unit])
+        gone = {
+            op: times[site]
+            for call in program.calls[unit]
+            for op, site in program.sites(call).items()
+            if site in times and program.ops[op].recomputable
+        }
+        for call in dict.fromkeys(calls[program.ops[op].scope] for op in gone):
+            for op, site in program.sites(call).items():
+                if op in gone:
+                    known = inner[program.scopes[call].fqn]
+                    known[site] = max(gone[op], known.get(site, 0))
+    found.update(inner)
+    return {unit: found[unit] for unit in program.calls if unit in found}
+
+
+def kept_at_limits(program: Program, sharded: Collection[str]) -> Program:
+    """The recording with ops that may not run again if the modules ``sharded`` gather and free parameters.
+
+    These are the ops outside of all modules that may be units, and those whose outputs are read or kept by
+    autograd outside of the widest one around them.
+    """
+    wide = too_wide(program, sharded)
+    if not wide:
+        return program  # all parameters are gathered from the forward of the model to the end of its backward
+    calls = _widest_calls(program, wide)
+    places: dict[int, set[int]] = defaultdict(set)  # storage to the units where it is wanted
+    for op in program.ops:
+        if op.phase == Phase.FORWARD:
+            for s in op.reads:
+                places[s].add(calls[op.scope])
+    for s, scope in zip(program.handle_storages, program.handle_scopes, strict=True):
+        places[s].add(calls[scope])
+
+    def may(scope: int, writes: Iterable[int]) -> bool:
+        unit = calls[scope]
+        return unit != ROOT_SCOPE and all(places[s] <= {unit} for s in writes)
+
+    ops = [
+        dataclasses.replace(op, recomputable=False)
+        if op.recomputable and not may(op.scope, op.writes)
+        else op
+        for op in program.ops
+    ]
+    return dataclasses.replace(program, ops=final_ops(ops))  # nor what writes in place on what these made
+
+
+def _widest_calls(program: Program, wide: Collection[str]) -> dict[int, int]:
+    """By scope, the outermost call around it (itself included) of a module that is not in ``wide``, or -1."""
+    found = {ROOT_SCOPE: ROOT_SCOPE}
+    for scope, call in enumerate(program.scopes):  # parents come first
+        outer = found[call.parent]
+        found[scope] = ROOT_SCOPE if call.fqn in wide else scope if outer == ROOT_SCOPE else outer
+    return found

@@ -1,0 +1,237 @@
+"""Under ``torch.compile`` a plan is tags for the partitioner, not recipes.
+
+Neither dispatch modes nor saved-tensor hooks belong in a compiled graph. So while a unit's forward is
+traced, it becomes a checkpoint with a selective context, whose policy looks up the call site of each op
+(name, and occurrence within this call of the unit, as in a recording). The partitioner then decides what
+the compiled forward saves, and duplicates the ops to recompute; random ops get the generator's state of
+the forward pass there. What each tag means to it (torch 2.13; the min-cut partitioner, which backends use
+unless told otherwise, and the plain one):
+
+- ``PREFER_RECOMPUTE``, on what the plan discards: this node is computed again, whatever that costs.
+- ``MUST_SAVE``, on kept matmuls, convolutions and attention: never computed again, and kept only if the
+  backward pass, or what is recomputed there, has a use for it. Min-cut does the same without the tag.
+- ``PREFER_SAVE``, on the rest, is no tag at all. The partitioner may recompute pointwise ops that fuse, as
+  it does without a plan. ``MUST_SAVE`` would forbid that, and save more than compiling without a plan.
+- Views of a discarded tensor are tagged as the tensor is: untagged, those that the partitioner does not
+  count as views (``split``, ``transpose``) would be saved in its place. Views of kept tensors have no tag:
+  with one, their bases would be saved even if the backward pass had no use for them.
+
+What is traced are the same ops in the same order as in an eager step, save for Python decompositions
+that only tracing uses. Of these ``aten.dropout`` would shift the counts: switched off it becomes a
+``clone``, and on devices without a fused kernel it becomes ``native_dropout`` instead of four ops. Batch norm
+has another name. All are counted as the eager ops that they stand for. ``matmul`` yields other views, which does
+not matter. Recurrent layers and resampling are traced as
+other ops altogether: a discarded call site that the trace does not meet is an error, never a plan kept
+in part.
+
+A unit in which the graph breaks cannot be a region of a graph: that too is an error. A module that is
+compiled on its own inside of an eager unit runs eagerly, since a dispatch mode is on: compile whole units.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry
+
+from sacplan._program.program import CallSite
+from sacplan._torch.ops import tensors_in
+from sacplan._torch.private import storage_key
+from sacplan.errors import PlanError
+
+if TYPE_CHECKING:
+    from sacplan._recompute.executor.recipes import PlannedForward
+
+_NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
+_CLONE = torch.ops.aten.clone.default
+_UNDECLARED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
+_UNFUSED_DROPOUT = (
+    "aten.empty_like.default",
+    "aten.bernoulli_.float",
+    "aten.div_.Scalar",
+    "aten.mul.Tensor",
+)
+_TRACED_BATCH_NORMS = frozenset(
+    {torch.ops.aten._native_batch_norm_legit.default, torch.ops.aten._native_batch_norm_legit.no_stats}
+)
+_BATCH_NORMS = ("aten.native_batch_norm.default", "aten.cudnn_batch_norm.default")  # of a device mostly one
+_FUSED_DROPOUT_DEVICES = frozenset({"cuda", "xpu", "lazy", "privateuseone"})
+
+
+class Tags:
+    """The call sites that a unit discards; one object for equal ones, so that equal layers share code."""
+
+    __slots__ = ("__weakref__", "again", "met", "sites")
+
+    def __init__(self, sites: frozenset[CallSite], again: CallSite | None) -> None:
+        self.sites = sites
+        self.again = again  # one that is made more than once again, which cannot be compiled
+        self.met: WeakKeyDictionary[Any, set[CallSite]] = WeakKeyDictionary()  # in the graph that is traced
+
+    def __reduce__(self) -> Any:
+        return _interned, (self.sites, self.again)
+
+
+@functools.lru_cache(maxsize=1024)
+def _interned(sites: frozenset[CallSite], again: CallSite | None) -> Tags:
+    return Tags(sites, again)
+
+
+def tags_of(drops: Mapping[CallSite, int]) -> Tags:
+    """The tags of a unit; made before anything is traced."""
+    return _interned(frozenset(drops), next((site for site, times in drops.items() if times > 1), None))
+
+
+def checkpointed_for_compile(planned: PlannedForward, args: Any, kwargs: Any) -> Any:
+    """The unit's forward as a checkpointed region of the graph that is being traced."""
+
+    def call() -> Any:
+        # Side effects (a cache that is filled, an attribute that is set) happen once, in the forward pass,
+        # as they do with recipes; without this Dynamo refuses them inside of a checkpoint.
+        once = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
+        return once(planned.original, *args, **kwargs)
+
+    return checkpoint(call, use_reentrant=False, context_fn=functools.partial(_contexts, planned.tags))
+
+
+def _contexts(tags: Tags) -> Any:
+    graph = torch._guards.TracingContext.try_get()
+    if graph is None:
+        raise PlanError(
+            "torch.compile broke the graph inside of a unit of the plan, so the plan cannot be kept there. "
+            "Compile with fullgraph=True to see where, and remove the break; or leave the unit's module "
+            "uncompiled, with torch.compiler.disable, and the plan is kept as in an eager step."
+        )
+    if tags.again is not None:
+        raise PlanError(
+            f"the plan makes {tags.again[0]} #{tags.again[1]} of unit {_traced_module()} more than once again, but "
+            "torch.compile makes what is discarded again once. Train without compiling, or make the plan with another "
+            "solver than 'rotor'."
+        )
+    met = tags.met.setdefault(graph, set())
+    policy = _Policy(tags.sites, met)
+    forward, backward = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
+    return _Checked(forward, tags.sites, met, _traced_module()), backward
+
+
+def _traced_module() -> str:
+    """The module that is being traced, as the compiler names it."""
+    stack = torch.fx.traceback.get_current_meta().get("nn_module_stack") or {}
+    return next((str(path) for path, _ in reversed(list(stack.values()))), "(unnamed)")
+
+
+class _Policy:
+    """Tags the ops of one call of a unit, in the order in which they are traced."""
+
+    def __init__(self, sites: frozenset[CallSite], met: set[CallSite]) -> None:
+        self._sites = sites
+        self._met = met
+        self._seen: dict[str, int] = defaultdict(int)
+        self._discarded: dict[int, torch.Tensor] = {}  # by storage; held, since addresses are used again
+
+    def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if ctx.is_recompute:  # asked by torch before 2.13; the answer does not matter while compiling
+            return CheckpointPolicy.PREFER_SAVE
+        in_dropout = (func is _CLONE or func is _NATIVE_DROPOUT) and _called_by_dropout()
+        follows_input = _is_view(func) or (func is _CLONE and in_dropout)
+        discarded = follows_input and self._is_discarded((args, kwargs))
+        for name in _eager_names(func, args, in_dropout):
+            site = (name, self._seen[name])
+            self._seen[name] += 1
+            if site in self._sites:
+                self._met.add(site)
+                discarded = True
+        if not discarded:
+            return CheckpointPolicy.MUST_SAVE if _is_heavy(func) else CheckpointPolicy.PREFER_SAVE
+        for t in tensors_in(ctx.op_output):
+            self._discarded[storage_key(t.untyped_storage())] = t
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _is_discarded(self, inputs: Any) -> bool:
+        base = next(tensors_in(inputs), None)
+        return base is not None and storage_key(base.untyped_storage()) in self._discarded
+
+
+class _Checked(TorchDispatchMode):
+    """The context of the forward pass; an error at its end if some discarded call site was not met.
+
+    Calls of a unit may differ in what they run. A forward pass is traced twice, the first time for what it
+    aliases and without a graph; so the second time it is known what all of its calls run.
+    It must be a dispatch mode to be let into a graph, but only the one inside is ever on.
+    """
+
+    def __init__(self, mode: Any, sites: frozenset[CallSite], met: set[CallSite], where: str) -> None:
+        super().__init__()
+        self._mode = mode
+        self._sites = sites
+        self._met = met
+        self._where = where
+
+    @property
+    def ac_graph_id(self) -> Any:
+        """Which checkpoint of the graph this is; torch sets it, and the mode inside reads it."""
+        return self._mode.ac_graph_id
+
+    @ac_graph_id.setter
+    def ac_graph_id(self, value: Any) -> None:
+        self._mode.ac_graph_id = value
+
+    def __enter__(self) -> Any:
+        return self._mode.__enter__()
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        self._mode.__exit__(exc_type, exc_value, traceback)
+        missing = sorted(self._sites - self._met)
+        if missing and exc_type is None and get_proxy_mode() is not None:
+            shown = ", ".join(f"{name} #{occurrence}" for name, occurrence in missing[:3])
+            more = ", ..." if len(missing) > 3 else ""
+            raise PlanError(
+                f"compiled, the unit {self._where} does not run {len(missing)} of the ops that the plan "
+                f"discards in it ({shown}{more}). The plan was made for another device or batch, or "
+                "torch.compile traces other ops than an eager step runs. Make the plan for the device that "
+                "runs the step, or leave this module uncompiled, with torch.compiler.disable."
+            )
+
+
+def _eager_names(func: Any, args: Any, in_dropout: bool) -> tuple[str, ...]:
+    """The ops of an eager step that one traced op stands for."""
+    if in_dropout and func is _CLONE:
+        return ()
+    if in_dropout and args[0].device.type not in _FUSED_DROPOUT_DEVICES:
+        return _UNFUSED_DROPOUT
+    if func in _TRACED_BATCH_NORMS:
+        return _BATCH_NORMS
+    return (str(func),)
+
+
+def _is_heavy(func: Any) -> bool:
+    return func._overloadpacket in flop_registry or "_attention" in func.__name__
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return func in _UNDECLARED_VIEWS or any(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
+
+
+def _called_by_dropout() -> bool:
+    """Whether torch's Python decomposition of dropout asked for the op that is dispatched now."""
+    frame = sys._getframe(1).f_back
+    for _ in range(16):
+        if frame is None:
+            return False
+        where = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if where == ("torch._decomp.decompositions", "dropout"):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,120 @@
+"""What autograd keeps in place of the tensors of a unit: handles on slots, or the tensors and their versions.
+
+A saved-tensor hook switches autograd's own check for in-place writes off, so these check it themselves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from sacplan._recompute.executor.nodes import Recomputation, Slot, compute
+from sacplan._recompute.executor.tensors import checksum, history_free_aliases, version_of
+from sacplan.errors import RecipeError
+
+
+class FirstStep:
+    """Whether the discarded tensors of a unit leave checksums: until the first one has been compared."""
+
+    __slots__ = ("pending",)
+
+    def __init__(self, pending: bool) -> None:
+        self.pending = pending
+
+
+class Handle:
+    """What autograd keeps for a discarded tensor."""
+
+    __slots__ = ("checksum", "first_step", "original", "slot", "view")
+
+    def __init__(self, slot: Slot, tensor: torch.Tensor, first_step: FirstStep) -> None:
+        self.slot = slot
+        self.view = slot.view_of(tensor)
+        self.original = weakref.ref(tensor)
+        self.first_step = first_step
+        self.checksum: tuple[int, ...] | None = None
+        if first_step.pending and get_proxy_mode() is None:  # else the checksum would have to be in the graph
+            with Recomputation():
+                self.checksum = checksum(tensor)
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, recomputed unless it has been."""
+        slot, original = self.slot, self.original()
+        if slot.written or (
+            original is not None
+            and (original._version != slot.version or original.untyped_storage() is not slot.storage())
+        ):
+            raise RecipeError(
+                f"a tensor of shape {tuple(self.view[0])}, made by {slot.node}, was written in place after autograd "
+                "took it for the backward pass. Write to a copy; or, to run the step as without a plan there, "
+                f"{slot.node.pin}."
+            )
+        if slot.value is not None and self.view is slot.view and self.checksum is None:
+            return slot.value
+        with Recomputation():
+            tensor = compute(slot, self.view) if slot.value is None else slot.take(self.view)
+            if self.checksum is not None:
+                self._compare(tensor)
+        return tensor
+
+    def _compare(self, tensor: torch.Tensor) -> None:
+        if checksum(tensor) != self.checksum:
+            raise RecipeError(
+                f"{self.slot.node} gives other bits when it runs again than autograd took in the forward "
+                "pass. Its kernel, or one before it, is not deterministic; or something wrote its output "
+                "or an argument where PyTorch cannot see it (a Triton kernel, numpy). To "
+                f"keep its output, {self.slot.node.pin}."
+            )
+        self.checksum = None
+        self.first_step.pending = False
+
+
+class Kept:
+    """What autograd keeps for a kept tensor: itself, and the version it had."""
+
+    __slots__ = ("original", "tensor", "unit", "version")
+
+    def __init__(self, tensor: torch.Tensor, plain: bool, unit: str) -> None:
+        self.unit = unit
+        self.original: weakref.ref[torch.Tensor] | None = None
+        self.tensor = tensor
+        self.version = version_of(tensor)
+        if tensor.grad_fn is not None:  # else an op's output holds the op's autograd node, which holds this
+            (self.tensor,) = history_free_aliases((tensor,))
+            self.original = weakref.ref(tensor) if plain else None
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, if it has not been written."""
+        original = self.original() if self.original is not None else None
+        if version_of(self.tensor) != self.version or (
+            original is not None and original.untyped_storage() is not self.tensor.untyped_storage()
+        ):
+            raise RecipeError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that the backward pass of unit {self.unit!r} needs, and "
+                "the plan keeps, was written in place after autograd took it. Write to a copy; or, to leave it to "
+                f"autograd's own rules, plan with never=[{self.unit or '*'!r}]."
+            )
+        return self.tensor
+
+
+class PassedOn:
+    """A kept tensor, as the saved-tensor hooks around the unit want to keep it."""
+
+    __slots__ = ("packed", "unpack_hook")
+
+    def __init__(self, packed: Any, unpack_hook: Callable[[Any], torch.Tensor]) -> None:
+        self.packed = packed
+        self.unpack_hook = unpack_hook
+
+    def unpack(self) -> torch.Tensor:
+        """What those hooks give back."""
+        return self.unpack_hook(self.packed)
+
+
+def unpack(packed: Handle | Kept | PassedOn) -> torch.Tensor:
+    """The unpack hook."""
+    return packed.unpack()

@@ -1,0 +1,483 @@
+"""Nodes and slots: a discarded op that can run again, and its outputs.
+
+A node holds the arguments of one op, each a kept tensor or a slot of another node; a slot gets a value when its
+node has run. A node is pending until ``settle``: then its slots that somebody still refers to have their
+values, and its arguments are let go. ``Node.compute`` alone runs the op.
+
+A plan may say that a node runs several times before it settles (``Node.drops``): then what it makes is passed on to the
+nodes that run with it, and let go after the last of these. So a long stretch is run through again from its
+beginning, keeping little, whenever the backward pass has come one part further (see ``_rotor/rotor.py``).
+
+A node that writes in place (``relu_``) writes the value of its first argument's slot, if nobody else will want that
+again, and else a copy of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from sacplan._device.kernels import active_device
+from sacplan._recompute.executor.tensors import View, view_of
+from sacplan._torch.ops import OpTraits, op_traits, tensors_in
+from sacplan._torch.private import GENERATOR_STATE_BYTES, FakeTensor, storage_key
+from sacplan.errors import RecipeError
+
+Place = int | tuple[int | str, int]
+"""Where an argument goes: a position, or one inside of a list at a position; -1: it is a keyword argument."""
+
+
+class Op:
+    """What is known of an op before it is called.
+
+    Attributes:
+        positions: positional arguments that may be or hold tensors (or be a number, where one was given). By the
+            op's schema no other one does.
+    """
+
+    __slots__ = ("func", "positions", "traits")
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self.traits: OpTraits = op_traits(func)
+        arguments = enumerate(func._schema.arguments)
+        self.positions = tuple(i for i, a in arguments if not a.kwarg_only and "Tensor" in str(a.type))
+
+    def split(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, Any], list[Place], list[torch.Tensor]]:
+        """The arguments with None for tensors, and the tensors with their places."""
+        rest: list[Any] = list(args)
+        rest_by_name: dict[str, Any] = {}
+        places: list[Place] = []
+        tensors: list[torch.Tensor] = []
+        for i in self.positions:
+            if i >= len(rest):
+                break
+            value = rest[i]
+            if isinstance(value, torch.Tensor):
+                rest[i] = None
+                places.append(i)
+                tensors.append(value)
+            elif isinstance(value, (list, tuple)):
+                rest[i] = _split_list(i, value, places, tensors)
+        for name, value in kwargs.items():
+            if isinstance(value, torch.Tensor):
+                rest_by_name[name] = None
+                places.append((name, -1))
+                tensors.append(value)
+            elif isinstance(value, (list, tuple)):
+                rest_by_name[name] = _split_list(name, value, places, tensors)
+            else:
+                rest_by_name[name] = value
+        return rest, rest_by_name, places, tensors
+
+
+def _split_list(
+    where: int | str, values: Sequence[Any], places: list[Place], tensors: list[torch.Tensor]
+) -> tuple[Any, ...]:
+    for j, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            places.append((where, j))
+            tensors.append(value)
+    return tuple(None if isinstance(value, torch.Tensor) else value for value in values)
+
+
+_ops: dict[Any, Op] = {}
+
+
+def op_of(func: Any) -> Op:
+    """The ``Op`` of an ``OpOverload``; remembered."""
+    op = _ops.get(func)
+    if op is None:
+        op = _ops[func] = Op(func)
+    return op
+
+
+class Slot:
+    """One output of a discarded op: a value once it has been recomputed.
+
+    Made while the op's output is alive; leaves ``table`` when the output's storage dies.
+
+    Attributes:
+        tensor: the output itself, as long as it lives.
+        written: the storage was written in place since.
+        readers: how many nodes have it as an argument.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "node",
+        "readers",
+        "storage",
+        "tensor",
+        "value",
+        "version",
+        "view",
+        "written",
+    )
+
+    def __init__(
+        self,
+        node: Node,
+        tensor: torch.Tensor,
+        view: View,
+        version: int,
+        storage: Any,
+        key: int,
+        table: dict[int, Slot],
+    ) -> None:
+        self.node = node
+        self.tensor = weakref.ref(tensor)
+        self.storage = weakref.ref(storage, lambda _: table.pop(key, None))
+        self.version = version
+        self.view = view
+        self.value: torch.Tensor | None = None
+        self.written = False
+        self.readers = 0
+
+    def view_of(self, tensor: torch.Tensor) -> View:
+        """How a tensor lies on the output's storage; the slot's own ``view`` object if it is the whole output."""
+        view = view_of(tensor)
+        return self.view if view == self.view else view
+
+    def take(self, view: View) -> torch.Tensor:
+        """The value, or a view of it."""
+        assert self.value is not None
+        return self.view_on(self.value, view)
+
+    def view_on(self, base: torch.Tensor, view: View) -> torch.Tensor:
+        """A view of a tensor that lies as the value does."""
+        if view is self.view:
+            return base
+        size, stride, offset, dtype = view
+        if base.dtype != dtype:
+            elements = base.untyped_storage().nbytes() // base.element_size()
+            base = torch.as_strided(base, (elements,), (1,), 0).view(dtype)
+        return torch.as_strided(base, size, stride, offset)
+
+
+HeldArg = tuple[Place, torch.Tensor, int, int]
+"""An argument that is a kept tensor: an alias of it, its version, and how many writes the mode had seen."""
+
+SlotArg = tuple[Place, Slot, View, bool]
+"""An argument that is a view of a slot, and whether it requires a gradient."""
+
+
+class Node:
+    """A discarded op, ready to run again.
+
+    Attributes:
+        args, kwargs: the op's arguments, with None for tensors.
+        held, slot_args: those tensors.
+        writes: storage to the number of writes that the mode saw; shared by the nodes of a unit's call.
+        rng: generator and state, for a random op.
+        outputs: empty once it is settled.
+        drops: how many times it runs, before the time after which it settles.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "drops",
+        "grad_mode",
+        "held",
+        "kwargs",
+        "occurrence",
+        "op",
+        "outputs",
+        "rng",
+        "slot_args",
+        "unit",
+        "writes",
+    )
+
+    def __init__(
+        self, unit: str, op: Op, occurrence: int, drops: int, rng: Any, writes: dict[int, int]
+    ) -> None:
+        self.unit = unit
+        self.drops = drops
+        self.op = op
+        self.occurrence = occurrence
+        self.rng = rng
+        self.writes = writes
+        self.grad_mode = torch.is_grad_enabled()  # some kernels look at it, and at what requires a gradient
+        self.args: list[Any] = []
+        self.kwargs: dict[str, Any] = {}
+        self.held: list[HeldArg] = []
+        self.slot_args: list[SlotArg] = []
+        self.outputs: list[weakref.ref[Slot] | None] = []
+
+    def __str__(self) -> str:
+        return f"{self.op.traits.name} #{self.occurrence} of unit {self.unit!r}"
+
+    @property
+    def pin(self) -> str:
+        """For messages: how a plan is made that keeps what it makes."""
+        op = self.op.traits.name.rpartition(".")[0]
+        return f"plan with keep=[{op!r}] (this op everywhere) or keep=[{self.unit or '*'!r}] (the whole unit)"
+
+    @property
+    def pending(self) -> bool:
+        """Whether it may still have to run."""
+        return bool(self.outputs)
+
+    def compute(self) -> Sequence[torch.Tensor]:
+        """Run the op on its arguments, whose slots have values. Nothing is remembered, nothing let go.
+
+        Except by an op that writes in place: it takes its argument's value.
+        """
+        args, kwargs = self.args.copy(), self.kwargs.copy() if self.kwargs else self.kwargs
+        writes = self.writes
+        for place, tensor, version, before in self.held:
+            if tensor._version != version or writes_to(tensor, writes) != before:
+                raise RecipeError(
+                    f"{self} has to run again in the backward pass, but an argument of shape "
+                    f"{tuple(tensor.shape)} was written in place since. Write to a copy; or, to keep what "
+                    f"the op makes, {self.pin}."
+                )
+            if not tensor.untyped_storage().nbytes() and tensor.numel():
+                raise RecipeError(
+                    f"{self} has to run again in the backward pass, but an argument of shape {tuple(tensor.shape)} is "
+                    "freed by now: a parameter that fully_shard gathers only for its own module. Plan with "
+                    "sacplan.profile(..., world_size=, fsdp_units=), so that no unit is around several such modules."
+                )
+            if type(place) is int:
+                args[place] = tensor
+            else:
+                _put(args, kwargs, place, tensor)
+        made: torch.Tensor | None = None  # what an op that writes in place makes: the whole of it
+        taken: Slot | None = None
+        for place, slot, view, requires_grad in self.slot_args:
+            tensor = slot.take(view)
+            if place == 0 and self.op.traits.in_place:
+                made = slot.value
+                assert made is not None
+                if slot.readers == 1 and (not self.drops or slot.node.pending):
+                    taken = slot
+                else:
+                    made = _copy(made)
+                    tensor = slot.view_on(made, view)
+            if tensor.requires_grad is not requires_grad:
+                tensor.requires_grad_(requires_grad)
+            if type(place) is int:
+                args[place] = tensor
+            else:
+                _put(args, kwargs, place, tensor)
+        if taken is not None:
+            taken.value = None
+        torch._C._set_grad_enabled(self.grad_mode)
+        if self.rng is None:
+            out = self.op.func(*args, **kwargs)
+        else:
+            generator, state = self.rng
+            now = generator.get_state()
+            generator.set_state(state)
+            try:
+                out = self.op.func(*args, **kwargs)
+            finally:
+                generator.set_state(now)
+        return (made,) if made is not None else tensors_of(out)
+
+    def settle(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give the slots that are left their values, and let the arguments go."""
+        for slot, tensor in self._pairs(tensors):
+            slot.value = tensor
+        self.args, self.kwargs, self.rng = [], {}, None
+        self.held, self.slot_args, self.outputs = [], [], []
+
+    def pass_on(self, tensors: Sequence[torch.Tensor], passing: Mapping[Slot, int]) -> None:
+        """Give just the slots that are wanted now their values. This was one of the ``drops``."""
+        self.drops -= 1
+        for slot, tensor in self._pairs(tensors):
+            if slot in passing:
+                slot.value = tensor
+
+    def _pairs(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Slot, torch.Tensor]]:
+        """The slots that somebody still refers to, and what the op gave for them."""
+        for i, ref in enumerate(self.outputs):
+            slot = ref() if ref is not None else None
+            if slot is not None:
+                if len(tensors) != len(self.outputs) or view_of(tensors[i]) != slot.view:
+                    raise RecipeError(
+                        f"{self} gave output {i} another shape or memory layout when it ran again than in the "
+                        f"forward pass ({tuple(slot.view[0])}, strides {slot.view[1]}). To keep its output, {self.pin}."
+                    )
+                yield slot, tensors[i]
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on a storage of its own, which is as large, and on which it lies in the same way."""
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    whole = torch.as_strided(tensor, (elements,), (1,), 0).clone()
+    return torch.as_strided(whole, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _put(args: list[Any], kwargs: dict[str, Any], place: Any, tensor: torch.Tensor) -> None:
+    """Put an argument where it belongs; the node's own lists are tuples, and stay as they are."""
+    where, index = place
+    holder: Any = kwargs if isinstance(where, str) else args
+    if index < 0:
+        holder[where] = tensor
+    else:
+        if isinstance(holder[where], tuple):
+            holder[where] = list(holder[where])
+        holder[where][index] = tensor
+
+
+unversioned_writes: dict[int, int] = {}
+"""Storage to how often an op wrote it that counts no version (running statistics), in the calls of all units."""
+
+
+def writes_to(tensor: torch.Tensor, writes: dict[int, int]) -> int:
+    """How often the storage of a tensor was written, as far as modes saw it."""
+    if not writes and not unversioned_writes:
+        return 0
+    key = storage_key(tensor.untyped_storage())
+    return writes.get(key, 0) + unversioned_writes.get(key, 0)
+
+
+def tensors_of(out: Any) -> Sequence[torch.Tensor]:
+    """The outputs of an op."""
+    return (out,) if isinstance(out, torch.Tensor) else tuple(tensors_in(out))
+
+
+def compute(wanted: Slot, view: View) -> torch.Tensor:
+    """The value of a slot: run the nodes that it needs, arguments first. Only inside of a ``Recomputation``."""
+    order = _needed(wanted.node)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        if not any(node.drops for node in order):
+            for node in order:
+                node.settle(node.compute())
+            return wanted.take(view)
+        passing = _passing(order, wanted)
+        order.reverse()
+        try:
+            while order:  # nothing here may hold a node, or a slot, longer than it is needed
+                _run(order.pop(), passing)
+            return wanted.take(view)
+        finally:
+            for slot in passing:
+                slot.value = None
+
+
+def _run(node: Node, passing: dict[Slot, int]) -> None:
+    """Run a node, and let go of those of its arguments that nobody else takes in this go."""
+    taken = [arg[1] for arg in node.slot_args if arg[1] in passing]
+    if node.drops:
+        node.pass_on(node.compute(), passing)
+    else:
+        node.settle(node.compute())
+    for slot in taken:
+        passing[slot] -= 1
+        if not passing[slot]:
+            slot.value = None
+            del passing[slot]
+
+
+def _needed(node: Node) -> list[Node]:
+    """The nodes that have to run for this one, itself included, each after those that it needs."""
+    order: dict[Node, None] = {}
+    stack = [(node, False)]
+    while stack:
+        current, ready = stack.pop()
+        if not current.outputs or current in order:
+            continue
+        if not ready:
+            missing = [a[1].node for a in reversed(current.slot_args) if a[1].value is None]
+            if missing:
+                stack.append((current, True))
+                stack.extend((other, False) for other in missing)
+                continue
+        order[current] = None
+    return list(order)
+
+
+def _passing(order: Sequence[Node], wanted: Slot) -> dict[Slot, int]:
+    """The slots whose values are let go again, and how many times they are taken before."""
+    found: dict[Slot, int] = {}
+    for node in order:
+        for _, slot, _, _ in node.slot_args:
+            if slot.value is None and slot.node.drops:
+                found[slot] = found.get(slot, 0) + 1
+    if wanted.node.drops:
+        found[wanted] = found.get(wanted, 0) + 1
+    return found
+
+
+class _Pausable(Protocol):
+    paused: bool
+
+
+class _Here(threading.local):
+    recorder: _Pausable | None = None
+
+
+here = _Here()
+"""The recorder that is on, on this thread."""
+
+_lock = threading.RLock()  # autograd has a thread for each device, and recipes are shared
+
+
+class Recomputation:
+    """What runs inside is no part of a forward pass, even if a backward pass runs in one. One thread at a time."""
+
+    __slots__ = ("_autocast", "_grad_mode", "_paused", "_recorder")
+
+    def __enter__(self) -> None:
+        _lock.acquire()
+        self._recorder = recorder = here.recorder
+        if recorder is not None:
+            self._paused = recorder.paused
+            recorder.paused = True
+        self._grad_mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        self._autocast: Any = None
+        if torch._C._is_any_autocast_enabled():
+            self._autocast = torch._C._DisableAutocast()
+            self._autocast.__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        if self._autocast is not None:
+            self._autocast.__exit__(*exc_info)
+        torch._C._set_grad_enabled(self._grad_mode)
+        if self._recorder is not None:
+            self._recorder.paused = self._paused
+        _lock.release()
+
+
+class _FakeGenerator:
+    """Takes as many bytes for its state as a CPU's, and draws nothing."""
+
+    @classmethod
+    def with_state(cls) -> tuple[_FakeGenerator, torch.Tensor]:
+        """One, and its state."""
+        generator = cls()
+        return generator, generator.get_state()
+
+    def get_state(self) -> torch.Tensor:
+        """A fake tensor."""
+        return torch.empty(GENERATOR_STATE_BYTES, dtype=torch.uint8)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """Nothing to do."""
+
+
+def generator_state(args: Any, kwargs: Any) -> tuple[Any, torch.Tensor] | None:
+    """The generator that a random op draws from, and its state."""
+    values = (*args, *kwargs.values())
+    tensor = next(tensors_in(values), None)
+    if tensor is None or tensor.is_meta:
+        return None
+    if isinstance(tensor, FakeTensor):
+        spec = active_device()
+        return None if spec is not None and spec.kind != "cpu" else _FakeGenerator.with_state()
+    generator = next((v for v in values if isinstance(v, torch.Generator)), None)
+    if generator is None:
+        cuda = torch.cuda.default_generators if tensor.is_cuda else ()
+        generator = cuda[tensor.device.index] if cuda else torch.default_generator
+    return generator, generator.get_state()

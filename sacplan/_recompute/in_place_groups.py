@@ -1,0 +1,79 @@
+"""Ops that are kept or discarded together, since an in-place write ties them.
+
+What an in-place write replaces cannot be kept for later. So who reads the old version can run again only with
+the op that made it: the write itself, and any other reader.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from sacplan._program.program import CallSite, Program
+
+Group = tuple[int, ...]
+
+
+def in_place_groups(program: Program, groups: Sequence[Group]) -> tuple[Group, ...]:
+    """The groups of ops, with those that in-place writes tie made into one; in the order of their first ops."""
+    if not program.overwritten:
+        return tuple(groups)
+    group_of = {op: at for at, group in enumerate(groups) for op in group}
+    ties = (
+        (at, group_of[program.overwritten[s]])
+        for op, at in group_of.items()
+        for s in program.ops[op].reads
+        if program.overwritten.get(s) in group_of
+    )
+    return tuple(
+        tuple(sorted(op for at in together for op in groups[at]))
+        for together in connected(range(len(groups)), ties)
+    )
+
+
+def connected(items: Iterable[int], pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """The items in the groups that pairs of them connect; in the order of the items."""
+    leader = {item: item for item in items}
+
+    def find(item: int) -> int:
+        while leader[item] != item:
+            leader[item] = item = leader[leader[item]]
+        return item
+
+    for one, other in pairs:
+        leader[find(one)] = find(other)
+    groups: dict[int, list[int]] = defaultdict(list)
+    for item in leader:
+        groups[find(item)].append(item)
+    return list(groups.values())
+
+
+def discardable(program: Program, group: Group) -> bool:
+    """Whether a group may run again: all of its ops may, and whatever they are tied to is in it."""
+    ops, inside = program.ops, set(group)
+    return all(
+        ops[i].recomputable
+        and all(program.overwritten.get(s, i) in inside for s in ops[i].reads)
+        and all(program.readers_of_overwritten.get(s, inside) <= inside for s in ops[i].writes)
+        for i in group
+    )
+
+
+def without_loose_ends(
+    program: Program, decisions: Mapping[str, Collection[CallSite]]
+) -> dict[str, tuple[CallSite, ...]]:
+    """Decisions, less the call sites that read an overwritten version which is not made again in the same unit."""
+    found = {}
+    for unit, sites in decisions.items():
+        wanted = set(sites)
+        for scope in program.calls.get(unit, ()) if program.overwritten else ():
+            made: set[int] = set()  # ops that run again; makers come before readers
+            for op, site in program.sites(scope).items():
+                if site in wanted:
+                    makers = (program.overwritten.get(s) for s in program.ops[op].reads)
+                    if all(maker is None or maker in made for maker in makers):
+                        made.add(op)
+                    else:
+                        wanted.discard(site)
+        found[unit] = tuple(site for site in sites if site in wanted)
+    return found

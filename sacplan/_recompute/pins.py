@@ -1,0 +1,263 @@
+"""Pins: what a plan must leave alone, by patterns that are checked against the recorded step.
+
+    plan = sacplan.plan(profile, "60%", keep=["*.router", "aten.topk"], never=["vision_tower.*"])
+
+How a pattern is read:
+
+- One that starts with ``aten.`` or ``prims.``, or has ``::`` in it, names *ops*. It matches (``fnmatch``) the name
+  with the overload, ``aten.topk.default``, or without it, ``aten.topk``. ``::`` is read as a dot, so that ops of other
+  namespaces can be named: ``mylib::scan`` matches ``mylib.scan.default``.
+- Any other names *modules*, as ``named_modules()`` does. With ``*``, ``?`` or ``[`` it is a pattern for the whole name
+  (``*`` also matches dots), without it is the name itself. What is inside of a module that matches is matched too, by
+  name and by call: ``keep=["encoder"]`` holds for ``encoder.layers.0`` and for a module from elsewhere that runs in
+  ``encoder``. ``vision_tower.*`` matches what is inside of ``vision_tower``, not the module itself.
+
+``keep``: what ops of that name made, and what any op in these modules made, is never discarded. ``never``: the same for
+these modules, and neither they nor anything around or inside of them is a unit, so nothing watches their ops.
+A module around one is then planned for by the units that are left inside of it; what it computes itself, outside of
+any of them, stays as it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from sacplan._program.fingerprint import Fingerprint
+from sacplan._program.program import ROOT_SCOPE, Phase, Program
+from sacplan.errors import PlanError
+
+_NAMESPACES = ("aten.", "prims.")
+_WILD = frozenset("*?[")
+_NEAR = 3  # names in a message
+_ALIKE = 0.6  # difflib's ratio from which a name counts as near
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """Patterns, and what they come to in one recording.
+
+    Attributes:
+        keep, never: as given.
+        kept_ops: recorded forward ops that must not run again: pinned, or with no module around them that may be
+            a unit.
+        regions: by scope, the outermost module call, itself or around it, that may be a unit; ``ROOT_SCOPE`` where
+            there is none. None where all may, which is to say that nothing is in ``never``.
+    """
+
+    keep: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+    kept_ops: frozenset[int] = frozenset()
+    widest_units: tuple[int, ...] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.keep or self.never)
+
+    @property
+    def key(self) -> tuple[frozenset[int], tuple[int, ...] | None]:
+        """Equal for pins that come to the same."""
+        return self.kept_ops, self.widest_units
+
+    def widest_unit(self, scope: int) -> int:
+        """Of a scope; of itself where every module may be a unit."""
+        if scope == ROOT_SCOPE or self.widest_units is None:
+            return ROOT_SCOPE
+        return self.widest_units[scope]
+
+    def may_be_discarded_in(self, scope: int) -> bool:
+        """Whether a module call, or one around it, may be a unit."""
+        return self.widest_units is None or self.widest_units[scope] != ROOT_SCOPE
+
+    def may_be_a_unit(self, program: Program, fqn: str) -> bool:
+        """Whether nothing that is left alone runs around or inside of a module, in any of its calls."""
+        return all(map(self.may_be_discarded_in, program.calls[fqn]))
+
+    def units_in(self, program: Program, fqn: str) -> list[str]:
+        """The module, or where it must not be a unit the outermost in it that may be, in execution order."""
+        if self.may_be_a_unit(program, fqn):
+            return [fqn]
+        widest_units = [scope for scope in range(len(program.scopes)) if self.widest_unit(scope) == scope]
+        inside = [s for s in widest_units if not set(program.calls[fqn]).isdisjoint(program.ancestors(s))]
+        return list(dict.fromkeys(program.scopes[scope].fqn for scope in inside))
+
+
+NO_PINS = Pins()
+
+
+def resolve_pins(
+    program: Program, fingerprint: Fingerprint, keep: Sequence[str], never: Sequence[str]
+) -> Pins:
+    """What the patterns come to.
+
+    Raises:
+        PlanError: a pattern that matches nothing, or is no pattern; names what comes near.
+    """
+    keep, never = _patterns("keep", keep), _patterns("never", never)
+    if not keep and not never:
+        return NO_PINS
+    known = _Names(program, fingerprint)
+    kept_ops: set[int] = set()
+    kept_modules: set[str] = set()
+    for pattern in keep:
+        if _names_ops(pattern):
+            kept_ops.update(known.ops(pattern))
+        else:
+            kept_modules.update(known.modules(pattern, "keep"))
+    left_alone = {fqn for pattern in never for fqn in known.modules(pattern, "never")}
+    alone = _scopes_of(program, left_alone)
+    widest_units = _widest_units(program, alone) if never else None
+    pinned = alone | _scopes_of(program, kept_modules)
+    for i, op in enumerate(program.ops):
+        if op.phase == Phase.FORWARD and (
+            op.scope in pinned
+            or (widest_units is not None and (op.scope == ROOT_SCOPE or widest_units[op.scope] == ROOT_SCOPE))
+        ):
+            kept_ops.add(i)
+    return Pins(keep, never, frozenset(kept_ops), widest_units)
+
+
+def _patterns(argument: str, patterns: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(patterns, str):
+        raise PlanError(
+            f"{argument}={patterns!r} is one string. Give a list of patterns: {argument}=[{patterns!r}]."
+        )
+    found = tuple(patterns)
+    for pattern in found:
+        if not isinstance(pattern, str) or not pattern:
+            raise PlanError(
+                f"{argument} has {pattern!r} in it; a pattern is a text such as '*.router', which names modules, "
+                "or 'aten.topk', which names ops. '*' is every module."
+            )
+        if argument == "never" and _names_ops(pattern):
+            raise PlanError(
+                f"never has {pattern!r} in it, which names ops; never takes modules. What an op makes stays with "
+                f"keep=[{pattern!r}]."
+            )
+    return found
+
+
+def _names_ops(pattern: str) -> bool:
+    return pattern.startswith(_NAMESPACES) or "::" in pattern
+
+
+class _Names:
+    """Modules and ops of the forward pass that patterns may mean."""
+
+    def __init__(self, program: Program, fingerprint: Fingerprint) -> None:
+        self._program = program
+        parameters = (name.rpartition(".")[0] for name, _, _ in fingerprint.parameters)
+        called = [scope.fqn for scope in program.scopes]
+        # A container that is never called, or a module that this batch does not reach, is a module still.
+        self._modules = list(dict.fromkeys(_with_outer((*called, *parameters))))
+        self._ops: dict[str, list[int]] = {}
+        self._later: set[str] = set()
+        for i, op in enumerate(program.ops):
+            if op.phase == Phase.FORWARD:
+                self._ops.setdefault(op.name, []).append(i)
+            else:
+                self._later.add(op.name)
+
+    def modules(self, pattern: str, argument: str) -> list[str]:
+        """Names that match; what is inside of them is not listed."""
+        if _WILD.isdisjoint(pattern):
+            found = [pattern] if pattern in self._modules else []
+        else:
+            found = [name for name in self._modules if fnmatchcase(name, pattern)]
+        if not found:
+            message = f"{argument}: {pattern!r} matches nothing. It was read as the name of a module; "
+            message += _near(pattern, _by_part(self._modules)) or "no name comes near"
+            ops = [name for name in self._packets() if name.partition(".")[2] == pattern.strip("*.")]
+            if ops:
+                message += f"; to name an op, write {ops[0]!r}"
+            raise PlanError(message + ". See sacplan.plan for how patterns are read.")
+        return found
+
+    def ops(self, pattern: str) -> list[int]:
+        """Recorded forward ops whose name matches."""
+        dotted = pattern.replace("::", ".")
+        found = [i for name, ops in self._ops.items() if _matches(name, dotted) for i in ops]
+        if not found:
+            message = f"keep: {pattern!r} matches nothing. It was read as the name of an op; "
+            if any(_matches(name, dotted) for name in self._later):
+                message += "one of that name runs only after the forward pass, where nothing is discarded"
+            else:
+                message += _near(
+                    dotted.partition(".")[2], {n.partition(".")[2]: n for n in self._packets()}
+                ) or ("none that runs in the forward pass comes near")
+            raise PlanError(message + ". See sacplan.plan for how patterns are read.")
+        if not any(self._program.ops[i].writes or self._program.ops[i].mutates for i in found):
+            raise PlanError(
+                f"keep: {pattern!r} names ops that make nothing of their own, only views of what other ops made. Name "
+                "the op that makes the tensor, or the module that it runs in."
+            )
+        return found
+
+    def _packets(self) -> list[str]:
+        return list(dict.fromkeys(_packet(name) for name in self._ops))
+
+
+def _packet(name: str) -> str:
+    """``aten.mm`` of ``aten.mm.default``."""
+    return name.rpartition(".")[0]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(_packet(name), pattern)
+
+
+def _with_outer(names: Iterable[str]) -> Iterable[str]:
+    """Each name after those that it is inside of, the model's own, "", first."""
+    for name in names:
+        yield ""
+        parts = name.split(".")
+        for depth in range(1, len(parts) + 1):
+            yield ".".join(parts[:depth])
+
+
+def _by_part(modules: Iterable[str]) -> dict[str, str]:
+    """What a pattern may resemble, a name or the last part of one, to how it is written as a pattern."""
+    found: dict[str, str] = {}
+    for name in modules:
+        if name:
+            found.setdefault(name, name)
+    for name in modules:
+        outer, _, last = name.rpartition(".")
+        if outer and not last.isdigit():
+            found.setdefault(last, f"*.{last}")
+    return found
+
+
+def _near(pattern: str, candidates: dict[str, str]) -> str:
+    core = pattern.strip("*.")
+    close = difflib.get_close_matches(core, candidates, n=_NEAR, cutoff=_ALIKE)
+    close += [name for name in candidates if core and core in name and name not in close]
+    names = dict.fromkeys(candidates[name] for name in close[:_NEAR])
+    return f"near names are {', '.join(map(repr, names))}" if names else ""
+
+
+def _scopes_of(program: Program, modules: Iterable[str]) -> set[int]:
+    """The calls of these modules, and every call inside of one."""
+    wanted = set(modules)
+    found: set[int] = set()
+    for i, scope in enumerate(program.scopes):  # a call comes after the one around it
+        if scope.parent in found or not wanted.isdisjoint(_with_outer((scope.fqn,))):
+            found.add(i)
+    return found
+
+
+def _widest_units(program: Program, alone: set[int]) -> tuple[int, ...]:
+    """See ``Pins.regions``. A module with a call in or around what is left alone is no unit in any of its calls."""
+    scopes = program.scopes
+    barred = {scopes[a].fqn for scope in alone for a in (scope, *program.ancestors(scope))}
+    found: list[int] = []
+    for i, scope in enumerate(scopes):
+        outer = found[scope.parent] if scope.parent != ROOT_SCOPE else ROOT_SCOPE
+        found.append(outer if outer != ROOT_SCOPE or scope.fqn in barred else i)
+    # Units must not nest by name either: one that is called past the module that it is in is none.
+    names = {scopes[widest_unit].fqn for widest_unit in found if widest_unit != ROOT_SCOPE}
+    nested = {
+        name for name in names if any(outer in names and outer != name for outer in _with_outer([name]))
+    }
+    return tuple(r if r != ROOT_SCOPE and scopes[r].fqn not in nested else ROOT_SCOPE for r in found)

@@ -1,0 +1,274 @@
+"""What can be chosen for each part of the forward pass: regions, and the options of each.
+
+    regions = Regions(recording, costs).joined(1)
+    regions[3].ops(regions[3].options[-1])  # the ops that run again if the region discards all that it can
+
+A *region* is a part of the forward pass (``parts.py``) with options. These are sets of its ops that run again, exact
+points of its closure problem (``closure.py``), so they say which tensors of which module are kept, alike or different
+from region to region.
+
+Several neighbours can be joined to one region. Its options may also discard what passes from one to the next (a
+residual stream) and run the whole part again from its beginning: that is how a step gets down to its smallest peak.
+
+Regions that repeat give the same problem, which is solved once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sacplan._program.program import Event, Phase, Program
+from sacplan._recompute import closure
+from sacplan._recompute.in_place_groups import connected, discardable, in_place_groups
+from sacplan._recompute.partition import Part, join, partition, runs, unit_around
+from sacplan._recompute.pins import NO_PINS, Pins
+
+_VERTICES = 24  # of a region's hull, at most
+_EFFORT = 6000  # ops that all options of one kind of region may have together, beyond the hull
+_COLUMNS = 1500  # options of all regions together, about, beyond the hull
+_BETWEEN = 8  # options between two vertices of a region's hull, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a region does: which of its members run again.
+
+    Attributes:
+        cost: of running them, in the unit of the objective (ms for time).
+        kept_bytes: what is held from forward to backward on the region's account.
+        members: indices into ``Region.members``.
+    """
+
+    cost: float
+    kept_bytes: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Some forward ops and what can be chosen for them.
+
+    Attributes:
+        unit: fqn of the smallest module that runs them all.
+        members: groups of op indices; a group is one call site in all calls of the unit, and is kept or
+            discarded as one.
+        kind: equal for regions with the same options.
+        options: by rising cost; the first keeps everything.
+        units: by option, the modules that have to be units for it.
+        wide: by option, whether one of these is around more than this region's modules.
+    """
+
+    unit: str
+    members: tuple[tuple[int, ...], ...]
+    kind: int
+    options: tuple[Option, ...]
+    units: tuple[tuple[str, ...], ...]
+    wide: tuple[bool, ...]
+
+    def ops(self, option: Option) -> frozenset[int]:
+        """The recorded ops that run again with an option."""
+        return frozenset(op for member in option.members for op in self.members[member])
+
+    def only(self, options: Sequence[int]) -> Region:
+        """The region with some of its options."""
+        return replace(
+            self,
+            options=tuple(self.options[o] for o in options),
+            units=tuple(self.units[o] for o in options),
+            wide=tuple(self.wide[o] for o in options),
+        )
+
+
+class Regions:
+    """Regions of one recording under one objective; problems that repeat are solved once.
+
+    Args:
+        recording: the step.
+        costs: what running each op again costs.
+        early: storages that the backward pass has asked for by the time that most is alive: to discard these
+            need not lower the peak, so options that keep them are offered as well.
+        pins: what no option discards, and which modules no option makes a unit.
+
+    Many regions make up for each other's gaps, so the options on and near the hull are enough. The fewer there
+    are, the more options are offered that differ from these in one tensor.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        costs: Sequence[float],
+        early: frozenset[int] = frozenset(),
+        pins: Pins = NO_PINS,
+    ) -> None:
+        self.program = program
+        self._pins = pins
+        self.costs = costs
+        self._early = early
+        self._kinds: dict[tuple[closure.ClosureProblem, closure.ClosureProblem | None], int] = {}
+        self._solved: dict[tuple[int, int], tuple[Option, ...]] = {}
+        self._handles = _handles_by_op(program)
+        self._readers: dict[int, set[int]] = defaultdict(set)
+        for i, op in enumerate(program.ops):
+            if op.phase == Phase.FORWARD:
+                for s in op.reads:
+                    self._readers[s].add(i)
+        self._packed: dict[int, set[int]] = defaultdict(set)
+        for storage, scope in zip(program.handle_storages, program.handle_scopes, strict=True):
+            self._packed[storage].add(scope)
+        self._kept = pins.kept_ops | self._across_widest_units()
+        self._parts, self._split = partition(program, pins)
+
+    @property
+    def longest_run(self) -> int:
+        """How many regions can be joined at most."""
+        return max((len(run) for run in runs(self._parts)), default=1)
+
+    def joined(self, size: int) -> tuple[Region, ...]:
+        """The regions, with up to ``size`` neighbours made into one; 1 leaves them as they are."""
+        parts = join(self.program, self._parts, size)
+        more = _COLUMNS // max(1, len(parts))
+        regions = []
+        for part in parts:
+            part = replace(part, members=in_place_groups(self.program, part.members))
+            problem, late = self._problem(part)
+            kind = self._kinds.setdefault((problem, late), len(self._kinds))
+            if (kind, more) not in self._solved:
+                self._solved[kind, more] = _options(problem, late, more)
+            options = self._solved[kind, more]
+            units = tuple(self._units(part, option) for option in options)
+            wide = tuple(not self._split.isdisjoint(found) for found in units)
+            regions.append(Region(part.unit, part.members, kind, options, units, wide))
+        return tuple(regions)
+
+    def _units(self, part: Part, option: Option) -> tuple[str, ...]:
+        """The smallest modules, not leaves, that run what hangs together in an option, and all that saves it."""
+        if not option.members:
+            return ()
+        if not part.once or (part.unit not in self._split and len(self.program.calls[part.unit]) == 1):
+            return (part.unit,)
+        program = self.program
+        gone = sorted(op for member in option.members for op in part.members[member])
+        found: dict[str, None] = {}
+        for group in _hanging_together(program, gone):
+            ops = [program.ops[op] for op in group]
+            scopes = {op.scope for op in ops}.union(*(self._packed[s] for op in ops for s in op.writes))
+            # What may be discarded is read and saved in its own region alone, so the group does not leave it.
+            widest_unit = self._pins.widest_unit(next(iter(scopes)))
+            found[unit_around(program, scopes, widest_unit)] = None
+        return tuple(found)
+
+    def _across_widest_units(self) -> set[int]:
+        """Ops whose outputs are saved, or read by what may run again, where no unit can be around both."""
+        program, pins = self.program, self._pins
+        found: set[int] = set()
+        if pins.widest_units is None:
+            return found
+        for s, op in program.writer.items():
+            if program.ops[op].phase != Phase.FORWARD or op in pins.kept_ops:
+                continue
+            users = {program.ops[i].scope for i in self._readers.get(s, ()) if i not in pins.kept_ops}
+            users.update(self._packed.get(s, ()))
+            widest_unit = pins.widest_unit(program.ops[op].scope)
+            if any(pins.widest_unit(scope) != widest_unit for scope in users):
+                found.add(op)
+        return found
+
+    def _may_be_discarded(self, part: Part, group: tuple[int, ...]) -> bool:
+        """Whether ops of a part may be discarded together, as far as they themselves and the pins are concerned."""
+        program, pins = self.program, self._pins
+        if not self._kept.isdisjoint(group) or not discardable(program, group):
+            return False
+        if pins.widest_units is None:
+            return True
+        if not part.once:
+            return pins.may_be_a_unit(program, part.unit)
+        # A unit that is called several times does the same in each of its calls; a part says what one call does.
+        widest_units = {pins.widest_unit(program.ops[i].scope) for i in group}
+        return len(widest_units) == 1 and all(
+            len(program.calls[program.scopes[r].fqn]) == 1 for r in widest_units
+        )
+
+    def _problem(self, part: Part) -> tuple[closure.ClosureProblem, closure.ClosureProblem | None]:
+        """The problem of a part, and where it makes a difference the one in which early storages cost nothing."""
+        program, ops = self.program, self.program.ops
+        members = part.members
+        inside = {op for group in members for op in group}
+        local: dict[int, int] = {}
+
+        def index(storage: int) -> int:
+            return local.setdefault(storage, len(local))
+
+        def leaves(storage: int) -> bool:
+            """Whether another region reads it: its recipes would hold what this one thinks is gone."""
+            return not self._readers.get(storage, inside) <= inside
+
+        closure_ops = tuple(
+            closure.ClosureOp(
+                cost_ms=sum(self.costs[i] for i in group),
+                reads=tuple(dict.fromkeys(index(s) for i in group for s in ops[i].reads)),
+                writes=tuple(index(s) for i in group for s in ops[i].writes),
+                discardable=self._may_be_discarded(part, group)
+                and not any(leaves(s) for i in group for s in ops[i].writes),
+            )
+            for group in members
+        )
+        saved: set[int] = set()
+        free = program.outlives_forward
+        taken_elsewhere: set[int] = set()
+        for storage in local:
+            for op in self._handles.get(storage, ()):
+                (saved if op in inside else taken_elsewhere).add(storage)
+        problem = closure.ClosureProblem(
+            ops=closure_ops,
+            storage_bytes=tuple(program.storage_bytes[s] for s in local),
+            saved=frozenset(local[s] for s in saved),
+            free=frozenset(at for s, at in local.items() if s in free or s in taken_elsewhere),
+        )
+        early = problem.free.union(local[s] for s in saved & self._early)
+        # Where all that is saved is early, there is nothing to choose from: such layers go with those that have none.
+        differs = early != problem.free and not problem.saved <= early
+        return problem, replace(problem, free=early) if differs else None
+
+
+def _options(
+    problem: closure.ClosureProblem, late: closure.ClosureProblem | None, more: int
+) -> tuple[Option, ...]:
+    """What a region can do: the hull and points near it, and up to ``more`` that differ from these in one tensor."""
+    if not problem.saved:
+        return (Option(0.0, 0, ()),)
+    points = list(closure.tradeoff(problem, _VERTICES, _BETWEEN))
+    if late is not None:
+        points += [
+            closure.evaluate(problem, p.discarded) for p in closure.tradeoff(late, _VERTICES, _BETWEEN)
+        ]
+    distinct = tuple({point.discarded: point for point in points}.values())
+    most = len(distinct) + min(more, max(0, _EFFORT // len(problem.ops) - len(distinct)))
+    points = list(closure.with_neighbours(problem, distinct, most))
+    return tuple(Option(p.recompute_ms, p.kept_bytes, tuple(sorted(p.discarded))) for p in points)
+
+
+def _handles_by_op(program: Program) -> dict[int, list[int]]:
+    """Storage to the ops for whose backward autograd keeps it.
+
+    A pack event lies beside the op that it belongs to: before it for an input, after it for an output. The
+    module call tells the two apart at a module's edge, where alone it matters.
+    """
+    found: dict[int, list[int]] = defaultdict(list)
+    ops, scopes = program.ops, program.handle_scopes
+    last = -1
+    for code, arg in program.events:
+        if code == Event.OP:
+            last = arg
+        elif code == Event.PACK:
+            after = last + 1 if last + 1 < len(ops) else last
+            here = last if last >= 0 and ops[last].scope == scopes[arg] else after
+            found[program.handle_storages[arg]].append(here)
+    return found
+
+
+def _hanging_together(program: Program, ops: Sequence[int]) -> list[list[int]]:
+    """Groups of ops of which one reads, directly or not, what another made."""
+    maker = {s: op for op in ops for s in program.ops[op].writes}
+    return connected(ops, ((op, maker[s]) for op in ops for s in program.ops[op].reads if s in maker))

@@ -1,0 +1,187 @@
+"""What a plain step writes in place and a step under a dispatch mode does not; a recording is of the plain step.
+
+Under any Python dispatch mode torch takes every tensor for a tensor subclass (``isTensorSubclassLike``), and its
+C++ code then avoids writing in place. Seen from a mode there is one more temporary, as large as the result:
+
+- The autograd engine adds up the gradients that several nodes send to one (``InputBuffer::accumulate``): in
+  place, if gradients are off and it holds the last reference to the first one, which must be dense;
+  ``old + new`` under a mode.
+- Backward formulas fill an array of zeros: ``index_put``, ``scatter_add`` and others, where the plain step
+  has ``index_put_`` and ``scatter_add_``.
+
+So the recorder hands such ops to :class:`InPlaceWrites`, and :meth:`InPlaceWrites.settle` rewrites what the
+plain step does in place: the new storage takes over the identity of the old one, and nothing is allocated.
+Whether the last reference was held shows in the events: the old storage is freed before the next op runs.
+
+How an addition of the engine's is told from one in a formula: the engine adds after a node has returned, so no
+other op of the same node follows; and what it adds to came from another node, unless the node has two edges
+to the same one. No Python code called it.
+
+Found by comparing the ops of plain steps (``torch.profiler``) with those under an empty mode, torch 2.13, and
+in ``input_buffer.cpp``, ``accumulate_grad.h`` and ``FunctionsManual.cpp``. Not covered: the full reduction
+``max()``, ``prod`` and ``cumprod``, whose formulas take another way altogether under a mode; and, in the forward
+pass, the mask that math attention adds and the bias that a linear layer adds for an input that is not contiguous.
+Those stay out of place here, one temporary too many for a moment, since in a unit with a plan they are: the
+executor's own mode is on there. The backward pass of a planned step runs under no mode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sacplan._program.program import Event, Op, StorageKind
+from sacplan._torch.private import called_by_autograd, current_node_has_edges_to_one_node, is_dense
+
+_ADD = torch.ops.aten.add.Tensor
+# What backward formulas run on zeros that they have just made; the plain step has the op with an underscore.
+_FILLS = {
+    torch.ops.aten.index_put.default: "aten._index_put_impl_.default",
+    torch.ops.aten.scatter_add.default: "aten.scatter_add_.default",
+    torch.ops.aten.index_add.default: "aten.index_add_.default",
+    torch.ops.aten.scatter.src: "aten.scatter_.src",
+    torch.ops.aten.scatter.value: "aten.scatter_.value",
+    torch.ops.aten.put.default: "aten.put_.default",
+    torch.ops.aten.masked_scatter.default: "aten.masked_scatter_.default",
+    torch.ops.aten.masked_fill.Scalar: "aten.masked_fill_.Scalar",
+    torch.ops.aten.index_fill.int_Scalar: "aten.index_fill_.int_Scalar",
+}
+CANDIDATES = frozenset((_ADD, *_FILLS))
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """An op that the plain step may do in place, under the name that it has there."""
+
+    op: int
+    name: str
+    old: int
+    new: int
+
+
+class InPlaceWrites:
+    """Collects, while a step is recorded, the ops of the backward pass that the plain step does in place."""
+
+    def __init__(self) -> None:
+        self._writes: list[_Write] = []
+        self._sums: list[_Write] = []  # of the node that runs now: the engine's, if nothing else follows
+        self._node: int | None = None
+        self._first_storage = 0  # the first one that was made while this node ran
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._writes.clear()
+        self._sums.clear()
+        self._node = None
+
+    def saw(
+        self,
+        node: int | None,
+        func: Any,
+        args: Sequence[Any],
+        out: Any,
+        op: int,
+        reads: Sequence[int],
+        writes: Sequence[int],
+        n_storages: int,
+    ) -> None:
+        """Note one op of the backward pass.
+
+        Args:
+            node: sequence number of the autograd node that runs.
+            op, reads, writes: as they are recorded.
+            n_storages: how many storages there were before the op.
+        """
+        if node != self._node:
+            self._commit()
+            self._node = node
+            self._first_storage = n_storages
+        write = None
+        if func in CANDIDATES and len(writes) == 1 and reads and called_by_autograd():
+            write = self._candidate(func, args, out, op, reads, writes[0])
+        if write is None or func is not _ADD:
+            self._sums.clear()  # they were the formula's: a node's own op follows
+            if write is not None:
+                self._writes.append(write)
+        else:
+            self._sums.append(write)
+
+    def _commit(self) -> None:
+        self._writes.extend(self._sums)
+        self._sums.clear()
+
+    def _candidate(
+        self, func: Any, args: Sequence[Any], out: Any, op: int, reads: Sequence[int], new: int
+    ) -> _Write | None:
+        first, old = args[0], reads[0]
+        if first.shape != out.shape or first.dtype != out.dtype or not is_dense(first):
+            return None
+        own = old >= self._first_storage
+        if func is not _ADD:
+            return _Write(op, _FILLS[func], old, new) if own else None
+        if (
+            len(args) != 2
+            or not isinstance(args[1], torch.Tensor)
+            or len(reads) != 2  # a tensor added to itself is referred to twice
+            or torch.is_grad_enabled()
+            or first._is_view()  # its base refers to the storage, too, and lives as long
+            or (own and not current_node_has_edges_to_one_node())
+        ):
+            return None
+        return _Write(op, "aten.add_.Tensor", old, new)
+
+    def settle(
+        self,
+        ops: Sequence[Op],
+        events: Sequence[tuple[int, int]],
+        kinds: list[StorageKind | None],
+        backward_born: Sequence[bool],
+    ) -> tuple[list[Op], list[tuple[int, int]], list[int]]:
+        """Ops and events of the plain step, and the storage that each storage is there.
+
+        ``kinds`` is changed: what a new storage was found to be for, the old one is for.
+        """
+        self._commit()
+        same = list(range(len(kinds)))
+        candidates = {w.op: w for w in self._writes if backward_born[w.old]}
+        if not candidates:
+            return list(ops), list(events), same
+        gone: set[int] = set()
+        done: dict[int, _Write] = {}
+        awaited: _Write | None = None
+        for code, arg in events:
+            if code == Event.OP:
+                awaited = candidates.get(arg)
+            elif code == Event.FREE and awaited is not None and arg == awaited.old:
+                done[awaited.op] = awaited
+                gone.add(awaited.old)
+                same[awaited.new] = same[awaited.old]
+                if kinds[awaited.new] is not None:
+                    kinds[same[awaited.old]] = kinds[awaited.new]
+                awaited = None
+        if not done:
+            return list(ops), list(events), same
+        first = min(done)
+        settled = [op if i < first else _renamed(op, done.get(i), same) for i, op in enumerate(ops)]
+        storage_events = (Event.ALLOC, Event.FREE)
+        kept = [
+            (code, same[arg]) if code in storage_events else (code, arg)
+            for code, arg in events
+            if not (code == Event.FREE and arg in gone)
+        ]
+        return settled, kept, same
+
+
+def _renamed(op: Op, write: _Write | None, same: Sequence[int]) -> Op:
+    reads, writes, mutates = (
+        tuple(same[s] for s in storages) for storages in (op.reads, op.writes, op.mutates)
+    )
+    if write is not None:
+        return dataclasses.replace(op, name=write.name, reads=reads, writes=(), mutates=writes)
+    if (reads, writes, mutates) == (op.reads, op.writes, op.mutates):
+        return op
+    return dataclasses.replace(op, reads=reads, writes=writes, mutates=mutates)

@@ -1,0 +1,511 @@
+"""Watch one training step and write down its recording: a dispatch mode, saved-tensor hooks, module hooks.
+
+What autograd keeps is told apart from what code holds by ``saved_tensors.py``; what the plain step would write in
+place is put right by ``in_place.py``; ops that a fake step has had before are looked up in ``seen_ops.py``.
+
+Cost: O(1) Python work per dispatched op; modules are found from the forward's call stack and, in
+the backward pass, from autograd's sequence numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, Scope, StorageKind
+from sacplan._record.fake_data import DataRules
+from sacplan._record.in_place import InPlaceWrites
+from sacplan._record.saved_tensors import SavedMode, SavedTensors
+from sacplan._record.seen_ops import Seen, SeenOps
+from sacplan._rewrites.in_place_versions import split_versions
+from sacplan._rewrites.settle import final_kinds, final_ops
+from sacplan._torch.ops import can_run_again, op_traits, tensors_in
+from sacplan._torch.private import (
+    FakeTensorMode,
+    autograd_sequence_number,
+    current_node_sequence_number,
+    dispatch_modes,
+    fake_device_of,
+    in_backward,
+    is_plain,
+    storage_key,
+)
+from sacplan.errors import TraceError
+
+# Plain integers, which the event stream is made of.
+_ALLOC, _FREE, _OP = int(Event.ALLOC), int(Event.FREE), int(Event.OP)
+_ENTER, _EXIT = int(Event.ENTER), int(Event.EXIT)
+
+
+NUMBER_BYTES = 8
+"""Of the tensor that a Python number becomes."""
+
+_KEEP_THEIR_SECOND = frozenset((torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor))
+
+
+def _keeps_a_number(func: Any, args: Any) -> bool:
+    """Whether autograd keeps the tensor that a Python number became; it shows those to no saved-tensor hook."""
+    return func in _KEEP_THEIR_SECOND and not isinstance(args[1], torch.Tensor) and args[0].requires_grad
+
+
+class Recorder(TorchDispatchMode):
+    """Context manager: everything dispatched inside becomes a ``Program``.
+
+    Args:
+        cost: ``(func, args, kwargs, out) -> (flops, time_ms)`` for each op.
+        workspace: ``(func, args, kwargs, out) -> bytes`` that the kernel allocates inside.
+        round_bytes: the allocator's granularity.
+        saved: how tensors that autograd saves are treated, see ``saved_tensors.py``.
+        state_bytes: size of a random generator's state where it lies in the device's memory (on a CPU).
+        number_bytes: size of a tensor that autograd makes of a Python number, where it lies in that memory. It
+            is counted until the step ends.
+        rules: what knows values of fake tensors; a tensor that is unpacked keeps them.
+
+    Errors in the recorder's own bookkeeping are kept and raised on exit: an exception that starts
+    inside a dispatch mode under FakeTensorMode can abort the interpreter.
+    """
+
+    def __init__(
+        self,
+        *,
+        cost: Callable[..., tuple[int, float]],
+        workspace: Callable[..., int],
+        round_bytes: int,
+        saved: SavedMode,
+        state_bytes: int = 0,
+        number_bytes: int = 0,
+        rules: DataRules | None = None,
+    ) -> None:
+        super().__init__()
+        self._rules = rules
+        self._cost = cost
+        self._workspace = workspace
+        self._round = max(1, round_bytes)
+        self._state_bytes = self._rounded(state_bytes)
+        self._number_bytes = self._rounded(number_bytes)
+        self._in_place = InPlaceWrites()
+        self._seen: SeenOps | None = None
+        self._paused = 0
+        self._active = False
+        self._error: Exception | None = None
+        self._ids: dict[int, int] = {}
+        self._finalizers: dict[int, weakref.ref[Any]] = {}
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}  # storage to the output of the op that made it
+        self._storage_bytes: list[int] = []
+        self._kinds: list[StorageKind | None] = []
+        self._born: list[Phase] = []
+        self._initial: list[int] = []
+        self._initial_set: set[int] = set()
+        self._ops: list[Op] = []
+        self._events: list[tuple[int, int]] = []
+        self._scopes: list[list[Any]] = []
+        self._stack: list[int] = []
+        self._scope_marks: list[tuple[int, int]] = []  # (autograd sequence number, scope)
+        self._backward_order: dict[int, None] = {}
+        self._backward_scope = ROOT_SCOPE
+        self._node: int | None = None  # the autograd node that runs
+        self._fqns: dict[int, str] = {}
+        self._modules: dict[int, torch.nn.Module] = {}
+        self._parameters: dict[int, torch.Tensor] = {}
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._in_optimizer = False
+        self._removers: list[Any] = []
+        self._saved = SavedTensors(
+            saved,
+            ids=self._ids,
+            events=self._events,
+            initial=self._initial_set,
+            paused=self.paused,
+            rules=rules,
+        )
+
+    # --- what is there before the step -------------------------------------------------------
+
+    def track_model(self, model: torch.nn.Module) -> None:
+        """Name the modules after ``model`` and count its parameters, buffers and gradients."""
+        for fqn, module in model.named_modules():
+            self._fqns.setdefault(id(module), fqn)
+            self._modules[id(module)] = module
+        for p in model.parameters():
+            self._track(p, StorageKind.PARAMETER)
+            self._parameters[id(p)] = p
+            if p.grad is not None:
+                self._track(p.grad, StorageKind.GRADIENT)
+        for b in model.buffers():
+            self._track(b, StorageKind.BUFFER)
+
+    def track_optimizer(self, optimizer: torch.optim.Optimizer, *, initial: bool = False) -> None:
+        """Count the optimizer's state, the one that is there and the one that it will make.
+
+        ``initial`` says that what is there now was there when the step began.
+        """
+        self._optimizers.append(optimizer)
+        self._track_optimizer_state(optimizer, initial=initial)
+
+    def _track_optimizer_state(self, optimizer: torch.optim.Optimizer, *, initial: bool = False) -> None:
+        for state in optimizer.state.values():
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    self._track(value, StorageKind.OPTIMIZER_STATE, initial=initial)
+
+    def track_tensors(self, tensors: Iterable[torch.Tensor], kind: StorageKind = StorageKind.OTHER) -> None:
+        """Count tensors that are alive from the start, such as the batch."""
+        for t in tensors:
+            self._track(t, kind)
+
+    def _track(self, tensor: torch.Tensor, kind: StorageKind, *, initial: bool = False) -> None:
+        if not is_plain(tensor):
+            return
+        storage = tensor.untyped_storage()
+        known = self._ids.get(storage_key(storage))
+        if known is None:
+            index = self._new_storage(storage, kind)
+            if self._active and not initial:
+                self._events.append((_ALLOC, index))
+            else:
+                self._initial.append(index)
+                self._initial_set.add(index)
+        elif self._kinds[known] is None:
+            self._kinds[known] = kind
+
+    # --- the context --------------------------------------------------------------------------
+
+    def __enter__(self) -> Recorder:
+        hooks = torch.nn.modules.module
+        self._removers = [
+            hooks.register_module_forward_pre_hook(self._enter_module),
+            hooks.register_module_forward_hook(self._exit_module, always_call=True),
+            register_optimizer_step_pre_hook(self._enter_optimizer),
+            register_optimizer_step_post_hook(self._exit_optimizer),
+        ]
+        self._saved.__enter__()
+        self._active = True
+        if self._rules is not None:
+            self._seen = self._seen_ops(self._rules)
+        super().__enter__()
+        return self
+
+    @staticmethod
+    def _seen_ops(rules: DataRules) -> SeenOps | None:
+        """None where another mode would not see the ops that are looked up."""
+        stack = dispatch_modes()
+        if len(stack) == 2 and isinstance(stack[0], FakeTensorMode) and stack[1] is rules:
+            return SeenOps(stack[0], rules)
+        return None
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        super().__exit__(exc_type, exc_value, traceback)
+        self._saved.__exit__(exc_type, exc_value, traceback)
+        for remover in self._removers:
+            remover.remove()
+        self._removers = []
+        if exc_type is None:
+            self._mark_late_kinds()
+        self._active = False
+        self._seen = None
+        error, self._error = self._error, None
+        if error is not None and exc_type is None:
+            raise error
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Ops inside are not recorded; what they leave behind is noticed when it is used, or tracked."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def restart(self) -> None:
+        """Begin a new record with what is alive now."""
+        self._mark_late_kinds()
+        self._ops.clear()
+        self._events.clear()
+        self._scopes.clear()
+        self._scope_marks.clear()
+        self._backward_order.clear()
+        self._backward_scope = ROOT_SCOPE
+        self._in_place.clear()
+        self._initial = sorted(set(self._ids.values()))
+        self._initial_set.clear()
+        self._initial_set.update(self._initial)
+
+    def forget(self) -> None:
+        """Let go of the model and the optimizer."""
+        self._modules.clear()
+        self._fqns.clear()
+        self._parameters.clear()
+        self._optimizers.clear()
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is None:
+            self._error = error
+
+    def _mark_late_kinds(self) -> None:
+        for p in self._parameters.values():
+            if p.grad is not None:
+                self._track(p.grad, StorageKind.GRADIENT)
+        for optimizer in self._optimizers:
+            self._track_optimizer_state(optimizer)
+
+    # --- modules ------------------------------------------------------------------------------
+
+    def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
+        if in_backward():
+            fqn = self._fqns.get(id(module))
+            if fqn is not None:
+                self._fail(
+                    TraceError(
+                        f"the forward of module {fqn!r} ran again during the backward pass: checkpointing is "
+                        "already switched on in this model. Switch it off (for a Hugging Face model "
+                        "`model.gradient_checkpointing_disable()`), sacplan chooses what to recompute."
+                    )
+                )
+            return
+        if id(module) not in self._fqns:
+            if self._stack or self._fqns:
+                return
+            self.track_model(module)  # nobody named a model: the first module that is called is it
+        fqn = self._fqns[id(module)]
+        scope = len(self._scopes)
+        parent = self._stack[-1] if self._stack else ROOT_SCOPE
+        self._scopes.append([fqn, parent, len(self._ops), len(self._ops), self._bytes_of(args), 0])
+        self._stack.append(scope)
+        self._scope_marks.append((autograd_sequence_number(), scope))
+        self._events.append((_ENTER, scope))
+
+    def _exit_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if in_backward() or id(module) not in self._fqns or not self._stack:
+            return
+        scope = self._stack.pop()
+        self._scopes[scope][3] = len(self._ops)
+        self._scopes[scope][5] = self._bytes_of(output)
+        self._scope_marks.append((autograd_sequence_number(), self._stack[-1] if self._stack else ROOT_SCOPE))
+        self._events.append((_EXIT, scope))
+
+    def _bytes_of(self, value: Any) -> int:
+        return sum(self._rounded(t.numel() * t.element_size()) for t in tensors_in(value))
+
+    def _enter_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._paused:
+            return
+        for p in self._parameters.values():
+            if p.grad is not None:
+                self._track(p.grad, StorageKind.GRADIENT)
+        self._in_optimizer = True
+
+    def _exit_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._paused:
+            return
+        self._in_optimizer = False
+        if any(optimizer is o for o in self._optimizers):
+            self._track_optimizer_state(optimizer)
+
+    # --- ops ----------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = fake_device_of(func, args)
+        if device is not None:
+            return device
+        kwargs = kwargs or {}
+        key = seen = None
+        if self._seen is not None:
+            key = self._seen.key(func, args, kwargs)
+            seen = self._seen.get(key) if key is not None else None
+        if seen is None or seen.outputs is None or self._seen is None:
+            out = func(*args, **kwargs)
+        else:
+            out = self._seen.make(seen, args)
+        try:
+            if not self._paused:
+                self._record(func, args, kwargs, out, key, seen)
+            elif key is not None and seen is None:
+                self._figures(func, args, kwargs, out, key)
+        except Exception as error:
+            self._fail(error)
+        return out
+
+    def _figures(self, func: Any, args: Any, kwargs: Any, out: Any, key: Any) -> Seen:
+        flops, time_ms = self._cost(func, args, kwargs, out)
+        seen = Seen(flops, time_ms, self._rounded(self._workspace(func, args, kwargs, out)))
+        if key is not None and self._seen is not None:
+            self._seen.remember(key, args, kwargs, out, seen)
+        return seen
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any, key: Any, seen: Seen | None) -> None:
+        traits = op_traits(func)
+        known = self._ids
+        n_storages = len(self._storage_bytes)
+        mutates = self._mutated(traits, args, kwargs) if traits.written_names else ()
+        left_out = traits.left_out(args)  # statistics, which it only writes
+        read = [a for i, a in enumerate(args) if i not in left_out] if left_out else args
+        reads: dict[int, None] = {}
+        for t in _tensor_list(read, kwargs):
+            if is_plain(t):
+                storage = t.untyped_storage()
+                at = known.get(storage_key(storage))
+                reads[self._found(storage) if at is None else at] = None
+        writes: dict[int, None] = {}
+        fresh = True
+        outputs = _tensor_list(out)
+        for t in outputs:
+            if not is_plain(t):
+                fresh = False
+                continue
+            storage = t.untyped_storage()
+            at = known.get(storage_key(storage))
+            if at is None:
+                at = self._new_storage(storage, None)
+                self._made[at] = weakref.ref(t)
+                writes[at] = None
+            elif at not in writes:
+                fresh = False
+        if not outputs and not mutates:
+            return  # a metadata query
+        index = len(self._ops)
+        if seen is None:
+            seen = self._figures(func, args, kwargs, out, key)
+        phase = self._phase()
+        op = Op(
+            traits.name,
+            phase,
+            self._scope(phase),
+            seen.time_ms,
+            seen.flops,
+            seen.workspace_bytes,
+            tuple(reads),
+            tuple(writes),
+            mutates,
+            phase is Phase.FORWARD
+            and (self._is_as_made(args[0], mutates) if traits.in_place else fresh and bool(writes))
+            and can_run_again(func, args, kwargs, out),
+            self._state_bytes if traits.random else 0,
+        )
+        self._ops.append(op)
+        self._events.append((_OP, index))
+        if phase is Phase.BACKWARD:
+            self._in_place.saw(self._node, func, args, out, index, op.reads, op.writes, n_storages)
+        elif self._number_bytes and phase is Phase.FORWARD and _keeps_a_number(func, args):
+            self._events.append((_ALLOC, len(self._storage_bytes)))
+            self._storage_bytes.append(self._number_bytes)
+            self._kinds.append(StorageKind.OTHER)
+            self._born.append(phase)
+
+    def _phase(self) -> Phase:
+        if self._in_optimizer:
+            return Phase.OPTIMIZER
+        return Phase.BACKWARD if in_backward() else Phase.FORWARD
+
+    def _scope(self, phase: Phase) -> int:
+        if phase == Phase.FORWARD:
+            return self._stack[-1] if self._stack else ROOT_SCOPE
+        if phase == Phase.OPTIMIZER:
+            return ROOT_SCOPE
+        self._node = number = current_node_sequence_number()
+        if number is None:
+            return self._backward_scope  # gradient accumulation goes with what came before
+        at = bisect_right(self._scope_marks, number, key=lambda mark: mark[0])
+        scope = self._scope_marks[at - 1][1] if at else ROOT_SCOPE
+        self._backward_scope = scope
+        chain = []
+        while scope != ROOT_SCOPE and scope not in self._backward_order:
+            chain.append(scope)
+            scope = self._scopes[scope][1]
+        self._backward_order.update(dict.fromkeys(reversed(chain)))
+        return self._backward_scope
+
+    def _is_as_made(self, tensor: Any, storages: Sequence[int]) -> bool:
+        """Whether what an op writes is what another one gave back, and not an alias, which may count other versions."""
+        made = self._made.get(storages[0]) if storages else None
+        return made is not None and made() is tensor
+
+    def _mutated(self, traits: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
+        written = _tensor_list(traits.written(args, kwargs))
+        return tuple(dict.fromkeys(self._index_of(t) for t in written if is_plain(t)))
+
+    def _index_of(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        index = self._ids.get(storage_key(storage))
+        return self._found(storage) if index is None else index
+
+    def _found(self, storage: Any) -> int:
+        """A storage that is there, and that no op was seen to make."""
+        index = self._new_storage(storage, None)
+        self._events.append((_ALLOC, index))
+        return index
+
+    def _new_storage(self, storage: Any, kind: StorageKind | None) -> int:
+        index = len(self._storage_bytes)
+        key = storage_key(storage)
+        self._ids[key] = index
+        self._storage_bytes.append(self._rounded(storage.nbytes()))
+        self._kinds.append(kind)
+        self._born.append(self._phase() if self._active else Phase.FORWARD)
+
+        def freed(_: Any) -> None:
+            self._ids.pop(key, None)
+            self._finalizers.pop(index, None)
+            if self._active:
+                self._events.append((_FREE, index))
+
+        self._finalizers[index] = weakref.ref(storage, freed)
+        return index
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self._round) * self._round
+
+    # --- the result ---------------------------------------------------------------------------
+
+    def program(self) -> Program:
+        """What was seen, as a plain value."""
+        kinds = list(self._kinds)
+        born_backward = [phase is Phase.BACKWARD for phase in self._born]
+        ops, events, same = self._in_place.settle(self._ops, self._events, kinds, born_backward)
+        versions = split_versions(ops, events, [same[s] for s in self._saved.handle_storages], len(kinds))
+        handle_storages = versions.handle_storages
+        of = (*range(len(kinds)), *versions.version_of)
+        parameters = {id(p): p for m in self._modules.values() for p in m.parameters(recurse=False)}
+        sizes = {key: self._rounded(p.numel() * p.element_size()) for key, p in parameters.items()}
+        return Program(
+            storage_bytes=tuple(self._storage_bytes[s] for s in of),
+            storage_kinds=final_kinds(
+                [kinds[s] for s in of], [self._born[s] for s in of], versions.ops, handle_storages
+            ),
+            initial=tuple(self._initial),
+            ops=final_ops(versions.ops),
+            scopes=tuple(Scope(*s) for s in self._scopes),
+            events=versions.events,
+            handle_storages=handle_storages,
+            instance_handles=tuple(self._saved.instance_handles),
+            backward_order=tuple(self._backward_order),
+            leaf_fqns=frozenset(
+                fqn for key, fqn in self._fqns.items() if not any(self._modules[key].children())
+            ),
+            parameter_bytes={
+                fqn: sum(sizes[id(p)] for p in self._modules[key].parameters())
+                for key, fqn in self._fqns.items()
+            },
+        )
+
+
+def _tensor_list(*values: Any) -> list[torch.Tensor]:
+    """The tensors of arguments or results, as ``tensors_in`` finds them."""
+    found: list[torch.Tensor] = []
+    stack = list(values)
+    stack.reverse()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            stack.extend(reversed(value))
+        elif isinstance(value, dict):
+            stack.extend(reversed(value.values()))
+    return found

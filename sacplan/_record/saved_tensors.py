@@ -1,0 +1,156 @@
+"""What autograd keeps, told apart from what code holds, by a trick that only a recorder can afford.
+
+The pack hook gives autograd an empty handle instead of the tensor. Every storage then dies when nobody *else*
+holds it, the handle's own end is the end of autograd's hold, and unpacking makes a fresh tensor whose life is
+that of the tensor autograd would have handed out. Under FakeTensorMode nothing was ever computed, so nothing is
+lost; on real tensors the handle keeps a clone (``"clone"``), and ``"observe"`` leaves autograd alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+
+from sacplan._program.program import Event
+from sacplan._record.fake_data import DataRules
+from sacplan._torch.private import active_fake_mode, fake_empty_strided, is_plain, storage_key
+
+SavedMode = Literal["virtual", "clone", "observe"]
+
+_PACK, _RELEASE, _UNPACK, _DROP = map(int, (Event.PACK, Event.RELEASE, Event.UNPACK, Event.DROP))
+
+
+class _Handle:
+    """What autograd keeps instead of a tensor; its end is autograd's letting go."""
+
+    __slots__ = ("__weakref__", "clone", "dtype", "index", "rules", "size", "stride", "value")
+
+    def __init__(self, index: int, tensor: torch.Tensor, clone: torch.Tensor | None) -> None:
+        self.index = index
+        self.size = tensor.shape
+        self.stride = tensor.stride()
+        self.dtype = tensor.dtype
+        self.clone = clone
+        self.value: torch.Tensor | None = None  # what a fake tensor holds, where it is known
+        self.rules: dict[str, None] = {}  # that it rests on
+
+
+class SavedTensors:
+    """The hooks of one recorder, and what they note.
+
+    Args:
+        how: see the module's docstring.
+        ids: storage key to storage, shared with the recorder; so are ``events``.
+        events: pairs (``Event``, index).
+        initial: storages that are alive anyway (parameters, the batch) and need no handle.
+        paused: context in which the recorder takes no note of ops.
+        rules: what knows values of fake tensors; a tensor that is unpacked keeps them.
+
+    Attributes:
+        handle_storages, instance_handles: as in ``Program``.
+    """
+
+    def __init__(
+        self,
+        how: SavedMode,
+        *,
+        ids: dict[int, int],
+        events: list[tuple[int, int]],
+        initial: Collection[int],
+        paused: Callable[[], AbstractContextManager[None]],
+        rules: DataRules | None,
+    ) -> None:
+        self.handle_storages: list[int] = []
+        self.instance_handles: list[int] = []
+        self._how = how
+        self._ids = ids
+        self._events = events
+        self._initial = initial
+        self._paused = paused
+        self._rules = rules
+        self._handle_refs: dict[int, weakref.ref[Any]] = {}
+        self._instance_refs: dict[int, weakref.ref[Any]] = {}
+        self._clones: weakref.WeakValueDictionary[tuple[Any, ...], torch.Tensor] = (
+            weakref.WeakValueDictionary()
+        )
+        self._hooks: Any = None
+
+    def __enter__(self) -> SavedTensors:
+        if self._how != "observe":
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks.__enter__()
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(exc_type, exc_value, traceback)
+            self._hooks = None
+        self._clones.clear()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if not is_plain(tensor):
+            return tensor
+        storage = self._ids.get(storage_key(tensor.untyped_storage()))
+        if storage is None or storage in self._initial:
+            return tensor
+        index = len(self.handle_storages)
+        handle = _Handle(index, tensor, self._clone(tensor, storage) if self._how == "clone" else None)
+        if self._rules is not None and self._rules.knows(tensor):
+            handle.value, handle.rules = self._rules.value(tensor), self._rules.rules_of([tensor])
+        self.handle_storages.append(storage)
+        self._events.append((_PACK, index))
+
+        def released(_: Any) -> None:
+            self._events.append((_RELEASE, index))
+            self._handle_refs.pop(index, None)
+
+        self._handle_refs[index] = weakref.ref(handle, released)
+        return handle
+
+    def _clone(self, tensor: torch.Tensor, storage: int) -> torch.Tensor:
+        """A copy of the part of the storage that the tensor spans, shared by handles on the same part."""
+        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        span = reach + 1 if tensor.numel() else 0
+        key = (storage, tensor._version, tensor.dtype, tensor.storage_offset(), span)
+        copy = self._clones.get(key)
+        if copy is None:
+            with torch.no_grad(), self._paused():
+                copy = torch.as_strided(tensor, (span,), (1,), tensor.storage_offset()).clone()
+            self._clones[key] = copy
+        return copy
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _Handle):
+            return packed
+        out = self._twin_of(packed)
+        instance = len(self.instance_handles)
+        self.instance_handles.append(packed.index)
+        self._events.append((_UNPACK, instance))
+        storage = out.untyped_storage()
+        key = storage_key(storage)
+
+        def dropped(_: Any) -> None:
+            self._events.append((_DROP, instance))
+            self._instance_refs.pop(instance, None)
+            self._ids.pop(key, None)
+
+        self._instance_refs[instance] = weakref.ref(storage, dropped)
+        self._ids[key] = self.handle_storages[packed.index]
+        return out
+
+    def _twin_of(self, handle: _Handle) -> torch.Tensor:
+        mode = active_fake_mode()
+        if handle.clone is None and handle.value is None and mode is not None:
+            return fake_empty_strided(mode, handle.size, handle.stride, handle.dtype)
+        with self._paused():
+            if handle.clone is not None:
+                return torch.as_strided(handle.clone.clone(), handle.size, handle.stride, 0)
+            if handle.value is None or self._rules is None:
+                return torch.empty_strided(handle.size, handle.stride, dtype=handle.dtype)
+            return self._rules.as_fake_like(
+                handle.size, handle.stride, handle.dtype, handle.value, handle.rules
+            )

@@ -1,0 +1,156 @@
+"""Ops that a fake step ran before on arguments of the same layout: what they cost, and their outputs at once.
+
+A fake step of a deep model is the ops of one layer over and over. FakeTensorMode remembers layouts too, but it
+is general, and takes most of the time of a trace. Here an op is looked up once, for its outputs, its FLOPs, its
+time and its workspace. What is looked up is what sizes, strides and types alone decide: aten's functions, views
+and in-place ops on plain fake tensors, where no value that ``data_rules`` follows goes in and none is decided.
+Whatever else there is (data-dependent sizes, factories, ops that change a tensor's storage, other tensor
+classes) goes the long way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from sacplan._record.fake_data import DataRules
+from sacplan._torch.ops import op_traits, tensors_in
+from sacplan._torch.private import FIRST_ARGUMENT, fake_tensors, is_plain, storage_key
+
+_VALUES = frozenset(
+    (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
+_UNLIKE = object()
+
+Layout = tuple[bool, torch.Size, tuple[int, ...], int, torch.dtype]
+"""An output: whether it is a view of the first argument, its size, stride, storage offset and type."""
+
+
+class Seen:
+    """What is known of an op on arguments of one layout. ``outputs`` is None where they cannot be made from it."""
+
+    __slots__ = ("flops", "outputs", "time_ms", "workspace_bytes", "wrap")
+
+    def __init__(self, flops: int, time_ms: float, workspace_bytes: int) -> None:
+        self.flops = flops
+        self.time_ms = time_ms
+        self.workspace_bytes = workspace_bytes
+        self.outputs: list[Any] | None = None  # layouts, and values that are no tensors
+        self.wrap: type | None = None  # tuple or list; None for a single tensor
+
+
+class SeenOps:
+    """For one trace: the ops that it has had.
+
+    Args:
+        mode: the FakeTensorMode that runs.
+        rules: the mode right above it; there is nothing else between it and the recorder.
+    """
+
+    def __init__(self, mode: FakeTensorMode, rules: DataRules) -> None:
+        self._mode = mode
+        self._rules = rules
+        self._seen: dict[Any, Seen] = {}
+        self._eligible: dict[int, tuple[Any, bool, bool]] = {}  # by the op's identity: hashing one is slow
+
+    def key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """All that the outputs depend on; None where that is not known."""
+        found = self._eligible.get(id(func))
+        if found is None:
+            found = self._eligible[id(func)] = (func, *self._look_up(func))
+        _, eligible, is_view = found
+        if not eligible:
+            return None
+        parts: list[Any] = [id(func), torch.is_grad_enabled()]
+        known = not is_view and self._rules.knows_values
+        if not self._add(args, parts, known):
+            return None
+        for name, value in kwargs.items():
+            parts.append(name)
+            if not self._add((value,), parts, known):
+                return None
+        return tuple(parts)
+
+    def _look_up(self, func: Any) -> tuple[bool, bool]:
+        if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
+            return False, False
+        traits = op_traits(func)
+        eligible = (
+            any("Tensor" in str(a.type) for a in func._schema.arguments)
+            # What is written by keyword is an ``out``, which may be resized.
+            and len(traits.written_names) == len(traits.written_positions)
+            and torch.Tag.inplace_view not in func.tags
+            and self._rules.leaves_alone(func)
+        )
+        return eligible, func.is_view and not traits.written_names
+
+    def _add(self, values: Iterable[Any], parts: list[Any], known: bool) -> bool:
+        for v in values:
+            kind = type(v)
+            if kind is FakeTensor:
+                if v.constant is not None or not is_plain(v) or (known and self._rules.knows(v)):
+                    return False
+                parts += (v.shape, v.stride(), v.storage_offset(), v.dtype, v.fake_device)
+            elif kind in _VALUES:
+                parts += (kind, v)
+            elif kind is tuple or kind is list or kind is torch.Size:
+                parts += (kind, len(v))
+                if not self._add(v, parts, known):
+                    return False
+            else:
+                return False
+        return True
+
+    def get(self, key: Any) -> Seen | None:
+        """What is known, if the op was seen."""
+        return self._seen.get(key)
+
+    def remember(self, key: Any, args: tuple[Any, ...], kwargs: Any, out: Any, seen: Seen) -> None:
+        """Keep what an op did."""
+        self._seen[key] = seen
+        kind = type(out)
+        if kind is tuple or kind is list:
+            seen.wrap = kind
+        values = out if seen.wrap is not None else (out,)
+        inputs = {storage_key(t.untyped_storage()) for t in tensors_in((args, kwargs))}
+        base = storage_key(args[0].untyped_storage()) if args and type(args[0]) is FakeTensor else None
+        layouts = []
+        for v in values:
+            layout = self._layout(v, args, inputs, base)
+            if layout is _UNLIKE:
+                return
+            layouts.append(layout)
+        seen.outputs = layouts
+
+    def _layout(self, v: Any, args: tuple[Any, ...], inputs: set[int], base: int | None) -> Any:
+        if type(v) in _VALUES:
+            return v
+        if args and v is args[0]:
+            return FIRST_ARGUMENT
+        if (
+            type(v) is not FakeTensor
+            or v.constant is not None
+            or v.fake_device.type != "cpu"
+            or not is_plain(v)
+            or any(v is a for a in args)
+        ):
+            return _UNLIKE
+        storage = v.untyped_storage()
+        key = storage_key(storage)
+        layout: Layout = (key == base, v.shape, v.stride(), int(v.storage_offset()), v.dtype)
+        if key == base:
+            return layout
+        elements = 1 + sum((n - 1) * s for n, s in zip(v.shape, v.stride(), strict=True)) if v.numel() else 0
+        if key in inputs or layout[3] or storage.nbytes() != elements * v.element_size():
+            return _UNLIKE
+        inputs.add(key)  # a second output on the same storage is no new one
+        return layout
+
+    def make(self, seen: Seen, args: tuple[Any, ...]) -> Any:
+        """The outputs of an op that was seen, for other arguments of the same layout."""
+        assert seen.outputs is not None
+        made = fake_tensors(self._mode, seen.outputs, args[0] if args else None)
+        return made[0] if seen.wrap is None else seen.wrap(made)

@@ -1,0 +1,1 @@
+"""The Rotor chain solver, and its sequences as plans."""

@@ -1,0 +1,241 @@
+"""Where the forward pass of a recorded step falls apart, found from what ran and never from module classes.
+
+    cuts = find_cuts(profile.program)
+    cuts.ops  # forward ops by stage, the loss last
+
+Two ops of the forward pass belong to different stages if at some position between them a single storage crosses: made
+before the position and read behind it. What is a function of the batch, buffers and constants alone (a mask, a rotary
+table) does not count: it is input, like parameters, and always there. So a branch closes into one stage from where it
+leaves to where it comes back, and what many layers share on the gradient path (T5's position bias) closes all of
+these. A storage that is written in place crosses with all its versions: its maker and its last writer are in one stage.
+
+Where a storage crosses several positions alone, the first of them is the cut; what follows belongs to the next stage.
+That is why views, or a mask that is made between two layers, never are a stage. And a cut is left out where autograd
+does not save what crosses and the next cut is as good (see ``_without_bare_cuts``): a linear layer and its ReLU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program, StorageKind
+from sacplan.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Where the forward pass falls apart.
+
+    Attributes:
+        ops: forward ops by stage, the loss last.
+        boundary: the storage that crosses behind each stage but the last, in its last version.
+        base: by storage, the first version of it (see ``Op.replaces``).
+        shared: storages that no parameter has a part in, made in one stage and read in a later one.
+        saved: storages that autograd holds when the backward pass begins.
+    """
+
+    ops: tuple[tuple[int, ...], ...]
+    boundary: tuple[int, ...]
+    base: tuple[int, ...]
+    shared: frozenset[int]
+    saved: frozenset[int]
+
+
+def find_cuts(program: Program) -> Cuts:
+    """Where the forward pass of a recorded step falls apart.
+
+    Raises:
+        PlanError: the model was not called exactly once, or its forward has no cut.
+    """
+    calls = program.calls.get("", ())
+    if len(calls) != 1:
+        raise PlanError(
+            f"stages: a chain is one forward pass, but the model itself was called {len(calls)} times in the recorded "
+            "step. Give sacplan.profile a loss_fn that calls the model once (gradient accumulation: one micro-batch), "
+            "or plan with another solver, which takes any step."
+        )
+    root = program.scopes[calls[0]]
+    backward_at = next(
+        (i for i, op in enumerate(program.ops) if op.phase is Phase.BACKWARD), len(program.ops)
+    )
+    forward = [i for i, op in enumerate(program.ops[:backward_at]) if op.phase is Phase.FORWARD]
+    lives = _Lives(program, forward)
+    crossing, which, blocked = lives.at_positions()
+    starts, boundary = [0], list[int]()
+    for p in range(1, len(forward)):
+        in_root = root.first_op <= forward[p - 1] and forward[p] <= root.end_op
+        if in_root and crossing[p] == 1 and not blocked[p]:
+            storage = lives.newest[which[p]]
+            if not boundary or boundary[-1] != storage:
+                boundary.append(storage)
+                starts.append(p)
+    if not boundary:
+        raise PlanError(_no_cut(program, forward, ops_of(program, calls[0]), lives, crossing, blocked))
+    saved = _saved(program)
+    ops = [tuple(forward[a:b]) for a, b in zip(starts, (*starts[1:], len(forward)), strict=True)]
+    ops, boundary = _without_bare_cuts(program, ops, boundary, saved)
+    stage_of = {op: i for i, stage in enumerate(ops) for op in stage}
+    shared = {
+        s
+        for op in forward
+        for s in program.ops[op].reads
+        if lives.base[s] not in lives.learned
+        and stage_of.get(program.writer.get(s, -1), len(ops)) < stage_of[op]
+    }
+    return Cuts(tuple(ops), tuple(boundary), lives.base, frozenset(shared), saved)
+
+
+def _saved(program: Program) -> frozenset[int]:
+    """Storages that autograd holds when the backward pass begins."""
+    held: Counter[int] = Counter()
+    for code, arg in program.events:
+        if code == Event.OP and program.ops[arg].phase is Phase.BACKWARD:
+            break
+        if code in (Event.PACK, Event.RELEASE):
+            held[program.handle_storages[arg]] += 1 if code == Event.PACK else -1
+    return frozenset(s for s, count in held.items() if count > 0)
+
+
+def _without_bare_cuts(
+    program: Program, ops: list[tuple[int, ...]], boundary: list[int], saved: Collection[int]
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Leaves out cuts whose storage autograd does not save, where the next cut is as good.
+
+    Rotor's "keeping all" keeps the boundary, too. Between a batch norm, or a linear layer, and a ReLU nobody needs it
+    for the backward pass, and to count it would double what such stages save. So the cut is left out if the next
+    boundary is no larger and little is saved up to there; in front of the loss, if little is saved before.
+    """
+    size = program.storage_bytes
+
+    def saved_bytes(stage: Sequence[int], but: int) -> int:
+        made = (s for op in stage for s in program.ops[op].writes)
+        return sum(size[s] for s in made if s in saved and s != but)
+
+    stages, kept = [ops[-1]], list[int]()
+    for at in reversed(range(len(boundary))):
+        storage, last = boundary[at], at == 0 and not kept
+        if storage in saved or last:
+            bare = False
+        elif kept:
+            bare = size[kept[0]] <= size[storage] and saved_bytes(stages[0], kept[0]) < size[storage]
+        else:
+            bare = saved_bytes(ops[at], storage) < size[storage]
+        if bare:
+            stages[0] = ops[at] + stages[0]
+        else:
+            stages.insert(0, ops[at])
+            kept.insert(0, storage)
+    return stages, kept
+
+
+class _Lives:
+    """From where to where in the forward pass each storage is needed, all its versions together.
+
+    Attributes:
+        base: by storage, its first version.
+        learned: storages (first versions) that a parameter has a part in.
+        newest: first version to the last one.
+        made, written, read: first version to the position, in the forward pass, of the first write, the last write
+            and the last read.
+    """
+
+    def __init__(self, program: Program, forward: Sequence[int]) -> None:
+        self.program = program
+        base = list(range(len(program.storage_bytes)))
+        for op in program.ops:
+            if op.replaces >= 0:
+                base[op.writes[0]] = base[op.replaces]
+        self.base = tuple(base)
+        self.learned: set[int] = set()
+        self.newest: dict[int, int] = {}
+        self.made: dict[int, int] = {}
+        self.written: dict[int, int] = {}
+        self.read: dict[int, int] = {}
+        for p, i in enumerate(forward):
+            self._follow(p, i, last=i == forward[-1])
+        self._length = len(forward)
+
+    def _follow(self, p: int, index: int, last: bool) -> None:
+        op, kinds = self.program.ops[index], self.program.storage_kinds
+        if last and op.name == "aten.ones_like.default":
+            return  # the gradient of the loss, which autograd makes: it reads no value
+        learned = any(
+            kinds[s] is StorageKind.PARAMETER or self.base[s] in self.learned
+            for s in (*op.reads, *op.mutates)
+        )
+        for s in op.reads:
+            if s not in op.mutates:
+                self.read[self.base[s]] = p
+        for s in (*op.writes, *op.mutates):
+            at = self.base[s]
+            if s in op.writes or learned:
+                self.made.setdefault(at, p)
+            if learned:
+                self.learned.add(at)
+            self.written[at], self.newest[at] = p, s
+
+    def at_positions(self) -> tuple[list[int], list[int], list[int]]:
+        """By position (p is in front of the p-th op): how many storages cross, the one if it is one, and how many
+        forbid a cut."""
+        crossing, which, blocked = ([0] * (self._length + 1) for _ in range(3))
+        initial = frozenset(self.program.initial)
+
+        def add(to: list[int], after: int, until: int, what: int) -> None:
+            if until > after:
+                to[after + 1] += what
+                to[until + 1] -= what
+
+        for s, p in self.made.items():
+            read = self.read.get(s, p) if s in self.learned else p
+            if s in initial:  # a buffer that the model computes, and reads
+                add(blocked, p, read, 1)
+                continue
+            add(blocked, p, self.written[s], 1)
+            add(crossing, p, read, 1)
+            add(which, p, read, s)
+        return list(accumulate(crossing)), list(accumulate(which)), list(accumulate(blocked))
+
+    def across(self, p: int) -> list[int]:
+        """Storages (first versions) that cross a position or forbid a cut there."""
+        return [
+            s
+            for s, made in self.made.items()
+            if made < p <= max(self.written[s], self.read.get(s, made) if s in self.learned else made)
+        ]
+
+
+def _no_cut(
+    program: Program,
+    forward: Sequence[int],
+    inside: range,
+    lives: _Lives,
+    crossing: Sequence[int],
+    blocked: Sequence[int],
+) -> str:
+    message = (
+        "stages: the model's forward is one stage: at no position between two of its ops is there a single tensor "
+        "that everything behind it rests on."
+    )
+    positions = [
+        p
+        for p in range(1, len(forward))
+        if forward[p - 1] in inside and forward[p] in inside and crossing[p] > 0
+    ]
+    if positions:
+        p = min(positions, key=lambda p: (crossing[p] + blocked[p], abs(2 * p - len(forward))))
+        names = []
+        for s in lives.across(p)[:3]:
+            op = program.ops[forward[lives.made[s]]]
+            where = program.scopes[op.scope].fqn if op.scope != ROOT_SCOPE else ""
+            names.append(f"{op.name} in {repr(where) if where else 'the model itself'}")
+        message += f" The fewest cross before {program.ops[forward[p]].name} (op {forward[p]}): made by "
+        message += ", ".join(names) + "."
+    return message + " Plan with another solver, which needs no chain: sacplan.plan(profile, budget)."
+
+
+def ops_of(program: Program, scope: int) -> range:
+    """The ops that ran in a module call."""
+    return range(program.scopes[scope].first_op, program.scopes[scope].end_op)

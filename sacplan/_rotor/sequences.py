@@ -1,0 +1,139 @@
+"""Plans from Rotor's sequences: what a sequence keeps, drops and drops again, as decisions about call sites.
+
+Rotor counts memory its own way: whole stages, in slots, with room for gradients that may not be there. The replay
+is the step. So the budget that Rotor is asked for is moved until the replayed peak is as near under the budget as it
+gets. What runs again is less than Rotor thinks: not whole stages, but the ops that the backward pass asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from sacplan._program.program import CallSite, Program
+from sacplan._recompute.in_place_groups import without_loose_ends
+from sacplan._recompute.replay import Replay, replay
+from sacplan._rotor.rotor import RotorResult, rotor
+from sacplan._rotor.stages import Stages, drops_of, stages_of
+from sacplan.errors import InfeasibleBudget, PlanError
+
+_ROUNDS = 8  # of asking Rotor again
+
+
+@dataclass(frozen=True, slots=True)
+class Rotor:
+    """The Rotor solver for ``sacplan.plan``: the model as a chain of stages, solved by dynamic programming.
+
+        plan = sacplan.plan(profile, "60%", solver=sacplan.Rotor(slots=500))
+
+    For models whose forward pass is a chain of at least two stages (``sacplan.Chain.from_profile``). Where the sequence
+    says so, stages run more than once again; no other solver does that. See ``sacplan.rotor``.
+
+    Attributes:
+        slots, engine: as of ``sacplan.rotor``.
+    """
+
+    slots: int = 500
+    engine: str = "fast"
+
+    @property
+    def name(self) -> str:
+        """As it appears in ``Plan.solver``."""
+        return "rotor"
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A sequence as decisions, and the step with them."""
+
+    result: RotorResult
+    decisions: Mapping[str, Mapping[CallSite, int]]
+    replay: Replay
+
+
+def unit_of(program: Program) -> str:
+    """The module that runs all stages.
+
+    Raises:
+        PlanError: the model is no chain.
+    """
+    return _stages(program).unit
+
+
+def _stages(program: Program) -> Stages:
+    """Of a recording; kept with it, so that several budgets share them."""
+    known = vars(program)
+    if "_stages" not in known:
+        known["_stages"] = stages_of(program)
+    found: Stages = known["_stages"]
+    return found
+
+
+def sequences(program: Program, budget_bytes: int, solver: Rotor, kept: frozenset[int]) -> list[Planned]:
+    """Sequences for budgets around the one that is asked for, and the one for the smallest budget of all.
+
+    The replayed peaks of some are under the budget, if Rotor can hold it; the best of these is near it.
+
+    Args:
+        recording: the step.
+        budget_bytes: for the whole step.
+        solver: slots and engine.
+        kept: ops that must not be discarded.
+
+    Raises:
+        PlanError: the model is no chain.
+    """
+    stages = _stages(program)
+    tried = [_planned(program, stages, result, kept) for result in _results(stages, 0, solver)]
+    if not tried:
+        raise PlanError(
+            f"rotor: {solver.slots} slots are too few for this model of {len(stages)} stages; use the default of 500."
+        )
+    asked = budget_bytes - stages.fixed_bytes
+    low, high = (
+        tried[0].result.budget_bytes,
+        None,
+    )  # Rotor's budgets: the largest that held, the smallest that did not
+    for _ in range(_ROUNDS):
+        if asked <= low or (high is not None and asked >= high):
+            break
+        (result,) = _results(stages, asked, solver)
+        found = _planned(program, stages, result, kept)
+        tried.append(found)
+        off = budget_bytes - found.replay.peak_bytes
+        if off >= 0:
+            low = asked
+        else:
+            high = asked
+        if off >= 0 and (not found.replay.recompute_ms or off < result.budget_bytes // solver.slots):
+            break
+        asked += off
+        if high is not None and not low < asked < high:
+            asked = (low + high) // 2
+    return tried
+
+
+def _results(stages: Stages, budget_bytes: int, solver: Rotor) -> Iterator[RotorResult]:
+    """Rotor's answer, or the one to the smallest budget that it can hold."""
+    try:
+        yield rotor(stages.chain, budget_bytes, solver.slots, solver.engine)
+    except InfeasibleBudget as error:
+        yield rotor(stages.chain, error.smallest_feasible_bytes, solver.slots, solver.engine)
+
+
+def _planned(program: Program, stages: Stages, result: RotorResult, kept: frozenset[int]) -> Planned:
+    drops = drops_of(stages, result.operations)
+    # What is written in place later is made again as often as those want it that read it before.
+    for s, maker in program.overwritten.items():
+        wanted = max((drops.get(op, 0) for op in program.readers_of_overwritten[s]), default=0)
+        if wanted > drops.get(maker, 0):
+            drops[maker] = wanted
+    (scope,) = program.calls[stages.unit]
+    sites = {
+        site: drops[op]
+        for op, site in program.sites(scope).items()
+        if op in drops and op not in kept and program.ops[op].recomputable
+    }
+    sound = without_loose_ends(program, {stages.unit: tuple(sites)})
+    decisions = {unit: {site: sites[site] for site in found} for unit, found in sound.items() if found}
+    return Planned(result, decisions, replay(program, decisions))

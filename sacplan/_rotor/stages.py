@@ -1,0 +1,381 @@
+"""A recorded step as a chain of stages for Rotor: how long each takes, what it keeps, and which ops have which part.
+
+    stages = stages_of(profile.program)
+    found = sacplan.rotor(stages.chain, budget_bytes - stages.fixed_bytes)
+    drops_of(stages, found.operations)  # op to how often its output is thrown away
+
+What a stage is, ``cuts.py`` says.
+
+If everything is kept, Rotor's memory of the chain and ``fixed_bytes`` together are never less than what a replay has at
+any op of the forward and the backward pass: whatever is alive there is in one of the figures. They are more where the
+gradient of a boundary takes no memory (the loss is a sum), and where what is fixed is not there yet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program, StorageKind
+from sacplan._rotor.chain import Chain
+from sacplan._rotor.cuts import Cuts, find_cuts, ops_of
+from sacplan._rotor.rotor import Operation, OperationKind
+
+_NOT_INPUT = frozenset(
+    (StorageKind.PARAMETER, StorageKind.BUFFER, StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE)
+)
+
+# Homes of storages that are in no stage's sizes.
+_FIXED = -1  # in ``fixed_bytes``
+_INPUT = -2  # in x_0
+_EXTRA = -3  # in ftmp and btmp of every stage that runs while it is alive
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """A recorded step as a chain: L stages and the loss behind them.
+
+    Attributes:
+        chain: times in milliseconds, whole bytes.
+        ops: the forward ops of each stage, then those of the loss (L + 1).
+        boundary: by stage, the storage that crosses behind it (L); the last is what the loss reads.
+        fixed_bytes: alive throughout and in none of the chain's sizes: parameters, buffers, optimizer state, library
+            workspaces, masks that several stages read, what autograd saves of ops that cannot run again.
+        unit: the innermost module around all stages that a sequence could run again (the loss never is).
+        makers: by stage, the ops that write the boundary behind it, those that write it in place included (L).
+        path: by stage, the other ops that the boundary needs (L).
+        side: by stage, the ops that only its backward needs (L).
+
+    ``makers``, ``path`` and ``side`` are without ops that cannot run again, that run outside of ``unit``, or that make
+    what is fixed.
+    """
+
+    chain: Chain
+    ops: tuple[tuple[int, ...], ...] = field(repr=False)
+    boundary: tuple[int, ...] = field(repr=False)
+    fixed_bytes: int
+    unit: str
+    makers: tuple[tuple[int, ...], ...] = field(repr=False)
+    path: tuple[tuple[int, ...], ...] = field(repr=False)
+    side: tuple[tuple[int, ...], ...] = field(repr=False)
+
+    def __len__(self) -> int:
+        """Stages, the loss not counted."""
+        return len(self.boundary)
+
+
+def stages_of(program: Program) -> Stages:
+    """The chain of a recorded step.
+
+    Stages, with L the number of them:
+
+    - ``f_i`` and ``b_i``: times of the ops. Backward of stage i lasts until autograd first asks for what an earlier
+      stage saved, or runs an op of a module, or reads an input, that only earlier stages ran or read. The loss is all
+      that runs behind the last cut, in the model and outside of it; both its passes are in ``b_L``. The optimizer is in
+      no stage.
+    - ``x_i``: the boundary, and what the op that makes it has to keep for autograd with it (the indices of a max-pool);
+      ``x_0`` is what the first stage reads of the batch.
+    - ``xbar_{i+1}``: what stage i made and autograd holds, and ``x_{i+1}``.
+    - ``ftmp_i``: the most that forward of the stage needs beside ``x_i`` and ``x_{i+1}`` if autograd holds nothing,
+      or beside ``x_i`` and ``xbar_{i+1}`` if it holds everything: the larger. Workspaces are in it.
+    - ``btmp_i``: the most that is alive in backward of the stage beside what earlier stages made, ``xbar_{i+1}`` and
+      room for one gradient of the size of ``x_{i+1}``. The gradients of parameters made so far are in it.
+
+    What code holds beyond its stage though autograd does not, an output of the model that is no boundary, is in ftmp
+    and btmp as long as it lives. Boundaries count as if they could be let go, those that code holds beyond the stage
+    that reads them, and those of ops that cannot run again, included: in ``fixed_bytes`` they would be charged for
+    throughout, though most are gone when the backward pass has come past them.
+
+    Raises:
+        PlanError: the model was not called exactly once, or its forward has no cut.
+    """
+    cuts = find_cuts(program)
+    stage_of = {op: i for i, ops in enumerate(cuts.ops) for op in ops}
+    unit = _unit(program, cuts)
+    inside = ops_of(program, unit)
+    droppable = frozenset(i for i in stage_of if program.ops[i].recomputable and i in inside)
+    homes = _homes(program, cuts, stage_of, droppable)
+    makers, path, side = _roles(program, cuts, droppable, homes)
+    last, size = len(cuts.boundary), program.storage_bytes
+    x, xbar = [0] * (last + 1), [0] * (last + 1)
+    for s, home in enumerate(homes):
+        if home == _INPUT:
+            x[0] = xbar[0] = x[0] + size[s]
+        elif 0 <= home < last:
+            xbar[home + 1] += size[s]
+            if s == cuts.boundary[home] or program.writer[s] in makers[home]:
+                x[home + 1] += size[s]
+    sweep = _Sweep(program, stage_of, homes, _packing_stages(program, cuts, stage_of), x, xbar)
+    forward_ms = [sum(program.ops[op].time_ms for op in ops) for ops in cuts.ops]
+    backward_ms = sweep.backward_ms
+    backward_ms[last] += forward_ms.pop()
+    chain = Chain(
+        tuple(forward_ms),
+        tuple(backward_ms),
+        tuple(x),
+        tuple(xbar),
+        tuple(sweep.forward_extra[:last]),
+        tuple(sweep.backward_extra),
+    )
+    return Stages(
+        chain=chain,
+        ops=cuts.ops,
+        boundary=cuts.boundary,
+        fixed_bytes=sum(size[s] for s, home in enumerate(homes) if home == _FIXED),
+        unit=program.scopes[unit].fqn,
+        makers=makers,
+        path=path,
+        side=side,
+    )
+
+
+def drops_of(stages: Stages, operations: Sequence[Operation]) -> dict[int, int]:
+    """How often the output of each forward op is thrown away in a sequence; ops that never lose it are left out.
+
+    An op that the boundary behind its stage needs runs each time that the stage does, and only the last run keeps
+    what it makes. The boundary itself is made again only if it was let go: by the next stage's forward, keeping
+    nothing. What nobody but backward of the stage needs is thrown away in the first run, and runs once more when
+    backward asks.
+    """
+    runs: Counter[int] = Counter()
+    let_go: Counter[int] = Counter()
+    for before, operation in zip((None, *operations), operations, strict=False):
+        if operation.kind in (OperationKind.LOSS, OperationKind.BACKWARD):
+            continue
+        runs[operation.stage] += 1
+        if (
+            operation.kind is OperationKind.FORWARD_KEEP_NOTHING
+            and before is not None
+            and before.stage == operation.stage - 1
+            and before.kind not in (OperationKind.LOSS, OperationKind.BACKWARD)
+        ):
+            let_go[before.stage] += 1
+    found: dict[int, int] = {}
+    for k in range(len(stages)):
+        found.update(dict.fromkeys(stages.makers[k], let_go[k]))
+        found.update(dict.fromkeys(stages.path[k], runs[k] - 1))
+        found.update(dict.fromkeys(stages.side[k], int(runs[k] > 1)))
+    return {op: times for op, times in sorted(found.items()) if times > 0}
+
+
+def _homes(program: Program, cuts: Cuts, stage_of: dict[int, int], droppable: Collection[int]) -> list[int]:
+    """By storage, the stage in whose sizes it is, or one of the three homes above."""
+    homes = [_EXTRA] * len(program.storage_bytes)
+    initial = frozenset(program.initial)
+    for stage, ops in enumerate(cuts.ops):
+        for op in ops:
+            stays = op not in droppable and stage < len(cuts.boundary)  # what cannot run again
+            home = _FIXED if stays else stage
+            for s in program.ops[op].writes:
+                if s in cuts.saved:
+                    homes[s] = home
+    for stage, s in enumerate(cuts.boundary):
+        homes[s] = stage
+    for s in (*program.initial, *cuts.shared, *_left_over(program, stage_of)):
+        homes[s] = _FIXED
+    for op in cuts.ops[0]:
+        for s in program.ops[op].reads:
+            if s in initial and program.storage_kinds[s] not in _NOT_INPUT:
+                homes[s] = _INPUT
+    return homes
+
+
+def _left_over(program: Program, stage_of: dict[int, int]) -> set[int]:
+    """Storages that no op made and that are still there when the stage in which they appeared is over."""
+    found: dict[int, int] = {}  # to the stage
+    stage = 0
+    for code, arg in program.events:
+        if code == Event.OP:
+            if arg not in stage_of:
+                break
+            stage = stage_of[arg]
+        elif code == Event.ALLOC:
+            found[arg] = stage
+        elif code == Event.FREE and found.get(arg) == stage:
+            del found[arg]
+    return set(found)
+
+
+class _Sweep:
+    """One pass over the step without a plan: times of the backward pass, and what is alive beside the sizes."""
+
+    def __init__(
+        self,
+        program: Program,
+        stage_of: dict[int, int],
+        homes: Sequence[int],
+        packed_in: Sequence[int],
+        x: Sequence[int],
+        xbar: Sequence[int],
+    ) -> None:
+        stages = len(x)  # the loss included
+        self.forward_extra = [0] * stages
+        self.backward_extra = [0] * stages
+        self.backward_ms = [0.0] * stages
+        self._program = program
+        self._homes = homes
+        self._live = [0] * (stages + 3)  # by home, held by anybody
+        self._natural = [0] * (stages + 3)  # by home, held by somebody other than autograd
+        self._holders = [0] * len(homes)
+        self._own = [0] * len(homes)
+        self._x, self._xbar = (*x, 0), (*xbar, 0)
+        self._run(stage_of, packed_in)
+
+    def _run(self, stage_of: dict[int, int], packed_in: Sequence[int]) -> None:
+        r = self._program
+        latest = _Latest(r, stage_of)
+        loss = now = len(self.backward_ms) - 1
+        for s in r.initial:
+            self._hold(s, 1, natural=True)
+        for code, arg in r.events:
+            if code == Event.OP:
+                op = r.ops[arg]
+                for s in op.writes:
+                    self._hold(s, 1, natural=True)
+                if arg in stage_of:
+                    self._note_forward(stage_of[arg], loss, r.inside_bytes[arg])
+                elif op.phase is not Phase.OPTIMIZER:
+                    now = min(now, latest.stage(arg))
+                    self.backward_ms[now] += op.time_ms
+                    self._note_backward(now, r.inside_bytes[arg])
+            elif code == Event.ALLOC:
+                self._hold(arg, 1, natural=True)
+            elif code == Event.FREE:
+                self._hold(arg, -1, natural=True)
+            elif code in (Event.PACK, Event.RELEASE):
+                self._hold(r.handle_storages[arg], 1 if code == Event.PACK else -1)
+            elif code in (Event.UNPACK, Event.DROP):
+                handle = r.instance_handles[arg]
+                if code == Event.UNPACK:
+                    now = min(now, packed_in[handle])
+                self._hold(r.handle_storages[handle], 1 if code == Event.UNPACK else -1)
+
+    def _hold(self, s: int, by: int, *, natural: bool = False) -> None:
+        size, home = self._program.storage_bytes[s], self._homes[s]
+        before = self._holders[s]
+        self._holders[s] += by
+        if bool(before) != bool(self._holders[s]):
+            self._live[home] += size * by
+        if natural:
+            before = self._own[s]
+            self._own[s] += by
+            if bool(before) != bool(self._own[s]):
+                self._natural[home] += size * by
+
+    def _note_forward(self, stage: int, loss: int, inside: int) -> None:
+        if stage == loss:
+            self._note_backward(stage, inside)
+            return
+        unsaved = self._natural[stage] + self._natural[_EXTRA] + inside - self._x[stage + 1]
+        saving = self._live[stage] + self._live[_EXTRA] + inside - self._xbar[stage + 1]
+        self.forward_extra[stage] = max(self.forward_extra[stage], unsaved, saving)
+
+    def _note_backward(self, stage: int, inside: int) -> None:
+        alive = self._live[_EXTRA] + sum(self._live[stage:-3]) + inside
+        extra = alive - self._x[stage + 1] - self._xbar[stage + 1]
+        self.backward_extra[stage] = max(self.backward_extra[stage], extra)
+
+
+class _Latest:
+    """The last stage that an op of the backward pass can belong to, by the module and the inputs that it is about."""
+
+    def __init__(self, program: Program, stage_of: dict[int, int]) -> None:
+        self._program = program
+        self._loss = max(stage_of.values())
+        self._of_scope: dict[int, int] = {}
+        self._of_input: dict[int, int] = {}
+        initial = frozenset(program.initial)
+        for i, stage in sorted(stage_of.items()):
+            op = program.ops[i]
+            self._of_scope[op.scope] = stage
+            self._of_input.update((s, stage) for s in op.reads if s in initial)
+
+    def stage(self, index: int) -> int:
+        op = self._program.ops[index]
+        found = self._loss if op.scope == ROOT_SCOPE else self._of_scope.get(op.scope, self._loss)
+        return min(found, *(self._of_input.get(s, self._loss) for s in op.reads), self._loss)
+
+
+# Of these autograd saves the result, which may be the boundary behind a stage (torch's derivatives.yaml, 2.13).
+_SAVE_THEIR_RESULT = frozenset(
+    f"aten.{name}{underscore}"
+    for name in (
+        "relu", "sigmoid", "tanh", "exp", "expm1", "sqrt", "rsqrt", "reciprocal", "_softmax", "_log_softmax",
+        "logsumexp", "amax", "amin", "cumprod", "linalg_vector_norm", "norm", "pow",
+    )
+    for underscore in ("", "_")
+) | {"aten.leaky_relu_", "aten.elu_", "aten.celu_", "aten.selu_", "aten.hardtanh_"}  # fmt: skip
+
+
+def _packing_stages(program: Program, cuts: Cuts, stage_of: dict[int, int]) -> list[int]:
+    """By handle, the stage of the op that saved it.
+
+    Autograd saves what an op takes before it runs, and what it makes when it has run. So at a cut both the last op
+    of one stage and the first of the next may have saved the boundary. The module call tells one from the other, and
+    if both ops are in the same one, the op.
+    """
+    found = [len(cuts.boundary)] * len(program.handle_storages)
+    following = dict(zip((ops[-1] for ops in cuts.ops), (ops[0] for ops in cuts.ops[1:]), strict=False))
+    before, packed = -1, set[int]()
+    for code, arg in program.events:
+        if code == Event.OP:
+            if arg not in stage_of:
+                break
+            before = arg
+            packed.clear()
+        elif code == Event.PACK and before >= 0:
+            stage, after = stage_of[before], following.get(before)
+            storage, scope = program.handle_storages[arg], program.handle_scopes[arg]
+            if after is not None and storage in program.ops[after].reads:
+                one, other = program.ops[before], program.ops[after]
+                if storage not in one.writes and storage not in one.mutates:
+                    stage += 1
+                elif one.scope != other.scope:
+                    stage += scope == other.scope
+                else:
+                    saves = one.name.rpartition(".")[0] in _SAVE_THEIR_RESULT
+                    stage += not saves or storage in packed
+            packed.add(storage)
+            found[arg] = stage
+        elif code == Event.PACK:
+            found[arg] = 0
+    return found
+
+
+def _unit(program: Program, cuts: Cuts) -> int:
+    """The innermost module call around all stages but the loss, of a module that is called once."""
+    root = program.calls[""][0]
+    inside = ops_of(program, root)
+    scopes = {program.ops[op].scope for ops in cuts.ops[:-1] for op in ops if op in inside}
+    scope = program.common_scope(scopes)
+    while scope != root and program.calls.get(program.scopes[scope].fqn) != (scope,):
+        scope = program.scopes[scope].parent
+    return scope
+
+
+def _roles(
+    program: Program, cuts: Cuts, droppable: Collection[int], homes: Sequence[int]
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """``makers``, ``path`` and ``side`` of ``Stages``."""
+    makers, path, side = [], [], []
+    for ops, boundary in zip(cuts.ops, cuts.boundary, strict=False):
+        by_role: dict[str, list[int]] = defaultdict(list)
+        needed = {boundary}
+        for op in reversed(ops):
+            made = program.ops[op]
+            written = {*made.writes, *made.mutates}
+            role = "side"
+            if any(cuts.base[s] == cuts.base[boundary] for s in written):
+                role = "makers"
+            elif written & needed:
+                role = "path"
+            if role != "side":
+                # What is fixed is there, so that whatever made it is not needed again.
+                needed.update(s for s in made.reads if homes[s] != _FIXED)
+            if op in droppable and not any(homes[s] == _FIXED for s in made.writes):
+                by_role[role].append(op)
+        makers.append(tuple(reversed(by_role["makers"])))
+        path.append(tuple(reversed(by_role["path"])))
+        side.append(tuple(reversed(by_role["side"])))
+    return tuple(makers), tuple(path), tuple(side)

@@ -1,0 +1,244 @@
+"""Mixed-integer programs through PuLP: HiGHS where ``highspy`` is installed, else PuLP's bundled CBC.
+
+The only file that imports PuLP (tried with 3.3). What PuLP gets wrong for our purpose is put right
+here: ``LpProblem.status`` calls a time-limited incumbent optimal (``sol_status`` does not), and no
+bound is reported, so it is read from HiGHS's info and from CBC's log. With a given seed the answer is
+deterministic, unless the time limit ends the search.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pulp
+
+from sacplan.errors import PlanError, SolverError
+
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+
+_THREADS = 1  # HiGHS refuses to change it within one process, and more would not be deterministic
+
+# CBC prints three digits after the point, so its printed bound may be rounded up by this much.
+_CBC_ROUNDING = 5e-4
+_CBC_BOUND = re.compile(r"^Lower bound:\s+(\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What a solver found.
+
+    ``status`` is "optimal" (proved, within the asked gap), "feasible" (a limit ended the search with
+    this incumbent), "infeasible", or "unknown" (a limit ended it with nothing). ``bound`` is a proved
+    lower bound of the objective, None where the solver told none; ``gap`` is relative to the objective.
+    """
+
+    status: Status
+    values: tuple[float, ...] = ()
+    objective: float | None = None
+    bound: float | None = None
+
+    @property
+    def gap(self) -> float | None:
+        return relative_gap(self.objective, self.bound)
+
+
+def relative_gap(objective: float | None, bound: float | None) -> float | None:
+    """(objective - bound) / |objective|, at least 0; None where either is not known."""
+    if objective is None or bound is None:
+        return None
+    difference = max(0.0, objective - bound)
+    if difference == 0:
+        return 0.0
+    return difference / abs(objective) if objective else math.inf
+
+
+class LinearProgram:
+    """A sparse minimisation, built row by row and solved at any time; variables are non-negative by default."""
+
+    def __init__(self) -> None:
+        self._variables: list[tuple[float | None, float | None, bool, float]] = []
+        self._rows: list[tuple[list[tuple[int, float]], float | None, float | None]] = []
+
+    def variable(
+        self,
+        *,
+        lower: float | None = 0.0,
+        upper: float | None = None,
+        integer: bool = False,
+        cost: float = 0.0,
+    ) -> int:
+        self._variables.append((lower, upper, integer, cost))
+        return len(self._variables) - 1
+
+    def binary(self, *, cost: float = 0.0) -> int:
+        return self.variable(upper=1.0, integer=True, cost=cost)
+
+    def row(
+        self, terms: Iterable[tuple[int, float]], *, lower: float | None = None, upper: float | None = None
+    ) -> None:
+        """lower <= sum of coefficient * variable <= upper; terms are (variable, coefficient)."""
+        self._rows.append(([term for term in terms if term[1]], lower, upper))
+
+    def solve(
+        self, *, solver: str = "auto", gap: float = 1e-4, time_limit_s: float = 60.0, seed: int = 0
+    ) -> Solution:
+        """Minimise.
+
+        Args:
+            solver: "auto", "highs" or "cbc".
+            gap: relative gap at which a solution counts as optimal.
+            time_limit_s: seconds of wall clock.
+            seed: of the solver's own random choices.
+
+        Raises:
+            PlanError: an option out of range.
+            SolverError: the solver is not installed, or failed.
+        """
+        kind = check_options(solver, gap, time_limit_s, seed)
+        problem, variables = self._to_pulp()
+        try:
+            if kind == "highs":
+                return self._read(*_solve_highs(problem, gap, time_limit_s, seed), variables)
+            return self._read(*_solve_cbc(problem, gap, time_limit_s, seed), variables)
+        except pulp.PulpSolverError as error:
+            raise SolverError(f"{kind} failed: {error}; try another solver") from error
+
+    def _to_pulp(self) -> tuple[pulp.LpProblem, list[Any]]:
+        problem = pulp.LpProblem("sacplan", pulp.LpMinimize)
+        variables = [
+            problem.add_variable(f"x{i}", lower, upper, pulp.LpInteger if integer else pulp.LpContinuous)
+            for i, (lower, upper, integer, _) in enumerate(self._variables)
+        ]
+        problem.setObjective(
+            pulp.LpAffineExpression(
+                [(variables[i], cost) for i, (_, _, _, cost) in enumerate(self._variables) if cost]
+            )
+        )
+        for terms, lower, upper in self._rows:
+            expression = pulp.LpAffineExpression([(variables[i], factor) for i, factor in terms])
+            if lower is not None and lower == upper:
+                problem.addConstraint(pulp.LpConstraint(expression, pulp.LpConstraintEQ, rhs=lower))
+                continue
+            for bound, sense in ((lower, pulp.LpConstraintGE), (upper, pulp.LpConstraintLE)):
+                if bound is not None:
+                    problem.addConstraint(pulp.LpConstraint(expression.copy(), sense, rhs=bound))
+        return problem, variables
+
+    def _read(self, status: Status, bound: float | None, variables: list[Any]) -> Solution:
+        if status in ("infeasible", "unknown"):
+            return Solution(status, bound=bound)
+        values = tuple(
+            (lower or 0.0) if variable.varValue is None else float(variable.varValue)  # None: it is in no row
+            for variable, (lower, _, _, _) in zip(variables, self._variables, strict=True)
+        )
+        objective = math.fsum(
+            cost * value for value, (_, _, _, cost) in zip(values, self._variables, strict=True)
+        )
+        return Solution(status, values, objective, None if bound is None else min(bound, objective))
+
+
+def check_options(solver: str, gap: float, time_limit_s: float, seed: int) -> Literal["highs", "cbc"]:
+    """Check the options that all programs share, and say which solver is meant.
+
+    Raises:
+        PlanError: an option out of range.
+        SolverError: the solver is not installed.
+    """
+    if solver not in ("auto", "highs", "cbc"):
+        raise PlanError(f"unknown solver {solver!r}; there are 'auto', 'highs' and 'cbc'")
+    if not 0 <= gap < math.inf:
+        raise PlanError(f"gap is {gap!r}; it must be a share, such as 1e-4")
+    if not time_limit_s > 0:
+        raise PlanError(f"the time limit is {time_limit_s!r} s; it must be positive")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
+        raise PlanError(f"seed is {seed!r}; it must be an int from 0 to 2**31 - 1")
+    has_highs = bool(pulp.HiGHS(msg=False).available())
+    if solver == "highs" or (solver == "auto" and has_highs):
+        if not has_highs:
+            raise SolverError("HiGHS is not installed; pip install highspy, or use solver='cbc'")
+        return "highs"
+    if not _cbc(msg=False).available():
+        raise SolverError("PuLP's bundled CBC does not run on this platform; pip install highspy")
+    return "cbc"
+
+
+def _cbc(**options: Any) -> Any:
+    # The binary inside the PuLP wheel, without the class that PuLP 4 drops; else a cbc on the path.
+    bundled = pulp.apis.coin_api.pulp_cbc_path
+    return pulp.COIN_CMD(path=bundled if os.access(bundled, os.X_OK) else None, **options)
+
+
+def _status(problem: pulp.LpProblem) -> Status:
+    by_solution: dict[int, Status] = {
+        pulp.LpSolutionOptimal: "optimal",
+        pulp.LpSolutionIntegerFeasible: "feasible",
+        pulp.LpSolutionInfeasible: "infeasible",
+        pulp.LpSolutionNoSolutionFound: "unknown",
+    }
+    if problem.status == pulp.LpStatusInfeasible:  # CBC's "Integer infeasible" has no sol_status
+        return "infeasible"
+    if problem.sol_status not in by_solution:
+        raise SolverError(f"the solver answered {pulp.LpStatus[problem.status]!r}, which should not happen")
+    return by_solution[problem.sol_status]
+
+
+def _solve_highs(
+    problem: pulp.LpProblem, gap: float, time_limit_s: float, seed: int
+) -> tuple[Status, float | None]:
+    problem.solve(
+        pulp.HiGHS(msg=False, gapRel=gap, timeLimit=time_limit_s, threads=_THREADS, random_seed=seed)
+    )
+    status = _status(problem)
+    info = problem.solverModel.getInfo()
+    if status == "feasible" and info.primal_solution_status != 2:  # 2: a feasible point
+        status = "unknown"
+    bound = float(info.mip_dual_bound) if problem.isMIP() else None
+    if bound is None and status == "optimal":
+        bound = float(info.objective_function_value)
+    return status, bound if bound is not None and math.isfinite(bound) else None
+
+
+def _solve_cbc(
+    problem: pulp.LpProblem, gap: float, time_limit_s: float, seed: int
+) -> tuple[Status, float | None]:
+    """CBC without its preprocessing, for what CBC 2.10.3 (the one in the PuLP wheel) does with it.
+
+    It fixes variables that it must not, in small programs such as ours, and calls the wrong plan
+    optimal (the tests have one). Without it, it crashes on some infeasible programs instead; those are
+    tried again with it, and an answer other than "infeasible" is not called optimal then.
+    """
+    try:
+        return _run_cbc(problem, ["preprocess off"], gap, time_limit_s, seed)
+    except pulp.PulpSolverError:
+        status, _ = _run_cbc(problem, [], gap, time_limit_s, seed)
+        return "feasible" if status == "optimal" else status, None
+
+
+def _run_cbc(
+    problem: pulp.LpProblem, options: list[str], gap: float, time_limit_s: float, seed: int
+) -> tuple[Status, float | None]:
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "cbc.log")
+        solver = _cbc(
+            msg=False,
+            gapRel=gap,
+            timeLimit=time_limit_s,
+            logPath=str(log),
+            options=[*options, f"randomSeed {seed}", f"randomCbcSeed {seed}"],
+        )
+        solver.tmpDir = folder  # PuLP leaves its files behind when CBC crashes
+        problem.solve(solver)
+        text = log.read_text(errors="replace")
+    status = _status(problem)
+    if status == "infeasible":
+        return status, None
+    if match := _CBC_BOUND.search(text):  # printed unless the bound has reached the objective
+        return status, float(match.group(1)) - _CBC_ROUNDING
+    return status, math.inf if status == "optimal" else None  # _read lowers it to the objective

@@ -1,0 +1,202 @@
+"""Private PyTorch interfaces that tracing and recipes need, one function each.
+
+Tried on torch 2.13; the names are present in 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch._C._dynamo.eval_frame as _dynamo
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes
+"""State of a CPU generator, which lies where a CPU step's tensors lie; that of a GPU's lies on the host."""
+
+PLAIN_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
+
+
+_DEVICE_OF = torch.ops.prim.device.default
+
+
+def fake_device_of(func: Any, args: Any) -> torch.device | None:
+    """What FakeTensorMode answers if ``func`` asks for a fake tensor's device; None if it asks for anything else.
+
+    Two of three things that reach a dispatch mode over FakeTensorMode are this question.
+    """
+    if func is not _DEVICE_OF or type(args[0]) is not FakeTensor:
+        return None
+    tensor = args[0]
+    return torch.device("meta") if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
+
+
+def fake_empty_strided(
+    mode: FakeTensorMode, size: Any, stride: Any, dtype: torch.dtype, storage: Any = None, offset: int = 0
+) -> FakeTensor:
+    """A new fake CPU tensor, on a given meta storage or on one of its own, that no dispatch mode sees being made."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        if storage is None:
+            meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        else:
+            meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, size, stride)
+        return FakeTensor(mode, meta, _CPU)
+
+
+FIRST_ARGUMENT = object()
+"""Stands for an op's first argument among its outputs."""
+
+
+def fake_tensors(mode: FakeTensorMode, outputs: Any, base: Any) -> list[Any]:
+    """New fake CPU tensors of (is a view of ``base``, size, stride, offset, type); other values as they are."""
+    made: list[Any] = []
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        for spec in outputs:
+            if type(spec) is not tuple:
+                made.append(base if spec is FIRST_ARGUMENT else spec)
+                continue
+            is_view, size, stride, offset, dtype = spec
+            if is_view:
+                meta = torch.empty(0, dtype=dtype, device="meta")
+                meta.set_(base.untyped_storage(), offset, size, stride)
+            else:
+                meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            made.append(FakeTensor(mode, meta, _CPU))
+    return made
+
+
+def meta_storage(nbytes: int) -> Any:
+    """A storage without data."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+
+
+_CPU = torch.device("cpu")
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine runs on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def autograd_sequence_number() -> int:
+    """The number that the next autograd node of this thread gets."""
+    return torch.autograd._get_sequence_nr()
+
+
+def current_node_sequence_number() -> int | None:
+    """The number of the autograd node that runs now; None outside, and for gradient accumulation."""
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return None
+    number = node._sequence_nr()
+    return None if number >= 2**62 or number < 0 else number
+
+
+def called_by_autograd() -> bool:
+    """Whether the op that a dispatch mode sees now was called by autograd's C++ code: no Python code stands between.
+
+    To be called from the recorder's ``__torch_dispatch__``, or from functions of ``_record`` that it calls.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back  # type: ignore[assignment]
+    # A device's thread has no Python frame below.
+    return frame is None or frame.f_code is _RUN_BACKWARD
+
+
+# The recorder, and what torch wraps around ``__torch_dispatch__`` to keep dynamo out.
+_BETWEEN = (
+    os.path.join(os.path.dirname(__file__), ""),
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), "_record", ""),
+    os.path.join(os.path.dirname(torch.__file__), "_compile.py"),
+    os.path.join(os.path.dirname(torch.__file__), "_dynamo", ""),
+)
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+
+
+def current_node_has_edges_to_one_node() -> bool:
+    """Whether the autograd node that runs now sends two gradients to the same input of another one."""
+    node = torch._C._current_autograd_node()
+    edges = [e for e in node.next_functions if e[0] is not None] if node is not None else []
+    return len(set(edges)) < len(edges)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in memory without gaps and overlaps, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def keep_dynamo_out(*modules: ModuleType) -> None:
+    """Make Dynamo run the functions of modules as they are: called from a dispatch mode, they would only slow it down.
+
+    Code that is compiled inside of a unit would otherwise be compiled together with the recorder that looks at its
+    ops: seconds, recompilations, and no gain.
+    """
+    functions = [f for module in modules for f in _functions_of(module)]
+    codes = [f.__code__ for f in functions]
+    while codes:
+        code = codes.pop()
+        codes.extend(inner for inner in code.co_consts if isinstance(inner, CodeType))
+        _dynamo.set_code_exec_strategy(
+            code, _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
+        )
+
+
+def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
+    for value in vars(module).values():
+        members = vars(value).values() if isinstance(value, type) else (value,)
+        for member in members:
+            function = inspect.unwrap(getattr(member, "__func__", None) or getattr(member, "fget", member))
+            if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+                yield function
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is an ordinary strided one with a storage (fake ones included), not a wrapper subclass."""
+    return (
+        (
+            type(tensor) in PLAIN_TENSOR_TYPES
+            or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        )
+        and tensor.layout == torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def current_saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """The innermost (pack, unpack) hooks that are on."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes that are on, the outermost first."""
+    return list(_get_current_dispatch_mode_stack())
+
+
+def active_fake_mode() -> FakeTensorMode | None:
+    """The FakeTensorMode that is on, if one is."""
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, FakeTensorMode):
+            return mode
+    return None
+
+
+def storage_key(storage: Any) -> int:
+    """Address of the storage's C++ object: unique while it lives."""
+    return storage._cdata
