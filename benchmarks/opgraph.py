@@ -160,10 +160,9 @@ def profile_of(graph: OpGraph) -> Profile:
     """The graph as a ``Profile``, for ``sacplan.plan``."""
     spec = resolve_device("h100")
     return Profile(
-        program=as_recording(graph),
+        recorded=as_recording(graph),
         fingerprint=Fingerprint(graph.name, (), ()),
-        device=spec.name,
-        device_memory_bytes=spec.memory_bytes,
+        spec=spec.without_workspaces(),
         trace="fake",
         runtime="cost-model",
     )
@@ -201,6 +200,7 @@ class _Writer:
         self.op_scopes: list[int] = []
         self.handles: dict[tuple[int, int], int] = {}  # (backward op, forward op)
         self.handle_storages: list[int] = []
+        self.handle_ops: list[int] = []
         self.packed_at = self._packed_at()
 
     def _packed_at(self) -> dict[int, list[tuple[int, int]]]:
@@ -228,6 +228,7 @@ class _Writer:
                 self.handles[key] = len(self.handle_storages)
                 self.events.append((Event.PACK, len(self.handle_storages)))
                 self.handle_storages.append(key[1])
+                self.handle_ops.append(i)
             self.events.extend((Event.FREE, tensor) for tensor in dying[i])
         while self.stack:
             self._exit(len(graph.forward))
@@ -239,10 +240,13 @@ class _Writer:
                 for i in range(len(graph.ops))
             ),
             initial=(),
+            tensors=(),
             ops=self._ops(),
             scopes=self._scopes(),
             events=tuple((int(code), arg) for code, arg in self.events),
             handle_storages=tuple(self.handle_storages),
+            handle_tensors=(-1,) * len(self.handle_storages),
+            handle_ops=tuple(self.handle_ops),
             instance_handles=instance_handles,
             backward_order=backward_order,
         )

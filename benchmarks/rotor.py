@@ -40,7 +40,7 @@ import torch
 
 import sacplan
 from benchmarks.common import MIB, RESULTS, describe, machine, write_results
-from sacplan._recompute.replay import replay
+from sacplan._recompute.rewrite import recomputed
 from sacplan._rotor.stages import stages_of
 from tests import convnets
 
@@ -221,7 +221,7 @@ def plan_rows(name: str, case: Case) -> Iterator[dict[str, Any]]:
             if (seen.peak_bytes, seen.recompute_flops) != (plan.peak_bytes, plan.recompute_flops):
                 raise AssertionError(f"{name}, {budget}, {solver}: {seen}")
             asked = plan.budget_bytes or plan.peak_bytes
-            again = Counter(replay(profile.program, plan.decisions).again)
+            again = Counter(recomputed(profile.program, plan.decisions).footprint.again)
             yield row | {
                 "budget_bytes": plan.budget_bytes,
                 "seconds": seconds,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -104,9 +103,7 @@ def cross_entropy_in_two(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def of_one_rank(profile: sacplan.Profile, world_size: int, units: Sequence[str] | None) -> sacplan.Profile:
     """The profile of one of several ranks."""
-    parameters = profile.fingerprint.parameters
-    program = Ranks.of(world_size, units).program(profile.program, parameters, CPU)
-    return dataclasses.replace(profile, program=program)
+    return profile.on_ranks(Ranks.of(world_size, units))
 
 
 def fully_sharded(

@@ -19,7 +19,7 @@ from benchmarks.optimum import (
     whole_regions,
 )
 from sacplan._program.program import Event
-from sacplan._recompute.replay import replay
+from sacplan._recompute.rewrite import recomputed
 from tests.models import LM, cross_entropy, tokens
 
 GRAPHS = [
@@ -57,7 +57,7 @@ def _named(graph: OpGraph) -> str:
 
 @pytest.mark.parametrize("graph", GRAPHS, ids=_named)
 def test_replay_of_recording_has_the_store_all_peak(graph: OpGraph) -> None:
-    run = replay(as_recording(graph), {})
+    run = as_recording(graph).footprint
     assert run.peak_bytes == graph.store_all_peak
     assert run.end_bytes == 0
 
@@ -214,7 +214,7 @@ def test_the_bound_within_backward_is_attained(layers: int, share: float) -> Non
     budget = int(share * graph.store_all_peak)
     found = backward_bound(graph, budget)
     sites = program.sites(program.calls[""][0])
-    run = replay(program, {"": [sites[i] for i in found.rerun]})
+    run = recomputed(program, {"": [sites[i] for i in found.rerun]}).footprint
     assert run.peak_bytes <= budget
     assert run.recompute_ms / graph.forward_ms == pytest.approx(found.bound, rel=2e-4)
 

@@ -12,7 +12,7 @@ import sacplan
 from sacplan._plan.context import PlanningContext
 from sacplan._plan.planning import decisions_of
 from sacplan._program.program import Phase
-from sacplan._recompute.replay import Replayer, replay
+from sacplan._recompute.rewrite import recompute_ops, recomputed
 from tests.models import LM, cross_entropy, tokens
 
 
@@ -76,7 +76,7 @@ def test_effects_add_up_to_the_replay(name: str, size: int) -> None:
         scopes = {s for i in choice for s in program.calls[effects.regions[i].unit]}
         if any(a in scopes for s in scopes for a in program.ancestors(s)):
             scopes = {0}  # units do not nest: the model is the unit
-        run = Replayer(program, discarded, scopes).run()
+        run = program.with_(recompute_ops(program, dict.fromkeys(discarded, 1), scopes)).footprint
         assert effects.peak(choice)[0] == run.peak_bytes
         cost = sum(effects.costs[i][o] for i, o in choice.items())
         assert run.recompute_ms == pytest.approx(cost)
@@ -91,7 +91,7 @@ def test_decisions_discard_what_was_chosen(name: str) -> None:
         for i, region in enumerate(effects.regions):
             for o in range(1, len(region.options)):
                 decisions = decisions_of(program, [(region, o)])
-                run = replay(program, decisions)
+                run = recomputed(program, decisions).footprint
                 assert set(run.again) == region.ops(region.options[o])
                 assert run.peak_bytes == effects.peak({i: o})[0]
                 assert not any(fqn in program.leaf_fqns for fqn in decisions)

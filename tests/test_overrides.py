@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,11 +23,10 @@ from sacplan._device.devices import resolve_device
 from sacplan._device.kernel_workspaces import kernel_workspace_bytes
 from sacplan._device.kernels import device_kernels, fake_device
 from sacplan._device.overrides import takes_cudnn_batch_norm
-from sacplan._program.program import Event, Phase, StorageKind
-from sacplan._recompute.replay import replay
+from sacplan._program.program import Event, Patch, Phase, StorageKind
 from sacplan._record.fake_data import data_rules
 from sacplan._rewrites import library_workspaces as libraries
-from sacplan._rewrites.library_workspaces import library_workspace_bytes, with_library_workspaces
+from sacplan._rewrites.library_workspaces import library_workspace_bytes, library_workspaces
 from tests.test_kernels import BF16, FP16, FP32, Ops, saved_by
 
 aten = torch.ops.aten
@@ -446,7 +446,8 @@ def test_a_profile_counts_them_and_a_plan_keeps_its_promise(counted_workspaces: 
     counted, bare = profiled("h100"), profiled("h100 without workspaces")
     assert counted.peak_bytes - bare.peak_bytes == 64 * MIB
     assert (
-        counted.baseline.peak_by_kind[StorageKind.OTHER] - bare.baseline.peak_by_kind[StorageKind.OTHER]
+        counted.program.liveness.peak.by_kind[StorageKind.OTHER]
+        - bare.program.liveness.peak.by_kind[StorageKind.OTHER]
         == 64 * MIB
     )
     assert len(counted.program.ops) == len(bare.program.ops)
@@ -462,7 +463,7 @@ def test_a_profile_counts_them_and_a_plan_keeps_its_promise(counted_workspaces: 
 def test_workspaces_are_alive_from_the_first_product_of_each_thread(counted_workspaces: None) -> None:
     plain = recorded()
     spec = resolve_device("h100")
-    full = with_library_workspaces(plain, spec, (2, 13))
+    full = plain.with_(library_workspaces(plain, spec, (2, 13)))
     added = full.storage_bytes[len(plain.storage_bytes) :]
     assert added == (32 * MIB, 32 * MIB)
     assert full.storage_kinds[-2:] == (StorageKind.OTHER, StorageKind.OTHER)
@@ -475,22 +476,22 @@ def test_workspaces_are_alive_from_the_first_product_of_each_thread(counted_work
         at = full.events.index((Event.ALLOC, storage))
         assert full.events[at + 1] == (Event.OP, op)
     assert [e for e in full.events if e not in set(full.events) - set(plain.events)] == list(plain.events)
-    before, after = replay(plain, {}, timeline=True), replay(full, {}, timeline=True)
+    before, after = plain.liveness, full.liveness
     for a, b in zip(before.moments, after.moments, strict=True):
-        assert b.live_bytes - a.live_bytes == 32 * MIB * sum(a.op >= first for first in firsts)
-    assert after.end_bytes - before.end_bytes == 64 * MIB
-    assert type(full).from_dict(full.to_dict()) == full
+        assert b.live_bytes - a.live_bytes == 32 * MIB * sum(max(a.op, 0) >= first for first in firsts)
+    assert full.footprint.end_bytes - plain.footprint.end_bytes == 64 * MIB
+    assert pickle.loads(pickle.dumps(full)) == full
 
 
 def test_no_workspaces_where_none_stay(counted_workspaces: None, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = recorded()
     spec = resolve_device("h100")
-    assert with_library_workspaces(plain, spec, (2, 15)) is plain
-    assert with_library_workspaces(plain, resolve_device("cpu"), (2, 13)) is plain
-    assert with_library_workspaces(plain, spec.without_workspaces(), (2, 13)) is plain
+    assert library_workspaces(plain, spec, (2, 15)) == Patch()
+    assert library_workspaces(plain, resolve_device("cpu"), (2, 13)) == Patch()
+    assert library_workspaces(plain, spec.without_workspaces(), (2, 13)) == Patch()
     norms = nn.LayerNorm(64)
     none = sacplan.profile(norms, torch.randn(32, 64), device="h100").program
-    assert with_library_workspaces(none, spec, (2, 13)) is none
+    assert library_workspaces(none, spec, (2, 13)) == Patch()
     # From 2.15 on each product has its own.
     x = torch.empty(4, 4, device="meta")
     assert kernel_workspace_bytes(aten.mm.default, (x, x), {}, x, spec) == 0

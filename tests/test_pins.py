@@ -22,7 +22,7 @@ import sacplan
 from sacplan._plan.context import planning_context
 from sacplan._program.program import Phase, Program
 from sacplan._recompute.pins import resolve_pins
-from sacplan._recompute.replay import discarded_ops, replay
+from sacplan._recompute.rewrite import discarded_ops, recomputed
 from tests.models import LM, bit_equal, cross_entropy, grads_of, tokens
 
 DIM, LENGTH, BATCH = 16, 24, 4
@@ -160,7 +160,7 @@ def assert_pinned(profile: sacplan.Profile, plan: sacplan.Plan, case: str) -> No
     if "never" in pins:
         alone = under("vision_tower") if case == "both" else module
         assert not units_that_touch(program, plan.units, alone)
-    assert plan.peak_bytes == replay(program, plan.decisions).peak_bytes
+    assert plan.peak_bytes == recomputed(program, plan.decisions).footprint.peak_bytes
 
 
 @pytest.mark.parametrize("objective", ["time", "flops"])
@@ -460,7 +460,7 @@ def test_the_bound_heeds_the_pins() -> None:
         if program.ops[i].recomputable and i not in pins.kept_ops
     ]
     for share in (0.3, 0.6, 0.9, 1.0) * 10:
-        run = replay(program, {"": [site for site in sites if rng.random() < share]})
+        run = recomputed(program, {"": [site for site in sites if rng.random() < share]}).footprint
         if run.peak_bytes < profile.peak_bytes:
             assert bound.at(run.peak_bytes) <= run.recompute_ms * (1 + 1e-6)
             higher += bound.at(run.peak_bytes) > free.at(run.peak_bytes) * 1.01

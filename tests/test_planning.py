@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sacplan
-from sacplan._recompute.replay import replay
+from sacplan._recompute.rewrite import recomputed
 from tests.models import LM, cross_entropy, tokens
 
 
@@ -28,7 +28,7 @@ def test_plans_hold_and_are_monotone(profile: sacplan.Profile, solver: str) -> N
         budget = smallest + (profile.peak_bytes - smallest) * i // 8
         plan = sacplan.plan(profile, f"{budget}B", solver)
         assert plan.peak_bytes <= budget
-        assert plan.peak_bytes == replay(profile.program, plan.decisions).peak_bytes
+        assert plan.peak_bytes == recomputed(profile.program, plan.decisions).footprint.peak_bytes
         if solver == "best":
             assert plan.recompute_ms <= last_ms * 1.05
         last_ms = plan.recompute_ms

@@ -24,9 +24,10 @@ from torch.utils.checkpoint import checkpoint
 import sacplan
 from sacplan._plan.plan import Plan, UnitPlan
 from sacplan._profile.profile import trace_step
+from sacplan._program.decisions import Discarded
 from sacplan._program.program import Phase
 from sacplan._recompute.in_place_groups import without_loose_ends
-from sacplan._recompute.replay import Decisions, replay
+from sacplan._recompute.rewrite import recomputed
 
 BATCH, LENGTH, DIM = 2, 3, 4
 
@@ -327,8 +328,8 @@ def nets(kinds: list[str]) -> st.SearchStrategy[Net]:
 # --- random plans ---------------------------------------------------------------------------------
 
 
-def plan_of(profile: sacplan.Profile, sites: Decisions) -> Plan:
-    found = replay(profile.program, sites)
+def plan_of(profile: sacplan.Profile, sites: Discarded) -> Plan:
+    found = recomputed(profile.program, sites).footprint
     return Plan(
         units={
             fqn: UnitPlan(1.0, 0.0, tuple(s), drops=dict(s) if isinstance(s, dict) else {})
@@ -467,7 +468,7 @@ def assert_peak_is_replayed(model: nn.Module, plan: Plan) -> None:
         model, batch(), None, None, "cpu", "cost-model", "fake",
         prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
     )  # fmt: skip
-    assert replay(seen.program, {}).peak_bytes == plan.peak_bytes
+    assert seen.program.footprint.peak_bytes == plan.peak_bytes
 
 
 # --- one thing at a time --------------------------------------------------------------------------

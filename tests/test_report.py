@@ -23,7 +23,7 @@ from torch import nn
 
 import sacplan
 from sacplan._program.program import ROOT_SCOPE, Event, Phase, StorageKind
-from sacplan._recompute.replay import Replayer, discarded_ops
+from sacplan._recompute.rewrite import discarded_ops
 from sacplan._report.alive import alive_at_peak, peak_snapshot
 from sacplan._report.curves import distinct_curves
 from sacplan._report.figures import frontier_figure, memory_figure, save_figures, tradeoff_figure
@@ -81,7 +81,7 @@ def test_what_is_alive_adds_up_to_the_peak(case: SimpleNamespace) -> None:
 
 def test_kinds_at_the_peak_are_those_of_the_replay(case: SimpleNamespace) -> None:
     for plan in _plans(case):
-        replayed = case.profile.replay(plan.decisions if plan else {})
+        replayed = case.profile.footprint(plan.decisions if plan else {})
         frame = alive_at_peak(case.profile, plan, None)
         found = frame.groupby("kind")["bytes"].sum().to_dict()
         found["temporary"] = found.get("temporary", 0) + found.pop("workspace", 0)
@@ -117,7 +117,7 @@ def _first_ops_discarded(profile: sacplan.Profile, count: int | None = None) -> 
     """A plan that keeps nothing that the model's first ops make, or all of them, whatever that does to the peak."""
     program = profile.program
     sites = tuple(program.sites(program.calls[""][0]).values())[:count]
-    replayed = profile.replay({"": sites})
+    replayed = profile.footprint({"": sites})
     return dataclasses.replace(
         sacplan.plan(profile, "100%"),
         units={"": sacplan.UnitPlan(1.0, replayed.recompute_ms, sites)},
@@ -331,7 +331,7 @@ def test_names() -> None:
 def test_the_timeline_is_the_replay_on_a_time_axis(case: SimpleNamespace) -> None:
     for plan in _plans(case):
         decisions = plan.decisions if plan else {}
-        replayed = case.profile.replay(decisions)
+        replayed = case.profile.footprint(decisions)
         line = timeline_of(case.profile.program, decisions)
         assert line.peak_bytes == replayed.peak_bytes
         assert (line.kind_bytes.sum(axis=1) == line.live_bytes).all()

@@ -18,7 +18,6 @@ import sacplan
 from sacplan._profile.profile import trace_step
 from sacplan._recompute.executor import recorder
 from sacplan._recompute.executor.recorder import UnitRecorder
-from sacplan._recompute.replay import replay
 from sacplan._record.step import Step as TrainingStep
 from sacplan._torch.ops import can_run_again
 from sacplan._verify.measure import measured_step
@@ -176,7 +175,7 @@ def test_the_replayed_peak_is_that_of_the_second_step(kind: str) -> None:
         model, batch(), None, torch.optim.SGD, "cpu", "cost-model", "fake",
         prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
     )  # fmt: skip
-    assert replay(seen.program, {}).peak_bytes == plan.peak_bytes < profile.peak_bytes
+    assert seen.program.footprint.peak_bytes == plan.peak_bytes < profile.peak_bytes
 
 
 def test_nothing_lives_on_after_a_later_step() -> None:

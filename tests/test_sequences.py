@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sacplan
-from sacplan._recompute.replay import replay
+from sacplan._recompute.rewrite import recomputed
 from tests import convnets
 from tests.models import LM, bit_equal, cross_entropy, grads_of, tokens
 
@@ -99,7 +99,7 @@ def test_stages_run_more_than_once_again() -> None:
     profile = sacplan.profile(model, batch, device="cpu")
     plan = sacplan.plan_smallest(profile, solver="rotor")
     assert plan.peak_bytes < sacplan.plan_smallest(profile).peak_bytes
-    again = Counter(replay(profile.program, plan.decisions).again)
+    again = Counter(recomputed(profile.program, plan.decisions).footprint.again)
     assert max(again.values()) > 2
     with FlopCounterMode(display=False) as plain:
         expected = grads_of(model, batch, lambda m, x: m(x).sum())
@@ -116,7 +116,7 @@ def test_what_is_dropped_again_is_in_the_file(tmp_path) -> None:  # type: ignore
     plan.save(tmp_path / "plan.json")
     loaded = sacplan.Plan.load(tmp_path / "plan.json")
     assert loaded == plan
-    assert replay(profile.program, loaded.decisions).peak_bytes == plan.peak_bytes
+    assert recomputed(profile.program, loaded.decisions).footprint.peak_bytes == plan.peak_bytes
 
 
 def test_peaks_hold_and_budgets_are_used(gpt: tuple[nn.Module, torch.Tensor, sacplan.Profile]) -> None:
@@ -163,7 +163,7 @@ def test_pins() -> None:
     profile = sacplan.profile(model, batch, device="cpu")
     plan = sacplan.plan(profile, "90%", solver="rotor", keep=["3"])
     kept = {i for i, op in enumerate(profile.program.ops) if profile.program.scopes[op.scope].fqn == "3.1"}
-    assert kept.isdisjoint(replay(profile.program, plan.decisions).again)
+    assert kept.isdisjoint(recomputed(profile.program, plan.decisions).footprint.again)
     with pytest.raises(sacplan.PlanError, match="never"):
         sacplan.plan(profile, "90%", solver="rotor", never=["3"])
 

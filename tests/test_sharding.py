@@ -5,6 +5,7 @@ torch's fake process group lets one process be rank 0 of eight: all buffers are 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from sacplan._ranks.replicas import FIRST_BUCKET_BYTES, bucket_bytes, replicated
 from sacplan._ranks.sharding import sharded
 from sacplan._ranks.shards import Parameter, resolve_units
 from sacplan._ranks.unit_limits import narrowed, sharded_units, too_wide, widest_units
-from sacplan._recompute.replay import discarded_ops, replay
+from sacplan._recompute.rewrite import discarded_ops, recomputed
 from sacplan.errors import TraceError
 from tests import models
 from tests.ranks import (
@@ -132,7 +133,7 @@ def test_peak_of_a_rank_is_the_allocators(name: str, mesh: Any) -> None:
     program = sharded(
         whole.program, whole.fingerprint.parameters, CPU, RANKS, units, reshard_after_forward=reshard
     )
-    predicted = replay(program, {}).peak_bytes
+    predicted = program.footprint.peak_bytes
     measured = RankMemory(
         fully_sharded(model, mesh, resolve_units(units, whole.program), reshard), batch, loss_fn
     ).peak_bytes()
@@ -203,9 +204,9 @@ def test_shards_gradients_and_state_add_up() -> None:
 def test_the_model_does_not_notice() -> None:
     """What modules run, and the names of call sites by which a plan speaks of it, are those of the whole step."""
     whole = profiled(lm(), tokens(), models.cross_entropy)
-    before = whole.program.to_dict()
+    before = copy.deepcopy(whole.program)
     rank = of_one_rank(whole, RANKS, ["layers.*", ""])
-    assert whole.program.to_dict() == before
+    assert whole.program == before
     assert rank.program.flops == whole.program.flops
     assert rank.program.step_ms == whole.program.step_ms
     for fqn, calls in whole.program.calls.items():
@@ -282,8 +283,8 @@ def test_a_unit_that_is_too_wide_is_taken_apart() -> None:
     assert set(narrow) == {"a", "b"}
     assert sum(map(len, narrow.values())) == len(wide[""])
     assert discarded_ops(program, narrow) == discarded_ops(program, wide)
-    assert replay(program, narrow).peak_bytes == replay(program, wide).peak_bytes
-    assert replay(program, narrow).again == replay(program, wide).again != ()
+    assert recomputed(program, narrow).footprint.peak_bytes == recomputed(program, wide).footprint.peak_bytes
+    assert recomputed(program, narrow).footprint.again == recomputed(program, wide).footprint.again != ()
     assert narrowed(program, narrow) == narrow
     assert narrowed(whole.program, wide) == wide
 

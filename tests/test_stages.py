@@ -13,7 +13,7 @@ from torch import nn
 
 import sacplan
 from sacplan._program.program import Phase, Program
-from sacplan._recompute.replay import replay
+from sacplan._recompute.rewrite import recomputed
 from sacplan._rotor.rotor import Operation, OperationKind, peak
 from sacplan._rotor.stages import Stages, drops_of, stages_of
 from tests.convnets import densenet121, resnet18, resnet50
@@ -130,7 +130,7 @@ def chain_peak(stages: Stages, operations: Sequence[Operation]) -> int:
 
 
 def forward_backward_peak(program: Program) -> int:
-    moments = replay(program, {}, timeline=True).moments
+    moments = program.liveness.moments
     return max(m.live_bytes for m in moments if program.ops[m.op].phase != Phase.OPTIMIZER)
 
 
@@ -442,7 +442,7 @@ def test_a_sequence_takes_what_the_replay_says(profile, share: float) -> None:  
     drops = drops_of(stages, found.operations)
     assert set(drops.values()) == {1}
     sites = program.sites(program.calls[stages.unit][0])
-    run = replay(program, {stages.unit: {sites[op] for op in drops}})
+    run = recomputed(program, {stages.unit: {sites[op] for op in drops}}).footprint
     assert run.peak_bytes == pytest.approx(found.peak_bytes + stages.fixed_bytes, rel=0.005)
     # Rotor runs a stage whole; the op behind which the boundary is kept, and what is never asked for, does not run.
     assert 0 < run.recompute_ms <= found.total_ms - stages.chain.step_ms

@@ -12,7 +12,7 @@ from torch import nn
 import sacplan
 from sacplan._program.program import Event, Phase, Program
 from sacplan._recompute.in_place_groups import tied, without_loose_ends
-from sacplan._recompute.replay import replay
+from sacplan._recompute.rewrite import recomputed
 from sacplan._torch.ops import op_traits
 from tests.models import bit_equal, grads_of
 
@@ -71,7 +71,7 @@ def test_convnets_can_discard_batch_norms_and_what_is_written_in_place(
     model, batch = convnet(inplace, activation)
     profile = sacplan.profile(model, batch, device="cpu")
     plan = sacplan.plan_smallest(profile)
-    again = {profile.program.ops[i].name for i in replay(profile.program, plan.decisions).again}
+    again = {profile.program.ops[i].name for i in recomputed(profile.program, plan.decisions).footprint.again}
     assert "aten.native_batch_norm.default" in again
     assert plan.peak_bytes < 0.8 * profile.peak_bytes
     assert sacplan.verify(model, batch, plan).peak_bytes == plan.peak_bytes

@@ -31,7 +31,6 @@ from sacplan._device.kernels import active_device
 from sacplan._device.timing import MeasuredTimes
 from sacplan._device.workspace import workspace_bytes
 from sacplan._program.program import Phase, Program, StorageKind
-from sacplan._recompute.replay import replay
 from sacplan._record.recorder import Recorder, SavedMode
 from sacplan._torch.ops import op_traits
 from sacplan._torch.private import active_fake_mode
@@ -154,23 +153,22 @@ class MemTracker(_Estimator):
     @property
     def peak_bytes(self) -> int:
         """The most that was alive at any op."""
-        return replay(self.program, {}).peak_bytes
+        return self.program.footprint.peak_bytes
 
     def snapshot(self) -> dict[str, int]:
         """Bytes alive at the peak, by kind, and in total."""
-        run = replay(self.program, {})
-        return {k.name.lower(): run.peak_by_kind[k] for k in StorageKind} | {"total": run.peak_bytes}
+        peak = self.program.liveness.peak
+        return {k.name.lower(): peak.by_kind[k] for k in StorageKind} | {"total": peak.live_bytes}
 
     def to_frame(self) -> pd.DataFrame:
         """What was alive at each op, in bytes by kind."""
         import pandas as pd
 
-        run = replay(self.program, {}, timeline=True)
         return pd.DataFrame(
             [
-                {"phase": self.program.ops[m.op].phase.name.lower(), "total": m.live_bytes}
+                {"phase": self.program.ops[max(m.op, 0)].phase.name.lower(), "total": m.live_bytes}
                 | {k.name.lower(): m.by_kind[k] for k in StorageKind}
-                for m in run.moments
+                for m in self.program.liveness.moments
             ]
         )
 

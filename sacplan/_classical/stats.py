@@ -11,7 +11,6 @@ from sacplan._classical.fit import Fit, FitKind, fit_tradeoff
 from sacplan._classical.graph import ModuleInfo, ModuleStats, Point, Segment
 from sacplan._classical.units import UnitTradeoff
 from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program, StorageKind
-from sacplan._recompute.replay import Replay, replay
 
 _ACTIVATIONS = (StorageKind.ACTIVATION, StorageKind.TEMPORARY)
 _SHARDED = (StorageKind.PARAMETER, StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE)
@@ -43,7 +42,7 @@ def module_info(
     and the activation gradients those at the peak of its backward, which need not coincide.
     ``segments_of`` has what was alive at the same moment.
     """
-    base = replay(memory, {}, timeline=True)
+    boundaries = memory.liveness.at_boundaries
     spans = _backward_spans(memory)
     times = _times(runtime)
     fits: dict[tuple[object, ...], Fit] = {}
@@ -54,8 +53,8 @@ def module_info(
     stats = []
     for fqn in _with_root(pre_order(runtime)):
         scopes = memory.calls.get(fqn, ())
-        at_end = base.boundaries.get((Event.EXIT, scopes[-1])) if scopes else None
-        grad_total, act_bw, act_grad = _backward_peaks(memory, base, spans.get(fqn))
+        at_end = boundaries.get((int(Event.EXIT), scopes[-1])) if scopes else None
+        grad_total, act_bw, act_grad = _backward_peaks(memory, spans.get(fqn))
         parameters = root_parameters if fqn == "" else own_parameters.get(fqn, 0)
         tradeoff = tradeoffs.get(fqn)
         time = times.get(fqn, _Times())
@@ -175,14 +174,14 @@ def _backward_spans(program: Program) -> dict[str, tuple[int, int]]:
     return spans
 
 
-def _backward_peaks(program: Program, base: Replay, span: tuple[int, int] | None) -> tuple[int, int, int]:
+def _backward_peaks(program: Program, span: tuple[int, int] | None) -> tuple[int, int, int]:
     """Gradients before the backward of a module; at the peak within it, activations and what it added.
 
     What it added are gradients of activations, and of the module's own parameters so far.
     """
     if span is None:
         return 0, 0, 0
-    moments = base.moments[1:]  # the first is the state before the step
+    moments = program.liveness.moments[1:]  # the first is the state before the step
     first, last = span
     op = program.ops[first]
     before = list(moments[first].by_kind)
@@ -198,14 +197,13 @@ def segments_of(program: Program) -> tuple[Segment, ...]:
     """What was alive at the same moment, by which modules had ended their forward and not begun their backward."""
     order = _with_root(post_order(program), last=True)
     place = {fqn: p for p, fqn in enumerate(order)}
-    base = replay(program, {}, timeline=True)
     calls_left: dict[str, int] = defaultdict(int)
     for scope in program.scopes:
         calls_left[scope.fqn] += 1
     names = _names_around(program)
     largest: dict[int, Segment] = {}
     position = 0
-    moments = iter(base.moments)
+    moments = iter(program.liveness.moments)
 
     def note(moment_kinds: Sequence[int], name: str) -> None:
         sharded = sum(moment_kinds[k] for k in _SHARDED)

@@ -133,7 +133,7 @@ def cut_out(program: Program, fqn: str) -> _Cut | None:
     inside = set(calls)
     saved: set[int] = set()
     elsewhere: set[int] = set()
-    for storage, scope in zip(program.handle_storages, program.handle_scopes, strict=True):
+    for storage, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True):
         within = scope in inside or any(a in inside for a in program.ancestors(scope))
         (saved if within else elsewhere).add(storage)
     if not saved:
@@ -149,7 +149,7 @@ def cut_out(program: Program, fqn: str) -> _Cut | None:
             )
         )
     saved_local = frozenset(index(s) for s in saved)
-    alive = program.outlives_forward
+    alive = program.liveness.outlives_forward
     free = frozenset(at for s, at in local.items() if s in alive or s in elsewhere)
     writer = {s: at for at, group in enumerate(members) for i in group for s in ops[i].writes}
     sites = tuple(site_of)

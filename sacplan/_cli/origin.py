@@ -64,7 +64,7 @@ class Origin:
 def save(made: Plan | Profile, path: Path, origin: Origin | None) -> None:
     """Save a profile or a plan, with what made the model and the batch that it is of."""
     from sacplan._plan.plan import Plan
-    from sacplan._program.program import write_json
+    from sacplan._program.files import write_json
 
     made.save(path)
     if origin is not None:
@@ -82,6 +82,6 @@ def origin_in(path: Path, what: Literal["plan", "profile"]) -> Origin | None:
 def _read(path: Path, what: Literal["plan", "profile"]) -> dict[str, Any]:
     from sacplan._plan import plan
     from sacplan._profile import profile
-    from sacplan._program.program import read_json
+    from sacplan._program.files import read_json
 
     return read_json(path, what, (plan if what == "plan" else profile).SCHEMA_VERSION)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from sacplan._program.program import read_json, write_json
+from sacplan._program.files import read_json, write_json
 from sacplan.errors import DeviceError
 
 if TYPE_CHECKING:

@@ -102,7 +102,7 @@ class BatchSizes:
             return self.points[n]
         traced = self._profile(n)
         self._check_batch_follows(n, traced.fingerprint)
-        floor = planning_context(traced.program).timeline.floor_bytes
+        floor = planning_context(traced.program).program.liveness.floor_bytes
         found, peak = None, None
         if floor <= self.budget_bytes or n == 1:
             try:

@@ -28,8 +28,8 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from sacplan._plan.effects import Timeline
-from sacplan._program.program import Event, Phase
+from sacplan._program.liveness import Liveness
+from sacplan._program.program import Phase
 
 _LARGEST = 2**30  # capacities are 32-bit integers, and so is the flow
 _MOMENTS, _EFFORT = 6, 20_000  # how many, and how many ops they may look at together
@@ -54,18 +54,18 @@ class Bound:
     """Lower bounds on the recomputation of a recorded step, by peak.
 
     Args:
-        timeline: of the recording.
+        liveness: of the recorded step.
         costs: what running each op again costs.
         pinned: forward ops that must not run again.
     """
 
     def __init__(
-        self, timeline: Timeline, costs: Sequence[float], pinned: frozenset[int] = frozenset()
+        self, liveness: Liveness, costs: Sequence[float], pinned: frozenset[int] = frozenset()
     ) -> None:
-        self._timeline, self._costs, self._pinned = timeline, costs, pinned
-        count = max(2, min(_MOMENTS, _EFFORT // max(1, len(timeline.at_op))))
+        self._liveness, self._costs, self._pinned = liveness, costs, pinned
+        count = max(2, min(_MOMENTS, _EFFORT // max(1, len(liveness.at_op))))
         self._ops: list[int] = []
-        for op in np.argsort(-timeline.at_op, kind="stable").tolist():
+        for op in np.argsort(-liveness.at_op, kind="stable").tolist():
             if all(abs(op - other) >= _APART for other in self._ops):
                 self._ops.append(op)
                 if len(self._ops) == count:
@@ -77,7 +77,7 @@ class Bound:
         best, price = 0.0, 0.0
         for op in self._ops:
             if op not in self._moments:
-                self._moments[op] = _Moment(self._timeline, self._costs, op, self._pinned)
+                self._moments[op] = _Moment(self._liveness, self._costs, op, self._pinned)
             moment = self._moments[op]
             if best and moment.at_price(peak_bytes, price) <= best * _WORTH:
                 continue  # not worth looking for the best price here
@@ -91,24 +91,24 @@ class _Moment:
     """The bound at one op."""
 
     def __init__(
-        self, timeline: Timeline, costs: Sequence[float], moment: int, pinned: frozenset[int]
+        self, liveness: Liveness, costs: Sequence[float], moment: int, pinned: frozenset[int]
     ) -> None:
-        program = timeline.program
+        program = liveness.program
         self._costs = costs
         self._sizes = program.storage_bytes
         self._lines: list[_Line] = []
-        pending = _held_for_later(timeline, moment)
+        pending = liveness.held_for_later(moment)
         fixed = {s for s in pending if program.writer.get(s) in pinned}
         held = [s for s in pending if s not in fixed]
         self._all = sum(self._sizes[s] for s in held)
-        self._rest = int(timeline.at_op[moment]) - self._all
+        self._rest = int(liveness.at_op[moment]) - self._all
 
         writers: dict[int, list[int]] = {}
         for i, op in enumerate(program.ops[:moment]):
             if op.phase == Phase.FORWARD:
                 for s in (*op.writes, *op.mutates):
                     writers.setdefault(s, []).append(i)
-        free = timeline.alive_otherwise(moment) | fixed
+        free = liveness.held_otherwise(moment) | fixed
         self._makers: dict[int, int] = {}  # storage to the op that makes it
         self._edges: dict[
             tuple[int, int], None
@@ -219,17 +219,3 @@ class _Moment:
         needed = {s for s in self._storages if storage_at[s] in reached} | set(self._held)
         kept = sum(self._sizes[s] for s in needed if self._makers.get(s, -1) not in again)
         return _Line(price, result.flow_value / scale, kept, sum(self._costs[op] for op in again))
-
-
-def _held_for_later(timeline: Timeline, moment: int) -> list[int]:
-    """Storages that are alive at an op only because autograd holds them for later."""
-    program = timeline.program
-    pending: dict[int, int] = {}
-    for code, arg in program.events[: int(timeline.op_events[moment]) + 1]:
-        if code == Event.PACK:
-            s = program.handle_storages[arg]
-            pending[s] = pending.get(s, 0) + 1
-        elif code == Event.RELEASE:
-            pending[program.handle_storages[arg]] -= 1
-    otherwise = timeline.alive_otherwise(moment)
-    return sorted(s for s, count in pending.items() if count and s not in otherwise)

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 from sacplan._plan.bound import Bound
-from sacplan._plan.effects import Additive, Timeline, effects_of
+from sacplan._plan.effects import Additive, Shapes, effects_of
 from sacplan._program.program import Phase, Program
 from sacplan._recompute.pins import NO_PINS, Pins
 from sacplan._recompute.regions import Regions
@@ -23,8 +23,6 @@ _WIDE = 2e-3
 The executor looks at every op in a unit, also at those of layers that keep everything.
 """
 
-_KEPT = 8  # landscapes that a recording remembers
-
 _SIZES = (3, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -36,14 +34,14 @@ class PlanningContext:
         self.objective = objective
         self.pins = pins
         self.costs = op_costs(program, objective)
-        self.timeline = Timeline(program)
-        self.regions = Regions(program, self.costs, self.timeline.asked_early, pins)
+        self.regions = Regions(program, self.costs, program.liveness.unpacked_before_peak, pins)
+        self._shapes: Shapes = {}
         self._effects: dict[int, Additive] = {}
 
     @cached_property
     def bound(self) -> Bound:
         """Lower bounds in the unit of the costs; of schedules that keep what is pinned."""
-        return Bound(self.timeline, self.costs, self.pins.kept_ops)
+        return Bound(self.program.liveness, self.costs, self.pins.kept_ops)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -58,24 +56,21 @@ class PlanningContext:
             forward = sum(
                 c for c, op in zip(self.costs, self.program.ops, strict=True) if op.phase == Phase.FORWARD
             )
-            self._effects[size] = effects_of(self.timeline, self.regions.joined(size), _WIDE * forward)
+            self._effects[size] = effects_of(
+                self.program, self.regions.joined(size), _WIDE * forward, self._shapes
+            )
         return self._effects[size]
 
 
 def planning_context(
     program: Program, objective: Objective = "time", pins: Pins = NO_PINS
 ) -> PlanningContext:
-    """The context of a recording; kept with it, so that several budgets share it."""
+    """The context of a program; made once, so that several budgets share it."""
     if objective not in ("time", "flops"):
         raise PlanError(f"unknown objective {objective!r}; known are 'time' and 'flops'.")
-    known = vars(program).setdefault("_landscapes", {})
-    key = (objective, *pins.key)
-    if key not in known:
-        if len(known) == _KEPT:
-            del known[next(iter(known))]
-        known[key] = PlanningContext(program, objective, pins)
-    found: PlanningContext = known[key]
-    return found
+    return program.derived(
+        ("planning", objective, *pins.key), lambda: PlanningContext(program, objective, pins)
+    )
 
 
 def op_costs(program: Program, objective: Objective) -> tuple[float, ...]:

@@ -16,18 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from sacplan._program.program import Event, Phase, Program
+from sacplan._program.liveness import Fold
+from sacplan._program.program import Event, Program
 from sacplan._recompute.regions import Option, Region
-from sacplan._recompute.replay import Replayer
+from sacplan._recompute.rewrite import recompute_ops
 
 Bytes = npt.NDArray[np.int64]
 
 _ALIKE = 2e-3
+_OP, _FREE, _CALLS = int(Event.OP), int(Event.FREE), (int(Event.ENTER), int(Event.EXIT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,127 +47,8 @@ class _Shape:
     again: tuple[tuple[int, int], ...]
 
 
-class Timeline:
-    """A recorded step without a plan, indexed for asking what changes would do to it."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.events_of: list[list[int]] = [[] for _ in program.storage_bytes]
-        self.death: list[int | None] = [None] * len(program.storage_bytes)
-        self.op_events = np.empty(len(program.ops), dtype=np.int64)
-        self.before_event = np.empty(len(program.events), dtype=np.int64)
-        self.at_op = np.empty(len(program.ops), dtype=np.int64)
-        self.shapes: dict[tuple[object, ...], _Shape] = {}  # of the options of each kind of region
-        self.exit_event = [0] * len(program.scopes)
-        self.enter_event = [0] * len(program.scopes)
-        self._fill()
-
-    def _fill(self) -> None:
-        r = self.program
-        run = Replayer(r, ())
-        run.begin()
-        self.first = run.live
-        for position, (code, arg) in enumerate(r.events):
-            self.before_event[position] = run.live
-            run.step(code, arg)
-            if code == Event.OP:
-                op = r.ops[arg]
-                self.op_events[arg] = position
-                self.at_op[arg] = run.live + r.inside_bytes[arg]
-                for s in op.writes:
-                    self.events_of[s].append(position)
-            elif code == Event.ENTER:
-                self.enter_event[arg] = position
-            elif code == Event.EXIT:
-                self.exit_event[arg] = position
-            else:
-                storage = self.storage(code, arg)
-                self.events_of[storage].append(position)
-                if run.count[storage] == 0:
-                    self.death[storage] = position
-
-    def storage(self, code: int, arg: int) -> int:
-        """The storage that an event is about."""
-        r = self.program
-        if code in (Event.PACK, Event.RELEASE):
-            return r.handle_storages[arg]
-        if code in (Event.UNPACK, Event.DROP):
-            return r.handle_storages[r.instance_handles[arg]]
-        return arg
-
-    @cached_property
-    def floor_bytes(self) -> int:
-        """What is alive at some op for other reasons than autograd's holding it: no plan has a lower peak."""
-        r = self.program
-        held = [0] * len(r.storage_bytes)
-        live = most = 0
-
-        def hold(s: int, by: int) -> None:
-            nonlocal live
-            before, held[s] = held[s], held[s] + by
-            if bool(before) != bool(held[s]):
-                live += r.storage_bytes[s] if by > 0 else -r.storage_bytes[s]
-
-        for s in r.initial:
-            hold(s, 1)
-        for code, arg in r.events:
-            if code == Event.OP:
-                for s in r.ops[arg].writes:
-                    hold(s, 1)
-                most = max(most, live + r.inside_bytes[arg])
-            elif code in (Event.ALLOC, Event.UNPACK):
-                hold(self.storage(code, arg), 1)
-            elif code in (Event.FREE, Event.DROP):
-                hold(self.storage(code, arg), -1)
-        return most
-
-    @property
-    def asked_early(self) -> frozenset[int]:
-        """Storages that autograd has asked for by the op of the backward pass at which most is alive."""
-        r = self.program
-        backward = [i for i, op in enumerate(r.ops) if op.phase == Phase.BACKWARD]
-        if not backward:
-            return frozenset()
-        peak = max(backward, key=lambda i: self.at_op[i])
-        events = r.events[: int(self.op_events[peak]) + 1]
-        return frozenset(self.storage(code, arg) for code, arg in events if code == Event.UNPACK)
-
-    def alive_otherwise(self, op: int) -> set[int]:
-        """Storages that something other than a handle of autograd keeps alive while an op runs."""
-        r = self.program
-        alive = set(r.initial)
-        out: dict[int, int] = {}  # tensors that autograd has handed out
-        for code, arg in r.events[: int(self.op_events[op]) + 1]:
-            if code == Event.OP:
-                alive.update(r.ops[arg].writes)
-            elif code == Event.ALLOC:
-                alive.add(arg)
-            elif code == Event.FREE:
-                alive.discard(arg)
-            elif code in (Event.UNPACK, Event.DROP):
-                s = self.storage(code, arg)
-                out[s] = out.get(s, 0) + (1 if code == Event.UNPACK else -1)
-        return alive.union(s for s, count in out.items() if count)
-
-    def events_for(self, region: Region) -> list[tuple[int, int, int]]:
-        """(position, code, argument) of the events that say how long what a region touches is alive.
-
-        What comes from outside is alive until its last event, whatever the region does.
-        """
-        r = self.program
-        ops = [op for group in region.members for op in group]
-        made = {s for op in ops for s in r.ops[op].writes}
-        positions = {int(self.op_events[op]) for op in ops}
-        for s in made:
-            positions.update(self.events_of[s])
-        for scope in r.calls.get(region.unit, ()):
-            positions.update((self.enter_event[scope], self.exit_event[scope]))
-        events = [(p, *r.events[p]) for p in positions]
-        for s in {s for op in ops for s in r.ops[op].reads} - made:
-            end = self.death[s]
-            if end is not None:
-                events.append((end, Event.FREE, s))
-        return sorted(events)
+Shapes = dict[tuple[object, ...], _Shape]
+"""Effects that are known, by kind of region and option; for one program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +95,11 @@ class Additive:
         )
 
 
-def effects_of(timeline: Timeline, regions: Sequence[Region], wide_cost: float = 0.0) -> Additive:
+def effects_of(
+    program: Program, regions: Sequence[Region], wide_cost: float = 0.0, shapes: Shapes | None = None
+) -> Additive:
     """The effects of the regions' options on the intervals of a step; dominated options are left out."""
-    found = _Effects(timeline, regions)
+    found = _Effects(program, regions, {} if shapes is None else shapes)
     kept, changes = found.without_dominated()
     return Additive(kept, found.base, changes, wide_cost)
 
@@ -223,20 +107,22 @@ def effects_of(timeline: Timeline, regions: Sequence[Region], wide_cost: float =
 class _Effects:
     """Works the effects out; ``first_op``: by interval, the first recorded op in it (-1: before the step)."""
 
-    def __init__(self, timeline: Timeline, regions: Sequence[Region]) -> None:
-        self.timeline = timeline
+    def __init__(self, program: Program, regions: Sequence[Region], shapes: Shapes) -> None:
+        self.program = program
+        self.liveness = program.liveness
+        self.shapes = shapes
         self.regions = tuple(regions)
         self.first_op = self._intervals()
         self._starts = np.array([int(op) for op in self.first_op if op >= 0])
-        self.base = self._with_first(np.maximum.reduceat(timeline.at_op, self._starts))
-        self._last_event = timeline.op_events[np.append(self._starts[1:] - 1, len(timeline.at_op) - 1)]
+        self.base = self._with_first(np.maximum.reduceat(self.liveness.at_op, self._starts))
+        self._last_event = self.liveness.op_events[np.append(self._starts[1:] - 1, len(program.ops) - 1)]
 
     def _with_first(self, by_interval: Bytes) -> Bytes:
-        return np.concatenate([np.array([self.timeline.first], dtype=np.int64), by_interval])
+        return np.concatenate([np.array([self.liveness.initial_bytes], dtype=np.int64), by_interval])
 
     def _intervals(self) -> list[int]:
         """First ops of the runs of ops of one region in one phase; -1 stands for the state before the step."""
-        program = self.timeline.program
+        program = self.program
         region_of_op = {
             op: i for i, region in enumerate(self.regions) for group in region.members for op in group
         }
@@ -252,21 +138,20 @@ class _Effects:
         return starts
 
     def _changes(self) -> tuple[Bytes, ...]:
-        timeline = self.timeline
         patterns: dict[tuple[object, ...], list[_Shape]] = {}
         found = []
         for region in self.regions:
             changes = np.zeros((len(region.options), len(self.base)), dtype=np.int64)
             if len(region.options) > 1:
-                events = timeline.events_for(region)
+                events = self._events_for(region)
                 key = (region.kind, self._pattern(events))
                 if key not in patterns:
                     patterns[key] = [
                         self._shape_of(key, region, option, events) for option in region.options[1:]
                     ]
                 where = np.array([position for position, _, _ in events], dtype=np.int64)
-                last = np.searchsorted(where, timeline.op_events, side="right") - 1
-                exact = where[np.maximum(last, 0)] == timeline.op_events
+                last = np.searchsorted(where, self.liveness.op_events, side="right") - 1
+                exact = where[np.maximum(last, 0)] == self.liveness.op_events
                 for row, shape in zip(changes[1:], patterns[key], strict=True):
                     row[:] = self._spread(shape, where, last, exact)
             found.append(changes)
@@ -301,55 +186,81 @@ class _Effects:
 
     def _pattern(self, events: Sequence[tuple[int, int, int]]) -> tuple[object, ...]:
         """What the events of a region look like, up to names."""
-        program = self.timeline.program
+        program = self.program
         local: dict[int, int] = {}
         pattern: list[object] = []
         for _, code, arg in events:
             pattern.append(code)
-            if code == Event.OP:
+            if code == _OP:
                 op = program.ops[arg]
                 pattern.append((op.name, op.workspace_bytes, op.state_bytes, op.replaces >= 0))
                 pattern.extend(local.setdefault(s, len(local)) for s in (*op.reads, *op.writes))
-            elif code not in (Event.ENTER, Event.EXIT):
-                storage = self.timeline.storage(code, arg)
+            elif code not in _CALLS:
+                storage = self.liveness.storage(code, arg)
                 pattern.append(local.setdefault(storage, len(local)))
         return tuple(pattern)
 
     def _shape_of(
         self, key: tuple[object, ...], region: Region, option: Option, events: Sequence[tuple[int, int, int]]
     ) -> _Shape:
-        shapes = self.timeline.shapes
-        if (key, option.members) not in shapes:
-            shapes[key, option.members] = self._shape(region, option, events)
-        return shapes[key, option.members]
+        if (key, option.members) not in self.shapes:
+            self.shapes[key, option.members] = self._shape(region, option, events)
+        return self.shapes[key, option.members]
+
+    def _events_for(self, region: Region) -> list[tuple[int, int, int]]:
+        """(position, code, argument) of the events that say how long what a region touches is alive.
+
+        What comes from outside is alive until its last event, whatever the region does.
+        """
+        program, liveness = self.program, self.liveness
+        ops = [op for group in region.members for op in group]
+        made = {s for op in ops for s in program.ops[op].writes}
+        positions = {int(liveness.op_events[op]) for op in ops}
+        for s in made:
+            positions.update(liveness.events_of[s])
+        for scope in program.calls.get(region.unit, ()):
+            positions.update((liveness.entered[scope], liveness.exited[scope]))
+        events = [(p, *program.events[p]) for p in positions]
+        for s in {s for op in ops for s in program.ops[op].reads} - made:
+            if liveness.died[s] < len(program.events):
+                events.append((liveness.died[s], _FREE, s))
+        return sorted(events)
 
     def _shape(self, region: Region, option: Option, events: Sequence[tuple[int, int, int]]) -> _Shape:
-        """Replays what the option's ops read or write; with all the rest it does the same as without the option."""
-        program = self.timeline.program
-        gone = region.ops(option)
+        """Folds what the option's ops read or write, with and without the option; all the rest is the same."""
+        program = self.program
+        gone = dict.fromkeys(region.ops(option), 1)
         touched = {s for op in gone for s in (*program.ops[op].reads, *program.ops[op].writes)}
         made = {s for group in region.members for op in group for s in program.ops[op].writes}
-        units = frozenset(program.calls.get(region.unit, ()))
-        plain, planned = (Replayer(program, ops, units, touched - made) for ops in ((), gone))
-        plain.begin()
-        planned.begin()
-        places, after, during = [], [], []
+        view, places = [], []
+        for k, (position, code, arg) in enumerate(events):
+            if code == _OP:
+                about = arg in gone or not touched.isdisjoint(program.ops[arg].writes)
+            else:
+                about = code in _CALLS or self.liveness.storage(code, arg) in touched
+            if about:
+                view.append((position, code, arg))
+                places.append(k)
+        patch = recompute_ops(program, gone, frozenset(program.calls.get(region.unit, ())), view)
+        plain, planned = Fold(program, initial=touched - made), Fold(program, patch, touched - made)
+        after, during = [], []
         again: list[tuple[int, int]] = []
-        for k, (_, code, arg) in enumerate(events):
-            if code == Event.OP:
-                if arg not in gone and touched.isdisjoint(program.ops[arg].writes):
-                    continue
-            elif code not in (Event.ENTER, Event.EXIT) and self.timeline.storage(code, arg) not in touched:
-                continue
+        noted = 0
+        for k, (position, code, arg) in zip(places, view, strict=True):
             before = plain.live
-            planned.again = 0
-            for run in (plain, planned):
-                run.step(code, arg)
-            places.append(k)
+            plain.step(code, arg)
+            most = 0
+            for new_code, new_arg in patch.events.get(position, ((code, arg),)):
+                planned.step(new_code, new_arg)
+                if new_code == _OP:
+                    if new_arg < len(program.ops):
+                        noted = planned.noted
+                    else:
+                        most = max(most, planned.noted)
             after.append(planned.live - plain.live)
-            during.append(planned.noted - plain.noted)
-            if planned.again:
-                again.append((k, planned.again - before))
+            during.append(noted - plain.noted)
+            if most:
+                again.append((k, most - before))
         last = np.searchsorted(places, np.arange(len(events)), side="right") - 1
         all_after = np.where(last >= 0, np.array(after)[last], 0)
         all_during = all_after.copy()
@@ -358,15 +269,15 @@ class _Effects:
 
     def _spread(self, shape: _Shape, where: Bytes, last: Bytes, exact: npt.NDArray[np.bool_]) -> Bytes:
         """An effect of one kind of region, on the intervals of the step, for one region."""
-        timeline = self.timeline
+        liveness = self.liveness
         by_op = np.where(exact, shape.during[last], shape.after[last])
         by_op[last < 0] = 0
-        most = self._with_first(np.maximum.reduceat(timeline.at_op + by_op, self._starts))
+        most = self._with_first(np.maximum.reduceat(liveness.at_op + by_op, self._starts))
         for k, n_bytes in shape.again:
             position = where[k]
             interval = int(np.searchsorted(self._last_event, position)) + 1
             interval = min(interval, len(most) - 1)
-            most[interval] = max(most[interval], timeline.before_event[position] + n_bytes)
+            most[interval] = max(most[interval], liveness.before_event[position] + n_bytes)
         return most - self.base
 
 

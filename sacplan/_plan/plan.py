@@ -9,8 +9,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sacplan._program.budget import format_bytes
+from sacplan._program.files import read_json, write_json
 from sacplan._program.fingerprint import Fingerprint
-from sacplan._program.program import CallSite, read_json, write_json
+from sacplan._program.program import CallSite
 from sacplan._ranks.ranks import ONE_RANK, Ranks
 
 if TYPE_CHECKING:

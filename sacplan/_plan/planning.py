@@ -20,11 +20,13 @@ from sacplan._plan.effects import Additive
 from sacplan._plan.plan import Plan, UnitPlan
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import format_bytes, parse_budget
+from sacplan._program.decisions import Discarded
+from sacplan._program.liveness import Footprint
 from sacplan._program.program import CallSite, Phase, Program, times_of
 from sacplan._ranks.unit_limits import narrowed, too_wide
 from sacplan._recompute.pins import NO_PINS, Pins, resolve_pins
 from sacplan._recompute.regions import Region
-from sacplan._recompute.replay import Decisions, Replay, replay
+from sacplan._recompute.rewrite import recomputed
 from sacplan._rotor.sequences import Rotor, sequences, unit_of
 from sacplan._solve.greedy import Greedy
 from sacplan._solve.milp import Milp
@@ -41,8 +43,8 @@ _NEAR, _SMALL = 2e-2, 2e-3  # share of its cost, or of the step, up to which joi
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    decisions: Decisions
-    replay: Replay
+    decisions: Discarded
+    replay: Footprint
     status: str
     gap: float | None
     solver: str
@@ -58,7 +60,7 @@ class Search:
     tried: dict[frozenset[tuple[str, CallSite, int]], _Tried] = field(default_factory=dict)
 
     def add(self, effects: Additive, proposal: Proposal, solver: str) -> _Tried:
-        """Replay a proposal."""
+        """Footprint a proposal."""
         regions = effects.regions
         program = self.profile.program
         decisions = decisions_of(program, [(regions[i], option) for i, option in proposal.choice.items()])
@@ -68,7 +70,9 @@ class Search:
             gap = None
             if proposal.bound is not None:
                 gap = max(0.0, cost - proposal.bound) / cost if cost else 0.0
-            self.tried[key] = _Tried(decisions, replay(program, decisions), proposal.status, gap, solver)
+            self.tried[key] = _Tried(
+                decisions, recomputed(program, decisions).footprint, proposal.status, gap, solver
+            )
         return self.tried[key]
 
     def add_sequences(self, rotor: Rotor, budget_bytes: int) -> None:
@@ -81,7 +85,7 @@ class Search:
             )
         for found in sequences(program, budget_bytes, rotor, pins.kept_ops):
             decisions = narrowed(program, found.decisions)
-            run = found.replay if decisions == found.decisions else replay(program, decisions)
+            run = found.replay if decisions == found.decisions else recomputed(program, decisions).footprint
             tried = _Tried(decisions, run, "feasible", None, rotor.name)
             self.tried.setdefault(_key(decisions), tried)
 
@@ -109,9 +113,9 @@ class Search:
         return min(self.tried.values(), key=lambda t: (t.replay.peak_bytes, self.cost(t)))
 
 
-def _key(decisions: Decisions) -> frozenset[tuple[str, CallSite, int]]:
+def _key(decisions: Discarded) -> frozenset[tuple[str, CallSite, int]]:
     return frozenset(
-        (unit, site, times) for unit, sites in decisions.items() for site, times in times_of(sites).items()
+        (unit, site, times) for unit, sites in decisions.items() for site, times in sites.items()
     )
 
 
@@ -224,7 +228,7 @@ def _solve(search: Search, solver: Solver | Rotor, budget_bytes: int) -> None:
         search.add_sequences(solver, budget_bytes)
         return
     context = search.context
-    if budget_bytes < context.timeline.floor_bytes:
+    if budget_bytes < context.program.liveness.floor_bytes:
         return
     cheapest: float | None = None
     in_vain = 0
@@ -268,11 +272,14 @@ def _smallest(search: Search, solvers: Sequence[Solver | Rotor], budget_bytes: i
             search.add(effects, solver.smallest(effects), solver.name)
             now = search.smallest.replay.peak_bytes
             worse = worse + 1 if now >= before else 0
-            if now <= max(budget_bytes, _AT_FLOOR * search.context.timeline.floor_bytes) or worse == _IN_VAIN:
+            if (
+                now <= max(budget_bytes, _AT_FLOOR * search.context.program.liveness.floor_bytes)
+                or worse == _IN_VAIN
+            ):
                 return
 
 
-def decisions_of(program: Program, choice: Sequence[tuple[Region, int]]) -> dict[str, tuple[CallSite, ...]]:
+def decisions_of(program: Program, choice: Sequence[tuple[Region, int]]) -> dict[str, dict[CallSite, int]]:
     """Units that do not nest, and the call sites that each discards; a module takes over those in it."""
     gone = frozenset(op for region, option in choice for op in region.ops(region.options[option]))
     wanted = {unit for region, option in choice for unit in region.units[option]}
@@ -282,15 +289,14 @@ def decisions_of(program: Program, choice: Sequence[tuple[Region, int]]) -> dict
         for unit in wanted
         if not any(a in scopes for scope in program.calls[unit] for a in program.ancestors(scope))
     }
-    found: dict[str, dict[CallSite, None]] = defaultdict(dict)
+    found: dict[str, dict[CallSite, int]] = defaultdict(dict)
     for unit in program.calls:
         if unit in outer:
             for scope in program.calls[unit]:
                 for op, site in program.sites(scope).items():
                     if op in gone:
-                        found[unit][site] = None
-    decisions = {unit: tuple(sites) for unit, sites in found.items()}
-    return {unit: tuple(sites) for unit, sites in narrowed(program, decisions).items()}
+                        found[unit][site] = 1
+    return narrowed(program, found)
 
 
 def _infeasible(search: Search, solvers: Sequence[Solver | Rotor], budget_bytes: int) -> InfeasibleBudget:
@@ -298,8 +304,9 @@ def _infeasible(search: Search, solvers: Sequence[Solver | Rotor], budget_bytes:
     if run.peak_phase == Phase.OPTIMIZER:
         binding = "optimizer step"
     else:
-        op = search.profile.program.ops[run.peak_op]
-        binding = run.peak_fqn or ("the loss, outside of any module" if op.scope < 0 else "the model itself")
+        binding = run.peak_fqn or (
+            "the loss, outside of any module" if run.peak_scope < 0 else "the model itself"
+        )
     where = f"{run.peak_phase.name.lower()} of {binding}" if binding != "optimizer step" else binding
     names = " and ".join(s.name for s in solvers)
     advice = "make the batch smaller"
@@ -363,8 +370,8 @@ def _as_plan(search: Search, found: _Tried, budget_bytes: int | None) -> Plan:
 
 def made_plan(
     profile: Profile,
-    decisions: Decisions,
-    found: Replay,
+    decisions: Discarded,
+    found: Footprint,
     budget_bytes: int | None,
     status: str,
     gap: float | None,
@@ -400,7 +407,7 @@ def made_plan(
     )
 
 
-def unit_plans(program: Program, decisions: Decisions) -> dict[str, UnitPlan]:
+def unit_plans(program: Program, decisions: Discarded) -> dict[str, UnitPlan]:
     """What each unit keeps, discards and recomputes, by call site."""
     units = {}
     for fqn, sites in decisions.items():

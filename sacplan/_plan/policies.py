@@ -20,7 +20,7 @@ from sacplan._plan.planning import made_plan
 from sacplan._profile.profile import Profile
 from sacplan._program.program import ROOT_SCOPE, CallSite, Op, Phase, Program
 from sacplan._recompute.pins import NO_PINS, Pins, resolve_pins
-from sacplan._recompute.replay import replay
+from sacplan._recompute.rewrite import recomputed
 from sacplan.errors import PlanError
 
 MODES = ("none", "full", "selective")
@@ -77,7 +77,7 @@ def policy(
     program = profile.program
     pins = resolve_pins(program, profile.fingerprint, keep, never)
     if mode == "none":
-        return made_plan(profile, {}, replay(program, {}), None, "policy", None, "policy-none", pins)
+        return made_plan(profile, {}, program.footprint, None, "policy", None, "policy-none", pins)
     selects, k = _read_option(option) if mode == "selective" else (_everything, 1)
     found = layers_of(program, layers)
     if k > len(found):
@@ -85,10 +85,10 @@ def policy(
             f"option {option!r} would checkpoint every {k}th layer, but there are {len(found)} layers "
             f"({_shortened(found)}), so none. Known options: an integer from 1 to {len(found)}, {_listed(_BY_OP)}."
         )
-    decisions: dict[str, tuple[CallSite, ...]] = {}
+    decisions: dict[str, dict[CallSite, int]] = {}
     for fqn in found[k - 1 :: k]:
         for unit, sites in _discarded(program, fqn, selects, pins).items():
-            decisions[unit] = tuple(dict.fromkeys((*decisions.get(unit, ()), *sites)))
+            decisions.setdefault(unit, {}).update(dict.fromkeys(sites, 1))
     if not decisions:
         raise PlanError(
             f"mode {mode!r} would discard nothing in the layers {_shortened(found)}: autograd keeps nothing there "
@@ -96,7 +96,9 @@ def policy(
             + "Name other modules with layers=, or use mode 'none'."
         )
     name = f"policy-{mode}" + (f"-{option}" if option is not None else "")
-    return made_plan(profile, decisions, replay(program, decisions), None, "policy", None, name, pins)
+    return made_plan(
+        profile, decisions, recomputed(program, decisions).footprint, None, "policy", None, name, pins
+    )
 
 
 # --- options ----------------------------------------------------------------------------------------------
@@ -243,7 +245,7 @@ def _discarded(
         sites: dict[CallSite, None] = {}
         for scope, (inside, outside) in _saved_by_call(program, unit).items():
             # What is held anyway, the unit's own output above all, stays where it is.
-            again = _again(program, scope, inside, outside | program.outlives_forward, chosen)
+            again = _again(program, scope, inside, outside | program.liveness.outlives_forward, chosen)
             sites.update((site, None) for op, site in program.sites(scope).items() if op in again)
         for scope in program.calls[unit] if pins else ():  # a call site is the same in every call
             for op, site in program.sites(scope).items():
@@ -256,10 +258,10 @@ def _discarded(
 
 def _saved_by_call(program: Program, fqn: str) -> dict[int, tuple[set[int], set[int]]]:
     """By call of a module: the storages that autograd saves in it, and those that it saves anywhere else."""
-    scopes = {scope for scope in program.handle_scopes if scope != ROOT_SCOPE}
+    scopes = {scope for scope in program.liveness.handle_scopes if scope != ROOT_SCOPE}
     around = {scope: {scope, *program.ancestors(scope)} for scope in scopes}
     by_call: dict[int, tuple[set[int], set[int]]] = {call: (set(), set()) for call in program.calls[fqn]}
-    for storage, scope in zip(program.handle_storages, program.handle_scopes, strict=True):
+    for storage, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True):
         for call, (inside, outside) in by_call.items():
             (inside if call in around.get(scope, ()) else outside).add(storage)
     return by_call

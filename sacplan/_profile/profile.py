@@ -24,17 +24,23 @@ from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._device.kernels import fake_device
 from sacplan._device.timing import MeasuredTimes
 from sacplan._device.workspace import measured_reserves, workspace_bytes
+from sacplan._profile import files
+from sacplan._program.budget import format_bytes
+from sacplan._program.decisions import Discarded
 from sacplan._program.fingerprint import Fingerprint
-from sacplan._program.program import Phase, Program, StorageKind, read_json, write_json
+from sacplan._program.liveness import Footprint
+from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._ranks.ranks import ONE_RANK, Ranks
-from sacplan._recompute.replay import Decisions, Replay, replay
+from sacplan._recompute.rewrite import recomputed
 from sacplan._record.fake_data import DataRules, data_rules
 from sacplan._record.recorder import NUMBER_BYTES, Recorder, SavedMode
 from sacplan._record.step import (
     FakeCopier,
     LossFn,
+    Mode,
     Step,
     branches_of_a_real_step,
+    call_model,
     check_model,
     check_optimizer,
     cleared_caches,
@@ -46,14 +52,12 @@ from sacplan._record.step import (
     resolve_batch,
     tensors_cached,
 )
-from sacplan._rewrites.library_workspaces import with_library_workspaces
+from sacplan._rewrites.library_workspaces import library_workspaces
 from sacplan._torch.private import GENERATOR_STATE_BYTES
 from sacplan.errors import DeviceError, TraceError
 
 if TYPE_CHECKING:
     import pandas as pd
-
-SCHEMA_VERSION = 1
 
 Runtime = Literal["cost-model", "benchmark", "operator-level-cost-model", "operator-level-benchmark"]
 Trace = Literal["fake", "real"]
@@ -68,32 +72,60 @@ _RUNTIMES = {
 
 @dataclass(frozen=True)
 class Profile:
-    """One recorded training step: what plans are made from. Frozen; ``save`` and ``load`` it.
+    """One recorded step: what plans are made from. Frozen; ``save`` and ``load`` it.
 
     Attributes:
-        recording: the step, op by op.
+        recorded: the step of the whole model on one device, op by op, as it ran.
         fingerprint: the model and the batch it is of.
-        device: name of the device that it would run on.
-        device_memory_bytes: what that device has.
+        spec: the device that it would run on.
         trace, runtime: how it was made.
-        assumptions: what a fake trace took for granted where sizes or values depend on data, and what the step of
-            one of several ranks does, a sentence each.
-        ranks: over how many ranks the step is spread, and how; the recording is that of one.
+        mode: ``"train"`` or ``"inference"``.
+        rules: what a fake trace took for granted where sizes or values depend on data, a sentence each.
+        ranks: over how many ranks the step is spread, and how.
     """
 
-    program: Program
+    recorded: Program
     fingerprint: Fingerprint
-    device: str
-    device_memory_bytes: int
+    spec: DeviceSpec
     trace: str
     runtime: str
-    assumptions: tuple[str, ...] = ()
+    mode: Mode = "train"
+    rules: tuple[str, ...] = ()
     ranks: Ranks = ONE_RANK
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled without what was derived from it."""
+        return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def on_ranks(self, ranks: Ranks) -> Profile:
+        """The profile of one rank, if the step is spread so."""
+        return self if ranks == self.ranks else dataclasses.replace(self, ranks=ranks)
+
     @cached_property
-    def baseline(self) -> Replay:
+    def program(self) -> Program:
+        """The step of one rank on its device: the recorded one, rewritten for ranks and for library workspaces."""
+        program = self.ranks.program(self.recorded, self.fingerprint.parameters, self.spec)
+        return program.with_(library_workspaces(program, self.spec))
+
+    @property
+    def device(self) -> str:
+        """Name of the device that the step would run on."""
+        return self.spec.name
+
+    @property
+    def device_memory_bytes(self) -> int:
+        """What that device has."""
+        return self.spec.memory_bytes
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What a fake trace, and the step of one of several ranks, take for granted, a sentence each."""
+        return (*self.rules, *self.ranks.assumptions)
+
+    @property
+    def baseline(self) -> Footprint:
         """The step without a plan."""
-        return replay(self.program, {})
+        return self.program.footprint
 
     @property
     def peak_bytes(self) -> int:
@@ -125,74 +157,53 @@ class Profile:
         info = module_info(self.program, self.program, self.tradeoffs, fit_kind=fit, segments=n_segments)
         return dataclasses.replace(parse_module_info(info, root=""), segments=segments_of(self.program))
 
-    def replay(self, decisions: Decisions) -> Replay:
+    def footprint(self, discarded: Discarded) -> Footprint:
         """Peak and recomputation of the step with these call sites discarded (unit to call sites)."""
-        return replay(self.program, decisions)
+        return recomputed(self.program, discarded).footprint
 
     def to_frame(self) -> pd.DataFrame:
         """Statistics of each module, in execution order."""
         return self.graph.to_frame()
 
-    def timeline(self, decisions: Mapping[str, Any] | None = None) -> pd.DataFrame:
-        """What is alive at each op, in bytes by kind, without a plan or with a plan's ``decisions``.
+    def timeline(self, discarded: Discarded | None = None) -> pd.DataFrame:
+        """What is alive at each op, in bytes by kind, without a plan or with what a plan has ``discarded``.
 
         Columns: ``op``, ``phase``, ``module``, ``recomputed``, ``total_bytes``, and one for each kind.
         """
         import pandas as pd
 
-        run = replay(self.program, decisions or {}, timeline=True)
-        ops, scopes = self.program.ops, self.program.scopes
+        program = recomputed(self.program, discarded or {})
+        ops, scopes = program.ops, program.scopes
         rows = []
-        for m in run.moments:
-            op = ops[m.op]
+        for moment in program.liveness.moments[1:]:
+            op = ops[moment.op]
             rows.append(
                 {
                     "op": op.name,
                     "phase": op.phase.name.lower(),
                     "module": scopes[op.scope].fqn if op.scope >= 0 else "",
-                    "recomputed": m.recomputed,
-                    "total_bytes": m.live_bytes,
+                    "recomputed": op.recomputes >= 0,
+                    "total_bytes": moment.live_bytes,
                 }
-                | {kind.name.lower(): m.by_kind[kind] for kind in StorageKind}
+                | {kind.name.lower(): moment.by_kind[kind] for kind in StorageKind}
             )
         return pd.DataFrame(rows)
 
     def save(self, path: str | Path) -> None:
         """Write to a file (JSON; compressed where the name ends in ``.gz``)."""
-        write_json(
-            path,
-            {
-                "what": "profile",
-                "schema_version": SCHEMA_VERSION,
-                "fingerprint": self.fingerprint.to_dict(),
-                "device": self.device,
-                "device_memory_bytes": self.device_memory_bytes,
-                "trace": self.trace,
-                "runtime": self.runtime,
-                "assumptions": list(self.assumptions),
-                "ranks": self.ranks.to_dict(),
-                "recording": self.program.to_dict(),
-            },
-        )
+        files.save(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read what ``save`` wrote."""
-        data = read_json(path, "profile", SCHEMA_VERSION)
-        return cls(
-            program=Program.from_dict(data["recording"]),
-            fingerprint=Fingerprint.from_dict(data["fingerprint"]),
-            device=data["device"],
-            device_memory_bytes=data["device_memory_bytes"],
-            trace=data["trace"],
-            runtime=data["runtime"],
-            assumptions=tuple(data.get("assumptions", ())),
-            ranks=Ranks.from_dict(data["ranks"]) if "ranks" in data else ONE_RANK,
-        )
+        """Read what ``save`` wrote.
+
+        Raises:
+            TraceError: the file is damaged, or holds something else.
+        """
+        return files.load(path)
 
     def __repr__(self) -> str:
-        from sacplan._program.budget import format_bytes
-
+        """One line: model, device, peak, time, ops."""
         return (
             f"Profile({self.fingerprint.model_class} on {self.device}: peak {format_bytes(self.peak_bytes)}, "
             f"step {self.step_ms:.2f} ms, {len(self.program.ops)} ops)"
@@ -208,10 +219,11 @@ def profile(
     runtime: Runtime = "cost-model",
     trace: Trace = "fake",
     *,
+    mode: Mode = "train",
     world_size: int = 1,
     fsdp_units: Sequence[str] | None = None,
 ) -> Profile:
-    """Record one training step of a model.
+    """Record one step of a model.
 
         profile = sacplan.profile(model, batch, device="h100")
         profile.peak_bytes, profile.step_ms
@@ -221,15 +233,19 @@ def profile(
             beside the model's classes are emptied before and afterwards: fake tensors must not stay in them.
         batch: a tensor, a tuple (positional), a mapping (keyword arguments), or a callable that makes one.
         loss_fn: ``loss_fn(model, batch) -> scalar``; by default the output's loss, else the sum of its
-            float tensors. It gets a copy of the model, and must use that one.
+            float tensors. It gets a copy of the model, and must use that one. In inference what it returns is the
+            output, of any kind; by default that of the model.
         optimizer: an optimizer over the model, or a callable ``params -> optimizer``. With one, its state
             and the temporaries of its step count.
         device: what the step will run on, see ``sacplan.devices()``.
         runtime: ``"cost-model"`` (roofline of the device) or ``"benchmark"`` (each distinct op timed here).
         trace: ``"fake"`` computes nothing. ``"real"`` runs the step on the model's own tensors, an optimizer's
             part of it twice, and puts everything back; needed where shapes depend on data.
+        mode: ``"train"``: forward, backward, optimizer. ``"inference"``: the forward pass under ``torch.no_grad``;
+            its output is alive at the end. ``model.training`` stays as it is.
         world_size: ranks that the step is spread over; the profile is that of one of them. The model is the whole
-            one, before ``fully_shard`` or DistributedDataParallel; the batch is that of one rank.
+            one, before ``fully_shard`` or DistributedDataParallel; the batch is that of one rank. May be said to
+            ``sacplan.plan`` instead.
         fsdp_units: patterns for the modules on which ``fully_shard`` is called (``["layers.*", ""]``; ``*`` also
             matches dots, ``""`` is the model itself). None with several ranks: DistributedDataParallel.
 
@@ -239,7 +255,10 @@ def profile(
         DeviceError: an unknown device, or one that is not here where it is needed.
     """
     ranks = Ranks.of(world_size, fsdp_units)
-    return trace_step(model, batch, loss_fn, optimizer, device, runtime, trace, ranks=ranks)
+    found = trace_step(model, batch, loss_fn, optimizer, device, runtime, trace, mode=mode)
+    spread = found.on_ranks(ranks)
+    spread.program  # noqa: B018  units that do not fit the model are an error here, and not at the first use
+    return spread
 
 
 def trace_step(
@@ -250,36 +269,33 @@ def trace_step(
     device: str | DeviceSpec | torch.device,
     runtime: str,
     trace: str,
+    *,
+    mode: Mode = "train",
     prepare: Callable[[torch.nn.Module], Any] | None = None,
     saved: Literal["record", "observe"] = "record",
-    ranks: Ranks = ONE_RANK,
 ) -> Profile:
     """What ``profile`` and a fake ``verify`` share: ``prepare`` may change the copy before it runs."""
     check_model(model)
     spec = resolve_device(device)
-    if runtime not in _RUNTIMES:
-        raise TraceError(f"unknown runtime {runtime!r}; known are {', '.join(map(repr, _RUNTIMES))}.")
-    if trace not in ("fake", "real"):
-        raise TraceError(f"unknown trace {trace!r}; known are 'fake' and 'real'.")
+    for what, value, known in (
+        ("runtime", runtime, _RUNTIMES),
+        ("trace", trace, ("fake", "real")),
+        ("mode", mode, ("train", "inference")),
+    ):
+        if value not in known:
+            raise TraceError(f"unknown {what} {value!r}; known are {', '.join(map(repr, known))}.")
+    if mode == "inference" and optimizer is not None:
+        raise TraceError('mode="inference" runs no optimizer; leave optimizer= out, or use mode="train".')
     times = MeasuredTimes(spec) if _RUNTIMES[runtime] == "benchmark" else CostModel(spec)
     run = _trace_fake if trace == "fake" else _trace_real
     with preserved_rng(), _no_garbage_collection():
         batch = resolve_batch(batch)
         fingerprint = Fingerprint.of(model, batch)
-        asked = _Asked(model, batch, loss_fn or default_loss, optimizer, spec, times.cost, prepare, saved)
-        program, assumptions = run(asked)
-    _check_recording(program)
-    program = ranks.program(program, fingerprint.parameters, spec)
-    return Profile(
-        program=with_library_workspaces(program, spec),
-        fingerprint=fingerprint,
-        device=spec.name,
-        device_memory_bytes=spec.memory_bytes,
-        trace=trace,
-        runtime=_RUNTIMES[runtime],
-        assumptions=(*assumptions, *ranks.assumptions),
-        ranks=ranks,
-    )
+        loss_fn = loss_fn or (default_loss if mode == "train" else call_model)
+        asked = _Asked(model, batch, loss_fn, optimizer, spec, times.cost, mode, prepare, saved)
+        recorded, rules = run(asked)
+    _check_recorded(recorded, mode)
+    return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules)
 
 
 def _recorder(spec: DeviceSpec, cost: Any, saved: Any, rules: DataRules | None = None) -> Recorder:
@@ -308,6 +324,7 @@ class _Asked:
     optimizer: Any
     spec: DeviceSpec
     cost: Any
+    mode: Mode
     prepare: Callable[[torch.nn.Module], Any] | None
     saved: str
 
@@ -329,6 +346,7 @@ def _trace_fake(asked: _Asked) -> tuple[Program, tuple[str, ...]]:
             batch=copier.tree(asked.batch),
             loss_fn=asked.loss_fn,
             optimizer=copier.optimizer(asked.optimizer, model, fake),
+            mode=asked.mode,
         )
         if asked.prepare is not None:
             asked.prepare(fake)
@@ -355,7 +373,7 @@ def _trace_real(asked: _Asked) -> tuple[Program, tuple[str, ...]]:
     elif optimizer is not None:
         check_optimizer(optimizer, model)
     with preserved_state(model, made):
-        step = Step(model=model, batch=asked.batch, loss_fn=asked.loss_fn, optimizer=made)
+        step = Step(model=model, batch=asked.batch, loss_fn=asked.loss_fn, optimizer=made, mode=asked.mode)
         undo = asked.prepare(model) if asked.prepare is not None else None
         try:
             return _record_later_step(step, lambda: _recorder(spec, asked.cost, how)), ()
@@ -402,7 +420,8 @@ def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> P
     recorder.track_model(step.model)
     recorder.track_tensors(t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor))
     with recorder:
-        step.run(before_optimizer=make_state)
+        output = step.run(before_optimizer=make_state)
+    del output  # alive until the step is over
     return recorder.program()
 
 
@@ -418,11 +437,14 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _check_recording(program: Program) -> None:
+def _check_recorded(program: Program, mode: Mode) -> None:
     if not program.scopes:
         raise TraceError(
             "no module of the model was called in the step. Does loss_fn use the model that it is given, "
             "and call it rather than its .forward?"
         )
-    if not any(op.phase == Phase.BACKWARD for op in program.ops):
-        raise TraceError("the step has no backward pass that any op ran in: no gradient reaches a parameter.")
+    if mode == "train" and not any(op.phase == Phase.BACKWARD for op in program.ops):
+        raise TraceError(
+            "the step has no backward pass that any op ran in: no gradient reaches a parameter. For a step without "
+            'one use mode="inference".'
+        )

@@ -1,36 +1,37 @@
-"""The recording of one training step, op by op: the plain value that everything else reads.
+"""A step as a program: its storages, tensors, ops and module calls, and the events in the order they happened.
 
-A recording keeps apart *why* a storage is alive: because Python or C++ code holds a tensor on it
-(its natural life, ``ALLOC`` to ``FREE``) or because autograd keeps it for the backward pass (a
-handle, ``PACK`` to ``RELEASE``). A plan changes only the second, so the step with any plan applied
-can be replayed from here without the model (see ``_recompute/replay.py``).
+A program keeps apart *why* a storage is alive: because Python or C++ code holds a tensor on it (``ALLOC`` to ``FREE``)
+or because autograd keeps it for the backward pass (a handle, ``PACK`` to ``RELEASE``). Recomputation changes only the
+second, so the step with any plan can be derived from the program of the step without one.
+
+Every choice is a rewrite: a :class:`Patch` puts other events in the place of some, adds ops and storages, resizes
+storages. ``program.with_(patch)`` is a program again. Ops, storages and handles keep their indices through a rewrite;
+what is added comes behind them. So "op 17" is op 17 in every rewriting, and the events alone say what runs when. What a
+program costs is a fold over its events (``liveness.py``), which knows nothing of techniques.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from enum import IntEnum
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from sacplan.errors import TraceError
+import msgspec
 
-SCHEMA_VERSION = 1
+if TYPE_CHECKING:
+    from sacplan._program.liveness import Footprint, Liveness
+
+T = TypeVar("T")
+
+SCHEMA_VERSION = 2
 
 ROOT_SCOPE = -1
 
 CallSite = tuple[str, int]
 """Op name and occurrence of it within one call of a unit."""
-
-
-def times_of(sites: Collection[CallSite]) -> Mapping[CallSite, int]:
-    """Discarded call sites and how often each is let go: what a mapping says, else once."""
-    return sites if isinstance(sites, Mapping) else dict.fromkeys(sites, 1)
 
 
 class StorageKind(IntEnum):
@@ -46,7 +47,7 @@ class StorageKind(IntEnum):
 
 
 class Phase(IntEnum):
-    """The part of a training step in which an op runs."""
+    """The part of a step in which an op runs."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -54,21 +55,45 @@ class Phase(IntEnum):
 
 
 class Event(IntEnum):
-    """What the event stream is made of; each comes with one integer."""
+    """What the event stream is made of; each comes with one index."""
 
     ALLOC = 0  # storage: first seen, not made by an op we saw
     FREE = 1  # storage: nobody but autograd holds it any more
     OP = 2  # op: allocates what it writes
     PACK = 3  # handle: autograd begins to keep a storage
-    RELEASE = 4  # handle: autograd lets go
+    RELEASE = 4  # handle: autograd releases it
     UNPACK = 5  # instance: autograd asks for the tensor of a handle
-    DROP = 6  # instance: what was handed out is gone
+    DROP = 6  # instance: the tensor that it was given is gone
     ENTER = 7  # scope: the forward of a module begins
     EXIT = 8  # scope: it ends
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
+Events = tuple[tuple[int, int], ...]
+"""Pairs (``Event``, index)."""
+
+
+def times_of(sites: Collection[CallSite]) -> Mapping[CallSite, int]:
+    """Discarded call sites and how often each is dropped: what a mapping says, else once."""
+    return sites if isinstance(sites, Mapping) else dict.fromkeys(sites, 1)
+
+
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """A view of a storage.
+
+    Attributes:
+        storage: index into ``Program.storage_bytes``.
+        dtype: for example ``"float32"``.
+        shape, stride, offset: in elements.
+    """
+
+    storage: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Op(msgspec.Struct, frozen=True, array_like=True):
     """One dispatched op.
 
     Attributes:
@@ -78,13 +103,18 @@ class Op:
         time_ms: predicted or measured time.
         flops: floating-point operations (a multiply-add is two).
         workspace_bytes: what the kernel allocates inside and frees before it returns.
-        reads: storages it takes, in argument order.
+        reads: storages whose values it needs, in argument order.
         writes: storages it allocates.
         mutates: storages it writes in place.
         recomputable: running it again gives the same values and has no other effect.
-        state_bytes: generator state that a recipe of it keeps on the device.
+        state_bytes: size of the generator state that is kept on the device if a random op is to run again.
         replaces: for an op that writes in place, the version of the storage that it overwrites: its first output
             takes over these bytes. It can run again only if that version is made again. -1: none.
+        inputs, outputs: tensors, in the order in which they stand in the arguments and results.
+        arguments: the call as JSON, ``[args, kwargs]``; see ``call``.
+        forward_of: of an op of the backward pass, the forward op whose gradient it computes (of a custom
+            ``autograd.Function``, its first op), as autograd's sequence numbers tell it; -1 where there is none.
+        recomputes: the op that this one runs again; -1 for an op of the recorded step.
     """
 
     name: str
@@ -99,10 +129,24 @@ class Op:
     recomputable: bool
     state_bytes: int = 0
     replaces: int = -1
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    arguments: str = "[[],{}]"
+    forward_of: int = -1
+    recomputes: int = -1
+
+    @property
+    def call(self) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments.
+
+        A tensor is ``{"tensor": i}``, the ``i``-th of ``inputs``; what JSON has no word for is
+        ``{"dtype": "float32"}``, ``{"device": "cpu"}`` and the like, or ``{"object": "torch.Generator"}``.
+        """
+        args, kwargs = json.loads(self.arguments)
+        return args, kwargs
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
+class Scope(msgspec.Struct, frozen=True, array_like=True):
     """One call of a module's forward.
 
     Attributes:
@@ -120,17 +164,53 @@ class Scope:
     output_bytes: int
 
 
-@dataclass(frozen=True)
-class Program:
-    """One step: its storages, ops, module calls, and the stream of events in the order they happened.
+class Patch(msgspec.Struct, frozen=True):
+    """A rewrite of some events of a program.
+
+    New ops, storages and handles have the indices behind those of the program, in the order in which they stand here.
+
+    Attributes:
+        events: by position, the events that take the place of the one there. Those at position
+            ``len(program.events)`` come at the end.
+        ops: new ops.
+        changed_ops: by index, ops that take the place of others.
+        storage_bytes, storage_kinds: of new storages.
+        initial: new storages that are alive when the step begins.
+        tensors: new tensors.
+        handle_storages: of new handles.
+        changed_handles: by index, the storage and the tensor that a handle of the program is on instead.
+        resized: storages of the program that have another size.
+    """
+
+    events: Mapping[int, Events] = {}
+    ops: tuple[Op, ...] = ()
+    changed_ops: Mapping[int, Op] = {}
+    storage_bytes: tuple[int, ...] = ()
+    storage_kinds: tuple[StorageKind, ...] = ()
+    initial: tuple[int, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+    handle_storages: tuple[int, ...] = ()
+    changed_handles: Mapping[int, tuple[int, int]] = {}
+    resized: Mapping[int, int] = {}
+
+
+class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
+    """One step.
+
+    A recorded program has its ops in the order in which they ran. In one that was rewritten, ops that were added stand
+    behind the others (``renumbered`` puts them in order).
 
     Attributes:
         storage_bytes: size of each storage as the device's allocator rounds it.
         storage_kinds: what each is for.
         initial: storages alive when the step began.
+        tensors: the views of storages that ops take and return, and that autograd keeps.
         ops, scopes: see ``Op`` and ``Scope``.
         events: pairs (``Event``, index), in order.
         handle_storages: for each handle, the storage that autograd keeps.
+        handle_tensors: for each handle, the tensor that it is.
+        handle_ops: for each handle, the forward op for whose gradient autograd keeps it (of a custom
+            ``autograd.Function``, its first op); -1 where no op was seen.
         instance_handles: for each unpacked instance, its handle.
         backward_order: scopes in the order in which their backward began.
         leaf_fqns: modules without children.
@@ -140,14 +220,152 @@ class Program:
     storage_bytes: tuple[int, ...]
     storage_kinds: tuple[StorageKind, ...]
     initial: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
     ops: tuple[Op, ...]
     scopes: tuple[Scope, ...]
-    events: tuple[tuple[int, int], ...]
+    events: Events
     handle_storages: tuple[int, ...]
+    handle_tensors: tuple[int, ...]
+    handle_ops: tuple[int, ...]
     instance_handles: tuple[int, ...]
     backward_order: tuple[int, ...]
-    leaf_fqns: frozenset[str] = field(default_factory=frozenset)
-    parameter_bytes: Mapping[str, int] = field(default_factory=dict)
+    leaf_fqns: frozenset[str] = frozenset()
+    parameter_bytes: dict[str, int] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled without what was derived from it."""
+        return _program, tuple(getattr(self, name) for name in self.__struct_fields__)
+
+    # --- rewriting -----------------------------------------------------------------------------------
+
+    def with_(self, patch: Patch) -> Program:
+        """The program with a rewrite applied."""
+        events: list[tuple[int, int]] = []
+        done = 0
+        for position in sorted(patch.events):
+            events += self.events[done:position]
+            events += patch.events[position]
+            done = position + 1
+        events += self.events[done:]
+        ops, sizes = list(self.ops), list(self.storage_bytes)
+        for index, op in patch.changed_ops.items():
+            ops[index] = op
+        for storage, n_bytes in patch.resized.items():
+            sizes[storage] = n_bytes
+        storages, tensors = list(self.handle_storages), list(self.handle_tensors)
+        for handle, (storage, tensor) in patch.changed_handles.items():
+            storages[handle], tensors[handle] = storage, tensor
+        unknown = (-1,) * len(patch.handle_storages)
+        return msgspec.structs.replace(
+            self,
+            events=tuple(events),
+            ops=(*ops, *patch.ops),
+            storage_bytes=(*sizes, *patch.storage_bytes),
+            storage_kinds=self.storage_kinds + patch.storage_kinds,
+            initial=self.initial + patch.initial,
+            tensors=self.tensors + patch.tensors,
+            handle_storages=(*storages, *patch.handle_storages),
+            handle_tensors=(*tensors, *unknown),
+            handle_ops=self.handle_ops + unknown,
+        )
+
+    def renumbered(self) -> Program:
+        """The same with its ops in the order in which they run; ops that no longer run are left out."""
+        order = [arg for code, arg in self.events if code == Event.OP]
+        place = {op: i for i, op in enumerate(order)} | {-1: -1}
+        ops = tuple(
+            msgspec.structs.replace(
+                op, forward_of=place.get(op.forward_of, -1), recomputes=place.get(op.recomputes, -1)
+            )
+            if op.forward_of >= 0 or op.recomputes >= 0
+            else op
+            for op in map(self.ops.__getitem__, order)
+        )
+        first: dict[int, int] = {}
+        end: dict[int, int] = {}
+        events: list[tuple[int, int]] = []
+        ran = 0
+        for code, arg in self.events:
+            if code == Event.OP:
+                events.append((code, ran))
+                ran += 1
+                continue
+            if code == Event.ENTER:
+                first[arg] = ran
+            elif code == Event.EXIT:
+                end[arg] = ran
+            events.append((code, arg))
+        return msgspec.structs.replace(
+            self,
+            ops=ops,
+            events=tuple(events),
+            handle_ops=tuple(place.get(op, -1) for op in self.handle_ops),
+            scopes=tuple(
+                msgspec.structs.replace(scope, first_op=first[i], end_op=end[i])
+                for i, scope in enumerate(self.scopes)
+            ),
+        )
+
+    def first_problem(self) -> str | None:
+        """What is wrong with the indices of a program that somebody else made; None if nothing is."""
+        n_storages, n_handles, n_ops = len(self.storage_bytes), len(self.handle_storages), len(self.ops)
+        limits = [n_storages, n_storages, n_ops, n_handles, n_handles]  # by event
+        limits += [len(self.instance_handles)] * 2 + [len(self.scopes)] * 2
+        storages = (
+            *self.initial,
+            *self.handle_storages,
+            *(tensor.storage for tensor in self.tensors),
+            *(s for op in self.ops for s in (*op.reads, *op.writes, *op.mutates)),
+        )
+        tensors = (*self.handle_tensors, *(t for op in self.ops for t in (*op.inputs, *op.outputs)))
+        places = (
+            ("storage", storages, 0, n_storages),
+            ("storage", (op.replaces for op in self.ops), -1, n_storages),
+            ("tensor", tensors, -1, len(self.tensors)),
+            ("handle", self.instance_handles, 0, n_handles),
+            ("op", (*self.handle_ops, *(op.forward_of for op in self.ops)), -1, n_ops),
+            ("op", (at for scope in self.scopes for at in (scope.first_op, scope.end_op)), 0, n_ops + 1),
+            ("module call", (op.scope for op in self.ops), -1, len(self.scopes)),
+            ("module call", self.backward_order, 0, len(self.scopes)),
+        )
+        for what, indices, least, limit in places:
+            if any(not least <= index < limit for index in indices):
+                return f"it refers to a {what} that it does not have"
+        lengths = (len(self.storage_kinds) - n_storages, len(self.handle_tensors) - n_handles)
+        if any(lengths) or len(self.handle_ops) != n_handles:
+            return "its lists do not have the same length"
+        if any(code not in range(len(limits)) or not 0 <= arg < limits[code] for code, arg in self.events):
+            return "an event refers to something that it does not have"
+        if any(not -1 <= scope.parent < i for i, scope in enumerate(self.scopes)):
+            return "a module call is inside of itself"
+        return None
+
+    # --- what follows from it ------------------------------------------------------------------------
+
+    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Something that is worked out from the program once and kept as long as the program is.
+
+        It is no part of the value: neither compared nor pickled nor saved.
+        """
+        known: dict[Hashable, Any] = self.__dict__.setdefault("_derived", {})
+        if key not in known:
+            known[key] = make()
+        found: T = known[key]
+        return found
+
+    @cached_property
+    def liveness(self) -> Liveness:
+        """Who holds what when: all that is to be read from the order of the events."""
+        from sacplan._program.liveness import Liveness
+
+        return Liveness(self)
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """The peak of the step, what it is made of, and what runs a second time."""
+        from sacplan._program.liveness import footprint_of
+
+        return footprint_of(self)
 
     @cached_property
     def writer(self) -> dict[int, int]:
@@ -168,14 +386,13 @@ class Program:
         return {op.replaces: self.writer[op.replaces] for op in self.ops if op.replaces >= 0}
 
     @cached_property
-    def readers_of_overwritten(self) -> Mapping[int, frozenset[int]]:
-        """By storage that an in-place write replaces, the ops of the forward pass that read it."""
-        found: dict[int, set[int]] = {s: set() for s in self.overwritten}
+    def readers(self) -> Mapping[int, frozenset[int]]:
+        """By storage, the ops of the forward pass that read it."""
+        found: dict[int, set[int]] = defaultdict(set)
         for i, op in enumerate(self.ops):
             if op.phase == Phase.FORWARD:
                 for s in op.reads:
-                    if s in found:
-                        found[s].add(i)
+                    found[s].add(i)
         return {s: frozenset(readers) for s, readers in found.items()}
 
     @cached_property
@@ -219,35 +436,6 @@ class Program:
             seen[name] += 1
         return found
 
-    @cached_property
-    def handle_scopes(self) -> tuple[int, ...]:
-        """For each handle, the innermost module call in which autograd took it."""
-        found = [ROOT_SCOPE] * len(self.handle_storages)
-        stack = [ROOT_SCOPE]
-        for code, arg in self.events:
-            if code == Event.ENTER:
-                stack.append(arg)
-            elif code == Event.EXIT:
-                stack.pop()
-            elif code == Event.PACK:
-                found[arg] = stack[-1]
-        return tuple(found)
-
-    @cached_property
-    def outlives_forward(self) -> frozenset[int]:
-        """Storages that something other than autograd still holds when the backward pass begins."""
-        alive = set(self.initial)
-        for code, arg in self.events:
-            if code == Event.OP:
-                if self.ops[arg].phase != Phase.FORWARD:
-                    break
-                alive.update(self.ops[arg].writes)
-            elif code == Event.ALLOC:
-                alive.add(arg)
-            elif code == Event.FREE:
-                alive.discard(arg)
-        return frozenset(alive)
-
     @property
     def forward_ms(self) -> float:
         """Time of the forward pass, loss included."""
@@ -263,89 +451,6 @@ class Program:
         """Floating-point operations of the whole step."""
         return sum(op.flops for op in self.ops)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready values; ``from_dict`` reads them back."""
-        names = sorted({op.name for op in self.ops})
-        index = {name: i for i, name in enumerate(names)}
-        return {
-            "storage_bytes": self.storage_bytes,
-            "storage_kinds": [int(k) for k in self.storage_kinds],
-            "initial": self.initial,
-            "op_names": names,
-            "ops": [
-                [
-                    index[o.name],
-                    int(o.phase),
-                    o.scope,
-                    o.time_ms,
-                    o.flops,
-                    o.workspace_bytes,
-                    o.reads,
-                    o.writes,
-                    o.mutates,
-                    int(o.recomputable),
-                    o.state_bytes,
-                    o.replaces,
-                ]
-                for o in self.ops
-            ],
-            "scopes": [
-                [s.fqn, s.parent, s.first_op, s.end_op, s.input_bytes, s.output_bytes] for s in self.scopes
-            ],
-            "events": [x for event in self.events for x in event],
-            "handle_storages": self.handle_storages,
-            "instance_handles": self.instance_handles,
-            "backward_order": self.backward_order,
-            "leaf_fqns": sorted(self.leaf_fqns),
-            "parameter_bytes": dict(self.parameter_bytes),
-        }
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Program:
-        """The inverse of ``to_dict``."""
-        names = data["op_names"]
-        flat = data["events"]
-        return cls(
-            storage_bytes=tuple(data["storage_bytes"]),
-            storage_kinds=tuple(StorageKind(k) for k in data["storage_kinds"]),
-            initial=tuple(data["initial"]),
-            ops=tuple(
-                Op(names[n], Phase(p), sc, t, f, w, tuple(r), tuple(wr), tuple(m), bool(rc), *rest)
-                for n, p, sc, t, f, w, r, wr, m, rc, *rest in data["ops"]
-            ),
-            scopes=tuple(Scope(*s) for s in data["scopes"]),
-            events=tuple(zip(flat[::2], flat[1::2], strict=True)),
-            handle_storages=tuple(data["handle_storages"]),
-            instance_handles=tuple(data["instance_handles"]),
-            backward_order=tuple(data["backward_order"]),
-            leaf_fqns=frozenset(data["leaf_fqns"]),
-            parameter_bytes=data["parameter_bytes"],
-        )
-
-
-def write_json(path: str | Path, data: dict[str, Any]) -> None:
-    """Write JSON, compressed where the name ends in ``.gz``."""
-    path = Path(path)
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "wt", encoding="utf-8") as file:
-        json.dump(data, file)
-
-
-def read_json(path: str | Path, what: str, schema_version: int) -> dict[str, Any]:
-    """Read what ``write_json`` wrote; ``TraceError`` where it is something else or of another version."""
-    path = Path(path)
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            data = json.load(file)
-    except (ValueError, gzip.BadGzipFile) as error:
-        raise TraceError(f"{path} is not a sacplan {what}: {error}. Make it again with `.save()`.") from error
-    if not isinstance(data, dict) or data.get("what") != what:
-        found = data.get("what") if isinstance(data, dict) else type(data).__name__
-        raise TraceError(f"{path} holds {found!r}, not a sacplan {what}.")
-    if data.get("schema_version") != schema_version:
-        raise TraceError(
-            f"{path} has schema_version {data.get('schema_version')!r}; this sacplan reads {schema_version}. "
-            f"Make the {what} again with this version."
-        )
-    return data
+def _program(*fields: Any) -> Program:
+    return Program(*fields)

@@ -60,7 +60,7 @@ class Ranks:
         if self.world_size == 1:
             return whole
         if self.fsdp_units is None:
-            return replicated(whole, parameters, spec)
+            return whole.with_(replicated(whole, parameters, spec))
         return sharded(whole, parameters, spec, self.world_size, self.fsdp_units)
 
     @property

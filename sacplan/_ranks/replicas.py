@@ -17,12 +17,11 @@ begins, and time. Not modelled: ``gradient_as_bucket_view=True``, communication 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.fingerprint import Entry
-from sacplan._program.program import Program, StorageKind
+from sacplan._program.program import Patch, Program, StorageKind
 from sacplan._ranks.shards import Parameter, parameters_of
 from sacplan.errors import TraceError
 
@@ -39,8 +38,8 @@ def replicated(
     spec: DeviceSpec,
     *,
     bucket_cap_mb: float = BUCKET_CAP_MB,
-) -> Program:
-    """The recording of one rank of ``DistributedDataParallel``: the buckets are there all the time.
+) -> Patch:
+    """The rewrite for one rank of ``DistributedDataParallel``: the buckets are there all the time.
 
     Args:
         recording: of the whole model on one device.
@@ -55,11 +54,10 @@ def replicated(
         raise TraceError(f"bucket_cap_mb is {bucket_cap_mb!r}; it must be positive (MiB).")
     buckets = bucket_bytes(parameters_of(program, parameters), int(bucket_cap_mb * 2**20))
     first = len(program.storage_bytes)
-    return dataclasses.replace(
-        program,
-        storage_bytes=(*program.storage_bytes, *map(spec.round_up, buckets)),
-        storage_kinds=(*program.storage_kinds, *(StorageKind.GRADIENT for _ in buckets)),
-        initial=(*program.initial, *range(first, first + len(buckets))),
+    return Patch(
+        storage_bytes=tuple(map(spec.round_up, buckets)),
+        storage_kinds=(StorageKind.GRADIENT,) * len(buckets),
+        initial=tuple(range(first, first + len(buckets))),
     )
 
 

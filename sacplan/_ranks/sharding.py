@@ -30,9 +30,10 @@ parameter's (Adafactor's factors) is counted whole.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.fingerprint import Entry
@@ -206,13 +207,13 @@ class _Rewriter:
                 self.gradients[arg].grads.pop(arg, None)  # it was replaced by another
         if len(r.events) in hooks:
             self._run_hooks(hooks[len(r.events)])
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             r,
             storage_bytes=tuple(self.storage_bytes),
             storage_kinds=tuple(self.kinds),
             ops=tuple(self.ops),
             scopes=tuple(
-                dataclasses.replace(scope, first_op=self.first_op[i], end_op=self.end_op[i])
+                msgspec.structs.replace(scope, first_op=self.first_op[i], end_op=self.end_op[i])
                 for i, scope in enumerate(r.scopes)
             ),
             events=tuple(self.events),
@@ -234,7 +235,7 @@ class _Rewriter:
         if op.phase == Phase.OPTIMIZER and self.reduced:
             reads = tuple(dict.fromkeys(self.reduced.get(s, s) for s in op.reads))
             mutates = tuple(dict.fromkeys(self.reduced.get(s, s) for s in op.mutates))
-            op = dataclasses.replace(op, reads=reads, mutates=mutates)
+            op = msgspec.structs.replace(op, reads=reads, mutates=mutates)
         elif op.phase == Phase.BACKWARD:
             for s in op.mutates:
                 if s in self.reduced:  # added to a gradient of an earlier pass, which is in shards already

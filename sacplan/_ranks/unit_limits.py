@@ -7,11 +7,12 @@ discards must not be asked for outside of it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from sacplan._program.program import ROOT_SCOPE, CallSite, Phase, Program, times_of
+import msgspec
+
+from sacplan._program.program import ROOT_SCOPE, CallSite, Phase, Program
 from sacplan._rewrites.settle import final_ops
 
 GATHER = "fsdp.all_gather_copy_in.default"
@@ -43,20 +44,20 @@ def widest_units(program: Program, ops: Iterable[int]) -> dict[int, str]:
 
 
 def narrowed(
-    program: Program, decisions: Mapping[str, Collection[CallSite]]
-) -> dict[str, Collection[CallSite]]:
+    program: Program, decisions: Mapping[str, Mapping[CallSite, int]]
+) -> dict[str, dict[CallSite, int]]:
     """Decisions in which no unit is too wide: what such a unit discards, the units inside of it that may be do.
 
-    ``decisions``: unit to call sites, or to call sites and how often each is let go. Others come back as they are.
+    Others come back as they are.
     """
     wide = too_wide(program)
     if wide.isdisjoint(decisions):
-        return dict(decisions)
+        return {unit: dict(sites) for unit, sites in decisions.items()}
     calls = _widest_calls(program, wide)
-    found = {unit: sites for unit, sites in decisions.items() if unit not in wide}
+    found = {unit: dict(sites) for unit, sites in decisions.items() if unit not in wide}
     inner: dict[str, dict[CallSite, int]] = defaultdict(dict)
     for unit in wide.intersection(decisions):
-        times = times_of(decisions[unit])
+        times = decisions[unit]
         gone = {
             op: times[site]
             for call in program.calls[unit]
@@ -87,7 +88,7 @@ def kept_at_limits(program: Program, sharded: Collection[str]) -> Program:
         if op.phase == Phase.FORWARD:
             for s in op.reads:
                 places[s].add(calls[op.scope])
-    for s, scope in zip(program.handle_storages, program.handle_scopes, strict=True):
+    for s, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True):
         places[s].add(calls[scope])
 
     def may(scope: int, writes: Iterable[int]) -> bool:
@@ -95,12 +96,12 @@ def kept_at_limits(program: Program, sharded: Collection[str]) -> Program:
         return unit != ROOT_SCOPE and all(places[s] <= {unit} for s in writes)
 
     ops = [
-        dataclasses.replace(op, recomputable=False)
+        msgspec.structs.replace(op, recomputable=False)
         if op.recomputable and not may(op.scope, op.writes)
         else op
         for op in program.ops
     ]
-    return dataclasses.replace(program, ops=final_ops(ops))  # nor what writes in place on what these made
+    return msgspec.structs.replace(program, ops=final_ops(ops))  # nor what writes in place on what these made
 
 
 def _widest_calls(program: Program, wide: Collection[str]) -> dict[int, int]:

@@ -54,7 +54,7 @@ def discardable(program: Program, group: Group) -> bool:
     return all(
         ops[i].recomputable
         and all(program.overwritten.get(s, i) in inside for s in ops[i].reads)
-        and all(program.readers_of_overwritten.get(s, inside) <= inside for s in ops[i].writes)
+        and all(program.readers.get(s, inside) <= inside for s in ops[i].writes if s in program.overwritten)
         for i in group
     )
 

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sacplan._program.program import Event, Phase, Program
+from sacplan._program.program import Phase, Program
 from sacplan._recompute import closure
 from sacplan._recompute.in_place_groups import connected, discardable, in_place_groups
 from sacplan._recompute.partition import Part, join, partition, runs, unit_around
@@ -108,14 +108,13 @@ class Regions:
         self._early = early
         self._kinds: dict[tuple[closure.ClosureProblem, closure.ClosureProblem | None], int] = {}
         self._solved: dict[tuple[int, int], tuple[Option, ...]] = {}
-        self._handles = _handles_by_op(program)
-        self._readers: dict[int, set[int]] = defaultdict(set)
-        for i, op in enumerate(program.ops):
-            if op.phase == Phase.FORWARD:
-                for s in op.reads:
-                    self._readers[s].add(i)
+        self._savers: dict[int, list[int]] = defaultdict(
+            list
+        )  # storage to the ops that autograd keeps it for
+        for storage, op in zip(program.handle_storages, program.handle_ops, strict=True):
+            self._savers[storage].append(op)
         self._packed: dict[int, set[int]] = defaultdict(set)
-        for storage, scope in zip(program.handle_storages, program.handle_scopes, strict=True):
+        for storage, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True):
             self._packed[storage].add(scope)
         self._kept = pins.kept_ops | self._across_widest_units()
         self._parts, self._split = partition(program, pins)
@@ -168,7 +167,7 @@ class Regions:
         for s, op in program.writer.items():
             if program.ops[op].phase != Phase.FORWARD or op in pins.kept_ops:
                 continue
-            users = {program.ops[i].scope for i in self._readers.get(s, ()) if i not in pins.kept_ops}
+            users = {program.ops[i].scope for i in self.program.readers.get(s, ()) if i not in pins.kept_ops}
             users.update(self._packed.get(s, ()))
             widest_unit = pins.widest_unit(program.ops[op].scope)
             if any(pins.widest_unit(scope) != widest_unit for scope in users):
@@ -202,7 +201,7 @@ class Regions:
 
         def leaves(storage: int) -> bool:
             """Whether another region reads it: its recipes would hold what this one thinks is gone."""
-            return not self._readers.get(storage, inside) <= inside
+            return not self.program.readers.get(storage, inside) <= inside
 
         closure_ops = tuple(
             closure.ClosureOp(
@@ -215,10 +214,10 @@ class Regions:
             for group in members
         )
         saved: set[int] = set()
-        free = program.outlives_forward
+        free = program.liveness.outlives_forward
         taken_elsewhere: set[int] = set()
         for storage in local:
-            for op in self._handles.get(storage, ()):
+            for op in self._savers.get(storage, ()):
                 (saved if op in inside else taken_elsewhere).add(storage)
         problem = closure.ClosureProblem(
             ops=closure_ops,
@@ -247,25 +246,6 @@ def _options(
     most = len(distinct) + min(more, max(0, _EFFORT // len(problem.ops) - len(distinct)))
     points = list(closure.with_neighbours(problem, distinct, most))
     return tuple(Option(p.recompute_ms, p.kept_bytes, tuple(sorted(p.discarded))) for p in points)
-
-
-def _handles_by_op(program: Program) -> dict[int, list[int]]:
-    """Storage to the ops for whose backward autograd keeps it.
-
-    A pack event lies beside the op that it belongs to: before it for an input, after it for an output. The
-    module call tells the two apart at a module's edge, where alone it matters.
-    """
-    found: dict[int, list[int]] = defaultdict(list)
-    ops, scopes = program.ops, program.handle_scopes
-    last = -1
-    for code, arg in program.events:
-        if code == Event.OP:
-            last = arg
-        elif code == Event.PACK:
-            after = last + 1 if last + 1 < len(ops) else last
-            here = last if last >= 0 and ops[last].scope == scopes[arg] else after
-            found[program.handle_storages[arg]].append(here)
-    return found
 
 
 def _hanging_together(program: Program, ops: Sequence[int]) -> list[list[int]]:

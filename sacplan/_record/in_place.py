@@ -27,11 +27,11 @@ executor's own mode is on there. The backward pass of a planned step runs under 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from sacplan._program.program import Event, Op, StorageKind
@@ -181,7 +181,7 @@ def _renamed(op: Op, write: _Write | None, same: Sequence[int]) -> Op:
         tuple(same[s] for s in storages) for storages in (op.reads, op.writes, op.mutates)
     )
     if write is not None:
-        return dataclasses.replace(op, name=write.name, reads=reads, writes=(), mutates=writes)
+        return msgspec.structs.replace(op, name=write.name, reads=reads, writes=(), mutates=writes)
     if (reads, writes, mutates) == (op.reads, op.writes, op.mutates):
         return op
-    return dataclasses.replace(op, reads=reads, writes=writes, mutates=mutates)
+    return msgspec.structs.replace(op, reads=reads, writes=writes, mutates=mutates)

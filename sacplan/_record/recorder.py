@@ -19,13 +19,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, Scope, StorageKind
+from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, Scope, StorageKind, Tensor
+from sacplan._record.calls import arguments_of
 from sacplan._record.fake_data import DataRules
 from sacplan._record.in_place import InPlaceWrites
 from sacplan._record.saved_tensors import SavedMode, SavedTensors
 from sacplan._record.seen_ops import Seen, SeenOps
-from sacplan._rewrites.in_place_versions import split_versions
-from sacplan._rewrites.settle import final_kinds, final_ops
+from sacplan._rewrites.in_place_versions import in_place_versions
+from sacplan._rewrites.settle import settled
 from sacplan._torch.ops import can_run_again, op_traits, tensors_in
 from sacplan._torch.private import (
     FakeTensorMode,
@@ -43,6 +44,8 @@ from sacplan.errors import TraceError
 _ALLOC, _FREE, _OP = int(Event.ALLOC), int(Event.FREE), int(Event.OP)
 _ENTER, _EXIT = int(Event.ENTER), int(Event.EXIT)
 
+
+_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], int]  # shape, stride, offset in the storage
 
 NUMBER_BYTES = 8
 """Of the tensor that a Python number becomes."""
@@ -96,6 +99,10 @@ class Recorder(TorchDispatchMode):
         self._active = False
         self._error: Exception | None = None
         self._ids: dict[int, int] = {}
+        self._offsets: dict[int, int] = {}  # of unpacked tensors in the storage that was recorded
+        self._layouts: dict[_Layout, int] = {}
+        self._tensors: dict[tuple[int, int], int] = {}  # (storage, layout) to tensor
+        self._op_of_number: dict[int, int] = {}  # autograd's next sequence number to the first op run at it
         self._finalizers: dict[int, weakref.ref[Any]] = {}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}  # storage to the output of the op that made it
         self._storage_bytes: list[int] = []
@@ -120,6 +127,8 @@ class Recorder(TorchDispatchMode):
         self._saved = SavedTensors(
             saved,
             ids=self._ids,
+            offsets=self._offsets,
+            tensor_index=self._tensor_index,
             events=self._events,
             initial=self._initial_set,
             paused=self.paused,
@@ -227,6 +236,7 @@ class Recorder(TorchDispatchMode):
         """Begin a new record with what is alive now."""
         self._mark_late_kinds()
         self._ops.clear()
+        self._op_of_number.clear()
         self._events.clear()
         self._scopes.clear()
         self._scope_marks.clear()
@@ -334,7 +344,8 @@ class Recorder(TorchDispatchMode):
 
     def _figures(self, func: Any, args: Any, kwargs: Any, out: Any, key: Any) -> Seen:
         flops, time_ms = self._cost(func, args, kwargs, out)
-        seen = Seen(flops, time_ms, self._rounded(self._workspace(func, args, kwargs, out)))
+        workspace_bytes = self._rounded(self._workspace(func, args, kwargs, out))
+        seen = Seen(flops, time_ms, workspace_bytes, arguments_of(args, kwargs))
         if key is not None and self._seen is not None:
             self._seen.remember(key, args, kwargs, out, seen)
         return seen
@@ -344,21 +355,21 @@ class Recorder(TorchDispatchMode):
         known = self._ids
         n_storages = len(self._storage_bytes)
         mutates = self._mutated(traits, args, kwargs) if traits.written_names else ()
-        left_out = traits.left_out(args)  # statistics, which it only writes
-        read = [a for i, a in enumerate(args) if i not in left_out] if left_out else args
-        reads: dict[int, None] = {}
-        for t in _tensor_list(read, kwargs):
-            if is_plain(t):
-                storage = t.untyped_storage()
-                at = known.get(storage_key(storage))
-                reads[self._found(storage) if at is None else at] = None
+        taken = _plain_tensors(args, kwargs)
+        storages = []
+        for t in taken:
+            storage = t.untyped_storage()
+            at = known.get(storage_key(storage))
+            storages.append(self._found(storage) if at is None else at)
+        left_out = [args[i] for i in traits.left_out(args)]  # statistics, which it only writes
+        reads = dict.fromkeys(
+            s for t, s in zip(taken, storages, strict=True) if not any(t is other for other in left_out)
+        )
         writes: dict[int, None] = {}
-        fresh = True
         outputs = _tensor_list(out)
-        for t in outputs:
-            if not is_plain(t):
-                fresh = False
-                continue
+        made = [t for t in outputs if is_plain(t)]
+        fresh = len(made) == len(outputs)
+        for t in made:
             storage = t.untyped_storage()
             at = known.get(storage_key(storage))
             if at is None:
@@ -367,16 +378,20 @@ class Recorder(TorchDispatchMode):
                 writes[at] = None
             elif at not in writes:
                 fresh = False
+            storages.append(at)
         if not outputs and not mutates:
             return  # a metadata query
         index = len(self._ops)
         if seen is None:
             seen = self._figures(func, args, kwargs, out, key)
         phase = self._phase()
+        scope = self._scope(phase)
+        self._op_of_number.setdefault(autograd_sequence_number(), index)
+        tensors = self._tensors_of((*taken, *made), storages, seen if key is not None else None)
         op = Op(
             traits.name,
             phase,
-            self._scope(phase),
+            scope,
             seen.time_ms,
             seen.flops,
             seen.workspace_bytes,
@@ -387,6 +402,13 @@ class Recorder(TorchDispatchMode):
             and (self._is_as_made(args[0], mutates) if traits.in_place else fresh and bool(writes))
             and can_run_again(func, args, kwargs, out),
             self._state_bytes if traits.random else 0,
+            -1,
+            tensors[: len(taken)],
+            tensors[len(taken) :],
+            seen.arguments,
+            self._op_of_number.get(self._node + 1, -1)
+            if phase is Phase.BACKWARD and self._node is not None
+            else -1,
         )
         self._ops.append(op)
         self._events.append((_OP, index))
@@ -397,6 +419,31 @@ class Recorder(TorchDispatchMode):
             self._storage_bytes.append(self._number_bytes)
             self._kinds.append(StorageKind.OTHER)
             self._born.append(phase)
+
+    # --- tensors ------------------------------------------------------------------------------
+
+    def _tensors_of(
+        self, tensors: Sequence[torch.Tensor], storages: Sequence[int], seen: Seen | None
+    ) -> tuple[int, ...]:
+        """The indices of tensors; ``seen`` remembers the layouts where the op was looked up."""
+        if seen is None or self._offsets:
+            layouts: Iterable[int] = map(self._layout_of, tensors)
+        else:
+            if seen.layouts is None:
+                seen.layouts = tuple(map(self._layout_of, tensors))
+            layouts = seen.layouts
+        known = self._tensors
+        return tuple(known.setdefault(view, len(known)) for view in zip(storages, layouts, strict=True))
+
+    def _tensor_index(self, tensor: torch.Tensor, storage: int) -> int:
+        return self._tensors.setdefault((storage, self._layout_of(tensor)), len(self._tensors))
+
+    def _layout_of(self, t: torch.Tensor) -> int:
+        offset = int(t.storage_offset())
+        if self._offsets:
+            offset += self._offsets.get(storage_key(t.untyped_storage()), 0)
+        layout = (t.dtype, t.shape, t.stride(), offset)
+        return self._layouts.setdefault(layout, len(self._layouts))
 
     def _phase(self) -> Phase:
         if self._in_optimizer:
@@ -468,22 +515,21 @@ class Recorder(TorchDispatchMode):
         kinds = list(self._kinds)
         born_backward = [phase is Phase.BACKWARD for phase in self._born]
         ops, events, same = self._in_place.settle(self._ops, self._events, kinds, born_backward)
-        versions = split_versions(ops, events, [same[s] for s in self._saved.handle_storages], len(kinds))
-        handle_storages = versions.handle_storages
-        of = (*range(len(kinds)), *versions.version_of)
+        saved = self._saved
         parameters = {id(p): p for m in self._modules.values() for p in m.parameters(recurse=False)}
         sizes = {key: self._rounded(p.numel() * p.element_size()) for key, p in parameters.items()}
-        return Program(
-            storage_bytes=tuple(self._storage_bytes[s] for s in of),
-            storage_kinds=final_kinds(
-                [kinds[s] for s in of], [self._born[s] for s in of], versions.ops, handle_storages
-            ),
+        recorded = Program(
+            storage_bytes=tuple(self._storage_bytes),
+            storage_kinds=tuple(StorageKind.TEMPORARY if kind is None else kind for kind in kinds),
             initial=tuple(self._initial),
-            ops=final_ops(versions.ops),
+            tensors=self._tensor_table(same),
+            ops=tuple(ops),
             scopes=tuple(Scope(*s) for s in self._scopes),
-            events=versions.events,
-            handle_storages=handle_storages,
-            instance_handles=tuple(self._saved.instance_handles),
+            events=tuple(events),
+            handle_storages=tuple(same[s] for s in saved.handle_storages),
+            handle_tensors=tuple(saved.handle_tensors),
+            handle_ops=tuple(self._op_of_number.get(number, -1) for number in saved.handle_numbers),
+            instance_handles=tuple(saved.instance_handles),
             backward_order=tuple(self._backward_order),
             leaf_fqns=frozenset(
                 fqn for key, fqn in self._fqns.items() if not any(self._modules[key].children())
@@ -493,6 +539,20 @@ class Recorder(TorchDispatchMode):
                 for key, fqn in self._fqns.items()
             },
         )
+        named = frozenset(s for s, kind in enumerate(kinds) if kind is not None)
+        split = recorded.with_(in_place_versions(recorded))
+        return settled(split, named, self._born)
+
+    def _tensor_table(self, same: Sequence[int]) -> tuple[Tensor, ...]:
+        layouts = [
+            (str(dtype).removeprefix("torch."), tuple(shape), tuple(stride), offset)
+            for dtype, shape, stride, offset in self._layouts
+        ]
+        return tuple(Tensor(same[storage], *layouts[layout]) for storage, layout in self._tensors)
+
+
+def _plain_tensors(*values: Any) -> list[torch.Tensor]:
+    return [t for t in _tensor_list(*values) if is_plain(t)]
 
 
 def _tensor_list(*values: Any) -> list[torch.Tensor]:

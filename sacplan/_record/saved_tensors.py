@@ -17,7 +17,13 @@ import torch
 
 from sacplan._program.program import Event
 from sacplan._record.fake_data import DataRules
-from sacplan._torch.private import active_fake_mode, fake_empty_strided, is_plain, storage_key
+from sacplan._torch.private import (
+    active_fake_mode,
+    autograd_sequence_number,
+    fake_empty_strided,
+    is_plain,
+    storage_key,
+)
 
 SavedMode = Literal["virtual", "clone", "observe"]
 
@@ -27,12 +33,13 @@ _PACK, _RELEASE, _UNPACK, _DROP = map(int, (Event.PACK, Event.RELEASE, Event.UNP
 class _Handle:
     """What autograd keeps instead of a tensor; its end is autograd's letting go."""
 
-    __slots__ = ("__weakref__", "clone", "dtype", "index", "rules", "size", "stride", "value")
+    __slots__ = ("__weakref__", "clone", "dtype", "index", "offset", "rules", "size", "stride", "value")
 
     def __init__(self, index: int, tensor: torch.Tensor, clone: torch.Tensor | None) -> None:
         self.index = index
         self.size = tensor.shape
         self.stride = tensor.stride()
+        self.offset = int(tensor.storage_offset())
         self.dtype = tensor.dtype
         self.clone = clone
         self.value: torch.Tensor | None = None  # what a fake tensor holds, where it is known
@@ -44,14 +51,18 @@ class SavedTensors:
 
     Args:
         how: see the module's docstring.
-        ids: storage key to storage, shared with the recorder; so are ``events``.
+        ids: storage key to storage, shared with the recorder; so are ``events`` and ``offsets``.
+        offsets: storage key to the place in the recorded storage where a tensor begins that was unpacked; absent
+            where that is 0.
+        tensor_index: the index of a tensor on a recorded storage.
         events: pairs (``Event``, index).
         initial: storages that are alive anyway (parameters, the batch) and need no handle.
         paused: context in which the recorder takes no note of ops.
         rules: what knows values of fake tensors; a tensor that is unpacked keeps them.
 
     Attributes:
-        handle_storages, instance_handles: as in ``Program``.
+        handle_storages, handle_tensors, instance_handles: as in ``Program``.
+        handle_numbers: autograd's next sequence number when it took the tensor.
     """
 
     def __init__(
@@ -59,15 +70,21 @@ class SavedTensors:
         how: SavedMode,
         *,
         ids: dict[int, int],
+        offsets: dict[int, int],
+        tensor_index: Callable[[torch.Tensor, int], int],
         events: list[tuple[int, int]],
         initial: Collection[int],
         paused: Callable[[], AbstractContextManager[None]],
         rules: DataRules | None,
     ) -> None:
         self.handle_storages: list[int] = []
+        self.handle_tensors: list[int] = []
+        self.handle_numbers: list[int] = []
         self.instance_handles: list[int] = []
         self._how = how
         self._ids = ids
+        self._offsets = offsets
+        self._tensor_index = tensor_index
         self._events = events
         self._initial = initial
         self._paused = paused
@@ -102,6 +119,8 @@ class SavedTensors:
         if self._rules is not None and self._rules.knows(tensor):
             handle.value, handle.rules = self._rules.value(tensor), self._rules.rules_of([tensor])
         self.handle_storages.append(storage)
+        self.handle_tensors.append(self._tensor_index(tensor, storage))
+        self.handle_numbers.append(autograd_sequence_number())
         self._events.append((_PACK, index))
 
         def released(_: Any) -> None:
@@ -137,9 +156,12 @@ class SavedTensors:
             self._events.append((_DROP, instance))
             self._instance_refs.pop(instance, None)
             self._ids.pop(key, None)
+            self._offsets.pop(key, None)
 
         self._instance_refs[instance] = weakref.ref(storage, dropped)
         self._ids[key] = self.handle_storages[packed.index]
+        if packed.offset:
+            self._offsets[key] = packed.offset
         return out
 
     def _twin_of(self, handle: _Handle) -> torch.Tensor:

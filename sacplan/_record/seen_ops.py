@@ -30,15 +30,23 @@ Layout = tuple[bool, torch.Size, tuple[int, ...], int, torch.dtype]
 
 
 class Seen:
-    """What is known of an op on arguments of one layout. ``outputs`` is None where they cannot be made from it."""
+    """What is known of an op on arguments of one layout.
 
-    __slots__ = ("flops", "outputs", "time_ms", "workspace_bytes", "wrap")
+    Attributes:
+        flops, time_ms, workspace_bytes, arguments: as in ``Op``.
+        layouts: of its tensors, inputs before outputs; numbers of the recorder's, None until it has seen one call.
+        outputs: layouts of results, and values that are no tensors; None where they cannot be made from these.
+    """
 
-    def __init__(self, flops: int, time_ms: float, workspace_bytes: int) -> None:
+    __slots__ = ("arguments", "flops", "layouts", "outputs", "time_ms", "workspace_bytes", "wrap")
+
+    def __init__(self, flops: int, time_ms: float, workspace_bytes: int, arguments: str) -> None:
         self.flops = flops
         self.time_ms = time_ms
         self.workspace_bytes = workspace_bytes
-        self.outputs: list[Any] | None = None  # layouts, and values that are no tensors
+        self.arguments = arguments
+        self.layouts: tuple[int, ...] | None = None
+        self.outputs: list[Any] | None = None
         self.wrap: type | None = None  # tuple or list; None for a single tensor
 
 

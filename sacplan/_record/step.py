@@ -14,7 +14,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -24,7 +24,10 @@ from sacplan._torch.ops import tensors_in
 from sacplan._torch.private import active_fake_mode, fake_empty_strided, meta_storage
 from sacplan.errors import TraceError
 
-LossFn = Callable[[torch.nn.Module, Any], torch.Tensor]
+LossFn = Callable[[torch.nn.Module, Any], Any]
+"""``loss_fn(model, batch)``: a scalar tensor; in inference the output."""
+
+Mode = Literal["train", "inference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +38,16 @@ class Step:
     batch: Any
     loss_fn: LossFn
     optimizer: torch.optim.Optimizer | None
+    mode: Mode = "train"
 
-    def run(self, before_optimizer: Callable[[], None] | None = None) -> None:
-        """Zero the gradients, forward, loss, backward, optimizer step; ``before_optimizer`` is called before that."""
+    def run(self, before_optimizer: Callable[[], None] | None = None) -> Any:
+        """Zero the gradients, forward, loss, backward, optimizer step; ``before_optimizer`` is called before that.
+
+        In inference the forward pass alone; returns its output, which the caller then holds.
+        """
+        if self.mode == "inference":
+            with torch.no_grad():
+                return self.loss_fn(self.model, self.batch)
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss_fn(self.model, self.batch)
@@ -47,6 +57,7 @@ class Step:
             if before_optimizer is not None:
                 before_optimizer()
             self.optimizer.step()
+        return None
 
 
 def check_loss(loss: Any) -> None:

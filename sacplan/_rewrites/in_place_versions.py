@@ -1,7 +1,7 @@
 """In-place writes of the forward pass as ops that make a new storage in the place of an old one.
 
 ``relu_(x)`` overwrites what ``x`` was. Whoever wants to make the result again needs the old ``x`` first, which is no
-longer there; but if ``x`` can be made again, so can the result. For this the recording tells the two apart: the
+longer there; but if ``x`` can be made again, so can the result. For this the program tells the two apart: the
 storage is split into versions, the op reads the old one and makes the new one (``Op.replaces``), and the old one is
 freed with it. Nothing is allocated, so the bytes are what they were.
 
@@ -11,70 +11,106 @@ made the old version, and autograd does not hold it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
 
-from sacplan._program.program import Event, Op, Phase
+import msgspec
 
+from sacplan._program.program import Event, Op, Patch, Phase, Program, Tensor
 
-@dataclass(frozen=True, slots=True)
-class Versions:
-    """A step whose storages are split.
-
-    Attributes:
-        ops, events, handle_storages: with versions in the place of storages.
-        version_of: the storages that were added at the end, and of which one each is a version.
-    """
-
-    ops: tuple[Op, ...]
-    events: tuple[tuple[int, int], ...]
-    handle_storages: tuple[int, ...]
-    version_of: tuple[int, ...]
+_FREE = int(Event.FREE)
 
 
-def split_versions(
-    ops: Sequence[Op],
-    events: Sequence[tuple[int, int]],
-    handle_storages: Sequence[int],
-    n_storages: int,
-) -> Versions:
-    """Split the storages of a step. What cannot be split stays an op that mutates."""
-    now: dict[int, int] = {}  # storage to the version that it has now, if it was split
-    version_of: list[int] = []
-    handles, held = list(handle_storages), [0] * n_storages
-    makers: dict[int, int] = {}  # storage, or version, to the op that made it
-    new_ops, new_events = list(ops), []
-    for code, arg in events:
-        if code == Event.PACK:
-            held[handle_storages[arg]] += 1
-            handles[arg] = now.get(handles[arg], handles[arg])
-        elif code == Event.RELEASE:
-            held[handle_storages[arg]] -= 1
-        elif code in (Event.FREE, Event.ALLOC):
-            arg = now.pop(arg, arg)
-        elif code == Event.OP:
-            op = ops[arg]
-            if now:
-                op = _renamed(op, now)
-            target = ops[arg].mutates[0] if len(ops[arg].mutates) == 1 else -1
-            if op.phase is Phase.FORWARD and target >= 0 and op.recomputable and not op.writes:
-                maker = makers.get(now.get(target, target), -1)
-                if maker >= 0 and new_ops[maker].recomputable and not held[target]:
-                    old, new = now.get(target, target), n_storages + len(version_of)
-                    version_of.append(target)
-                    now[target] = new
-                    makers[new] = arg
-                    new_ops[arg] = replace(op, writes=(new,), mutates=(), replaces=old)
-                    new_events += [(code, arg), (Event.FREE, old)]
-                    continue
-                op = replace(op, recomputable=False)
-            if op.phase is Phase.FORWARD:
-                makers.update(dict.fromkeys(op.writes, arg))
-            new_ops[arg] = op
-        new_events.append((code, arg))
-    return Versions(tuple(new_ops), tuple(new_events), tuple(handles), tuple(version_of))
+def in_place_versions(program: Program) -> Patch:
+    """The rewrite that splits storages into versions. What cannot be split stays an op that mutates."""
+    return _Splitter(program).patch()
 
 
-def _renamed(op: Op, now: dict[int, int]) -> Op:
-    reads, mutates = (tuple(now.get(s, s) for s in storages) for storages in (op.reads, op.mutates))
-    return op if (reads, mutates) == (op.reads, op.mutates) else replace(op, reads=reads, mutates=mutates)
+class _Splitter:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.now: dict[int, int] = {}  # storage to the version that it has now, if it was split
+        self.version_of: list[int] = []
+        self.makers: dict[int, int] = {}  # storage, or version, to the op that made it
+        self.ops: dict[int, Op] = {}
+        self.tensors: dict[tuple[int, int], int] = {}  # (tensor, version) to the tensor that it is there
+        self.table: list[Tensor] = []
+
+    def patch(self) -> Patch:
+        program, now = self.program, self.now
+        held: Counter[int] = Counter()
+        events: dict[int, tuple[tuple[int, int], ...]] = {}
+        handles: dict[int, tuple[int, int]] = {}
+        for position, (code, arg) in enumerate(program.events):
+            if code == Event.PACK:
+                storage = program.handle_storages[arg]
+                held[storage] += 1
+                if storage in now:
+                    handles[arg] = now[storage], self._tensor(program.handle_tensors[arg])
+            elif code == Event.RELEASE:
+                held[program.handle_storages[arg]] -= 1
+            elif code in (Event.FREE, Event.ALLOC):
+                if arg in now:
+                    events[position] = ((code, now.pop(arg)),)
+            elif code == Event.OP:
+                old = self._op(arg, held)
+                if old is not None:
+                    events[position] = ((code, arg), (_FREE, old))
+        sizes, kinds = program.storage_bytes, program.storage_kinds
+        return Patch(
+            events=events,
+            changed_ops=self.ops,
+            storage_bytes=tuple(sizes[s] for s in self.version_of),
+            storage_kinds=tuple(kinds[s] for s in self.version_of),
+            tensors=tuple(self.table),
+            changed_handles=handles,
+        )
+
+    def _op(self, index: int, held: Counter[int]) -> int | None:
+        """Note what an op is in terms of versions; the version that it overwrites, if it makes a new one."""
+        op, now = self.program.ops[index], self.now
+        renamed = self._renamed(op) if now else op
+        target = op.mutates[0] if len(op.mutates) == 1 else -1
+        if op.phase is Phase.FORWARD and target >= 0 and op.recomputable and not op.writes:
+            old = now.get(target, target)
+            maker = self.makers.get(old, -1)
+            if maker >= 0 and self.ops.get(maker, self.program.ops[maker]).recomputable and not held[target]:
+                new = len(self.program.storage_bytes) + len(self.version_of)
+                self.version_of.append(target)
+                now[target] = new
+                self.makers[new] = index
+                outputs = tuple(map(self._tensor, op.outputs))
+                self.ops[index] = msgspec.structs.replace(
+                    renamed, writes=(new,), mutates=(), replaces=old, outputs=outputs
+                )
+                return old
+            renamed = msgspec.structs.replace(renamed, recomputable=False)
+        if op.phase is Phase.FORWARD:
+            self.makers.update(dict.fromkeys(op.writes, index))
+        if renamed is not op:
+            self.ops[index] = renamed
+        return None
+
+    def _renamed(self, op: Op) -> Op:
+        now = self.now
+        if now.keys().isdisjoint((*op.reads, *op.mutates)):
+            return op
+        return msgspec.structs.replace(
+            op,
+            reads=tuple(now.get(s, s) for s in op.reads),
+            mutates=tuple(now.get(s, s) for s in op.mutates),
+            inputs=tuple(map(self._tensor, op.inputs)),
+            outputs=tuple(map(self._tensor, op.outputs)),
+        )
+
+    def _tensor(self, tensor: int) -> int:
+        """A tensor on the version that its storage has now."""
+        if tensor < 0:
+            return tensor
+        view = self.program.tensors[tensor]
+        if view.storage not in self.now:
+            return tensor
+        key = tensor, self.now[view.storage]
+        if key not in self.tensors:
+            self.tensors[key] = len(self.program.tensors) + len(self.table)
+            self.table.append(msgspec.structs.replace(view, storage=key[1]))
+        return self.tensors[key]

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
 
 from sacplan._device.devices import DeviceSpec, torch_version
-from sacplan._program.program import Event, Phase, Program, StorageKind
+from sacplan._program.program import Event, Patch, Phase, Program, StorageKind
 
 KIB, MIB = 2**10, 2**20
 SMALL_BYTES = (4096 * 2 + 16 * 8) * KIB  # cuBLAS's own configuration ":4096:2:16:8"
@@ -81,32 +80,29 @@ def workspaces_stay(version: tuple[int, int] | None = None) -> bool:
     return (torch_version() if version is None else version) < (2, 15)
 
 
-def with_library_workspaces(
-    program: Program, spec: DeviceSpec, version: tuple[int, int] | None = None
-) -> Program:
-    """The recording with the workspaces that stay: storages of ``StorageKind.OTHER``, alive from the first product of
-    their thread on (forward and optimizer on one, backward on the other). The same one where there are none.
+def library_workspaces(program: Program, spec: DeviceSpec, version: tuple[int, int] | None = None) -> Patch:
+    """The rewrite that adds the workspaces that stay.
+
+    They are storages of ``StorageKind.OTHER``, alive from the first product of their thread on (forward and optimizer
+    on one, backward on the other). An empty patch where there are none.
     """
     nbytes = spec.round_up(library_workspace_bytes(spec, version))
     if not nbytes or not workspaces_stay(version):
-        return program
+        return Patch()
     products = {name.replace("::", ".") for name in PRODUCTS}
-    events: list[tuple[int, int]] = []
-    first = len(program.storage_bytes)
-    made: set[bool] = set()
-    for code, arg in program.events:
-        if code == Event.OP and len(made) < 2:
+    events: dict[int, tuple[tuple[int, int], ...]] = {}
+    threads: set[bool] = set()
+    for position, (code, arg) in enumerate(program.events):
+        if code == Event.OP:
             op = program.ops[arg]
-            in_backward = op.phase == Phase.BACKWARD
-            if in_backward not in made and op.name.rpartition(".")[0] in products:
-                events.append((int(Event.ALLOC), first + len(made)))
-                made.add(in_backward)
-        events.append((code, arg))
-    if not made:
-        return program
-    return replace(
-        program,
-        storage_bytes=(*program.storage_bytes, *(nbytes for _ in made)),
-        storage_kinds=(*program.storage_kinds, *(StorageKind.OTHER for _ in made)),
-        events=tuple(events),
-    )
+            thread = op.phase == Phase.BACKWARD
+            if thread not in threads and op.name.rpartition(".")[0] in products:
+                events[position] = (
+                    (int(Event.ALLOC), len(program.storage_bytes) + len(threads)),
+                    (code, arg),
+                )
+                threads.add(thread)
+                if len(threads) == 2:
+                    break
+    n = len(threads)
+    return Patch(events=events, storage_bytes=(nbytes,) * n, storage_kinds=(StorageKind.OTHER,) * n)

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
-from sacplan._program.program import Op, Phase, StorageKind
+import msgspec
+
+from sacplan._program.program import Op, Phase, Program, StorageKind
 
 
-def final_kinds(
-    kinds: Sequence[StorageKind | None],
-    born: Sequence[Phase],
-    ops: Sequence[Op],
-    handle_storages: Collection[int],
-) -> tuple[StorageKind, ...]:
-    """The kinds of storages that were not known by name: activations, if the backward pass needs them."""
-    needed = set(handle_storages)
-    backward_at = next((i for i, op in enumerate(ops) if op.phase is Phase.BACKWARD), len(ops))
-    for op in ops[backward_at:]:
-        needed.update(op.reads)
-    return tuple(
-        kind
-        if kind is not None
-        else StorageKind.ACTIVATION
-        if born[s] is Phase.FORWARD and s in needed
-        else StorageKind.TEMPORARY
-        for s, kind in enumerate(kinds)
+def settled(program: Program, named: Collection[int], born: Sequence[Phase]) -> Program:
+    """The program with final kinds of storages and final ``Op.recomputable``.
+
+    Args:
+        program: as recorded, with in-place versions.
+        named: storages that were known by name (parameters, the batch and the like); the others become activations if
+            the backward pass needs them, else temporaries.
+        born: by storage, the phase in which it was first seen; versions are left out.
+    """
+    base = list(range(len(program.storage_bytes)))
+    for op in program.ops:
+        if op.replaces >= 0:
+            base[op.writes[0]] = base[op.replaces]
+    needed = set(program.handle_storages)
+    backward_at = next(
+        (i for i, op in enumerate(program.ops) if op.phase is Phase.BACKWARD), len(program.ops)
     )
+    for op in program.ops[backward_at:]:
+        needed.update(op.reads)
+    kinds = tuple(
+        kind
+        if base[s] in named
+        else StorageKind.ACTIVATION
+        if born[base[s]] is Phase.FORWARD and s in needed
+        else StorageKind.TEMPORARY
+        for s, kind in enumerate(program.storage_kinds)
+    )
+    return msgspec.structs.replace(program, storage_kinds=kinds, ops=final_ops(program.ops))
 
 
 def final_ops(ops: Sequence[Op]) -> tuple[Op, ...]:
@@ -47,5 +57,5 @@ def final_ops(ops: Sequence[Op]) -> tuple[Op, ...]:
         may = may and kept.isdisjoint(op.reads)
         if not may:
             kept.update(s for s in op.writes if s in overwritten)
-        found.append(op if may or not op.recomputable else replace(op, recomputable=False))
+        found.append(op if may or not op.recomputable else msgspec.structs.replace(op, recomputable=False))
     return tuple(found)

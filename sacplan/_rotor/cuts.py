@@ -16,12 +16,11 @@ does not save what crosses and the next cut is as good (see ``_without_bare_cuts
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program, StorageKind
+from sacplan._program.program import ROOT_SCOPE, Phase, Program, StorageKind
 from sacplan.errors import PlanError
 
 
@@ -74,7 +73,10 @@ def find_cuts(program: Program) -> Cuts:
                 starts.append(p)
     if not boundary:
         raise PlanError(_no_cut(program, forward, ops_of(program, calls[0]), lives, crossing, blocked))
-    saved = _saved(program)
+    liveness = program.liveness
+    end = liveness.end_of_forward
+    packed = zip(program.handle_storages, liveness.packed, liveness.released, strict=True)
+    saved = frozenset(s for s, start, released in packed if start < end <= released)
     ops = [tuple(forward[a:b]) for a, b in zip(starts, (*starts[1:], len(forward)), strict=True)]
     ops, boundary = _without_bare_cuts(program, ops, boundary, saved)
     stage_of = {op: i for i, stage in enumerate(ops) for op in stage}
@@ -86,17 +88,6 @@ def find_cuts(program: Program) -> Cuts:
         and stage_of.get(program.writer.get(s, -1), len(ops)) < stage_of[op]
     }
     return Cuts(tuple(ops), tuple(boundary), lives.base, frozenset(shared), saved)
-
-
-def _saved(program: Program) -> frozenset[int]:
-    """Storages that autograd holds when the backward pass begins."""
-    held: Counter[int] = Counter()
-    for code, arg in program.events:
-        if code == Event.OP and program.ops[arg].phase is Phase.BACKWARD:
-            break
-        if code in (Event.PACK, Event.RELEASE):
-            held[program.handle_storages[arg]] += 1 if code == Event.PACK else -1
-    return frozenset(s for s, count in held.items() if count > 0)
 
 
 def _without_bare_cuts(

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from sacplan._program.liveness import Footprint
 from sacplan._program.program import CallSite, Program
 from sacplan._recompute.in_place_groups import without_loose_ends
-from sacplan._recompute.replay import Replay, replay
+from sacplan._recompute.rewrite import recomputed
 from sacplan._rotor.rotor import RotorResult, rotor
 from sacplan._rotor.stages import Stages, drops_of, stages_of
 from sacplan.errors import InfeasibleBudget, PlanError
@@ -48,7 +49,7 @@ class Planned:
 
     result: RotorResult
     decisions: Mapping[str, Mapping[CallSite, int]]
-    replay: Replay
+    replay: Footprint
 
 
 def unit_of(program: Program) -> str:
@@ -61,12 +62,8 @@ def unit_of(program: Program) -> str:
 
 
 def _stages(program: Program) -> Stages:
-    """Of a recording; kept with it, so that several budgets share them."""
-    known = vars(program)
-    if "_stages" not in known:
-        known["_stages"] = stages_of(program)
-    found: Stages = known["_stages"]
-    return found
+    """Of a program; made once, so that several budgets share them."""
+    return program.derived("stages", lambda: stages_of(program))
 
 
 def sequences(program: Program, budget_bytes: int, solver: Rotor, kept: frozenset[int]) -> list[Planned]:
@@ -125,7 +122,7 @@ def _planned(program: Program, stages: Stages, result: RotorResult, kept: frozen
     drops = drops_of(stages, result.operations)
     # What is written in place later is made again as often as those want it that read it before.
     for s, maker in program.overwritten.items():
-        wanted = max((drops.get(op, 0) for op in program.readers_of_overwritten[s]), default=0)
+        wanted = max((drops.get(op, 0) for op in program.readers.get(s, ())), default=0)
         if wanted > drops.get(maker, 0):
             drops[maker] = wanted
     (scope,) = program.calls[stages.unit]
@@ -136,4 +133,4 @@ def _planned(program: Program, stages: Stages, result: RotorResult, kept: frozen
     }
     sound = without_loose_ends(program, {stages.unit: tuple(sites)})
     decisions = {unit: {site: sites[site] for site in found} for unit, found in sound.items() if found}
-    return Planned(result, decisions, replay(program, decisions))
+    return Planned(result, decisions, recomputed(program, decisions).footprint)

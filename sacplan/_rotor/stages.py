@@ -106,7 +106,7 @@ def stages_of(program: Program) -> Stages:
             xbar[home + 1] += size[s]
             if s == cuts.boundary[home] or program.writer[s] in makers[home]:
                 x[home + 1] += size[s]
-    sweep = _Sweep(program, stage_of, homes, _packing_stages(program, cuts, stage_of), x, xbar)
+    sweep = _Sweep(program, stage_of, homes, _packing_stages(program, stage_of), x, xbar)
     forward_ms = [sum(program.ops[op].time_ms for op in ops) for ops in cuts.ops]
     backward_ms = sweep.backward_ms
     backward_ms[last] += forward_ms.pop()
@@ -297,50 +297,10 @@ class _Latest:
         return min(found, *(self._of_input.get(s, self._loss) for s in op.reads), self._loss)
 
 
-# Of these autograd saves the result, which may be the boundary behind a stage (torch's derivatives.yaml, 2.13).
-_SAVE_THEIR_RESULT = frozenset(
-    f"aten.{name}{underscore}"
-    for name in (
-        "relu", "sigmoid", "tanh", "exp", "expm1", "sqrt", "rsqrt", "reciprocal", "_softmax", "_log_softmax",
-        "logsumexp", "amax", "amin", "cumprod", "linalg_vector_norm", "norm", "pow",
-    )
-    for underscore in ("", "_")
-) | {"aten.leaky_relu_", "aten.elu_", "aten.celu_", "aten.selu_", "aten.hardtanh_"}  # fmt: skip
-
-
-def _packing_stages(program: Program, cuts: Cuts, stage_of: dict[int, int]) -> list[int]:
-    """By handle, the stage of the op that saved it.
-
-    Autograd saves what an op takes before it runs, and what it makes when it has run. So at a cut both the last op
-    of one stage and the first of the next may have saved the boundary. The module call tells one from the other, and
-    if both ops are in the same one, the op.
-    """
-    found = [len(cuts.boundary)] * len(program.handle_storages)
-    following = dict(zip((ops[-1] for ops in cuts.ops), (ops[0] for ops in cuts.ops[1:]), strict=False))
-    before, packed = -1, set[int]()
-    for code, arg in program.events:
-        if code == Event.OP:
-            if arg not in stage_of:
-                break
-            before = arg
-            packed.clear()
-        elif code == Event.PACK and before >= 0:
-            stage, after = stage_of[before], following.get(before)
-            storage, scope = program.handle_storages[arg], program.handle_scopes[arg]
-            if after is not None and storage in program.ops[after].reads:
-                one, other = program.ops[before], program.ops[after]
-                if storage not in one.writes and storage not in one.mutates:
-                    stage += 1
-                elif one.scope != other.scope:
-                    stage += scope == other.scope
-                else:
-                    saves = one.name.rpartition(".")[0] in _SAVE_THEIR_RESULT
-                    stage += not saves or storage in packed
-            packed.add(storage)
-            found[arg] = stage
-        elif code == Event.PACK:
-            found[arg] = 0
-    return found
+def _packing_stages(program: Program, stage_of: dict[int, int]) -> list[int]:
+    """By handle, the stage of the op for whose gradient autograd keeps it."""
+    loss = max(stage_of.values())
+    return [stage_of.get(op, loss) for op in program.handle_ops]
 
 
 def _unit(program: Program, cuts: Cuts) -> int:

@@ -13,7 +13,6 @@ from sacplan._device.devices import resolve_device
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import check_runs_here, trace_step
 from sacplan._program.budget import format_bytes
-from sacplan._recompute.replay import replay
 from sacplan._record.step import (
     LossFn,
     Step,
@@ -113,10 +112,10 @@ def _verify_fake(
     seen = trace_step(
         model, batch, loss_fn, optimizer, plan.device, "cost-model", "fake",
         prepare=lambda fake: apply(fake, plan),
-        saved="observe", ranks=plan.ranks,
-    )  # fmt: skip
+        saved="observe",
+    ).on_ranks(plan.ranks)  # fmt: skip
     return Verification(
-        peak_bytes=replay(seen.program, {}).peak_bytes,
+        peak_bytes=seen.peak_bytes,
         predicted_peak_bytes=plan.peak_bytes,
         budget_bytes=plan.budget_bytes,
         recompute_flops=seen.program.flops - plan.step_flops,

@@ -1,0 +1,72 @@
+"""What a plan does to a step: decisions, one class for each technique, told apart in files by ``technique``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeAlias
+
+from msgspec import Struct
+
+from sacplan._program.files import Count, Name, Positive
+from sacplan._program.program import CallSite
+
+
+class Site(NamedTuple):
+    """Where an op runs: equal to the tuple (unit, op, occurrence).
+
+    Attributes:
+        unit: fqn of the module, ``""`` for the model itself.
+        op: name with the overload, ``"aten.mm.default"``.
+        occurrence: its place among the ops of that name in one call of the unit, from 0.
+    """
+
+    unit: str
+    op: str
+    occurrence: int
+
+
+class Technique(Struct, frozen=True, forbid_unknown_fields=True, tag_field="technique"):
+    """Base of the decisions; the tag of each is the name of its technique."""
+
+
+class Recompute(Technique, frozen=True, tag="recompute", omit_defaults=True):
+    """Discard what an op makes and run the op again when the backward pass asks for it.
+
+    Attributes:
+        unit, op, occurrence: the call site, see ``Site``.
+        times: how often the values are dropped: first after the forward pass, then each time they were
+            recomputed on the way to something else.
+    """
+
+    unit: str
+    op: Name
+    occurrence: Count
+    times: Positive = 1
+
+    @property
+    def site(self) -> Site:
+        """Where the op runs."""
+        return Site(self.unit, self.op, self.occurrence)
+
+
+Decision: TypeAlias = Recompute  # a further technique is a class above, and a member here: Recompute | Chunk
+
+Discarded = Mapping[str, Mapping[CallSite, int]]
+"""Unit to the call sites that it discards, each with the number of times that its values are dropped."""
+
+
+def discarded_by(decisions: Iterable[Decision]) -> dict[str, dict[CallSite, int]]:
+    """By unit, what is recomputed."""
+    found: dict[str, dict[CallSite, int]] = {}
+    for one in decisions:
+        found.setdefault(one.unit, {})[one.op, one.occurrence] = one.times
+    return found
+
+
+def recompute(discarded: Discarded) -> tuple[Recompute, ...]:
+    """The inverse of ``discarded_by``; a unit that discards nothing needs no decision."""
+    return tuple(
+        Recompute(unit, op, occurrence, times)
+        for unit, sites in discarded.items()
+        for (op, occurrence), times in sites.items()
+    )

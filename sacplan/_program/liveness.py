@@ -1,0 +1,399 @@
+"""What is alive when: the fold over a program's events, and what it tells of every storage, handle and op.
+
+There is one rule, and :class:`Fold` is the only place where it stands: a storage is alive while somebody holds it. An
+op holds what it writes, until ``FREE``; so does ``ALLOC``. A handle holds from ``PACK`` to ``RELEASE``, a tensor that
+autograd was given from ``UNPACK`` to ``DROP``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from sacplan._program.program import ROOT_SCOPE, Event, Patch, Phase, Program, StorageKind
+
+Bytes = npt.NDArray[np.int64]
+
+_ALLOC, _FREE, _OP, _PACK, _RELEASE, _UNPACK, _DROP, _ENTER, _EXIT = map(int, Event)
+_NO_PATCH = Patch()
+
+
+class Fold:
+    """Goes through events, and knows what is alive.
+
+    Args:
+        program: what the indices of the events refer to.
+        patch: what indices beyond those of the program refer to.
+        initial: storages alive when the events begin; by default those of the step.
+
+    Attributes:
+        live: bytes alive now.
+        noted: bytes alive while the op ran that ran last: its outputs and its workspace included.
+        holders: by storage, how many hold it.
+    """
+
+    __slots__ = (
+        "_handles",
+        "_inside",
+        "_n_ops",
+        "_ops",
+        "_patch",
+        "_program",
+        "_sizes",
+        "holders",
+        "live",
+        "noted",
+    )
+
+    def __init__(
+        self, program: Program, patch: Patch = _NO_PATCH, initial: Collection[int] | None = None
+    ) -> None:
+        self._program = program
+        self._patch = patch
+        self._n_ops = len(program.ops)
+        self.holders: dict[int, int] = defaultdict(int)
+        self.live = self.noted = 0
+        for s in program.initial if initial is None else initial:
+            self.hold(s)
+
+    def size(self, storage: int) -> int:
+        """Bytes of a storage of the program or the patch."""
+        known = len(self._program.storage_bytes)
+        if storage >= known:
+            return self._patch.storage_bytes[storage - known]
+        return self._patch.resized.get(storage, self._program.storage_bytes[storage])
+
+    def handle_storage(self, handle: int) -> int:
+        """The storage of a handle of the program or the patch."""
+        known = self._program.handle_storages
+        return known[handle] if handle < len(known) else self._patch.handle_storages[handle - len(known)]
+
+    def hold(self, storage: int) -> None:
+        """One more holds it."""
+        self.holders[storage] += 1
+        if self.holders[storage] == 1:
+            self.live += self.size(storage)
+
+    def release(self, storage: int) -> None:
+        """One fewer holds it."""
+        self.holders[storage] -= 1
+        if not self.holders[storage]:
+            self.live -= self.size(storage)
+
+    def step(self, code: int, arg: int) -> None:
+        """One event."""
+        if code == _OP:
+            program = self._program
+            if arg < self._n_ops:
+                op, inside = program.ops[arg], program.inside_bytes[arg]
+            else:
+                op = self._patch.ops[arg - self._n_ops]
+                inside = op.workspace_bytes - (self.size(op.replaces) if op.replaces >= 0 else 0)
+            for s in op.writes:
+                self.hold(s)
+            self.noted = self.live + inside
+        elif code == _FREE:
+            self.release(arg)
+        elif code == _PACK:
+            self.hold(self.handle_storage(arg))
+        elif code == _RELEASE:
+            self.release(self.handle_storage(arg))
+        elif code == _UNPACK:
+            self.hold(self.handle_storage(self._program.instance_handles[arg]))
+        elif code == _DROP:
+            self.release(self.handle_storage(self._program.instance_handles[arg]))
+        elif code == _ALLOC:
+            self.hold(arg)
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a program takes.
+
+    Attributes:
+        peak_bytes: the most that is alive at any op of the step.
+        peak_op: the op at which it happens.
+        peak_phase, peak_fqn: where that is ("" for outside of any module, or in the model itself).
+        peak_scope: the module call, or -1.
+        end_bytes: alive when the step is over.
+        recompute_ms, recompute_flops: what ran a second time.
+        again: the recorded ops that did, in their order.
+    """
+
+    peak_bytes: int
+    peak_op: int
+    peak_phase: Phase
+    peak_fqn: str
+    peak_scope: int
+    end_bytes: int
+    recompute_ms: float
+    recompute_flops: int
+    again: tuple[int, ...]
+
+
+def footprint_of(program: Program) -> Footprint:
+    """Fold the events of a program."""
+    fold = Fold(program)
+    step, ops = fold.step, program.ops
+    peak, peak_op = fold.live, next((arg for code, arg in program.events if code == _OP), -1)
+    again: list[int] = []
+    for code, arg in program.events:
+        step(code, arg)
+        if code == _OP:
+            if fold.noted > peak:
+                peak, peak_op = fold.noted, arg
+            if ops[arg].recomputes >= 0:
+                again.append(arg)
+    scope = ops[peak_op].scope if peak_op >= 0 else ROOT_SCOPE
+    return Footprint(
+        peak_bytes=peak,
+        peak_op=peak_op,
+        peak_phase=ops[peak_op].phase if peak_op >= 0 else Phase.FORWARD,
+        peak_fqn=program.scopes[scope].fqn if scope != ROOT_SCOPE else "",
+        peak_scope=scope,
+        end_bytes=fold.live,
+        recompute_ms=sum(ops[i].time_ms for i in again),
+        recompute_flops=sum(ops[i].flops for i in again),
+        again=tuple(ops[i].recomputes for i in again),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One op of a step: what is alive while it runs.
+
+    Attributes:
+        op: the op; -1 for the state before the step.
+        live_bytes: everything alive, its outputs and workspace included.
+        by_kind: the same, by ``StorageKind``; the workspace counts as temporary.
+    """
+
+    op: int
+    live_bytes: int
+    by_kind: tuple[int, ...]
+
+
+class _FoldByKind(Fold):
+    """A fold that tells what the bytes are for."""
+
+    __slots__ = ("by_kind",)
+
+    def __init__(self, program: Program) -> None:
+        self.by_kind = [0] * len(StorageKind)
+        super().__init__(program)
+
+    def hold(self, storage: int) -> None:
+        before = self.live
+        super().hold(storage)
+        self.by_kind[self._program.storage_kinds[storage]] += self.live - before
+
+    def release(self, storage: int) -> None:
+        before = self.live
+        super().release(storage)
+        self.by_kind[self._program.storage_kinds[storage]] += self.live - before
+
+    def while_running(self, op: int) -> tuple[int, ...]:
+        """By kind, while an op runs that has just been stepped over."""
+        kinds = list(self.by_kind)
+        kinds[StorageKind.TEMPORARY] += self._program.inside_bytes[op]
+        return tuple(kinds)
+
+
+class Liveness:
+    """Who holds what when in a program, worked out once.
+
+    A position is an index into ``program.events``. Where something begins before the step its position is -1; where it
+    does not end, ``len(program.events)``.
+
+    Attributes:
+        op_events: by op, the position at which it runs (-1: it does not).
+        before_event: by position, bytes alive before the event.
+        at_op: by op, bytes alive while it runs; 0 if it does not.
+        initial_bytes: alive before the first event.
+        events_of: by storage, the positions of the events that are about it.
+        died: by storage, the position after which nobody holds it.
+        made, freed: by storage, from when to when something other than autograd holds it.
+        packed, released: by handle.
+        unpacked, dropped: by instance.
+        entered, exited: by scope.
+        handle_scopes: by handle, the innermost module call in which autograd took it.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        n_events, n_storages, n_handles = (
+            len(program.events),
+            len(program.storage_bytes),
+            len(program.handle_storages),
+        )
+        n_instances, n_scopes = len(program.instance_handles), len(program.scopes)
+        self.op_events = np.full(len(program.ops), -1, dtype=np.int64)
+        self.at_op = np.zeros(len(program.ops), dtype=np.int64)
+        self.before_event = np.zeros(n_events, dtype=np.int64)
+        self.events_of: list[list[int]] = [[] for _ in range(n_storages)]
+        self.died = [n_events] * n_storages
+        self.made, self.freed = [n_events] * n_storages, [n_events] * n_storages
+        self.packed, self.released = [n_events] * n_handles, [n_events] * n_handles
+        self.unpacked, self.dropped = [n_events] * n_instances, [n_events] * n_instances
+        self.entered, self.exited = [-1] * n_scopes, [n_events] * n_scopes
+        self.handle_scopes = [ROOT_SCOPE] * n_handles
+        self._fill()
+
+    def _fill(self) -> None:
+        program = self.program
+        fold = Fold(program)
+        step, holders = fold.step, fold.holders
+        self.initial_bytes = fold.live
+        before, at_op, op_events = [0] * len(program.events), [0] * len(program.ops), [-1] * len(program.ops)
+        for s in program.initial:
+            self.made[s] = -1
+        stack = [ROOT_SCOPE]
+        for position, (code, arg) in enumerate(program.events):
+            before[position] = fold.live
+            step(code, arg)
+            if code == _OP:
+                op_events[arg] = position
+                at_op[arg] = fold.noted
+                for s in program.ops[arg].writes:
+                    self.events_of[s].append(position)
+                    self.made[s] = position
+                continue
+            if code == _ENTER:
+                self.entered[arg] = position
+                stack.append(arg)
+                continue
+            if code == _EXIT:
+                self.exited[arg] = position
+                stack.pop()
+                continue
+            if code == _ALLOC:
+                self.made[arg] = position
+            elif code == _FREE:
+                self.freed[arg] = position
+            elif code == _PACK:
+                self.packed[arg] = position
+                self.handle_scopes[arg] = stack[-1]
+            elif code == _RELEASE:
+                self.released[arg] = position
+            elif code == _UNPACK:
+                self.unpacked[arg] = position
+            else:
+                self.dropped[arg] = position
+            s = self.storage(code, arg)
+            self.events_of[s].append(position)
+            if not holders[s]:
+                self.died[s] = position
+        self.before_event[:] = before
+        self.at_op[:] = at_op
+        self.op_events[:] = op_events
+
+    def storage(self, code: int, arg: int) -> int:
+        """The storage that an event is about (one that is about a storage)."""
+        program = self.program
+        if code in (_PACK, _RELEASE):
+            return program.handle_storages[arg]
+        if code in (_UNPACK, _DROP):
+            return program.handle_storages[program.instance_handles[arg]]
+        return arg
+
+    # --- at one op ----------------------------------------------------------------------------------
+
+    def alive(self, op: int) -> dict[int, int]:
+        """Storages alive while an op runs, its outputs included, and how many hold each."""
+        fold = Fold(self.program)
+        for code, arg in self.program.events[: int(self.op_events[op]) + 1]:
+            fold.step(code, arg)
+        return {s: n for s, n in fold.holders.items() if n}
+
+    def held_otherwise(self, op: int) -> set[int]:
+        """Storages that something other than a handle of autograd keeps alive while an op runs."""
+        at = int(self.op_events[op])
+        held = {
+            s for s, (made, freed) in enumerate(zip(self.made, self.freed, strict=True)) if made <= at < freed
+        }
+        handles, storages = self.program.instance_handles, self.program.handle_storages
+        instances = zip(handles, self.unpacked, self.dropped, strict=True)
+        return held.union(storages[handle] for handle, start, end in instances if start <= at < end)
+
+    def held_for_later(self, op: int) -> list[int]:
+        """Storages that are alive while an op runs only because autograd holds them for later."""
+        at = int(self.op_events[op])
+        handles = zip(self.program.handle_storages, self.packed, self.released, strict=True)
+        packed = {s for s, start, end in handles if start <= at < end}
+        return sorted(packed - self.held_otherwise(op))
+
+    # --- over the whole step ------------------------------------------------------------------------
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        """What is alive at some op for other reasons than autograd's holding it: no plan has a lower peak."""
+        fold, most = Fold(self.program), 0
+        for code, arg in self.program.events:
+            if code not in (_PACK, _RELEASE):
+                fold.step(code, arg)
+                if code == _OP:
+                    most = max(most, fold.noted)
+        return most
+
+    @cached_property
+    def end_of_forward(self) -> int:
+        """The position of the first op behind the forward pass."""
+        ops = self.program.ops
+        behind = (
+            p
+            for op, p in zip(ops, self.op_events.tolist(), strict=True)
+            if op.phase != Phase.FORWARD and p >= 0
+        )
+        return min(behind, default=len(self.program.events))
+
+    @cached_property
+    def outlives_forward(self) -> frozenset[int]:
+        """Storages that something other than autograd still holds when the backward pass begins."""
+        end = self.end_of_forward
+        return frozenset(
+            s
+            for s, (made, freed) in enumerate(zip(self.made, self.freed, strict=True))
+            if made < end <= freed
+        )
+
+    @cached_property
+    def unpacked_before_peak(self) -> frozenset[int]:
+        """Storages that autograd has asked for by the op of the backward pass at which most is alive."""
+        program = self.program
+        backward = [i for i, op in enumerate(program.ops) if op.phase == Phase.BACKWARD]
+        if not backward:
+            return frozenset()
+        at = int(self.op_events[max(backward, key=lambda i: self.at_op[i])])
+        handles = zip(program.instance_handles, self.unpacked, strict=True)
+        return frozenset(program.handle_storages[handle] for handle, start in handles if start <= at)
+
+    @cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """The ops of the step in the order in which they run; the first stands for the state before it."""
+        fold = _FoldByKind(self.program)
+        found = [Moment(-1, fold.live, tuple(fold.by_kind))]
+        for code, arg in self.program.events:
+            fold.step(code, arg)
+            if code == _OP:
+                found.append(Moment(arg, fold.noted, fold.while_running(arg)))
+        return tuple(found)
+
+    @property
+    def peak(self) -> Moment:
+        """The moment at which most is alive; the first, if there are several."""
+        return max(self.moments, key=lambda moment: moment.live_bytes)
+
+    @cached_property
+    def at_boundaries(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """Bytes by ``StorageKind`` at each (``Event.ENTER`` or ``EXIT``, scope)."""
+        fold, found = _FoldByKind(self.program), {}
+        for code, arg in self.program.events:
+            fold.step(code, arg)
+            if code in (_ENTER, _EXIT):
+                found[code, arg] = tuple(fold.by_kind)
+        return found

@@ -1,0 +1,362 @@
+"""Recomputation as a rewrite: what a program does if some ops are discarded, event by event.
+
+    patch = recompute(program, {"layers.0": {("aten.mm.default", 2): 1}})
+    program.with_(patch).footprint.peak_bytes
+
+It follows the executor (``executor/recorder.py``, ``executor/nodes.py``) rule for rule. A discarded op leaves a node
+that holds its arguments; the outputs of nodes are slots. What autograd takes of a slot is no longer held. When it first
+asks for one, the nodes that this slot needs run again, arguments first, into storages of their own. A value is freed
+when nobody that is still pending refers to it. So the peak of the rewritten program is that of the real step, not a
+bound on it; ``tests/test_recipes.py`` holds one against the other, byte for byte.
+
+A rewrite is local. It looks at the events of the storages that discarded ops write, and changes no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from sacplan._program.decisions import Discarded
+from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind, times_of
+
+_ALLOC, _FREE, _OP, _PACK, _RELEASE, _UNPACK, _DROP, _ENTER, _EXIT = map(int, Event)
+
+
+def recomputed(program: Program, discarded: Discarded) -> Program:
+    """The program of the step with the given call sites discarded.
+
+    Args:
+        program: the step, as it ran without a plan.
+        discarded: unit to call sites, and how often each is dropped. Units must not nest. A call site that the unit
+            does not have, or whose op cannot run again, is ignored, as the executor ignores it.
+    """
+    return program.with_(recompute(program, discarded))
+
+
+def recompute(program: Program, discarded: Discarded) -> Patch:
+    """The rewrite itself; see ``recomputed``."""
+    ops = discarded_ops(program, discarded)
+    units = frozenset(
+        scope for fqn, sites in discarded.items() if sites for scope in program.calls.get(fqn, ())
+    )
+    return recompute_ops(program, ops, units)
+
+
+def discarded_ops(program: Program, discarded: Discarded) -> dict[int, int]:
+    """The recorded ops that are discarded, and how often."""
+    return {
+        op: times[site]
+        for fqn, sites in discarded.items()
+        if sites
+        for times in [times_of(sites)]
+        for scope in program.calls.get(fqn, ())
+        for op, site in program.sites(scope).items()
+        if site in times and program.ops[op].recomputable and program.ops[op].phase == Phase.FORWARD
+    }
+
+
+def recompute_ops(
+    program: Program,
+    discarded: Mapping[int, int],
+    units: Collection[int],
+    view: Sequence[tuple[int, int, int]] | None = None,
+) -> Patch:
+    """The rewrite that discards ops.
+
+    Args:
+        program: the step.
+        discarded: ops that leave a node, if they run inside one of the ``units``, and how often they are discarded.
+        units: scopes (module calls) in which nodes are made.
+        view: (position, ``Event``, index) of the events to look at; by default all that matter.
+    """
+    if not discarded:
+        return Patch()
+    if view is None:
+        view = _events_that_matter(program, discarded, units)
+    rewriter = _Rewriter(program, discarded, units)
+    for position, code, arg in view:
+        rewriter.step(position, code, arg)
+    return rewriter.patch()
+
+
+def _events_that_matter(
+    program: Program, discarded: Collection[int], units: Collection[int]
+) -> list[tuple[int, int, int]]:
+    liveness = program.liveness
+    positions = {int(liveness.op_events[op]) for op in discarded}
+    for op in discarded:
+        for s in program.ops[op].writes:
+            positions.update(liveness.events_of[s])
+    for scope in units:
+        positions.update((liveness.entered[scope], liveness.exited[scope]))
+    return [(p, *program.events[p]) for p in sorted(positions)]
+
+
+class _Node:
+    """A discarded op of one module call, until it has run again for the last time."""
+
+    __slots__ = ("args", "held", "live_slots", "op", "pending", "slots", "state", "times")
+
+    def __init__(self, op: int, times: int) -> None:
+        self.op = op
+        self.times = times  # that its values are still to be dropped
+        self.args: list[_Slot] = []
+        self.held: list[int] = []  # handles on arguments that are kept
+        self.pending = True
+        self.live_slots = 0
+        self.slots: list[_Slot] = []
+        self.state = -1  # storage of the generator's state
+
+
+class _Slot:
+    """One output of a node: who still refers to it, and the storage of its value, if it has one."""
+
+    __slots__ = ("instances", "node", "readers", "refs", "storage", "value")
+
+    def __init__(self, node: _Node, storage: int) -> None:
+        self.node = node
+        self.storage = storage
+        self.refs = 1  # the table of the module call that is being recorded, while the original lives
+        self.value = -1
+        self.instances = 0
+        self.readers = 0
+
+
+class _Rewriter:
+    """Follows the events of the storages that discarded ops write, and notes what takes their place."""
+
+    def __init__(self, program: Program, discarded: Mapping[int, int], units: Collection[int]) -> None:
+        self.program = program
+        self.discarded = discarded
+        self.units = units
+        self.unit = ROOT_SCOPE  # the call of a unit that runs
+        self.table: dict[int, _Slot] = {}  # storage to slot, for that call
+        self.handles: dict[int, _Slot] = {}
+        self.instances: dict[int, _Slot] = {}
+        self.loose: dict[int, int] = {}  # instance to the storage that it alone holds
+        self.passing: dict[
+            _Slot, int
+        ] = {}  # while something runs again: slots whose values are dropped after it
+        self.events: dict[int, tuple[tuple[int, int], ...]] = {}
+        self.out: list[tuple[int, int]] = []  # what takes the place of the event that is looked at
+        self.ops: list[Op] = []
+        self.sizes: list[int] = []
+        self.kinds: list[StorageKind] = []
+        self.held: list[int] = []
+
+    def patch(self) -> Patch:
+        """What was noted."""
+        return Patch(
+            events=self.events,
+            ops=tuple(self.ops),
+            storage_bytes=tuple(self.sizes),
+            storage_kinds=tuple(self.kinds),
+            handle_storages=tuple(self.held),
+        )
+
+    def step(self, position: int, code: int, arg: int) -> None:
+        """One event of the program."""
+        self.out = out = []
+        if code == _OP:
+            op = self.program.ops[arg]
+            if arg not in self.discarded or self.unit == ROOT_SCOPE:
+                return
+            if op.replaces >= 0 and op.replaces not in self.table:
+                return  # what it writes in place was kept
+            self._discard(arg, op)
+        elif code == _FREE:
+            out.append((code, arg))
+            slot = self.table.pop(arg, None)
+            if slot is not None:
+                self._unref(slot)
+        elif code == _PACK:
+            slot = self.table.get(self.program.handle_storages[arg])
+            if slot is None:
+                return
+            slot.refs += 1
+            self.handles[arg] = slot
+        elif code == _RELEASE:
+            slot = self.handles.pop(arg, None)
+            if slot is None:
+                return
+            self._unref(slot)
+        elif code == _UNPACK:
+            slot = self.handles.get(self.program.instance_handles[arg])
+            if slot is None:
+                return
+            if slot.value < 0 and (value := self._compute(slot, position)) is not None:
+                self.loose[arg] = value
+            else:
+                slot.instances += 1
+                self.instances[arg] = slot
+        elif code == _DROP:
+            if arg in self.loose:
+                out.append((_FREE, self.loose.pop(arg)))
+            elif arg in self.instances:
+                slot = self.instances.pop(arg)
+                slot.instances -= 1
+                self._free_unused(slot)
+            else:
+                return
+        elif code == _ENTER:
+            if arg in self.units and self.unit == ROOT_SCOPE:
+                self.unit = arg
+            return
+        elif code == _EXIT:
+            if arg != self.unit:
+                return
+            out.append((code, arg))
+            self.unit = ROOT_SCOPE
+            slots = list(self.table.values())
+            self.table.clear()
+            for slot in slots:
+                self._unref(slot)
+        else:
+            return
+        if out != [(code, arg)]:
+            self.events[position] = tuple(out)
+
+    def _discard(self, index: int, op: Op) -> None:
+        node = _Node(index, self.discarded[index])
+        if op.state_bytes:
+            node.state = self._new_storage(op.state_bytes, StorageKind.OTHER)
+            self.out.append((_ALLOC, node.state))
+        self.out.append((_OP, index))
+        for s in op.reads:
+            slot = self.table.get(s)
+            if slot is None:
+                handle = len(self.program.handle_storages) + len(self.held)
+                self.held.append(s)
+                self.out.append((_PACK, handle))
+                node.held.append(handle)
+            else:
+                slot.refs += 1
+                slot.readers += 1
+                node.args.append(slot)
+        for s in op.writes:
+            slot = _Slot(node, s)
+            node.slots.append(slot)
+            node.live_slots += 1
+            self.table[s] = slot
+
+    def _new_storage(self, n_bytes: int, kind: StorageKind) -> int:
+        self.sizes.append(n_bytes)
+        self.kinds.append(kind)
+        return len(self.program.storage_bytes) + len(self.sizes) - 1
+
+    def _unref(self, slot: _Slot) -> None:
+        stack = [slot]
+        while stack:
+            slot = stack.pop()
+            slot.refs -= 1
+            if slot.refs:
+                continue
+            self._free_unused(slot)
+            node = slot.node
+            node.live_slots -= 1
+            if node.pending and node.live_slots == 0:
+                stack.extend(self._finish(node))
+
+    def _finish(self, node: _Node) -> list[_Slot]:
+        """A node will not run any more; what it referred to."""
+        node.pending = False
+        if node.state >= 0:
+            self.out.append((_FREE, node.state))
+        self.out.extend((_RELEASE, handle) for handle in node.held)
+        args, node.args, node.held = node.args, [], []
+        return args
+
+    def _free_unused(self, slot: _Slot) -> None:
+        if slot.value >= 0 and slot.refs == 0 and slot.instances == 0:
+            self._free(slot)
+
+    def _free(self, slot: _Slot) -> None:
+        self.out.append((_FREE, slot.value))
+        slot.value = -1
+
+    def _compute(self, wanted: _Slot, position: int) -> int | None:
+        """Run the pending nodes that a slot needs, arguments first; its value, if that is not remembered."""
+        order = self._needed(wanted.node)
+        if any(node.times > 1 for node in order):
+            for node in order:
+                for arg in node.args:
+                    if arg.value < 0 and arg.node.times > 1:
+                        self.passing[arg] = self.passing.get(arg, 0) + 1
+            if wanted.node.times > 1:
+                self.passing[wanted] = self.passing.get(wanted, 0) + 1
+        asked_by = self._op_before(position)
+        for node in order:
+            self._run(node, asked_by)
+        loose = None
+        if wanted in self.passing:
+            loose, wanted.value = wanted.value, -1
+        self.passing.clear()
+        return loose
+
+    def _op_before(self, position: int) -> Op:
+        """The op that ran last before an event: whatever autograd asks for, it asks for behind it."""
+        events = self.program.events
+        while events[position][0] != _OP:
+            position -= 1
+        return self.program.ops[events[position][1]]
+
+    def _needed(self, node: _Node) -> list[_Node]:
+        order: dict[_Node, None] = {}
+        stack: list[tuple[_Node, bool]] = [(node, False)]
+        while stack:
+            current, ready = stack.pop()
+            if not current.pending or current in order:
+                continue
+            if not ready:
+                stack.append((current, True))
+                stack.extend((arg.node, False) for arg in reversed(current.args) if arg.value < 0)
+                continue
+            order[current] = None
+        return list(order)
+
+    def _run(self, node: _Node, asked_by: Op) -> None:
+        op = self.program.ops[node.op]
+        last = node.times == 1
+        values = {arg.storage: arg.value for arg in node.args}
+        if op.replaces >= 0:
+            self._overwrite(node, op.replaces)
+        made = [
+            self._new_storage(self.program.storage_bytes[s], self.program.storage_kinds[s]) for s in op.writes
+        ]
+        self.out.append((_OP, len(self.program.ops) + len(self.ops)))
+        self.ops.append(
+            Op(
+                op.name,
+                asked_by.phase,
+                asked_by.scope,
+                op.time_ms,
+                op.flops,
+                op.workspace_bytes
+                + op.state_bytes,  # it sets the generator back, and puts it right afterwards
+                tuple(values.get(s, s) for s in op.reads),
+                tuple(made),
+                (),
+                False,
+                recomputes=node.op,
+            )
+        )
+        taken = [arg for arg in node.args if arg in self.passing]
+        for slot, storage in zip(node.slots, made, strict=True):
+            slot.value = storage
+            if not (slot.refs if last else slot in self.passing):
+                self._free(slot)
+        if last:
+            for slot in self._finish(node):
+                self._unref(slot)
+        else:
+            node.times -= 1
+        for slot in taken:
+            self.passing[slot] -= 1
+            if not self.passing[slot] and slot.value >= 0:
+                self._free(slot)
+
+    def _overwrite(self, node: _Node, storage: int) -> None:
+        """What an op writes in place is gone, if nobody else will want it; else it writes a copy."""
+        slot = next(arg for arg in node.args if arg.storage == storage)
+        if slot.readers == 1 and (node.times == 1 or slot.node.pending):
+            self._free(slot)
