@@ -105,7 +105,7 @@ def test_module_calls_of_a_recording() -> None:
     made_in = {s: op.scope for op in program.ops for s in op.writes}
     elsewhere = {
         (program.scopes[made_in[s]].fqn, program.scopes[scope].fqn)
-        for s, scope in zip(program.handle_storages, program.handle_scopes, strict=True)
+        for s, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True)
         if made_in[s] != scope
     }
     assert elsewhere == {

@@ -38,7 +38,7 @@ def saved_in(program: Program, fqn: str) -> list[int]:
     scope = program.scopes[call]
     found = {
         s
-        for s, at in zip(program.handle_storages, program.handle_scopes, strict=True)
+        for s, at in zip(program.handle_storages, program.liveness.handle_scopes, strict=True)
         if scope.first_op <= program.writer.get(s, -1) < scope.end_op and call in (at, *program.ancestors(at))
     }
     return sorted(found, key=lambda s: (program.storage_bytes[s], s))

@@ -26,7 +26,7 @@ from sacplan._plan.plan import Plan, UnitPlan
 from sacplan._profile.profile import trace_step
 from sacplan._program.decisions import Discarded
 from sacplan._program.program import Phase
-from sacplan._recompute.in_place_groups import without_loose_ends
+from sacplan._recompute.in_place_groups import without_missing_versions
 from sacplan._recompute.rewrite import recomputed
 
 BATCH, LENGTH, DIM = 2, 3, 4
@@ -375,7 +375,7 @@ def random_plan(profile: sacplan.Profile, seed: int, *, fitting: bool) -> Plan:
         if fqn == "":
             break
     if fitting:
-        units = {f: list(s) for f, s in without_loose_ends(profile.program, units).items()}
+        units = {f: list(s) for f, s in without_missing_versions(profile.program, units).items()}
     return plan_of(
         profile, {f: {site: rng.choice([1, 1, 1, 2, 3]) for site in s} for f, s in units.items() if s}
     )

@@ -11,7 +11,7 @@ from torch import nn
 
 import sacplan
 from sacplan._program.program import Event, Phase, Program
-from sacplan._recompute.in_place_groups import tied, without_loose_ends
+from sacplan._recompute.in_place_groups import in_place_groups, without_missing_versions
 from sacplan._recompute.rewrite import recomputed
 from sacplan._torch.ops import op_traits
 from tests.models import bit_equal, grads_of
@@ -124,12 +124,14 @@ def test_readers_of_an_old_version_are_tied_to_its_maker() -> None:
     (early,) = forward_ops(program, "aten.sigmoid.default")
     (twice,) = forward_ops(program, "aten.mul_.Tensor")
     (relu,) = forward_ops(program, "aten.relu_.default")
-    assert tied(program, [(i,) for i in (maker, early, twice, relu)]) == ((maker, early, twice, relu),)
+    assert in_place_groups(program, [(i,) for i in (maker, early, twice, relu)]) == (
+        (maker, early, twice, relu),
+    )
     sites = program.sites(program.calls[""][0])
-    loose = without_loose_ends(program, {"": [sites[early], sites[relu]]})
+    loose = without_missing_versions(program, {"": [sites[early], sites[relu]]})
     assert loose == {"": ()}
     whole = [sites[i] for i in (maker, early, twice, relu)]
-    assert without_loose_ends(program, {"": whole}) == {"": tuple(whole)}
+    assert without_missing_versions(program, {"": whole}) == {"": tuple(whole)}
 
 
 def test_what_cannot_be_told_apart_is_kept() -> None:

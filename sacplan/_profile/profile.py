@@ -98,12 +98,23 @@ class Profile:
         return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def on_ranks(self, ranks: Ranks) -> Profile:
-        """The profile of one rank, if the step is spread so."""
-        return self if ranks == self.ranks else dataclasses.replace(self, ranks=ranks)
+        """The profile of one rank, if the step is spread so.
+
+        Raises:
+            TraceError: unknown units, or a model that cannot be spread so.
+        """
+        if ranks == self.ranks:
+            return self
+        spread = dataclasses.replace(self, ranks=ranks)
+        object.__setattr__(spread, "program", spread._rewritten())  # so that what is wrong is an error here
+        return spread
 
     @cached_property
     def program(self) -> Program:
         """The step of one rank on its device: the recorded one, rewritten for ranks and for library workspaces."""
+        return self._rewritten()
+
+    def _rewritten(self) -> Program:
         program = self.ranks.program(self.recorded, self.fingerprint.parameters, self.spec)
         return program.with_(library_workspaces(program, self.spec))
 
@@ -256,9 +267,7 @@ def profile(
     """
     ranks = Ranks.of(world_size, fsdp_units)
     found = trace_step(model, batch, loss_fn, optimizer, device, runtime, trace, mode=mode)
-    spread = found.on_ranks(ranks)
-    spread.program  # noqa: B018  units that do not fit the model are an error here, and not at the first use
-    return spread
+    return found.on_ranks(ranks)
 
 
 def trace_step(

@@ -180,6 +180,7 @@ class Patch(msgspec.Struct, frozen=True):
         handle_storages: of new handles.
         changed_handles: by index, the storage and the tensor that a handle of the program is on instead.
         resized: storages of the program that have another size.
+        parameter_bytes: modules whose parameters do.
     """
 
     events: Mapping[int, Events] = {}
@@ -192,6 +193,7 @@ class Patch(msgspec.Struct, frozen=True):
     handle_storages: tuple[int, ...] = ()
     changed_handles: Mapping[int, tuple[int, int]] = {}
     resized: Mapping[int, int] = {}
+    parameter_bytes: Mapping[str, int] = {}
 
 
 class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
@@ -267,6 +269,7 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
             handle_storages=(*storages, *patch.handle_storages),
             handle_tensors=(*tensors, *unknown),
             handle_ops=self.handle_ops + unknown,
+            parameter_bytes={**self.parameter_bytes, **patch.parameter_bytes},
         )
 
     def renumbered(self) -> Program:

@@ -61,7 +61,8 @@ class Ranks:
             return whole
         if self.fsdp_units is None:
             return whole.with_(replicated(whole, parameters, spec))
-        return sharded(whole, parameters, spec, self.world_size, self.fsdp_units)
+        patch = sharded(whole, parameters, spec, self.world_size, self.fsdp_units)
+        return whole.with_(patch).renumbered()
 
     @property
     def assumptions(self) -> tuple[str, ...]:

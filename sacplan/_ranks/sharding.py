@@ -1,8 +1,9 @@
 """The step of one rank under ``fully_shard`` (FSDP2), from the recorded step of the whole model.
 
-    rank = sharded(recording, fingerprint.parameters, spec, world_size=8, units=["layers.*", ""])
+    patch = sharded(program, fingerprint.parameters, spec, world_size=8, units=["layers.*", ""])
+    rank = program.with_(patch).renumbered()
 
-A recording is rewritten; no process group is needed, and none is touched:
+A program is rewritten; no process group is needed, and none is touched:
 
 - Parameters, optimizer state and the optimizer's temporaries become the rank's shards: those of rank 0, which
   has the largest.
@@ -37,7 +38,7 @@ import msgspec
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.fingerprint import Entry
-from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, StorageKind
+from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind
 from sacplan._ranks.backward_hooks import Hooks, hooks_of
 from sacplan._ranks.shard_sizes import sizes_of_a_rank
 from sacplan._ranks.shards import Parameter, owners, parameters_of, resolve_units
@@ -59,11 +60,11 @@ def sharded(
     units: Sequence[str],
     *,
     reshard_after_forward: bool | None = None,
-) -> Program:
-    """The recording of one rank, if ``fully_shard`` is called on each of the units.
+) -> Patch:
+    """The rewrite for one rank, if ``fully_shard`` is called on each of the units.
 
     Args:
-        recording: of the whole model on one device; without a plan, or of a step that was traced with one applied.
+        program: of the whole model on one device; without a plan, or of a step that was traced with one applied.
         parameters: name, shape and dtype of each (``Fingerprint.parameters``).
         spec: the device; its allocator's rounding counts.
         world_size: ranks, at least 2.
@@ -83,7 +84,9 @@ def sharded(
             f"none of the units {', '.join(map(repr, names))} has a parameter of its own: nothing would be sharded."
         )
     limited = kept_at_limits(program, owned)
-    return _Rewriter(limited, found, spec, world_size, names, owned, reshard_after_forward).run()
+    patch = _Rewriter(limited, found, spec, world_size, names, owned, reshard_after_forward).patch()
+    kept = {i: op for i, (op, old) in enumerate(zip(limited.ops, program.ops, strict=True)) if op is not old}
+    return msgspec.structs.replace(patch, changed_ops={**kept, **patch.changed_ops})
 
 
 @dataclass(slots=True)
@@ -128,11 +131,12 @@ class _Rewriter:
         self.r = program
         self.spec = spec
         self.world_size = world_size
-        self.kinds = list(program.storage_kinds)
         self.ops: list[Op] = []
-        self.events: list[tuple[int, int]] = []
-        self.first_op: dict[int, int] = {}
-        self.end_op: dict[int, int] = {}
+        self.changed_ops: dict[int, Op] = {}
+        self.new_bytes: list[int] = []
+        self.new_kinds: list[StorageKind] = []
+        self.out: list[tuple[int, int]] = []  # what takes the place of the event that is looked at
+        self.entered: set[int] = set()
         self.groups: dict[str, _Group] = {}
         self.contexts: dict[str, _Context] = {}
         for unit in units:
@@ -183,40 +187,42 @@ class _Rewriter:
     def _group(self, call: int) -> _Group:
         return self.groups[self.unit_calls[call]]
 
-    # --- the new recording --------------------------------------------------------------------------
+    # --- the rewrite --------------------------------------------------------------------------------
 
-    def run(self) -> Program:
-        """The recording of the rank."""
+    def patch(self) -> Patch:
+        """What becomes of the events of the whole model's step."""
         r, hooks = self.r, hooks_of(self.r, self.around)
+        events: dict[int, tuple[tuple[int, int], ...]] = {}
         for position, (code, arg) in enumerate(r.events):
+            self.out = []
             if position in hooks:
                 self._run_hooks(hooks[position])
+            awaited = code == Event.FREE and (arg in self.reduced or arg in self.awaited)
+            if not awaited:
+                self.out.append((code, arg))
             if code == Event.OP:
                 self._copy_op(arg)
-                continue
-            if code == Event.FREE and (arg in self.reduced or arg in self.awaited):
-                continue
-            self.events.append((code, arg))
-            if code == Event.ENTER:
-                self.first_op[arg] = len(self.ops)
+            elif code == Event.ENTER:
+                self.entered.add(arg)
                 self._pre_forward(arg)
             elif code == Event.EXIT:
-                self.end_op[arg] = len(self.ops)
                 self._post_forward(arg)
-            elif code == Event.FREE and arg in self.gradients:
+            elif code == Event.FREE and not awaited and arg in self.gradients:
                 self.gradients[arg].grads.pop(arg, None)  # it was replaced by another
+            if self.out != [(code, arg)]:
+                events[position] = tuple(self.out)
         if len(r.events) in hooks:
+            self.out = []
             self._run_hooks(hooks[len(r.events)])
-        return msgspec.structs.replace(
-            r,
-            storage_bytes=tuple(self.storage_bytes),
-            storage_kinds=tuple(self.kinds),
+            events[len(r.events)] = tuple(self.out)
+        sizes = enumerate(zip(r.storage_bytes, self.storage_bytes, strict=True))
+        return Patch(
+            events=events,
             ops=tuple(self.ops),
-            scopes=tuple(
-                msgspec.structs.replace(scope, first_op=self.first_op[i], end_op=self.end_op[i])
-                for i, scope in enumerate(r.scopes)
-            ),
-            events=tuple(self.events),
+            changed_ops=self.changed_ops,
+            storage_bytes=tuple(self.new_bytes),
+            storage_kinds=tuple(self.new_kinds),
+            resized={s: now for s, (before, now) in sizes if now != before},
             parameter_bytes={
                 fqn: n_bytes - sum(self._saved_bytes(p) for p in self._owned() if _is_in(p.name, fqn))
                 for fqn, n_bytes in r.parameter_bytes.items()
@@ -235,13 +241,11 @@ class _Rewriter:
         if op.phase == Phase.OPTIMIZER and self.reduced:
             reads = tuple(dict.fromkeys(self.reduced.get(s, s) for s in op.reads))
             mutates = tuple(dict.fromkeys(self.reduced.get(s, s) for s in op.mutates))
-            op = msgspec.structs.replace(op, reads=reads, mutates=mutates)
+            self.changed_ops[index] = msgspec.structs.replace(op, reads=reads, mutates=mutates)
         elif op.phase == Phase.BACKWARD:
             for s in op.mutates:
                 if s in self.reduced:  # added to a gradient of an earlier pass, which is in shards already
                     self._await(self.gradients[s], (t for t in op.reads if t not in op.mutates))
-        self._add_op(op)
-        if op.phase == Phase.BACKWARD:
             for s in op.writes:
                 if s in self.gradients:
                     self.gradients[s].grads[s] = None
@@ -251,10 +255,6 @@ class _Rewriter:
             self.awaited.add(s)
             self.gradients[s] = group
             group.grads[s] = None
-
-    def _add_op(self, op: Op) -> None:
-        self.events.append((_OP, len(self.ops)))
-        self.ops.append(op)
 
     def _collective(
         self,
@@ -267,10 +267,11 @@ class _Rewriter:
         workspace_bytes: int = 0,
     ) -> int:
         """Add an op that allocates one storage of that size."""
-        storage = len(self.storage_bytes)
-        self.storage_bytes.append(n_bytes)
-        self.kinds.append(kind)
-        self._add_op(
+        storage = len(self.r.storage_bytes) + len(self.new_bytes)
+        self.new_bytes.append(n_bytes)
+        self.new_kinds.append(kind)
+        self.out.append((_OP, len(self.r.ops) + len(self.ops)))
+        self.ops.append(
             Op(
                 name=name,
                 phase=phase,
@@ -288,10 +289,10 @@ class _Rewriter:
 
     def _running(self, group: _Group) -> int:
         """The call of a unit that runs now."""
-        return next(s for s in reversed(self.r.calls[group.unit]) if s in self.first_op)
+        return next(s for s in reversed(self.r.calls[group.unit]) if s in self.entered)
 
     def _free(self, storage: int) -> None:
-        self.events.append((_FREE, storage))
+        self.out.append((_FREE, storage))
 
     # --- what fully_shard does ----------------------------------------------------------------------
 

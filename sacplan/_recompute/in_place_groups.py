@@ -59,7 +59,7 @@ def discardable(program: Program, group: Group) -> bool:
     )
 
 
-def without_loose_ends(
+def without_missing_versions(
     program: Program, decisions: Mapping[str, Collection[CallSite]]
 ) -> dict[str, tuple[CallSite, ...]]:
     """Decisions, less the call sites that read an overwritten version which is not made again in the same unit."""

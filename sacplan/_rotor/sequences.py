@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from sacplan._program.liveness import Footprint
 from sacplan._program.program import CallSite, Program
-from sacplan._recompute.in_place_groups import without_loose_ends
+from sacplan._recompute.in_place_groups import without_missing_versions
 from sacplan._recompute.rewrite import recomputed
 from sacplan._rotor.rotor import RotorResult, rotor
 from sacplan._rotor.stages import Stages, drops_of, stages_of
@@ -131,6 +131,6 @@ def _planned(program: Program, stages: Stages, result: RotorResult, kept: frozen
         for op, site in program.sites(scope).items()
         if op in drops and op not in kept and program.ops[op].recomputable
     }
-    sound = without_loose_ends(program, {stages.unit: tuple(sites)})
+    sound = without_missing_versions(program, {stages.unit: tuple(sites)})
     decisions = {unit: {site: sites[site] for site in found} for unit, found in sound.items() if found}
     return Planned(result, decisions, recomputed(program, decisions).footprint)
