@@ -357,11 +357,12 @@ def test_buckets_show_the_highest_moment_in_each(times: list[float], count: int,
         np.arange(n), np.arange(n), np.zeros(n, bool), starts[:-1], float(starts[-1]), live,
         np.zeros((n, len(StorageKind)), np.int64), np.zeros(n, np.int64),
     )  # fmt: skip
-    buckets = buckets_of(line, count)
-    assert 1 <= len(buckets.entries) <= count
-    assert max(live[e] for e in buckets.entries) == live.max()
-    for i, entry in enumerate(buckets.entries):
-        start, end = i * buckets.width_ms, (i + 1) * buckets.width_ms
+    width = line.end_ms / count or 1.0
+    entries = buckets_of(line, width)
+    assert 1 <= len(entries) <= count
+    assert max(live[e] for e in entries) == live.max()
+    for i, entry in enumerate(entries):
+        start, end = i * width, (i + 1) * width
         inside = [live[j] for j in range(n) if starts[j] >= start + 1e-9 and starts[j] < end - 1e-9]
         assert live[entry] >= max(inside, default=0)
 
@@ -377,7 +378,7 @@ def test_the_stack_is_what_is_alive(gpu: SimpleNamespace) -> None:
         drawn = {artist.get_label(): artist for artist in axis.lines}
         alive = drawn["alive"].get_ydata() * 2**20
         assert np.allclose(alive[:-1], line.live_bytes, atol=1)
-        top = max(path.vertices[:, 1].max() for area in axis.collections for path in area.get_paths())
+        top = max(area.get_path().vertices[:, 1].max() for area in axis.patches)
         assert top * 2**20 == pytest.approx(line.peak_bytes)
         assert drawn["budget"].get_ydata()[0] * 2**20 == pytest.approx(gpu.plan.budget_bytes)
         assert drawn["peak"].get_ydata()[0] * 2**20 == pytest.approx(line.peak_bytes)
@@ -392,9 +393,8 @@ def test_the_frontier_shows_every_row(gpu: SimpleNamespace) -> None:
     for solver, rows in gpu.frame[gpu.frame["status"] != "policy"].groupby("solver"):
         assert sorted(drawn[solver].get_xdata() * 2**20) == pytest.approx(sorted(rows["peak_bytes"]))
         assert sorted(drawn[solver].get_ydata() / 100) == pytest.approx(sorted(rows["recompute_share"]))
-    named = {text.get_text() for text in axis.texts}
-    assert named == set(gpu.frame[gpu.frame["status"] == "policy"]["solver"])
-    assert len(named) > 2
+    named = {name for text in axis.texts for name in text.get_text().split(" = ")}
+    assert named == {*gpu.frame["solver"], "this plan"}
     assert drawn["the plan"].get_xdata()[0] * 2**20 == pytest.approx(gpu.plan.peak_bytes)
 
 
@@ -448,8 +448,9 @@ def test_what_cannot_be_drawn_is_refused(
     with pytest.raises(sacplan.PlanError, match="no rows"):
         report_html(gpu.profile, frontier=gpu.frame.iloc[:0])
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(sacplan.PlanError, match=r"pip install 'sacplan\[plot\]'"):
-        memory_figure(gpu.profile)
+    for draw in (memory_figure, report_html):
+        with pytest.raises(sacplan.PlanError, match=r"pip install 'sacplan\[plot\]'"):
+            draw(gpu.profile)
 
 
 # --- trace --------------------------------------------------------------------------------------------------
@@ -548,7 +549,10 @@ def test_the_page_is_whole_and_fetches_nothing(gpu: SimpleNamespace, tmp_path: P
     html = path.read_text(encoding="utf-8")
     checker, text = _read(html)
     assert not checker.fetched
-    assert not re.search(r"https?://|@import|url\(", html)
+    assert not re.search(r"https?://|@import|url\((?!#)", html)
+    ids = re.findall(r' id="([^"]*)"', html)
+    assert len(set(ids)) == len(ids)
+    assert {i for i in re.findall(r'"#(\w+)"|url\(#(\w+)\)', html) for i in i if i} <= set(ids)
     assert "$" not in text
     for said in (
         "LM on h100",
@@ -573,17 +577,31 @@ def test_the_page_needs_neither_plan_nor_frontier(gpu: SimpleNamespace) -> None:
     assert "the plan discards nothing" in text
 
 
+def _ends(paths: list[str]) -> tuple[float, float]:
+    """Least and greatest y of some SVG paths."""
+    ys = [float(y) for path in paths for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", path)]
+    return min(ys), max(ys)
+
+
+def test_colours_follow_the_theme(gpu: SimpleNamespace) -> None:
+    html = report_html(gpu.profile, gpu.plan, gpu.frame)
+    names = set(re.findall(r"--([a-z-]+): light-dark\(", html))
+    for svg in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL):
+        assert not re.search(r"(fill|stroke): (?!none|var)", svg)
+        assert set(re.findall(r"var\(--([a-z-]+)\)", svg)) <= names
+    assert set(re.findall(r"var\(--([a-z-]+)\)", html)) <= names
+
+
 def test_the_drawn_area_reaches_the_peak(gpu: SimpleNamespace) -> None:
     html = report_html(gpu.profile, gpu.plan)
-    panels = re.findall(r'<div class="plot" data-x-max.*?</svg>', html, flags=re.S)[:2]
     heights = []
-    for panel in panels:
-        paths = re.findall(r'<path class="k-[a-z-]+" d="([^"]+)"', panel)
-        assert len(paths) >= 4
-        ys = [float(pair.split()[1]) for path in paths for pair in path.strip("MZ").split("L")]
-        heights.append(1000 - min(ys))
-    assert heights[1] / heights[0] == pytest.approx(gpu.plan.peak_bytes / gpu.profile.peak_bytes, abs=1e-3)
-    data = [json.loads(d) for d in re.findall(r'class="moments">(.*?)</script>', html, flags=re.S)]
+    for svg in re.findall(r'<div class="chart memory"><svg.*?</svg>', html, flags=re.DOTALL):
+        _, floor = _ends(re.findall(r'<g class="plot"> <path d="([^"]+)"', svg))
+        areas = re.findall(r'<path d="([^"]+)"[^>]* style="fill: var\(--(?:activation|temporary|grad)', svg)
+        assert len(areas) >= 2
+        heights.append(floor - _ends(areas)[0])
+    assert heights[1] / heights[0] == pytest.approx(gpu.plan.peak_bytes / gpu.profile.peak_bytes, abs=2e-3)
+    data = [json.loads(d) for d in re.findall(r'class="moments">(.*?)</script>', html, flags=re.DOTALL)]
     most = [max(sum(row) for row in d["mib"]) * 2**20 for d in data]
     assert most == pytest.approx([gpu.profile.peak_bytes, gpu.plan.peak_bytes], rel=1e-2)
 

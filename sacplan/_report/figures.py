@@ -1,17 +1,33 @@
-"""Figures for papers and notebooks, with matplotlib: memory over the step, the frontier, trade-off curves."""
+"""Figures with matplotlib, for papers, notebooks and the page: memory over the step, the frontier, trade-off curves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
-from sacplan._report.curves import distinct_curves
-from sacplan._report.inputs import check_frontier, check_plan, decisions_of_plan
-from sacplan._report.palette import DASHES, FAINT, INK, KIND_COLOURS, MARK, SERIES, STACK, kind_name
-from sacplan._report.timeline import Timeline, timeline_of
+from sacplan._program.budget import format_bytes
+from sacplan._program.program import Phase
+from sacplan._report.curves import Curve, distinct_curves
+from sacplan._report.inputs import check_frontier
+from sacplan._report.palette import (
+    DASHES,
+    FAINT,
+    GRID,
+    INK,
+    MARK,
+    PAGE,
+    SERIES,
+    STACK,
+    kind_colour,
+    text_colour,
+)
+from sacplan._report.timeline import Panel, Timeline, buckets_of, panels_of
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -19,9 +35,47 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    Size = tuple[float, float]
+    Label = tuple[float, float, str, str]  # x, y, text, colour
+
 GIB, MIB = 2**30, 2**20
+PLOT = "plot"
+"""The gid of the area that data is drawn in."""
+
 _FORMATS = ("png", "svg", "pdf")
 _THIN = 1 / 400  # of the highest peak: what is never more is under a pixel high, and left out of the legend
+_NAMED = 0.075  # of the height: what a band needs for its name to stand in it
+BUCKETS = 480
+_LETTER = 0.62  # width of a letter, about, in font sizes
+_FONT = 8.5
+_STYLE: dict[Any, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": FAINT,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.labelcolor": FAINT,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9.5,
+    "font.size": _FONT,
+    "grid.color": GRID,
+    "legend.columnspacing": 1.2,
+    "legend.fontsize": _FONT,
+    "legend.frameon": False,
+    "legend.handlelength": 1.2,
+    "legend.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+}
+_MIRRORED = {"left": "right", "right": "left", "center": "center"}
+# Where a label may be: points to the right and upwards from its point, and the side that is there.
+_PLACES = (
+    (7, 0, "left"), (-7, 0, "right"), (0, 10, "center"), (0, -10, "center"), (7, 8, "left"), (7, -8, "left"),
+    (-7, 8, "right"), (-7, -8, "right"), (7, 16, "left"), (7, -16, "left"),
+)  # fmt: skip
 
 
 def save_figures(
@@ -38,6 +92,10 @@ def save_figures(
     ``memory`` always, ``frontier`` if a frame is given, ``tradeoffs`` if any module has something to trade.
 
     Args:
+        directory: where the files go.
+        profile: from ``sacplan.profile``.
+        plan: made from that profile; without one, the step as it is.
+        frontier: from ``sacplan.frontier(profile)``.
         formats: of ``"png"``, ``"svg"`` and ``"pdf"``.
 
     Returns:
@@ -72,47 +130,59 @@ def memory_figure(profile: Profile, plan: Plan | None = None) -> Figure:
 
     The x axis is predicted time: a step that recomputes takes longer. Every op is drawn; nothing is averaged.
 
+    Args:
+        profile: from ``sacplan.profile``.
+        plan: made from that profile; without one, the step as it is.
+
     Raises:
         PlanMismatch: the plan was made from another profile.
         PlanError: matplotlib is not installed.
     """
-    before = timeline_of(profile.program, {})
-    panels = [("without a plan", before)]
-    if plan is not None:
-        after = timeline_of(profile.program, decisions_of_plan(plan))
-        check_plan(profile, plan, after.peak_bytes)
-        panels.append(("with the plan", after))
-    figure = _figure(5.6 * len(panels), 3.9)
-    from matplotlib.patheffects import withStroke
+    panels = panels_of(profile, plan)
+    return draw_memory(panels, panels, (5.6 * len(panels), 3.9))
 
-    axes = figure.subplots(1, len(panels), sharey=True, sharex=True, squeeze=False)[0]
-    budget = None if plan is None else plan.budget_bytes
-    highest = max(before.peak_bytes, budget or 0)
+
+def draw_memory(
+    panels: Sequence[Panel], scale: Sequence[Panel], size: Size, *, sampled: bool = False
+) -> Figure:
+    """Some panels side by side.
+
+    Args:
+        panels: what is drawn.
+        scale: what has to fit the axes: the panels that these are compared with.
+        size: of the figure, in inches.
+        sampled: only what can be seen, for a small file.
+    """
+    x_ms = max(p.timeline.end_ms for p in scale) or 1.0
+    highest = max(max(p.timeline.peak_bytes, p.budget_bytes or 0) for p in scale)
     unit, unit_bytes = _unit(highest)
-    halo = withStroke(linewidth=2.5, foreground="white")  # the text may lie on the stack
-    for axis, (title, timeline) in zip(axes, panels, strict=True):
-        _stack(axis, timeline, unit_bytes, highest * _THIN)
-        _plain(axis)
-        if budget is not None:
-            height = budget / unit_bytes
-            axis.axhline(height, color=MARK, linestyle=(0, (5, 3)), linewidth=1, label="budget")
-            axis.annotate(
-                f"budget {height:.2f} {unit}", (0, height), (4, 3), textcoords="offset points", color=MARK,
-                fontsize=8.5, path_effects=[halo],
-            )  # fmt: skip
-        top, at = timeline.peak_bytes / unit_bytes, float(timeline.start_ms[timeline.peak])
-        axis.plot([at], [top], "o", color=INK, markersize=4, label="peak")
-        right = at > 0.6 * max(t.end_ms for _, t in panels)
-        axis.annotate(
-            f"peak {top:.2f} {unit}", (at, top), (-5 if right else 5, 5), textcoords="offset points",
-            ha="right" if right else "left", fontsize=8.5, color=INK, path_effects=[halo],
-        )  # fmt: skip
-        axis.set_title(f"{title}: {timeline.end_ms:.1f} ms", fontsize=10, loc="left", color=INK)
-        axis.set_xlabel("time of the step (predicted), ms")
-    axes[0].set_xlim(0, max(timeline.end_ms for _, timeline in panels) or 1.0)
-    axes[0].set_ylim(0, highest / unit_bytes * 1.12)
-    axes[0].set_ylabel(f"alive, {unit}")
-    _kinds_legend(figure, axes[0], len(panels))
+    with _style() as new_figure:
+        figure = new_figure(figsize=size, layout="constrained")
+        axes = figure.subplots(1, len(panels), sharey=True, sharex=True, squeeze=False)[0]
+        axes[0].set_xlim(0, x_ms)
+        axes[0].set_ylim(0, highest / unit_bytes * 1.2)
+        axes[0].set_ylabel(f"alive, {unit}")
+        for axis, panel in zip(axes, panels, strict=True):
+            axis.set_xlabel("time of the step (predicted), ms")
+            axis.set_title(f"{panel.title}: {panel.timeline.end_ms:.1f} ms")
+            _stack(axis, panel.timeline, unit_bytes, highest * _THIN, x_ms / BUCKETS if sampled else None)
+        kinds = dict(zip(*axes[0].get_legend_handles_labels()[::-1], strict=True))
+        kinds = {name: kinds[name] for name in STACK.values() if name in kinds}
+        figure.legend(kinds.values(), kinds, loc="outside lower center", ncols=3 * len(panels))
+        figure.draw_without_rendering()
+        for axis, panel in zip(axes, panels, strict=True):
+            _name_bands(axis, panel.timeline, unit_bytes)
+            _name_phases(axis, panel.timeline)
+            above = 0.04 * axis.get_ylim()[1]
+            at, top = float(panel.timeline.start_ms[panel.timeline.peak]), panel.timeline.peak_bytes
+            axis.plot([at], [top / unit_bytes], "o", color=INK, markersize=4, label="peak")
+            labels: list[Label] = [(at, top / unit_bytes + above, f"peak {format_bytes(top)}", INK)]
+            if (budget := panel.budget_bytes) is not None:
+                y = budget / unit_bytes
+                axis.axhline(y, color=MARK, linestyle=(0, (5, 3)), linewidth=1, label="budget")
+                far = 0.0 if at > 0.45 * x_ms else x_ms
+                labels.append((far, y + above, f"budget {format_bytes(budget)}", MARK))
+            _place(axis, labels)
     return figure
 
 
@@ -120,49 +190,69 @@ def frontier_figure(profile: Profile, frame: pd.DataFrame, plan: Plan | None = N
     """Peak of the step against recomputation: solvers as lines, named policies as crosses, the bound dotted.
 
     Args:
+        profile: from ``sacplan.profile``.
         frame: from ``sacplan.frontier(profile)``.
         plan: marked with a ring.
 
     Raises:
         PlanError: a frame that is no frontier; matplotlib is not installed.
     """
+    return draw_frontier(profile, frame, plan, (7.2, 4.3))
+
+
+def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size: Size) -> Figure:
+    """``frontier_figure`` in a size, in inches."""
     frame = check_frontier(frame)
     unit, unit_bytes = _unit(int(frame["peak_bytes"].max()))
-    figure = _figure(7.2, 4.3)
-    axis = figure.subplots()
-    solved = frame[frame["status"] != "policy"]
-    for i, (solver, rows) in enumerate(solved.groupby("solver", sort=False)):
-        rows = rows.sort_values("peak_bytes")
-        dashes = [float(x) for x in DASHES[i % len(DASHES)].split()]
-        axis.plot(
-            rows["peak_bytes"] / unit_bytes, rows["recompute_share"] * 100, color=SERIES[i % len(SERIES)], marker="o",
-            markersize=4, linewidth=1.4, linestyle=(0, dashes) if dashes else "-", label=str(solver),
-        )  # fmt: skip
-    bound = solved.sort_values("peak_bytes").groupby("peak_bytes")["lower_bound_ms"].max()
-    axis.plot(
-        bound.index / unit_bytes, bound / (profile.step_ms or 1.0) * 100, color=FAINT, linestyle=":", linewidth=1.4,
-        label="no schedule is below",
-    )  # fmt: skip
-    for row in frame[frame["status"] == "policy"].itertuples():
-        at = (row.peak_bytes / unit_bytes, row.recompute_share * 100)
-        axis.plot(*at, "x", color=INK, markersize=5)
-        axis.annotate(row.solver, at, (5, 3), textcoords="offset points", fontsize=8, color=FAINT)
-    if plan is not None:
-        share = plan.recompute_ms / plan.step_ms * 100 if plan.step_ms else 0.0
-        at = (plan.peak_bytes / unit_bytes, share)
-        axis.plot(*at, "o", markersize=11, fillstyle="none", color=MARK, label="the plan")
-    _plain(axis)
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel(f"peak of the step, {unit}")
-    axis.set_ylabel("recomputation, % of the step's time")
-    axis.legend(frameon=False, fontsize=8.5)
+    step_ms = profile.step_ms or 1.0
+    frame = frame.assign(peak=frame["peak_bytes"] / unit_bytes, share=frame["recompute_share"] * 100)
+    is_policy = frame["status"] == "policy"
+    solved, policies = frame[~is_policy], frame[is_policy]
+    bound = solved.groupby("peak")["lower_bound_ms"].max()
+    with _style() as new_figure:
+        figure = new_figure(figsize=size, layout="constrained")
+        axis = figure.subplots()
+        labels: list[Label] = []
+        if plan is not None:
+            peak, share = plan.peak_bytes / unit_bytes, plan.recompute_ms / step_ms * 100
+            bound.loc[peak] = plan.lower_bound_ms
+            axis.plot(
+                peak, share, "o", markersize=11, fillstyle="none", color=MARK, label="the plan", zorder=3
+            )
+            labels.append((peak, share, "this plan", MARK))
+        bound = bound.sort_index() / step_ms * 100
+        axis.plot(bound.index, bound, color=FAINT, linestyle=":", linewidth=1.4, label="lower bound")
+        ends: dict[tuple[float, float], Label] = {}
+        for i, (solver, rows) in enumerate(solved.groupby("solver", sort=False)):
+            rows = rows.sort_values("peak")
+            colour, dashes = SERIES[i % len(SERIES)], [float(x) for x in DASHES[i % len(DASHES)].split()]
+            axis.plot(
+                rows["peak"], rows["share"], "o", color=colour, markersize=4, linewidth=1.4,
+                linestyle=(0, dashes) if dashes else "-", label=str(solver),
+            )  # fmt: skip
+            end = rows.iloc[0]
+            near = (round(end["peak"], 1), round(end["share"]))  # curves that end together share a label
+            said = f"{ends[near][2]} = {solver}" if near in ends else str(solver)
+            ends[near] = (end["peak"], end["share"], said, ends[near][3] if near in ends else colour)
+        axis.plot(policies["peak"], policies["share"], "x", color=INK, markersize=5, label="policies")
+        labels += ends.values()
+        labels += [(row.peak, row.share, row.solver, FAINT) for row in policies.itertuples()]
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel(f"peak of the step, {unit}")
+        axis.set_ylabel("recomputation, % of the step's time")
+        axis.legend(
+            handles=[line for line in axis.lines if line.get_label() == "lower bound"], loc="upper right"
+        )
+        figure.draw_without_rendering()
+        _place(axis, labels)
     return figure
 
 
 def tradeoff_figure(profile: Profile, most: int = 6) -> Figure:
-    """What each distinct kind of module can discard and at what price, with the fits; equal layers once.
+    """What each distinct kind of module can discard and at what cost, with the fits; equal layers once.
 
     Args:
+        profile: from ``sacplan.profile``.
         most: how many kinds of modules, those that keep the most first.
 
     Raises:
@@ -174,75 +264,150 @@ def tradeoff_figure(profile: Profile, most: int = 6) -> Figure:
             "no module of this step has anything to trade: autograd keeps nothing that may run again."
         )
     columns = 2 if len(curves) == 4 else min(3, len(curves))
+    return draw_tradeoffs(curves, columns, (3.7, 2.9))
+
+
+def draw_tradeoffs(curves: Sequence[Curve], columns: int, size: Size) -> Figure:
+    """Curves in a grid, each in a size in inches."""
     n_rows = -(-len(curves) // columns)
-    figure = _figure(3.7 * columns, 2.9 * n_rows)
-    axes = figure.subplots(n_rows, columns, squeeze=False)
-    for axis in list(axes.flat)[len(curves) :]:
-        axis.set_axis_off()
-    for axis, curve in zip(axes.flat, curves, strict=False):
-        x, y = zip(*((100 * share, ms) for share, ms in curve.points), strict=True)
-        axis.plot(x, y, "o", color=KIND_COLOURS[STACK[0]], markersize=3.5, label="reachable")
-        for fit, colour, style in ((curve.hull, SERIES[0], "-"), (curve.pwlf, SERIES[1], (0, (4, 2)))):
-            if fit.n_segments:
-                x, y = zip(*((100 * share, ms) for share, ms in curve.line(fit)), strict=True)
-                axis.plot(x, y, color=colour, linestyle=style, linewidth=1.3, label=fit.kind)
-        count = f" ({len(curve.members)} alike)" if len(curve.members) > 1 else ""
-        axis.set_title(f"{curve.name}{count}", fontsize=9, loc="left", color=INK)
-        axis.set_xlabel(f"discarded, % of {curve.tradeoff.saved_bytes / 2**20:,.0f} MiB", fontsize=8.5)
-        _plain(axis)
-        axis.set_ylim(bottom=0)
-    for row in axes:
-        row[0].set_ylabel("recomputation, ms", fontsize=8.5)
-    axes[0][0].legend(frameon=False, fontsize=8)
+    with _style() as new_figure:
+        figure = new_figure(figsize=(size[0] * columns, size[1] * n_rows), layout="constrained")
+        axes = figure.subplots(n_rows, columns, squeeze=False)
+        for axis in list(axes.flat)[len(curves) :]:
+            axis.set_axis_off()
+        for axis, curve in zip(axes.flat, curves, strict=False):
+            for fit, colour, style in ((curve.hull, SERIES[0], "-"), (curve.pwlf, SERIES[1], (0, (4, 2)))):
+                if fit.n_segments:
+                    share, ms = np.array(curve.line(fit)).T
+                    axis.plot(100 * share, ms, color=colour, linestyle=style, linewidth=1.3, label=fit.kind)
+            share, ms = np.array(curve.points).T
+            axis.plot(100 * share, ms, "o", color=FAINT, markersize=3, label="reachable", clip_on=False)
+            axis.set_title(
+                f"{curve.name} ({len(curve.members)} alike)" if len(curve.members) > 1 else curve.name
+            )
+            axis.set_xlabel(f"discarded, % of {format_bytes(curve.tradeoff.saved_bytes)}")
+            axis.set_xlim(0, 100)
+            axis.set_ylim(0, ms.max() * 1.08 or 1.0)
+        for row in axes:
+            row[0].set_ylabel("recomputation, ms")
+        axes[0][0].legend(loc="upper left")
     return figure
 
 
-def _figure(width: float, height: float) -> Figure:
+def need_matplotlib() -> None:
+    """``PlanError`` where matplotlib is not installed."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise PlanError("figures need matplotlib: pip install 'sacplan[plot]'") from error
-    return Figure(figsize=(width, height), layout="constrained")
+        raise PlanError("figures and the HTML page need matplotlib: pip install 'sacplan[plot]'") from error
+
+
+@contextmanager
+def _style() -> Iterator[type[Figure]]:
+    """The class of figures, and our style while they are drawn."""
+    need_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        yield Figure
 
 
 def _unit(largest_bytes: int) -> tuple[str, int]:
     return ("GiB", GIB) if largest_bytes >= GIB else ("MiB", MIB)
 
 
-def _stack(axis: Axes, timeline: Timeline, unit_bytes: int, least_bytes: float) -> None:
-    """Areas with vertical steps: a value holds from the start of its op to its end. Thin ones get no label."""
-    import numpy as np
+def _stack(
+    axis: Axes, timeline: Timeline, unit_bytes: int, least_bytes: float, bucket_ms: float | None
+) -> None:
+    """Areas with vertical steps: a value holds from the start of its op to its end. Thin ones get no label.
 
-    x = np.append(timeline.start_ms, timeline.end_ms)
-    base = np.zeros(len(x))
-    for kind in STACK:
-        column = timeline.kind_bytes[:, kind]
-        if not column.any():
-            continue
-        values = np.append(column, column[-1]) / unit_bytes
-        label = kind_name(kind) if column.max() >= least_bytes else f"_{kind_name(kind)}"
-        axis.fill_between(
-            x, base, base + values, step="post", color=KIND_COLOURS[kind], linewidth=0, label=label
-        )
-        base = base + values
-    axis.plot(x, base, drawstyle="steps-post", color=INK, linewidth=0.5, label="alive")
+    Each goes down to zero, and the kinds below it are drawn over it.
+    """
+    rows, edges = timeline.kind_bytes, np.append(timeline.start_ms, timeline.end_ms)
+    if bucket_ms is not None:
+        entries = list(buckets_of(timeline, bucket_ms))
+        rows, edges = rows[entries], np.append(np.arange(len(entries)) * bucket_ms, timeline.end_ms)
+    tops = rows[:, list(STACK)].cumsum(axis=1) / unit_bytes
+    if bucket_ms is not None:
+        visible = least_bytes / unit_bytes / 4
+        tops = np.round(tops / visible) * visible
+    axis.patch.set_gid(PLOT)
+    for i, (kind, name) in reversed(list(enumerate(STACK.items()))):
+        column = rows[:, kind]
+        if column.any():
+            changes = np.flatnonzero(np.diff(tops[:, i], prepend=-1.0))
+            axis.stairs(
+                tops[changes, i], np.append(edges[changes], edges[-1]), fill=True, color=kind_colour(kind), linewidth=0,
+                label=name if column.max() >= least_bytes else f"_{name}",
+            )  # fmt: skip
+    alive = tops[:, -1]
+    axis.plot(
+        edges, np.append(alive, alive[-1]), drawstyle="steps-post", color=FAINT, linewidth=0.5, label="alive"
+    )
 
 
-def _kinds_legend(figure: Figure, axis: Axes, n_panels: int) -> None:
-    handles, labels = axis.get_legend_handles_labels()
-    names = {kind_name(kind) for kind in STACK}
-    shown: list[tuple[Any, str]] = [(h, n) for h, n in zip(handles, labels, strict=True) if n in names]
-    figure.legend(
-        [h for h, _ in shown], [n for _, n in shown], loc="outside lower center", frameon=False, fontsize=8.5,
-        ncols=min(len(shown), 4 * n_panels),
-    )  # fmt: skip
+def _name_bands(axis: Axes, timeline: Timeline, unit_bytes: int) -> None:
+    """The name of a kind in its area, where that is thick enough."""
+    import pandas as pd
+
+    (_, x_ms), (_, y_max) = axis.get_xlim(), axis.get_ylim()
+    entries = list(buckets_of(timeline, x_ms / BUCKETS))
+    rows = timeline.kind_bytes[entries][:, list(STACK)] / unit_bytes
+    tops = pd.DataFrame(rows).cumsum(axis=1)
+    for i, (kind, name) in enumerate(STACK.items()):
+        width = int(_points_wide(name) / _axis_points(axis) * BUCKETS) + 8
+        ceiling = tops[i].rolling(width, center=True).min()
+        floor = (tops[i] - rows[:, i]).rolling(width, center=True).max()
+        thickness = (ceiling - floor).fillna(0.0)
+        if thickness.max() > _NAMED * y_max:
+            at = int(thickness.argmax())
+            y = (ceiling[at] + floor[at]) / 2
+            axis.text(at * x_ms / BUCKETS, y, name, color=text_colour(kind), ha="center", va="center")
 
 
-def _plain(axis: Axes) -> None:
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axis.spines[side].set_color(FAINT)
-    axis.tick_params(colors=FAINT, labelsize=8.5)
-    axis.xaxis.label.set_color(FAINT)
-    axis.yaxis.label.set_color(FAINT)
+def _name_phases(axis: Axes, timeline: Timeline) -> None:
+    """A line where a part of the step begins, and its name where there is room."""
+    _, x_ms = axis.get_xlim()
+    for phase, start, end in timeline.phase_spans():
+        if phase != Phase.FORWARD and start:
+            axis.axvline(start, color=FAINT, linewidth=0.8, alpha=0.6)
+        name = phase.name.lower()
+        if (end - start) / x_ms * _axis_points(axis) > _points_wide(name):
+            axis.text((start + end) / 2, 0.96, name, color=FAINT, ha="center", va="center",
+                      transform=axis.get_xaxis_transform())  # fmt: skip
+
+
+def _axis_points(axis: Axes) -> float:
+    return float(axis.bbox.width * 72 / axis.figure.dpi)
+
+
+def _points_wide(text: str) -> float:
+    return len(text) * _LETTER * _FONT
+
+
+def _place(axis: Axes, labels: Sequence[Label]) -> None:
+    """Write each text beside its point, where it covers neither another one nor a marker; the figure is laid out."""
+    from matplotlib.transforms import Bbox
+
+    taken = [text.get_window_extent() for text in axis.texts]
+    if legend := axis.get_legend():
+        taken.append(legend.get_window_extent())
+    for line in axis.lines:
+        if line.get_marker() != "None":
+            x, y = axis.transData.transform(line.get_xydata()).T
+            taken += [Bbox.from_extents(*sides) for sides in zip(x - 4, y - 4, x + 4, y + 4, strict=True)]
+    for x, y, text, colour in labels:
+        right = axis.transAxes.inverted().transform(axis.transData.transform((x, y)))[0] > 0.6
+        note = axis.annotate(
+            text, (x, y), textcoords="offset points", va="center", color=colour,
+            bbox={"facecolor": PAGE, "alpha": 0.72, "linewidth": 0, "pad": 0.5},
+        )  # fmt: skip
+        places = [(-dx, dy, _MIRRORED[side]) if right else (dx, dy, side) for dx, dy, side in _PLACES]
+        for dx, dy, side in (*places, places[0]):  # where there is no room at all, the first
+            note.set(position=(dx, dy), ha=side)
+            box = note.get_window_extent()
+            inside = axis.bbox.contains(box.x0, box.y0) and axis.bbox.contains(box.x1, box.y1)
+            if inside and not box.count_overlaps(taken):
+                break
+        taken.append(box)

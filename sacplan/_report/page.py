@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from html import escape
-from importlib.resources import files
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from string import Template
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import format_bytes
-from sacplan._program.program import StorageKind
+from sacplan._program.program import Phase, StorageKind
 from sacplan._report.alive import WORKSPACE, AliveGroup, Snapshot, peak_groups, peak_snapshot
-from sacplan._report.charts import css_of, frontier_chart, memory_chart, tradeoff_chart
 from sacplan._report.curves import distinct_curves
-from sacplan._report.inputs import check_frontier, check_plan, decisions_of_plan
-from sacplan._report.modules import ModuleRow, RowGroup, grouped, module_rows, totals
+from sacplan._report.figures import BUCKETS, GIB, MIB, draw_frontier, draw_memory, draw_tradeoffs
+from sacplan._report.inputs import check_frontier
+from sacplan._report.modules import RowGroup, grouped, module_rows
 from sacplan._report.names import numbers_of, pattern_of, short_op, shown_module
-from sacplan._report.timeline import Timeline, timeline_of
+from sacplan._report.palette import STACK, css_name, css_variables
+from sacplan._report.svg import inline_svg, page_style
+from sacplan._report.timeline import Panel, Timeline, buckets_of, panels_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
+_CHART, _SMALL_CHART = (4.7, 3.3), (3.1, 2.3)  # inches; the page stretches them to 1.1 to 1.9 times that
 _ALIVE_ROWS = 10
 _MOST_ROWS = 250  # of the table of modules; those that matter least are summed up
-_KIND_CSS = {kind.name.lower().replace("_", " "): css_of(kind) for kind in StorageKind} | {
-    WORKSPACE: css_of(StorageKind.TEMPORARY)
+_COLOURS = {kind.name.lower().replace("_", " "): css_name(kind) for kind in StorageKind} | {
+    WORKSPACE: css_name(StorageKind.TEMPORARY)
 }
 
 
@@ -51,7 +56,7 @@ def write_report(
 
     Raises:
         PlanMismatch: the plan was made from another profile.
-        PlanError: a frame that is no frontier.
+        PlanError: a frame that is no frontier; matplotlib is not installed.
     """
     path = Path(path)
     path.write_text(report_html(profile, plan, frontier), encoding="utf-8")
@@ -62,28 +67,30 @@ def report_html(profile: Profile, plan: Plan | None = None, frontier: pd.DataFra
     """The page as text."""
     if frontier is not None:
         check_frontier(frontier)
-    before = timeline_of(profile.program, {})
-    after = None
-    if plan is not None:
-        after = timeline_of(profile.program, decisions_of_plan(plan))
-        check_plan(profile, plan, after.peak_bytes)
-    snapshot = peak_snapshot(profile, plan)
-    model = profile.fingerprint.model_class
-    sections = [
-        _headline(profile, plan, before, after),
-        _at_peak(profile, snapshot, after or before, plan),
-        _assumptions(profile),
-        _memory(profile, plan, before, after, snapshot),
-        _frontier(profile, frontier, plan),
-        _modules(profile, plan),
-        _tradeoffs(profile),
-    ]
-    template = Template(files("sacplan._report").joinpath("page.html").read_text(encoding="utf-8"))
-    return template.substitute(
-        title=escape(f"{model} on {profile.device}"),
-        subtitle=_summary(profile, plan),
-        sections="\n".join(s for s in sections if s),
-    )
+    with page_style():
+        panels = panels_of(profile, plan)
+        snapshots = [peak_snapshot(profile)]
+        if plan is not None:
+            snapshots.append(peak_snapshot(profile, plan))
+        environment = Environment(
+            loader=PackageLoader("sacplan._report", "."), autoescape=True, undefined=StrictUndefined,
+            trim_blocks=True, lstrip_blocks=True,
+        )  # fmt: skip
+        environment.filters["bytes"] = format_bytes
+        return environment.get_template("page.html").render(
+            title=f"{profile.fingerprint.model_class} on {profile.device}",
+            model=profile.fingerprint.model_class,
+            summary=_summary(profile, plan),
+            colours=Markup(css_variables()),
+            cards=_cards(profile, plan, panels),
+            peak=_peak(profile, snapshots[-1], panels[-1]),
+            assumptions=profile.assumptions,
+            panels=[_panel(profile, p, panels, s) for p, s in zip(panels, snapshots, strict=True)],
+            made=_made,
+            frontier=None if frontier is None else _frontier(profile, frontier, plan),
+            modules=_modules(profile, plan),
+            tradeoffs=_tradeoffs(profile),
+        )
 
 
 def _summary(profile: Profile, plan: Plan | None) -> str:
@@ -103,62 +110,46 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "0.0%"
 
 
-# --- headline ---------------------------------------------------------------------------------------------
-
-
-def _headline(profile: Profile, plan: Plan | None, before: Timeline, after: Timeline | None) -> str:
-    cards: list[tuple[str, str, str]] = []
-    device = (profile.device, f"{profile.trace} trace, {profile.runtime} times")
-    if plan is None or after is None:
-        cards.append(("Peak", format_bytes(profile.peak_bytes), ""))
-        cards.append(("Step", f"{before.end_ms:.2f} ms", f"forward {profile.forward_ms:.2f} ms; predicted"))
-        cards.append(("Device", *device))
-        return _cards(cards)
-    cards.append(
-        ("Peak", format_bytes(plan.peak_bytes), f"{format_bytes(profile.peak_bytes)} without the plan")
-    )
+def _cards(profile: Profile, plan: Plan | None, panels: Sequence[Panel]) -> list[tuple[str, str, str]]:
+    """The headline figures: name, value and note."""
+    step, planned = panels[0].timeline.end_ms, panels[-1].timeline.end_ms
+    device = ("Device", profile.device, f"{profile.trace} trace, {profile.runtime} times")
+    if plan is None:
+        return [
+            ("Peak", format_bytes(profile.peak_bytes), ""),
+            ("Step", f"{step:.2f} ms", f"forward {profile.forward_ms:.2f} ms; predicted"),
+            device,
+        ]
+    cards = [("Peak", format_bytes(plan.peak_bytes), f"{format_bytes(profile.peak_bytes)} without the plan")]
     if plan.budget_bytes is not None:
         room = plan.budget_bytes - plan.peak_bytes
         note = f"{format_bytes(room)} to spare" if room >= 0 else f"exceeded by {format_bytes(-room)}"
         cards.append(("Budget", format_bytes(plan.budget_bytes), note))
-    flops = _share(plan.recompute_flops, plan.step_flops)
-    share = _share(plan.recompute_ms, plan.step_ms)
-    cards.append(
-        ("Recomputation", f"{plan.recompute_ms:.2f} ms", f"{share} of the step's time, {flops} of its FLOPs")
-    )
-    cards.append(
-        ("Lower bound", f"{plan.lower_bound_ms:.2f} ms", "no schedule with this peak recomputes less")
-    )
-    cards.append(("Step", f"{after.end_ms:.2f} ms", f"{before.end_ms:.2f} ms without the plan; predicted"))
+    share, flops = _share(plan.recompute_ms, plan.step_ms), _share(plan.recompute_flops, plan.step_flops)
     gap = "" if plan.gap is None else f", gap {plan.gap:.2g}"
-    cards.append(("Solver", plan.solver, f"{plan.status}{gap}"))
-    cards.append(("Device", *device))
-    return _cards(cards)
+    return [
+        *cards,
+        ("Recomputation", f"{plan.recompute_ms:.2f} ms", f"{share} of the step's time, {flops} of its FLOPs"),
+        ("Lower bound", f"{plan.lower_bound_ms:.2f} ms", "no schedule with this peak recomputes less"),
+        ("Step", f"{planned:.2f} ms", f"{step:.2f} ms without the plan; predicted"),
+        ("Solver", plan.solver, f"{plan.status}{gap}"),
+        device,
+    ]
 
 
-def _cards(cards: list[tuple[str, str, str]]) -> str:
-    items = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class=note>{escape(note)}</dd></div>"
-        for name, value, note in cards
-    )
-    return f"<dl class=cards>{items}</dl>"
-
-
-def _at_peak(profile: Profile, snapshot: Snapshot, timeline: Timeline, plan: Plan | None) -> str:
-    program, model = profile.program, profile.fingerprint.model_class
-    op = program.ops[snapshot.op]
+def _peak(profile: Profile, snapshot: Snapshot, panel: Panel) -> dict[str, str]:
+    """When the peak is, what runs then and what is alive."""
+    program, model, timeline = profile.program, profile.fingerprint.model_class, panel.timeline
     at = timeline.peak
-    where = shown_module(program, snapshot.op, model)
-    waits = int(timeline.during[at])
-    again = f", run again for {shown_module(program, waits, model)}" if snapshot.recomputed else ""
-    largest = ", ".join(_named(g) for g in peak_groups(profile, snapshot)[:3])
-    phase = op.phase.name.lower() if not snapshot.recomputed else "backward"
-    what = "With the plan, the peak is" if plan is not None else "The peak is"
-    return (
-        f"<p>{what} in the {escape(phase)} pass, {timeline.start_ms[at]:.1f} ms into the step, at "
-        f"<b>{escape(short_op(op.name))}</b> of <code>{escape(where)}</code>{escape(again)}. "
-        f"The largest of what is alive then: {escape(largest)}.</p>"
-    )
+    return {
+        "what": "The peak" if panel.budget_bytes is None else "With the plan, the peak",
+        "phase": Phase(int(timeline.phases[at])).name.lower(),
+        "ms": f"{timeline.start_ms[at]:.1f}",
+        "op": short_op(program.ops[snapshot.op].name),
+        "module": shown_module(program, snapshot.op, model),
+        "waits": shown_module(program, int(timeline.during[at]), model) if snapshot.recomputed else "",
+        "largest": ", ".join(_named(g) for g in peak_groups(profile, snapshot)[:3]),
+    }
 
 
 def _named(group: AliveGroup) -> str:
@@ -169,175 +160,89 @@ def _named(group: AliveGroup) -> str:
     return f"{what}{where} ({times})"
 
 
-def _assumptions(profile: Profile) -> str:
-    if not profile.assumptions:
-        return ""
-    items = "".join(f"<li>{escape(text)}</li>" for text in profile.assumptions)
-    return f"<details open><summary>What the trace took for granted</summary><ul>{items}</ul></details>"
+def _made(group: AliveGroup) -> str:
+    """What made a group and what it is for."""
+    made = "" if group.op in group.kind else f"{group.op}{' again' if group.recomputed else ''}, "
+    return made + group.kind
 
 
-# --- memory -----------------------------------------------------------------------------------------------
+def _panel(profile: Profile, panel: Panel, scale: Sequence[Panel], snapshot: Snapshot) -> dict[str, Any]:
+    """One chart of memory over the step, and the table under it."""
+    peak_bytes = panel.timeline.peak_bytes
+    groups = peak_groups(profile, snapshot)
+    said = f"{panel.title}: memory over the step, peak {format_bytes(peak_bytes)}."
+    figure = draw_memory([panel], scale, _CHART, sampled=True)
+    return {
+        "svg": Markup(inline_svg(figure, said, panel.title)),
+        "moments": _moments(profile, panel.timeline, max(p.timeline.end_ms for p in scale) or 1.0),
+        "alive": [(g, _COLOURS.get(g.kind, css_name(StorageKind.OTHER))) for g in groups[:_ALIVE_ROWS]],
+        "rest": groups[_ALIVE_ROWS:],
+        "peak_bytes": peak_bytes,
+    }
 
 
-def _memory(
-    profile: Profile, plan: Plan | None, before: Timeline, after: Timeline | None, snapshot: Snapshot
-) -> str:
-    budget = None if plan is None else plan.budget_bytes
-    y_bytes = max(before.peak_bytes, budget or 0)
-    x_ms = max(before.end_ms, after.end_ms if after is not None else 0.0)
-    panels = []
-    shown = [("Without a plan", before, peak_snapshot(profile) if plan is not None else snapshot)]
-    if after is not None:
-        shown.append(("With the plan", after, snapshot))
-    for title, timeline, alive in shown:
-        said = f"{title}: memory over the step, peak {format_bytes(timeline.peak_bytes)}."
-        chart = memory_chart(profile, timeline, budget_bytes=budget, y_bytes=y_bytes, x_ms=x_ms, said=said)
-        table = _alive_table(peak_groups(profile, alive), timeline.peak_bytes)
-        panels.append(f"<div><h3>{title}</h3>{chart}{table}</div>")
-    return (
-        f'<section id=memory><h2>Memory over the step</h2><div class="panels n{len(panels)}">'
-        f"{''.join(panels)}</div></section>"
-    )
+def _moments(profile: Profile, timeline: Timeline, x_max: float) -> dict[str, Any]:
+    """What the page says under the pointer: bytes by kind and what runs, for each bucket of time."""
+    program, model = profile.program, profile.fingerprint.model_class
+    entries = list(buckets_of(timeline, x_max / BUCKETS))
+    kinds = [k for k in STACK if timeline.kind_bytes[:, k].any()]
+    texts: dict[str, int] = {}
+    runs = []
+    for entry in entries:
+        op = int(timeline.ops[entry])
+        phase = Phase(int(timeline.phases[entry])).name.lower()
+        again = ", again" if timeline.recomputed[entry] else ""
+        said = f"{phase}: {short_op(program.ops[op].name)} of {shown_module(program, op, model)}{again}"
+        runs.append(texts.setdefault(said, len(texts)))
+    mib = timeline.kind_bytes[entries][:, kinds] / MIB
+    return {
+        "width": x_max / BUCKETS,
+        "x_max": x_max,
+        "kinds": [STACK[k] for k in kinds],
+        "mib": mib.round(1 if timeline.peak_bytes >= GIB else 3).tolist(),
+        "runs": runs,
+        "texts": list(texts),
+    }
 
 
-def _alive_table(groups: list[AliveGroup], peak_bytes: int) -> str:
-    rows = []
-    largest = groups[0].n_bytes if groups else 1
-    for g in groups[:_ALIVE_ROWS]:
-        css = _KIND_CSS.get(g.kind, "k-other")
-        made = "" if g.op in g.kind else f"{g.op}{' again' if g.recomputed else ''}, "
-        times = f"{g.count} × {format_bytes(g.each_bytes)}" if g.count > 1 else ""
-        rows.append(
-            f"<tr><td><code>{escape(g.module)}</code><small>{escape(made + g.kind)}</small>"
-            f'<i class="bar {css}" style="width:{g.n_bytes / largest:.1%}"></i></td>'
-            f"<td class=n>{format_bytes(g.n_bytes)}<small>{times}</small></td></tr>"
-        )
-    rest = groups[_ALIVE_ROWS:]
-    if rest:
-        n_bytes, count = sum(g.n_bytes for g in rest), sum(g.count for g in rest)
-        rows.append(f"<tr><td>{count:,} smaller ones</td><td class=n>{format_bytes(n_bytes)}</td></tr>")
-    return (
-        f"<table class=alive><caption>Alive at the peak</caption><tbody>{''.join(rows)}</tbody>"
-        f"<tfoot><tr><td>all</td><td class=n>{format_bytes(peak_bytes)}</td></tr></tfoot></table>"
-    )
+def _frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None) -> dict[str, Any]:
+    said = "Peak of the step against recomputation, for every solver and policy; the figures are in the table below."
+    return {
+        "svg": Markup(inline_svg(draw_frontier(profile, frame, plan, _CHART), said, "frontier")),
+        "rows": list(frame.sort_values(["solver", "peak_bytes"], kind="stable").itertuples()),
+    }
 
 
-# --- frontier ---------------------------------------------------------------------------------------------
-
-
-def _frontier(profile: Profile, frame: pd.DataFrame | None, plan: Plan | None) -> str:
-    if frame is None:
-        return ""
-    rows = "".join(
-        f"<tr><td>{escape(str(row.solver))}</td><td class=n>{format_bytes(int(row.peak_bytes))}</td>"
-        f"<td class=n>{row.recompute_share:.2%}</td><td class=n>{escape(str(row.status))}</td></tr>"
-        for row in frame.sort_values(["solver", "peak_bytes"], kind="stable").itertuples()
-    )
-    head = "<tr><th>solver or policy</th><th class=n>peak</th><th class=n>of the step</th><th class=n>status</th></tr>"
-    return (
-        "<section id=frontier><h2>Frontier</h2><p>What each solver makes of a budget, and the modes that people use "
-        "by hand (crosses). The dotted line joins what no schedule with such a peak undercuts.</p>"
-        f"{frontier_chart(profile, frame, plan)}<details><summary>The figures</summary><table class=figures>"
-        f"<thead>{head}</thead><tbody>{rows}</tbody></table></details></section>"
-    )
-
-
-# --- modules ----------------------------------------------------------------------------------------------
-
-_HEAD = (
-    ("module", "text"),
-    ("kept", "number"),
-    ("discarded", "number"),
-    ("recompute ms", "number"),
-    ("share", "number"),
-    ("why", "text"),
-)
-
-
-def _modules(profile: Profile, plan: Plan | None) -> str:
+def _modules(profile: Profile, plan: Plan | None) -> dict[str, Any]:
+    """The groups that the table shows, all rows, and how many groups are left out."""
     rows = module_rows(profile, plan)
     groups = grouped(rows)
-    patterns: dict[str, int] = {}
-    for row in rows:
-        patterns[pattern_of(row.module)] = patterns.get(pattern_of(row.module), 0) + 1
-    left_out: list[RowGroup] = []
-    if len(groups) > _MOST_ROWS:
-        by_weight = sorted(groups, key=lambda g: -g.count * (g.row.kept_bytes + g.row.discarded_bytes))
-        kept = {id(g) for g in by_weight[:_MOST_ROWS]}
-        left_out = [g for g in groups if id(g) not in kept]
-        groups = [g for g in groups if id(g) in kept]
-    model = profile.fingerprint.model_class
-    body = "".join(_module_row(g, patterns, model) for g in groups)
-    head = "".join(
-        f"<th data-sort={kind} aria-sort=none class={kind[0]}><button type=button>{name}</button></th>"
-        for name, kind in _HEAD
-    )
-    more = (
-        f"<p class=note>{len(left_out)} more rows are in the sum and not in the table.</p>"
-        if left_out
-        else ""
-    )
-    return (
-        "<section id=modules><h2>Modules</h2><p>What a module's own ops make and autograd asks for; modules inside "
-        "of it have rows of their own. Modules that are alike share a row.</p>"
-        f'<table class="modules sortable"><thead><tr>{head}</tr></thead><tbody>{body}</tbody>'
-        f"<tfoot>{_total_row(rows)}</tfoot></table>{more}</section>"
-    )
+    by_weight = sorted(groups, key=lambda g: -g.count * (g.row.kept_bytes + g.row.discarded_bytes))
+    shown = {g.members for g in by_weight[:_MOST_ROWS]}
+    alike = Counter(pattern_of(row.module) for row in rows)
+    return {
+        "rows": rows,
+        "groups": [(g, _which(g, alike[pattern_of(g.row.module)])) for g in groups if g.members in shown],
+        "left_out": len(groups) - len(shown),
+    }
 
 
-def _module_row(group: RowGroup, patterns: dict[str, int], model: str) -> str:
-    row, count = group.row, group.count
-    all_of_it = patterns[pattern_of(row.module)]
-    which = ""
-    if count > 1 and count == all_of_it:
-        which = f"all {count}"
-    elif all_of_it > 1 and any(c.isalpha() for c in pattern_of(row.module)):
-        numbers = numbers_of(group.members)
-        which = f"{count} of {all_of_it}" + (f": {numbers}" if numbers else "")
-    title = f"<small>{which}</small>" if which else ""
-    cells = [
-        f"<td><code>{escape(group.module or model)}</code>{title}</td>",
-        _bytes_cell("kept", row.kept_bytes, count),
-        _bytes_cell("discarded", row.discarded_bytes, count),
-        f'<td class=n data-label="recompute ms" data-v="{count * row.recompute_ms:.6f}">'
-        f"{_figure(count * row.recompute_ms, '.2f')}</td>",
-        f'<td class=n data-label=share data-v="{count * row.recompute_share:.6f}">'
-        f"{_figure(count * row.recompute_share, '.1%')}</td>",
-        f"<td class=why>{escape(row.why)}</td>",
-    ]
-    return f"<tr>{''.join(cells)}</tr>"
-
-
-def _bytes_cell(label: str, each: int, count: int) -> str:
-    times = f"<small>{count} × {format_bytes(each)}</small>" if count > 1 and each else ""
-    value = format_bytes(each * count) if each else "–"
-    return f'<td class=n data-label={label} data-v="{each * count}">{value}{times}</td>'
-
-
-def _figure(value: float, how: str) -> str:
-    return format(value, how) if value else "–"
-
-
-def _total_row(rows: list[ModuleRow]) -> str:
-    kept, discarded, ms, _ = totals(rows)
-    return (
-        f"<tr><td>all</td><td class=n data-label=kept>{format_bytes(kept)}</td>"
-        f"<td class=n data-label=discarded>{format_bytes(discarded)}</td>"
-        f'<td class=n data-label="recompute ms">{ms:.2f}</td><td class=n></td><td></td></tr>'
-    )
-
-
-# --- trade-offs -------------------------------------------------------------------------------------------
-
-
-def _tradeoffs(profile: Profile) -> str:
-    curves = distinct_curves(profile)
-    if not curves:
+def _which(group: RowGroup, alike: int) -> str:
+    """Which of the modules of its pattern a group has."""
+    if 1 < group.count == alike:
+        return f"all {group.count}"
+    if alike == 1 or not any(c.isalpha() for c in group.module):
         return ""
-    return (
-        "<section id=tradeoffs><h2>What each kind of module can trade</h2><p>Points can be reached exactly. "
-        "<span class=swatch-hull>The solid line</span> is the hull through the lowest of them. "
-        "<span class=swatch-pwlf>The dashed line</span> is a least-squares fit, which promises more than there is "
-        "wherever it is below the hull.</p>"
-        f"<div class=grid>{''.join(tradeoff_chart(c) for c in curves)}</div></section>"
-    )
+    numbers = numbers_of(group.members)
+    return f"{group.count} of {alike}" + (f": {numbers}" if numbers else "")
+
+
+def _tradeoffs(profile: Profile) -> list[Markup]:
+    charts = []
+    for curve in distinct_curves(profile):
+        said = (
+            f"{curve.name}: {len(curve.points)} reachable points; discarding {curve.points[-1][0]:.0%} takes "
+            f"{curve.points[-1][1]:.2f} ms."
+        )
+        charts.append(Markup(inline_svg(draw_tradeoffs([curve], 1, _SMALL_CHART), said, curve.name)))
+    return charts

@@ -1,49 +1,71 @@
-"""Colours of reports: what a step works with is grey, what it makes has one of three colours.
+"""Colours of figures and of the page: what a step works with is grey, what it makes has one of three colours.
 
 Blue, orange and yellow stay apart for colour-blind readers, and in lightness when printed; see Okabe and Ito,
-"Color Universal Design" (2008). The page has the dark ones in ``page.html``, under the same names.
+"Color Universal Design" (2008).
 """
 
 from __future__ import annotations
 
 from sacplan._program.program import StorageKind
 
-STACK = (
-    StorageKind.PARAMETER,
-    StorageKind.OPTIMIZER_STATE,
-    StorageKind.BUFFER,
-    StorageKind.OTHER,
-    StorageKind.GRADIENT,
-    StorageKind.ACTIVATION,
-    StorageKind.TEMPORARY,
-)
-"""Kinds from the bottom of a stack to its top: what stays first."""
-
-KIND_COLOURS = {
-    StorageKind.PARAMETER: "#8a929c",
-    StorageKind.OPTIMIZER_STATE: "#aab1b9",
-    StorageKind.BUFFER: "#737b85",
-    StorageKind.OTHER: "#c6cbd1",
-    StorageKind.GRADIENT: "#d9772b",
-    StorageKind.ACTIVATION: "#3a78b5",
-    StorageKind.TEMPORARY: "#ecc65a",
+COLOURS = {
+    "page": ("#ffffff", "#15181c"),
+    "ink": ("#1d2329", "#e4e7ea"),
+    "faint": ("#5d6670", "#9aa3ad"),
+    "rule": ("#dde1e6", "#333a42"),
+    "grid": ("#e9ecef", "#262b31"),
+    "mark": ("#b3261e", "#ff8a80"),
+    "parameter": ("#8a929c", "#626b76"),
+    "optimizer-state": ("#aab1b9", "#4f5761"),
+    "buffer": ("#737b85", "#747d88"),
+    "other": ("#c6cbd1", "#3f464e"),
+    "gradient": ("#d9772b", "#e08a45"),
+    "activation": ("#3a78b5", "#5a96d0"),
+    "temporary": ("#ecc65a", "#d9b650"),
+    "green": ("#3d8f6f", "#5cb392"),
+    "purple": ("#8d6bb0", "#b094d4"),
+    "on-activation": ("#fefefe", "#0d1013"),
+    "on-grey": ("#1c2228", "#f2f4f6"),
+    "on-colour": ("#1b2127", "#0d1013"),
 }
-INK, FAINT, MARK = "#1d2329", "#6a737d", "#b3261e"
-SERIES = ("#3a78b5", "#d9772b", "#3d8f6f", "#8d6bb0", "#737b85")
+"""By name, on a light page and on a dark one. Figures have the light ones; no two of those are equal, so that the page
+can tell from a figure's colour which name it has."""
+
+PAGE, INK, FAINT, GRID, MARK = (COLOURS[name][0] for name in ("page", "ink", "faint", "grid", "mark"))
+SERIES = tuple(COLOURS[name][0] for name in ("activation", "gradient", "green", "purple", "buffer"))
 """For curves that are told apart by their labels and dashes as well."""
 
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 4")
 
+STACK = {
+    StorageKind.PARAMETER: "parameters",
+    StorageKind.OPTIMIZER_STATE: "optimizer state",
+    StorageKind.BUFFER: "buffers",
+    StorageKind.OTHER: "batch, workspaces and other",
+    StorageKind.GRADIENT: "gradients",
+    StorageKind.ACTIVATION: "activations",
+    StorageKind.TEMPORARY: "temporaries",
+}
+"""Kinds from the bottom of a stack to its top, what stays first, and their names."""
 
-def kind_name(kind: StorageKind) -> str:
-    """For people: ``"optimizer state"``, ``"activations"``."""
-    names = {
-        StorageKind.PARAMETER: "parameters",
-        StorageKind.BUFFER: "buffers",
-        StorageKind.GRADIENT: "gradients",
-        StorageKind.ACTIVATION: "activations",
-        StorageKind.TEMPORARY: "temporaries",
-        StorageKind.OPTIMIZER_STATE: "optimizer state",
-        StorageKind.OTHER: "batch, workspaces and other",
-    }
-    return names[kind]
+
+def css_name(kind: StorageKind) -> str:
+    """Name of a kind's colour."""
+    return kind.name.lower().replace("_", "-")
+
+
+def kind_colour(kind: StorageKind) -> str:
+    """Colour of a kind in figures."""
+    return COLOURS[css_name(kind)][0]
+
+
+def text_colour(kind: StorageKind) -> str:
+    """Colour of text that stands in an area of a kind's colour."""
+    bright = {StorageKind.ACTIVATION: "on-activation", StorageKind.GRADIENT: "on-colour"}
+    bright[StorageKind.TEMPORARY] = "on-colour"
+    return COLOURS[bright.get(kind, "on-grey")][0]
+
+
+def css_variables() -> str:
+    """The colours as CSS variables that follow the page's colour scheme."""
+    return " ".join(f"--{name}: light-dark({light}, {dark});" for name, (light, dark) in COLOURS.items())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sacplan._plan.plan import Plan
+from sacplan._profile.profile import Profile
 from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._recompute.replay import Decisions, replay
+from sacplan._report.inputs import check_plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,33 +95,36 @@ def timeline_of(program: Program, decisions: Decisions) -> Timeline:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Buckets:
-    """A timeline in few steps of equal length, each as high as its highest moment, so that no peak is lost.
+class Panel:
+    """A step under a title, with the budget that it is held against."""
 
-    Attributes:
-        width_ms: of a bucket; the first begins at 0.
-        entries: by bucket, the entry of the timeline that stands for it.
+    title: str
+    timeline: Timeline
+    budget_bytes: int | None
+
+
+def panels_of(profile: Profile, plan: Plan | None) -> list[Panel]:
+    """The step without a plan and, where there is one, with it.
+
+    Raises:
+        PlanMismatch: the plan was made from another profile.
     """
+    budget = None if plan is None else plan.budget_bytes
+    panels = [Panel("Without a plan", timeline_of(profile.program, {}), budget)]
+    if plan is not None:
+        after = timeline_of(profile.program, plan.decisions)
+        check_plan(profile, plan, after.peak_bytes)
+        panels.append(Panel("With the plan", after, budget))
+    return panels
 
-    width_ms: float
-    entries: Sequence[int]
 
+def buckets_of(timeline: Timeline, width_ms: float) -> Sequence[int]:
+    """The step in steps of equal length: for each, the entry at which most is alive in it, so that no peak is lost.
 
-def buckets_of(timeline: Timeline, count: int, width_ms: float | None = None) -> Buckets:
-    """At most ``count`` buckets; each shows the moment in it, or running at its beginning, at which most is alive."""
-    total = timeline.end_ms
-    width = width_ms or total / count or 1.0
-    n = max(1, min(count, int(np.ceil(total / width - 1e-9))))
-    first = np.minimum((timeline.start_ms / width).astype(np.int64), n - 1).tolist()
-    live = timeline.live_bytes.tolist()
-    entries: list[int] = []
-    at = running = 0
-    for bucket in range(n):
-        best = running
-        while at < len(live) and first[at] <= bucket:
-            if live[at] > live[best]:
-                best = at
-            running = at
-            at += 1
-        entries.append(best)
-    return Buckets(width, tuple(entries))
+    The op that runs at the beginning of a bucket belongs to it as well.
+    """
+    n = max(1, int(np.ceil(timeline.end_ms / width_ms - 1e-9)))
+    starts = np.searchsorted(timeline.start_ms, np.arange(n) * width_ms) - 1
+    first = [*np.maximum(starts, 0).tolist(), len(timeline.ops) - 1]
+    live = timeline.live_bytes
+    return [a + int(live[a : b + 1].argmax()) for a, b in itertools.pairwise(first)]

@@ -17,7 +17,7 @@ from sacplan._profile.profile import Profile
 from sacplan._program.program import ROOT_SCOPE, Phase, Program
 from sacplan._report.inputs import check_plan, decisions_of_plan
 from sacplan._report.names import short_op, shown_module
-from sacplan._report.palette import STACK, kind_name
+from sacplan._report.palette import STACK
 from sacplan._report.timeline import Timeline, timeline_of
 
 _PROCESS = 1
@@ -142,7 +142,7 @@ def _scopes(program: Program, op: int) -> list[int]:
 def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
     kinds = [kind for kind in STACK if timeline.kind_bytes[:, kind].any()]
     rows = timeline.kind_bytes[:, kinds].tolist()
-    names = [kind_name(kind) for kind in kinds]
+    names = [STACK[kind] for kind in kinds]
     for stamp, row in zip(_stamps(timeline), rows, strict=False):
         values = dict(zip(names, row, strict=True))
         yield {"ph": "C", "name": "memory", "pid": _PROCESS, "tid": 0, "ts": stamp, "args": values}

@@ -1,0 +1,62 @@
+"""A figure as SVG inside of an HTML page: its text is text, and its colours are the page's CSS variables."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import escape
+from typing import TYPE_CHECKING
+
+from sacplan._report.figures import PLOT, need_matplotlib
+from sacplan._report.palette import COLOURS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_NAMES = {light: name for name, (light, _) in COLOURS.items()}
+_NOTHING = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+
+
+@contextmanager
+def page_style() -> Iterator[None]:
+    """Figures that are drawn in here look the same whatever the caller has set up for matplotlib."""
+    need_matplotlib()
+    import matplotlib.style
+
+    with matplotlib.style.context(["default", {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}]):
+        yield
+
+
+def inline_svg(figure: Figure, said: str, salt: str) -> str:
+    """The figure as an ``<svg>`` element, as wide as there is room.
+
+    The area that data is drawn in is of class ``plot``.
+
+    Args:
+        figure: drawn under ``page_style``, in colours of the palette.
+        said: what it shows, for those who cannot see it.
+        salt: of this figure alone on its page; ids of other figures differ then.
+    """
+    import matplotlib
+
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": salt}):
+        figure.savefig(file, format="svg", transparent=True, metadata=_NOTHING)
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(
+        r"<svg[^>]*?(viewBox=\"[^\"]*\")[^>]*>", rf'<svg \1 role="img" aria-label="{escape(said)}">', svg
+    )
+    svg = re.sub(r"<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = svg.replace(f'<g id="{PLOT}">', f'<g class="{PLOT}">')
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = re.sub(r"#[0-9a-f]{6}(?=[;\"])", lambda colour: f"var(--{_NAMES[colour[0]]})", svg)
+    svg = re.sub(r' d="[^"]*"', _shorter, svg)
+    return re.sub(r"\s*\n\s*", " ", svg)
+
+
+def _shorter(path: re.Match[str]) -> str:
+    """Coordinates to a tenth of a point: less cannot be seen."""
+    return re.sub(r"\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}", path[0])
