@@ -1,4 +1,4 @@
-"""Reports: what they say adds up to the replayed step, byte for byte, and their prices are what a replay charges."""
+"""Reports: what they say adds up to the replayed step, byte for byte, and their costs are what a replay charges."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sacplan._recompute.rewrite import discarded_ops
 from sacplan._report.alive import alive_at_peak, peak_snapshot
 from sacplan._report.curves import distinct_curves
 from sacplan._report.figures import frontier_figure, memory_figure, save_figures, tradeoff_figure
-from sacplan._report.kept import KeptAndLeft
+from sacplan._report.kept import KeptAndDiscarded
 from sacplan._report.modules import grouped, module_rows, module_table
 from sacplan._report.names import numbers_of, pattern_of, pattern_over, short_op
 from sacplan._report.page import report_html, write_report
@@ -225,9 +225,9 @@ def test_kept_and_discarded_are_what_is_alive_when_the_backward_begins(case: Sim
     assert abs(alive({}) - alive(case.plan.decisions) - saved) <= states
 
 
-def test_prices_are_what_a_replay_charges(case: SimpleNamespace) -> None:
+def test_costs_are_what_a_replay_charges(case: SimpleNamespace) -> None:
     program, plan = case.profile.program, case.plan
-    state = KeptAndLeft(program, plan.decisions)
+    state = KeptAndDiscarded(program, plan.decisions)
     units = {i for i, scope in enumerate(program.scopes) if scope.parent == ROOT_SCOPE}
     base = dict(discarded_ops(program, plan.decisions))
 
@@ -242,19 +242,19 @@ def test_prices_are_what_a_replay_charges(case: SimpleNamespace) -> None:
             lists = by_module.setdefault(program.scopes[scope].fqn, ([], []))
             if s in state.discarded:
                 lists[0].append(s)
-            elif state.can_go(s):
+            elif state.discardable(s):
                 lists[1].append(s)
     for gone, held in by_module.values():
         if gone:
             paid += 1
             without = {op: n for op, n in base.items() if op not in {state.made[s] for s in gone}}
             saved = recompute_ms(base) - recompute_ms(without)
-            assert state.price_paid(gone).recompute_ms == pytest.approx(saved, abs=1e-9)
-        price = state.price_asked(held) if held else None
-        if price is not None:
+            assert state.cost_paid(gone).recompute_ms == pytest.approx(saved, abs=1e-9)
+        cost = state.cost_of_discarding(held) if held else None
+        if cost is not None:
             asked += 1
-            more = recompute_ms(dict.fromkeys(price.ops, 1) | base) - recompute_ms(base)
-            assert price.recompute_ms == pytest.approx(more, abs=1e-9)
+            more = recompute_ms(dict.fromkeys(cost.ops, 1) | base) - recompute_ms(base)
+            assert cost.recompute_ms == pytest.approx(more, abs=1e-9)
     assert paid
     assert asked
 

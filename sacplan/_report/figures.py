@@ -400,7 +400,7 @@ def _place(axis: Axes, labels: Sequence[Label]) -> None:
     for x, y, text, colour in labels:
         right = axis.transAxes.inverted().transform(axis.transData.transform((x, y)))[0] > 0.6
         note = axis.annotate(
-            text, (x, y), textcoords="offset points", va="center", color=colour,
+            text, (x, y), (0, 0), textcoords="offset points", va="center", color=colour,
             bbox={"facecolor": PAGE, "alpha": 0.72, "linewidth": 0, "pad": 0.5},
         )  # fmt: skip
         places = [(-dx, dy, _MIRRORED[side]) if right else (dx, dy, side) for dx, dy, side in _PLACES]

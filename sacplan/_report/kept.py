@@ -1,4 +1,4 @@
-"""What the plan keeps of each module and what not, followed through the replay, and what each byte costs."""
+"""What the plan keeps of each module and what not, followed through the replay, and what it costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOBODY: frozenset[int] = frozenset()
 
 
 class _Follower(Replayer):
-    """A replay that notes which storages are held for the backward pass, and which are left to recipes."""
+    """A replay that notes which storages are held for the backward pass, and which are left to recomputation."""
 
     def follow(self) -> Replay:
         self.held: set[int] = set()
@@ -34,7 +34,7 @@ class _Follower(Replayer):
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class Cost:
     """What recomputing some storages takes, or would take.
 
     Attributes:
@@ -49,11 +49,11 @@ class Price:
 
     @property
     def us_per_mib(self) -> float:
-        """Microseconds of recomputation for a MiB."""
+        """Microseconds of recomputation per MiB."""
         return self.recompute_ms * 1e3 / (self.n_bytes / 2**20)
 
 
-class KeptAndLeft:
+class KeptAndDiscarded:
     """What a replay with some decisions holds from forward to backward.
 
     Attributes:
@@ -91,7 +91,7 @@ class KeptAndLeft:
         """Their bytes together."""
         return sum(self.program.storage_bytes[s] for s in storages)
 
-    def price_paid(self, storages: Collection[int]) -> Price:
+    def cost_paid(self, storages: Collection[int]) -> Cost:
         """What would not have to run again if these discarded storages were kept."""
         ops = self.program.ops
         wanted = set(storages)
@@ -106,13 +106,13 @@ class KeptAndLeft:
                 continue
             only.add(op)
             candidates.extend(self.made[s] for s in ops[op].reads if s in self.made and s not in self.kept)
-        return self._price(only, self.n_bytes(wanted))
+        return self._cost(only, self.n_bytes(wanted))
 
-    def price_asked(self, storages: Collection[int]) -> Price | None:
+    def cost_of_discarding(self, storages: Collection[int]) -> Cost | None:
         """What discarding these kept storages as well would take; None if it would free nothing.
 
-        Their recipes would start from what is held already; where there is no such thing, from the inputs of ops
-        that cannot run again, which would be held instead.
+        Their recipes would start from what is held already, and from outputs of ops that cannot run again, which would
+        have to be held instead.
         """
         program, gone = self.program, set(storages)
         more: set[int] = set()
@@ -134,9 +134,9 @@ class KeptAndLeft:
         # A discarded tensor's recipe may start from one of these: then that one's inputs are asked for as well,
         # which the walk above has covered, since it goes on until something is held.
         freed = self.n_bytes(gone) - self.n_bytes(instead)
-        return self._price(more, freed) if freed > 0 else None
+        return self._cost(more, freed) if freed > 0 else None
 
-    def can_go(self, storage: int) -> bool:
+    def discardable(self, storage: int) -> bool:
         """Whether a kept storage could be discarded, and would be freed by it."""
         op = self.program.ops[self.made[storage]]
         return op.recomputable and storage not in self.program.outlives_forward
@@ -148,7 +148,7 @@ class KeptAndLeft:
         discarded = dict.fromkeys(ops, 1) | dict(self.ops_discarded)
         return Replayer(program, discarded, units).run().peak_bytes
 
-    def _price(self, ops: Collection[int], n_bytes: int) -> Price:
+    def _cost(self, ops: Collection[int], n_bytes: int) -> Cost:
         times = {op: self.program.ops[op].time_ms for op in ops}
         ordered = tuple(sorted(ops, key=lambda op: (-times[op], op)))
-        return Price(sum(times[op] for op in ordered), n_bytes, ordered)
+        return Cost(sum(times[op] for op in ordered), n_bytes, ordered)

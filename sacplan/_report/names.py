@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from sacplan._program.program import ROOT_SCOPE, Phase, Program
 
-OUTSIDE = "(outside of the model)"
+OUTSIDE = "(outside the model)"
 OPTIMIZER = "(optimizer)"
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a path
