@@ -1,4 +1,4 @@
-"""Reports: what they say adds up to the replayed step, byte for byte, and their costs are what a replay charges."""
+"""Reports: what they say adds up to the peak, byte for byte, and their costs are what the rewritten step takes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from torch import nn
 
 import sacplan
 from sacplan._program.program import ROOT_SCOPE, Event, Phase, StorageKind
-from sacplan._recompute.rewrite import discarded_ops
-from sacplan._report.alive import alive_at_peak, peak_snapshot
+from sacplan._recompute.rewrite import discarded_ops, recompute_ops, recomputed
+from sacplan._report.alive import alive_at, alive_at_peak
 from sacplan._report.curves import distinct_curves
 from sacplan._report.figures import frontier_figure, memory_figure, save_figures, tradeoff_figure
 from sacplan._report.kept import KeptAndDiscarded
@@ -79,26 +79,26 @@ def test_what_is_alive_adds_up_to_the_peak(case: SimpleNamespace) -> None:
         assert whole["bytes"].is_monotonic_decreasing
 
 
-def test_kinds_at_the_peak_are_those_of_the_replay(case: SimpleNamespace) -> None:
+def test_kinds_at_the_peak_are_those_of_the_fold(case: SimpleNamespace) -> None:
     for plan in _plans(case):
-        replayed = case.profile.footprint(plan.decisions if plan else {})
+        peak = recomputed(case.profile.program, plan.decisions if plan else {}).liveness.peak
         frame = alive_at_peak(case.profile, plan, None)
         found = frame.groupby("kind")["bytes"].sum().to_dict()
         found["temporary"] = found.get("temporary", 0) + found.pop("workspace", 0)
         found["other"] = found.get("other", 0) + found.pop("generator state", 0)
-        expected = {k.name.lower().replace("_", " "): replayed.peak_by_kind[k] for k in StorageKind}
+        expected = {k.name.lower().replace("_", " "): peak.by_kind[k] for k in StorageKind}
         assert {k: v for k, v in found.items() if v} == {k: v for k, v in expected.items() if v}
 
 
 def test_without_a_plan_the_storages_are_those_that_somebody_holds(case: SimpleNamespace) -> None:
     """Counted anew from the events: whoever holds a storage when the peak's op runs."""
     program = case.profile.program
-    snapshot = peak_snapshot(case.profile)
+    peak_op = program.footprint.peak_op
     holders: Counter[int] = Counter(program.initial)
     for code, arg in program.events:
         if code == Event.OP:
             holders.update(program.ops[arg].writes)
-            if arg == snapshot.op:
+            if arg == peak_op:
                 break
         elif code == Event.ALLOC:
             holders[arg] += 1
@@ -109,20 +109,20 @@ def test_without_a_plan_the_storages_are_those_that_somebody_holds(case: SimpleN
         elif code in (Event.UNPACK, Event.DROP):
             storage = program.handle_storages[program.instance_handles[arg]]
             holders[storage] += 1 if code == Event.UNPACK else -1
-    alive = {s for s, n in holders.items() if n > 0 and s != program.ops[snapshot.op].replaces}
-    assert set(snapshot.storages) == alive
+    alive = {s for s, n in holders.items() if n > 0 and s != program.ops[peak_op].replaces}
+    assert alive_at(program, peak_op) == alive
 
 
 def _first_ops_discarded(profile: sacplan.Profile, count: int | None = None) -> sacplan.Plan:
     """A plan that keeps nothing that the model's first ops make, or all of them, whatever that does to the peak."""
     program = profile.program
     sites = tuple(program.sites(program.calls[""][0]).values())[:count]
-    replayed = profile.footprint({"": sites})
+    found = profile.footprint({"": sites})
     return dataclasses.replace(
         sacplan.plan(profile, "100%"),
-        units={"": sacplan.UnitPlan(1.0, replayed.recompute_ms, sites)},
-        peak_bytes=replayed.peak_bytes,
-        recompute_ms=replayed.recompute_ms,
+        units={"": sacplan.UnitPlan(1.0, found.recompute_ms, sites)},
+        peak_bytes=found.peak_bytes,
+        recompute_ms=found.recompute_ms,
     )
 
 
@@ -211,7 +211,7 @@ def test_kept_and_discarded_are_what_is_alive_when_the_backward_begins(case: Sim
     start = next(i for i, op in enumerate(program.ops) if op.phase == Phase.BACKWARD)
 
     def alive(decisions: dict) -> int:
-        line = timeline_of(program, decisions)
+        line = timeline_of(recomputed(program, decisions))
         at = next(i for i, op in enumerate(line.ops.tolist()) if op == start and not line.recomputed[i])
         before = at
         while line.recomputed[before - 1]:
@@ -225,14 +225,14 @@ def test_kept_and_discarded_are_what_is_alive_when_the_backward_begins(case: Sim
     assert abs(alive({}) - alive(case.plan.decisions) - saved) <= states
 
 
-def test_costs_are_what_a_replay_charges(case: SimpleNamespace) -> None:
+def test_costs_are_what_the_rewritten_step_takes(case: SimpleNamespace) -> None:
     program, plan = case.profile.program, case.plan
-    state = KeptAndDiscarded(program, plan.decisions)
+    state = KeptAndDiscarded(program, recomputed(program, plan.decisions), plan.decisions)
     units = {i for i, scope in enumerate(program.scopes) if scope.parent == ROOT_SCOPE}
     base = dict(discarded_ops(program, plan.decisions))
 
     def recompute_ms(discarded: dict[int, int]) -> float:
-        return Replayer(program, discarded, units).run().recompute_ms
+        return program.with_(recompute_ops(program, discarded, units)).footprint.recompute_ms
 
     paid = asked = 0
     by_module: dict[str, tuple[list[int], list[int]]] = {}
@@ -328,16 +328,16 @@ def test_names() -> None:
 # --- timeline -----------------------------------------------------------------------------------------------
 
 
-def test_the_timeline_is_the_replay_on_a_time_axis(case: SimpleNamespace) -> None:
+def test_the_timeline_is_the_step_on_a_time_axis(case: SimpleNamespace) -> None:
     for plan in _plans(case):
         decisions = plan.decisions if plan else {}
-        replayed = case.profile.footprint(decisions)
-        line = timeline_of(case.profile.program, decisions)
-        assert line.peak_bytes == replayed.peak_bytes
+        found = case.profile.footprint(decisions)
+        line = timeline_of(recomputed(case.profile.program, decisions))
+        assert line.peak_bytes == found.peak_bytes
         assert (line.kind_bytes.sum(axis=1) == line.live_bytes).all()
         assert (line.kind_bytes >= 0).all()
-        assert line.end_ms == pytest.approx(case.profile.step_ms + replayed.recompute_ms)
-        assert tuple(line.ops[line.recomputed]) == replayed.again
+        assert line.end_ms == pytest.approx(case.profile.step_ms + found.recompute_ms)
+        assert tuple(line.ops[line.recomputed]) == found.again
         assert not np.isin(line.during, line.ops[line.recomputed]).all()
         assert (np.diff(line.start_ms) >= 0).all()
         spans = line.phase_spans()
@@ -374,7 +374,7 @@ def test_the_stack_is_what_is_alive(gpu: SimpleNamespace) -> None:
     figure = memory_figure(gpu.profile, gpu.plan)
     assert len(figure.axes) == 2
     for axis, decisions in zip(figure.axes, ({}, gpu.plan.decisions), strict=True):
-        line = timeline_of(gpu.profile.program, decisions)
+        line = timeline_of(recomputed(gpu.profile.program, decisions))
         drawn = {artist.get_label(): artist for artist in axis.lines}
         alive = drawn["alive"].get_ydata() * 2**20
         assert np.allclose(alive[:-1], line.live_bytes, atol=1)
@@ -464,7 +464,7 @@ def test_the_trace_keeps_the_rules_of_the_format(case: SimpleNamespace, tmp_path
         with opener(path, "rt") as file:
             data = json.load(file)
         events = data["traceEvents"]
-        line = timeline_of(case.profile.program, plan.decisions if plan else {})
+        line = timeline_of(recomputed(case.profile.program, plan.decisions if plan else {}))
         assert {e["ph"] for e in events} == {"M", "X", "B", "E", "C"}
         assert all({"ph", "pid", "tid"} <= e.keys() and ("ts" in e or e["ph"] == "M") for e in events)
 
@@ -619,7 +619,7 @@ def test_names_of_modules_are_text() -> None:
 
 
 def test_assumptions_are_shown(gpu: SimpleNamespace) -> None:
-    profile = dataclasses.replace(gpu.profile, assumptions=("a mask is taken to select half of its values",))
+    profile = dataclasses.replace(gpu.profile, rules=("a mask is taken to select half of its values",))
     assert "a mask is taken to select half" in _read(report_html(profile))[1]
 
 

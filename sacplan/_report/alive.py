@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._program.program import Phase, Program, StorageKind
-from sacplan._recompute.replay import Replayer, _Node, discarded_ops
-from sacplan._report.inputs import check_plan, decisions_of_plan
+from sacplan._report.inputs import planned
 from sacplan._report.names import (
     OPTIMIZER,
     OUTSIDE,
@@ -30,96 +29,9 @@ GENERATOR_STATE = "generator state"
 REST = "(smaller ones)"
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What is alive at one op.
-
-    Attributes:
-        op: the recorded op that runs; for a recomputed one, that one.
-        recomputed: it runs a second time.
-        storages: by storage, how many of it are alive, and how many of these were made a second time. (An original
-            can still be held by code while autograd already has another.)
-        workspace_bytes: what the op's kernel takes inside.
-        state_bytes: generator states that recipes keep.
-    """
-
-    op: int
-    recomputed: bool
-    storages: dict[int, tuple[int, int]]
-    workspace_bytes: int
-    state_bytes: int
-
-    def total_bytes(self, program: Program) -> int:
-        """Everything together."""
-        held = sum(n * program.storage_bytes[s] for s, (n, _) in self.storages.items())
-        return held + self.workspace_bytes + self.state_bytes
-
-
-class _Watcher(Replayer):
-    """A replay that stops when so much is alive, and says what that is."""
-
-    def snapshot(self, live_bytes: int) -> Snapshot:
-        self.wanted = live_bytes
-        self.found: Snapshot | None = None
-        self.copies: dict[int, int] = defaultdict(int)
-        self.states = 0
-        self.running: int | None = None  # the op that runs a second time
-        self.begin()
-        for code, arg in self.r.events:
-            if self.found is not None:
-                return self.found
-            self.step(code, arg)
-        if self.found is None:
-            raise PlanError(f"nothing in the step has {live_bytes} bytes alive; the most is {self.peak}.")
-        return self.found
-
-    def _add(self, s: int) -> None:
-        super()._add(s)
-        self.copies[s] += 1
-
-    def _remove(self, s: int) -> None:
-        super()._remove(s)
-        self.copies[s] -= 1
-
-    def _keep_state(self, n_bytes: int) -> None:
-        super()._keep_state(n_bytes)
-        self.states += n_bytes
-
-    def _run(self, node: _Node, asked_by: int) -> None:
-        self.running = node.op
-        super()._run(node, asked_by)
-        self.running = None
-
-    def _note(self, op: int, workspace: int, recomputed: bool) -> None:
-        super()._note(op, workspace, recomputed)
-        if self.found is not None or self.live + workspace < self.wanted:
-            return
-        running = op if self.running is None else self.running
-        copies = dict(self.copies)
-        replaced = self.r.ops[running].replaces
-        if replaced >= 0 and not recomputed:  # its bytes are what the op's output is made of
-            copies[replaced] -= 1
-            workspace += self.r.storage_bytes[replaced]
-        # A random op that runs again sets the generator back: its own copy of the state counts as a state.
-        own_state = self.r.ops[running].state_bytes if recomputed else 0
-        self.found = Snapshot(
-            op=running,
-            recomputed=recomputed,
-            storages={s: (n, n - (self.count[s] > 0)) for s, n in copies.items() if n},
-            workspace_bytes=workspace - own_state,
-            state_bytes=self.states + own_state,
-        )
-
-
-def peak_snapshot(profile: Profile, plan: Plan | None = None) -> Snapshot:
-    """What is alive when the replayed step is at its peak, storage by storage."""
-    program = profile.program
-    decisions = decisions_of_plan(plan)
-    replayed = profile.replay(decisions) if plan is not None else profile.baseline
-    check_plan(profile, plan, replayed.peak_bytes)
-    units = {scope for fqn, sites in decisions.items() if sites for scope in program.calls.get(fqn, ())}
-    watcher = _Watcher(program, discarded_ops(program, decisions), units)
-    return watcher.snapshot(replayed.peak_bytes)
+def alive_at(program: Program, op: int) -> frozenset[int]:
+    """Storages alive while an op runs, its outputs included, and without the one that it overwrites."""
+    return frozenset(program.liveness.alive(op)) - {program.ops[op].replaces}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,28 +60,27 @@ class AliveGroup:
         return self.count * self.each_bytes
 
 
-def peak_groups(profile: Profile, snapshot: Snapshot) -> list[AliveGroup]:
-    """Everything that is alive, in groups, the largest first; their bytes sum up to the peak exactly."""
-    program = profile.program
-    origin = _Origins(profile)
+def peak_groups(profile: Profile, program: Program) -> list[AliveGroup]:
+    """Everything that is alive at the peak, in groups, the largest first; their bytes sum up to the peak exactly.
+
+    Args:
+        profile: of the step.
+        program: the step, with a plan or without.
+    """
+    at, origins = program.footprint.peak_op, _Origins(profile, program)
     grouped: dict[tuple[str, str, str, bool, int], list[str]] = defaultdict(list)
-    for s, (count, again) in snapshot.storages.items():
-        module, op = origin.of(s)
-        kind = program.storage_kinds[s].name.lower().replace("_", " ")
-        for recomputed, n in ((False, count - again), (True, again)):
-            key = (pattern_of(module), op, kind, recomputed, program.storage_bytes[s])
-            grouped[key].extend([module] * n)
+    for s in alive_at(program, at):
+        module, op, kind, recomputed = origins.of(s)
+        grouped[pattern_of(module), op, kind, recomputed, program.storage_bytes[s]].append(module)
+    workspace = program.ops[at].workspace_bytes
+    if workspace:
+        module, op, recomputed = origins.made_by(at)
+        grouped[pattern_of(module), op, WORKSPACE, recomputed, workspace].append(module)
     groups = [
         AliveGroup(pattern_over(modules), op, kind, recomputed, len(modules), size)
         for (_, op, kind, recomputed, size), modules in grouped.items()
-        if modules and size
+        if size
     ]
-    running = shown_module(program, snapshot.op, origin.model)
-    name = short_op(program.ops[snapshot.op].name)
-    if snapshot.workspace_bytes:
-        groups.append(AliveGroup(running, name, WORKSPACE, snapshot.recomputed, 1, snapshot.workspace_bytes))
-    if snapshot.state_bytes:
-        groups.append(AliveGroup(origin.model, "recipes", GENERATOR_STATE, False, 1, snapshot.state_bytes))
     return sorted(groups, key=lambda g: (-g.n_bytes, natural_key(g.module), g.op, g.kind, g.each_bytes))
 
 
@@ -198,7 +109,7 @@ def alive_at_peak(profile: Profile, plan: Plan | None = None, top: int | None = 
 
     if top is not None and top < 1:
         raise PlanError(f"top={top}: ask for at least 1 row, or None for all.")
-    groups = peak_groups(profile, peak_snapshot(profile, plan))
+    groups = peak_groups(profile, planned(profile, plan))
     rows = [(g.module, g.op, g.kind, g.recomputed, g.count, g.each_bytes, g.n_bytes) for g in groups[:top]]
     rest = groups[top:] if top is not None else []
     if rest:
@@ -208,10 +119,11 @@ def alive_at_peak(profile: Profile, plan: Plan | None = None, top: int | None = 
 
 
 class _Origins:
-    """Which module and op a storage comes from."""
+    """Where what is alive comes from."""
 
-    def __init__(self, profile: Profile) -> None:
-        self.program = program = profile.program
+    def __init__(self, profile: Profile, program: Program) -> None:
+        self.program = program
+        self.n_recorded = len(profile.program.storage_bytes)
         self.model = profile.fingerprint.model_class
         self.on_cpu = profile.device == "cpu"
         self.initial = frozenset(program.initial)
@@ -220,23 +132,37 @@ class _Origins:
             for s in op.reads:
                 self.reader.setdefault(s, i)
 
-    def of(self, s: int) -> tuple[str, str]:
-        """(module, op), as shown."""
+    def made_by(self, op: int) -> tuple[str, str, bool]:
+        """Module and name of an op, as shown, and whether it runs a second time."""
+        again = self.program.ops[op].recomputes
+        recorded = again if again >= 0 else op
+        return (
+            shown_module(self.program, recorded, self.model),
+            short_op(self.program.ops[recorded].name),
+            again >= 0,
+        )
+
+    def of(self, s: int) -> tuple[str, str, str, bool]:
+        """Module, op and kind of a storage, as shown, and whether it was made a second time."""
         program, kind = self.program, self.program.storage_kinds[s]
+        for_what = kind.name.lower().replace("_", " ")
         writer = program.writer.get(s)
         if writer is not None:
-            op = program.ops[writer]
-            name = short_op(op.name) + (" backward" if op.phase == Phase.BACKWARD else "")
-            return shown_module(program, writer, self.model), _once(name)
+            module, name, recomputed = self.made_by(writer)
+            if not recomputed and program.ops[writer].phase == Phase.BACKWARD:
+                name = _once(f"{name} backward")
+            return module, name, for_what, recomputed
+        if s >= self.n_recorded:
+            return self.model, "recipes", GENERATOR_STATE, False
         if kind == StorageKind.OPTIMIZER_STATE:
-            return OPTIMIZER, "state"
+            return OPTIMIZER, "state", for_what, False
         reader = self.reader.get(s)
         if s not in self.initial and reader is None and not self.on_cpu:
-            return OUTSIDE, "matmul library's workspace"
+            return OUTSIDE, "matmul library's workspace", for_what, False
         if kind == StorageKind.OTHER:
-            return OUTSIDE, "batch" if s in self.initial else "made unseen"
+            return OUTSIDE, "batch" if s in self.initial else "made unseen", for_what, False
         where = OUTSIDE if reader is None else shown_module(program, reader, self.model)
-        return where, kind.name.lower().replace("_", " ")
+        return where, for_what, for_what, False
 
 
 def _once(name: str) -> str:

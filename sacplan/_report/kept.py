@@ -1,4 +1,4 @@
-"""What the plan keeps of each module and what not, followed through the replay, and what it costs."""
+"""What the plan keeps of each module and what not, and what it costs."""
 
 from __future__ import annotations
 
@@ -7,30 +7,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from sacplan._program.decisions import Discarded
 from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program
-from sacplan._recompute.replay import Decisions, Replay, Replayer, discarded_ops
+from sacplan._recompute.rewrite import discarded_ops, recompute_ops
 
 _NOBODY: frozenset[int] = frozenset()
-
-
-class _Follower(Replayer):
-    """A replay that notes which storages are held for the backward pass, and which are left to recomputation."""
-
-    def follow(self) -> Replay:
-        self.held: set[int] = set()
-        self.left: set[int] = set()
-        return self.run()
-
-    def step(self, code: int, arg: int) -> None:
-        super().step(code, arg)
-        if code == Event.PACK:
-            storage = self.r.handle_storages[arg]
-            (self.left if arg in self.handle_slot else self.held).add(storage)
-
-    def _make_node(self, index: int) -> None:
-        # what a recipe starts from is held for it
-        self.held.update(s for s in self.r.ops[index].reads if s not in self.table)
-        super()._make_node(index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +35,12 @@ class Cost:
 
 
 class KeptAndDiscarded:
-    """What a replay with some decisions holds from forward to backward.
+    """What a step with a plan holds from the forward to the backward pass.
+
+    Args:
+        program: the step without the plan.
+        planned: the step with it.
+        discarded: what the plan discards.
 
     Attributes:
         kept: storages made in the forward pass that are held for the backward pass or for a recipe.
@@ -62,17 +48,19 @@ class KeptAndDiscarded:
         again: the ops that ran a second time, one entry for each run.
     """
 
-    def __init__(self, program: Program, decisions: Decisions) -> None:
+    def __init__(self, program: Program, planned: Program, discarded: Discarded) -> None:
         self.program = program
-        units = {s for fqn, sites in decisions.items() if sites for s in program.calls.get(fqn, ())}
-        self.ops_discarded = discarded_ops(program, decisions)
-        follower = _Follower(program, self.ops_discarded, units)
-        self.replay = follower.follow()
-        self.again = self.replay.again
+        self.ops_discarded = discarded_ops(program, discarded)
+        self.footprint = planned.footprint
+        self.again = self.footprint.again
         self._again = frozenset(self.again)
         self.made = {s: op for s, op in program.writer.items() if program.ops[op].phase == Phase.FORWARD}
-        self.kept = frozenset(s for s in follower.held if s in self.made)
-        self.discarded = frozenset(s for s in follower.left - follower.held if s in self.made)
+        asked, held = (
+            {p.handle_storages[arg] for code, arg in p.events if code == Event.PACK}
+            for p in (program, planned)
+        )
+        self.kept = frozenset(held & self.made.keys())
+        self.discarded = frozenset((asked - held) & self.made.keys())
 
     @cached_property
     def written(self) -> Mapping[int, str]:
@@ -125,7 +113,11 @@ class KeptAndDiscarded:
             more.add(op)
             for s in program.ops[op].reads:
                 maker = self.made.get(s)
-                if maker is None or (s in self.kept and s not in gone) or s in program.outlives_forward:
+                if (
+                    maker is None
+                    or (s in self.kept and s not in gone)
+                    or s in program.liveness.outlives_forward
+                ):
                     continue
                 if program.ops[maker].recomputable:
                     stack.append(maker)
@@ -139,14 +131,14 @@ class KeptAndDiscarded:
     def discardable(self, storage: int) -> bool:
         """Whether a kept storage could be discarded, and would be freed by it."""
         op = self.program.ops[self.made[storage]]
-        return op.recomputable and storage not in self.program.outlives_forward
+        return op.recomputable and storage not in self.program.liveness.outlives_forward
 
     def peak_with(self, ops: Collection[int]) -> int:
         """The peak if these ops were discarded as well, everything in one unit: the model."""
         program = self.program
         units = {i for i, scope in enumerate(program.scopes) if scope.parent == ROOT_SCOPE}
-        discarded = dict.fromkeys(ops, 1) | dict(self.ops_discarded)
-        return Replayer(program, discarded, units).run().peak_bytes
+        discarded = dict.fromkeys(ops, 1) | self.ops_discarded
+        return program.with_(recompute_ops(program, discarded, units)).footprint.peak_bytes
 
     def _cost(self, ops: Collection[int], n_bytes: int) -> Cost:
         times = {op: self.program.ops[op].time_ms for op in ops}

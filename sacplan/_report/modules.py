@@ -11,8 +11,8 @@ from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import format_bytes
 from sacplan._program.program import Phase
-from sacplan._report.alive import peak_snapshot
-from sacplan._report.inputs import decisions_of_plan
+from sacplan._report.alive import alive_at
+from sacplan._report.inputs import discarded_by_plan, planned
 from sacplan._report.kept import Cost, KeptAndDiscarded
 from sacplan._report.names import OUTSIDE, module_of, pattern_of, pattern_over, short_op
 
@@ -123,8 +123,9 @@ class _Rows:
     def __init__(self, profile: Profile, plan: Plan | None) -> None:
         self.program = program = profile.program
         self.plan = plan
-        self.at_peak = frozenset(peak_snapshot(profile, plan).storages)
-        self.state = state = KeptAndDiscarded(program, decisions_of_plan(plan))
+        with_plan = planned(profile, plan)
+        self.at_peak = alive_at(with_plan, with_plan.footprint.peak_op)
+        self.state = state = KeptAndDiscarded(program, with_plan, discarded_by_plan(plan))
         self.own = {scope.fqn: _Own() for scope in program.scopes}
         for i, op in enumerate(program.ops):
             if op.phase == Phase.FORWARD:
@@ -147,14 +148,14 @@ class _Rows:
         self.cheapest = next((cost for cost, fqn in costs if self._lowers(fqn)), None)
 
     def _lowers(self, module: str) -> bool:
-        """Whether discarding what the module keeps as well would lower the peak: replayed, once for modules alike."""
+        """Whether discarding what the module keeps as well would lower the peak; worked out once for modules alike."""
         own = self.own[module]
         if own.cost is None or self.at_peak.isdisjoint(own.discardable):
             return False
         alike = (pattern_of(module), own.cost.n_bytes, len(own.cost.ops))
         if alike not in self._peaks:
             self._peaks[alike] = self.state.peak_with(own.cost.ops)
-        return self._peaks[alike] < self.state.replay.peak_bytes
+        return self._peaks[alike] < self.state.footprint.peak_bytes
 
     def _of(self, op: int) -> _Own:
         module = module_of(self.program, op)

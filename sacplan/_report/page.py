@@ -14,7 +14,7 @@ from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import format_bytes
 from sacplan._program.program import Phase, StorageKind
-from sacplan._report.alive import WORKSPACE, AliveGroup, Snapshot, peak_groups, peak_snapshot
+from sacplan._report.alive import WORKSPACE, AliveGroup, peak_groups
 from sacplan._report.curves import distinct_curves
 from sacplan._report.figures import BUCKETS, GIB, MIB, draw_frontier, draw_memory, draw_tradeoffs
 from sacplan._report.inputs import check_frontier
@@ -69,9 +69,6 @@ def report_html(profile: Profile, plan: Plan | None = None, frontier: pd.DataFra
         check_frontier(frontier)
     with page_style():
         panels = panels_of(profile, plan)
-        snapshots = [peak_snapshot(profile)]
-        if plan is not None:
-            snapshots.append(peak_snapshot(profile, plan))
         environment = Environment(
             loader=PackageLoader("sacplan._report", "."), autoescape=True, undefined=StrictUndefined,
             trim_blocks=True, lstrip_blocks=True,
@@ -83,9 +80,9 @@ def report_html(profile: Profile, plan: Plan | None = None, frontier: pd.DataFra
             summary=_summary(profile, plan),
             colours=Markup(css_variables()),
             cards=_cards(profile, plan, panels),
-            peak=_peak(profile, snapshots[-1], panels[-1]),
+            peak=_peak(profile, panels[-1]),
             assumptions=profile.assumptions,
-            panels=[_panel(profile, p, panels, s) for p, s in zip(panels, snapshots, strict=True)],
+            panels=[_panel(profile, panel, panels) for panel in panels],
             made=_made,
             frontier=None if frontier is None else _frontier(profile, frontier, plan),
             modules=_modules(profile, plan),
@@ -137,18 +134,19 @@ def _cards(profile: Profile, plan: Plan | None, panels: Sequence[Panel]) -> list
     ]
 
 
-def _peak(profile: Profile, snapshot: Snapshot, panel: Panel) -> dict[str, str]:
+def _peak(profile: Profile, panel: Panel) -> dict[str, str]:
     """When the peak is, what runs then and what is alive."""
     program, model, timeline = profile.program, profile.fingerprint.model_class, panel.timeline
     at = timeline.peak
+    op = int(timeline.ops[at])
     return {
-        "what": "The peak" if panel.budget_bytes is None else "With the plan, the peak",
+        "what": "The peak" if panel.program is program else "With the plan, the peak",
         "phase": Phase(int(timeline.phases[at])).name.lower(),
         "ms": f"{timeline.start_ms[at]:.1f}",
-        "op": short_op(program.ops[snapshot.op].name),
-        "module": shown_module(program, snapshot.op, model),
-        "waits": shown_module(program, int(timeline.during[at]), model) if snapshot.recomputed else "",
-        "largest": ", ".join(_named(g) for g in peak_groups(profile, snapshot)[:3]),
+        "op": short_op(program.ops[op].name),
+        "module": shown_module(program, op, model),
+        "waits": shown_module(program, int(timeline.during[at]), model) if timeline.recomputed[at] else "",
+        "largest": ", ".join(_named(g) for g in peak_groups(profile, panel.program)[:3]),
     }
 
 
@@ -166,10 +164,10 @@ def _made(group: AliveGroup) -> str:
     return made + group.kind
 
 
-def _panel(profile: Profile, panel: Panel, scale: Sequence[Panel], snapshot: Snapshot) -> dict[str, Any]:
+def _panel(profile: Profile, panel: Panel, scale: Sequence[Panel]) -> dict[str, Any]:
     """One chart of memory over the step, and the table under it."""
     peak_bytes = panel.timeline.peak_bytes
-    groups = peak_groups(profile, snapshot)
+    groups = peak_groups(profile, panel.program)
     said = f"{panel.title}: memory over the step, peak {format_bytes(peak_bytes)}."
     figure = draw_memory([panel], scale, _CHART, sampled=True)
     return {

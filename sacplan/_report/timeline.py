@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._program.program import Phase, Program, StorageKind
-from sacplan._recompute.replay import Decisions, replay
-from sacplan._report.inputs import check_plan
+from sacplan._report.inputs import planned
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """The replayed step, one entry per op that runs, recomputed ones included, in the order in which they run.
+    """A step, one entry per op that runs, recomputed ones included, in the order in which they run.
 
     Attributes:
         ops: index of the recorded op that runs.
@@ -62,23 +61,21 @@ class Timeline:
         return spans
 
 
-def timeline_of(program: Program, decisions: Decisions) -> Timeline:
-    """Replay the step with the given call sites discarded, and put it on a time axis."""
-    run = replay(program, decisions, timeline=True)
-    moments = run.moments[1:]  # the first is the state before the step
-    again = iter(run.again)
-    ops = [next(again) if m.recomputed else m.op for m in moments]
-    recomputed = np.array([m.recomputed for m in moments], dtype=bool)
+def timeline_of(program: Program) -> Timeline:
+    """Put a step on a time axis."""
+    moments = program.liveness.moments[1:]  # the first is the state before the step
+    running = [program.ops[m.op] for m in moments]
+    recomputed = np.array([op.recomputes >= 0 for op in running], dtype=bool)
+    ops = [op.recomputes if op.recomputes >= 0 else m.op for m, op in zip(moments, running, strict=True)]
     kind_bytes = np.array([m.by_kind for m in moments], dtype=np.int64).reshape(-1, len(StorageKind))
-    for i, moment in enumerate(moments):
-        replaced = program.ops[ops[i]].replaces
-        if replaced >= 0 and not moment.recomputed:  # overwritten: a replay takes it off the temporaries
-            size = program.storage_bytes[replaced]
-            kind_bytes[i, StorageKind.TEMPORARY] += size
-            kind_bytes[i, program.storage_kinds[replaced]] -= size
+    for row, op in zip(kind_bytes, running, strict=True):
+        if op.replaces >= 0:  # overwritten: the fold takes it off the temporaries
+            size = program.storage_bytes[op.replaces]
+            row[StorageKind.TEMPORARY] += size
+            row[program.storage_kinds[op.replaces]] -= size
     during = list(ops)
     for i in range(len(moments) - 2, -1, -1):
-        if moments[i].recomputed:
+        if recomputed[i]:
             during[i] = during[i + 1]
     times = np.array([program.ops[op].time_ms for op in ops], dtype=float)
     ends = np.cumsum(times)
@@ -99,6 +96,7 @@ class Panel:
     """A step under a title, with the budget that it is held against."""
 
     title: str
+    program: Program
     timeline: Timeline
     budget_bytes: int | None
 
@@ -109,13 +107,11 @@ def panels_of(profile: Profile, plan: Plan | None) -> list[Panel]:
     Raises:
         PlanMismatch: the plan was made from another profile.
     """
-    budget = None if plan is None else plan.budget_bytes
-    panels = [Panel("Without a plan", timeline_of(profile.program, {}), budget)]
+    programs = {"Without a plan": profile.program}
     if plan is not None:
-        after = timeline_of(profile.program, plan.decisions)
-        check_plan(profile, plan, after.peak_bytes)
-        panels.append(Panel("With the plan", after, budget))
-    return panels
+        programs["With the plan"] = planned(profile, plan)
+    budget = None if plan is None else plan.budget_bytes
+    return [Panel(title, program, timeline_of(program), budget) for title, program in programs.items()]
 
 
 def buckets_of(timeline: Timeline, width_ms: float) -> Sequence[int]:

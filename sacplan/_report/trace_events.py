@@ -15,7 +15,7 @@ from typing import Any
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._program.program import ROOT_SCOPE, Phase, Program
-from sacplan._report.inputs import check_plan, decisions_of_plan
+from sacplan._report.inputs import planned
 from sacplan._report.names import short_op, shown_module
 from sacplan._report.palette import STACK
 from sacplan._report.timeline import Timeline, timeline_of
@@ -46,8 +46,7 @@ def write_memory_trace(path: str | Path, profile: Profile, plan: Plan | None = N
     Raises:
         PlanMismatch: the plan was made from another profile.
     """
-    timeline = timeline_of(profile.program, decisions_of_plan(plan))
-    check_plan(profile, plan, timeline.peak_bytes)
+    timeline = timeline_of(planned(profile, plan))
     data = {
         "traceEvents": [*_names(profile), *_op_slices(profile, timeline), *_module_slices(profile, timeline),
                         *_counters(timeline)],
@@ -70,13 +69,8 @@ def _names(profile: Profile) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", "pid": _PROCESS, "tid": 0, "args": {"name": title}}
     for tid, name in _THREADS.items():
         yield {"ph": "M", "name": "thread_name", "pid": _PROCESS, "tid": tid, "args": {"name": name}}
-        yield {
-            "ph": "M",
-            "name": "thread_sort_index",
-            "pid": _PROCESS,
-            "tid": tid,
-            "args": {"sort_index": tid},
-        }
+        order = {"sort_index": tid}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": _PROCESS, "tid": tid, "args": order}
 
 
 def _stamps(timeline: Timeline) -> list[float]:
