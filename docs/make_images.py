@@ -70,9 +70,9 @@ def main() -> None:
     profile = sacplan.profile(model, batch, device="h100", optimizer=torch.optim.AdamW)
     plan = sacplan.plan(profile, "70%")
     curve = sacplan.frontier(profile)
-    save(sacplan.memory_figure(profile, plan), IMAGES / "memory_gpt2.png")
-    save(sacplan.frontier_figure(profile, curve, plan), IMAGES / "frontier_gpt2.png")
-    save(sacplan.tradeoff_figure(profile, most=3), IMAGES / "tradeoffs_gpt2.png")
+    save(sacplan.memory_figure(profile, plan), out / "memory_gpt2.png")
+    save(sacplan.frontier_figure(profile, curve, plan), out / "frontier_gpt2.png")
+    save(sacplan.tradeoff_figure(profile, most=3), out / "tradeoffs_gpt2.png")
     say(sacplan.write_report(SAMPLES / "gpt2.html", profile, plan, curve))
     say(profile, plan, curve.to_string())
 
@@ -80,8 +80,8 @@ def main() -> None:
     profile = sacplan.profile(model, batch, device="h100", optimizer=torch.optim.SGD)
     plan = sacplan.plan(profile, "60%")
     curve = sacplan.frontier(profile, points=6, policies=False)
-    save(sacplan.memory_figure(profile, plan), IMAGES / "memory_resnet50.png")
-    save(sacplan.frontier_figure(profile, curve, plan), IMAGES / "frontier_resnet50.png")
+    save(sacplan.memory_figure(profile, plan), out / "memory_resnet50.png")
+    save(sacplan.frontier_figure(profile, curve, plan), out / "frontier_resnet50.png")
     say(profile, plan, curve.to_string())
 
 

@@ -39,9 +39,9 @@ class AliveGroup:
     """Storages of one size that the same op of modules of one pattern made.
 
     Attributes:
-        module: the modules, numbers that differ left open.
-        op: what made them, in few words.
-        kind: what they are for; ``"workspace"`` or ``"generator state"`` for what is no storage.
+        module: the modules, with ``*`` for numbers that differ.
+        op: what made them, in a few words.
+        kind: what they are for; ``"workspace"`` and ``"generator state"`` are not storages of the step.
         recomputed: they were made a second time.
         count: how many.
         each_bytes: size of one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ class Curve:
     """What modules that are alike can trade.
 
     Attributes:
-        name: their name, numbers that differ left open.
+        name: their name, with ``*`` for numbers that differ.
         members: the modules.
         tradeoff: of one of them.
         points: (share discarded, ms of recomputation) that it reaches exactly, (0, 0) included.
@@ -36,12 +37,9 @@ class Curve:
         largest = self.points[-1][0]
         lines = [(0.0, 0.0), *zip(fit.slopes, fit.intercepts, strict=True)]
         corners = {0.0, largest}
-        for i, (slope, intercept) in enumerate(lines):
-            for other_slope, other_intercept in lines[:i]:
-                if slope != other_slope:
-                    x = (other_intercept - intercept) / (slope - other_slope)
-                    if 0 < x < largest:
-                        corners.add(x)
+        for (slope, intercept), (other_slope, other_intercept) in itertools.combinations(lines, 2):
+            if slope != other_slope:
+                corners.add(min(max((other_intercept - intercept) / (slope - other_slope), 0.0), largest))
         return [(x, fit.at(x) * self.runtime_ms) for x in sorted(corners)]
 
     @property

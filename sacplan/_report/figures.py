@@ -39,13 +39,12 @@ if TYPE_CHECKING:
     Label = tuple[float, float, str, str]  # x, y, text, colour
 
 GIB, MIB = 2**30, 2**20
-PLOT = "plot"
-"""The gid of the area that data is drawn in."""
+BUCKETS = 480
+"""How many moments of a step a small chart shows."""
 
 _FORMATS = ("png", "svg", "pdf")
 _THIN = 1 / 400  # of the highest peak: what is never more is under a pixel high, and left out of the legend
 _NAMED = 0.075  # of the height: what a band needs for its name to stand in it
-BUCKETS = 480
 _LETTER = 0.62  # width of a letter, about, in font sizes
 _FONT = 8.5
 _STYLE: dict[Any, Any] = {
@@ -64,9 +63,9 @@ _STYLE: dict[Any, Any] = {
     "legend.columnspacing": 1.2,
     "legend.fontsize": _FONT,
     "legend.frameon": False,
-    "legend.handlelength": 1.2,
     "legend.labelcolor": INK,
     "text.color": INK,
+    "text.parse_math": False,
     "xtick.color": FAINT,
     "ytick.color": FAINT,
 }
@@ -151,7 +150,7 @@ def draw_memory(
         panels: what is drawn.
         scale: what has to fit the axes: the panels that these are compared with.
         size: of the figure, in inches.
-        sampled: only what can be seen, for a small file.
+        sampled: draw only as much as can be seen, for a small file.
     """
     x_ms = max(p.timeline.end_ms for p in scale) or 1.0
     highest = max(max(p.timeline.peak_bytes, p.budget_bytes or 0) for p in scale)
@@ -168,7 +167,9 @@ def draw_memory(
             _stack(axis, panel.timeline, unit_bytes, highest * _THIN, x_ms / BUCKETS if sampled else None)
         kinds = dict(zip(*axes[0].get_legend_handles_labels()[::-1], strict=True))
         kinds = {name: kinds[name] for name in STACK.values() if name in kinds}
-        figure.legend(kinds.values(), kinds, loc="outside lower center", ncols=3 * len(panels))
+        figure.legend(
+            kinds.values(), kinds, loc="outside lower center", ncols=3 * len(panels), handlelength=1.2
+        )
         figure.draw_without_rendering()
         for axis, panel in zip(axes, panels, strict=True):
             _name_bands(axis, panel.timeline, unit_bytes)
@@ -222,20 +223,29 @@ def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size
             labels.append((peak, share, "this plan", MARK))
         bound = bound.sort_index() / step_ms * 100
         axis.plot(bound.index, bound, color=FAINT, linestyle=":", linewidth=1.4, label="lower bound")
-        ends: dict[tuple[float, float], Label] = {}
+        ends: list[Label] = []
+        width, height = np.ptp(frame["peak"]), np.ptp(frame["share"])
         for i, (solver, rows) in enumerate(solved.groupby("solver", sort=False)):
-            rows = rows.sort_values("peak")
             colour, dashes = SERIES[i % len(SERIES)], [float(x) for x in DASHES[i % len(DASHES)].split()]
+            rows = rows.sort_values("peak")
             axis.plot(
                 rows["peak"], rows["share"], "o", color=colour, markersize=4, linewidth=1.4,
                 linestyle=(0, dashes) if dashes else "-", label=str(solver),
             )  # fmt: skip
-            end = rows.iloc[0]
-            near = (round(end["peak"], 1), round(end["share"]))  # curves that end together share a label
-            said = f"{ends[near][2]} = {solver}" if near in ends else str(solver)
-            ends[near] = (end["peak"], end["share"], said, ends[near][3] if near in ends else colour)
+            x, y = rows[["peak", "share"]].iloc[0]
+            for j, (near_x, near_y, said, first) in enumerate(ends):
+                if abs(near_x - x) <= 0.03 * width and abs(near_y - y) <= 0.04 * height:
+                    ends[j] = (
+                        near_x,
+                        near_y,
+                        f"{said} = {solver}",
+                        first,
+                    )  # curves that end together share a label
+                    break
+            else:
+                ends.append((x, y, str(solver), colour))
         axis.plot(policies["peak"], policies["share"], "x", color=INK, markersize=5, label="policies")
-        labels += ends.values()
+        labels += ends
         labels += [(row.peak, row.share, row.solver, FAINT) for row in policies.itertuples()]
         axis.set_ylim(bottom=0)
         axis.set_xlabel(f"peak of the step, {unit}")
@@ -332,7 +342,6 @@ def _stack(
     if bucket_ms is not None:
         visible = least_bytes / unit_bytes / 4
         tops = np.round(tops / visible) * visible
-    axis.patch.set_gid(PLOT)
     for i, (kind, name) in reversed(list(enumerate(STACK.items()))):
         column = rows[:, kind]
         if column.any():

@@ -1,4 +1,4 @@
-"""What the plan keeps of each module and what not, and what it costs."""
+"""What a plan keeps from the forward to the backward pass, what it discards, and what either costs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class KeptAndDiscarded:
         wanted = set(storages)
         candidates = [self.made[s] for s in wanted]
         only: set[int] = set()
-        while candidates:  # towards the inputs: an op that only such ops ask for
+        while candidates:  # towards the inputs: ops that nothing else asks for
             op = candidates.pop()
             if op in only or op not in self._again:
                 continue
@@ -97,7 +97,7 @@ class KeptAndDiscarded:
         return self._cost(only, self.n_bytes(wanted))
 
     def cost_of_discarding(self, storages: Collection[int]) -> Cost | None:
-        """What discarding these kept storages as well would take; None if it would free nothing.
+        """What discarding these kept storages as well would take; None if that would free nothing.
 
         Their recipes would start from what is held already, and from outputs of ops that cannot run again, which would
         have to be held instead.

@@ -78,9 +78,9 @@ def module_rows(profile: Profile, plan: Plan | None = None) -> list[ModuleRow]:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Modules of one pattern with equal rows: ``module`` leaves open the numbers that differ.
+    """Modules of one pattern with equal rows: ``module`` has ``*`` for the numbers that differ.
 
-    ``row`` is one of theirs; ``count`` of them there are. Sums are ``count`` times what ``row`` has.
+    ``row`` is that of one of them. Sums over the group are ``count`` times what ``row`` has.
     """
 
     module: str
@@ -90,7 +90,7 @@ class RowGroup:
 
 
 def grouped(rows: Iterable[ModuleRow]) -> list[RowGroup]:
-    """Rows that are equal in all that is shown of them, together; in the order of their first ones."""
+    """Rows that look the same, together, in the order of their first ones."""
     found: dict[tuple[object, ...], list[ModuleRow]] = defaultdict(list)
     for row in rows:
         n_bytes = (row.kept_bytes, row.discarded_bytes)

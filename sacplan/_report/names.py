@@ -1,7 +1,8 @@
-"""How modules and ops are called in reports: layers that repeat under one name, ops without their namespace."""
+"""Names of modules and ops in reports: layers that repeat share a name, ops are without their namespace."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 
@@ -33,14 +34,14 @@ _NAMES = {
 
 
 def pattern_of(fqn: str) -> str:
-    """A module's name with its places in lists left open: ``"layers.3.mlp"`` becomes ``"layers.*.mlp"``."""
+    """A module's name with ``*`` for its places in lists: ``"layers.3.mlp"`` becomes ``"layers.*.mlp"``."""
     return _NUMBER.sub("*", fqn)
 
 
 def pattern_over(fqns: Iterable[str]) -> str:
-    """One name for several modules of the same pattern: only the numbers that differ are left open.
+    """One name for several modules of the same pattern: ``*`` stands for the numbers that differ.
 
-    Modules that are called by nothing but numbers are listed: ``"0, 2"``.
+    Modules whose names are only numbers are listed: ``"0, 2"``.
     """
     names = list(dict.fromkeys(fqns))
     parts = zip(*(name.split(".") for name in names), strict=True)
@@ -54,13 +55,11 @@ def numbers_of(fqns: Iterable[str]) -> str:
     differing = [set(part) for part in zip(*paths, strict=True) if len(set(part)) > 1]
     if len(differing) != 1:
         return ""
-    numbers = sorted(int(n) for n in differing[0])
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
+    numbers = sorted(map(int, differing[0]))
+    # neighbours have the same distance from their place in the list
+    runs = [
+        list(run) for _, run in itertools.groupby(numbers, lambda n, place=itertools.count(): n - next(place))
+    ]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING
 
-from sacplan._report.figures import PLOT, need_matplotlib
+from sacplan._report.figures import need_matplotlib
 from sacplan._report.palette import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NAMES = {light: name for name, (light, _) in COLOURS.items()}
+_PLOT = "plot"
 _NOTHING = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
@@ -41,6 +42,8 @@ def inline_svg(figure: Figure, said: str, salt: str) -> str:
     """
     import matplotlib
 
+    for axis in figure.axes:
+        axis.patch.set_gid(_PLOT)
     file = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": salt}):
         figure.savefig(file, format="svg", transparent=True, metadata=_NOTHING)
@@ -50,7 +53,7 @@ def inline_svg(figure: Figure, said: str, salt: str) -> str:
         r"<svg[^>]*?(viewBox=\"[^\"]*\")[^>]*>", rf'<svg \1 role="img" aria-label="{escape(said)}">', svg
     )
     svg = re.sub(r"<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
-    svg = svg.replace(f'<g id="{PLOT}">', f'<g class="{PLOT}">')
+    svg = svg.replace(f'<g id="{_PLOT}">', f'<g class="{_PLOT}">')
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r"#[0-9a-f]{6}(?=[;\"])", lambda colour: f"var(--{_NAMES[colour[0]]})", svg)
     svg = re.sub(r' d="[^"]*"', _shorter, svg)
