@@ -56,10 +56,9 @@ def numbers_of(fqns: Iterable[str]) -> str:
     if len(differing) != 1:
         return ""
     numbers = sorted(map(int, differing[0]))
-    # neighbours have the same distance from their place in the list
-    runs = [
-        list(run) for _, run in itertools.groupby(numbers, lambda n, place=itertools.count(): n - next(place))
-    ]
+    # numbers of one run have the same distance from their place in the list
+    grouped = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[n for _, n in run] for _, run in grouped]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
