@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,9 +15,6 @@ from sacplan._program.program import SCHEMA_VERSION, Program
 from sacplan._ranks.ranks import Ranks
 from sacplan._record.step import Mode
 from sacplan.errors import TraceError
-
-if TYPE_CHECKING:
-    from sacplan._profile.profile import Profile
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,25 +30,21 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recorded: Program
 
 
-_FIELDS = ("fingerprint", "spec", "trace", "runtime", "mode", "rules", "ranks", "recorded")
+def save(path: str | Path, **fields: Any) -> None:
+    """Write the fields of a profile; compressed where the name ends in ``.gz``."""
+    write_compact(path, _File(what="profile", schema_version=SCHEMA_VERSION, **fields))
 
 
-def save(profile: Profile, path: str | Path) -> None:
-    """Write a profile; compressed where the name ends in ``.gz``."""
-    values = {name: getattr(profile, name) for name in _FIELDS}
-    write_compact(path, _File(what="profile", schema_version=SCHEMA_VERSION, **values))
-
-
-def load(path: str | Path) -> Profile:
-    """Read a profile.
+def load(path: str | Path) -> dict[str, Any]:
+    """The fields of a profile.
 
     Raises:
         TraceError: the file is damaged, of another version, or holds something else.
     """
-    from sacplan._profile.profile import Profile
-
     found = load_file(path, _File, "profile", SCHEMA_VERSION, TraceError)
     problem = found.recorded.first_problem()
     if problem:
         raise TraceError(f"{path} is damaged: {problem}. Make the profile again with sacplan.profile.")
-    return Profile(**{name: getattr(found, name) for name in _FIELDS})
+    fields = {name: getattr(found, name) for name in _File.__struct_fields__}
+    del fields["what"], fields["schema_version"]
+    return fields

@@ -53,6 +53,8 @@ from sacplan._record.step import (
     tensors_cached,
 )
 from sacplan._rewrites.library_workspaces import library_workspaces
+from sacplan._rotor.chain import Chain
+from sacplan._rotor.stages import stages_of
 from sacplan._torch.private import GENERATOR_STATE_BYTES
 from sacplan.errors import DeviceError, TraceError
 
@@ -168,6 +170,15 @@ class Profile:
         info = module_info(self.program, self.program, self.tradeoffs, fit_kind=fit, segments=n_segments)
         return dataclasses.replace(parse_module_info(info, root=""), segments=segments_of(self.program))
 
+    @property
+    def chain(self) -> Chain:
+        """The step as a chain of stages, for ``sacplan.rotor``.
+
+        Raises:
+            PlanError: the forward pass does not fall apart into stages, or the step calls the model more than once.
+        """
+        return self.program.derived("stages", lambda: stages_of(self.program)).chain
+
     def footprint(self, discarded: Discarded) -> Footprint:
         """Peak and recomputation of the step with these call sites discarded (unit to call sites)."""
         return recomputed(self.program, discarded).footprint
@@ -202,7 +213,7 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write to a file (JSON; compressed where the name ends in ``.gz``)."""
-        files.save(self, path)
+        files.save(path, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -211,7 +222,7 @@ class Profile:
         Raises:
             TraceError: the file is damaged, or holds something else.
         """
-        return files.load(path)
+        return cls(**files.load(path))
 
     def __repr__(self) -> str:
         """One line: model, device, peak, time, ops."""

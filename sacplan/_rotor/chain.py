@@ -92,7 +92,7 @@ class Chain:
 
     @classmethod
     def from_profile(cls, profile: Profile) -> Chain:
-        """The chain that a recorded step is: its stages are found from what ran (``sacplan/_rotor/stages.py``).
+        """The chain that a recorded step is (``profile.chain``): stages are found from what ran.
 
             chain = sacplan.Chain.from_profile(sacplan.profile(model, batch, device="h100"))
 
@@ -103,9 +103,7 @@ class Chain:
         Raises:
             PlanError: the forward pass does not fall apart, or the step calls the model more than once.
         """
-        from sacplan._rotor.stages import stages_of
-
-        return stages_of(profile.program).chain
+        return profile.chain
 
     def __len__(self) -> int:
         """Stages, the loss not counted."""

@@ -2,7 +2,7 @@
 
     stages = stages_of(profile.program)
     found = sacplan.rotor(stages.chain, budget_bytes - stages.fixed_bytes)
-    drops_of(stages, found.operations)  # op to how often its output is thrown away
+    drops_of(stages, found.operations)  # op to how often its output is dropped
 
 What a stage is, ``cuts.py`` says.
 
@@ -83,7 +83,7 @@ def stages_of(program: Program) -> Stages:
       room for one gradient of the size of ``x_{i+1}``. The gradients of parameters made so far are in it.
 
     What code holds beyond its stage though autograd does not, an output of the model that is no boundary, is in ftmp
-    and btmp as long as it lives. Boundaries count as if they could be let go, those that code holds beyond the stage
+    and btmp as long as it lives. Boundaries count as if they could be dropped, those that code holds beyond the stage
     that reads them, and those of ops that cannot run again, included: in ``fixed_bytes`` they would be charged for
     throughout, though most are gone when the backward pass has come past them.
 
@@ -131,15 +131,15 @@ def stages_of(program: Program) -> Stages:
 
 
 def drops_of(stages: Stages, operations: Sequence[Operation]) -> dict[int, int]:
-    """How often the output of each forward op is thrown away in a sequence; ops that never lose it are left out.
+    """How often the output of each forward op is dropped in a sequence; ops that never lose it are left out.
 
     An op that the boundary behind its stage needs runs each time that the stage does, and only the last run keeps
-    what it makes. The boundary itself is made again only if it was let go: by the next stage's forward, keeping
-    nothing. What nobody but backward of the stage needs is thrown away in the first run, and runs once more when
+    what it makes. The boundary itself is made again only if it was dropped: by the next stage's forward, keeping
+    nothing. What nobody but backward of the stage needs is dropped in the first run, and runs once more when
     backward asks.
     """
     runs: Counter[int] = Counter()
-    let_go: Counter[int] = Counter()
+    dropped: Counter[int] = Counter()
     for before, operation in zip((None, *operations), operations, strict=False):
         if operation.kind in (OperationKind.LOSS, OperationKind.BACKWARD):
             continue
@@ -150,10 +150,10 @@ def drops_of(stages: Stages, operations: Sequence[Operation]) -> dict[int, int]:
             and before.stage == operation.stage - 1
             and before.kind not in (OperationKind.LOSS, OperationKind.BACKWARD)
         ):
-            let_go[before.stage] += 1
+            dropped[before.stage] += 1
     found: dict[int, int] = {}
     for k in range(len(stages)):
-        found.update(dict.fromkeys(stages.makers[k], let_go[k]))
+        found.update(dict.fromkeys(stages.makers[k], dropped[k]))
         found.update(dict.fromkeys(stages.path[k], runs[k] - 1))
         found.update(dict.fromkeys(stages.side[k], int(runs[k] > 1)))
     return {op: times for op, times in sorted(found.items()) if times > 0}
