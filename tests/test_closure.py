@@ -92,7 +92,7 @@ def check_against_all_sets(problem: ClosureProblem) -> int:
     return len(hull)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(problems())
 def test_vertices_are_the_hull_of_all_sets(problem: ClosureProblem) -> None:
     check_against_all_sets(problem)
@@ -102,7 +102,7 @@ def test_vertices_are_the_hull_of_all_sets_of_nine_ops() -> None:
     assert sum(check_against_all_sets(random_unit(9, seed)) for seed in range(60)) > 200
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems(), st.data())
 def test_evaluate_agrees_with_a_simulated_backward(problem: ClosureProblem, data: st.DataObject) -> None:
     chosen = data.draw(st.sampled_from(all_sets(problem)))
@@ -113,7 +113,7 @@ def test_evaluate_agrees_with_a_simulated_backward(problem: ClosureProblem, data
     assert evaluate(problem, point.discarded) == point
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems(), st.integers(2, 5), st.integers(0, 4))
 def test_points_are_reachable_and_none_dominates_another(
     problem: ClosureProblem, max_points: int, between: int

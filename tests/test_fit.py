@@ -29,7 +29,7 @@ POINTS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(POINTS)
 def test_hull_bounds_the_points_and_is_convex(points: list[tuple[float, float]]) -> None:
     fitted = hull_fit(points)
@@ -49,7 +49,7 @@ def test_hull_bounds_the_points_and_is_convex(points: list[tuple[float, float]])
         assert fitted.at(x) == pytest.approx(lowest, abs=1e-11)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(POINTS, st.floats(0, 1))
 def test_hull_is_the_cheapest_mix_of_two_points(points: list[tuple[float, float]], share: float) -> None:
     best: dict[float, float] = {0.0: 0.0}
