@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sacplan._classical.fit import Fit, Kind, fit_tradeoff, hull_fit, pwlf_fit
+from sacplan._classical.fit import Fit, FitKind, fit_tradeoff, hull_fit, pwlf_fit
 from sacplan.errors import PlanError
 
 STAIRCASE = [
@@ -73,7 +73,7 @@ def test_hull_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kind", ["hull", "pwlf"])
-def test_few_points(kind: Kind) -> None:
+def test_few_points(kind: FitKind) -> None:
     for nothing in ([], [(0.0, 0.0)], [(0.0, 0.3)]):
         assert fit_tradeoff(nothing, kind) == Fit(0, (), (), (), kind)
         assert fit_tradeoff(nothing, kind).at(0.5) == 0.0

@@ -139,7 +139,7 @@ def allocation_events(profiler: torch.profiler.profile, marks: Collection[str] =
 
 def profiler_is_on() -> bool:
     """Whether a profiler runs in this thread; there can be one only."""
-    return torch.autograd._profiler_enabled()
+    return torch._C._autograd._profiler_enabled()
 
 
 def allocation_deltas(run: Callable[[], object]) -> list[int]:

@@ -74,7 +74,7 @@ class Tags:
 
     def __init__(self, sites: frozenset[CallSite], again: CallSite | None) -> None:
         self.sites = sites
-        self.again = again  # one that is made more than once again, which cannot be compiled
+        self.again = again  # one that is recomputed more than once, which cannot be compiled
         self.met: WeakKeyDictionary[Any, set[CallSite]] = WeakKeyDictionary()  # in the graph that is traced
 
     def __reduce__(self) -> Any:
@@ -86,9 +86,9 @@ def _interned(sites: frozenset[CallSite], again: CallSite | None) -> Tags:
     return Tags(sites, again)
 
 
-def tags_of(drops: Mapping[CallSite, int]) -> Tags:
-    """The tags of a unit; made before anything is traced."""
-    return _interned(frozenset(drops), next((site for site, times in drops.items() if times > 1), None))
+def tags_of(times: Mapping[CallSite, int]) -> Tags:
+    """The tags of a unit, given how often each call site is discarded; made before anything is traced."""
+    return _interned(frozenset(times), next((site for site, n in times.items() if n > 1), None))
 
 
 def checkpointed_for_compile(planned: PlannedForward, args: Any, kwargs: Any) -> Any:
@@ -113,8 +113,8 @@ def _contexts(tags: Tags) -> Any:
         )
     if tags.again is not None:
         raise PlanError(
-            f"the plan makes {tags.again[0]} #{tags.again[1]} of unit {_traced_module()} more than once again, but "
-            "torch.compile makes what is discarded again once. Train without compiling, or make the plan with another "
+            f"the plan recomputes {tags.again[0]} #{tags.again[1]} of unit {_traced_module()} more than once, but "
+            "torch.compile recomputes a discarded tensor only once. Train without compiling, or plan with another "
             "solver than 'rotor'."
         )
     met = tags.met.setdefault(graph, set())
