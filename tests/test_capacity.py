@@ -137,6 +137,7 @@ def test_a_fake_step_with_the_plan_is_within_the_budget(name: str) -> None:
         assert seen.budget_bytes == case.budget == found.budget_bytes
 
 
+@pytest.mark.slow
 def test_few_traces_for_a_gpt_on_whole_devices() -> None:
     with torch.device("meta"):
         model = LM(layers=2, dim=512, heads=8, vocab=8192)

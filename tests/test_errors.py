@@ -206,7 +206,7 @@ def test_files_that_are_something_else(tmp_path, profile: sacplan.Profile) -> No
 
 
 def test_estimators_before_anything_was_seen() -> None:
-    with pytest.raises(sacplan.TraceError, match="seen nothing yet"):
+    with pytest.raises(sacplan.TraceError, match="recorded nothing yet"):
         _ = sacplan.MemTracker().program
     with pytest.raises(sacplan.TraceError, match="estimate_mode_type"):
         sacplan.RuntimeEstimator()("quantum")

@@ -336,6 +336,7 @@ def test_training_again_and_after_a_failure(make: Callable[..., Any]) -> None:
     assert not torch.autograd._profiler_enabled()
 
 
+@pytest.mark.slow
 def test_a_compiled_run_keeps_its_plan(make: Callable[..., Any]) -> None:
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     plan = plan_for(make())
