@@ -129,8 +129,9 @@ def _check_compiled(fqn: str, unit: torch.nn.Module) -> None:
             path = ".".join(part for part in (fqn, name) if part)
             raise PlanError(
                 f"module {path!r} is compiled on its own, but it is part of unit {fqn!r}, in which the plan "
-                "recomputes: inside a unit that is not compiled as a whole, nothing runs compiled. Apply the plan first, then "
-                f"compile whole units: model.compile(), or torch.compile(model); or plan with never=[{path!r}]."
+                "recomputes: inside a unit that is not compiled as a whole, nothing runs compiled. Apply the plan "
+                "first, then compile whole units: model.compile(), or torch.compile(model); or plan with "
+                f"never=[{path!r}]."
             )
 
 
