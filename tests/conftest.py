@@ -8,9 +8,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-from sacplan._device.devices import DeviceSpec
-from sacplan._rewrites import library_workspaces
-
 torch.set_num_threads(1)  # threads that wait for one another on a busy machine cost minutes
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -19,15 +16,11 @@ settings.load_profile("repeatable")
 
 @pytest.fixture(scope="module")
 def no_cublas_workspaces() -> Iterator[None]:
-    """A module's tests plan for a GPU without the workspaces of cuBLAS, unless the device says how large they are.
+    """The tests of a file plan for a GPU without the workspaces of cuBLAS.
 
-    Two workspaces of 32 MiB are most of what a small model takes on an H100, and no plan makes them smaller; so
-    tests of budgets ask for this: ``pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")``.
+    Two of 32 MiB are most of what a small model takes on an H100, and no plan makes them smaller; so tests of budgets
+    ask for this: ``pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")``.
     """
-
-    def only_if_given(spec: DeviceSpec, version: tuple[int, int] | None = None) -> int:
-        return spec.matmul_workspace_bytes or 0
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library_workspaces, "library_workspace_bytes", only_if_given)
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
         yield

@@ -79,6 +79,7 @@ def test_without_a_gpu_it_says_so() -> None:
     assert stop.value.code == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*(balanced).*:sacplan.errors.SacplanWarning")  # the routing of mixtral
 @pytest.mark.parametrize("kind", gpu.KINDS)
 @pytest.mark.parametrize("name", gpu_models.MODELS)
 def test_every_model_can_be_profiled_for_a_gpu(name: str, kind: str) -> None:
