@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,13 +18,11 @@ from sacplan._recompute.executor.tensors import checksum, history_free_aliases, 
 from sacplan.errors import RecipeError
 
 
+@dataclass(slots=True)
 class FirstStep:
     """Whether the discarded tensors of a unit leave checksums: true until the first has been compared."""
 
-    __slots__ = ("pending",)
-
-    def __init__(self, pending: bool) -> None:
-        self.pending = pending
+    pending: bool
 
 
 class RecipeHandle:
@@ -101,14 +100,12 @@ class Kept:
         return self.tensor
 
 
+@dataclass(slots=True)
 class PassedOn:
     """A kept tensor, packed by the saved-tensor hooks around the unit."""
 
-    __slots__ = ("packed", "unpack_hook")
-
-    def __init__(self, packed: Any, unpack_hook: Callable[[Any], torch.Tensor]) -> None:
-        self.packed = packed
-        self.unpack_hook = unpack_hook
+    packed: Any
+    unpack_hook: Callable[[Any], torch.Tensor]
 
     def unpack(self) -> torch.Tensor:
         """What those hooks return."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,16 +53,14 @@ _DETACH = torch.ops.aten.detach.default
 _RANDOM_DEVICES = ("cpu", "cuda", "meta")
 
 
+@dataclass(slots=True)
 class _Count:
-    """An op of which some occurrences are discarded: how often the call has run it so far."""
+    """An op of which some occurrences are discarded, and how often the call has run it so far."""
 
-    __slots__ = ("others", "seen", "signature", "wanted")
-
-    def __init__(self, signature: OpSignature, wanted: Mapping[int, int], others: ScheduledOp | None) -> None:
-        self.signature = signature
-        self.wanted = wanted
-        self.others = others
-        self.seen = 0
+    signature: OpSignature
+    wanted: Mapping[int, int]
+    others: ScheduledOp | None
+    seen: int = 0
 
     def next(self) -> ScheduledOp | None:
         occurrence = self.seen

@@ -23,6 +23,7 @@ class Action(Enum):
     DISCARD = auto()
 
 
+@dataclass(slots=True)
 class ScheduledOp:
     """One op of a unit's call.
 
@@ -31,21 +32,11 @@ class ScheduledOp:
         hooks: whether the saved-tensor hooks are switched on (True) or off after the op; None leaves them.
     """
 
-    __slots__ = ("action", "hooks", "occurrence", "signature", "times")
-
-    def __init__(
-        self,
-        action: Action,
-        signature: OpSignature | None = None,
-        occurrence: int = 0,
-        times: int = 1,
-        hooks: bool | None = None,
-    ) -> None:
-        self.action = action
-        self.signature = signature
-        self.occurrence = occurrence
-        self.times = times
-        self.hooks = hooks
+    action: Action
+    signature: OpSignature | None = None
+    occurrence: int = 0
+    times: int = 1
+    hooks: bool | None = None
 
 
 ScheduledOps = Sequence[tuple[Any, ScheduledOp | None]]
