@@ -31,7 +31,8 @@ from sacplan._device.kernels import active_device
 from sacplan._device.timing import MeasuredTimes
 from sacplan._device.workspace import workspace_bytes
 from sacplan._program.program import Phase, Program, StorageKind
-from sacplan._record.recorder import Recorder, SavedMode
+from sacplan._record.recorder import Recorder
+from sacplan._record.saved_tensors import SavedMode
 from sacplan._torch.ops import op_traits
 from sacplan._torch.private import active_fake_mode
 from sacplan.errors import TraceError
