@@ -21,6 +21,8 @@ from sacplan._plan.batch_sizes import CapacityPoint
 from sacplan._plan.capacity import DEFAULT_HEADROOM, Capacity, max_batch, throughput
 from tests.models import LM, cross_entropy, tokens
 
+pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
+
 MIB = 2**20
 
 

@@ -12,6 +12,8 @@ from torch import nn
 import sacplan
 from tests.models import LM, tokens
 
+pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
+
 
 @pytest.fixture(scope="module")
 def profile() -> sacplan.Profile:

@@ -355,7 +355,6 @@ def test_a_compiled_run_keeps_its_plan(make: Callable[..., Any]) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.usefixtures("counted_workspaces")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_peak_is_predicted_too(make: Callable[..., Any]) -> None:
     trainer = make(use_cpu=False, bf16=True)
