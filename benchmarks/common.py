@@ -130,7 +130,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _WatchedStep(Step):
     """A step that holds on to its gradients, which a measurement clears."""
 
@@ -171,7 +171,7 @@ def real_step(
     with preserved_state(model, made), contextlib.ExitStack() as stack:
         if plan is not None:
             stack.enter_context(sacplan.apply(model, plan))
-        step = _WatchedStep(model, batch, watched_loss, made, seed, gradients)
+        step = _WatchedStep(model, batch, watched_loss, made, seed=seed, gradients=gradients)
         seen = measured_step(step, tensors)
         buffers = [b.detach().clone() for b in model.buffers()]
     return RealStep(seen.peak_bytes, seen.wall_ms, (*losses, *gradients, *buffers))
