@@ -14,6 +14,8 @@ import sacplan
 from sacplan._recompute.rewrite import recomputed
 from tests.models import LM, cross_entropy, tokens
 
+pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
+
 
 @pytest.fixture(scope="module")
 def profile() -> sacplan.Profile:
