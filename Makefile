@@ -2,8 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo test lint notebook docs benchmark clean
+.PHONY: help demo test test-slow lint format notebook docs benchmark clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -15,22 +19,29 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed  ## the end-to-end example
 	$(BIN)/python examples/transformer.py
 
-test: $(VENV)/.installed  ## everything that CI proves about the code
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+test: $(VENV)/.installed  ## the tests, but for the slow ones
+	$(PYTEST) -m "not slow"
 
-lint: $(VENV)/.installed
+test-slow: $(VENV)/.installed  ## the slow tests, which CI runs too
+	$(PYTEST) -m slow
+
+lint: $(VENV)/.installed  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+format: $(VENV)/.installed  ## what ruff can mend by itself
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
 notebook: $(VENV)/.installed  ## run the notebooks, in copies under out/
 	for n in notebooks/*.ipynb; do $(BIN)/python notebooks/execute.py $$n out/$$(basename $$n) || exit 1; done
 
-docs: $(VENV)/.installed  ## build the documentation under site/
+docs: $(VENV)/.installed  ## build the documentation under out/site/
 	$(BIN)/python -m mkdocs build --strict
 
-benchmark: $(VENV)/.installed
+benchmark: $(VENV)/.installed  ## how long planning takes
 	$(BIN)/python -m benchmarks.planning_time
 
-clean:
+clean:  ## what make and the tools leave behind
 	rm -rf $(VENV) out site build dist *.egg-info

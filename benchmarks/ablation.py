@@ -9,17 +9,15 @@ the bound for the peak that milp's plan has; ``-`` where a solver finds no plan.
 
 from __future__ import annotations
 
-import argparse
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import sacplan
-from benchmarks import zoo
-from benchmarks.common import RESULTS, describe, machine, write_results
+from benchmarks import common, zoo
+from benchmarks.common import describe, machine, write_results
 
 SOLVERS = ("milp", "greedy", "uniform")
 BUDGETS = ("85%", "70%", "55%")
@@ -43,9 +41,8 @@ def profiles(names: list[str]) -> dict[str, sacplan.Profile]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = common.parser(__doc__, "ablation.json")
     parser.add_argument("--names", nargs="+", default=list(zoo.EIGHT), choices=list(zoo.ARCHITECTURES))
-    parser.add_argument("--json", type=Path, default=RESULTS / "ablation.json", help="where the figures go")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     print(describe(machine()))

@@ -20,16 +20,15 @@ traced; they know nothing of kernel workspaces and of the optimizer's step, so t
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
 import sacplan
-from benchmarks.common import RESULTS, describe, machine, write_results
+from benchmarks import common
+from benchmarks.common import describe, machine, write_results
 from benchmarks.graphs import gpt, mlp
 from benchmarks.opgraph import OpGraph, as_graph, profile_of
 from benchmarks.optimum import (
@@ -244,7 +243,7 @@ def _heading(columns: Iterable[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = common.parser(__doc__, "bound.json")
     parser.add_argument("--layers", type=int, nargs="*", default=[2, 4, 8, 16, 32])
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
     parser.add_argument(
@@ -252,7 +251,6 @@ def main() -> None:
     )
     parser.add_argument("--no-exact", action="store_true", help="leave out the small graphs")
     parser.add_argument("--no-models", action="store_true", help="leave out the traced models")
-    parser.add_argument("--json", type=Path, default=RESULTS / "bound.json", help="where the figures go")
     arguments = parser.parse_args()
     print(describe(machine()) + "\n")
     rows = list(_print_stacks(arguments.layers, arguments.shares, arguments.time_limit))
@@ -273,14 +271,14 @@ def _print_stacks(layers: list[int], shares: list[float], time_limit: float) -> 
         graph = gpt(n)
         for share in shares:
             row = compare(graph, n, share, time_limit)
-            regions = [
+            cells = [
                 _cell(_largest(row.relaxed, row.boundary)),
                 _cell(row.bound, "none"),
                 _plan_cells(row.plan, row.budget_bytes),
                 *map(_cell, (row.half, row.layer, row.full)),
                 f"{'-' if row.full_layers is None else row.full_layers:>7}",
             ]
-            print(f"{graph.name:>8} {share:5.2f} {' '.join(regions)}", flush=True)
+            print(f"{graph.name:>8} {share:5.2f} {' '.join(cells)}", flush=True)
             yield row
     print()
 
@@ -291,9 +289,9 @@ def _print_exact(time_limit: float) -> Iterator[ExactRow]:
     for graph, shares in EXACT:
         for share in shares:
             row = compare_exact(graph, share, time_limit)
-            regions = [_cell(row.backward), _cell(row.optimum), _plan_cells(row.plan, row.budget_bytes)]
+            cells = [_cell(row.backward), _cell(row.optimum), _plan_cells(row.plan, row.budget_bytes)]
             print(
-                f"{graph.name:>12} {row.ops:4d} {share:5.2f} {' '.join(regions)}"
+                f"{graph.name:>12} {row.ops:4d} {share:5.2f} {' '.join(cells)}"
                 f"  {row.status.lower()} in {row.seconds:.1f} s",
                 flush=True,
             )
@@ -307,12 +305,12 @@ def _print_models(shares: list[float]) -> Iterator[ModelRow]:
     for name, profile in _traced():
         for row in compare_model(name, profile, shares):
             bound = _largest(row.boundary, row.backward) if row.possible else None
-            regions = [
+            cells = [
                 _cell(row.boundary),
                 _cell(bound, "none"),
                 _plan_cells(row.plan, row.budget_bytes),
             ]
-            print(f"{name:>22} {row.share:5.2f} {' '.join(regions)}", flush=True)
+            print(f"{name:>22} {row.share:5.2f} {' '.join(cells)}", flush=True)
             yield row
 
 

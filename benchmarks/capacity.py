@@ -11,28 +11,26 @@ Samples per second are those of the cost model, on every device.
 
 What headroom is for: the largest batch without a plan, the largest with one, and one half way between are traced with
 their plans applied, and played through torch's caching allocator in its default settings
-(``sacplan/_trace/allocator.py``), twice: with memory without end (``res``), and with ever less of it, where free
+(``benchmarks/allocator.py``), twice: with unlimited memory (``res``), and with ever less of it, where free
 segments are given back before it gives up, as the real one does, to find what it needs (``need``). Both are over the
 step's peak. It is one step on an empty device: what later steps find split is not in it.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
 import sacplan
-from benchmarks import allocator
-from benchmarks.common import GIB, RESULTS, describe, machine, write_results
+from benchmarks import allocator, common
+from benchmarks.common import GIB, describe, machine, write_results
 from sacplan._apply.apply import apply
 from sacplan._plan.capacity import DEFAULT_HEADROOM
 from sacplan._profile.profile import trace_step
@@ -207,10 +205,9 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = common.parser(__doc__, "capacity.json")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--devices", nargs="+", default=list(DEVICES))
-    parser.add_argument("--json", type=Path, default=RESULTS / "capacity.json", help="where the figures go")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     print(describe(machine()))

@@ -1,13 +1,16 @@
-"""What the benchmarks share: the machine in words, results as JSON, plans where a budget may not fit, real steps."""
+"""What the benchmarks share: command lines, results as JSON, plans where a budget may not fit, real steps."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import gc
 import json
 import os
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,11 +54,40 @@ def describe(found: dict[str, Any]) -> str:
     return f"{versions}, {found['machine']}, {found['cores']} cores, {threads}"
 
 
-def write_results(path: Path, rows: Sequence[dict[str, Any]], **more: Any) -> None:
-    """Write rows as JSON, with the machine and the date."""
+def parser(doc: str | None, results: str | None = None) -> argparse.ArgumentParser:
+    """What every benchmark's command line begins with: the first line of its docstring, and ``--json``.
+
+    Args:
+        doc: the module's docstring.
+        results: the file under ``benchmarks/results`` that figures go to by default; None: to no file.
+    """
+    found = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    default = RESULTS / results if results else None
+    found.add_argument(
+        "--json", type=Path, default=default, help="file for the figures (default: %(default)s)"
+    )
+    return found
+
+
+def write_results(path: Path | None, rows: Sequence[dict[str, Any]], **more: Any) -> None:
+    """Write rows as JSON, with the machine and the date; nothing without a path."""
+    if path is None:
+        return
     data = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), **more, "rows": list(rows)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def in_own_process(benchmark: str, *arguments: object, timeout: float | None = None) -> Any:
+    """What a benchmark prints as JSON in its last line, run in a process of its own.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+        subprocess.TimeoutExpired: it took longer than ``timeout`` seconds.
+    """
+    command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{benchmark}", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def seed_everything(seed: int) -> None:
@@ -98,7 +130,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _WatchedStep(Step):
     """A step that holds on to its gradients, which a measurement clears."""
 
@@ -139,7 +171,7 @@ def real_step(
     with preserved_state(model, made), contextlib.ExitStack() as stack:
         if plan is not None:
             stack.enter_context(sacplan.apply(model, plan))
-        step = _WatchedStep(model, batch, watched_loss, made, seed, gradients)
+        step = _WatchedStep(model, batch, watched_loss, made, seed=seed, gradients=gradients)
         seen = measured_step(step, tensors)
         buffers = [b.detach().clone() for b in model.buffers()]
     return RealStep(seen.peak_bytes, seen.wall_ms, (*losses, *gradients, *buffers))

@@ -13,7 +13,6 @@ A verdict line per rival: the FLOPs that sacplan's plan recomputes at no more me
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import time
@@ -27,8 +26,8 @@ import transformers
 from transformers import masking_utils
 
 import sacplan
-from benchmarks import rivals
-from benchmarks.common import GIB, RESULTS, describe, machine, write_results
+from benchmarks import common, rivals
+from benchmarks.common import GIB, describe, machine, write_results
 from benchmarks.rivals import Case, Point
 from examples.transformer import Transformer
 from sacplan._record.step import default_loss
@@ -316,10 +315,9 @@ def _undominated(rows: list[Row]) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = common.parser(__doc__, "frontier.json")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--objective", default=OBJECTIVES[0], choices=OBJECTIVES, help="of sacplan's plans")
-    parser.add_argument("--json", type=Path, default=RESULTS / "frontier.json", help="where the figures go")
     parser.add_argument("--picture", type=Path, default=PICTURE)
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()

@@ -14,23 +14,20 @@ that fails says so in the table and makes the exit status 1; the others go on. E
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
-import json
 import statistics
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import sacplan
-from benchmarks import gpu_models
+from benchmarks import common, gpu_models
 from benchmarks.allocator import allocator_peaks
 from sacplan._device.attention import attention_backend
 from sacplan._device.calibrate import calibrate
@@ -292,12 +289,11 @@ def cublas_report(spec: DeviceSpec, device: str) -> Row:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run what the command line asks for; the number of rows that failed, at most 1."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = common.parser(__doc__)
     parser.add_argument("--names", nargs="+", help="of gpu_models.py, or transformers/NAME; default: all")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--seconds", type=float, default=420.0, help="start no further row after this long")
     parser.add_argument("--smoke", action="store_true", help="on the CPU, at tiny sizes")
-    parser.add_argument("--json", type=Path, help="default: benchmarks/results/gpu_<device>.json")
     options = parser.parse_args(arguments)
     known = [*gpu_models.MODELS, *(f"transformers/{n}" for n in ZOO)]
     unknown = sorted(set(options.names or ()) - set(known))
@@ -318,7 +314,6 @@ def main(arguments: list[str] | None = None) -> int:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "date": time.strftime("%Y-%m-%d"),
         "smoke": options.smoke,
         "calibrated": dataclasses.asdict(here),
         "cublas": cublas_report(spec, device),
@@ -327,7 +322,7 @@ def main(arguments: list[str] | None = None) -> int:
     _print_attention(data)
     print(f"cuBLAS workspaces: {data['cublas']}")
     print(HEADER)
-    rows = data["rows"] = []
+    rows: list[Row] = []
     lost = ""
     for row, build in cases(options.names, options.kinds, options.smoke, device):
         rows.append(row)
@@ -346,9 +341,8 @@ def main(arguments: list[str] | None = None) -> int:
             lost = _context_lost(device)
         _print_row(row)
     data["seconds"] = round(time.perf_counter() - began, 1)
-    path = options.json or Path(__file__).parent / "results" / f"gpu_{spec.name.replace(' ', '-')}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(data, indent=1))
+    path = options.json or common.RESULTS / f"gpu_{spec.name.replace(' ', '-')}.json"
+    common.write_results(path, rows, **data)
     failed = [row for row in rows if "error" in row]
     print(f"{len(rows)} rows, {len(failed)} failed, {data['seconds']} s; written to {path}")
     return 1 if failed else 0

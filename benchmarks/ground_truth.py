@@ -9,9 +9,7 @@ gradients and all buffers are bit-equal to the unplanned step.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ import torch.nn.functional as F
 import transformers
 
 import sacplan
+from benchmarks import common
 from benchmarks.common import MIB, describe, machine, on_one_thread, real_step, write_results
 from examples.transformer import Transformer
 
@@ -64,7 +63,7 @@ def resnet() -> Case:
 
 
 def large_vocabulary() -> Case:
-    """A loss outside of the model, over 128,000 words."""
+    """A loss outside the model, over 128,000 words."""
 
     def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(batch).float().flatten(0, 1), batch.flatten())
@@ -107,9 +106,8 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = common.parser(__doc__)
     parser.add_argument("--names", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(describe(machine()))
@@ -126,8 +124,7 @@ def main() -> None:
                 f"{row['recompute_share']:10.1%}",
                 flush=True,
             )
-    if arguments.json:
-        write_results(arguments.json, rows)
+    write_results(arguments.json, rows)
 
 
 if __name__ == "__main__":

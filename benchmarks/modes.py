@@ -17,19 +17,18 @@ The tables are Markdown.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import sacplan
-from benchmarks.common import GIB, RESULTS, describe, machine, write_results
+from benchmarks import common
+from benchmarks.common import GIB, describe, machine, write_results
 from tests import convnets
 
 DEVICE = "h100"
@@ -201,10 +200,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     ]  # fmt: skip
     lines = [f"**{rows[0]['title']}**", "", _line(heads), _line(["---"] * len(heads))]
     for row in rows:
-        regions = [row["mode"], f"{row['peak_bytes'] / GIB:.2f}", *_shares(row)]
+        cells = [row["mode"], f"{row['peak_bytes'] / GIB:.2f}", *_shares(row)]
         for solver in solvers:
-            regions += _shares(row[solver])
-        lines.append(_line(regions))
+            cells += _shares(row[solver])
+        lines.append(_line(cells))
     return "\n".join(lines) + "\n"
 
 
@@ -214,14 +213,13 @@ def _shares(figures: dict[str, Any] | None) -> tuple[str, str]:
     return f"{100 * figures['recompute_share']:.1f}", f"{100 * figures['recompute_flops_share']:.1f}"
 
 
-def _line(regions: list[str]) -> str:
-    return "| " + " | ".join(regions) + " |"
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = common.parser(__doc__, "modes.json")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--json", type=Path, default=RESULTS / "modes.json", help="where the figures go")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     print(f"{describe(machine())}; planned for: {DEVICE}\n")

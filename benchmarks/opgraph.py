@@ -30,7 +30,7 @@ class ForwardOp:
         nbytes: size of the tensor.
         time_ms: time of the op.
         reads: forward ops whose tensors it takes.
-        module: innermost module call, ``"layers.0.attn"``; "" outside of any layer.
+        module: innermost module call, ``"layers.0.attn"``; "" outside any layer.
         made_with: the forward op of which this is a further output: it runs whenever this one runs. Its own
             ``time_ms`` is 0 then.
         held: someone other than autograd holds the tensor until the backward pass is over.

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.opgraph import OpGraph
 
 Region = Callable[[str], str]
-"""Module of an op to the region it is in; "" is outside of any."""
+"""Module of an op to the region it is in; "" is outside any."""
 
 
 def layer_of(module: str) -> str:

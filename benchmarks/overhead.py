@@ -21,7 +21,6 @@ matmuls and attention.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import functools
@@ -31,7 +30,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import sacplan
-from benchmarks.common import RESULTS, describe, machine, write_results
+from benchmarks import common
+from benchmarks.common import describe, machine, write_results
 from examples.transformer import Transformer
 from sacplan._plan.plan import UnitPlan
 from sacplan._program.program import CallSite, Phase
@@ -210,10 +209,9 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = common.parser(__doc__, "overhead.json")
     parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--rounds", type=int, help="by default " + str(ROUNDS))
-    parser.add_argument("--json", type=Path, default=RESULTS / "overhead.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(describe(machine()))

@@ -15,14 +15,13 @@ import argparse
 import json
 import resource
 import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import common
 from benchmarks.common import describe, machine, write_results
 
 BUDGET = 0.6
@@ -30,24 +29,20 @@ _COLUMNS = ("step", "trace", "fit", "solve", "replay", "all", "MiB")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = common.parser(__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 16, 32, 126])
     parser.add_argument("--prototype-limit", type=float, default=120.0, metavar="SECONDS")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--one", nargs=2, metavar=("WHO", "LAYERS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         who, layers = arguments.one
-        print(
-            json.dumps(
-                {
-                    "sacplan": run_sacplan,
-                    "prototype": run_prototype,
-                    "llama": run_llama,
-                    "sac_milp": run_sac_milp,
-                }[who](int(layers))
-            )
-        )
+        run = {
+            "sacplan": run_sacplan,
+            "prototype": run_prototype,
+            "llama": run_llama,
+            "sac_milp": run_sac_milp,
+        }
+        print(json.dumps(run[who](int(layers))))
         return
     rows = []
     print(describe(machine()))
@@ -59,21 +54,19 @@ def main() -> None:
     ]:
         row = _run_one(who, layers, arguments.prototype_limit if who == "prototype" else 600.0)
         rows.append({"layers": layers, "who": who} | row)
-        regions = [f"{row[k]:7.2f}" if k in row else f"{'-':>7}" for k in _COLUMNS]
-        print(f"{layers:>6} {who:>10} {' '.join(regions)}  {row['result']}", flush=True)
-    if arguments.json:
-        write_results(arguments.json, rows)
+        cells = [f"{row[k]:7.2f}" if k in row else f"{'-':>7}" for k in _COLUMNS]
+        print(f"{layers:>6} {who:>10} {' '.join(cells)}  {row['result']}", flush=True)
+    write_results(arguments.json, rows)
 
 
 def _run_one(who: str, layers: int, limit: float) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.planning_time", "--one", who, str(layers)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        found: dict[str, Any] = common.in_own_process("planning_time", "--one", who, layers, timeout=limit)
     except subprocess.TimeoutExpired:
         return {"result": f"stopped after {limit:.0f} s"}
-    if done.returncode:
-        return {"result": "failed: " + (done.stderr.strip().splitlines() or ["?"])[-1][:80]}
-    return json.loads(done.stdout.splitlines()[-1])
+    except subprocess.CalledProcessError as error:
+        return {"result": "failed: " + (error.stderr.strip().splitlines() or ["?"])[-1][:80]}
+    return found
 
 
 def _timed(function: Callable[[], Any]) -> tuple[float, Any]:

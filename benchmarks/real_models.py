@@ -21,20 +21,18 @@ it is no plan for the second one, which has the gradients of the first beside it
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import sacplan
-from benchmarks import zoo
+from benchmarks import common, zoo
 from benchmarks.common import (
     MIB,
     RESULTS,
@@ -207,11 +205,8 @@ def summary(rows: list[Row], failed: list[str]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; the exit status is 1 where a model failed, a budget was broken or bits differ."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(FAMILY)}", metavar="name")
-    parser.add_argument("--json", type=Path, help="where the figures go (all models: benchmarks/results)")
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.names if name not in FAMILY]
     if unknown:
@@ -238,9 +233,10 @@ def main(argv: list[str] | None = None) -> int:
         rows.extend(found)
         for row in found:
             print(_line(row), flush=True)
-        if json_path is not None:  # after each model: a sweep that is stopped leaves what it has
-            data = [asdict(r) | {"error": r.error, "within_budget": r.within_budget} for r in rows]
-            write_results(json_path, data, summary=summary(rows, failed))
+        data = [asdict(r) | {"error": r.error, "within_budget": r.within_budget} for r in rows]
+        write_results(
+            json_path, data, summary=summary(rows, failed)
+        )  # a sweep that is stopped leaves what it has
     if rows:
         print(summary(rows, failed))
         print(f"{time.perf_counter() - began:.0f} s")

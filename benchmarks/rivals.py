@@ -53,7 +53,7 @@ class Case:
         name: short, for the command line.
         title: for the picture.
         make_model: called under the meta device.
-        make_batch: called inside of ``sacplan.fake_device``, or outside for a real one.
+        make_batch: called inside ``sacplan.fake_device``, or outside for a real one.
         loss_fn: ``loss_fn(model, batch) -> scalar``.
         layers: the list of layers, by name.
         context: entered around all of its steps.

@@ -25,8 +25,6 @@ import argparse
 import hashlib
 import json
 import random
-import subprocess
-import sys
 import time
 import tracemalloc
 import warnings
@@ -39,6 +37,7 @@ from typing import Any
 import torch
 
 import sacplan
+from benchmarks import common
 from benchmarks.common import MIB, RESULTS, describe, machine, write_results
 from sacplan._recompute.rewrite import recomputed
 from sacplan._rotor.stages import stages_of
@@ -52,13 +51,12 @@ _COLUMNS = ("seconds", "cpu_seconds", "peak_growth_mb", "traced_mb")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = common.parser(__doc__, "rotor.json")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--stages", type=int, nargs="+", default=[20, 80, 150])
     parser.add_argument("--slots", type=int, default=500)
     parser.add_argument("--share", type=float, default=0.4, help="budget, of what the step takes unplanned")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
-    parser.add_argument("--json", type=Path, default=RESULTS / "rotor.json")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--plans-json", type=Path, default=RESULTS / "rotor_plans.json")
     parser.add_argument("--one", nargs=3, metavar=("ENGINE", "STAGES", "TRACE"), help=argparse.SUPPRESS)
@@ -140,9 +138,8 @@ def _peak_resident_bytes() -> int:
 def _in_a_process(engine: str, stages: int, slots: int, share: float) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for trace in ("plain", "trace") if engine == "fast" else ("plain",):
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.rotor", "--slots", str(slots)]
-        command += ["--share", str(share), "--one", engine, str(stages), trace]
-        row |= json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        arguments = ("--slots", slots, "--share", share, "--one", engine, stages, trace)
+        row |= common.in_own_process("rotor", *arguments)
     return row
 
 

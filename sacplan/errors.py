@@ -1,4 +1,4 @@
-"""Every error that a user of sacplan can cause: what happened, where, and what to try."""
+"""The errors that a user of sacplan can cause; each message says what happened, where, and what to try."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ class SacplanError(Exception):
 
 
 class SacplanWarning(UserWarning):
-    """Something was assumed, and the result holds as far as the assumption does."""
+    """Something was assumed, and the result is only as good as the assumption."""
 
 
 class BudgetError(SacplanError, ValueError):
-    """A memory budget that cannot be read: negative, NaN, of an unknown unit."""
+    """A memory budget that cannot be parsed: negative, NaN, or with an unknown unit."""
 
 
 class DeviceError(SacplanError, ValueError):
@@ -20,11 +20,11 @@ class DeviceError(SacplanError, ValueError):
 
 
 class TraceError(SacplanError):
-    """The step could not be recorded, or says nothing that a plan could be made from."""
+    """The step could not be recorded, or has nothing to plan."""
 
 
 class DataDependentError(TraceError):
-    """A fake trace met a size or a value that only real data can tell."""
+    """A fake trace needs a size or a value that only real data has."""
 
 
 class PlanError(SacplanError):
@@ -45,7 +45,7 @@ class InfeasibleBudget(SacplanError):
     Attributes:
         budget_bytes: what was asked for.
         smallest_feasible_bytes: the smallest peak that the search reached; a plan for it exists.
-        binding: what is alive at that peak: the fqn of a module, or ``"optimizer step"``.
+        binding: what runs at that peak: the fqn of a module, or ``"optimizer step"``.
     """
 
     def __init__(

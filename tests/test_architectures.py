@@ -27,6 +27,7 @@ def test_plan_holds_on_an_h100(name):
     assert result.recompute_flops == plan.recompute_flops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.EIGHT)
 def test_planned_step_has_the_same_bits(name):
     torch.manual_seed(0)

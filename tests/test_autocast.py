@@ -183,7 +183,7 @@ def test_default_types() -> None:
             assert (x @ x).dtype == FP16
         with torch.autocast("cpu"):
             assert (x @ x).dtype == BF16
-        with torch.cuda.amp.autocast(dtype=BF16):
+        with pytest.warns(FutureWarning, match="deprecated"), torch.cuda.amp.autocast(dtype=BF16):
             assert (x @ x).dtype == BF16
         with torch.amp.autocast("cuda", dtype=BF16):
             assert (x @ x).dtype == BF16

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
-from sacplan._recompute.executor.nodes import Node, here
+from sacplan._recompute.executor.nodes import RecipeNode, here
 from sacplan._verify.measure import allocation_events
 from tests.models import bit_equal
 
@@ -110,14 +110,14 @@ def discarding(model: nn.Module, units: tuple[str, ...] = BLOCKS) -> Any:
 def recomputed_ops() -> Iterator[list[str]]:
     """The ops that recipes run."""
     found: list[str] = []
-    plain = Node.compute
+    plain = RecipeNode.compute
 
-    def compute(self: Node) -> Any:
-        found.append(self.op.traits.name)
+    def compute(self: RecipeNode) -> Any:
+        found.append(self.signature.traits.name)
         return plain(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Node, "compute", compute)
+        patch.setattr(RecipeNode, "compute", compute)
         yield found
 
 

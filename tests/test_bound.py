@@ -22,6 +22,8 @@ from sacplan._program.program import Event
 from sacplan._recompute.rewrite import recomputed
 from tests.models import LM, cross_entropy, tokens
 
+pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
+
 GRAPHS = [
     gpt(2),
     gpt(3, fused=False),

@@ -21,6 +21,8 @@ from sacplan._plan.batch_sizes import CapacityPoint
 from sacplan._plan.capacity import DEFAULT_HEADROOM, Capacity, max_batch, throughput
 from tests.models import LM, cross_entropy, tokens
 
+pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
+
 MIB = 2**20
 
 
@@ -45,14 +47,18 @@ class Case:
 
     def __init__(
         self,
-        model: nn.Module,
+        make_model: Callable[[], nn.Module],
         make_batch: Callable[[int], Any],
         budget: int,
         solver: str = "greedy",
         **how: Any,
     ) -> None:
-        self.model, self.make_batch, self.budget, self.how = model, make_batch, budget, how
+        self.make_model, self.make_batch, self.budget, self.how = make_model, make_batch, budget, how
         self.solver = solver
+
+    @functools.cached_property
+    def model(self) -> nn.Module:
+        return self.make_model()
 
     @functools.cache  # noqa: B019  (a handful of cases, alive as long as the module)
     def profile(self, n: int) -> sacplan.Profile:
@@ -76,9 +82,9 @@ class Case:
 
 
 CASES = {
-    "perceptron": Case(perceptron(), rows, 6 * MIB, "best"),
-    "with Adam": Case(perceptron(), rows, 7 * MIB, optimizer=torch.optim.Adam),
-    "language model": Case(language_model(), tokens, 2 * MIB, loss_fn=cross_entropy),
+    "perceptron": Case(perceptron, rows, 6 * MIB, "best"),
+    "with Adam": Case(perceptron, rows, 7 * MIB, optimizer=torch.optim.Adam),
+    "language model": Case(language_model, tokens, 2 * MIB, loss_fn=cross_entropy),
 }
 
 
@@ -133,6 +139,7 @@ def test_a_fake_step_with_the_plan_is_within_the_budget(name: str) -> None:
         assert seen.budget_bytes == case.budget == found.budget_bytes
 
 
+@pytest.mark.slow
 def test_few_traces_for_a_gpt_on_whole_devices() -> None:
     with torch.device("meta"):
         model = LM(layers=2, dim=512, heads=8, vocab=8192)
@@ -167,7 +174,7 @@ def test_the_fastest_is_that_of_all_sizes(name: str) -> None:
 
 
 def test_the_fastest_of_many_sizes() -> None:
-    case = Case(perceptron(1), rows, 16 * MIB)
+    case = Case(lambda: perceptron(1), rows, 16 * MIB)
     found = case.find(throughput)
     assert len(found.points) < found.largest_batch_size / 2
     rates = [case.samples_per_s(n) for n in range(1, found.largest_batch_size + 1)]
@@ -228,7 +235,7 @@ def test_memory_that_falls_where_a_model_works_in_chunks() -> None:
     peaks = {n: sacplan.profile(model, rows(n)).peak_bytes for n in (11, 12)}
     assert peaks[12] < peaks[11]
     for mib in (3, 7):
-        case = Case(model, rows, mib * MIB)
+        case = Case(lambda: model, rows, mib * MIB)
         found = case.find(max_batch)
         n = found.batch_size
         assert case.plan(n) is not None

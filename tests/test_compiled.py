@@ -211,6 +211,7 @@ class FeedForward(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+@pytest.mark.slow
 def test_inductor() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(FeedForward(), nn.Linear(DIM, DIM)), torch.randn(64, DIM)
@@ -331,7 +332,7 @@ def test_a_graph_break_inside_of_a_unit_is_an_error(
     broken = planned(model, plan)
     for layer in broken.layers:  # type: ignore[union-attr]
         layer.norm1.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
-    with pytest.raises(sacplan.PlanError, match="broke the graph inside of a unit"):
+    with pytest.raises(sacplan.PlanError, match="broke the graph inside a unit"):
         step(broken, tokens, "aot_eager", fullgraph=False)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -177,16 +176,16 @@ def test_memo_tells_shapes_dtypes_and_arguments_apart() -> None:
     assert model.cost(aten.mm.default, (a, a), {}, a) == CostModel(H100).cost(aten.mm.default, (a, a), {}, a)
 
 
-def test_cost_is_cheap() -> None:
+def test_equal_calls_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, worked_out = CostModel._compute, []
+
+    def counted(self: CostModel, func: Any, *rest: Any) -> tuple[int, float]:
+        worked_out.append(func)
+        return compute(self, func, *rest)
+
+    monkeypatch.setattr(CostModel, "_compute", counted)
     model = CostModel(H100)
-    with FakeTensorMode():
-        bias, x, w = torch.randn(64), torch.randn(32, 64), torch.randn(64, 64)
-        out = torch.addmm(bias, x, w)
-        model.cost(aten.addmm.default, (bias, x, w), {}, out)
-        best = float("inf")
-        for _ in range(5):
-            start = time.perf_counter()
-            for _ in range(1000):
-                model.cost(aten.addmm.default, (bias, x, w), {}, out)
-            best = min(best, (time.perf_counter() - start) / 1000)
-    assert best < 60e-6  # about 5 us; generous for a busy machine
+    for _ in range(3):
+        bias, x, w = (torch.empty(shape, device="meta") for shape in ((64,), (32, 64), (64, 64)))
+        model.cost(aten.addmm.default, (bias, x, w), {}, torch.empty(32, 64, device="meta"))
+    assert worked_out == [aten.addmm.default]

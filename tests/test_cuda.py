@@ -26,7 +26,6 @@ BF16 = torch.bfloat16
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.usefixtures("counted_workspaces"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

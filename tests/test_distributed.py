@@ -143,6 +143,7 @@ def on_rank(rank: int, directory: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_sharded_and_replicated_models_take_a_plan(tmp_path: Path) -> None:
     """Losses and gradients are the same bits as without it, the keys stay, and work is done twice."""
     mp.spawn(on_rank, (str(tmp_path),), nprocs=RANKS)

@@ -257,7 +257,7 @@ def as_it_was(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("as_it_was", "counted_workspaces")
+@pytest.mark.usefixtures("as_it_was")
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_does_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = blocks_of(name)

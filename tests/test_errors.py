@@ -12,6 +12,8 @@ from torch import nn
 import sacplan
 from tests.models import LM, tokens
 
+pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
+
 
 @pytest.fixture(scope="module")
 def profile() -> sacplan.Profile:
@@ -154,7 +156,7 @@ def test_not_a_model() -> None:
 def test_unknown_words() -> None:
     with pytest.raises(sacplan.TraceError, match="operator-level-cost-model"):
         sacplan.profile(LM(), tokens(), runtime="guess")  # type: ignore[arg-type]
-    with pytest.raises(sacplan.TraceError, match="'fake' and 'real'"):
+    with pytest.raises(sacplan.TraceError, match="'fake'.*'real'"):
         sacplan.profile(LM(), tokens(), trace="imaginary")  # type: ignore[arg-type]
 
 
@@ -206,7 +208,7 @@ def test_files_that_are_something_else(tmp_path, profile: sacplan.Profile) -> No
 
 
 def test_estimators_before_anything_was_seen() -> None:
-    with pytest.raises(sacplan.TraceError, match="seen nothing yet"):
+    with pytest.raises(sacplan.TraceError, match="recorded nothing yet"):
         _ = sacplan.MemTracker().program
     with pytest.raises(sacplan.TraceError, match="estimate_mode_type"):
         sacplan.RuntimeEstimator()("quantum")

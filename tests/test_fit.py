@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sacplan._classical.fit import Fit, Kind, fit_tradeoff, hull_fit, pwlf_fit
+from sacplan._classical.fit import Fit, FitKind, fit_tradeoff, hull_fit, pwlf_fit
 from sacplan.errors import PlanError
 
 STAIRCASE = [
@@ -29,7 +29,7 @@ POINTS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(POINTS)
 def test_hull_bounds_the_points_and_is_convex(points: list[tuple[float, float]]) -> None:
     fitted = hull_fit(points)
@@ -49,7 +49,7 @@ def test_hull_bounds_the_points_and_is_convex(points: list[tuple[float, float]])
         assert fitted.at(x) == pytest.approx(lowest, abs=1e-11)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(POINTS, st.floats(0, 1))
 def test_hull_is_the_cheapest_mix_of_two_points(points: list[tuple[float, float]], share: float) -> None:
     best: dict[float, float] = {0.0: 0.0}
@@ -73,7 +73,7 @@ def test_hull_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kind", ["hull", "pwlf"])
-def test_few_points(kind: Kind) -> None:
+def test_few_points(kind: FitKind) -> None:
     for nothing in ([], [(0.0, 0.0)], [(0.0, 0.3)]):
         assert fit_tradeoff(nothing, kind) == Fit(0, (), (), (), kind)
         assert fit_tradeoff(nothing, kind).at(0.5) == 0.0

@@ -159,6 +159,7 @@ def on_rank(rank: int, ranks: int, directory: str, made: dict[str, Made]) -> Non
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_plans_of_a_rank_on_two_ranks(tmp_path: Path) -> None:
     """Peaks as predicted with and without a plan, in both orders of use; gradients are the same bits; keys stay."""
     made = {name: planned(name, 2, UNITS, tmp_path) for name in ("gpt", "mlp")}
@@ -166,6 +167,7 @@ def test_plans_of_a_rank_on_two_ranks(tmp_path: Path) -> None:
     mp.spawn(on_rank, (2, str(tmp_path), made), nprocs=2)
 
 
+@pytest.mark.slow
 def test_plans_of_a_rank_on_four_ranks(tmp_path: Path) -> None:
     """The same where shards are quarters, and are padded."""
     mp.spawn(on_rank, (4, str(tmp_path), {"mlp": planned("mlp", 4, UNITS, tmp_path)}), nprocs=4)

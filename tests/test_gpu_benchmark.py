@@ -20,6 +20,7 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, data = run(tmp_path, "--names", "gpt2", "vit")
     assert status == 0
@@ -78,6 +79,7 @@ def test_without_a_gpu_it_says_so() -> None:
     assert stop.value.code == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*(balanced).*:sacplan.errors.SacplanWarning")  # the routing of mixtral
 @pytest.mark.parametrize("kind", gpu.KINDS)
 @pytest.mark.parametrize("name", gpu_models.MODELS)
 def test_every_model_can_be_profiled_for_a_gpu(name: str, kind: str) -> None:

@@ -336,6 +336,7 @@ def test_training_again_and_after_a_failure(make: Callable[..., Any]) -> None:
     assert not torch.autograd._profiler_enabled()
 
 
+@pytest.mark.slow
 def test_a_compiled_run_keeps_its_plan(make: Callable[..., Any]) -> None:
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     plan = plan_for(make())
@@ -354,7 +355,6 @@ def test_a_compiled_run_keeps_its_plan(make: Callable[..., Any]) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.usefixtures("counted_workspaces")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_peak_is_predicted_too(make: Callable[..., Any]) -> None:
     trainer = make(use_cpu=False, bf16=True)

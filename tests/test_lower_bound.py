@@ -14,9 +14,11 @@ from sacplan._program.program import Phase
 from sacplan._recompute.rewrite import recompute_ops
 from tests.models import LM, cross_entropy, tokens
 
+pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
+
 
 class Mixed(nn.Module):
-    """Cheap and dear ops of different sizes, one branch."""
+    """Cheap and expensive ops of different sizes, one branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,8 +30,9 @@ class Mixed(nn.Module):
         return (self.out(torch.nn.functional.silu(y)) * y).exp()
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_the_bound_is_under_every_choice(depth: int) -> None:
+@pytest.mark.parametrize(("depth", "reached"), [(1, 0.3), (2, 0.9)])
+def test_the_bound_is_under_every_choice(depth: int, reached: float) -> None:
+    """And it is not vacuous: at some peak it is that share of what the choice there costs."""
     model = nn.Sequential(*(Mixed() for _ in range(depth)))
     program = sacplan.profile(model, torch.randn(512, 64, requires_grad=True), device="h100").program
     context = PlanningContext(program, "time")
@@ -39,15 +42,16 @@ def test_the_bound_is_under_every_choice(depth: int) -> None:
     largest = sorted(again, key=lambda i: -sum(program.storage_bytes[s] for s in program.ops[i].writes))
     again = sorted(largest[:11])
     assert len(again) >= 6
-    tight = 0
+    tightest = 0.0
     for picked in itertools.chain.from_iterable(
         itertools.combinations(again, n) for n in range(len(again) + 1)
     ):
         run = program.with_(recompute_ops(program, dict.fromkeys(picked, 1), {0})).footprint
         bound = context.bound.at(run.peak_bytes)
         assert bound <= run.recompute_ms + 1e-9
-        tight += bound > max(0.0, 0.9 * run.recompute_ms)
-    assert tight or depth == 1, "the bound is above zero, and nearly met by some choice"
+        if run.recompute_ms:
+            tightest = max(tightest, bound / run.recompute_ms)
+    assert tightest > reached
 
 
 def test_the_bound_falls_with_the_budget_and_ends_at_zero() -> None:

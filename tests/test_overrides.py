@@ -442,7 +442,7 @@ def recorded() -> Any:
 
 
 @pytest.mark.skipif(not libraries.workspaces_stay(), reason="torch 2.15 keeps no workspaces")
-def test_a_profile_counts_them_and_a_plan_keeps_its_promise(counted_workspaces: None) -> None:
+def test_a_profile_counts_them_and_a_plan_keeps_its_promise() -> None:
     counted, bare = profiled("h100"), profiled("h100 without workspaces")
     assert counted.peak_bytes - bare.peak_bytes == 64 * MIB
     assert (
@@ -460,7 +460,7 @@ def test_a_profile_counts_them_and_a_plan_keeps_its_promise(counted_workspaces: 
         assert result.within_budget
 
 
-def test_workspaces_are_alive_from_the_first_product_of_each_thread(counted_workspaces: None) -> None:
+def test_workspaces_are_alive_from_the_first_product_of_each_thread() -> None:
     plain = recorded()
     spec = resolve_device("h100")
     full = plain.with_(library_workspaces(plain, spec, (2, 13)))
@@ -483,7 +483,7 @@ def test_workspaces_are_alive_from_the_first_product_of_each_thread(counted_work
     assert pickle.loads(pickle.dumps(full)) == full
 
 
-def test_no_workspaces_where_none_stay(counted_workspaces: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_workspaces_where_none_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = recorded()
     spec = resolve_device("h100")
     assert library_workspaces(plain, spec, (2, 15)) == Patch()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 import sacplan
 from sacplan._recompute.rewrite import recomputed
 from tests.models import LM, cross_entropy, tokens
+
+pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
 
 
 @pytest.fixture(scope="module")
@@ -132,32 +136,32 @@ def test_the_smallest_budget_that_is_named_holds(profile: sacplan.Profile, solve
     assert sacplan.plan(profile, f"{smallest}B", solver=solver).peak_bytes <= smallest
 
 
-def _swept() -> dict[str, tuple[torch.nn.Module, object, object]]:
-    torch.manual_seed(0)
-    wide = torch.nn.Sequential(
-        *(
-            torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
-            for _ in range(6)
-        )
+def _perceptron() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6))
     )
-    convolutions = torch.nn.Sequential(
-        *(torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.SiLU()) for _ in range(5))
-    )
-    return {
-        "language model": (LM(layers=3, dim=64, vocab=300), tokens(4, 64, 300), cross_entropy),
-        "encoder": (
-            torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 3),
-            torch.randn(8, 32, 64, requires_grad=True),
-            None,
-        ),
-        "perceptron": (wide, torch.randn(512, 64), None),
-        "convolutions": (convolutions, torch.randn(4, 8, 32, 32), None),
-    }
 
 
-@pytest.mark.parametrize("name", _swept())
+def _encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 3)
+
+
+def _convolutions() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.SiLU()) for _ in range(5)))
+
+
+SWEPT: dict[str, Callable[[], tuple[nn.Module, torch.Tensor, object]]] = {
+    "language model": lambda: (LM(layers=3, dim=64, vocab=300), tokens(4, 64, 300), cross_entropy),
+    "encoder": lambda: (_encoder(), torch.randn(8, 32, 64, requires_grad=True), None),
+    "perceptron": lambda: (_perceptron(), torch.randn(512, 64), None),
+    "convolutions": lambda: (_convolutions(), torch.randn(4, 8, 32, 32), None),
+}
+
+
+@pytest.mark.parametrize("name", SWEPT)
 def test_peaks_and_costs_are_monotone_in_the_budget(name: str) -> None:
-    model, x, loss_fn = _swept()[name]
+    torch.manual_seed(0)
+    model, x, loss_fn = SWEPT[name]()
     profile = sacplan.profile(model, x, loss_fn=loss_fn, device="h100")  # type: ignore[arg-type]
     smallest = sacplan.plan_smallest(profile).peak_bytes
     assert smallest < 0.9 * profile.peak_bytes

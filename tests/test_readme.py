@@ -10,6 +10,7 @@ import pytest
 README = Path(__file__).parents[1] / "README.md"
 
 
+@pytest.mark.slow
 def test_code_blocks_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

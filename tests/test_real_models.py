@@ -15,6 +15,7 @@ from benchmarks.common import real_step
 from benchmarks.real_models import FAMILY, TOLERANCE, plans_of, rows_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["opt", "mixtral", "vit", "llama+lora", "llama+accumulation"])
 def test_predicted_peak_is_the_measured_one_and_bits_are_equal(name: str) -> None:
     unplanned, planned = rows_of(name, shares=(0.8,), copies=2)
@@ -25,6 +26,7 @@ def test_predicted_peak_is_the_measured_one_and_bits_are_equal(name: str) -> Non
     assert planned.bit_equal
 
 
+@pytest.mark.slow
 def test_values_of_steps_with_other_dropout_masks_differ() -> None:
     model, batch, _ = zoo.build("gpt2", "small", "cpu")
     once, again, other = (real_step(model, batch, seed=seed) for seed in (1, 1, 2))

@@ -45,6 +45,7 @@ def small() -> Point:
     return rivals.unplanned(SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="figures of torch 2.13's partitioner")
 @pytest.mark.parametrize(("setting", "peak_gib", "percent"), KNOWN)
 def test_known_figures(plain: Point, setting: float | str, peak_gib: float, percent: float) -> None:
@@ -64,6 +65,7 @@ def test_a_compiled_step_without_a_budget_is_the_plain_step(small: Point) -> Non
     )  # cross entropy takes other temporaries
 
 
+@pytest.mark.slow
 def test_the_prototypes_plans_run(small: Point) -> None:
     points = rivals.prototype(SMALL, (0.8, 0.5))
     assert points

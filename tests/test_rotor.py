@@ -219,7 +219,7 @@ def test_known_totals(name: str, total_ms: float) -> None:
     assert chain.step_ms <= total_ms
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(chains(saved_any=True), st.integers(1, 40), st.integers(1, 60))
 def test_engines_agree_on_random_chains(chain: sacplan.Chain, slots: int, budget: int) -> None:
     fast, reference = (outcome(chain, budget, slots, engine) for engine in ("fast", "reference"))
@@ -236,7 +236,7 @@ def outcome(chain: sacplan.Chain, budget: int, slots: int, engine: str) -> Rotor
         return error
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(chains(max_stages=9, saved_any=True), st.integers(1, 80))
 def test_tables_agree_strict_or_not(chain: sacplan.Chain, slots: int) -> None:
     """``rotor`` seldom needs the strict condition. Both tables are finite from the least number of slots on."""
@@ -268,7 +268,7 @@ def test_engines_agree_to_the_last_bit(seed: int) -> None:
     assert equal(sacplan.rotor(chain, slots, slots), sacplan.rotor(chain, slots, slots, engine="reference"))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(chains(), st.integers(4, 60), st.integers(1, 100))
 def test_sequences_are_legal_and_within_the_budget(chain: sacplan.Chain, slots: int, budget: int) -> None:
     try:
@@ -284,7 +284,7 @@ def test_sequences_are_legal_and_within_the_budget(chain: sacplan.Chain, slots: 
     assert result.total_ms == result.table[slots - chain.in_slots(result.budget_bytes, slots).x[0], 0, -1]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(chains(max_stages=4, times=st.integers(0, 9), largest=4), st.integers(1, 40))
 def test_optimal_among_persistent_sequences(chain: sacplan.Chain, slots: int) -> None:
     best = cheapest_persistent(chain, chain.in_slots(slots, slots), slots)
@@ -356,7 +356,7 @@ def test_half_the_budget_is_half_the_slots() -> None:
     assert chain.in_slots(18, 500).x[0] == 250
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(chains(max_stages=5, saved_any=True), st.integers(8, 40), st.integers(-3, 10**6))
 def test_the_named_budget_is_the_smallest_that_works(chain: sacplan.Chain, slots: int, scale: int) -> None:
     with pytest.raises((sacplan.InfeasibleBudget, sacplan.PlanError)) as caught:

@@ -91,9 +91,9 @@ def test_ops_are_looked_up_in_the_first_step_only(monkeypatch: pytest.MonkeyPatc
         outer(lambda x: x.exp().sigmoid().tanh().sin().exp()), {"units.0": [("aten.sin.default", 0)]}
     )
     for planned in (discard_all(outer())[0], some):
-        assert calls_in_step("_step_of", planned, monkeypatch) > 0
+        assert calls_in_step("_scheduled", planned, monkeypatch) > 0
         for _ in range(2):
-            assert calls_in_step("_step_of", planned, monkeypatch) == 0
+            assert calls_in_step("_scheduled", planned, monkeypatch) == 0
 
 
 def test_only_what_is_discarded_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,8 +324,9 @@ def test_the_quick_check_of_a_call_is_the_thorough_one(kind: str, monkeypatch: p
 def _discard_all_that_might(self: UnitRecorder, func: Any) -> Any:
     if not isinstance(func, torch._ops.OpOverload):
         return None
-    op = recorder.op_of(func)
-    return recorder._Count(op, dict.fromkeys(range(10**4), 0), None) if op.traits.rerunnable else None
+    signature = recorder.signature_of(func)
+    every = dict.fromkeys(range(10**4), 1)
+    return recorder._Count(signature, every, None) if signature.traits.rerunnable else None
 
 
 # --- the same safety ------------------------------------------------------------------------------
@@ -451,5 +452,5 @@ def test_a_copy_learns_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     planned, _ = discard_all(outer())
     step(planned, batch())
     twin = copy.deepcopy(planned)
-    assert calls_in_step("_step_of", twin, monkeypatch) > 0
-    assert calls_in_step("_step_of", planned, monkeypatch) == 0
+    assert calls_in_step("_scheduled", twin, monkeypatch) > 0
+    assert calls_in_step("_scheduled", planned, monkeypatch) == 0

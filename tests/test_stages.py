@@ -19,6 +19,8 @@ from sacplan._rotor.stages import Stages, drops_of, stages_of
 from tests.convnets import densenet121, resnet18, resnet50
 from tests.models import LM, cross_entropy, tokens
 
+pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
+
 KEEP_ALL, KEEP_INPUT = OperationKind.FORWARD_KEEP_ALL, OperationKind.FORWARD_KEEP_INPUT
 KEEP_NOTHING, LOSS, BACKWARD = OperationKind.FORWARD_KEEP_NOTHING, OperationKind.LOSS, OperationKind.BACKWARD
 CONVNETS = {"resnet18": resnet18, "resnet50": resnet50, "densenet121": densenet121}

@@ -120,7 +120,7 @@ class Tied(nn.Module):
 def test_readers_of_an_old_version_are_tied_to_its_maker() -> None:
     profile = sacplan.profile(Tied(), torch.randn(8, 16), device="cpu")
     program = profile.program
-    (maker,) = [i for i in forward_ops(program, "aten.addmm.default")][:1]
+    maker = forward_ops(program, "aten.addmm.default")[0]
     (early,) = forward_ops(program, "aten.sigmoid.default")
     (twice,) = forward_ops(program, "aten.mul_.Tensor")
     (relu,) = forward_ops(program, "aten.relu_.default")

@@ -1,4 +1,4 @@
-"""``apply``: put a plan on a model, in place; ``handle.remove()`` takes it off."""
+"""``apply``: put a plan on a model, in place; ``handle.remove()`` undoes it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Handle:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """The modules whose forward is watched."""
+        """The modules whose forward is replaced."""
         return tuple(self._planned)
 
     def remove(self) -> None:
-        """Give every module its own forward back. Backward passes that are still to come stay right."""
+        """Give every module its own forward back. Pending backward passes stay correct."""
         for planned in self._planned.values():
             if planned.module.__dict__.get("forward") is not planned:
                 raise PlanError(
@@ -60,20 +60,21 @@ def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
         ...train...
         handle.remove()
 
-    Parameter names, ``state_dict``, classes and module names stay as they are; losses and gradients are
-    the same bits. Apply before ``torch.compile``, and before or after ``fully_shard``. In ``torch.no_grad``
+    Parameter names, ``state_dict``, classes and module names do not change; losses and gradients are
+    bit-equal. Apply before ``torch.compile``, and before or after ``fully_shard``. In ``torch.no_grad``
     the model runs as if nothing had been applied.
 
     Args:
         model: the one planned for.
         plan: from ``plan``, or loaded.
-        check: in the first step, compare checksums of what is recomputed with those of what autograd took. It
-            finds kernels that are not deterministic or write where PyTorch cannot see it, and costs that
+        check: in the first step, compare checksums of recomputed tensors with those of what autograd saved. This
+            detects kernels that are not deterministic or write where PyTorch cannot see it, and costs that
             step a reduction and a synchronization for each discarded tensor.
 
     Raises:
         PlanMismatch: the plan was made for another model; names the first difference.
-        PlanError: a plan is on this model already, or the plan's units nest.
+        PlanError: a plan is applied to this model already, the plan's units nest, or the model is wrapped or
+            compiled already.
     """
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"model must be an nn.Module, not {type(model).__name__}.")
@@ -82,7 +83,7 @@ def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
     _check_units(model, plan)
     planned = {}
     for fqn, unit in plan.units.items():
-        if unit.discarded:  # else its forward stays its own, and costs what it did
+        if unit.discarded:  # else its forward is left alone, and costs nothing extra
             _check_compiled(fqn, model.get_submodule(fqn))
             planned[fqn] = PlannedForward(model.get_submodule(fqn), fqn, unit.decisions, check)
     for stand_in in planned.values():
@@ -98,36 +99,39 @@ _WRAPPERS = (
 
 
 def _check_not_wrapped(model: torch.nn.Module) -> None:
-    """Wrappers change names. What they hold may get a plan: code that is compiled already is made anew."""
+    """Wrappers change names. The model inside one may get a plan; what was compiled is then compiled again."""
     if isinstance(model, _WRAPPERS):
         raise PlanError(
-            f"this is a {type(model).__name__}. Apply the plan first and wrap then, or apply it to the model inside, "
-            "`.module`."
+            f"this is a {type(model).__name__}. Apply the plan first and wrap the model afterwards, or apply it to the "
+            "model inside, `.module`."
         )
     for fqn, module in model.named_modules():
         where = f"module {fqn!r}" if fqn else "this model"
         if "_orig_mod" in module._modules:
             raise PlanError(
-                f"{where} is what torch.compile returned. Apply the "
-                "plan first and compile then, or apply it to the model that was given to torch.compile."
+                f"{where} is what torch.compile returned. Apply the plan first and compile afterwards, or apply it "
+                "to the model that was given to torch.compile."
             )
         if type(module).__name__ == "FullyShardedDataParallel":
-            raise PlanError(f"{where} is a FullyShardedDataParallel. Apply the plan first and wrap then.")
+            raise PlanError(
+                f"{where} is a FullyShardedDataParallel. Apply the plan first, and wrap afterwards."
+            )
     checkpointing = own_checkpointing(model)
     if checkpointing is not None:
         raise PlanError(checkpointing)
 
 
 def _check_compiled(fqn: str, unit: torch.nn.Module) -> None:
-    """What is compiled inside of a unit runs under a dispatch mode, and so not compiled."""
+    """What is compiled inside a unit would run under a dispatch mode, and so uncompiled."""
     for name, module in unit.named_modules():
         inside = bool(name) and module._compiled_call_impl is not None
         if inside or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable"):
             path = ".".join(part for part in (fqn, name) if part)
             raise PlanError(
-                f"module {path!r} is compiled on its own, but the plan recomputes in unit {fqn!r}, of which it is a "
-                "part: inside of a unit that is not compiled as a whole, nothing is. Apply the plan first, then "
-                f"compile whole units: model.compile(), or torch.compile(model); or plan with never=[{path!r}]."
+                f"module {path!r} is compiled on its own, but it is part of unit {fqn!r}, in which the plan "
+                "recomputes: inside a unit that is not compiled as a whole, nothing runs compiled. Apply the plan "
+                "first, then compile whole units: model.compile(), or torch.compile(model); or plan with "
+                f"never=[{path!r}]."
             )
 
 
@@ -142,7 +146,7 @@ def _check_units(model: torch.nn.Module, plan: Plan) -> None:
         if fqn not in modules:
             near = difflib.get_close_matches(fqn, modules, n=3)
             raise PlanMismatch(
-                f"the plan has a unit {fqn!r}, the model has no such module"
+                f"the plan has a unit {fqn!r}, but the model has no such module"
                 + (f"; near names are {', '.join(map(repr, near))}" if near else "")
                 + ". Make a plan for this model with sacplan.plan."
             )

@@ -31,7 +31,8 @@ from sacplan._device.kernels import active_device
 from sacplan._device.timing import MeasuredTimes
 from sacplan._device.workspace import workspace_bytes
 from sacplan._program.program import Phase, Program, StorageKind
-from sacplan._record.recorder import Recorder, SavedMode
+from sacplan._record.recorder import Recorder
+from sacplan._record.saved_tensors import SavedMode
 from sacplan._torch.ops import op_traits
 from sacplan._torch.private import active_fake_mode
 from sacplan.errors import TraceError
@@ -57,7 +58,7 @@ class _Estimator:
         self._tracked: list[Any] = []
 
     def __call__(self, estimate_mode_type: str = _COST_MODEL[0]) -> Any:
-        """Choose how op times are got: ``"operator-level-cost-model"`` or ``"operator-level-benchmark"``."""
+        """Choose where op times come from: ``"operator-level-cost-model"`` or ``"operator-level-benchmark"``."""
         if estimate_mode_type not in (*_COST_MODEL, *_BENCHMARK):
             raise TraceError(
                 f"unknown estimate_mode_type {estimate_mode_type!r}; known are {_COST_MODEL + _BENCHMARK}."
@@ -108,10 +109,10 @@ class _Estimator:
 
     @property
     def program(self) -> Program:
-        """What was seen; ``TraceError`` before the context has ended."""
+        """The recorded program; ``TraceError`` before the context has ended."""
         if self._program is None:
             raise TraceError(
-                f"{type(self).__name__} has seen nothing yet: run a step inside `with` and read it after."
+                f"{type(self).__name__} has recorded nothing yet: run a step inside `with`, and read it afterwards."
             )
         return self._program
 
@@ -145,9 +146,11 @@ class MemTracker(_Estimator):
         self._tracked.extend(external)
 
     def reset_mod_stats(self) -> None:
-        """Forget what was seen so far; what is alive now is where the record begins."""
+        """Forget what was recorded so far; the record starts over from what is alive now."""
         if self._recorder is None:
-            raise TraceError("reset_mod_stats belongs inside the context, between two steps.")
+            raise TraceError(
+                "reset_mod_stats was called outside the context: call it inside, between two steps."
+            )
         self._recorder.restart()
 
     @property
@@ -174,16 +177,16 @@ class MemTracker(_Estimator):
 
 
 class RuntimeEstimator(_Estimator):
-    """How long a step takes, op by op: a roofline, or each distinct op timed once."""
+    """How long a step takes, op by op: by a roofline model, or with each distinct op timed once."""
 
     @property
     def total_ms(self) -> float:
-        """Time of all ops that were seen, in milliseconds."""
+        """Time of all recorded ops, in milliseconds."""
         return self.program.step_ms
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of all ops that were seen."""
+        """Floating-point operations of all recorded ops."""
         return self.program.flops
 
     @property
@@ -194,17 +197,17 @@ class RuntimeEstimator(_Estimator):
 
 
 class SACEstimator(_Estimator):
-    """What each module could discard, and at what price; one forward pass is enough.
+    """What each module could discard, and at what cost; one forward pass is enough.
 
-    Under ``fake_device`` autograd gets empty handles instead of the tensors it saves; on real tensors
-    copies, so that a backward pass inside or after the context works.
+    Under ``fake_device`` autograd saves empty handles instead of tensors; on real tensors it saves copies, so that a
+    backward pass works inside or after the context.
     """
 
     _saved: SavedMode = "virtual"
 
     @property
     def tradeoffs(self) -> Mapping[str, UnitTradeoff]:
-        """Reachable trade-offs of every module with children, by fqn."""
+        """The reachable trade-offs of every module with children, by fqn."""
         return unit_tradeoffs(self.program)
 
     @property
@@ -213,12 +216,12 @@ class SACEstimator(_Estimator):
         return {fqn: sac_stats(self.program, fqn) for fqn in self.tradeoffs}
 
     def greedy_order(self, fqn: str) -> list[int]:
-        """The prototype's order of discarding: ops of a module by falling bytes per millisecond, views left out."""
+        """The prototype's order of discarding: a module's ops by decreasing bytes per millisecond, without views."""
         return greedy_order(sac_stats(self.program, fqn))
 
 
 def sac_stats(program: Program, fqn: str) -> SACStats:
-    """The ops of a module's first call: time, bytes of new outputs, and what must go together."""
+    """The ops of a module's first call: times, bytes of new outputs, and which must be treated alike."""
     calls = program.calls.get(fqn)
     if not calls:
         raise TraceError(f"module {fqn!r} was not called; called were {', '.join(map(repr, program.calls))}.")
@@ -250,7 +253,7 @@ def _is_random(name: str) -> bool:
 
 
 def greedy_order(stats: SACStats) -> list[int]:
-    """Ops that have bytes of their own, by falling bytes per millisecond (an op without time first)."""
+    """Ops that allocate, by decreasing bytes per millisecond (ops that take no time first)."""
     fixed = set(stats.view_like_ops)
     candidates = [i for i in range(len(stats.memory)) if i not in fixed and stats.memory[i]]
     return sorted(
@@ -274,11 +277,11 @@ def aggregate_stats(
     Args:
         model: the one that was watched.
         mem_tracker, runtime_estimator, sac_estimator: after their contexts have ended.
-        dev: taken for the prototype's sake; a recording is of one device.
+        dev: ignored; accepted because the prototype takes it. A recording is of one device.
         fit: ``"hull"`` (never optimistic) or ``"pwlf"`` with ``n_segments`` 2 to 4.
 
     Raises:
-        TraceError: an estimator that saw nothing, or another model.
+        TraceError: an estimator recorded nothing, or another model.
     """
     names = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
     for estimator in (mem_tracker, runtime_estimator, sac_estimator):

@@ -2,14 +2,14 @@
 
 A linear program reads a trade-off as ``recompute >= slope * ratio + intercept`` for each line. Two fits:
 
-- ``"hull"``: the lower convex hull of the reachable points (Andrew's monotone chain). It is the largest
-  convex function that no reachable point lies under, and meets them at its vertices. So at each vertex the
-  price is exact; in between it is that of the cheapest mix of two vertices, which equal layers can make.
+- ``"hull"``: the lower convex hull of the reachable points (Andrew's monotone chain): the largest convex
+  function with no reachable point below it. At its vertices the cost is exact; in between it is that of the
+  cheapest mix of two vertices, which equal layers can realize.
 - ``"pwlf"``: continuous least squares with free breakpoints (Jekel and Venter, "pwlf: A Python Library for
-  Fitting 1D Continuous Piecewise Linear Functions", 2019), as the prototype in PyTorch used. It has few
-  segments, but on most staircases it lies under the hull somewhere, and a plan made on it promises a
-  saving at a price that is too low; ``optimism`` says by how much. Its slopes need not rise: the maximum
-  of its lines may differ from the fitted curve.
+  Fitting 1D Continuous Piecewise Linear Functions", 2019), as used by PyTorch's prototype. It has few
+  segments, but on most staircases it lies below the hull somewhere, and a plan based on it promises a
+  saving at too low a cost; ``optimism`` says by how much. Its slopes need not increase: the maximum of
+  its lines may differ from the fitted curve.
 
 Known inefficiencies: ``pwlf`` searches its breakpoints by differential evolution, 20 to 200 ms a fit.
 """
@@ -38,7 +38,7 @@ class Fit:
     slopes: tuple[float, ...]
     intercepts: tuple[float, ...]
     breakpoints: tuple[float, ...]
-    """Ratios where segments begin and end, 0 and the largest ratio included: one more than segments."""
+    """Ratios where segments begin and end, including 0 and the largest ratio: one more than there are segments."""
     kind: FitKind
 
     def at(self, ratio: float) -> float:
@@ -47,15 +47,15 @@ class Fit:
         return max(0.0, max((slope * ratio + intercept for slope, intercept in lines), default=0.0))
 
     def optimism(self, points_xy: Iterable[tuple[float, float]]) -> float:
-        """How far the fit lies under the lower hull of the reachable points at most, in recompute share.
+        """How far the fit lies below the lower hull of the reachable points at most, in recompute share.
 
-        What such a fit promises at some ratio, no mix of reachable points gives at that price. 0 for a
-        hull of the same points; differences of rounding count as 0.
+        At such a ratio no mix of reachable points is as cheap as the fit promises. 0 for a hull of the same
+        points; rounding differences count as 0.
         """
         hull = _lower_hull(_clean(points_xy))
         if len(hull) < 2:
             return 0.0
-        # Between two neighbouring kinks of either function the difference is linear, so kinks are all to look at.
+        # The difference is linear between neighbouring kinks of the two functions, so its maximum is at a kink.
         lines = [(0.0, 0.0), *zip(self.slopes, self.intercepts, strict=True)]
         kinks = {x for x, _ in hull}
         for (slope, intercept), (other_slope, other_intercept) in itertools.combinations(lines, 2):
@@ -75,11 +75,13 @@ def fit_tradeoff(
         segments: for ``"pwlf"`` only, see ``pwlf_fit``.
 
     Raises:
-        PlanError: for an unknown kind, ``segments`` with a hull, or a point that is negative or not finite.
+        PlanError: unknown kind, ``segments`` with a hull, or a point that is negative or not finite.
     """
     if kind == "hull":
         if segments is not None:
-            raise PlanError(f"segments={segments} with kind='hull': a hull has as many as the points need")
+            raise PlanError(
+                f"segments={segments} with kind='hull': leave it out, a hull has as many as it needs"
+            )
         return hull_fit(points_xy)
     if kind == "pwlf":
         return pwlf_fit(points_xy, segments)
@@ -87,19 +89,19 @@ def fit_tradeoff(
 
 
 def hull_fit(points_xy: Iterable[tuple[float, float]]) -> Fit:
-    """The lower convex hull of the points and (0, 0), from ratio 0 to the largest ratio; slopes rise."""
+    """The lower convex hull of the points and (0, 0), from ratio 0 to the largest ratio, with increasing slopes."""
     return _through(_lower_hull(_clean(points_xy)), "hull")
 
 
 def pwlf_fit(points_xy: Iterable[tuple[float, float]], segments: int | None = None) -> Fit:
-    """A continuous least-squares fit of the points and (0, 0), equal on every call with equal points.
+    """A continuous least-squares fit of the points and (0, 0); deterministic.
 
     Args:
-        segments: 2 to 4. By default the fewest that explain 99 % of the variance, else 4. Fewer where there
-            are too few different ratios to determine them.
+        segments: 2 to 4. By default the fewest that explain 99 % of the variance, else 4. Fewer if there are
+            not enough distinct ratios to determine them.
 
     Raises:
-        PlanError: if ``segments`` is out of range, or a point is negative or not finite.
+        PlanError: ``segments`` is out of range, or a point is negative or not finite.
     """
     if segments is not None and not 2 <= segments <= 4:
         raise PlanError(f"segments={segments}: use 2, 3 or 4")
@@ -140,7 +142,7 @@ def pwlf_fit(points_xy: Iterable[tuple[float, float]], segments: int | None = No
 
 
 def _clean(points_xy: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points, sorted and without repetition, with (0, 0) as the only one at ratio 0."""
+    """The distinct points, sorted, with (0, 0) as the only one at ratio 0."""
     points = {(0.0, 0.0)}
     for x, y in points_xy:
         if not (math.isfinite(x) and math.isfinite(y) and x >= 0 and y >= 0):
@@ -151,7 +153,7 @@ def _clean(points_xy: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _lower_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Vertices by rising ratio. Points on a line between two others, up to rounding, are left out."""
+    """Vertices by increasing ratio, without those on a line between two others, up to rounding."""
     straight = _ROUNDING * max(y for _, y in points)
     hull: list[tuple[float, float]] = []
     for x, y in points:
@@ -178,7 +180,7 @@ def _through(vertices: list[tuple[float, float]], kind: FitKind) -> Fit:
 
 
 def _on(hull: list[tuple[float, float]], ratio: float) -> float:
-    """The hull's value at a ratio that it covers."""
+    """The hull's value at a ratio within its range."""
     for (x0, y0), (x1, y1) in itertools.pairwise(hull):
         if ratio <= x1:
             return y0 + (y1 - y0) * (ratio - x0) / (x1 - x0)

@@ -1,9 +1,9 @@
 """The module tree with what a planner needs to know of each module, and the memory rows of a step.
 
-All values are frozen: bytes are ``int``, times are milliseconds. The statistics follow the ones of
-PyTorch's prototype (PR #137908), with two differences that matter: ``sac_memory`` counts what
-autograd keeps inside a module and nothing else, so a discard share of it is memory freed, and
-``points`` lists what can really be reached, beside the fit through it.
+All values are frozen: bytes are ``int``, times are milliseconds. The statistics follow those of
+PyTorch's prototype (PR #137908), with two important differences: ``sac_memory`` counts only what
+autograd keeps inside a module, so a discarded share of it is memory freed, and ``points`` lists
+what can be reached exactly, in addition to the fit.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,7 +27,7 @@ class Point:
     """A trade-off that a module can reach exactly.
 
     ``discard_ratio`` is the share of ``sac_memory`` that is discarded, in [0, 1];
-    ``recompute_ms`` is what computing it again takes.
+    ``recompute_ms`` is the time to compute it again.
     """
 
     discard_ratio: float
@@ -41,10 +42,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class SACStats:
-    """The ops of one module, in the order of its forward; input of the per-module policy.
+    """The ops of one module in forward order; input of the per-module policy.
 
     Indices refer to ``func_names``. ``runtimes`` are ms, ``memory`` bytes of each op's output.
-    ``inplace_ops`` are pairs (op, the op whose output it writes; itself where that is unknown).
+    ``inplace_ops`` are pairs (op, the op whose output it writes, or the op itself if that is unknown).
     """
 
     func_names: tuple[str, ...]
@@ -79,7 +80,7 @@ class ModuleStats:
     is_leaf: bool = False
     """Leaves are never checkpointed units."""
     sac_runtime: float = 0.0
-    """The time that the recompute shares below are relative to."""
+    """The time of which the recompute shares below are shares."""
     sac_memory: int = 0
     """What autograd keeps inside the module; discard ratios are shares of it."""
     n_segments: int = 0
@@ -90,7 +91,7 @@ class ModuleStats:
     tradeoff_curve: tuple[tuple[float, float], ...] = ()
     """(discard ratio, recompute share of ``sac_runtime``)."""
     points: tuple[Point, ...] = ()
-    """Every trade-off that can be reached exactly, beside 'discard nothing'."""
+    """Every trade-off that can be reached exactly, other than 'discard nothing'."""
 
     def __post_init__(self) -> None:
         if not self.n_segments == len(self.slopes) == len(self.intercepts):
@@ -102,7 +103,7 @@ class ModuleStats:
 
 @dataclass(frozen=True, slots=True)
 class ModuleInfo:
-    """What the estimators say about each module, with the orders in which the modules ran."""
+    """What the estimators say about each module, and the orders in which the modules ran."""
 
     stats: tuple[ModuleStats, ...]
     fw_pre_order: tuple[str, ...]
@@ -117,8 +118,8 @@ class Segment:
 
     The first ``position`` modules of ``fw_post_order`` have ended their forward and not begun their
     backward, so what they discard is not alive. ``sharded_bytes`` (parameters, gradients, optimizer
-    state) are divided by the world size. ``name`` says what runs, for messages: an fqn or
-    ``"optimizer step"``; without one it is the module that ends its forward next.
+    state) is divided by the world size. ``name`` says what is running, for messages: an fqn or
+    ``"optimizer step"``; if empty, it is the module that ends its forward next.
     """
 
     position: int
@@ -136,7 +137,7 @@ class MemoryRow(NamedTuple):
 
 
 def is_submodule(fqn: str, ancestor: str) -> bool:
-    """Whether ``fqn`` lies strictly inside ``ancestor``, by path component; ``""`` holds all others."""
+    """Whether ``fqn`` lies strictly inside ``ancestor``, by path component; ``""`` contains all others."""
     if ancestor == "":
         return fqn != ""
     return fqn.startswith(ancestor + ".")
@@ -146,13 +147,13 @@ def is_submodule(fqn: str, ancestor: str) -> bool:
 class Graph:
     """The module tree in execution order, and the memory rows of one step. Immutable.
 
-    ``nodes`` are in forward pre-order; an *index* is a place in it. ``root`` is the fqn of the module
-    that holds all others: ``""``, or a class name that may prefix the others or not. Where
+    ``nodes`` are in forward pre-order; an *index* is a position in it. ``root`` is the fqn of the module
+    that contains all others: ``""``, or a class name, which may or may not prefix the others. If
     ``segments`` is empty, the rows are the classical ones, one per module. To attach a recording's
     segments: ``dataclasses.replace(graph, segments=...)``.
 
     Raises:
-        PlanError: names that are unknown, missing or double; positions out of range.
+        PlanError: names are unknown, missing or repeated, or positions are out of range.
     """
 
     nodes: tuple[ModuleStats, ...]
@@ -166,13 +167,13 @@ class Graph:
     def __post_init__(self) -> None:
         names = [node.fqn for node in self.nodes]
         if not names:
-            raise PlanError("a graph needs at least one module; was the forward recorded?")
+            raise PlanError("a graph needs at least one module; was the forward pass recorded?")
         _check_unique(names, "the module statistics")
         _check_unique(self.fw_post_order, "fw_post_order")
         _check_same(self.fw_post_order, names, "fw_post_order", "the module statistics")
         index = {fqn: i for i, fqn in enumerate(names)}
         if self.root not in index:
-            raise PlanError(f"root {self.root!r} has no statistics; modules begin with {names[:5]}")
+            raise PlanError(f"root {self.root!r} has no statistics; the first modules are {names[:5]}")
         for segment in self.segments:
             if not 0 <= segment.position <= len(names):
                 raise PlanError(f"{segment} is not within a step of {len(names)} modules")
@@ -190,14 +191,14 @@ class Graph:
         return fqn in self._index
 
     def index(self, fqn: str) -> int:
-        """Place of a module in forward pre-order."""
+        """Position of a module in forward pre-order."""
         try:
             return self._index[fqn]
         except KeyError:
             raise PlanError(f"unknown module {fqn!r}{self._suggest(fqn)}") from None
 
     def position(self, fqn: str) -> int:
-        """How many modules end their forward before this one does."""
+        """How many modules end their forward before this one."""
         self.index(fqn)
         return self._position[fqn]
 
@@ -216,10 +217,10 @@ class Graph:
         return tuple(found)
 
     def match(self, names: Iterable[str], argument: str) -> frozenset[str]:
-        """Resolve names that a user gave: exact fqns, with or without the root's as prefix.
+        """Resolve a user's names: exact fqns, with or without the root's as a prefix.
 
         Raises:
-            PlanError: a name that no module has; lists near ones. ``argument`` names its origin.
+            PlanError: no module has a name; lists similar ones. ``argument`` says where the names come from.
         """
         if isinstance(names, str):
             raise PlanError(f"{argument} is the string {names!r}; give a list of module names")
@@ -237,7 +238,7 @@ class Graph:
         return frozenset(found)
 
     def named_memory_rows(self, world_size: int = 1) -> list[MemoryRow]:
-        """Rows by position, each with what runs then.
+        """Rows by position, each with what is running then.
 
         From the segments, the largest per position. Without segments one row per module i, as in PR
         #137908: ceil((parameters of the root + grad_total_i) / world_size) + act_total_i + act_grad_i.
@@ -296,10 +297,10 @@ def parse_module_info(module_info: ModuleInfo, *, root: str | None = None) -> Gr
     Args:
         module_info: statistics in any order, and the recorded orders. The backward orders may lack
             modules that have no backward.
-        root: fqn of the module that holds all others; by default the first that ran.
+        root: fqn of the module that contains all others; by default the first that ran.
 
     Raises:
-        PlanError: orders and statistics that do not name the same modules, or name one twice.
+        PlanError: orders and statistics do not name the same modules, or name one twice.
     """
     stats = {node.fqn: node for node in module_info.stats}
     _check_unique([node.fqn for node in module_info.stats], "the module statistics")
@@ -311,7 +312,7 @@ def parse_module_info(module_info: ModuleInfo, *, root: str | None = None) -> Gr
         elif unknown := [fqn for fqn in order if fqn not in stats]:
             raise PlanError(f"{argument} names modules without statistics: {_some(unknown)}")
     if not stats:
-        raise PlanError("there are no module statistics; was the forward run under the estimators?")
+        raise PlanError("there are no module statistics; was the forward pass run under the estimators?")
     return Graph(
         nodes=tuple(stats[fqn] for fqn in module_info.fw_pre_order),
         fw_post_order=tuple(module_info.fw_post_order),
@@ -339,9 +340,8 @@ def _parent_of(fqn: str, root: str, index: dict[str, int]) -> int:
 
 def _check_unique(names: Sequence[str], where: str) -> None:
     if len(set(names)) < len(names):
-        seen: set[str] = set()
-        double = [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
-        raise PlanError(f"{where} names modules more than once: {_some(double)}")
+        repeated = [name for name, count in Counter(names).items() if count > 1]
+        raise PlanError(f"{where} names modules more than once: {_some(repeated)}")
 
 
 def _check_same(names: Iterable[str], known: Iterable[str], where: str, other: str) -> None:

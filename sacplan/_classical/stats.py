@@ -1,4 +1,4 @@
-"""Module statistics from recordings: what ``parse_module_info`` and the mixed-integer program read."""
+"""Module statistics from recordings, as ``parse_module_info`` and the mixed-integer program read them."""
 
 from __future__ import annotations
 
@@ -175,9 +175,9 @@ def _backward_spans(program: Program) -> dict[str, tuple[int, int]]:
 
 
 def _backward_peaks(program: Program, span: tuple[int, int] | None) -> tuple[int, int, int]:
-    """Gradients before the backward of a module; at the peak within it, activations and what it added.
+    """Bytes of gradients before a module's backward, of activations at the peak within it, and what it has added then.
 
-    What it added are gradients of activations, and of the module's own parameters so far.
+    What it has added: gradients of activations, and of the module's own parameters so far.
     """
     if span is None:
         return 0, 0, 0
@@ -194,7 +194,7 @@ def _backward_peaks(program: Program, span: tuple[int, int] | None) -> tuple[int
 
 
 def segments_of(program: Program) -> tuple[Segment, ...]:
-    """What was alive at the same moment, by which modules had ended their forward and not begun their backward."""
+    """The largest moments of the step, by how many modules have ended their forward and not begun their backward."""
     order = _with_root(post_order(program), last=True)
     place = {fqn: p for p, fqn in enumerate(order)}
     calls_left: dict[str, int] = defaultdict(int)

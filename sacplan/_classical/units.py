@@ -1,6 +1,6 @@
-"""What each module could discard, and at what price: closure problems cut out of a recording.
+"""What each module could discard, and at what cost: closure problems taken from a recording.
 
-Layers that repeat give the same problem, which is solved once.
+Repeated layers give the same problem, which is solved once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class UnitPoint:
 
     Attributes:
         discard_ratio: share of ``UnitTradeoff.saved_bytes`` that is not kept.
-        recompute_ms: time of what runs again, all calls of the unit together.
+        recompute_ms: time of the ops that run again, over all calls of the unit.
         discarded: the call sites whose outputs are not kept.
     """
 
@@ -37,10 +37,10 @@ class UnitTradeoff:
 
     Attributes:
         fqn: the module.
-        saved_bytes: what autograd keeps in it and nothing else holds.
+        saved_bytes: what autograd keeps in it and nothing else keeps alive.
         runtime_ms: time of its forward ops.
         saved_sites: call sites whose outputs autograd keeps.
-        points: reachable trade-offs by rising ratio, 'discard nothing' left out.
+        points: reachable trade-offs by increasing ratio, without 'discard nothing'.
     """
 
     fqn: str
@@ -66,10 +66,10 @@ class _Cut:
 def unit_tradeoffs(
     program: Program, fqns: Iterable[str] | None = None, *, max_points: int = 16, between: int = 2
 ) -> dict[str, UnitTradeoff]:
-    """Trade-offs of modules, in the order of execution.
+    """Trade-offs of modules, in execution order.
 
     Args:
-        recording: the step (a forward pass is enough).
+        program: the step (a forward pass is enough).
         fqns: which modules; by default all that have children.
         max_points, between: see ``closure.tradeoff``.
     """
@@ -138,16 +138,15 @@ def cut_out(program: Program, fqn: str) -> _Cut | None:
         (saved if within else elsewhere).add(storage)
     if not saved:
         return None
-    closure_ops = []
-    for group in groups:
-        closure_ops.append(
-            closure.ClosureOp(
-                cost_ms=sum(ops[i].time_ms for i in group),
-                reads=tuple(dict.fromkeys(index(s) for i in group for s in ops[i].reads)),
-                writes=tuple(index(s) for i in group for s in ops[i].writes),
-                discardable=discardable(program, group),
-            )
+    closure_ops = [
+        closure.ClosureOp(
+            cost_ms=sum(ops[i].time_ms for i in group),
+            reads=tuple(dict.fromkeys(index(s) for i in group for s in ops[i].reads)),
+            writes=tuple(index(s) for i in group for s in ops[i].writes),
+            discardable=discardable(program, group),
         )
+        for group in groups
+    ]
     saved_local = frozenset(index(s) for s in saved)
     alive = program.liveness.outlives_forward
     free = frozenset(at for s, at in local.items() if s in alive or s in elsewhere)

@@ -1,4 +1,4 @@
-"""What one unit can save, and at what price: the exact hull of kept bytes against recompute time.
+"""What one unit can save, and at what cost: the exact hull of kept bytes against recompute time.
 
 The problem is rematerialization as a minimum cut (Horace He et al., functorch's min-cut partitioner,
 ``torch/_functorch/partitioners.py``), with two differences. The times of the ops are part of the cut, so
@@ -7,23 +7,23 @@ little as possible". And an op runs again as a whole: its time is paid once for 
 
 For a price ``lam`` the cut minimises ``recompute_ms + lam * kept_bytes`` over
 
-- ``r_v``: op ``v`` runs again in backward; pays its time;
-- ``a_s``: storage ``s`` is available in backward: 1 where autograd saved it, and wherever an op that runs
-  again reads it. Pays its bytes, unless the op that wrote it runs again or it is alive anyway.
+- ``r_v``: op ``v`` runs again in backward; costs its time;
+- ``a_s``: storage ``s`` is available in backward: 1 if autograd saved it or an op that runs again reads it.
+  Costs its bytes, unless the op that wrote it runs again or it is alive anyway.
 
 Divided by ``lam``, only capacities into the sink depend on the price, and all in the same direction. So the
 smallest minimum cuts are nested (Gallo, Grigoriadis and Tarjan 1989): a higher price only discards more. The
 hull is found by solving at the slope of the chord between two known vertices; what both agree on is
 contracted first, so that later cuts are small.
 
-Optimal: every vertex of the lower hull over *all* sets of discarded ops is found, and each comes with the
-smallest set that reaches it. Capacities are Python integers (times as scaled binary fractions), so nothing
-is rounded. Points above the hull are reachable too, but to find the best of those is a knapsack; ``between``
-adds good ones, without a promise.
+Optimal: every vertex of the lower hull over *all* sets of discarded ops is found, each with the smallest set
+that reaches it. Capacities are Python integers (times as scaled binary fractions), so nothing is rounded;
+SciPy's flow, which ``_plan/bound.py`` uses, has 32 bits. Points above the hull are reachable too, but finding
+the best of those is a knapsack problem; ``between`` adds good ones, without a guarantee.
 
-Known inefficiencies: the flow (Dinic 1970) is plain Python. A chain of hundreds of ops none of whose
-intermediates is saved makes long augmenting paths. Each chord starts its flow from zero. The points between
-two vertices take time quadratic in the saved storages by which the two differ.
+Known inefficiencies: the flow (Dinic 1970) is plain Python. A chain of hundreds of ops with no saved
+intermediate makes long augmenting paths. The flow of each chord starts from zero. The points between two
+vertices take time quadratic in the saved storages by which the two differ.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _NO_WRITER = -1
 
 @dataclass(frozen=True, slots=True)
 class ClosureOp:
-    """One call site. If the unit is called several times, it stands for that site in all calls."""
+    """One call site; if the unit is called several times, that site in all calls."""
 
     cost_ms: float
-    """What running it again costs, over all calls."""
+    """Cost of running it again, over all calls."""
     reads: tuple[int, ...]
     """Indices of the storages that it needs."""
     writes: tuple[int, ...]
-    """Indices of the storages that it makes."""
+    """Indices of the storages that it allocates."""
     discardable: bool
-    """False where it must not run again: it writes in place, communicates, or cannot be repeated."""
+    """False if it must not run again: it writes in place, communicates, or cannot be repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class ClosureProblem:
     """The ops of one unit and the storages between them.
 
     Raises:
-        PlanError: for an index, a time or a size that makes no sense, or a storage with two writers of which
-            one is discardable.
+        PlanError: an index, a time or a size is out of range, or a storage has two writers of which one is
+            discardable.
     """
 
     ops: tuple[ClosureOp, ...]
@@ -68,7 +68,7 @@ class ClosureProblem:
     saved: frozenset[int]
     """Storages that autograd asks for in backward."""
     free: frozenset[int]
-    """Storages that are alive anyway (parameters, inputs that something else keeps): they cost nothing."""
+    """Storages that are alive anyway (parameters, inputs that something else keeps alive): they cost nothing."""
     _writer: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """By storage: the discardable op that writes it, or ``_NO_WRITER``."""
     _charge: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -107,42 +107,42 @@ class Point:
     """One reachable trade-off."""
 
     kept_bytes: int
-    """Bytes held between forward and backward: saved storages, and what recomputing needs besides."""
+    """Bytes held between forward and backward: saved storages, and what recomputation needs in addition."""
     recompute_ms: float
     discarded: frozenset[int]
     """The ops that run again. What they write is not kept."""
 
 
 def evaluate(problem: ClosureProblem, discarded: Iterable[int]) -> Point:
-    """The figures of any set of discarded ops, less those ops that nothing asked for in backward needs.
+    """The trade-off of any set of discarded ops, less the ops that backward never needs.
 
     Raises:
-        PlanError: if an index is no op, or names one that is not discardable.
+        PlanError: an index is not that of an op, or its op is not discardable.
     """
     chosen = frozenset(discarded)
     for index in sorted(chosen):
         if not 0 <= index < len(problem.ops):
             raise PlanError(f"cannot discard op {index}: there are {len(problem.ops)} ops")
         if not problem.ops[index].discardable:
-            raise PlanError(f"cannot discard op {index}: it is not discardable, leave it out of the set")
+            raise PlanError(f"cannot discard op {index}: it is not discardable; leave it out of the set")
     writer = problem._writer
     return _point(problem, _needed(problem, chosen, (s for s in problem.saved if writer[s] in chosen)))
 
 
 def tradeoff(problem: ClosureProblem, max_points: int = 24, between: int = 0) -> tuple[Point, ...]:
-    """The lower hull of kept bytes against recompute time, by falling bytes.
+    """The lower hull of kept bytes against recompute time, by decreasing bytes.
 
     The first point discards nothing. The last keeps the fewest bytes that any set can reach, as cheaply as
     possible. No point in between lies on the line through its neighbours.
 
     Args:
-        max_points: how many vertices at most; where there are more, those that lie furthest (in ms) under the
-            hull so far are taken.
-        between: how many reachable points to add between two neighbouring vertices, at most. They lie on or
-            above the hull; none is dominated by another point returned.
+        max_points: the most vertices; if there are more, those that lie furthest (in ms) below the hull so far
+            are taken.
+        between: the most reachable points to add between two neighbouring vertices. They lie on or above the
+            hull, and no returned point dominates another.
 
     Raises:
-        PlanError: if ``max_points`` is less than 2 or ``between`` is negative.
+        PlanError: ``max_points`` is less than 2, or ``between`` is negative.
     """
     if max_points < 2:
         raise PlanError(
@@ -163,10 +163,10 @@ def tradeoff(problem: ClosureProblem, max_points: int = 24, between: int = 0) ->
 
 
 def with_neighbours(problem: ClosureProblem, points: Iterable[Point], most: int) -> tuple[Point, ...]:
-    """The points, and others that keep one storage more or discard one more; by rising time.
+    """The points, and others that keep or discard one more storage; by increasing time.
 
-    They lie on or above the hull; some need less memory while they are recomputed. Neighbours of points that keep
-    the fewest bytes come first, until there are ``most`` points.
+    They lie on or above the hull; some need less memory during recomputation. Neighbours of the points that keep
+    the fewest bytes are added first, up to ``most`` points in all.
     """
     writer = problem._writer
     targets = sorted({writer[s] for s in problem.saved if writer[s] != _NO_WRITER and problem._charge[s]})
@@ -187,11 +187,11 @@ def with_neighbours(problem: ClosureProblem, points: Iterable[Point], most: int)
     return tuple(sorted(found.values(), key=lambda p: (p.recompute_ms, -p.kept_bytes, sorted(p.discarded))))
 
 
-# --- figures of a set --------------------------------------------------------------------------------------
+# --- the cost of a set -------------------------------------------------------------------------------------
 
 
 def _needed(problem: ClosureProblem, allowed: frozenset[int], asked: Iterable[int]) -> frozenset[int]:
-    """The ops in ``allowed`` that making the storages ``asked`` takes."""
+    """The ops in ``allowed`` that it takes to compute the storages ``asked``."""
     writer, ops = problem._writer, problem.ops
     stack = [writer[s] for s in asked]
     seen = set(stack)
@@ -212,7 +212,7 @@ def _kept_bytes(problem: ClosureProblem, ops: frozenset[int]) -> int:
 
 
 def _point(problem: ClosureProblem, ops: frozenset[int]) -> Point:
-    # fsum is rounded once, so the order of the ops cannot show in the result.
+    # fsum rounds once, so the result does not depend on the order of the ops.
     return Point(_kept_bytes(problem, ops), math.fsum(problem.ops[op].cost_ms for op in ops), ops)
 
 
@@ -228,7 +228,7 @@ class _Vertex:
 
 
 def _integer_costs(problem: ClosureProblem) -> list[int]:
-    """The costs as integers of one common unit, exactly: a float is a binary fraction."""
+    """The exact costs as integer multiples of one unit: a float is a binary fraction."""
     ratios = [op.cost_ms.as_integer_ratio() for op in problem.ops]
     unit = max((denominator for _, denominator in ratios), default=1)
     return [numerator * (unit // denominator) for numerator, denominator in ratios]
@@ -245,7 +245,7 @@ def _hull(problem: ClosureProblem, max_points: int) -> list[_Vertex]:
     discardable = frozenset(w for w in writer if w != _NO_WRITER)
     everything = _needed(problem, discardable, (s for s in problem.saved if writer[s] != _NO_WRITER))
     first = _Vertex(_kept_bytes(problem, frozenset()), 0, frozenset())
-    # One byte is worth more than all the time there is: fewest bytes first, then least time.
+    # One byte is worth more than the time of all ops: fewest bytes first, then least time.
     last = solve(frozenset(), everything, 1, sum(costs) + 1)
     if last.kept == first.kept:
         return [first]
@@ -286,7 +286,7 @@ def _cut(
     available = set(problem.saved)
     available.update(s for op in low for s in ops[op].reads)
 
-    # Terminal capacities, netted: from the source (bytes that it would save) less to the sink (its time).
+    # Net terminal capacities: from the source (the bytes it would save) minus to the sink (its time).
     terminal = [-per_cost * costs[op] for op in open_ops]
     readers: dict[int, list[int]] = {}
     for op in open_ops:
@@ -365,7 +365,7 @@ def _source_side(terminal: list[int], edges: list[tuple[int, int, int]]) -> list
                 for edge in path:
                     room[edge] -= pushed
                     room[edge ^ 1] += pushed
-                # Go on from the tail of the first edge that is full now.
+                # Continue from the tail of the first edge that is now full.
                 full = next(i for i, edge in enumerate(path) if not room[edge])
                 v = head[path[full] ^ 1]
                 del path[full:]
@@ -393,12 +393,12 @@ def _source_side(terminal: list[int], edges: list[tuple[int, int, int]]) -> list
 def _greedy(problem: ClosureProblem, left: Point, right: Point) -> list[Point]:
     """Reachable points on the way from ``left`` to ``right``.
 
-    Discards, one after the other, the saved storage that ``right`` recomputes and ``left`` does not and whose
-    time per byte is lowest now, with the ops that it needs. All that is looked at on the way is a candidate.
+    Repeatedly discards the saved storage that ``right`` recomputes and ``left`` does not and that is currently
+    cheapest per byte, with the ops that it needs. Every set looked at along the way is a candidate.
     """
     writer, charge, ops = problem._writer, problem._charge, problem.ops
     extra = right.discarded - left.discarded
-    # Storages of one op come back together, so the op stands for them.
+    # Storages of one op are recomputed together, so the op stands for them.
     targets = sorted({writer[s] for s in problem.saved if charge[s] and writer[s] in extra})
     needs = {op: _needed(problem, extra, (s for s in ops[op].writes if s in problem.saved)) for op in targets}
     touched = {op: {s for n in needs[op] for s in (*ops[n].reads, *ops[n].writes)} for op in targets}
@@ -443,7 +443,7 @@ def _greedy(problem: ClosureProblem, left: Point, right: Point) -> list[Point]:
 
 
 def _spread(points: list[Point], left: Point, right: Point, count: int) -> list[Point]:
-    """At most ``count`` of the points, spread as evenly over the bytes between two vertices as they allow."""
+    """At most ``count`` of the points, spread as evenly as possible over the bytes between two vertices."""
     if len(points) <= count:
         return points
     step = Fraction(left.kept_bytes - right.kept_bytes, count + 1)
@@ -455,7 +455,7 @@ def _spread(points: list[Point], left: Point, right: Point, count: int) -> list[
 
 
 def _merge(vertices: list[Point], found: list[Point]) -> list[Point]:
-    """Both together by falling bytes, without those of ``found`` that another point dominates."""
+    """Both together by decreasing bytes, without those of ``found`` that another point dominates."""
     first, last = vertices[0], vertices[-1]
     inner = sorted((*vertices[1:], *found), key=lambda point: (point.recompute_ms, point.kept_bytes))
     merged = [first]

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch._C._dynamo.eval_frame as _dynamo
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes

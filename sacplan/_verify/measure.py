@@ -4,7 +4,7 @@ The peak on a CPU is that of the allocator itself, from the memory events of ``t
 to the storages that were alive before; on CUDA it is ``torch.cuda.max_memory_allocated``.
 
 Private PyTorch API, tried on 2.13: the event tree of ``torch.profiler``, and the legacy profiler's
-``torch.autograd._enable_profiler_legacy``, which has another to stand in for it.
+``torch.autograd._enable_profiler_legacy``, for which there is a fallback.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CUDA_ROUND_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One measured step. ``flops`` is 0 unless they were counted."""
+    """One measured step. ``flops`` is 0 unless counted."""
 
     peak_bytes: int
     wall_ms: float
@@ -38,8 +38,8 @@ def measured_step(
 ) -> Measured:
     """Run a step and measure it. With an optimizer a first step makes its state.
 
-    The caller puts the model's state back; gradients are gone after the call. Counting FLOPs puts a
-    dispatch mode over the step, so the peak of such a run is not to be quoted.
+    The caller restores the model's state; gradients are gone after the call. Counting FLOPs runs the step under
+    a dispatch mode, so the peak is not measured then.
     """
     _clear(step)
     if step.optimizer is not None:
@@ -80,7 +80,7 @@ def _run_cuda(step: Step, batch_tensors: Iterable[torch.Tensor], device: torch.d
 
 
 def drop_cublas_workspaces() -> None:
-    """So that the step makes its own, and they count: once made they stay for good."""
+    """So that the step allocates its own, and they count: once allocated they stay."""
     drop = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if drop is not None:
         drop()
@@ -101,11 +101,11 @@ def _run_cpu(step: Step, batch_tensors: Iterable[torch.Tensor]) -> Measured:
 
 
 def allocation_events(profiler: torch.profiler.profile, marks: Collection[str] = ()) -> list[int | str]:
-    """Bytes allocated (positive) and freed (negative) on the CPU, and events named in ``marks``, in the order of time.
+    """Bytes allocated (positive) and freed (negative) on the CPU, and events named in ``marks``, in their order.
 
-    The allocator remembers the blocks of earlier profiles, also those that were freed while no profiler was
-    on. When such an address has been used again, and is freed now, it reports the old block's size. So a
-    block only counts as freed if this profile saw it allocated.
+    The allocator remembers the blocks of earlier profiles, including those freed while no profiler was on. When
+    such an address has been reused and is freed now, it reports the old block's size. So a block only counts as
+    freed if this profile saw it allocated.
     """
     kineto = profiler.profiler
     assert kineto is not None
@@ -138,16 +138,16 @@ def allocation_events(profiler: torch.profiler.profile, marks: Collection[str] =
 
 
 def profiler_is_on() -> bool:
-    """Whether a profiler runs in this thread; there can be one only."""
-    return torch.autograd._profiler_enabled()
+    """Whether a profiler runs in this thread; there can only be one."""
+    return torch._C._autograd._profiler_enabled()
 
 
 def allocation_deltas(run: Callable[[], object]) -> list[int]:
     """Bytes that ``run`` allocates (positive) and frees (negative) on the CPU, in order; for short runs.
 
-    The legacy profiler costs some 30 microseconds, where ``torch.profiler`` takes milliseconds and writes to
-    the error stream. It is deprecated; where it is gone, the other one stands in. Its events have no
-    addresses, so ``run`` should free what it allocates, else a later run may see the end of a block.
+    The legacy profiler costs some 30 microseconds, while ``torch.profiler`` takes milliseconds and writes to
+    stderr. It is deprecated; if it is missing, ``torch.profiler`` is used. Its events have no addresses, so
+    ``run`` should free what it allocates, or a later run may see a block of an earlier one being freed.
     """
     api: Any = torch.autograd
     if not hasattr(api, "_enable_profiler_legacy"):

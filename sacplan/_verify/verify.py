@@ -1,4 +1,4 @@
-"""``verify``: run one step with the plan applied and see what it takes."""
+"""``verify``: run one step with the plan applied, and report its peak and its recomputation."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Verification:
 
     Attributes:
         peak_bytes: of the whole step; traced (``run="fake"``) or measured (``run="real"``).
-        predicted_peak_bytes: what the plan says.
-        budget_bytes: what was asked for; None where the plan has none.
-        recompute_flops: floating-point operations that ran a second time.
+        predicted_peak_bytes: the plan's own figure.
+        budget_bytes: what the plan was made for; None if it has no budget.
+        recompute_flops: floating-point operations of what ran again.
         step_ms: predicted time with the plan (fake), or wall time of the measured step (real).
         run: "fake" or "real".
         source: where the peak comes from.
@@ -52,12 +52,12 @@ class Verification:
 
     @property
     def within_budget(self) -> bool:
-        """Whether the peak is at most the budget (True where there is none)."""
+        """Whether the peak is at most the budget (True if there is none)."""
         return self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
 
     @property
     def error(self) -> float:
-        """Predicted over seen peak, less one."""
+        """Predicted over observed peak, minus one."""
         return self.predicted_peak_bytes / self.peak_bytes - 1
 
     def __repr__(self) -> str:
@@ -77,17 +77,18 @@ def verify(
     optimizer: Any = None,
     run: Literal["fake", "real"] = "fake",
 ) -> Verification:
-    """Run one step with the plan applied; the model is as before afterwards.
+    """Run one step with the plan applied; afterwards the model is as it was.
 
     Args:
         model, batch, loss_fn, optimizer: as given to ``profile``.
-        plan: it must not be on the model already.
+        plan: must not be applied to the model already.
         run: ``"fake"`` runs a fake step with the kernels of the plan's device; no hardware is needed.
             ``"real"`` runs on the model's own tensors and measures: ``torch.cuda.max_memory_allocated`` on CUDA,
             the profiler's allocation events plus what was alive before on a CPU.
 
     Raises:
         PlanMismatch: the model or the batch is not the one planned for.
+        PlanError: unknown ``run``, or ``run="real"`` for a plan of one of several ranks.
     """
     if run not in ("fake", "real"):
         raise PlanError(f"unknown run {run!r}; known are 'fake' and 'real'.")
@@ -99,7 +100,7 @@ def verify(
     if run == "real" and plan.ranks.world_size > 1:
         raise PlanError(
             f"this plan is for one of {plan.ranks.world_size} ranks, and run='real' would run the whole model here. "
-            "Use run='fake', which takes the step of a rank."
+            "Use run='fake', which runs the step of one rank."
         )
     if run == "fake":
         return _verify_fake(model, batch, plan, loss_fn, optimizer)

@@ -3,29 +3,28 @@
 Neither dispatch modes nor saved-tensor hooks belong in a compiled graph. So while a unit's forward is
 traced, it becomes a checkpoint with a selective context, whose policy looks up the call site of each op
 (name, and occurrence within this call of the unit, as in a recording). The partitioner then decides what
-the compiled forward saves, and duplicates the ops to recompute; random ops get the generator's state of
-the forward pass there. What each tag means to it (torch 2.13; the min-cut partitioner, which backends use
-unless told otherwise, and the plain one):
+the compiled forward saves, and duplicates the ops to recompute; random ops get the forward pass's generator
+state there. What each tag means to it (torch 2.13; both the min-cut partitioner, the default of the backends,
+and the plain one):
 
-- ``PREFER_RECOMPUTE``, on what the plan discards: this node is computed again, whatever that costs.
+- ``PREFER_RECOMPUTE``, on what the plan discards: this node is recomputed, whatever that costs.
 - ``MUST_SAVE``, on kept matmuls, convolutions and attention: never computed again, and kept only if the
   backward pass, or what is recomputed there, has a use for it. Min-cut does the same without the tag.
-- ``PREFER_SAVE``, on the rest, is no tag at all. The partitioner may recompute pointwise ops that fuse, as
+- ``PREFER_SAVE``, on the rest, has no effect. The partitioner may recompute pointwise ops that fuse, as
   it does without a plan. ``MUST_SAVE`` would forbid that, and save more than compiling without a plan.
 - Views of a discarded tensor are tagged as the tensor is: untagged, those that the partitioner does not
   count as views (``split``, ``transpose``) would be saved in its place. Views of kept tensors have no tag:
   with one, their bases would be saved even if the backward pass had no use for them.
 
-What is traced are the same ops in the same order as in an eager step, save for Python decompositions
-that only tracing uses. Of these ``aten.dropout`` would shift the counts: switched off it becomes a
-``clone``, and on devices without a fused kernel it becomes ``native_dropout`` instead of four ops. Batch norm
-has another name. All are counted as the eager ops that they stand for. ``matmul`` yields other views, which does
-not matter. Recurrent layers and resampling are traced as
-other ops altogether: a discarded call site that the trace does not meet is an error, never a plan kept
-in part.
+The traced ops are those of an eager step in the same order, except for Python decompositions that only tracing
+uses. Of these ``aten.dropout`` would shift the counts: switched off it becomes a ``clone``, and on devices
+without a fused kernel it becomes ``native_dropout`` instead of four ops. Batch norm has another name. All are
+counted as the eager ops that they stand for. ``matmul`` yields other views, which does not matter. Recurrent
+layers and resampling are traced as entirely different ops: a discarded call site that does not occur in the
+trace is an error; a plan is never kept in part.
 
-A unit in which the graph breaks cannot be a region of a graph: that too is an error. A module that is
-compiled on its own inside of an eager unit runs eagerly, since a dispatch mode is on: compile whole units.
+A unit in which the graph breaks cannot be checkpointed as part of a graph: that is an error too. A module that
+is compiled on its own inside an eager unit runs eagerly, since a dispatch mode is on: compile whole units.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Tags:
 
     def __init__(self, sites: frozenset[CallSite], again: CallSite | None) -> None:
         self.sites = sites
-        self.again = again  # one that is made more than once again, which cannot be compiled
+        self.again = again  # one that is recomputed more than once, which cannot be compiled
         self.met: WeakKeyDictionary[Any, set[CallSite]] = WeakKeyDictionary()  # in the graph that is traced
 
     def __reduce__(self) -> Any:
@@ -86,9 +85,9 @@ def _interned(sites: frozenset[CallSite], again: CallSite | None) -> Tags:
     return Tags(sites, again)
 
 
-def tags_of(drops: Mapping[CallSite, int]) -> Tags:
-    """The tags of a unit; made before anything is traced."""
-    return _interned(frozenset(drops), next((site for site, times in drops.items() if times > 1), None))
+def tags_of(times: Mapping[CallSite, int]) -> Tags:
+    """The tags of a unit, given how often each call site is discarded; made before anything is traced."""
+    return _interned(frozenset(times), next((site for site, n in times.items() if n > 1), None))
 
 
 def checkpointed_for_compile(planned: PlannedForward, args: Any, kwargs: Any) -> Any:
@@ -96,7 +95,7 @@ def checkpointed_for_compile(planned: PlannedForward, args: Any, kwargs: Any) ->
 
     def call() -> Any:
         # Side effects (a cache that is filled, an attribute that is set) happen once, in the forward pass,
-        # as they do with recipes; without this Dynamo refuses them inside of a checkpoint.
+        # as they do with recipes; without this Dynamo refuses them inside a checkpoint.
         once = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
         return once(planned.original, *args, **kwargs)
 
@@ -107,14 +106,14 @@ def _contexts(tags: Tags) -> Any:
     graph = torch._guards.TracingContext.try_get()
     if graph is None:
         raise PlanError(
-            "torch.compile broke the graph inside of a unit of the plan, so the plan cannot be kept there. "
+            "torch.compile broke the graph inside a unit of the plan, so the plan cannot be kept there. "
             "Compile with fullgraph=True to see where, and remove the break; or leave the unit's module "
             "uncompiled, with torch.compiler.disable, and the plan is kept as in an eager step."
         )
     if tags.again is not None:
         raise PlanError(
-            f"the plan makes {tags.again[0]} #{tags.again[1]} of unit {_traced_module()} more than once again, but "
-            "torch.compile makes what is discarded again once. Train without compiling, or make the plan with another "
+            f"the plan recomputes {tags.again[0]} #{tags.again[1]} of unit {_traced_module()} more than once, but "
+            "torch.compile recomputes a discarded tensor only once. Train without compiling, or plan with another "
             "solver than 'rotor'."
         )
     met = tags.met.setdefault(graph, set())
@@ -124,7 +123,7 @@ def _contexts(tags: Tags) -> Any:
 
 
 def _traced_module() -> str:
-    """The module that is being traced, as the compiler names it."""
+    """The compiler's name of the module that is being traced."""
     stack = torch.fx.traceback.get_current_meta().get("nn_module_stack") or {}
     return next((str(path) for path, _ in reversed(list(stack.values()))), "(unnamed)")
 
@@ -136,7 +135,7 @@ class _Policy:
         self._sites = sites
         self._met = met
         self._seen: dict[str, int] = defaultdict(int)
-        self._discarded: dict[int, torch.Tensor] = {}  # by storage; held, since addresses are used again
+        self._discarded: dict[int, torch.Tensor] = {}  # by storage; kept alive, since addresses are reused
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if ctx.is_recompute:  # asked by torch before 2.13; the answer does not matter while compiling
@@ -162,11 +161,11 @@ class _Policy:
 
 
 class _Checked(TorchDispatchMode):
-    """The context of the forward pass; an error at its end if some discarded call site was not met.
+    """The context of the forward pass; raises at its end if some discarded call site did not occur.
 
-    Calls of a unit may differ in what they run. A forward pass is traced twice, the first time for what it
-    aliases and without a graph; so the second time it is known what all of its calls run.
-    It must be a dispatch mode to be let into a graph, but only the one inside is ever on.
+    Calls of a unit may differ in what they run. A forward pass is traced twice, the first time for its aliasing and
+    without a graph; so the second time it is known what all of its calls run. It must be a dispatch mode to be
+    accepted in a graph, but only the one inside is ever active.
     """
 
     def __init__(self, mode: Any, sites: frozenset[CallSite], met: set[CallSite], where: str) -> None:

@@ -1,12 +1,13 @@
 """What autograd keeps in place of the tensors of a unit: handles on slots, or the tensors and their versions.
 
-A saved-tensor hook switches autograd's own check for in-place writes off, so these check it themselves.
+A saved-tensor hook disables autograd's own check for in-place writes, so these do the check themselves.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,16 +18,14 @@ from sacplan._recompute.executor.tensors import checksum, history_free_aliases, 
 from sacplan.errors import RecipeError
 
 
+@dataclass(slots=True)
 class FirstStep:
-    """Whether the discarded tensors of a unit leave checksums: until the first one has been compared."""
+    """Whether the discarded tensors of a unit leave checksums: true until the first has been compared."""
 
-    __slots__ = ("pending",)
-
-    def __init__(self, pending: bool) -> None:
-        self.pending = pending
+    pending: bool
 
 
-class Handle:
+class RecipeHandle:
     """What autograd keeps for a discarded tensor."""
 
     __slots__ = ("checksum", "first_step", "original", "slot", "view")
@@ -50,7 +49,7 @@ class Handle:
         ):
             raise RecipeError(
                 f"a tensor of shape {tuple(self.view[0])}, made by {slot.node}, was written in place after autograd "
-                "took it for the backward pass. Write to a copy; or, to run the step as without a plan there, "
+                "saved it for the backward pass. Write to a copy; or, to run this part as it runs without a plan, "
                 f"{slot.node.pin}."
             )
         if slot.value is not None and self.view is slot.view and self.checksum is None:
@@ -64,8 +63,8 @@ class Handle:
     def _compare(self, tensor: torch.Tensor) -> None:
         if checksum(tensor) != self.checksum:
             raise RecipeError(
-                f"{self.slot.node} gives other bits when it runs again than autograd took in the forward "
-                "pass. Its kernel, or one before it, is not deterministic; or something wrote its output "
+                f"{self.slot.node} gives other bits when it runs again than autograd saved in the forward "
+                "pass. Its kernel, or an earlier one, is not deterministic; or something wrote to its output "
                 "or an argument where PyTorch cannot see it (a Triton kernel, numpy). To "
                 f"keep its output, {self.slot.node.pin}."
             )
@@ -95,26 +94,24 @@ class Kept:
         ):
             raise RecipeError(
                 f"a tensor of shape {tuple(self.tensor.shape)} that the backward pass of unit {self.unit!r} needs, and "
-                "the plan keeps, was written in place after autograd took it. Write to a copy; or, to leave it to "
+                "the plan keeps, was written in place after autograd saved it. Write to a copy; or, to leave it to "
                 f"autograd's own rules, plan with never=[{self.unit or '*'!r}]."
             )
         return self.tensor
 
 
+@dataclass(slots=True)
 class PassedOn:
-    """A kept tensor, as the saved-tensor hooks around the unit want to keep it."""
+    """A kept tensor, packed by the saved-tensor hooks around the unit."""
 
-    __slots__ = ("packed", "unpack_hook")
-
-    def __init__(self, packed: Any, unpack_hook: Callable[[Any], torch.Tensor]) -> None:
-        self.packed = packed
-        self.unpack_hook = unpack_hook
+    packed: Any
+    unpack_hook: Callable[[Any], torch.Tensor]
 
     def unpack(self) -> torch.Tensor:
-        """What those hooks give back."""
+        """What those hooks return."""
         return self.unpack_hook(self.packed)
 
 
-def unpack(packed: Handle | Kept | PassedOn) -> torch.Tensor:
+def unpack(packed: RecipeHandle | Kept | PassedOn) -> torch.Tensor:
     """The unpack hook."""
     return packed.unpack()

@@ -1,15 +1,16 @@
 """Nodes and slots: a discarded op that can run again, and its outputs.
 
 A node holds the arguments of one op, each a kept tensor or a slot of another node; a slot gets a value when its
-node has run. A node is pending until ``settle``: then its slots that somebody still refers to have their
-values, and its arguments are let go. ``Node.compute`` alone runs the op.
+node has run. A node is pending until ``settle``: from then on the slots that are still referenced have their
+values, and the arguments are released. Only ``RecipeNode.compute`` runs the op.
 
-A plan may say that a node runs several times before it settles (``Node.drops``): then what it makes is passed on to the
-nodes that run with it, and let go after the last of these. So a long stretch is run through again from its
-beginning, keeping little, whenever the backward pass has come one part further (see ``_rotor/rotor.py``).
+A plan may have a node run several times (``RecipeNode.times``). All runs but the last pass their outputs on to the
+nodes that run in the same recomputation, and the outputs are dropped after the last of these has read them. So a long
+chain is recomputed from its beginning, keeping little, each time the backward pass reaches an earlier part of it
+(see ``_rotor/rotor.py``).
 
-A node that writes in place (``relu_``) writes the value of its first argument's slot, if nobody else will want that
-again, and else a copy of it.
+A node that writes in place (``relu_``) overwrites the value of its first argument's slot if nothing else needs that
+value, and otherwise a copy of it.
 """
 
 from __future__ import annotations
@@ -28,15 +29,14 @@ from sacplan._torch.private import GENERATOR_STATE_BYTES, FakeTensor, storage_ke
 from sacplan.errors import RecipeError
 
 Place = int | tuple[int | str, int]
-"""Where an argument goes: a position, or one inside of a list at a position; -1: it is a keyword argument."""
+"""Where an argument goes: a position, or (position or name, index in the list there); index -1: not in a list."""
 
 
-class Op:
+class OpSignature:
     """What is known of an op before it is called.
 
     Attributes:
-        positions: positional arguments that may be or hold tensors (or be a number, where one was given). By the
-            op's schema no other one does.
+        positions: the positional arguments that the op's schema allows to be tensors or lists of tensors.
     """
 
     __slots__ = ("func", "positions", "traits")
@@ -87,15 +87,15 @@ def _split_list(
     return tuple(None if isinstance(value, torch.Tensor) else value for value in values)
 
 
-_ops: dict[Any, Op] = {}
+_signatures: dict[Any, OpSignature] = {}
 
 
-def op_of(func: Any) -> Op:
-    """The ``Op`` of an ``OpOverload``; remembered."""
-    op = _ops.get(func)
-    if op is None:
-        op = _ops[func] = Op(func)
-    return op
+def signature_of(func: Any) -> OpSignature:
+    """The ``OpSignature`` of an ``OpOverload``; cached."""
+    found = _signatures.get(func)
+    if found is None:
+        found = _signatures[func] = OpSignature(func)
+    return found
 
 
 class Slot:
@@ -104,8 +104,8 @@ class Slot:
     Made while the op's output is alive; leaves ``table`` when the output's storage dies.
 
     Attributes:
-        tensor: the output itself, as long as it lives.
-        written: the storage was written in place since.
+        tensor: the output itself, as long as it is alive.
+        written: whether the storage has been written in place since.
         readers: how many nodes have it as an argument.
     """
 
@@ -123,7 +123,7 @@ class Slot:
 
     def __init__(
         self,
-        node: Node,
+        node: RecipeNode,
         tensor: torch.Tensor,
         view: View,
         version: int,
@@ -141,7 +141,7 @@ class Slot:
         self.readers = 0
 
     def view_of(self, tensor: torch.Tensor) -> View:
-        """How a tensor lies on the output's storage; the slot's own ``view`` object if it is the whole output."""
+        """The tensor's view of the output's storage; the slot's own ``view`` object if it is the whole output."""
         view = view_of(tensor)
         return self.view if view == self.view else view
 
@@ -151,7 +151,7 @@ class Slot:
         return self.view_on(self.value, view)
 
     def view_on(self, base: torch.Tensor, view: View) -> torch.Tensor:
-        """A view of a tensor that lies as the value does."""
+        """The same view of a tensor that has the value's memory layout."""
         if view is self.view:
             return base
         size, stride, offset, dtype = view
@@ -162,13 +162,13 @@ class Slot:
 
 
 HeldArg = tuple[Place, torch.Tensor, int, int]
-"""An argument that is a kept tensor: an alias of it, its version, and how many writes the mode had seen."""
+"""An argument that is a kept tensor: its place, an alias, its version, and how many writes the mode had seen."""
 
 SlotArg = tuple[Place, Slot, View, bool]
-"""An argument that is a view of a slot, and whether it requires a gradient."""
+"""An argument that is a view of a slot: its place, slot and view, and whether it requires a gradient."""
 
 
-class Node:
+class RecipeNode:
     """A discarded op, ready to run again.
 
     Attributes:
@@ -177,31 +177,37 @@ class Node:
         writes: storage to the number of writes that the mode saw; shared by the nodes of a unit's call.
         rng: generator and state, for a random op.
         outputs: empty once it is settled.
-        drops: how many times it runs, before the time after which it settles.
+        times: how many runs are left. It settles after the last one.
     """
 
     __slots__ = (
         "__weakref__",
         "args",
-        "drops",
         "grad_mode",
         "held",
         "kwargs",
         "occurrence",
-        "op",
         "outputs",
         "rng",
+        "signature",
         "slot_args",
+        "times",
         "unit",
         "writes",
     )
 
     def __init__(
-        self, unit: str, op: Op, occurrence: int, drops: int, rng: Any, writes: dict[int, int]
+        self,
+        unit: str,
+        signature: OpSignature,
+        occurrence: int,
+        times: int,
+        rng: Any,
+        writes: dict[int, int],
     ) -> None:
         self.unit = unit
-        self.drops = drops
-        self.op = op
+        self.times = times
+        self.signature = signature
         self.occurrence = occurrence
         self.rng = rng
         self.writes = writes
@@ -213,12 +219,12 @@ class Node:
         self.outputs: list[weakref.ref[Slot] | None] = []
 
     def __str__(self) -> str:
-        return f"{self.op.traits.name} #{self.occurrence} of unit {self.unit!r}"
+        return f"{self.signature.traits.name} #{self.occurrence} of unit {self.unit!r}"
 
     @property
     def pin(self) -> str:
-        """For messages: how a plan is made that keeps what it makes."""
-        op = self.op.traits.name.rpartition(".")[0]
+        """For messages: how to make a plan that keeps the op's output."""
+        op = self.signature.traits.name.rpartition(".")[0]
         return f"plan with keep=[{op!r}] (this op everywhere) or keep=[{self.unit or '*'!r}] (the whole unit)"
 
     @property
@@ -227,9 +233,9 @@ class Node:
         return bool(self.outputs)
 
     def compute(self) -> Sequence[torch.Tensor]:
-        """Run the op on its arguments, whose slots have values. Nothing is remembered, nothing let go.
+        """Run the op on its arguments, whose slots have values. Nothing is stored and nothing released.
 
-        Except by an op that writes in place: it takes its argument's value.
+        The exception is an op that writes in place: it may take over its argument's value.
         """
         args, kwargs = self.args.copy(), self.kwargs.copy() if self.kwargs else self.kwargs
         writes = self.writes
@@ -237,27 +243,27 @@ class Node:
             if tensor._version != version or writes_to(tensor, writes) != before:
                 raise RecipeError(
                     f"{self} has to run again in the backward pass, but an argument of shape "
-                    f"{tuple(tensor.shape)} was written in place since. Write to a copy; or, to keep what "
-                    f"the op makes, {self.pin}."
+                    f"{tuple(tensor.shape)} was written in place since. Write to a copy; or, to keep the "
+                    f"op's output, {self.pin}."
                 )
             if not tensor.untyped_storage().nbytes() and tensor.numel():
                 raise RecipeError(
-                    f"{self} has to run again in the backward pass, but an argument of shape {tuple(tensor.shape)} is "
-                    "freed by now: a parameter that fully_shard gathers only for its own module. Plan with "
-                    "sacplan.profile(..., world_size=, fsdp_units=), so that no unit is around several such modules."
+                    f"{self} has to run again in the backward pass, but an argument of shape {tuple(tensor.shape)} "
+                    "has been freed: a parameter that fully_shard gathers only for its own module. Plan with "
+                    "sacplan.profile(..., world_size=, fsdp_units=), so that no unit contains several such modules."
                 )
             if type(place) is int:
                 args[place] = tensor
             else:
                 _put(args, kwargs, place, tensor)
-        made: torch.Tensor | None = None  # what an op that writes in place makes: the whole of it
+        made: torch.Tensor | None = None  # the output of an op that writes in place: the whole value
         taken: Slot | None = None
         for place, slot, view, requires_grad in self.slot_args:
             tensor = slot.take(view)
-            if place == 0 and self.op.traits.in_place:
+            if place == 0 and self.signature.traits.in_place:
                 made = slot.value
                 assert made is not None
-                if slot.readers == 1 and (not self.drops or slot.node.pending):
+                if slot.readers == 1 and (self.times == 1 or slot.node.pending):
                     taken = slot
                 else:
                     made = _copy(made)
@@ -272,53 +278,53 @@ class Node:
             taken.value = None
         torch._C._set_grad_enabled(self.grad_mode)
         if self.rng is None:
-            out = self.op.func(*args, **kwargs)
+            out = self.signature.func(*args, **kwargs)
         else:
             generator, state = self.rng
             now = generator.get_state()
             generator.set_state(state)
             try:
-                out = self.op.func(*args, **kwargs)
+                out = self.signature.func(*args, **kwargs)
             finally:
                 generator.set_state(now)
         return (made,) if made is not None else tensors_of(out)
 
     def settle(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give the slots that are left their values, and let the arguments go."""
+        """Give the slots that are still referenced their values, and release the arguments."""
         for slot, tensor in self._pairs(tensors):
             slot.value = tensor
         self.args, self.kwargs, self.rng = [], {}, None
         self.held, self.slot_args, self.outputs = [], [], []
 
     def pass_on(self, tensors: Sequence[torch.Tensor], passing: Mapping[Slot, int]) -> None:
-        """Give just the slots that are wanted now their values. This was one of the ``drops``."""
-        self.drops -= 1
+        """Give only the slots in ``passing`` their values; the node will run again."""
+        self.times -= 1
         for slot, tensor in self._pairs(tensors):
             if slot in passing:
                 slot.value = tensor
 
     def _pairs(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Slot, torch.Tensor]]:
-        """The slots that somebody still refers to, and what the op gave for them."""
+        """The slots that are still referenced, and the op's outputs for them."""
         for i, ref in enumerate(self.outputs):
             slot = ref() if ref is not None else None
             if slot is not None:
                 if len(tensors) != len(self.outputs) or view_of(tensors[i]) != slot.view:
                     raise RecipeError(
-                        f"{self} gave output {i} another shape or memory layout when it ran again than in the "
+                        f"output {i} of {self} has another shape or memory layout on recomputation than in the "
                         f"forward pass ({tuple(slot.view[0])}, strides {slot.view[1]}). To keep its output, {self.pin}."
                     )
                 yield slot, tensors[i]
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on a storage of its own, which is as large, and on which it lies in the same way."""
+    """A copy of the tensor, with its storage's size and its memory layout."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     whole = torch.as_strided(tensor, (elements,), (1,), 0).clone()
     return torch.as_strided(whole, tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _put(args: list[Any], kwargs: dict[str, Any], place: Any, tensor: torch.Tensor) -> None:
-    """Put an argument where it belongs; the node's own lists are tuples, and stay as they are."""
+    """Put an argument in its place; the node's own lists are tuples, and stay unchanged."""
     where, index = place
     holder: Any = kwargs if isinstance(where, str) else args
     if index < 0:
@@ -330,11 +336,11 @@ def _put(args: list[Any], kwargs: dict[str, Any], place: Any, tensor: torch.Tens
 
 
 unversioned_writes: dict[int, int] = {}
-"""Storage to how often an op wrote it that counts no version (running statistics), in the calls of all units."""
+"""Storage to the number of writes that did not bump its version (running statistics), in the calls of all units."""
 
 
 def writes_to(tensor: torch.Tensor, writes: dict[int, int]) -> int:
-    """How often the storage of a tensor was written, as far as modes saw it."""
+    """How often the storage of a tensor was written, as far as the modes saw."""
     if not writes and not unversioned_writes:
         return 0
     key = storage_key(tensor.untyped_storage())
@@ -347,17 +353,17 @@ def tensors_of(out: Any) -> Sequence[torch.Tensor]:
 
 
 def compute(wanted: Slot, view: View) -> torch.Tensor:
-    """The value of a slot: run the nodes that it needs, arguments first. Only inside of a ``Recomputation``."""
+    """The value of a slot: run the nodes that it needs, arguments first. Only inside a ``Recomputation``."""
     order = _needed(wanted.node)
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        if not any(node.drops for node in order):
+        if all(node.times == 1 for node in order):
             for node in order:
                 node.settle(node.compute())
             return wanted.take(view)
         passing = _passing(order, wanted)
         order.reverse()
         try:
-            while order:  # nothing here may hold a node, or a slot, longer than it is needed
+            while order:  # nothing here may hold a node or a slot for longer than it is needed
                 _run(order.pop(), passing)
             return wanted.take(view)
         finally:
@@ -365,10 +371,10 @@ def compute(wanted: Slot, view: View) -> torch.Tensor:
                 slot.value = None
 
 
-def _run(node: Node, passing: dict[Slot, int]) -> None:
-    """Run a node, and let go of those of its arguments that nobody else takes in this go."""
+def _run(node: RecipeNode, passing: dict[Slot, int]) -> None:
+    """Run a node, and drop those of its arguments that no other node of this recomputation reads."""
     taken = [arg[1] for arg in node.slot_args if arg[1] in passing]
-    if node.drops:
+    if node.times > 1:
         node.pass_on(node.compute(), passing)
     else:
         node.settle(node.compute())
@@ -379,9 +385,9 @@ def _run(node: Node, passing: dict[Slot, int]) -> None:
             del passing[slot]
 
 
-def _needed(node: Node) -> list[Node]:
+def _needed(node: RecipeNode) -> list[RecipeNode]:
     """The nodes that have to run for this one, itself included, each after those that it needs."""
-    order: dict[Node, None] = {}
+    order: dict[RecipeNode, None] = {}
     stack = [(node, False)]
     while stack:
         current, ready = stack.pop()
@@ -397,14 +403,14 @@ def _needed(node: Node) -> list[Node]:
     return list(order)
 
 
-def _passing(order: Sequence[Node], wanted: Slot) -> dict[Slot, int]:
-    """The slots whose values are let go again, and how many times they are taken before."""
+def _passing(order: Sequence[RecipeNode], wanted: Slot) -> dict[Slot, int]:
+    """The slots whose values are dropped again, and how many times each is read before."""
     found: dict[Slot, int] = {}
     for node in order:
         for _, slot, _, _ in node.slot_args:
-            if slot.value is None and slot.node.drops:
+            if slot.value is None and slot.node.times > 1:
                 found[slot] = found.get(slot, 0) + 1
-    if wanted.node.drops:
+    if wanted.node.times > 1:
         found[wanted] = found.get(wanted, 0) + 1
     return found
 
@@ -418,13 +424,13 @@ class _Here(threading.local):
 
 
 here = _Here()
-"""The recorder that is on, on this thread."""
+"""The recorder that is active on this thread."""
 
 _lock = threading.RLock()  # autograd has a thread for each device, and recipes are shared
 
 
 class Recomputation:
-    """What runs inside is no part of a forward pass, even if a backward pass runs in one. One thread at a time."""
+    """What runs inside belongs to no forward pass, even if the backward pass runs in one. One thread at a time."""
 
     __slots__ = ("_autocast", "_grad_mode", "_paused", "_recorder")
 
@@ -451,7 +457,7 @@ class Recomputation:
 
 
 class _FakeGenerator:
-    """Takes as many bytes for its state as a CPU's, and draws nothing."""
+    """Its state takes as many bytes as that of a CPU's generator; it draws nothing."""
 
     @classmethod
     def with_state(cls) -> tuple[_FakeGenerator, torch.Tensor]:

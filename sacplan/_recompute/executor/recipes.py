@@ -1,34 +1,34 @@
 """Recipes: recompute one discarded tensor, not a module's Python.
 
-While a chosen module's forward runs, a dispatch mode (``recorder.py``) leaves a node (``nodes.py``) for every op that
-the plan discards, with its arguments: tensors, or slots of other nodes. The pack hook gives autograd a handle
-(``handles.py``) on a slot instead of the tensor. When autograd asks, the nodes that this one slot needs run,
-arguments first; each remembers only the outputs that somebody pending still refers to, and drops
-its arguments, so that plain reference counts free everything right after its last use. Each runs once, unless the plan
-says that what it makes is to be let go again (``drops``), as Rotor's sequences do.
+While a unit's forward runs, a dispatch mode (``recorder.py``) makes a node (``nodes.py``) for every op that the plan
+discards, with its arguments: tensors, or slots of other nodes. The pack hook gives autograd a handle (``handles.py``)
+on a slot instead of the tensor. When autograd asks for it, the nodes that this slot needs run, arguments first; each
+stores only the outputs that are still referenced and drops its arguments, so that reference counts free everything
+right after its last use. Each node runs once, unless the plan says that its outputs are discarded several ``times``, as
+Rotor's sequences do.
 
-An op that writes in place leaves a node as well, if what it overwrites has one: it is then made again and written anew.
+An op that writes in place gets a node too, if what it overwrites has one: that is recomputed and overwritten again.
 
 A plan is advice, and this folder does not trust it. What the mode did not see being made (custom kernels, other
-modules, wrapper subclasses), what was written since, and ops that may not run again are kept, whatever
-the plan says. What is kept is still checked: a saved-tensor hook switches autograd's own check for in-place
-writes off, so handles carry the version and check it themselves. A kernel that writes through a pointer
-(Triton, numpy) is seen by no mode and counts no version; so in the first step of a unit each discarded
-tensor leaves a checksum behind, which the recomputed one must have.
+modules, wrapper subclasses), what has been written since, and ops that must not run again are kept, whatever the plan
+says. What is kept is still checked: a saved-tensor hook disables autograd's own check for in-place writes, so handles
+carry the version and check it themselves. A kernel that writes through a pointer (Triton, numpy) is seen by no mode and
+bumps no version; so in the first step of a unit each discarded tensor leaves a checksum, which the recomputed one must
+match.
 
-Relatives: RETURNN's ``gradient_checkpoint_scope``, DTR (Kirisame et al. 2020). Known inefficiencies: every op in the
-forward of a unit passes through Python, kept ones too, since an op that writes must not be missed; an argument
-that a recipe holds is not offloaded by the saved-tensor hooks around the model.
+Related work: RETURNN's ``gradient_checkpoint_scope``, DTR (Kirisame et al. 2020). Known inefficiencies: every op in the
+forward of a unit passes through Python, kept ones too, since no op that writes may be missed; an argument that a recipe
+holds is not offloaded by the saved-tensor hooks around the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from sacplan._program.program import CallSite, times_of
+from sacplan._program.program import CallSite
 from sacplan._recompute.executor import handles, nodes, recorder, schedule, tensors
 from sacplan._recompute.executor.compiled import checkpointed_for_compile, tags_of
 from sacplan._recompute.executor.handles import FirstStep
@@ -44,42 +44,51 @@ _MAX_SCHEDULES = 8
 keep_dynamo_out(handles, nodes, recorder, schedule, tensors, ops, private)
 
 
-def wanted_by_name(drops: Mapping[CallSite, int]) -> dict[str, dict[int, int]]:
-    """Call sites as op name to occurrences, each with how often more than once its values are let go."""
+def _by_name(times: Mapping[CallSite, int]) -> dict[str, dict[int, int]]:
+    """Op name to occurrence to how often the value is discarded."""
     names: dict[str, dict[int, int]] = {}
-    for (name, occurrence), times in drops.items():
-        names.setdefault(name, {})[occurrence] = times - 1
+    for (name, occurrence), n in times.items():
+        names.setdefault(name, {})[occurrence] = n
     return names
 
 
 class _CannotBeScripted(PlanError, AttributeError):
-    """To those who merely ask whether there is such an attribute, there is none."""
+    """An ``AttributeError`` too, so that ``hasattr`` and ``getattr`` with a default see no such attribute."""
 
 
 class PlannedForward:
-    """Stands in for a unit's ``forward`` on the instance; copies with the module, undone by ``remove``."""
+    """Stands in for a unit's ``forward`` on the instance; is copied with the module, undone by ``Handle.remove``.
+
+    Args:
+        module: the unit.
+        fqn: its name.
+        times: the call sites to discard, each with how often its values are discarded.
+        check: whether the first step compares checksums.
+    """
 
     def __init__(
-        self, module: torch.nn.Module, fqn: str, sites: Collection[CallSite], check: bool = True
+        self, module: torch.nn.Module, fqn: str, times: Mapping[CallSite, int], check: bool = True
     ) -> None:
         self.module = module
         self.fqn = fqn
-        self.drops = times_of(sites)
-        self.wanted = wanted_by_name(self.drops)
-        self.tags = tags_of(self.drops)
-        self.replaced = module.__dict__.get("forward")  # somebody else's instance attribute, if there is one
+        self.wanted = _by_name(times)
+        self.tags = tags_of(times)
+        self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")  # set by somebody else
         self.first_step = FirstStep(check)
         self._schedules: dict[Any, Schedule] = {}
         self._parameters: list[tuple[dict[str, Any], str]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was learned of this module's calls stays here."""
+        """Without what was learned from this module's calls."""
         return self.__dict__ | {"_schedules": {}, "_parameters": None}
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The forward that stands behind."""
-        return self.replaced if self.replaced is not None else type(self.module).forward.__get__(self.module)
+        """The forward that this one stands in for."""
+        if self.replaced is not None:
+            return self.replaced
+        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        return forward
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -89,15 +98,15 @@ class PlannedForward:
     def __globals__(self) -> dict[str, Any]:
         """What ``torch.jit.script`` asks a forward for."""
         raise _CannotBeScripted(
-            f"a plan is on unit {self.fqn!r}, and what torch.jit.script makes cannot keep it. Script the model without "
-            "the plan: handle.remove()."
+            f"a plan is applied to unit {self.fqn!r}, and torch.jit.script cannot keep it. Script the model without "
+            "the plan: call handle.remove() first."
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
             return checkpointed_for_compile(self, args, kwargs)
         if here.recorder is not None or not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)  # a unit inside of a unit belongs to the outer one
+            return self.original(*args, **kwargs)  # a unit inside a unit belongs to the outer one
         kind = self._kind_of_call(args, kwargs)
         recorder = UnitRecorder(self.fqn, self.wanted, self.first_step, self._schedules.get(kind))
         with recorder:

@@ -1,42 +1,43 @@
-"""The recorder of one call of a unit: sees its ops, leaves nodes for those to discard, and gives autograd handles.
+"""The recorder of one call of a unit: sees its ops, makes nodes for the discarded ones, and gives autograd handles.
 
-The first call of a unit looks every op up; it leaves a ``Schedule``. Later calls compare each op with it, and
-that is all that happens to a kept one. Saved-tensor hooks are on where autograd is about to take a discarded
-tensor; what it takes in between it keeps, and checks, as it always does.
+The first call of a unit looks up every op, and leaves a ``Schedule``. Later calls compare each op with it, which is all
+that happens to a kept op. Saved-tensor hooks are on only where autograd is about to save a discarded tensor; what it
+saves in between is kept and checked by autograd as usual.
 
-A call that does something else than the schedule is looked up from there on, and leaves a schedule itself.
-What a schedule decides is what looking up would decide. Only the gaps at which hooks are on are an assumption; a
-tensor that comes at another one is kept.
+A call that departs from the schedule is looked up from there on, and leaves a schedule of its own. A schedule decides
+what a lookup would decide. Only the gaps at which hooks are on are an assumption; a tensor saved
+at another gap is kept.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sacplan._recompute.executor.handles import FirstStep, Handle, Kept, PassedOn, unpack
+from sacplan._recompute.executor.handles import FirstStep, Kept, PassedOn, RecipeHandle, unpack
 from sacplan._recompute.executor.nodes import (
-    Node,
-    Op,
+    OpSignature,
+    RecipeNode,
     Slot,
     generator_state,
     here,
-    op_of,
+    signature_of,
     tensors_of,
     unversioned_writes,
 )
 from sacplan._recompute.executor.schedule import (
-    NO_STEPS,
+    NO_OPS,
     NOTE_UNVERSIONED,
     NOTE_WRITE,
     Action,
     Schedule,
-    Step,
-    Steps,
+    ScheduledOp,
+    ScheduledOps,
     schedule_of,
 )
 from sacplan._recompute.executor.tensors import history_free_aliases, is_ordinary, version_of, view_of
@@ -52,22 +53,22 @@ _DETACH = torch.ops.aten.detach.default
 _RANDOM_DEVICES = ("cpu", "cuda", "meta")
 
 
+@dataclass(slots=True)
 class _Count:
-    """An op of which some occurrences are discarded: how many of it the call has run."""
+    """An op of which some occurrences are discarded, and how often the call has run it so far."""
 
-    __slots__ = ("op", "others", "seen", "wanted")
+    signature: OpSignature
+    wanted: Mapping[int, int]
+    others: ScheduledOp | None
+    seen: int = 0
 
-    def __init__(self, op: Op, wanted: Mapping[int, int], others: Step | None) -> None:
-        self.op = op
-        self.wanted = wanted
-        self.others = others
-        self.seen = 0
-
-    def next(self) -> Step | None:
+    def next(self) -> ScheduledOp | None:
         occurrence = self.seen
         self.seen += 1
-        drops = self.wanted.get(occurrence)
-        return self.others if drops is None else Step(Action.DISCARD, self.op, occurrence, drops)
+        times = self.wanted.get(occurrence)
+        if times is None:
+            return self.others
+        return ScheduledOp(Action.DISCARD, self.signature, occurrence, times)
 
 
 class UnitRecorder(TorchDispatchMode):
@@ -75,7 +76,7 @@ class UnitRecorder(TorchDispatchMode):
 
     Args:
         unit: fqn, for messages.
-        wanted: op name to the occurrences that are discarded, and how often each once more (``Node.drops``).
+        wanted: op name to the occurrences that are discarded, each with how often it runs (``RecipeNode.times``).
         first_step: whether checksums are wanted.
         schedule: what an earlier call did.
 
@@ -100,10 +101,10 @@ class UnitRecorder(TorchDispatchMode):
         self._wanted = wanted
         self._first_step = first_step or FirstStep(False)
         self._schedule = schedule
-        self._steps: Steps = NO_STEPS
+        self._ops: ScheduledOps = NO_OPS
         self._at = 0
-        self._looked_up: list[tuple[Any, Step | None]] | None = None  # None while the schedule holds
-        self._counts: dict[Any, _Count | Step | None] = {}
+        self._looked_up: list[tuple[Any, ScheduledOp | None]] | None = None  # None while the schedule holds
+        self._counts: dict[Any, _Count | ScheduledOp | None] = {}
         self._table: dict[int, Slot] = {}
         self._writes: dict[int, int] = {}  # storage to how often it was written
         self._any_node = False
@@ -120,7 +121,7 @@ class UnitRecorder(TorchDispatchMode):
     def __enter__(self) -> UnitRecorder:
         if _why_no_hooks() is not None:
             raise RecipeError(
-                f"unit {self._unit!r} cannot discard anything here, since saved-tensor hooks are switched off "
+                f"unit {self._unit!r} cannot discard anything here, since saved-tensor hooks are disabled "
                 f"({_why_no_hooks()}). Remove the plan for this call, handle.remove(), or plan with "
                 f"never=[{self._unit or '*'!r}]."
             )
@@ -128,8 +129,8 @@ class UnitRecorder(TorchDispatchMode):
         self._pack_hook = self._pack  # made once, so that it can be recognized
         schedule = self._schedule
         if schedule is not None:
-            self._steps = schedule.steps
-        # With other hooks around, tensors that are kept go through ours, so that ops of theirs are not counted.
+            self._ops = schedule.ops
+        # With hooks around the unit, kept tensors go through ours, so that ops of those hooks are not counted.
         self._switches = self._outer is None and (schedule is None or schedule.switches)
         if schedule is None or not self._switches:
             self._set_hooks(True)
@@ -151,52 +152,52 @@ class UnitRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.paused:
             return func(*args, **(kwargs or {}))
-        expected, step = self._steps[self._at]
+        expected, op = self._ops[self._at]
         if expected is func:
             self._at += 1
         else:
-            step = self._look_up(func)
-        if step is None:
+            op = self._look_up(func)
+        if op is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if step.action is Action.DISCARD:
-            op = step.op
-            assert op is not None
-            rng = generator_state(args, kwargs) if op.traits.random else None
-            before = self._before_write(op, args, kwargs) if op.traits.written_names else None
+        if op.action is Action.DISCARD:
+            signature = op.signature
+            assert signature is not None
+            rng = generator_state(args, kwargs) if signature.traits.random else None
+            before = self._before_write(signature, args, kwargs) if signature.traits.written_names else None
             out = func(*args, **kwargs)
-            self._note(op, step, args, kwargs, out, rng, before)
+            self._note(signature, op, args, kwargs, out, rng, before)
         else:
-            action = step.action
+            action = op.action
             if action is Action.NOTE_UNVERSIONED or (action is Action.NOTE_WRITE and self._any_node):
                 self._note_write(func, args, kwargs)
             out = func(*args, **kwargs)
-        if step.hooks is not None:
-            self._set_hooks(step.hooks)
+        if op.hooks is not None:
+            self._set_hooks(op.hooks)
         return out
 
     # --- looking up, and learning ---
 
-    def _look_up(self, func: Any) -> Step | None:
+    def _look_up(self, func: Any) -> ScheduledOp | None:
         if func is _DETACH:
             return None  # autograd calls it for an output that it keeps itself, and so where hooks are off
         if self._looked_up is None:
             self._leave_schedule()
-        step = self._step_of(func)
+        op = self._scheduled(func)
         assert self._looked_up is not None
-        self._looked_up.append((func, step))
+        self._looked_up.append((func, op))
         if self._switches and (in_backward() or not self._ours_on_top()):
-            self._switches = False  # inside of the unit somebody else's hooks come and go
-        return step
+            self._switches = False  # other hooks come and go inside the unit
+        return op
 
-    def _step_of(self, func: Any) -> Step | None:
+    def _scheduled(self, func: Any) -> ScheduledOp | None:
         try:
             found = self._counts[func]
         except KeyError:
             found = self._counts[func] = self._read(func)
         return found.next() if isinstance(found, _Count) else found
 
-    def _read(self, func: Any) -> _Count | Step | None:
+    def _read(self, func: Any) -> _Count | ScheduledOp | None:
         if not isinstance(func, torch._ops.OpOverload):
             return None
         traits = op_traits(func)
@@ -204,16 +205,16 @@ class UnitRecorder(TorchDispatchMode):
         if traits.written_names:
             others = NOTE_UNVERSIONED if traits.unversioned else NOTE_WRITE
         wanted = self._wanted.get(traits.name) if traits.rerunnable else None
-        return _Count(op_of(func), wanted, others) if wanted else others
+        return _Count(signature_of(func), wanted, others) if wanted else others
 
     def _leave_schedule(self) -> None:
-        """Go on as if every op so far had been looked up."""
+        """Continue as if every op so far had been looked up."""
         done, schedule = self._at, self._schedule
-        self._looked_up = [(func, self._step_of(func)) for func, _ in self._steps[:done]]
+        self._looked_up = [(func, self._scheduled(func)) for func, _ in self._ops[:done]]
         if schedule is not None:
             self._handle_gaps = {gap for gap in schedule.handles if gap <= done}
             self._kept_gaps = {gap for gap in schedule.kept if gap <= done}
-        self._steps, self._at = NO_STEPS, 0
+        self._ops, self._at = NO_OPS, 0
         self._set_hooks(True)
 
     def _ours_on_top(self) -> bool:
@@ -221,9 +222,9 @@ class UnitRecorder(TorchDispatchMode):
         return top is not None and top[0] is self._pack_hook
 
     def _set_hooks(self, on: bool) -> None:
-        """Only if they are where the unit has left them: autograd's engine has its own, and so may code inside.
+        """Only if nobody else has changed the hooks: autograd's engine has its own, and code inside may have too.
 
-        Where hooks do not come on, tensors are kept.
+        Where ours are not on, tensors are kept.
         """
         top = current_saved_tensors_hooks()
         ours = top is not None and top[0] is self._pack_hook
@@ -234,40 +235,47 @@ class UnitRecorder(TorchDispatchMode):
 
     # --- nodes ---
 
-    def _before_write(self, op: Op, args: Any, kwargs: Any) -> Slot | None:
-        """The slot that an op is about to write in place, if it writes just the slot's tensor. The write is noted.
+    def _before_write(self, signature: OpSignature, args: Any, kwargs: Any) -> Slot | None:
+        """The slot that an op is about to write in place, if it writes the slot's own tensor. The write is noted.
 
-        Through an alias it may be that PyTorch counts no version of the tensor itself (``t.data``).
+        A write through an alias may not bump the version of the tensor itself (``t.data``).
         """
-        slot = self._slot_of(args[0]) if op.traits.in_place and is_plain(args[0]) else None
-        self._note_write(op.func, args, kwargs)
+        slot = self._slot_of(args[0]) if signature.traits.in_place and is_plain(args[0]) else None
+        self._note_write(signature.func, args, kwargs)
         return slot if slot is not None and slot.tensor() is args[0] else None
 
     def _note(
-        self, op: Op, step: Step, args: Any, kwargs: Any, out: Any, rng: Any, overwritten: Slot | None
+        self,
+        signature: OpSignature,
+        op: ScheduledOp,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        rng: Any,
+        overwritten: Slot | None,
     ) -> None:
-        """Leave a node, unless something about this call says that it had better be kept (see ``can_run_again``)."""
+        """Make a node for the op, unless something about this call requires its output to be kept."""
         outputs = tensors_of(out)
-        in_place = op.traits.in_place
+        in_place = signature.traits.in_place
         if in_place and overwritten is None:
             return
-        left_out = op.traits.left_out(args)
+        left_out = signature.traits.left_out(args)
         if left_out:
             args = [None if i in left_out else a for i, a in enumerate(args)]
-        args, kwargs, places, inputs = op.split(args, kwargs)
+        args, kwargs, places, inputs = signature.split(args, kwargs)
         if not all(map(is_ordinary, outputs)) or not all(map(is_ordinary, inputs)) or not outputs:
             return
         if kwargs.get("non_blocking"):
-            return  # nobody would wait for the second copy
-        if op.traits.random and not _has_one_generator(inputs):
+            return  # nothing would wait for the second copy
+        if signature.traits.random and not _has_one_generator(inputs):
             return
         input_storages = [t.untyped_storage() for t in inputs]
         taken = [storage_key(s) for s in input_storages]
         output_storages = [t.untyped_storage() for t in outputs]
         keys = [storage_key(s) for s in output_storages]
         if not in_place and not set(keys).isdisjoint(taken):
-            return  # it hands an input on: the node would hold what it makes
-        node = Node(self._unit, op, step.occurrence, step.drops, rng, self._writes)
+            return  # an input is also an output: the node would hold what it makes
+        node = RecipeNode(self._unit, signature, op.occurrence, op.times, rng, self._writes)
         node.args, node.kwargs = args, kwargs
         table = self._table
         held = []
@@ -304,7 +312,7 @@ class UnitRecorder(TorchDispatchMode):
         self._any_node = True
 
     def _slot_of(self, t: torch.Tensor) -> Slot | None:
-        """The slot whose storage this tensor is on, if it is still what the op made."""
+        """The slot of this tensor's storage, if it still holds what the op wrote."""
         storage = t.untyped_storage()
         slot = self._table.get(storage_key(storage))
         if slot is None or slot.storage() is not storage or slot.version != version_of(t):
@@ -312,7 +320,7 @@ class UnitRecorder(TorchDispatchMode):
         return slot
 
     def _note_write(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Storages written in place are kept from here on; a handle given out before is refused."""
+        """A storage that is written in place is kept from here on; unpacking an earlier handle is an error."""
         traits = op_traits(func)
         for t in tensors_in(traits.written(args, kwargs)):
             if is_plain(t):
@@ -321,10 +329,10 @@ class UnitRecorder(TorchDispatchMode):
                 writes = unversioned_writes if traits.unversioned else self._writes
                 writes[key] = writes.get(key, 0) + 1
                 slot = self._table.pop(key, None)
-                if slot is not None and slot.storage() is storage:  # else the address was used again
+                if slot is not None and slot.storage() is storage:  # else the address was reused
                     slot.written = True
 
-    # --- what autograd takes ---
+    # --- what autograd saves ---
 
     def _pack(self, t: torch.Tensor) -> Any:
         plain = is_plain(t)
@@ -332,8 +340,8 @@ class UnitRecorder(TorchDispatchMode):
         if self._looked_up is not None:
             (self._kept_gaps if slot is None else self._handle_gaps).add(len(self._looked_up))
         if slot is not None:
-            return Handle(slot, t, self._first_step)
-        paused, self.paused = self.paused, True  # what runs now is no op of the unit
+            return RecipeHandle(slot, t, self._first_step)
+        paused, self.paused = self.paused, True  # what runs now is not part of the unit
         try:
             if self._outer is not None:
                 pack_hook, unpack_hook = self._outer

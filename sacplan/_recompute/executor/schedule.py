@@ -1,6 +1,6 @@
-"""What a call of a unit is known to do: its ops in their order, and where autograd takes a discarded tensor.
+"""What a call of a unit is known to do: its ops in order, and where autograd saves a discarded tensor.
 
-A schedule saves looking things up. It is checked op by op while it is followed, and left at the first difference.
+A schedule saves lookups. It is checked op by op while it is followed, and abandoned at the first difference.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from sacplan._recompute.executor.nodes import Op
+from sacplan._recompute.executor.nodes import OpSignature
 
 
 class Action(Enum):
@@ -19,78 +19,71 @@ class Action(Enum):
     KEEP = auto()
     NOTE_WRITE = auto()
     NOTE_UNVERSIONED = auto()
-    """Of a write that counts no version: also where nothing is discarded yet, for other calls' sake."""
+    """A write that bumps no version: noted even where nothing is discarded yet, since other calls may need it."""
     DISCARD = auto()
 
 
-class Step:
+@dataclass(slots=True)
+class ScheduledOp:
     """One op of a unit's call.
 
     Attributes:
-        op, occurrence, drops: for ops to discard; ``drops`` is ``Node.drops``.
-        hooks: after the op the saved-tensor hooks go on (True) or off; None leaves them.
+        signature, occurrence, times: of an op to discard; ``times`` as in ``RecipeNode``.
+        hooks: whether the saved-tensor hooks are switched on (True) or off after the op; None leaves them.
     """
 
-    __slots__ = ("action", "drops", "hooks", "occurrence", "op")
-
-    def __init__(
-        self,
-        action: Action,
-        op: Op | None = None,
-        occurrence: int = 0,
-        drops: int = 0,
-        hooks: bool | None = None,
-    ) -> None:
-        self.action = action
-        self.op = op
-        self.occurrence = occurrence
-        self.drops = drops
-        self.hooks = hooks
+    action: Action
+    signature: OpSignature | None = None
+    occurrence: int = 0
+    times: int = 1
+    hooks: bool | None = None
 
 
-Steps = Sequence[tuple[Any, Step | None]]
-"""The ops (``OpOverload`` or the like) of a call, each with what to do; None: nothing at all."""
+ScheduledOps = Sequence[tuple[Any, ScheduledOp | None]]
+"""The ops (``OpOverload`` or the like) of a call, each with what to do; None: nothing."""
 
-NO_STEPS: Steps = ((None, None),)
-NOTE_WRITE = Step(Action.NOTE_WRITE)
-NOTE_UNVERSIONED = Step(Action.NOTE_UNVERSIONED)
+NO_OPS: ScheduledOps = ((None, None),)
+NOTE_WRITE = ScheduledOp(Action.NOTE_WRITE)
+NOTE_UNVERSIONED = ScheduledOp(Action.NOTE_UNVERSIONED)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The steps of a call; the last one is no op, and stands for the end.
+    """The ops of a call; the last entry is no op and marks the end.
 
     Attributes:
-        steps: as above.
-        switches: whether saved-tensor hooks are off at the start and go on and off on the way.
-        handles, kept: gaps in which autograd took discarded tensors, and kept ones. Gap ``i`` is before op ``i``.
+        ops: as above.
+        switches: whether saved-tensor hooks are off at the start, and are switched on and off along the way.
+        handles, kept: gaps in which autograd saved discarded tensors, and kept ones. Gap ``i`` is before op ``i``.
     """
 
-    steps: Steps
+    ops: ScheduledOps
     switches: bool
     handles: frozenset[int]
     kept: frozenset[int]
 
 
-def schedule_of(steps: Steps, handles: Collection[int], kept: Collection[int], *, switches: bool) -> Schedule:
+def schedule_of(
+    ops: ScheduledOps, handles: Collection[int], kept: Collection[int], *, switches: bool
+) -> Schedule:
     """Compile what a call was seen to do.
 
     Args:
-        steps: without the end.
-        handles, kept: gaps, see ``Schedule``. Where autograd took neither, the hooks stay as they are.
+        ops: without the end.
+        handles, kept: gaps, see ``Schedule``. Where autograd saved nothing, the hooks stay as they are.
         switches: whether the hooks may be switched at all.
     """
     on = False
-    made: list[tuple[Any, Step | None]] = []
-    for gap, (func, step) in enumerate(steps, start=1):
+    made: list[tuple[Any, ScheduledOp | None]] = []
+    for gap, (func, op) in enumerate(ops, start=1):
         hooks = None
         if switches and gap in handles and not on:
             hooks = on = True
         elif switches and gap in kept and gap not in handles and on:
             hooks = on = False
-        if step is None or step.action is Action.KEEP:
-            made.append((func, None if hooks is None else Step(Action.KEEP, hooks=hooks)))
+        if op is None or op.action is Action.KEEP:
+            made.append((func, None if hooks is None else ScheduledOp(Action.KEEP, hooks=hooks)))
         else:
-            made.append((func, Step(step.action, step.op, step.occurrence, step.drops, hooks)))
+            made.append((func, ScheduledOp(op.action, op.signature, op.occurrence, op.times, hooks)))
     made.append((None, None))
     return Schedule(tuple(made), switches, frozenset(handles), frozenset(kept))
