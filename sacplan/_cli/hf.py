@@ -76,7 +76,9 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         "optimizer": options.optimizer,
     }
     optimizer = optimizers[options.optimizer]
-    return Target(target, model.train(), make_batch(int(options.batch or 1)), None, optimizer, make_batch, facts)
+    return Target(
+        target, model.train(), make_batch(int(options.batch or 1)), None, optimizer, make_batch, facts
+    )
 
 
 def _config(name: str) -> Any:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
@@ -13,7 +14,6 @@ import typer
 
 Runtime = Literal["cost-model", "benchmark"]
 Mode = Literal["fake", "real"]
-Objective = Literal["time", "flops"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 OptimizerName = Literal["adamw", "adamw-fused", "sgd", "none"]
 Attn = Literal["sdpa", "eager"]
@@ -21,13 +21,14 @@ Attn = Literal["sdpa", "eager"]
 DEFAULT_DEVICE = "h100"
 
 
-def _option(*names: str, help: str, **settings: Any) -> Any:
+def option(*names: str, help: str, **settings: Any) -> Any:
+    """An option whose help says itself what its default is."""
     return typer.Option(*names, help=help, show_default=False, **settings)
 
 
 def output(what: str) -> Any:
     """``-o``, and what is saved there."""
-    return _option("--output", "-o", metavar="FILE", help=f"Where to save {what}.")
+    return option("--output", "-o", metavar="FILE", help=f"Where to save {what}.")
 
 
 TARGET = "A model and a batch: FILE.py:FUNCTION, MODULE:FUNCTION, hf:NAME or hf:CONFIG.json."
@@ -39,22 +40,23 @@ Source = Annotated[
     ),
 ]
 PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="A saved plan.", show_default=False)]
-Force = Annotated[bool, _option("--force", help="Overwrite files that sacplan did not write.")]
-Json = Annotated[bool, _option("--json", help="One JSON object on stdout, and nothing else there.")]
-Debug = Annotated[bool, _option("--debug", help="Show the traceback of an error.")]
+Force = Annotated[bool, option("--force", help="Overwrite files that sacplan did not write.")]
+Json = Annotated[bool, option("--json", help="One JSON object on stdout, and nothing else there.")]
+Debug = Annotated[bool, option("--debug", help="Show the traceback of an error.")]
+Objective = Annotated[Literal["time", "flops"], typer.Option(help="What to recompute the least of.")]
 BUDGET = "Peak of the whole step: 22GiB, 24GB, or a share of the unplanned peak, 70%."
 Solver = Annotated[str, typer.Option(metavar="NAME", help="best, milp, greedy, uniform or rotor.")]
 Points = Annotated[int, typer.Option(min=2, metavar="N", help="How many budgets the frontier has.")]
 Device = Annotated[
     str | None,
-    _option(
+    option(
         metavar="NAME",
         help="What the step will run on: a name (see sacplan devices), cuda, cpu, or the file of a DeviceSpec. "
         f"Default: {DEFAULT_DEVICE}; a saved profile has its own.",
     ),
 ]
-_RANKS = "Several devices"
-_HF = "hf: targets"
+_ranks = functools.partial(option, rich_help_panel="Several devices")
+_hf = functools.partial(option, rich_help_panel="hf: targets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +66,30 @@ class StepOptions:
     device: Device = None
     runtime: Annotated[
         Runtime | None,
-        _option(
+        option(
             help="Times from a roofline of the device, or each distinct op timed here. Default: cost-model."
         ),
     ] = None
     trace: Annotated[
         Mode | None,
-        _option(
+        option(
             help="Record a fake step, which needs no hardware and computes nothing, or a real one here. "
             "Default: fake."
         ),
     ] = None
     world_size: Annotated[
         int | None,
-        _option(
+        _ranks(
             min=1,
             metavar="N",
-            rich_help_panel=_RANKS,
             help="Ranks that the step is spread over; batch, budget and peaks are those of one rank. "
             "DistributedDataParallel, unless --fsdp-unit is given. Default: 1; a saved profile has its own.",
         ),
     ] = None
     fsdp_unit: Annotated[
         list[str] | None,
-        _option(
+        _ranks(
             metavar="PATTERN",
-            rich_help_panel=_RANKS,
             help="Modules on which fully_shard is called ('model.layers.*'); '' is the model itself. "
             "May be repeated.",
         ),
@@ -102,45 +102,36 @@ class HfOptions:
 
     batch: Annotated[
         int | None,
-        _option(
+        _hf(
             min=1,
             metavar="N",
-            rich_help_panel=_HF,
             help="Samples; also of a target with make_batch. Default: 1; for verify, the plan's.",
         ),
     ] = None
     seq: Annotated[
         int | None,
-        _option(
+        _hf(
             min=1,
             metavar="N",
-            rich_help_panel=_HF,
             help="Tokens in a sample. Default: 1024, or fewer if the model has fewer positions; for verify, the "
             "plan's.",
         ),
     ] = None
     dtype: Annotated[
         Dtype | None,
-        _option(
-            rich_help_panel=_HF,
-            help="Of parameters and activations. Default: bfloat16; for verify, the plan's.",
-        ),
+        _hf(help="Of parameters and activations. Default: bfloat16; for verify, the plan's."),
     ] = None
     optimizer: Annotated[
         OptimizerName | None,
-        _option(
+        _hf(
             metavar="NAME",
-            rich_help_panel=_HF,
             help="adamw, adamw-fused (no temporaries), sgd or none; its state and its step count. Default: adamw; "
             "for verify, the plan's.",
         ),
     ] = None
     attn: Annotated[
         Attn | None,
-        _option(
-            rich_help_panel=_HF,
-            help="Attention. Default: what transformers chooses; for verify, the plan's.",
-        ),
+        _hf(help="Attention. Default: what transformers chooses; for verify, the plan's."),
     ] = None
 
     def given(self) -> dict[str, Any]:
@@ -158,7 +149,7 @@ class CapacityOptions:
 
     budget: Annotated[
         str | None,
-        _option(
+        option(
             metavar="SIZE",
             help="Peak of the whole step: 22GiB, 24GB, or a share of the device's memory, 90%. "
             "Default: its memory less the headroom.",
@@ -167,12 +158,12 @@ class CapacityOptions:
     device: Device = None
     headroom: Annotated[
         str | None,
-        _option(
+        option(
             metavar="SIZE",
             help="Without a budget: how much of the device's memory to leave free, 5% or 2GiB. Default: 15%.",
         ),
     ] = None
-    at_most: Annotated[int | None, _option(min=1, metavar="N", help="Try no larger batch.")] = None
+    at_most: Annotated[int | None, option(min=1, metavar="N", help="Try no larger batch.")] = None
     solver: Solver = "best"
 
 

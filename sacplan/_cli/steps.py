@@ -65,23 +65,21 @@ def profile(
 def plan(
     source: o.Source,
     *,
-    budget: Annotated[str, typer.Option(metavar="SIZE", help=o.BUDGET, show_default=False)],
+    budget: Annotated[str, o.option(metavar="SIZE", help=o.BUDGET)],
     output: Annotated[Path | None, o.output("the plan (.json)")] = None,
     solver: o.Solver = "best",
-    objective: Annotated[o.Objective, typer.Option(help="What to recompute the least of.")] = "time",
+    objective: o.Objective = "time",
     keep: Annotated[
         list[str] | None,
-        typer.Option(
+        o.option(
             metavar="PATTERN",
-            show_default=False,
             help="Never discard what these ops or modules made ('aten.topk', '*.router'). May be repeated.",
         ),
     ] = None,
     never: Annotated[
         list[str] | None,
-        typer.Option(
+        o.option(
             metavar="PATTERN",
-            show_default=False,
             help="Leave these modules alone altogether ('vision_tower.*'). May be repeated.",
         ),
     ] = None,

@@ -43,7 +43,7 @@ def frontier(
     policies: Annotated[
         bool, typer.Option("--policies/--no-policies", help="With the policies that people use by hand.")
     ] = True,
-    objective: Annotated[o.Objective, typer.Option(help="What to recompute the least of.")] = "time",
+    objective: o.Objective = "time",
     output: Annotated[Path | None, o.output("the table (.csv)")] = None,
     step: o.StepOptions,
     hf: o.HfOptions,
@@ -98,20 +98,19 @@ def report(
     output: Annotated[Path | None, o.output("the page (.html)")] = None,
     png: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="A directory for the figures, PNG and SVG.", show_default=False),
+        o.option(metavar="DIR", help="A directory for the figures, PNG and SVG."),
     ] = None,
     memory_trace: Annotated[
         Path | None,
-        typer.Option(
+        o.option(
             "--trace",
             metavar="FILE",
             help="Where to save the memory timeline, for Perfetto or chrome://tracing.",
-            show_default=False,
         ),
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help=f"Make a plan for it. {o.BUDGET}", show_default=False),
+        o.option(metavar="SIZE", help=f"Make a plan for it. {o.BUDGET}"),
     ] = None,
     frontier: Annotated[
         bool, typer.Option("--frontier/--no-frontier", help="With all solvers at several budgets.")

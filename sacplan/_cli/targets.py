@@ -133,7 +133,7 @@ def users_code(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_traceback_in_the_log() -> Iterator[None]:
-    """Torch logs a traceback of what a fake tensor raises, besides raising it; ``--debug`` shows the one that counts."""
+    """Silence torch, which logs what a fake tensor raises besides raising it; ``--debug`` shows the traceback."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True
