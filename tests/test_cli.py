@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import sacplan
 from sacplan._cli.app import app
-from sacplan._cli.examples import EXAMPLES
+from sacplan._cli.command import EXAMPLES
 from sacplan._cli.show import together
 
 ROOT = Path(sacplan.__file__).parent.parent
@@ -561,8 +561,8 @@ def test_progress_is_for_terminals(saved: Path) -> None:
     os.close(controller)
     assert started.returncode == 3
     assert json.loads(results)["error"]["type"] == "InfeasibleBudget"
-    assert b"fitting" in seen
-    assert b"solving" in seen
+    assert b"reading" in seen
+    assert b"planning" in seen
     assert b"\x1b[1;31merror" in seen
 
 

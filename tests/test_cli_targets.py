@@ -15,11 +15,12 @@ from typer.testing import CliRunner
 import sacplan
 from sacplan._cli import architectures
 from sacplan._cli.app import app
-from sacplan._cli.examples import EXAMPLES
+from sacplan._cli.command import EXAMPLES
 from sacplan._cli.exits import TargetError
-from sacplan._cli.hf import HfOptions, build
-from sacplan._cli.origin import Origin
-from sacplan._cli.sources import with_hints
+from sacplan._cli.hf import build
+from sacplan._cli.options import HfOptions, OptimizerName
+from sacplan._cli.origin import Origin, seen_in
+from sacplan._cli.sources import optimizer_hints
 from sacplan._cli.targets import load_target
 from sacplan._ranks.ranks import Ranks
 
@@ -137,10 +138,10 @@ def test_a_plan_of_the_library_says_what_it_was_made_for() -> None:
     """verify finds batch, length and type in any plan."""
     target = load_target("hf:gpt2", HfOptions(batch=3, seq=17, dtype="float16"))
     fingerprint = sacplan.profile(target.model, target.batch).fingerprint
-    assert HfOptions.of_fingerprint(fingerprint) == HfOptions(batch=3, seq=17, dtype="float16")
+    assert seen_in(fingerprint) == HfOptions(batch=3, seq=17, dtype="float16")
     images = load_target("hf:vit-b-16", HfOptions(batch=2, dtype="float32"))
     fingerprint = sacplan.profile(images.model, images.batch).fingerprint
-    assert HfOptions.of_fingerprint(fingerprint) == HfOptions(batch=2, dtype="float32")
+    assert seen_in(fingerprint) == HfOptions(batch=2, dtype="float32")
 
 
 def test_a_directory_with_a_configuration(tmp_path: Path) -> None:
@@ -266,15 +267,15 @@ def test_where_the_optimizer_is_what_does_not_fit(small: Path) -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "hints"),
-    [("adamw-fused", ["--optimizer sgd has no state"]), ("sgd", []), ("none", [])],
+    [("adamw-fused", ("--optimizer sgd has no state",)), ("sgd", ()), ("none", ())],
 )
-def test_no_optimizer_is_proposed_that_is_there(optimizer: str, hints: list[str]) -> None:
+def test_no_optimizer_is_proposed_that_is_there(optimizer: OptimizerName, hints: tuple[str, ...]) -> None:
     origin = Origin("hf:gpt2", HfOptions(optimizer=optimizer))
-    with pytest.raises(sacplan.InfeasibleBudget) as caught, with_hints(origin, Ranks(2)):
+    with pytest.raises(sacplan.InfeasibleBudget) as caught, optimizer_hints(origin, Ranks(2)):
         raise sacplan.InfeasibleBudget(
             "no", budget_bytes=1, smallest_feasible_bytes=2, binding="optimizer step"
         )
-    assert getattr(caught.value, "__notes__", []) == hints
+    assert getattr(caught.value, "__notes__", ()) == hints
 
 
 def test_an_8b_model_for_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""All commands under one name. Each calls one function of the library, and shows what that returns."""
+"""All commands under one name."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from typing import Annotated
 
 import typer
 
+from sacplan._cli import capacity, steps, surveys
 from sacplan._cli import options as o
-from sacplan._cli import steps, surveys
-from sacplan._cli.group import Command, Group
+from sacplan._cli.command import Command, Group
 
 app = typer.Typer(
     cls=Group,
     name="sacplan",
-    help="Plan which activations a PyTorch training step keeps and which it recomputes, under a memory budget.",
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -34,9 +33,9 @@ def _show_version(value: bool) -> None:
 
 
 @app.callback()
-def everything(
+def root(
     ctx: typer.Context,
-    debug: o.DebugOption = False,
+    debug: o.Debug = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
@@ -46,16 +45,15 @@ def everything(
         typer.echo(ctx.get_help())
 
 
-_COMMANDS = (
-    ("profile", steps.profile_command, "Record one training step."),
-    ("plan", steps.plan_command, "Choose what to discard, under a budget."),
-    ("verify", steps.verify_command, "Run one step with a plan applied."),
-    ("frontier", surveys.frontier_command, "Peak against recomputation, all solvers and modes."),
-    ("report", surveys.report_command, "A page, figures and a trace."),
-    ("max-batch", surveys.max_batch_command, "The largest batch that a plan holds."),
-    ("throughput", surveys.throughput_command, "The batch with the most samples per second."),
-    ("devices", surveys.devices_command, "The devices that are known."),
-)
-# a short help is always shown whole, where the first line of a long one is cut
-for _name, _function, _short in _COMMANDS:
-    app.command(_name, cls=Command, short_help=_short)(_function)
+for _entry in (
+    steps.profile,
+    steps.plan,
+    steps.verify,
+    surveys.frontier,
+    surveys.report,
+    capacity.max_batch,
+    capacity.throughput,
+    surveys.devices,
+):
+    # a short help is always shown whole, where the first line of a long one is cut
+    app.command(_entry.name, cls=Command, short_help=_entry.short)(_entry.run)

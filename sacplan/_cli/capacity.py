@@ -1,93 +1,107 @@
-"""What ``sacplan max-batch`` and ``sacplan throughput`` do: they differ in the question only."""
+"""Commands that look for a batch size: ``max-batch`` and ``throughput``, which differ only in the question."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
+from rich.table import Table
+
+from sacplan._cli import options as o
 from sacplan._cli import show, sources
+from sacplan._cli.command import command
 from sacplan._cli.exits import TargetError
-from sacplan._cli.files import check_output, replacing
-from sacplan._cli.hf import HfOptions
+from sacplan._cli.files import check_output
 from sacplan._cli.origin import Origin, save
-from sacplan._cli.output import Column, print_json, print_pairs, print_table, stage
-from sacplan._cli.targets import Target, load_target, users_code
+from sacplan._cli.output import Answer, number, pairs, stage, table
+from sacplan._cli.targets import load_target, users_code
 
 if TYPE_CHECKING:
-    from sacplan._plan.capacity import Capacity, CapacityPoint
+    from sacplan import Capacity, CapacityPoint
+
+_OUTPUT = o.output("the plan for it (.json)")
 
 
-Command = Literal["max-batch", "throughput"]
+@command(
+    "max-batch",
+    "The largest batch that fits with a plan.",
+    examples=[
+        "sacplan max-batch hf:gpt2 --seq 1024 --device rtx-4090 -o plan.json",
+        "sacplan max-batch train.py:make --budget 2GiB --at-most 64",
+    ],
+    omit=["batch"],
+)
+def max_batch(
+    target: o.Target,
+    *,
+    asked: o.CapacityOptions,
+    output: Annotated[Path | None, _OUTPUT] = None,
+    hf: o.HfOptions,
+    force: o.Force = False,
+) -> Answer:
+    """The largest batch for which a plan stays under the budget. Other targets than hf: need make_batch."""
+    return _search("max-batch", target, asked, output, hf, force)
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A question as the command line puts it."""
+@command(
+    "throughput",
+    "The batch with the most samples per second.",
+    examples=[
+        "sacplan throughput train.py:make --budget 2GiB --at-most 8 --json",
+        "sacplan throughput hf:bert-base --seq 512 --device a100-40gb --headroom 10%",
+    ],
+    omit=["batch"],
+)
+def throughput(
+    target: o.Target,
+    *,
+    asked: o.CapacityOptions,
+    output: Annotated[Path | None, _OUTPUT] = None,
+    hf: o.HfOptions,
+    force: o.Force = False,
+) -> Answer:
+    """The batch and the plan, together, with the most samples per second under the budget (predicted).
 
-    command: Command
-    target: str
-    device: str | None
-    budget: str | None
-    headroom: str | None
-    at_most: int | None
-    solver: str
+    Other targets than hf: need make_batch.
+    """
+    return _search("throughput", target, asked, output, hf, force)
 
 
-def run(asked: Asked, options: HfOptions, output: Path | None, force: bool, as_json: bool) -> None:
-    """Look for the batch, show it, and save its plan."""
-    if output is not None:
-        check_output(output, "plan", force)
+def _search(
+    question: str, name: str, asked: o.CapacityOptions, output: Path | None, hf: o.HfOptions, force: bool
+) -> Answer:
+    import sacplan
+
+    check_output(output, "plan", force=force)
     sources.check_early(asked.budget, asked.solver)
-    spec = sources.resolved_device(asked.device)
+    spec = sources.device_of(asked.device)
     with stage("loading"):
-        target = load_target(asked.target, options)
-    hints = sources.with_hints(Origin.of(target), None)  # these commands look at one device
-    with stage("tracing and solving") as say, users_code(f"the step of {target.name}"), hints:
-        found = _search(asked, target, spec, lambda point: say(_words(point)))
-    if output is not None:
-        with replacing(output) as part:
-            save(found.plan, part, Origin.of(target, batch=found.batch_size))
-    # the facts are of the target as it was loaded, with its own batch
-    facts = {k: v for k, v in target.facts.items() if k != "batch"}
-    if as_json:
-        named = {"command": asked.command, "target": target.name, **({"hf": facts} if facts else {})}
-        print_json(named | _facts(found) | show.output_fact(output))
-        return
-    _show(found, facts)
-    show.saved({"plan": output})
-
-
-def _search(asked: Asked, target: Target, spec: Any, progress: Callable[[CapacityPoint], Any]) -> Capacity:
-    from sacplan._plan.capacity import max_batch, throughput
-
+        target = load_target(name, hf)
     if target.make_batch is None:
         raise TargetError(
-            f"{asked.command} looks at batches of many sizes, and {target.name} makes one. Return a mapping with the "
-            "key make_batch as well, a function of the batch size: make_batch=lambda n: torch.randn(n, 512)."
+            f"{question} tries batches of many sizes, but {name} makes only one. Return a mapping with the key "
+            "make_batch as well, a function of the batch size: make_batch=lambda n: torch.randn(n, 512)."
         )
-    ask = max_batch if asked.command == "max-batch" else throughput
-    return ask(
-        target.model,
-        target.make_batch,
-        asked.budget,
-        spec,
-        loss_fn=target.loss_fn,
-        optimizer=target.optimizer,
-        headroom=asked.headroom,
-        solver=asked.solver,
-        at_most=asked.at_most,
-        progress=progress,
-    )
-
-
-def _words(point: CapacityPoint) -> str:
-    return f"batch {point.batch_size} {'fits' if point.feasible else 'does not fit'}"
-
-
-def _facts(found: Capacity) -> dict[str, Any]:
-    return {
+    search = sacplan.max_batch if question == "max-batch" else sacplan.throughput
+    hints = sources.optimizer_hints(Origin.of(target), None)
+    with stage("tracing and planning") as say, users_code(f"the step of {name}"), hints:
+        found = search(
+            target.model,
+            target.make_batch,
+            asked.budget,
+            spec,
+            loss_fn=target.loss_fn,
+            optimizer=target.optimizer,
+            headroom=asked.headroom,
+            solver=asked.solver,
+            at_most=asked.at_most,
+            progress=lambda p: say(f"batch {p.batch_size} {'fits' if p.feasible else 'does not fit'}"),
+        )
+    save(found.plan, output, "plan", Origin.of(target, batch=found.batch_size))
+    facts: dict[str, Any] = {"command": question, **show.target_facts(target, output)}
+    facts.get("hf", {}).pop("batch", None)  # that of the target as it was loaded
+    found_facts = {
         "batch_size": found.batch_size,
         "samples_per_s": found.samples_per_s,
         "step_ms": found.step_ms,
@@ -97,16 +111,16 @@ def _facts(found: Capacity) -> dict[str, Any]:
         "largest_batch_size": found.largest_batch_size,
         "bounded_by": found.bounded_by,
         "plan": show.plan_facts(found.plan),
-        "points": [asdict(p) for p in found.points],
+        "points": [asdict(point) for point in found.points],
     }
+    return Answer({**facts, **found_facts}, _tables(found, facts.get("hf", {})), show.saved("plan", output))
 
 
-def _show(found: Capacity, facts: dict[str, Any]) -> None:
+def _tables(found: Capacity, hf: dict[str, Any]) -> list[Table]:
     limit = " (--at-most)" if found.bounded_by == "at_most" else ""
-    plan = found.plan
-    print_pairs(
+    summary = pairs(
         [
-            *(show.target_pairs(facts) or [("model", plan.fingerprint.model_class)]),
+            show.model_row(hf, found.plan.fingerprint.model_class),
             ("device", f"{found.device}, {show.size(found.headroom_bytes)} left free"),
             ("budget", show.size(found.budget_bytes)),
             ("batch", str(found.batch_size)),
@@ -115,34 +129,25 @@ def _show(found: Capacity, facts: dict[str, Any]) -> None:
                 f"{found.unplanned_batch_size} without a plan, {found.largest_batch_size} with one{limit}",
             ),
             ("samples/s", f"{found.samples_per_s:.2f} (predicted)"),
-            ("planned", show.size(plan.peak_bytes)),
-            (
-                "step",
-                f"{found.step_ms:.2f} ms, {plan.recompute_ms:.2f} ms of it recomputation",
-            ),
+            ("planned", show.size(found.plan.peak_bytes)),
+            ("step", f"{found.step_ms:.2f} ms, {found.plan.recompute_ms:.2f} ms of it recomputation"),
         ]
     )
-    columns = [
-        Column(t, numbers=True) for t in ("batch", "unplanned", "planned", "ms", "ms again", "samples/s")
-    ]
-    print_table([*columns, Column("")], [_row(p, found) for p in found.points])
+    titles = ("batch", "unplanned", "planned", "step ms", "recompute ms", "samples/s")
+    rows = [_row(point, found.batch_size) for point in found.points]
+    return [summary, table([*map(number, titles), ""], rows)]
 
 
-def _row(point: CapacityPoint, found: Capacity) -> list[str]:
-    from sacplan._program.budget import format_bytes
-
+def _row(point: CapacityPoint, answer: int) -> list[str]:
     def figure(value: float | None) -> str:
         return "" if value is None else f"{value:.2f}"
 
-    verdict = (
-        "the answer" if point.batch_size == found.batch_size else "" if point.feasible else "does not fit"
-    )
     return [
         str(point.batch_size),
-        format_bytes(point.unplanned_peak_bytes),
-        format_bytes(point.peak_bytes) if point.feasible and point.peak_bytes is not None else "",
+        show.rounded_size(point.unplanned_peak_bytes),
+        show.rounded_size(point.peak_bytes) if point.feasible and point.peak_bytes is not None else "",
         figure(point.step_ms),
         figure(point.recompute_ms),
         figure(point.samples_per_s),
-        verdict,
+        "does not fit" if not point.feasible else "the answer" if point.batch_size == answer else "",
     ]

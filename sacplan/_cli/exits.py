@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import traceback
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 
-from sacplan._cli.output import err_console, print_json
+from sacplan._cli.output import Answer, print_json, say
 from sacplan.errors import InfeasibleBudget, SacplanError
 
 UNEXPECTED = 1
@@ -26,8 +26,10 @@ MEANING = {
     INTERRUPTED: "interrupted",
 }
 
-# typer brings its own copy of click since 0.26; before, it used the installed one
-UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+# typer has a click of its own since 0.26, and used the installed one before
+_UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+_Error = TypeVar("_Error", bound=Exception)
 
 
 class TargetError(SacplanError):
@@ -39,11 +41,17 @@ class OutputError(SacplanError):
 
 
 class VerificationFailed(SacplanError):
-    """The plan does not hold what it says; ``facts`` is what the JSON output gets."""
+    """The step is not what the plan says; ``answer`` is what was seen of it."""
 
-    def __init__(self, message: str, facts: dict[str, Any]) -> None:
+    def __init__(self, message: str, answer: Answer) -> None:
         super().__init__(message)
-        self.facts = facts
+        self.answer = answer
+
+
+def hinted(error: _Error, *hints: str) -> _Error:
+    """The error, with what to try; each hint becomes a line below the message."""
+    error.__notes__ = hints  # type: ignore[attr-defined]  # PEP 678, without add_note in Python 3.10
+    return error
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -52,7 +60,7 @@ def exit_code_of(error: BaseException) -> int:
         return INFEASIBLE
     if isinstance(error, VerificationFailed):
         return VERIFICATION_FAILED
-    if isinstance(error, (SacplanError, OSError, UsageProblem)):
+    if isinstance(error, (SacplanError, OSError, _UsageProblem)):
         return BAD_INPUT
     return UNEXPECTED
 
@@ -62,15 +70,17 @@ def report_error(error: Exception, *, as_json: bool, debug: bool) -> int:
     code = exit_code_of(error)
     if debug:
         traceback.print_exception(error)
-    message, hints = _message(error)
+    message = " ".join(_message(error).split())
+    answer = error.answer if isinstance(error, VerificationFailed) else Answer({}, ())
     if as_json:
-        print_json(_facts(error, message, code))
-    console = err_console()
-    console.print(f"error: {message}", style="bold red", soft_wrap=True, markup=False)
+        print_json({**answer.facts, "error": _facts(error, message, code)})
+    else:
+        answer.print(as_json=False)
+    say(f"error: {message}", "bold red")
+    for hint in _hints(error):
+        say(f"hint: {hint}")
     if code == UNEXPECTED and not debug:
-        hints = [*hints, "--debug shows where it comes from"]
-    for hint in hints:
-        console.print(f"hint: {hint}", soft_wrap=True, markup=False)
+        say("hint: --debug shows where it comes from")
     return code
 
 
@@ -82,12 +92,10 @@ def _facts(error: Exception, message: str, code: int) -> dict[str, Any]:
             "smallest_feasible_bytes": error.smallest_feasible_bytes,
             "binding": error.binding,
         }
-    if isinstance(error, VerificationFailed):
-        return error.facts | {"error": facts}
-    return {"error": facts}
+    return facts
 
 
-# arguments of the library in its messages, and what they are here
+# arguments of the library in its messages, and what they are called here
 _OPTIONS = (
     (r'budget="(\w+)"', r"--budget \1"),
     (r"\bfsdp_units: ", "--fsdp-unit: "),
@@ -96,26 +104,20 @@ _OPTIONS = (
 )
 
 
-def _with_options(text: str) -> str:
-    for argument, option in _OPTIONS:
-        text = re.sub(argument, option, text)
-    return text
+def _message(error: Exception) -> str:
+    if isinstance(error, _UsageProblem):
+        return str(error.format_message())  # type: ignore[attr-defined]
+    if isinstance(error, SacplanError):
+        text = str(error)
+        for argument, option in _OPTIONS:
+            text = re.sub(argument, option, text)
+        return text
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return f"{type(error).__name__}: {error}"
 
 
-def _message(error: Exception) -> tuple[str, list[str]]:
-    """One line, and what to try; notes on the exception (PEP 678) are hints."""
-    hints = list(getattr(error, "__notes__", ()))
-    if isinstance(error, UsageProblem):
-        context = getattr(error, "ctx", None)
-        if context is not None:
-            hints.append(f"{context.command_path} --help")
-        text = error.format_message()  # type: ignore[attr-defined]
-    elif isinstance(error, InfeasibleBudget):
-        text = _with_options(str(error))
-    elif isinstance(error, OSError) and error.filename is not None:
-        text = f"{error.filename}: {error.strerror}"
-    elif isinstance(error, SacplanError):
-        text = _with_options(str(error))
-    else:
-        text = f"{type(error).__name__}: {error}"
-    return " ".join(text.split()), hints
+def _hints(error: Exception) -> list[str]:
+    context = getattr(error, "ctx", None) if isinstance(error, _UsageProblem) else None
+    usage = [] if context is None else [f"{context.command_path} --help"]
+    return [*getattr(error, "__notes__", ()), *usage]

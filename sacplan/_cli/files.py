@@ -1,4 +1,4 @@
-"""Files that are written: whole or not at all, and never over something that sacplan did not write."""
+"""Output files: written whole or not at all, and never over something that sacplan did not write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sacplan._cli.exits import OutputError
 Kind = Literal["plan", "profile", "curve", "report", "trace"]
 
 _HEAD_CHARACTERS = 4096
-# what is in a file of each kind, and whether it is at the beginning
+# what a file of each kind contains, and whether it is at the beginning
 _SIGNS: dict[Kind, tuple[str, bool]] = {
     "plan": (r'\A\{"what": "plan"', True),
     "profile": (r'\A\{"what": "profile"', True),
@@ -25,8 +25,10 @@ _SIGNS: dict[Kind, tuple[str, bool]] = {
 }
 
 
-def check_output(path: Path, kind: Kind, force: bool) -> None:
-    """``OutputError`` where the file cannot be written, or is there and is not a ``kind`` of ours. Before any work."""
+def check_output(path: Path | None, kind: Kind, *, force: bool) -> None:
+    """Before any work: ``OutputError`` if the file cannot be written, or exists and is not a ``kind`` of ours."""
+    if path is None:
+        return
     if path.is_dir():
         raise OutputError(f"{path} is a directory; name a file in it.")
     if not path.parent.is_dir():
@@ -36,7 +38,7 @@ def check_output(path: Path, kind: Kind, force: bool) -> None:
             raise OutputError(f"{path} is not a regular file; name one.")
         if not force and path.stat().st_size and not _is_ours(path, kind):
             raise OutputError(
-                f"{path} is there and is not a sacplan {kind}; choose another name, or overwrite it with --force."
+                f"{path} exists and is not a sacplan {kind}; choose another name, or overwrite it with --force."
             )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise OutputError(f"{path} cannot be written: no permission.")
@@ -44,8 +46,10 @@ def check_output(path: Path, kind: Kind, force: bool) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name to write to; the file takes its place when all is written, and is as before otherwise."""
-    part = path.with_name(f".{os.getpid()}-part-{path.name}")  # the ending says whether it is compressed
+    """A name to write to; it replaces the file when all is written, and otherwise the file stays as it was."""
+    part = path.with_name(
+        f".{os.getpid()}-part-{path.name}"
+    )  # keeps the suffix, which says if it is compressed
     try:
         yield part
         os.replace(part, path)
@@ -60,5 +64,5 @@ def _is_ours(path: Path, kind: Kind) -> bool:
     try:
         with opener(path, "rt", encoding="utf-8", errors="replace") as file:
             return re.search(sign, file.read(characters)) is not None
-    except (OSError, EOFError):  # named .gz and is not
+    except (OSError, EOFError):  # named .gz, but not compressed
         return False

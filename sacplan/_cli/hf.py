@@ -3,109 +3,38 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sacplan._cli import architectures
 from sacplan._cli.exits import TargetError
+from sacplan._cli.options import HF_DEFAULTS, HfOptions
+from sacplan._cli.targets import Target
 
-if TYPE_CHECKING:
-    from sacplan._program.fingerprint import Fingerprint
-
-DEFAULT_BATCH = 1
-DEFAULT_SEQ = 1024
-DEFAULT_DTYPE = "bfloat16"
-DEFAULT_OPTIMIZER = "adamw"
 _IMAGE = 224  # pixels, for a configuration that says nothing
 
-
-@dataclass(frozen=True, slots=True)
-class HfOptions:
-    """What the command line says about an ``hf:`` target; None where it says nothing."""
-
-    batch: int | None = None
-    seq: int | None = None
-    dtype: str | None = None
-    optimizer: str | None = None
-    attn: str | None = None
-
-    def given(self) -> list[str]:
-        """Those that were given, as they are written."""
-        return [f"--{f.name}" for f in fields(self) if getattr(self, f.name) is not None]
-
-    def words(self) -> str:
-        """As they are written, with their values."""
-        return " ".join(f"{name} {getattr(self, name[2:])}" for name in self.given())
-
-    def over(self, other: HfOptions) -> HfOptions:
-        """With the other's in the place of what was not given."""
-        mine = {name[2:]: getattr(self, name[2:]) for name in self.given()}
-        return replace(other, **mine)
-
-    def less(self, other: HfOptions) -> HfOptions:
-        """Those that the other has not given."""
-        return replace(self, **{name[2:]: None for name in other.given()})
-
-    @classmethod
-    def of_fingerprint(cls, fingerprint: Fingerprint) -> HfOptions:
-        """What a plan of the library shows of the model and the batch: all but optimizer and attention."""
-        shapes = {path: shape for path, shape, _ in fingerprint.batch}
-        tokens = shapes.get("batch['input_ids']")
-        first = tokens or shapes.get("batch['pixel_values']")
-        types = Counter(
-            dtype.removeprefix("frozen ").removeprefix("torch.") for _, _, dtype in fingerprint.parameters
-        )
-        return cls(
-            batch=first[0] if first else None,
-            seq=tokens[1] if tokens else None,
-            dtype=types.most_common(1)[0][0] if types else None,
-        )
-
-
-@dataclass(frozen=True)
-class Built:
-    """A model, its batch and its optimizer; ``facts`` are the choices in it."""
-
-    model: Any
-    batch: Any
-    optimizer: Any
-    make_batch: Callable[[int], Any]
-    facts: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """A kind of model that has a loss of its own: the Auto class that makes it, and what its batch holds."""
-
-    auto: str
-    table: str
-    images: bool = False
-
-
+_IMAGES = "image classification"
+# models with a loss of their own: the Auto class that makes them, and transformers' table of their classes
 _TASKS = {
-    "seq2seq": _Task("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
-    "image classification": _Task(
-        "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", images=True
-    ),
-    # before causal LM: BERT and its relatives are in both, and are trained on masks
-    "masked LM": _Task("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
-    "causal LM": _Task("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
+    _IMAGES: ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
+    # before causal LM: BERT and its relatives are in both tables, and are trained on masks
+    "masked LM": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
+    "causal LM": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
 }
 
 
-def build(name: str, options: HfOptions, place: str) -> Built:
-    """The model that a name or a configuration file describes, in training mode.
+def build(target: str, asked: HfOptions, place: str) -> Target:
+    """The model that a name or a configuration file describes, in training mode, with a batch and an optimizer.
 
     Args:
-        name: of the table, of a directory or a file, or of a configuration in the local cache.
-        options: sizes and types.
-        place: where the tensors are; on ``"meta"`` there are no weights, elsewhere random ones.
+        target: ``hf:`` and a name in our table, a directory, a file, or a configuration in the local cache.
+        asked: sizes and types.
+        place: where the tensors are; on ``"meta"`` there are no weights, elsewhere they are random.
 
     Raises:
-        TargetError: transformers is missing, the configuration is not here, or is of a model without a loss.
+        TargetError: transformers is missing, there is no such configuration here, or its model has no loss.
     """
     try:
         import transformers
@@ -115,33 +44,41 @@ def build(name: str, options: HfOptions, place: str) -> Built:
         ) from error
     import torch
 
+    name = target.removeprefix("hf:")
+    options = replace(HF_DEFAULTS, **asked.given())
     config = _config(name)
-    kind = _task_of(config)
-    task = _TASKS[kind]
-    dtype = getattr(torch, options.dtype or DEFAULT_DTYPE)
-    batch_size = DEFAULT_BATCH if options.batch is None else options.batch
-    seq = _seq(name, config, task, options.seq)
+    task = _task_of(config)
+    seq = None if task == _IMAGES and asked.seq is None else _seq(name, config, task, asked.seq)
+    dtype = getattr(torch, str(options.dtype))
     if hasattr(config, "use_cache"):
         config.use_cache = False  # nobody generates while training, and the cache would be held as an output
     attn = {} if options.attn is None else {"attn_implementation": options.attn}
     with torch.device(place):
-        model = getattr(transformers, task.auto).from_config(config, dtype=dtype, **attn)
-    if kind == "causal LM" and getattr(model, "loss_type", "") is None:
-        model.loss_type = (
-            "ForCausalLM"  # what it falls back to, with a warning, where the class is named otherwise
-        )
-    make_batch = functools.partial(_batch, config, task, seq, dtype, place)
-    facts: dict[str, Any] = {
+        model = getattr(transformers, _TASKS[task][0]).from_config(config, dtype=dtype, **attn)
+    if task == "causal LM" and getattr(model, "loss_type", "") is None:
+        # what transformers falls back to, with a warning, for a class whose name does not say it
+        model.loss_type = "ForCausalLM"
+    make_batch = functools.partial(_batch, config, seq, dtype, place)
+    optimizers: dict[str | None, Any] = {
+        "adamw": torch.optim.AdamW,
+        "adamw-fused": functools.partial(torch.optim.AdamW, fused=True),
+        "sgd": torch.optim.SGD,
+        "none": None,
+    }
+    facts = {
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "task": kind,
-        "batch": batch_size,
-        **({} if task.images else {"seq": seq}),
-        "dtype": options.dtype or DEFAULT_DTYPE,
+        "task": task,
+        "batch": options.batch,
+        **({} if seq is None else {"seq": seq}),
+        "dtype": options.dtype,
         "attn": config._attn_implementation,
-        "optimizer": options.optimizer or DEFAULT_OPTIMIZER,
+        "optimizer": options.optimizer,
     }
-    return Built(model.train(), make_batch(batch_size), _optimizer(options.optimizer), make_batch, facts)
+    optimizer = optimizers[options.optimizer]
+    return Target(
+        target, model.train(), make_batch(int(options.batch or 1)), None, optimizer, make_batch, facts
+    )
 
 
 def _config(name: str) -> Any:
@@ -174,39 +111,37 @@ def _config(name: str) -> Any:
 def _task_of(config: Any) -> str:
     from transformers.models.auto import modeling_auto
 
-    tables: dict[str, Any] = {kind: getattr(modeling_auto, task.table) for kind, task in _TASKS.items()}
+    tables: dict[str, Any] = {task: getattr(modeling_auto, table) for task, (_, table) in _TASKS.items()}
     wanted = (getattr(config, "architectures", None) or [""])[0]
-    for kind, table in tables.items():
+    for task, table in tables.items():
         names = [n for v in table.values() for n in ((v,) if isinstance(v, str) else v)]
         if wanted in names:
-            return kind
-    bodies = ("", "Model", "ForPreTraining")  # without a head, or with one that the others contain
-    if wanted.endswith(bodies[1:]) or not wanted:
-        for kind, table in tables.items():
-            if config.model_type in table and (kind != "seq2seq" or config.is_encoder_decoder):
-                return kind
+            return task
+    if not wanted or wanted.endswith(("Model", "ForPreTraining")):  # no head, or one that contains the others
+        for task, table in tables.items():
+            if config.model_type in table and (task != "seq2seq" or config.is_encoder_decoder):
+                return task
     raise TargetError(
         f"hf: targets are {', '.join(_TASKS)}; this configuration is of a {wanted or config.model_type!r}. "
         "Write a function that returns the model and a batch, and give it as train.py:make."
     )
 
 
-def _seq(name: str, config: Any, task: _Task, asked: int | None) -> int:
-    if task.images:
-        if asked is not None:
-            raise TargetError(f"{name} reads images; --seq is for models that read tokens.")
-        return 0
+def _seq(name: str, config: Any, task: str, asked: int | None) -> int:
+    if task == _IMAGES:
+        raise TargetError(f"{name} reads images; --seq is for models that read tokens.")
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if asked is not None and limit is not None and asked > limit:
         raise TargetError(f"--seq {asked}: {name} has positions for {limit} tokens.")
-    return asked if asked is not None else min(DEFAULT_SEQ, limit or DEFAULT_SEQ)
+    default = int(HF_DEFAULTS.seq or 0)
+    return asked if asked is not None else min(default, limit or default)
 
 
-def _batch(config: Any, task: _Task, seq: int, dtype: Any, place: str, size: int) -> dict[str, Any]:
+def _batch(config: Any, seq: int | None, dtype: Any, place: str, size: int) -> dict[str, Any]:
     """Full sequences without padding, or images; with labels."""
     import torch
 
-    if task.images:
+    if seq is None:
         pixels = getattr(config, "image_size", _IMAGE)
         height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
         channels = getattr(config, "num_channels", 3)
@@ -214,18 +149,5 @@ def _batch(config: Any, task: _Task, seq: int, dtype: Any, place: str, size: int
             "pixel_values": torch.zeros(size, channels, height, width, dtype=dtype, device=place),
             "labels": torch.zeros(size, dtype=torch.long, device=place),
         }
-    vocab = config.get_text_config().vocab_size
-    ids = torch.randint(0, vocab, (size, seq), device=place)
+    ids = torch.randint(0, config.get_text_config().vocab_size, (size, seq), device=place)
     return {"input_ids": ids, "labels": ids.clone()}
-
-
-def _optimizer(name: str | None) -> Any:
-    import torch
-
-    known: dict[str, Any] = {
-        "adamw": torch.optim.AdamW,
-        "adamw-fused": functools.partial(torch.optim.AdamW, fused=True),
-        "sgd": torch.optim.SGD,
-        "none": None,
-    }
-    return known[name or DEFAULT_OPTIMIZER]

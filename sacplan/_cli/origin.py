@@ -1,25 +1,29 @@
 """What an ``hf:`` model and batch were made with, kept in the file of a profile or a plan; verify makes them again.
 
 origin = Origin.of(target)
-save(plan, Path("plan.json"), origin)
+save(plan, Path("plan.json"), "plan", origin)
 origin_in(Path("plan.json"), "plan") == origin
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from sacplan._cli.hf import HfOptions
-from sacplan._cli.options import Dtype, Optimizer
+from sacplan._cli import options as o
+from sacplan._cli.files import replacing
+from sacplan._cli.targets import Target
 
 if TYPE_CHECKING:
     from sacplan import Plan, Profile
-    from sacplan._cli.targets import Target
+    from sacplan._program.fingerprint import Fingerprint
 
-# beside the model and the batch that a file is for; who reads a fingerprint takes what it knows and leaves the rest
+What = Literal["plan", "profile"]
+
+# beside the model and the batch that a file is for; whoever reads a fingerprint ignores what it does not know
 _SECTION, _KEY = "fingerprint", "target"
 
 
@@ -29,57 +33,72 @@ class Origin:
 
     Attributes:
         name: as it was written, ``hf:gpt2``.
-        options: what was chosen for it, all of it.
+        options: everything that was chosen for it.
     """
 
     name: str
-    options: HfOptions
+    options: o.HfOptions
 
     @classmethod
     def of(cls, target: Target, **chosen: Any) -> Origin | None:
-        """Of a target as it was loaded; None where the target's own code decides. ``chosen`` goes before its facts."""
+        """Of a loaded target; None where its own code decides. ``chosen`` overrides its facts."""
         if not target.facts:
             return None
         facts = {**target.facts, **chosen}
-        return cls(target.name, HfOptions(**{k: facts.get(k) for k in asdict(HfOptions())}))
+        return cls(target.name, o.HfOptions(**{f.name: facts.get(f.name) for f in fields(o.HfOptions)}))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return {"name": self.name} | {k: v for k, v in asdict(self.options).items() if v is not None}
+        return {"name": self.name, **self.options.given()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Origin:
-        """The inverse of ``to_dict``; a ``ValueError`` where a choice is none of ours."""
-        batch, seq, dtype, optimizer = (data.get(k) for k in ("batch", "seq", "dtype", "optimizer"))
-        options = HfOptions(
-            batch=None if batch is None else int(batch),
-            seq=None if seq is None else int(seq),
-            dtype=None if dtype is None else Dtype(dtype).value,
-            optimizer=None if optimizer is None else Optimizer(optimizer).value,
-            attn=data.get("attn"),
-        )
-        return cls(data["name"], options)
+        """The inverse of ``to_dict``.
+
+        Raises:
+            ValueError: a choice that the command line does not offer.
+        """
+        for name, choices in (("dtype", o.Dtype), ("optimizer", o.OptimizerName)):
+            if name in data and data[name] not in get_args(choices):
+                raise ValueError(f"{data[name]!r} is not a {name} that the command line knows")
+        sizes = {name: int(data[name]) for name in ("batch", "seq") if name in data}
+        chosen: dict[str, Any] = {f.name: data.get(f.name) for f in fields(o.HfOptions)}
+        return cls(data["name"], o.HfOptions(**{**chosen, **sizes}))
 
 
-def save(made: Plan | Profile, path: Path, origin: Origin | None) -> None:
-    """Save a profile or a plan, with what made the model and the batch that it is of."""
-    from sacplan._plan.plan import Plan
+def save(made: Plan | Profile, path: Path | None, what: What, origin: Origin | None) -> None:
+    """Save a profile or a plan where it is wanted, with what its model and batch were made with."""
     from sacplan._program.files import write_json
 
-    made.save(path)
-    if origin is not None:
-        data = _read(path, "plan" if isinstance(made, Plan) else "profile")
-        data[_SECTION][_KEY] = origin.to_dict()
-        write_json(path, data)
+    if path is None:
+        return
+    with replacing(path) as part:
+        made.save(part)
+        if origin is not None:
+            data = _read(part, what)
+            data[_SECTION][_KEY] = origin.to_dict()
+            write_json(part, data)
 
 
-def origin_in(path: Path, what: Literal["plan", "profile"]) -> Origin | None:
-    """What a file says about its target; None where it was not an ``hf:`` one, or the file is the library's."""
+def origin_in(path: Path, what: What) -> Origin | None:
+    """What a file says about its target; None if it was not an ``hf:`` target, or the library wrote the file."""
     found = _read(path, what)[_SECTION].get(_KEY)
     return None if found is None else Origin.from_dict(found)
 
 
-def _read(path: Path, what: Literal["plan", "profile"]) -> dict[str, Any]:
+def seen_in(fingerprint: Fingerprint) -> o.HfOptions:
+    """What a plan of the library shows of its model and batch: everything but optimizer and attention."""
+    shapes = {path: shape for path, shape, _ in fingerprint.batch}
+    tokens = shapes.get("batch['input_ids']")
+    first = tokens or shapes.get("batch['pixel_values']")
+    types = Counter(
+        dtype.removeprefix("frozen ").removeprefix("torch.") for _, _, dtype in fingerprint.parameters
+    )
+    dtype: Any = types.most_common(1)[0][0] if types else None
+    return o.HfOptions(first[0] if first else None, tokens[1] if tokens else None, dtype)
+
+
+def _read(path: Path, what: What) -> dict[str, Any]:
     from sacplan._plan import plan
     from sacplan._profile import profile
     from sacplan._program.files import read_json

@@ -12,30 +12,38 @@ from typing import Any, TextIO
 
 import typer
 from rich import box
-from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from rich.table import Column, Table
 
 from sacplan.errors import SacplanWarning
 
 _UNLIMITED = 10_000  # columns in a pipe: one line stays one line, to be searched
+_FOLDED = 30  # columns that the last column of a table keeps when it folds
 
 
-def out_console() -> Console:
-    """Console on stdout."""
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(highlight=False, width=None if known else _UNLIMITED, **_plain())
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a command found.
 
+    Attributes:
+        facts: for ``--json``.
+        shown: tables and lines for people, on stdout.
+        notes: remarks for people, on stderr.
+    """
 
-def err_console() -> Console:
-    """Console on stderr."""
-    return Console(stderr=True, highlight=False, **_plain())
+    facts: dict[str, Any]
+    shown: Sequence[Table | str]
+    notes: Sequence[str] = ()
 
-
-def _plain() -> dict[str, Any]:
-    # rich keeps bold and dim under NO_COLOR; without a colour system it writes no escape at all
-    return {"no_color": True, "color_system": None} if os.environ.get("NO_COLOR") else {}
+    def print(self, *, as_json: bool) -> None:
+        """To stdout as JSON, or for people."""
+        if as_json:
+            print_json(self.facts)
+            return
+        for part in self.shown:
+            typer.echo(part) if isinstance(part, str) else _print_table(part)
+        for text in self.notes:
+            note(text)
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -43,24 +51,34 @@ def print_json(value: dict[str, Any]) -> None:
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
-@contextlib.contextmanager
-def stage(name: str) -> Iterator[Callable[[str], None]]:
-    """Says what is going on, on stderr and only to a person; yields a function that says how far it is."""
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    with err_console().status(f"{name} ...", spinner="line") as status:
-        yield lambda text: status.update(f"{name} ... {text}")
+def _console(*, stderr: bool = False) -> Console:
+    known = stderr or sys.stdout.isatty() or "COLUMNS" in os.environ
+    # rich keeps bold and dim under NO_COLOR; without a color system it writes no escape codes at all
+    plain: dict[str, Any] = {"no_color": True, "color_system": None} if os.environ.get("NO_COLOR") else {}
+    # no markup: the name of a module may hold brackets
+    return Console(
+        stderr=stderr,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        width=None if known else _UNLIMITED,
+        **plain,
+    )
+
+
+def say(text: str, style: str | None = None) -> None:
+    """One line on stderr."""
+    _console(stderr=True).print(text, style=style, soft_wrap=True)
 
 
 def note(text: str) -> None:
     """A remark on stderr."""
-    err_console().print(f"note: {text}", soft_wrap=True, markup=False)
+    say(f"note: {text}")
 
 
 def warn(text: str) -> None:
     """A remark on stderr about what may not have been meant."""
-    err_console().print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
+    say(f"warning: {text}", "yellow")
 
 
 def show_warning(
@@ -71,77 +89,70 @@ def show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """In the place of ``warnings.showwarning``: our own are sentences for people."""
+    """Replaces ``warnings.showwarning``: our own warnings are sentences for people."""
     ours = issubclass(category, SacplanWarning)
     note(str(message) if ours else f"{filename}:{lineno}: {category.__name__}: {message}")
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column of a table: its title, and whether it holds numbers."""
+@contextlib.contextmanager
+def stage(name: str) -> Iterator[Callable[[str], None]]:
+    """Says what is going on, on stderr and only on a terminal; yields a function that reports progress."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    with _console(stderr=True).status(f"{name} ...", spinner="line") as status:
+        yield lambda text: status.update(f"{name} ... {text}")
 
-    title: str
-    numbers: bool = False
+
+def number(title: str) -> Column:
+    """A column of numbers."""
+    return Column(title, justify="right")
 
 
-def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
+def table(columns: Sequence[Column | str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table with a header; where it is too wide for the terminal, one record after the other."""
+    fresh = (c.copy() if isinstance(c, Column) else c for c in columns)  # a rich column collects its cells
+    made = Table(*fresh, box=None, pad_edge=False, safe_box=True)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def pairs(rows: Sequence[tuple[str, str]]) -> Table:
     """Labels and what they stand for; the text folds beside its label."""
-    console = out_console()
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, text in pairs:
-        grid.add_row(_cell(label), _cell(text))
-    if max(cell_len(label) for label, _ in pairs) > console.width // 2:
-        for label, text in pairs:
-            console.print(label, style="bold", markup=False)
-            console.print(f"  {text}", soft_wrap=True, markup=False)
-    else:
-        _print_whole(console, grid)
-
-
-def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """A table where it fits without folding, else one record after the other."""
-    console = out_console()
-    widths = [
-        max(cell_len(text) for text in (column.title, *(row[i] for row in rows)))
-        for i, column in enumerate(columns)
-    ]
-    last_may_fold = widths[-1] > 30 and not columns[-1].numbers
-    needed = sum(widths[:-1]) + (30 if last_may_fold else widths[-1]) + 2 * len(columns) + 2
-    if needed > console.width:
-        _print_records(console, columns, rows)
-        return
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, safe_box=True)
-    for i, column in enumerate(columns):
-        foldable = last_may_fold and i == len(columns) - 1
-        table.add_column(
-            column.title,
-            justify="right" if column.numbers else "left",
-            no_wrap=not foldable,
-            overflow="fold",
-        )
+    grid = Table.grid(Column(style="bold", overflow="fold"), Column(overflow="fold"), padding=(0, 2))
     for row in rows:
-        table.add_row(*(_cell(text) for text in row))
-    _print_whole(console, table)
+        grid.add_row(*row)
+    return grid
 
 
-def _print_whole(console: Console, table: Table) -> None:
-    if console.is_terminal:
-        console.print(table)
-        return
+def _print_table(made: Table) -> None:
+    console = _console()
     with console.capture() as text:
-        console.print(table)
-    typer.echo("\n".join(line.rstrip() for line in text.get().splitlines()))  # rich fills lines with blanks
+        if not made.show_header or _fits(made, console):
+            console.print(made)
+        else:
+            _print_records(made, console)
+    typer.echo("\n".join(line.rstrip() for line in text.get().splitlines()))  # rich pads lines with blanks
 
 
-def _print_records(console: Console, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    for row in rows:
-        console.print(row[0], style="bold", markup=False, soft_wrap=True)
-        for column, text in list(zip(columns, row, strict=True))[1:]:
-            if text:
-                console.print(f"  {column.title}: {text}", markup=False, soft_wrap=True)
+def _fits(made: Table, console: Console) -> bool:
+    """Whether nothing has to fold except text in the last column."""
+    *others, last = made.columns
+    made.box = box.SIMPLE_HEAD if console.is_terminal else None
+    for column in others:
+        column.no_wrap = True
+    last.overflow = "fold"
+    last.max_width = _FOLDED if last.justify == "left" else None
+    needed = console.measure(made, options=console.options.update(max_width=_UNLIMITED)).maximum
+    last.max_width = None
+    return needed <= console.width
 
 
-def _cell(text: str) -> Text:
-    return Text(text)  # a module's name may hold brackets, which are not markup
+def _print_records(made: Table, console: Console) -> None:
+    _, *titles = (column.header for column in made.columns)
+    for name, *cells in zip(*(column.cells for column in made.columns), strict=True):
+        console.print(name, style="bold", soft_wrap=True)
+        for title, cell in zip(titles, cells, strict=True):
+            if cell:
+                console.print(f"  {title}: {cell}", soft_wrap=True)

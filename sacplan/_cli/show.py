@@ -1,4 +1,4 @@
-"""Results as text: what a profile, a plan, a verification, a frontier and the devices look like."""
+"""Results as tables for people and as facts for ``--json``: profiles, plans, verifications, targets."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sacplan._cli.output import Column, note, print_pairs, print_table
+from rich.table import Table
+
+from sacplan._cli.output import number, pairs, table
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pandas as pd
 
     from sacplan import Plan, Profile, Verification
     from sacplan._cli.targets import Target
@@ -22,31 +22,32 @@ if TYPE_CHECKING:
 _GROUPS = 20  # rows of units; the rest is counted
 _OPS = 6  # names in a row
 
-Pairs = list[tuple[str, str]]
-
 
 def size(n_bytes: int | None) -> str:
     """Bytes for people, and exactly."""
+    return "none" if n_bytes is None else f"{rounded_size(n_bytes)} ({n_bytes} bytes)"
+
+
+def rounded_size(n_bytes: int) -> str:
+    """Bytes for people: ``2.41 GiB``."""
     from sacplan._program.budget import format_bytes
 
-    return "none" if n_bytes is None else f"{format_bytes(n_bytes)} ({n_bytes} bytes)"
+    return format_bytes(n_bytes)
 
 
-def share(part: float, whole: float) -> str:
-    """In percent."""
+def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "0.0%"
 
 
-def target_pairs(facts: Mapping[str, Any]) -> Pairs:
-    """What was chosen for an ``hf:`` target."""
-    if not facts:
-        return []
+def model_row(facts: Mapping[str, Any], model_class: str) -> tuple[str, str]:
+    """The model, and what was chosen for it if it is of an ``hf:`` target."""
     shown = {k: f"{v:,}" if k == "parameters" else str(v) for k, v in facts.items() if k != "model"}
-    return [("model", f"{facts['model']} ({', '.join(f'{k} {v}' for k, v in shown.items())})")]
+    chosen = f" ({', '.join(f'{k} {v}' for k, v in shown.items())})" if shown else ""
+    return "model", f"{facts.get('model', model_class)}{chosen}"
 
 
 def ranks_text(ranks: Ranks, program: Program | None = None) -> str:
-    """Over how many ranks a step is spread, and how; with its recording, how many modules each pattern is."""
+    """Over how many ranks a step is spread, and how; with its program, how many modules each pattern matches."""
     if ranks.world_size == 1:
         return "one device"
     if ranks.fsdp_units is None:
@@ -65,8 +66,26 @@ def _unit(pattern: str, program: Program | None) -> str:
     return f"{len(resolve_units([pattern], program))} x {pattern}"
 
 
-def _spread(ranks: Ranks, program: Program | None = None) -> str:
-    return "" if ranks.world_size == 1 else f", {ranks_text(ranks, program)}"
+def _device(text: str, ranks: Ranks, program: Program | None = None) -> tuple[str, str]:
+    return "device", text if ranks.world_size == 1 else f"{text}, {ranks_text(ranks, program)}"
+
+
+def target_facts(target: Target | None, output: Path | None = None) -> dict[str, Any]:
+    """The target, if there is one, and where the result was saved, if it was."""
+    facts: dict[str, Any] = {} if target is None else {"target": target.name}
+    if target is not None and target.facts:
+        facts["hf"] = dict(target.facts)
+    return facts if output is None else {**facts, "output": str(output)}
+
+
+def remarks(profile: Profile, what: str, output: Path | None) -> list[str]:
+    """What was assumed, and where the result was saved."""
+    return [*(f"assumed: {sentence}" for sentence in profile.assumptions), *saved(what, output)]
+
+
+def saved(what: str, output: Path | None) -> list[str]:
+    """Where the result was saved, if it was."""
+    return [] if output is None else [f"{what} written to {output}"]
 
 
 def profile_facts(profile: Profile) -> dict[str, Any]:
@@ -89,23 +108,19 @@ def profile_facts(profile: Profile) -> dict[str, Any]:
     }
 
 
-def show_profile(profile: Profile, facts: Mapping[str, Any]) -> None:
+def profile_table(profile: Profile, facts: Mapping[str, Any]) -> Table:
     """A profile."""
-    run = profile.baseline
-    where = run.peak_phase.name.lower() + (f" of {run.peak_fqn}" if run.peak_fqn else "")
-    print_pairs(
+    baseline = profile.baseline
+    where = baseline.peak_phase.name.lower() + (f" of {baseline.peak_fqn}" if baseline.peak_fqn else "")
+    return pairs(
         [
-            *(target_pairs(facts) or [("model", profile.fingerprint.model_class)]),
-            (
-                "device",
-                f"{profile.device}, {size(profile.device_memory_bytes)}{_spread(profile.ranks, profile.program)}",
-            ),
+            model_row(facts, profile.fingerprint.model_class),
+            _device(f"{profile.device}, {size(profile.device_memory_bytes)}", profile.ranks, profile.program),
             ("peak", f"{size(profile.peak_bytes)}, in the {where}"),
             ("step", f"{profile.step_ms:.2f} ms ({profile.runtime}), forward {profile.forward_ms:.2f} ms"),
             ("recorded", f"{len(profile.program.ops)} ops ({profile.trace})"),
         ]
     )
-    _assumptions(profile)
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
@@ -129,38 +144,29 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     }
 
 
-def show_plan(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> None:
+def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[Table]:
     """A plan, and what its units discard."""
-    print_pairs(
+    summary = pairs(
         [
-            *(target_pairs(facts) or [("model", plan.fingerprint.model_class)]),
-            ("device", plan.device + _spread(plan.ranks, profile.program)),
+            model_row(facts, plan.fingerprint.model_class),
+            _device(plan.device, plan.ranks, profile.program),
             ("unplanned", size(plan.baseline_peak_bytes)),
             ("budget", size(plan.budget_bytes)),
             ("planned", size(plan.peak_bytes)),
             (
                 "recompute",
-                f"{plan.recompute_ms:.2f} ms, {share(plan.recompute_ms, plan.step_ms)} of a step of "
-                f"{plan.step_ms:.2f} ms; {share(plan.recompute_flops, plan.step_flops)} of its FLOPs",
+                f"{plan.recompute_ms:.2f} ms, {_share(plan.recompute_ms, plan.step_ms)} of a step of "
+                f"{plan.step_ms:.2f} ms; {_share(plan.recompute_flops, plan.step_flops)} of its FLOPs",
             ),
-            ("no less than", f"{plan.lower_bound_ms:.2f} ms, for any schedule with that peak"),
+            ("lower bound", f"{plan.lower_bound_ms:.2f} ms, for any schedule with that peak"),
             ("solver", f"{plan.solver}, {plan.status}"),
         ]
     )
-    if plan.units:
-        print_table(*_units(plan))
-    _assumptions(profile)
+    return [summary, _units_table(plan)] if plan.units else [summary]
 
 
-def _units(plan: Plan) -> tuple[Sequence[Column], list[list[str]]]:
+def _units_table(plan: Plan) -> Table:
     """Units that do the same are one row."""
-    columns = (
-        Column("modules"),
-        Column("units", numbers=True),
-        Column("discard", numbers=True),
-        Column("ms again", numbers=True),
-        Column("what runs again"),
-    )
     groups: dict[Any, list[str]] = {}
     for fqn, unit in plan.units.items():
         groups.setdefault((re.sub(r"\d+", "*", fqn), tuple(unit.discarded)), []).append(fqn)
@@ -176,13 +182,11 @@ def _units(plan: Plan) -> tuple[Sequence[Column], list[list[str]]]:
                 _op_counts(sites),
             ]
         )
-    if len(rows) > _GROUPS:
-        left = rows[_GROUPS:]
-        rows = [
-            *rows[:_GROUPS],
-            [f"and {len(left)} more groups", str(sum(int(r[1]) for r in left)), "", "", "see -o or --json"],
-        ]
-    return columns, rows
+    if left := rows[_GROUPS:]:
+        units_left = str(sum(int(row[1]) for row in left))
+        rows[_GROUPS:] = [[f"and {len(left)} more groups", units_left, "", "", "see -o or --json"]]
+    columns = ("modules", number("units"), number("discard"), number("recompute ms"), "what is recomputed")
+    return table(columns, rows)
 
 
 def together(names: Sequence[str]) -> str:
@@ -214,112 +218,18 @@ def _op_counts(sites: Sequence[tuple[str, int]]) -> str:
     return ", ".join([*words[:_OPS], *more])
 
 
-def verification_facts(seen: Verification) -> dict[str, Any]:
-    """A verification for ``--json``."""
-    return {
-        "verified": seen.within_budget,
-        "peak_bytes": seen.peak_bytes,
-        "predicted_peak_bytes": seen.predicted_peak_bytes,
-        "budget_bytes": seen.budget_bytes,
-        "recompute_flops": seen.recompute_flops,
-        "step_ms": seen.step_ms,
-        "run": seen.run,
-        "source": seen.source,
-    }
-
-
-def show_verification(seen: Verification, plan: Plan, facts: Mapping[str, Any]) -> None:
+def verification_table(seen: Verification, plan: Plan, facts: Mapping[str, Any]) -> Table:
     """A verification."""
-    print_pairs(
+    return pairs(
         [
-            *(target_pairs(facts) or [("model", plan.fingerprint.model_class)]),
-            *([("device", plan.device + _spread(plan.ranks))] if plan.ranks.world_size > 1 else []),
+            model_row(facts, plan.fingerprint.model_class),
+            *([_device(plan.device, plan.ranks)] if plan.ranks.world_size > 1 else []),
             ("budget", size(seen.budget_bytes)),
             ("planned", size(seen.predicted_peak_bytes)),
             ("seen", f"{size(seen.peak_bytes)}, {seen.source}"),
-            ("difference", f"planned is {seen.error:+.3%} of seen"),
+            ("difference", f"{seen.error:+.3%}, planned against seen"),
             ("recompute", f"{seen.recompute_flops / 1e9:.2f} GFLOP"),
             ("step", f"{seen.step_ms:.2f} ms ({'wall time' if seen.run == 'real' else 'predicted'})"),
             ("verdict", "within the budget" if seen.within_budget else "OVER the budget"),
         ]
     )
-
-
-_FRONTIER = {
-    "solver": Column("solver"),
-    "budget_bytes": Column("budget", numbers=True),
-    "peak_bytes": Column("peak", numbers=True),
-    "recompute_ms": Column("ms again", numbers=True),
-    "recompute_share": Column("of step", numbers=True),
-    "lower_bound_ms": Column("no less than", numbers=True),
-    "recompute_flops_share": Column("of FLOPs", numbers=True),
-    "units": Column("units", numbers=True),
-    "status": Column("status"),
-}
-
-
-def show_frontier(frame: pd.DataFrame, profile: Profile) -> None:
-    """A frontier."""
-    from sacplan._program.budget import format_bytes
-
-    def text(column: str, value: Any) -> str:
-        if column.endswith("_bytes"):
-            return format_bytes(int(value))
-        if column.endswith("_share"):
-            return f"{value:.1%}"
-        return f"{value:.2f}" if column.endswith("_ms") else str(value)
-
-    rows = [[text(c, row[c]) for c in _FRONTIER] for row in frame.to_dict("records")]
-    print_table(list(_FRONTIER.values()), rows)
-    if profile.ranks.world_size > 1:
-        note(f"all figures are those of {ranks_text(profile.ranks, profile.program)}")
-
-
-def show_devices(frame: pd.DataFrame) -> None:
-    """The device table."""
-    titles = {
-        "memory_gib": "GiB",
-        "bandwidth_gb_per_s": "GB/s",
-        "float32_tflops": "fp32 TFLOP/s",
-        "bfloat16_tflops": "bf16",
-        "float16_tflops": "fp16",
-        "float8_tflops": "fp8",
-        "capability": "capability",
-    }
-    columns = [Column("name"), *(Column(t, numbers=True) for t in titles.values()), Column("source")]
-    rows = [
-        [str(name), *(_figure(row[c]) for c in titles), str(row["source"])] for name, row in frame.iterrows()
-    ]
-    print_table(columns, rows)
-
-
-def _figure(value: Any) -> str:
-    if value is None or value != value:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def saved(paths: Mapping[str, Any]) -> None:
-    """Which files were written; on stderr, since the result is above."""
-    for what, path in paths.items():
-        if path is not None:
-            note(f"{what} written to {path}")
-
-
-def _assumptions(profile: Profile) -> None:
-    for sentence in profile.assumptions:
-        note(f"assumed: {sentence}")
-
-
-def target_facts(target: Target | None) -> dict[str, Any]:
-    """A target for ``--json``."""
-    return (
-        {}
-        if target is None
-        else {"target": target.name, **({"hf": dict(target.facts)} if target.facts else {})}
-    )
-
-
-def output_fact(output: Path | None) -> dict[str, Any]:
-    """Where a result was saved, for ``--json``."""
-    return {} if output is None else {"output": str(output)}

@@ -1,83 +1,28 @@
-"""From what the command line names to the values that the stages hand on: targets, profiles, plans, devices."""
+"""From what the command line names to what the library works on: devices, profiles, plans, verifications."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sacplan._cli import show
-from sacplan._cli.exits import TargetError
-from sacplan._cli.hf import DEFAULT_OPTIMIZER, HfOptions
-from sacplan._cli.options import DEFAULT_DEVICE, Attn, Dtype, Mode, Objective, Optimizer, Runtime
-from sacplan._cli.origin import Origin, origin_in
+from sacplan._cli import options as o
+from sacplan._cli.exits import TargetError, hinted
+from sacplan._cli.origin import Origin, origin_in, seen_in
 from sacplan._cli.output import note, stage, warn
+from sacplan._cli.show import ranks_text
 from sacplan._cli.targets import Target, is_json_file, load_target, users_code
 from sacplan.errors import InfeasibleBudget
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from sacplan import DeviceSpec, Plan, Profile, Verification
     from sacplan._ranks.ranks import Ranks
 
 _Value = TypeVar("_Value")
-
-
-def hf_options(
-    batch: int | None,
-    seq: int | None = None,
-    dtype: Dtype | None = None,
-    optimizer: Optimizer | None = None,
-    attn: Attn | None = None,
-) -> HfOptions:
-    """The options of ``hf:`` targets as one value."""
-    return HfOptions(
-        batch=batch,
-        seq=seq,
-        dtype=dtype and dtype.value,
-        optimizer=optimizer and optimizer.value,
-        attn=attn and attn.value,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class TraceOptions:
-    """How a step is to be recorded; None where the command line says nothing."""
-
-    device: str | None
-    runtime: Runtime | None
-    mode: Mode | None = None
-    world_size: int | None = None
-    fsdp_units: list[str] | None = None
-
-    @property
-    def ranks(self) -> Ranks | None:
-        """Over how many ranks, and how; None where nothing is said.
-
-        Raises:
-            TargetError: units, and one rank.
-        """
-        from sacplan._ranks.ranks import Ranks
-
-        if self.fsdp_units and (self.world_size or 1) == 1:
-            raise TargetError(
-                "--fsdp-unit is given, and with one rank nothing is sharded. Say over how many ranks: --world-size 8."
-            )
-        return None if self.world_size is None else Ranks.of(self.world_size, self.fsdp_units or None)
-
-    def given(self) -> list[str]:
-        """What a saved profile has decided already."""
-        named = {"--runtime": self.runtime, "--trace": self.mode}
-        return [name for name, value in named.items() if value is not None]
-
-
-def resolved_device(text: str | None) -> DeviceSpec:
-    """The device of ``--device``: a name, or a file that ``DeviceSpec.save`` wrote."""
-    from sacplan._device.devices import DeviceSpec, resolve_device
-
-    text = text or DEFAULT_DEVICE
-    return DeviceSpec.load(existing(text)) if is_json_file(text) else resolve_device(text)
 
 
 @dataclass(frozen=True)
@@ -86,7 +31,7 @@ class Source:
 
     Attributes:
         profile: recorded now, or loaded.
-        target: the target that was recorded; None of a loaded profile.
+        target: the target that was recorded; None for a loaded profile.
         origin: how to make the model and the batch again, where that is known.
     """
 
@@ -94,139 +39,142 @@ class Source:
     target: Target | None
     origin: Origin | None
 
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """What was chosen for an ``hf:`` target, to be shown."""
-        return self.target.facts if self.target else {}
+
+def device_of(name: str | None) -> DeviceSpec:
+    """The device of ``--device``: a name, or a file that ``DeviceSpec.save`` wrote."""
+    from sacplan._device.devices import DeviceSpec, resolve_device
+
+    name = name or o.DEFAULT_DEVICE
+    return DeviceSpec.load(_existing(name)) if is_json_file(name) else resolve_device(name)
 
 
-def profile_of(source: str, how: TraceOptions, options: HfOptions) -> Source:
+def _asked_ranks(step: o.StepOptions) -> Ranks | None:
+    """How many ranks were asked for, and how; None where nothing is said."""
+    from sacplan._ranks.ranks import Ranks
+
+    if step.fsdp_unit and (step.world_size or 1) == 1:
+        raise TargetError(
+            "--fsdp-unit is given, but with one rank nothing is sharded. Say over how many ranks: --world-size 8."
+        )
+    return None if step.world_size is None else Ranks.of(step.world_size, step.fsdp_unit or None)
+
+
+def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions) -> Source:
     """Load a saved profile, or record the step of a target.
 
     Raises:
         TargetError: options that contradict a saved profile, or a target that cannot be loaded.
     """
+    ranks = _asked_ranks(step)  # an error in it is said before anything is loaded
     if is_json_file(source):
-        return _saved_profile(source, how, options)
-    ranks = how.ranks  # said before anything is loaded
-    spec = resolved_device(how.device)
-    real = how.mode == Mode.REAL
-    with stage("loading"):
-        target = load_target(source, options, spec.kind if real else "meta")
-    return Source(_record(target, spec, how, ranks), target, Origin.of(target))
-
-
-def _record(target: Target, spec: DeviceSpec, how: TraceOptions, ranks: Ranks | None) -> Profile:
+        return _saved_profile(source, step, ranks, hf)
     import sacplan
-    from sacplan._ranks.ranks import ONE_RANK
 
-    ranks = ranks or ONE_RANK
+    spec = device_of(step.device)
+    with stage("loading"):
+        target = load_target(source, hf, spec.kind if step.trace == "real" else "meta")
     with stage("tracing"), users_code(f"the step of {target.name}"):
-        return sacplan.profile(
+        profile = sacplan.profile(
             target.model,
             target.batch,
             target.loss_fn,
             target.optimizer,
             device=spec,
-            runtime=(how.runtime or Runtime.COST_MODEL).value,
-            trace=(how.mode or Mode.FAKE).value,
-            world_size=ranks.world_size,
-            fsdp_units=ranks.fsdp_units,
+            runtime=step.runtime or "cost-model",
+            trace=step.trace or "fake",
+            world_size=1 if ranks is None else ranks.world_size,
+            fsdp_units=None if ranks is None else ranks.fsdp_units,
         )
+    return Source(profile, target, Origin.of(target))
 
 
-def _saved_profile(source: str, how: TraceOptions, options: HfOptions) -> Source:
+def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: o.HfOptions) -> Source:
     import sacplan
 
-    given = [*how.given(), *options.given()]
+    recorded = {"runtime": step.runtime, "trace": step.trace}
+    given = {name: value for name, value in recorded.items() if value is not None} | hf.given()
     if given:
         raise TargetError(
-            f"{' and '.join(given)}: {source} was recorded already. Record another one with "
-            f"sacplan profile TARGET {' '.join(f'{g} ...' for g in given)}."
+            f"{o.named(given)}: {source} is recorded already. Record another profile with "
+            f"sacplan profile TARGET {o.written(given)}."
         )
     with stage("reading"):
-        profile = _read(sacplan.Profile.load, existing(source), "profile")
-        origin = _read(lambda path: origin_in(path, "profile"), Path(source), "profile")
-    if how.device is not None and resolved_device(how.device).name != profile.device:
+        profile = _read(sacplan.Profile.load, source, "profile")
+        origin = _read(lambda path: origin_in(path, "profile"), source, "profile")
+    if step.device is not None and device_of(step.device).name != profile.device:
         raise TargetError(
             f"{source} is of a step on {profile.device}; record one on the other device with "
-            f"sacplan profile TARGET --device {how.device}."
+            f"sacplan profile TARGET --device {step.device}."
         )
-    ranks = how.ranks
-    if ranks is not None and not _same(ranks, profile.ranks):
+    if ranks is not None and _unordered(ranks) != _unordered(profile.ranks):
         raise TargetError(
-            f"{source} is of {show.ranks_text(profile.ranks)}, and not of {show.ranks_text(ranks)}; record that with "
+            f"{source} is of {ranks_text(profile.ranks)}, and not of {ranks_text(ranks)}; record that with "
             "sacplan profile TARGET --world-size N --fsdp-unit PATTERN."
         )
     return Source(profile, None, origin)
 
 
-def _same(ranks: Ranks, others: Ranks) -> bool:
-    def known(r: Ranks) -> Any:
-        return r.world_size, None if r.fsdp_units is None else frozenset(r.fsdp_units)
-
-    return bool(known(ranks) == known(others))
+def _unordered(ranks: Ranks) -> tuple[int, frozenset[str] | None]:
+    return ranks.world_size, None if ranks.fsdp_units is None else frozenset(ranks.fsdp_units)
 
 
-def plan_from(path: str) -> Plan:
+def saved_plan(path: str) -> Plan:
     """Load a plan."""
     import sacplan
 
-    return _read(sacplan.Plan.load, existing(path), "plan")
+    return _read(sacplan.Plan.load, path, "plan")
 
 
-def as_planned(asked: HfOptions, plan: Plan, plan_file: str) -> HfOptions:
-    """What an ``hf:`` target is made with to verify a plan: what was asked for, else what the plan was made with.
-
-    Says on stderr what it takes from the plan, and where both say something and do not agree.
-    """
-    origin = _read(lambda path: origin_in(path, "plan"), existing(plan_file), "plan")
-    made = HfOptions.of_fingerprint(plan.fingerprint) if origin is None else origin.options
-    taken = made.less(asked)
-    if taken.given():
-        whose = "" if origin is None else f", which was made from {origin.name}"
-        note(f"{taken.words()}: from {plan_file}{whose}")
-    if origin is None and "--optimizer" not in asked.given():
-        note(
-            f"{plan_file} does not say which optimizer and attention it was made with; taken are --optimizer "
-            f"{DEFAULT_OPTIMIZER} and what transformers chooses"
-        )
-    for name in asked.given():
-        ours, its = getattr(asked, name[2:]), getattr(made, name[2:])
-        if its is not None and ours != its:
-            warn(f"{name} {ours} is given, and {plan_file} was made with {name} {its}; {ours} is taken")
-    return asked.over(made)
-
-
-def existing(text: str) -> Path:
-    """The path of a file that is there."""
-    path = Path(text)
+def _existing(name: str) -> Path:
+    path = Path(name)
     if not path.is_file():
-        raise TargetError(f"{text}: there is no such file.")
+        raise TargetError(f"{name}: there is no such file.")
     return path
 
 
-def _read(load: Callable[[Path], _Value], path: Path, what: str) -> _Value:
+def _read(load: Callable[[Path], _Value], name: str, what: str) -> _Value:
+    path = _existing(name)
     try:
         return load(path)
     except (KeyError, TypeError, ValueError, IndexError, EOFError) as error:
         raise TargetError(
-            f"{path} is not a whole {what} ({type(error).__name__}: {error}). Make it again."
+            f"{path} is not a complete {what} ({type(error).__name__}: {error}). Make it again."
         ) from error
 
 
-def verified(target: Target, plan: Plan, mode: Mode) -> Verification:
+def as_planned(asked: o.HfOptions, plan: Plan, plan_file: str) -> o.HfOptions:
+    """What an ``hf:`` target is made with to verify a plan: what was asked for, else what the plan was made with.
+
+    Says on stderr what it takes from the plan, and where the two disagree.
+    """
+    origin = _read(lambda path: origin_in(path, "plan"), plan_file, "plan")
+    given = asked.given()
+    made = (seen_in(plan.fingerprint) if origin is None else origin.options).given()
+    taken = {name: value for name, value in made.items() if name not in given}
+    if taken:
+        whose = "" if origin is None else f", which was made from {origin.name}"
+        note(f"{o.written(taken)}: from {plan_file}{whose}")
+    if origin is None and "optimizer" not in given:
+        note(
+            f"{plan_file} does not say which optimizer and attention it was made with; using --optimizer "
+            f"{o.HF_DEFAULTS.optimizer} and what transformers chooses"
+        )
+    for name, ours in given.items():
+        if made.get(name, ours) != ours:
+            warn(f"--{name} {ours} is used, but {plan_file} was made with --{name} {made[name]}")
+    return o.HfOptions(**{**made, **given})
+
+
+def verified(target: Target, plan: Plan, run: o.Mode) -> Verification:
     """The step of a target with the plan applied."""
     import sacplan
 
     with stage("verifying"), users_code(f"the step of {target.name}"):
-        return sacplan.verify(
-            target.model, target.batch, plan, target.loss_fn, target.optimizer, run=mode.value
-        )
+        return sacplan.verify(target.model, target.batch, plan, target.loss_fn, target.optimizer, run=run)
 
 
 def check_early(budget: str | None, solver: str) -> None:
-    """What is wrong without looking at the model is said before it is recorded."""
+    """Whatever is wrong regardless of the model is said before the model is recorded."""
     from sacplan._plan.planning import resolve_solver
     from sacplan._program.budget import parse_budget
 
@@ -235,31 +183,25 @@ def check_early(budget: str | None, solver: str) -> None:
     resolve_solver(solver)
 
 
-def planned(
-    source: Source,
-    budget: str,
-    solver: str,
-    objective: Objective,
-    keep: list[str] | None = None,
-    never: list[str] | None = None,
-) -> Plan:
-    """A plan of a profile; where there is none, hints at what to change."""
+def planned(source: Source, budget: str, solver: str = "best", **how: Any) -> Plan:
+    """A plan of a profile; where there is none, hints at what to change. ``how`` is for ``sacplan.plan``."""
     import sacplan
-    from sacplan._plan.context import planning_context
-    from sacplan._recompute.pins import resolve_pins
 
-    profile = source.profile
-    kept, left = tuple(keep or ()), tuple(never or ())
-    with stage("fitting"):  # what plan would start with, and finds then
-        pins = resolve_pins(profile.program, profile.fingerprint, kept, left)
-        planning_context(profile.program, objective.value, pins)
-    with stage("solving"), with_hints(source.origin, profile.ranks):
-        return sacplan.plan(profile, budget, solver, objective.value, keep=kept, never=left)
+    with stage("planning"), optimizer_hints(source.origin, source.profile.ranks):
+        return sacplan.plan(source.profile, budget, solver, **how)
+
+
+def curve(profile: Profile, points: int, **how: Any) -> pd.DataFrame:
+    """The frontier of a profile. ``how`` is for ``sacplan.frontier``."""
+    import sacplan
+
+    with stage(f"planning for {points} budgets"):
+        return sacplan.frontier(profile, points, **how)
 
 
 @contextlib.contextmanager
-def with_hints(origin: Origin | None, ranks: Ranks | None) -> Iterator[None]:
-    """What else a person could change where no plan fits; ``ranks`` is None where a step cannot be spread."""
+def optimizer_hints(origin: Origin | None, ranks: Ranks | None) -> Iterator[None]:
+    """What to change where the optimizer's step does not fit; ``ranks`` is None for a command without ranks."""
     try:
         yield
     except InfeasibleBudget as error:
@@ -267,19 +209,19 @@ def with_hints(origin: Origin | None, ranks: Ranks | None) -> Iterator[None]:
             hints = _other_optimizers(origin)
             if ranks is not None and ranks.world_size == 1:
                 hints.append("--world-size and --fsdp-unit shard parameters and state over several devices")
-            error.__notes__ = hints  # type: ignore[attr-defined]
+            hinted(error, *hints)
         raise
 
 
 def _other_optimizers(origin: Origin | None) -> list[str]:
-    """What takes less, if there is something."""
+    """Those that take less memory."""
     if origin is None:
         return [
             "an optimizer of torch has no temporaries with fused=True, and those of one parameter at a time with "
             "foreach=False"
         ]
     hints = {
-        Optimizer.ADAMW.value: ["--optimizer adamw-fused has no temporaries, and sgd no state"],
-        Optimizer.ADAMW_FUSED.value: ["--optimizer sgd has no state"],
+        "adamw": ["--optimizer adamw-fused has no temporaries, and sgd no state"],
+        "adamw-fused": ["--optimizer sgd has no state"],
     }
-    return hints.get(origin.options.optimizer or DEFAULT_OPTIMIZER, [])
+    return hints.get(origin.options.optimizer or str(o.HF_DEFAULTS.optimizer), [])

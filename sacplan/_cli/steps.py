@@ -2,167 +2,159 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from sacplan._cli import options as o
 from sacplan._cli import show, sources
-from sacplan._cli.exits import TargetError, VerificationFailed
-from sacplan._cli.files import check_output, replacing
+from sacplan._cli.command import command
+from sacplan._cli.exits import TargetError, VerificationFailed, hinted
+from sacplan._cli.files import check_output
 from sacplan._cli.origin import save
-from sacplan._cli.output import print_json, stage
+from sacplan._cli.output import Answer, stage
 from sacplan._cli.targets import is_json_file, load_target
-from sacplan.errors import PlanMismatch, RecipeError, SacplanError
-
-if TYPE_CHECKING:
-    from sacplan import Plan, Verification
+from sacplan.errors import PlanMismatch, RecipeError
 
 
-def profile_command(
-    target: o.TargetArgument,
-    output: Annotated[Path | None, o.output_option("Where to save the profile (.json, .json.gz).")] = None,
-    device: o.TargetDeviceOption = None,
-    runtime: o.RuntimeOption = None,
-    trace: o.TraceModeOption = None,
-    batch: o.BatchOption = None,
-    seq: o.SeqOption = None,
-    dtype: o.DtypeOption = None,
-    optimizer: o.OptimizerOption = None,
-    attn: o.AttnOption = None,
-    world_size: o.TargetWorldSizeOption = None,
-    fsdp_unit: o.FsdpUnitOption = None,
-    force: o.ForceOption = False,
-    as_json: o.JsonOption = False,
-    debug: o.DebugOption = False,
-) -> None:
-    """Record one training step: its peak, its time, and what plans are made from."""
-    if output is not None:
-        check_output(output, "profile", force)
+@command(
+    "profile",
+    "Record one training step.",
+    examples=[
+        "sacplan profile train.py:make --device h100 -o profile.json.gz",
+        "sacplan profile hf:gpt2 --batch 16 --seq 1024 -o profile.json.gz",
+        "sacplan profile hf:config.json --dtype float32 --optimizer none --json",
+    ],
+)
+def profile(
+    target: o.Target,
+    *,
+    output: Annotated[Path | None, o.output("the profile (.json, .json.gz)")] = None,
+    step: o.StepOptions,
+    hf: o.HfOptions,
+    force: o.Force = False,
+) -> Answer:
+    """Record one training step: its peak, its time, and everything that a plan is made from."""
+    check_output(output, "profile", force=force)
     if is_json_file(target):
         raise TargetError(
-            f"{target} is a file of JSON; profile needs the model itself, for example train.py:make."
+            f"{target} is a JSON file; profile needs the model itself, for example train.py:make."
         )
-    how = sources.TraceOptions(device, runtime, trace, world_size, fsdp_unit)
-    read = sources.profile_of(target, how, sources.hf_options(batch, seq, dtype, optimizer, attn))
-    profile = read.profile
-    if output is not None:
-        with stage("writing"), replacing(output) as part:
-            save(profile, part, read.origin)
-    if as_json:
-        print_json(
-            {
-                "command": "profile",
-                **show.target_facts(read.target),
-                **show.profile_facts(profile),
-                **show.output_fact(output),
-            }
-        )
-        return
-    show.show_profile(profile, read.facts)
-    show.saved({"profile": output})
+    read = sources.profile_of(target, step, hf)
+    with stage("writing"):
+        save(read.profile, output, "profile", read.origin)
+    facts = {**show.target_facts(read.target, output), **show.profile_facts(read.profile)}
+    shown = [show.profile_table(read.profile, facts.get("hf", {}))]
+    return Answer({"command": "profile", **facts}, shown, show.remarks(read.profile, "profile", output))
 
 
-def plan_command(
-    source: o.SourceArgument,
-    budget: Annotated[str, typer.Option(metavar="SIZE", help=o.BudgetHelp, show_default=False)],
-    output: Annotated[Path | None, o.output_option("Where to save the plan (.json).")] = None,
-    device: o.DeviceOption = None,
-    solver: o.SolverOption = "best",
-    objective: o.ObjectiveOption = o.Objective.TIME,
-    keep: o.KeepOption = None,
-    never: o.NeverOption = None,
-    runtime: o.RuntimeOption = None,
-    trace: o.TraceModeOption = None,
-    batch: o.BatchOption = None,
-    seq: o.SeqOption = None,
-    dtype: o.DtypeOption = None,
-    optimizer: o.OptimizerOption = None,
-    attn: o.AttnOption = None,
-    world_size: o.WorldSizeOption = None,
-    fsdp_unit: o.FsdpUnitOption = None,
-    force: o.ForceOption = False,
-    as_json: o.JsonOption = False,
-    debug: o.DebugOption = False,
-) -> None:
+@command(
+    "plan",
+    "Choose what to discard, under a budget.",
+    examples=[
+        "sacplan plan train.py:make --budget 70% -o plan.json",
+        "sacplan plan profile.json.gz --budget 70% --objective flops --json",
+        "sacplan plan train.py --budget 90% --keep aten.gelu --never 'layers.0*'",
+        "sacplan plan hf:meta-llama/Meta-Llama-3-8B --seq 4096 --optimizer adamw-fused --budget 70GiB -o llama.json",
+        "sacplan plan hf:meta-llama/Meta-Llama-3-8B --device h100 --world-size 8 --fsdp-unit 'model.layers.*' "
+        "--fsdp-unit '' --budget 60GiB --batch 1 --seq 8192",
+    ],
+)
+def plan(
+    source: o.Source,
+    *,
+    budget: Annotated[str, o.option(metavar="SIZE", help=o.BUDGET)],
+    output: Annotated[Path | None, o.output("the plan (.json)")] = None,
+    solver: o.Solver = "best",
+    objective: o.Objective = "time",
+    keep: Annotated[
+        list[str] | None,
+        o.option(
+            metavar="PATTERN",
+            help="Never discard what these ops or modules made ('aten.topk', '*.router'). May be repeated.",
+        ),
+    ] = None,
+    never: Annotated[
+        list[str] | None,
+        o.option(
+            metavar="PATTERN",
+            help="Leave these modules alone altogether ('vision_tower.*'). May be repeated.",
+        ),
+    ] = None,
+    step: o.StepOptions,
+    hf: o.HfOptions,
+    force: o.Force = False,
+) -> Answer:
     """Choose what each module discards and recomputes, so that the whole step stays under a budget."""
-    if output is not None:
-        check_output(output, "plan", force)
+    check_output(output, "plan", force=force)
     sources.check_early(budget, solver)
-    how = sources.TraceOptions(device, runtime, trace, world_size, fsdp_unit)
-    read = sources.profile_of(source, how, sources.hf_options(batch, seq, dtype, optimizer, attn))
-    plan = sources.planned(read, budget, solver, objective, keep, never)
-    if output is not None:
-        with replacing(output) as part:
-            save(plan, part, read.origin)
-    if as_json:
-        facts = show.plan_facts(plan) | {"assumptions": list(read.profile.assumptions)}
-        print_json({"command": "plan", **show.target_facts(read.target), **facts, **show.output_fact(output)})
-        return
-    show.show_plan(plan, read.profile, read.facts)
-    show.saved({"plan": output})
+    read = sources.profile_of(source, step, hf)
+    made = sources.planned(
+        read, budget, solver, objective=objective, keep=tuple(keep or ()), never=tuple(never or ())
+    )
+    save(made, output, "plan", read.origin)
+    target = show.target_facts(read.target, output)
+    facts = {**target, **show.plan_facts(made), "assumptions": list(read.profile.assumptions)}
+    shown = show.plan_tables(made, read.profile, target.get("hf", {}))
+    return Answer({"command": "plan", **facts}, shown, show.remarks(read.profile, "plan", output))
 
 
-def verify_command(
-    target: o.TargetArgument,
-    plan_file: Annotated[str, typer.Argument(metavar="PLAN", help="A saved plan.", show_default=False)],
+@command(
+    "verify",
+    "Run one step with a plan applied.",
+    examples=[
+        "sacplan verify train.py:make plan.json",
+        "sacplan verify train.py:make plan-cpu.json --run real",
+        "sacplan verify hf:meta-llama/Meta-Llama-3-8B llama.json",
+    ],
+)
+def verify(
+    target: o.Target,
+    plan_file: o.PlanFile,
+    *,
     run: Annotated[
         o.Mode, typer.Option(help="A fake step, which needs no hardware, or a real one here, measured.")
-    ] = o.Mode.FAKE,
-    batch: o.PlansBatchOption = None,
-    seq: o.PlansSeqOption = None,
-    dtype: o.PlansDtypeOption = None,
-    optimizer: o.PlansOptimizerOption = None,
-    attn: o.PlansAttnOption = None,
-    as_json: o.JsonOption = False,
-    debug: o.DebugOption = False,
-) -> None:
+    ] = "fake",
+    hf: o.HfOptions,
+) -> Answer:
     """Run one step with a plan applied, and compare its peak with the plan and the budget.
 
-    An hf: target is made as it was for the plan, whose file says how; options here go before that.
+    An hf: target is made as it was for the plan, whose file says how; options given here take precedence.
     """
-    plan = sources.plan_from(plan_file)
-    if run == o.Mode.REAL and plan.ranks.world_size > 1:
+    plan = sources.saved_plan(plan_file)
+    if run == "real" and plan.ranks.world_size > 1:
         raise TargetError(
-            f"--run real: {plan_file} is for {show.ranks_text(plan.ranks)}, and here the whole model would run. A fake "
-            "step (--run fake) is that of a rank."
+            f"--run real: {plan_file} is for {show.ranks_text(plan.ranks)}, but the whole model would run here. Use "
+            "--run fake, whose step is that of one rank."
         )
-    asked = sources.hf_options(batch, seq, dtype, optimizer, attn)
     if target.startswith("hf:"):
-        asked = sources.as_planned(asked, plan, plan_file)
+        hf = sources.as_planned(hf, plan, plan_file)
     with stage("loading"):
-        loaded = load_target(target, asked, _real_place() if run == o.Mode.REAL else "meta")
+        loaded = load_target(target, hf, _real_place() if run == "real" else "meta")
+    facts = {"command": "verify", **show.target_facts(loaded)}
     try:
         seen = sources.verified(loaded, plan, run)
     except (PlanMismatch, RecipeError) as error:
-        facts = {"command": "verify", **show.target_facts(loaded), "verified": False}
-        raise VerificationFailed(str(error), facts) from error
-    facts = {"command": "verify", **show.target_facts(loaded), **show.verification_facts(seen)}
-    if not seen.within_budget:
-        if not as_json:
-            show.show_verification(seen, plan, loaded.facts)
-        raise _over(seen, plan, facts)
-    if as_json:
-        print_json(facts)
-        return
-    show.show_verification(seen, plan, loaded.facts)
+        raise VerificationFailed(str(error), Answer({**facts, "verified": False}, ())) from error
+    answer = Answer(
+        {**facts, "verified": seen.within_budget, **asdict(seen)},
+        [show.verification_table(seen, plan, loaded.facts)],
+    )
+    if seen.within_budget:
+        return answer
+    hints = ["the optimizer, the loss and all options must be those that the plan was made with"]
+    if run == "real":
+        hints.append(f"the plan is for {plan.device}; other devices have other kernels")
+    message = (
+        f"the step takes {show.size(seen.peak_bytes)}, over the budget of {show.size(seen.budget_bytes)}; the plan "
+        f"says {show.size(seen.predicted_peak_bytes)}."
+    )
+    raise hinted(VerificationFailed(message, answer), *hints)
 
 
 def _real_place() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _over(seen: Verification, plan: Plan, facts: dict[str, Any]) -> SacplanError:
-    error = VerificationFailed(
-        f"the step takes {show.size(seen.peak_bytes)}, over the budget of {show.size(seen.budget_bytes)}; the plan "
-        f"says {show.size(seen.predicted_peak_bytes)}.",
-        facts,
-    )
-    hints = ["the optimizer, the loss and all options must be those that the plan was made with"]
-    if seen.run == "real":
-        hints.append(f"the plan is for {plan.device}; other devices have other kernels")
-    error.__notes__ = hints  # type: ignore[attr-defined]
-    return error

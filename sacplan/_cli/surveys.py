@@ -1,210 +1,215 @@
-"""Commands beyond one plan: ``frontier``, ``report``, ``max-batch``, ``throughput`` and ``devices``."""
+"""Commands that compare or explain: ``frontier``, ``report`` and ``devices``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.table import Column
 
-from sacplan._cli import capacity, reports, show, sources
 from sacplan._cli import options as o
-from sacplan._cli.exits import TargetError
+from sacplan._cli import show, sources
+from sacplan._cli.command import command
+from sacplan._cli.exits import OutputError, TargetError
 from sacplan._cli.files import check_output, replacing
-from sacplan._cli.output import print_json, stage
+from sacplan._cli.output import Answer, number, stage, table
+
+_FRONTIER: dict[str, Column | str] = {
+    "solver": "solver",
+    "budget_bytes": number("budget"),
+    "peak_bytes": number("peak"),
+    "recompute_ms": number("recompute ms"),
+    "recompute_share": number("of step"),
+    "lower_bound_ms": number("lower bound"),
+    "recompute_flops_share": number("of FLOPs"),
+    "units": number("units"),
+    "status": "status",
+}
 
 
-def frontier_command(
-    source: o.SourceArgument,
-    points: Annotated[int, typer.Option(min=2, metavar="N", help="How many budgets.")] = 8,
+@command(
+    "frontier",
+    "Peak against recomputation, all solvers and policies.",
+    examples=[
+        "sacplan frontier profile.json.gz -o curve.csv",
+        "sacplan frontier train.py:make --points 4 --no-policies --json",
+    ],
+)
+def frontier(
+    source: o.Source,
+    *,
+    points: o.Points = 8,
     policies: Annotated[
-        bool, typer.Option("--policies/--no-policies", help="With the modes that people use by hand.")
+        bool, typer.Option("--policies/--no-policies", help="With the policies that people use by hand.")
     ] = True,
-    objective: o.ObjectiveOption = o.Objective.TIME,
-    output: Annotated[Path | None, o.output_option("Where to save the table (.csv).")] = None,
-    device: o.DeviceOption = None,
-    runtime: o.RuntimeOption = None,
-    trace: o.TraceModeOption = None,
-    batch: o.BatchOption = None,
-    seq: o.SeqOption = None,
-    dtype: o.DtypeOption = None,
-    optimizer: o.OptimizerOption = None,
-    attn: o.AttnOption = None,
-    world_size: o.WorldSizeOption = None,
-    fsdp_unit: o.FsdpUnitOption = None,
-    force: o.ForceOption = False,
-    as_json: o.JsonOption = False,
-    debug: o.DebugOption = False,
-) -> None:
-    """Plans of every solver at several budgets, and the modes that people use by hand."""
-    import sacplan
-
-    if output is not None:
-        check_output(output, "curve", force)
-    how = sources.TraceOptions(device, runtime, trace, world_size, fsdp_unit)
-    read = sources.profile_of(source, how, sources.hf_options(batch, seq, dtype, optimizer, attn))
+    objective: o.Objective = "time",
+    output: Annotated[Path | None, o.output("the table (.csv)")] = None,
+    step: o.StepOptions,
+    hf: o.HfOptions,
+    force: o.Force = False,
+) -> Answer:
+    """Plans of every solver at several budgets, and the policies that people use by hand."""
+    check_output(output, "curve", force=force)
+    read = sources.profile_of(source, step, hf)
     profile = read.profile
-    with stage(f"solving at {points} budgets"):
-        frame = sacplan.frontier(profile, points, objective=objective.value, policies=policies)
+    frame = sources.curve(profile, points, objective=objective, policies=policies)
     if output is not None:
         with replacing(output) as part:
             frame.to_csv(part, index=False)
-    if as_json:
-        rows = frame.to_dict("records")
-        print_json(
-            {
-                "command": "frontier",
-                **show.target_facts(read.target),
-                "device": profile.device,
-                "ranks": profile.ranks.to_dict(),
-                "rows": rows,
-                **show.output_fact(output),
-            }
-        )
-        return
-    show.show_frontier(frame, profile)
-    show.saved({"frontier": output})
+    rows = frame.to_dict("records")
+    facts = {
+        "command": "frontier",
+        **show.target_facts(read.target, output),
+        "device": profile.device,
+        "ranks": profile.ranks.to_dict(),
+        "rows": rows,
+    }
+    cells = [[_cell(column, row[column]) for column in _FRONTIER] for row in rows]
+    notes = show.saved("frontier", output)
+    if profile.ranks.world_size > 1:
+        notes.insert(0, f"all figures are those of {show.ranks_text(profile.ranks, profile.program)}")
+    return Answer(facts, [table(list(_FRONTIER.values()), cells)], notes)
 
 
-def report_command(
-    source: o.SourceArgument,
+def _cell(column: str, value: Any) -> str:
+    if column.endswith("_bytes"):
+        return show.rounded_size(int(value))
+    if column.endswith("_share"):
+        return f"{value:.1%}"
+    return f"{value:.2f}" if column.endswith("_ms") else str(value)
+
+
+@command(
+    "report",
+    "A page, figures and a trace.",
+    examples=[
+        "sacplan report profile.json.gz plan.json -o report.html",
+        "sacplan report train.py:make --budget 70% -o report.html --png pictures --trace memory.json",
+    ],
+    omit=["trace"],
+)
+def report(
+    source: o.Source,
     plan_file: Annotated[
         str | None, typer.Argument(metavar="PLAN", help="A saved plan of it.", show_default=False)
     ] = None,
-    output: Annotated[Path | None, o.output_option("Where to save the page (.html).")] = None,
+    *,
+    output: Annotated[Path | None, o.output("the page (.html)")] = None,
     png: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="A directory for the figures, PNG and SVG.", show_default=False),
+        o.option(metavar="DIR", help="A directory for the figures, PNG and SVG."),
     ] = None,
     memory_trace: Annotated[
         Path | None,
-        typer.Option(
+        o.option(
             "--trace",
             metavar="FILE",
             help="Where to save the memory timeline, for Perfetto or chrome://tracing.",
-            show_default=False,
         ),
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help=f"Make a plan for it. {o.BudgetHelp}", show_default=False),
+        o.option(metavar="SIZE", help=f"Make a plan for it. {o.BUDGET}"),
     ] = None,
     frontier: Annotated[
         bool, typer.Option("--frontier/--no-frontier", help="With all solvers at several budgets.")
     ] = True,
-    points: Annotated[int, typer.Option(min=2, metavar="N", help="Budgets of the frontier.")] = 8,
-    device: o.DeviceOption = None,
-    runtime: o.RuntimeOption = None,
-    batch: o.BatchOption = None,
-    seq: o.SeqOption = None,
-    dtype: o.DtypeOption = None,
-    optimizer: o.OptimizerOption = None,
-    attn: o.AttnOption = None,
-    world_size: o.WorldSizeOption = None,
-    fsdp_unit: o.FsdpUnitOption = None,
-    force: o.ForceOption = False,
-    as_json: o.JsonOption = False,
-    debug: o.DebugOption = False,
-) -> None:
-    """What a plan does to a step, to be looked at: memory before and after, the frontier, and module by module."""
+    points: o.Points = 8,
+    step: o.StepOptions,
+    hf: o.HfOptions,
+    force: o.Force = False,
+) -> Answer:
+    """Show what a plan does to a step: memory before and after, the frontier, and module by module."""
     import sacplan
 
-    wanted = reports.Wanted(output, png, memory_trace)
-    reports.check(wanted, force)
+    if output is None and png is None and memory_trace is None:
+        raise OutputError(
+            "nothing to write: give -o report.html, --png DIR, --trace memory.json, or several."
+        )
+    check_output(output, "report", force=force)
+    check_output(memory_trace, "trace", force=force)
+    _check_directory(png, force=force)
     if plan_file is not None and budget is not None:
         raise TargetError(f"give a plan ({plan_file}) or a --budget to make one for, not both.")
-    if budget is not None:
-        sources.check_early(budget, "best")
-    plan = None if plan_file is None else sources.plan_from(plan_file)
-    how = sources.TraceOptions(device, runtime, None, world_size, fsdp_unit)
-    read = sources.profile_of(source, how, sources.hf_options(batch, seq, dtype, optimizer, attn))
+    sources.check_early(budget, "best")
+    plan = None if plan_file is None else sources.saved_plan(plan_file)
+    read = sources.profile_of(source, step, hf)
     profile = read.profile
     if plan is not None and plan.ranks != profile.ranks:
         raise TargetError(
-            f"{plan_file} is for {show.ranks_text(plan.ranks)}, and {source} is of {show.ranks_text(profile.ranks)}."
+            f"{plan_file} is for {show.ranks_text(plan.ranks)}, but {source} is of {show.ranks_text(profile.ranks)}."
         )
     if budget is not None:
-        plan = sources.planned(read, budget, "best", o.Objective.TIME, None, None)
-    curve = None
-    if frontier and (output is not None or png is not None):
-        with stage(f"solving at {points} budgets"):
-            curve = sacplan.frontier(profile, points)
+        plan = sources.planned(read, budget)
+    curve = sources.curve(profile, points) if frontier and (output or png) else None
+    written: list[Path] = []
     with stage("writing"):
-        written = reports.write(wanted, profile, plan, curve)
-    if as_json:
-        facts = {"command": "report", **show.target_facts(read.target), **show.profile_facts(profile)}
-        print_json(facts | {"plan": plan and show.plan_facts(plan), "written": written})
+        if output is not None:
+            with replacing(output) as part:
+                sacplan.write_report(part, profile, plan, curve)
+            written.append(output)
+        if memory_trace is not None:
+            with replacing(memory_trace) as part:
+                sacplan.write_memory_trace(part, profile, plan)
+            written.append(memory_trace)
+        if png is not None:
+            written += sacplan.save_figures(png, profile, plan, curve, formats=_FORMATS)
+    facts = {
+        "command": "report",
+        **show.target_facts(read.target),
+        **show.profile_facts(profile),
+        "plan": plan and show.plan_facts(plan),
+        "written": [str(path) for path in written],
+    }
+    return Answer(facts, facts["written"])
+
+
+_FIGURES = ("memory", "frontier", "tradeoffs")
+_FORMATS = ("png", "svg")
+
+
+def _check_directory(directory: Path | None, *, force: bool) -> None:
+    """Before any work: ``OutputError`` if the figures cannot be written there, or would replace other files."""
+    if directory is None:
         return
-    for path in written:
-        typer.echo(path)
+    if not directory.exists() and not directory.parent.is_dir():
+        raise OutputError(f"{directory} cannot be made: there is no directory {directory.parent}.")
+    if directory.exists() and not directory.is_dir():
+        raise OutputError(f"{directory} is a file; --png takes a directory.")
+    for path in (directory / f"{name}.{suffix}" for name in _FIGURES for suffix in _FORMATS):
+        # matplotlib signs what it draws
+        if not force and path.exists() and b"atplotlib" not in path.read_bytes()[:4096]:
+            raise OutputError(
+                f"{path} exists and is not a figure of ours; choose another directory, or overwrite it with --force."
+            )
 
 
-_HeadroomOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Without a budget: what to leave free of the device's memory, 5% or 2GiB. Default: 15%.",
-        show_default=False,
-    ),
-]
-_CapacityBudget = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Peak of the whole step: 22GiB, 24GB, or a share of the device's memory, 90%. "
-        "Default: its memory less the headroom.",
-        show_default=False,
-    ),
-]
-_AtMostOption = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Look at no larger batch.", show_default=False)
-]
+_DEVICES: dict[str, Column | str] = {
+    "name": "name",
+    "memory_gib": number("GiB"),
+    "bandwidth_gb_per_s": number("GB/s"),
+    "float32_tflops": number("fp32 TFLOP/s"),
+    "bfloat16_tflops": number("bf16"),
+    "float16_tflops": number("fp16"),
+    "float8_tflops": number("fp8"),
+    "capability": number("capability"),
+    "source": "source",
+}
 
 
-def _capacity_command(command: capacity.Command, says: str) -> Callable[..., None]:
-    """Both questions take the same options."""
-
-    def run(
-        target: o.TargetArgument,
-        budget: _CapacityBudget = None,
-        device: o.TargetDeviceOption = None,
-        headroom: _HeadroomOption = None,
-        at_most: _AtMostOption = None,
-        solver: o.SolverOption = "best",
-        output: Annotated[Path | None, o.output_option("Where to save the plan for it (.json).")] = None,
-        seq: o.SeqOption = None,
-        dtype: o.DtypeOption = None,
-        optimizer: o.OptimizerOption = None,
-        attn: o.AttnOption = None,
-        force: o.ForceOption = False,
-        as_json: o.JsonOption = False,
-        debug: o.DebugOption = False,
-    ) -> None:
-        asked = capacity.Asked(command, target, device, budget, headroom, at_most, solver)
-        options = sources.hf_options(None, seq, dtype, optimizer, attn)
-        capacity.run(asked, options, output, force, as_json)
-
-    run.__doc__ = f"{says} Other targets than hf: need make_batch."
-    return run
-
-
-max_batch_command = _capacity_command(
-    "max-batch", "The largest batch for which a plan stays under the budget."
-)
-throughput_command = _capacity_command(
-    "throughput",
-    "The batch and the plan, together, with the most samples per second under the budget (predicted).",
-)
-
-
-def devices_command(as_json: o.JsonOption = False, debug: o.DebugOption = False) -> None:
+@command("devices", "The devices that are known.", examples=["sacplan devices", "sacplan devices --json"])
+def devices() -> Answer:
     """The devices that can be planned for: memory, bandwidth, dense TFLOP/s by type, and where that is from."""
-    from sacplan._device.devices import devices
+    import sacplan
 
-    frame = devices()
-    if as_json:
-        plain = frame.astype(object).where(frame.notna(), None).reset_index()
-        print_json({"command": "devices", "devices": plain.to_dict("records")})
-        return
-    show.show_devices(frame)
+    frame = sacplan.devices()
+    rows = frame.astype(object).where(frame.notna(), None).reset_index().to_dict("records")
+    cells = [[_figure(row[column]) for column in _DEVICES] for row in rows]
+    return Answer({"command": "devices", "devices": rows}, [table(list(_DEVICES.values()), cells)])
+
+
+def _figure(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,11 +1,11 @@
-"""Targets: what a person writes for a model and a batch, and how it becomes them.
+"""Targets: how a person names a model and a batch, and how they are loaded.
 
     train.py:make        a function of a file; train.py alone: its sacplan_target
     package.module:make  a function of a module, the current directory first
     hf:gpt2, hf:config.json, hf:directory    from a configuration of transformers, without weights
 
 The function takes no arguments and returns ``(model, batch)``, or a mapping with the keys ``model``, ``batch`` and
-perhaps ``loss_fn``, ``optimizer`` and ``make_batch`` (batch size to batch), as ``sacplan.profile`` takes them.
+optionally ``loss_fn``, ``optimizer`` and ``make_batch`` (batch size to batch), as ``sacplan.profile`` takes them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sacplan._cli.exits import TargetError
-from sacplan._cli.hf import HfOptions, build
+from sacplan._cli.exits import TargetError, hinted
+from sacplan._cli.options import HfOptions, named
 from sacplan.errors import SacplanError
 
-DEFAULT_NAME = "sacplan_target"
+_DEFAULT_NAME = "sacplan_target"
 _KEYS = ("model", "batch", "loss_fn", "optimizer", "make_batch")
 _FORMS = "FILE.py:FUNCTION, MODULE:FUNCTION, hf:NAME or hf:CONFIG.json"
 
@@ -40,7 +40,7 @@ class Target:
         name: as it was written.
         model, batch, loss_fn, optimizer: as ``sacplan.profile`` takes them.
         make_batch: batch size to batch, where the target has it.
-        facts: choices that were made for it (batch, seq, dtype, ...), to be shown.
+        facts: what was chosen for an ``hf:`` target (batch, seq, dtype, ...), to be shown.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Target:
 
 
 def is_json_file(text: str) -> bool:
-    """Whether this names a saved profile, and not a target."""
+    """Whether this names a saved file, and not a target."""
     return not text.startswith("hf:") and text.lower().endswith((".json", ".json.gz"))
 
 
@@ -62,21 +62,20 @@ def load_target(text: str, options: HfOptions, place: str = "meta") -> Target:
 
     Args:
         text: as a person writes it.
-        options: of ``hf:`` targets; others take none.
+        options: of ``hf:`` targets; other targets take at most ``batch``.
         place: the device that an ``hf:`` model is made on; ``"meta"`` for one without weights.
 
     Raises:
-        TargetError: it is not there, or its own code failed; names the line.
+        TargetError: it does not exist, or its own code failed; names the line.
     """
     if text.startswith("hf:"):
+        from sacplan._cli.hf import build
+
         with users_code(text):
-            built = build(text[3:], options, place)
-        return Target(
-            text, built.model, built.batch, None, built.optimizer, built.make_batch, dict(built.facts)
-        )
+            return build(text, options, place)
     given = replace(options, batch=None).given()
     if given:
-        raise TargetError(f"{' and '.join(given)} are for hf: targets; {text!r} decides that itself.")
+        raise TargetError(f"{named(given)}: only for hf: targets; {text!r} decides that itself.")
     if match := re.fullmatch(r"(.+\.py)(?::(.+))?", text):
         module, attribute = _load_file(Path(match[1])), match[2]
     elif match := re.fullmatch(r"([\w.]+):([\w.]+)", text):
@@ -99,11 +98,11 @@ def load_target(text: str, options: HfOptions, place: str = "meta") -> Target:
 
 def _unknown_form(text: str) -> TargetError:
     if is_json_file(text):
-        return TargetError(f"{text} is a file of JSON; here the model itself is needed: {_FORMS}.")
+        return TargetError(f"{text} is a JSON file; the model itself is needed here: {_FORMS}.")
     hint = ""
     if Path(f"{text}.py").is_file():
         hint = f" Did you mean {text}.py?"
-    elif Path(text).is_dir() and (Path(text) / "config.json").is_file():
+    elif (Path(text) / "config.json").is_file():
         hint = f" Did you mean hf:{text}?"
     return TargetError(f"{text!r} is not a target; write {_FORMS}.{hint}")
 
@@ -112,7 +111,7 @@ def _unknown_form(text: str) -> TargetError:
 def users_code(name: str) -> Iterator[None]:
     """What it prints goes to stderr; what it raises becomes a ``TargetError`` that says where.
 
-    An error without a frame of the user's code, of a module, or of a library, comes through: it is ours.
+    An error without a frame of the user's code, of a module or of a library is ours, and passes through.
     """
     with contextlib.redirect_stdout(sys.stderr), _no_traceback_in_the_log():
         try:
@@ -128,14 +127,13 @@ def users_code(name: str) -> Iterator[None]:
             where = _where(error)
             if where is None:
                 raise
-            made = TargetError(f"{name} raised {type(error).__name__}: {error} ({where}).")
-            made.__notes__ = ["--debug shows the whole traceback"]  # type: ignore[attr-defined]
-            raise made from error
+            failed = TargetError(f"{name} raised {type(error).__name__}: {error} ({where}).")
+            raise hinted(failed, "--debug shows the whole traceback") from error
 
 
 @contextlib.contextmanager
 def _no_traceback_in_the_log() -> Iterator[None]:
-    """torch logs a traceback of what a fake tensor raises, besides raising it; --debug shows the one that counts."""
+    """Silence torch, which logs what a fake tensor raises besides raising it; ``--debug`` shows the traceback."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True
@@ -151,14 +149,15 @@ def _where(error: Exception) -> str | None:
         return f"{error.filename}:{error.lineno}"
     ours = str(Path(__file__).parent.parent)
     torch = getattr(sys.modules.get("torch"), "__file__", None)
-    skipped = tuple(p for p in (ours, torch and str(Path(torch).parent), contextlib.__file__, "<frozen") if p)
+    skipped = [ours, contextlib.__file__, "<frozen", str(importlib.__file__)]
+    skipped += [] if torch is None else [str(Path(torch).parent)]
     found = module = None
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         if code.co_name == "forward" and "self" in trace.tb_frame.f_locals:
             module = f"in {type(trace.tb_frame.f_locals['self']).__name__}"
-        if not code.co_filename.startswith((*skipped, importlib.__file__)):
+        if not code.co_filename.startswith(tuple(skipped)):
             found = f"{code.co_filename}:{trace.tb_lineno}, in {code.co_name}"
         trace = trace.tb_next
     return found or module
@@ -169,28 +168,15 @@ def _load_module(name: str) -> ModuleType:
     try:
         with users_code(name):
             return importlib.import_module(name)
-    except TargetError as error:
-        missing = error.__cause__
-        if _is_missing(missing, name):
-            raise _no_module(name) from missing
+    except (TargetError, ModuleNotFoundError) as error:
+        # the module itself or a package around it, and not something that it imports
+        missing = error.__cause__ or error
+        if isinstance(missing, ModuleNotFoundError) and f"{name}.".startswith(f"{missing.name}."):
+            raise TargetError(
+                f"there is no module {name!r}, neither in the current directory nor installed. "
+                "A file is written with its suffix: train.py:make."
+            ) from missing
         raise
-    except ModuleNotFoundError as error:
-        raise _no_module(name) from error
-
-
-def _is_missing(error: BaseException | None, name: str) -> bool:
-    return (
-        isinstance(error, ModuleNotFoundError)
-        and error.name is not None
-        and f"{name}.".startswith(f"{error.name}.")
-    )
-
-
-def _no_module(name: str) -> TargetError:
-    return TargetError(
-        f"there is no module {name!r}, neither in the current directory nor installed. "
-        "A file is written with its ending: train.py:make."
-    )
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -207,9 +193,8 @@ def _load_file(path: Path) -> ModuleType:
         with users_code(str(path)):
             spec.loader.exec_module(module)
     except BaseException:
-        if before is None:
-            del sys.modules[path.stem]
-        else:
+        del sys.modules[path.stem]
+        if before is not None:
             sys.modules[path.stem] = before
         raise
     return module
@@ -221,46 +206,44 @@ def _search_first(directory: Path) -> None:
 
 
 def _find(module: ModuleType, attribute: str | None, text: str) -> Callable[[], Any]:
+    wanted = attribute or _DEFAULT_NAME
     found: Any = module
-    for part in (attribute or DEFAULT_NAME).split("."):
+    for part in wanted.split("."):
         found = getattr(found, part, None)
+    function: Callable[[], Any] = found
     if callable(found):
-        return found
+        return function
     names = [
         name
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     ]
-    file = text if attribute is None else text[: -len(attribute) - 1]
+    file = text.removesuffix(f":{attribute}")
     has = f"it has {', '.join(names)}" if names else "it defines no functions"
-    if attribute is None:
-        problem = f"{file} has no function {DEFAULT_NAME}"
-        example = f"; name one as {file}:{names[0]}" if names else ""
-    else:
-        problem = f"{file} has no function {attribute}"
-        example = ""
-    raise TargetError(f"{problem}; {has}{example}.")
+    example = f"; name one as {file}:{names[0]}" if names and attribute is None else ""
+    raise TargetError(f"{file} has no function {wanted}; {has}{example}.")
 
 
 def _check_no_arguments(function: Callable[[], Any], text: str) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some callables of C say nothing
+    except ValueError:  # some callables written in C have none
         return
     try:
         signature.bind()
     except TypeError as error:
-        raise TargetError(f"{text} is called without arguments, and has {signature}: {error}.") from error
+        raise TargetError(
+            f"{text} is called without arguments, but it takes {signature}: {error}."
+        ) from error
 
 
 def _target(text: str, made: Any) -> Target:
     if isinstance(made, Mapping):
-        unknown = [k for k in made if k not in _KEYS]
-        missing = [k for k in ("model", "batch") if k not in made]
-        if unknown or missing:
-            wrong = f"unknown key {unknown[0]!r}" if unknown else f"no key {missing[0]!r}"
+        wrong = [f"unknown key {key!r}" for key in made if key not in _KEYS]
+        wrong += [f"no key {key!r}" for key in ("model", "batch") if key not in made]
+        if wrong:
             raise TargetError(
-                f"{text} returned a mapping with {wrong}; the keys are model and batch, and if wanted "
+                f"{text} returned a mapping with {wrong[0]}; the keys are model and batch, and optionally "
                 "loss_fn, optimizer and make_batch."
             )
         return Target(text, **made)

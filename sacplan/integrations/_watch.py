@@ -1,11 +1,11 @@
-"""The peaks of a run's first steps, held against the plan that is on its model.
+"""What the callbacks of both trainers share: a plan on a model while it trains, and the peaks of its first steps.
 
-    watch = PeakWatch(plan, steps=2)
+    watch = PeakWatch(plan, steps=2, tolerance=0.05, hint="Plan for what is trained.")
     watch.begin(model, [optimizer])
     ...one training step...
     watch.end()  # warns if the step took more than the plan says
 
-A peak is measured as in ``sacplan.verify(..., run="real")``: what the step allocated at most, on top of the
+A peak is measured as in ``sacplan.verify(..., run="real")``: the most that the step allocated, on top of the
 parameters, gradients, optimizer state and batch that it found. Whatever else is on the device does not count.
 """
 
@@ -15,15 +15,16 @@ import warnings
 import weakref
 from collections.abc import Iterable
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.profiler import ProfilerActivity
 
+from sacplan._apply.apply import Handle, apply
 from sacplan._device.devices import resolve_device
 from sacplan._plan.plan import Plan
 from sacplan._program.budget import format_bytes
-from sacplan._record.step import Step, default_loss
+from sacplan._record.step import Step, check_model, default_loss
 from sacplan._verify.measure import (
     CUDA_ROUND_BYTES,
     allocation_events,
@@ -39,21 +40,55 @@ _SCALARS_BYTES = 4096
 _BEGIN, _END = "sacplan: a step begins", "sacplan: a step ends"
 
 
+class PlannedTraining:
+    """A plan that is on a model from ``_put_on`` to ``_take_off``; a trainer's callback says when."""
+
+    _hint: ClassVar[str]
+
+    def __init__(
+        self, plan: Plan, *, check: bool = True, watch_steps: int = 2, tolerance: float = 0.05
+    ) -> None:
+        self.plan = plan
+        self._check = check
+        self._watch_steps = watch_steps
+        self._tolerance = tolerance
+        self._handle: Handle | None = None
+        self._watch = PeakWatch(plan, watch_steps, tolerance, self._hint)
+
+    @property
+    def peaks_bytes(self) -> tuple[int, ...]:
+        """Measured peaks of the first steps of the last run."""
+        return tuple(self._watch.peaks_bytes)
+
+    def _put_on(self, model: torch.nn.Module, *, batches: int = 1) -> None:
+        """Apply the plan, and watch the first steps; each of a step's ``batches`` is measured on its own."""
+        check_model(model)
+        self._handle = apply(model, self.plan, check=self._check)
+        self._watch = PeakWatch(self.plan, self._watch_steps * batches, self._tolerance, self._hint)
+
+    def _take_off(self) -> None:
+        """Remove the plan, also from a run that failed."""
+        self._watch.abandon()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.remove()
+
+
 class PeakWatch:
     """Measures the first steps of a run; silent as long as the plan's prediction and budget hold.
 
-    On CUDA a watched step costs a reset of the allocator's peak. On a CPU the run is under ``torch.profiler`` from
-    the first of them to the last, and is judged then.
+    On CUDA a watched step costs a reset of the allocator's peak. On a CPU ``torch.profiler`` is on from the first of
+    them to the last, and they are judged at the end.
 
     Args:
-        plan: what is on the model.
-        steps: how many steps to measure; 0 for none. The first step makes the optimizer's state, so that the
-            second is the first whole one.
-        tolerance: how far a step may be over the prediction, as a share of it. The budget has no tolerance.
+        plan: the plan that is on the model.
+        steps: how many steps to measure; 0 for none. The first step creates the optimizer's state, so the second is
+            the first complete one.
+        tolerance: by how much a step may exceed the prediction, as a share of it. The budget has no tolerance.
         hint: what to do about a peak that was not predicted, a sentence.
 
     Attributes:
-        peaks_bytes: of the steps measured so far.
+        peaks_bytes: peaks of the steps measured so far.
     """
 
     def __init__(self, plan: Plan, steps: int, tolerance: float, hint: str) -> None:
@@ -106,31 +141,30 @@ class PeakWatch:
 
     def finish(self) -> None:
         """There are no more steps to measure."""
-        meter, self._meter = self._meter, None
-        self._left, self._running = 0, False
-        if meter is not None:
-            self._judge(meter.finish())
+        self._judge(self._stop())
 
     def abandon(self) -> None:
-        """Forget a step that did not end."""
+        """Forget the steps that were not judged yet, such as one that failed."""
+        self._stop()
+
+    def _stop(self) -> list[int]:
         meter, self._meter = self._meter, None
         self._left, self._running = 0, False
-        if meter is not None:
-            meter.abandon()
+        return [] if meter is None else meter.finish()
 
     def _can_measure(self, kind: str) -> bool:
         planned = _kind_of(self._plan.device)
         if planned != kind:
             self._warn(
-                f"the plan was made for {self._plan.device}, and this step runs on {kind}: what it takes there is "
-                f'not what was predicted, and is not checked. Plan with device="{kind}" to have it checked, or '
-                "pass watch_steps=0."
+                f"the plan was made for {self._plan.device}, but this step runs on {kind}: its peak there is not what "
+                f'was predicted, and is not checked. Plan with device="{kind}" to have it checked, or pass '
+                "watch_steps=0."
             )
             return False
         if kind == "cpu" and profiler_is_on():
             self._warn(
-                "a profiler is on, and there can be one only: the peaks of the first steps, which come from a "
-                "profiler's allocation events, are not checked. Pass watch_steps=0."
+                "a profiler is on already, and there can be only one: the peaks of the first steps, which come from a "
+                "profiler's allocation events, are not checked. Pass watch_steps=0 to skip the check."
             )
             return False
         return True
@@ -147,8 +181,8 @@ class PeakWatch:
             budget = "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
             self._warn(
                 f"step {len(self.peaks_bytes)} took {format_bytes(peak_bytes)} at its peak, "
-                f"{peak_bytes / plan.peak_bytes - 1:+.1%} from the {format_bytes(plan.peak_bytes)} that the plan "
-                f"on it predicts ({budget}). The plan was made for a batch of {_planned_batch(plan)}. {self._hint}"
+                f"{peak_bytes / plan.peak_bytes - 1:+.1%} from the {format_bytes(plan.peak_bytes)} that its plan "
+                f"predicts ({budget}). The plan was made for a batch of {_planned_batch(plan)}. {self._hint}"
             )
 
     def _warn(self, message: str) -> None:
@@ -156,9 +190,9 @@ class PeakWatch:
 
 
 class _OnCpu:
-    """Steps by the allocation events of one ``torch.profiler``, which is on from the first to the last.
+    """Measures steps by the allocation events of one ``torch.profiler``, which is on from the first to the last.
 
-    One for each step would not see that what the step before left, such as gradients, is freed.
+    A profiler for each step would not see what the step before left, such as gradients, being freed.
     """
 
     round_bytes = 1
@@ -167,7 +201,7 @@ class _OnCpu:
         self._own_bytes: list[int] = []
         self._profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profiler.start()
-        # A step that raises has no end, and not every trainer says so; the profiler must not outlive the watch.
+        # A step that raises never ends, and not every trainer says so; the profiler must not outlive the watch.
         self._stop = weakref.finalize(self, self._profiler.stop)
 
     def begin(self, own_bytes: int) -> None:
@@ -184,12 +218,9 @@ class _OnCpu:
         self._stop()
         return [own + rise for own, rise in zip(self._own_bytes, _rises(self._profiler), strict=False)]
 
-    def abandon(self) -> None:
-        self._stop()
-
 
 class _OnCuda:
-    """Steps by the allocator's counter."""
+    """Measures steps by the allocator's counter."""
 
     round_bytes = CUDA_ROUND_BYTES
 
@@ -209,12 +240,9 @@ class _OnCuda:
     def finish(self) -> list[int]:
         return []
 
-    def abandon(self) -> None:
-        """Nothing is on."""
-
 
 def _rises(profiler: torch.profiler.profile) -> list[int]:
-    """By how much each step that ended rose above where it began, in bytes."""
+    """By how many bytes the peak of each step that ended exceeds what was allocated at its beginning."""
     rises: list[int] = []
     live = peak = before = 0
     for event in allocation_events(profiler, (_BEGIN, _END)):

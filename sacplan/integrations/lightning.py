@@ -7,10 +7,10 @@
     trainer.callbacks.append(PlanCallback(plan))  # or Trainer(callbacks=[...])
     trainer.fit(module, loader)
 
-A plan is made for the ``LightningModule``, whose names have the prefixes of what it holds (``model.layers.0``), or for
-one of its submodules with ``PlanCallback(plan, submodule="model")``.
+A plan is made for the whole ``LightningModule``, whose fqns start with its attributes (``model.layers.0``), or for one
+of its submodules, with ``PlanCallback(plan, submodule="model")``.
 
-Tried on lightning 2.6.
+Tested with lightning 2.6.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sacplan._apply.apply import Handle, apply
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile, Runtime, Trace, profile
-from sacplan._record.step import check_model, preserved_rng
+from sacplan._record.step import preserved_rng
 from sacplan.errors import PlanError, TraceError
-from sacplan.integrations._watch import PeakWatch
+from sacplan.integrations._watch import PlannedTraining
 
 try:
     import lightning.pytorch as pl
@@ -40,33 +39,33 @@ except ImportError as error:
         f"sacplan.integrations.lightning needs lightning ({error}); pip install 'sacplan[lightning]'"
     ) from error
 
-_HINT = (
-    "If the batches are larger, or the training step or the optimizer is another one, plan for what is trained: "
-    "sacplan.plan(profile_trainer(trainer, module, ...), ...)."
-)
 
-
-class PlanCallback(pl.Callback):
-    """Fits with a plan: applied when fitting begins, removed when it ends or fails.
+class PlanCallback(PlannedTraining, pl.Callback):
+    """Fit with a plan: applied when fitting begins, removed when it ends or fails.
 
         lightning.Trainer(callbacks=[PlanCallback(plan)])
 
-    It applies after the strategy has set the module up (DDP, FSDP, precision). What was compiled before is
-    compiled anew, with the plan.
+    It is applied after the strategy has set up the module (DDP, FSDP, precision). What was compiled before is
+    compiled again, with the plan.
 
     Args:
         plan: made for the module that is fitted, such as from :func:`profile_trainer`.
-        submodule: fqn of what the plan was made for, if that is a part of the module.
+        submodule: fqn of the submodule that the plan was made for, if it is not the whole module.
         check: as in ``sacplan.apply``.
         watch_steps: how many optimizer steps to measure. ``SacplanWarning`` if one takes more than ``tolerance``
-            over the predicted peak, or more than the budget. On CUDA that costs nothing to speak of, on a CPU
-            these steps run under ``torch.profiler``. 0 switches it off.
-        tolerance: as a share of the predicted peak.
+            over the predicted peak, or more than the budget. The cost is negligible on CUDA; on a CPU these steps
+            run under ``torch.profiler``. 0 switches it off.
+        tolerance: a share of the predicted peak.
 
     Raises:
         PlanMismatch: when fitting begins, if the plan was made for another module.
         PlanError: there is no such submodule, or a plan is on it already.
     """
+
+    _hint = (
+        "If the batches are larger, or the training step or the optimizer is another one, plan for what is trained: "
+        "sacplan.plan(profile_trainer(trainer, module, ...), ...)."
+    )
 
     def __init__(
         self,
@@ -77,61 +76,38 @@ class PlanCallback(pl.Callback):
         watch_steps: int = 2,
         tolerance: float = 0.05,
     ) -> None:
-        self.plan = plan
+        super().__init__(plan, check=check, watch_steps=watch_steps, tolerance=tolerance)
         self.submodule = submodule
-        self._check = check
-        self._watch_steps = watch_steps
-        self._tolerance = tolerance
-        self._handle: Handle | None = None
-        self._watch = self._new_watch(1)
-
-    @property
-    def peaks_bytes(self) -> tuple[int, ...]:
-        """Measured peaks of the first batches of the last fit."""
-        return tuple(self._watch.peaks_bytes)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put the plan on."""
+        """Apply the plan."""
         self._take_off()
-        model = self._planned(pl_module)
-        check_model(model)
-        self._handle = apply(model, self.plan, check=self._check)
-        # An optimizer step is several batches; each is measured.
-        self._watch = self._new_watch(trainer.accumulate_grad_batches)
+        self._put_on(self._planned(pl_module), batches=trainer.accumulate_grad_batches)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Measure from here."""
+        """Start to measure."""
         tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
         self._watch.begin(pl_module, trainer.optimizers, tensors)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """To here: validation comes later."""
+        """Stop before validation."""
         self._watch.end()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Take the plan off."""
+        """Remove the plan."""
         self._watch.finish()
         self._take_off()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Take the plan off of a fit that failed."""
+        """Remove the plan from a fit that failed."""
         self._take_off()
 
-    def _take_off(self) -> None:
-        self._watch.abandon()
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.remove()
-
-    def _new_watch(self, batches: int) -> PeakWatch:
-        steps = self._watch_steps * batches if isinstance(self._watch_steps, int) else self._watch_steps
-        return PeakWatch(self.plan, steps, self._tolerance, _HINT)
-
-    def _planned(self, pl_module: Any) -> torch.nn.Module:
+    def _planned(self, pl_module: pl.LightningModule) -> torch.nn.Module:
         try:
-            return pl_module.get_submodule(self.submodule)
+            model: torch.nn.Module = pl_module.get_submodule(self.submodule)
+            return model
         except AttributeError as error:
             children = ", ".join(repr(name) for name, _ in pl_module.named_children())
             raise PlanError(
@@ -152,7 +128,7 @@ def profile_trainer(
 
         plan = sacplan.plan(profile_trainer(trainer, module, loader, device="h100"), "22GiB")
 
-    The other arguments are those of ``sacplan.profile``; what is recorded says :func:`step_arguments`.
+    The other arguments are those of ``sacplan.profile``; see :func:`step_arguments` for what is recorded.
     """
     arguments = step_arguments(trainer, module, batches)
     return profile(**arguments, device=device, runtime=runtime, trace=trace)
@@ -170,13 +146,14 @@ def step_arguments(
         sacplan.verify(**arguments, plan=sacplan.plan(profile, "22GiB"))
 
     The step is ``module.training_step`` under the trainer's precision, with the optimizer that
-    ``module.configure_optimizers()`` makes. While a forward pass runs, Lightning still has the gradients of the step
-    before, and they count. With ``accumulate_grad_batches`` two batches are run; more would take no more memory.
-    Neither trainer nor module are changed, and the trainer is not attached: ``self.trainer`` cannot be used.
+    ``module.configure_optimizers()`` makes. During the forward pass Lightning still holds the gradients of the
+    previous step, and they count. With ``accumulate_grad_batches`` two batches are run; more would take no more
+    memory. Neither the trainer nor the module is changed, and the trainer is not attached: ``self.trainer`` cannot
+    be used.
 
     Args:
         trainer: its precision and ``accumulate_grad_batches`` are used.
-        module: in automatic optimization. Of a manual one the loop is the module's own: describe its step
+        module: with automatic optimization. With a manual one the loop is the module's own: describe its step
             to ``sacplan.profile`` with a ``loss_fn``, and fit with ``PlanCallback``.
         batches: an iterable of batches, such as the data loader, as ``training_step`` gets them; or a
             ``LightningDataModule``. By default ``module.train_dataloader()``.
@@ -189,8 +166,8 @@ def step_arguments(
     """
     if not module.automatic_optimization:
         raise TraceError(
-            f"{type(module).__name__} optimizes manually, so that its training_step runs backward and steps on its "
-            "own. Give sacplan.profile a loss_fn(module, batch) that computes the loss only, and the optimizer; "
+            f"{type(module).__name__} optimizes manually, so its training_step runs backward and the optimizer itself. "
+            " Give sacplan.profile a loss_fn(module, batch) that computes the loss only, and the optimizer; "
             "then fit with PlanCallback(plan)."
         )
     _check_precision(trainer, module)
@@ -218,13 +195,13 @@ class _FitLoss:
         batches = batch["batches"]
         module.train()
         trained = [p for p in module.parameters() if p.requires_grad]
-        for p in trained:  # the step before left them, and they go when the first forward pass is over
+        for p in trained:  # left by the previous step, and freed when the first forward pass is over
             p.grad = torch.empty_like(p)
         loss = self._loss(module, batches[0], 0)
         for p in trained:
             p.grad = None
         if len(batches) > 1:
-            loss.backward()
+            torch.autograd.backward(loss)
             loss = self._loss(module, batches[1], 1)
         return loss
 
@@ -244,7 +221,7 @@ class _FitLoss:
         return loss / self.trainer.accumulate_grad_batches
 
 
-def _loader(module: pl.LightningModule, batches: Any) -> Iterable[Any]:
+def _loader(module: pl.LightningModule, batches: Any) -> Any:
     if batches is None:
         return module.train_dataloader()
     if isinstance(batches, pl.LightningDataModule):
@@ -255,14 +232,14 @@ def _loader(module: pl.LightningModule, batches: Any) -> Iterable[Any]:
 
 
 def _optimizer(module: pl.LightningModule) -> torch.optim.Optimizer | None:
-    """What ``configure_optimizers`` makes, in any of the forms that Lightning takes."""
+    """What ``configure_optimizers`` returns, in any of the forms that Lightning accepts."""
     made: Any = module.configure_optimizers()
     if isinstance(made, (list, tuple)) and len(made) == 2 and isinstance(made[0], (list, tuple)):
         made = made[0]  # optimizers, schedulers
     found = [m["optimizer"] if isinstance(m, Mapping) else m for m in _as_list(made)]
     if len(found) > 1:
         raise TraceError(
-            f"{type(module).__name__}.configure_optimizers made {len(found)} optimizers, and with automatic "
+            f"{type(module).__name__}.configure_optimizers made {len(found)} optimizers, but with automatic "
             "optimization Lightning takes one."
         )
     return found[0] if found else None
@@ -278,7 +255,7 @@ _TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch
 
 
 def _check_precision(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """A module that the strategy is going to convert is planned for as it will be."""
+    """A module that the strategy is going to convert must be converted already, to be recorded as it will be."""
     wanted = _TRUE.get(trainer.precision)
     if wanted is None:
         return
@@ -286,5 +263,5 @@ def _check_precision(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if p.is_floating_point() and p.dtype != wanted:
             raise TraceError(
                 f"with precision={trainer.precision!r} Lightning converts the module to {wanted}, and parameter "
-                f"{name!r} is {p.dtype} still. Convert it before: module.to({wanted})."
+                f"{name!r} is still {p.dtype}. Convert it first: module.to({wanted})."
             )

@@ -1,0 +1,157 @@
+"""How a function becomes a command: its options, its help, and one place for what it returns and raises.
+
+    @command("plan", "Choose what to discard.", examples=["sacplan plan train.py:make --budget 70%"])
+    def plan(source: o.Source, *, step: o.StepOptions) -> Answer: ...
+
+A parameter that is a dataclass stands for one option per field. Every command has ``--json`` and ``--debug`` as well.
+Help is rich's on a terminal that is wide enough, and plain text in a pipe or in a narrow terminal, where boxes would
+only break lines.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import inspect
+import os
+import shutil
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from sacplan._cli import options as o
+from sacplan._cli.exits import INTERRUPTED, MEANING, report_error
+from sacplan._cli.output import Answer
+
+_WIDE = 72  # columns that typer's panels need for our options
+
+EXAMPLES: dict[str, Sequence[str]] = {
+    "": (
+        "sacplan plan hf:gpt2 --batch 16 --seq 1024 --budget 70% -o plan.json",
+        "sacplan verify hf:gpt2 plan.json",
+    )
+}
+"""What ``--help`` shows to be copied, by command; the tests run every line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A command: its name, its line in the list of commands, and what typer makes it from."""
+
+    name: str
+    short: str
+    run: Callable[..., None]
+
+
+def command(
+    name: str, short: str, *, examples: Sequence[str], omit: Collection[str] = ()
+) -> Callable[[Callable[..., Answer]], Entry]:
+    """Make a command of a function that returns an ``Answer``.
+
+    Args:
+        name: as a person types it.
+        short: its line in the list of commands.
+        examples: lines for ``--help``.
+        omit: fields of option groups that this command does not have; they stay at their defaults.
+    """
+    EXAMPLES[name] = examples
+
+    def entry(function: Callable[..., Answer]) -> Entry:
+        parameters: list[inspect.Parameter] = []
+        groups: dict[str, Any] = {}
+        hints = get_type_hints(function, include_extras=True)
+        for parameter in inspect.signature(function).parameters.values():
+            hint = hints[parameter.name]
+            if is_dataclass(hint):
+                groups[parameter.name] = hint
+                kept = get_type_hints(hint, include_extras=True)
+                options = [(f.name, kept[f.name], f.default) for f in fields(hint) if f.name not in omit]
+            else:
+                options = [(parameter.name, hint, parameter.default)]
+            parameters += (_parameter(*option) for option in options)
+        parameters += [_parameter("as_json", o.Json, False), _parameter("debug", o.Debug, False)]
+
+        def run(*, as_json: bool, debug: bool, **given: Any) -> None:
+            for parameter, group in groups.items():
+                names = {f.name for f in fields(group)} & given.keys()
+                given[parameter] = group(**{n: given.pop(n) for n in names})
+            function(**given).print(as_json=as_json)
+
+        run.__doc__ = function.__doc__
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+        return Entry(name, short, run)
+
+    return entry
+
+
+def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _prepare_help(command: TyperCommand | TyperGroup, formatter: Any) -> None:
+    """Rich help where there is room; plain help as narrow as the terminal, where click stops at 50 columns."""
+    columns = shutil.get_terminal_size().columns
+    rich = sys.stdout.isatty() and columns >= _WIDE and not os.environ.get("NO_COLOR")
+    command.rich_markup_mode = "rich" if rich else None
+    if columns < _WIDE:
+        formatter.width = max(columns - 2, 20)
+        formatter.write_dl = functools.partial(formatter.write_dl, col_max=max(columns // 5, 6))
+
+
+def _write_lines(formatter: Any, title: str, lines: Sequence[str]) -> None:
+    formatter.write(f"\n{title}:\n" + "".join(f"  {line}\n" for line in lines))  # not wrapped: to be copied
+
+
+class Command(TyperCommand):
+    """A command whose help ends in examples."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Help, then examples."""
+        _prepare_help(self, formatter)
+        super().format_help(ctx, formatter)
+        _write_lines(formatter, "Examples", EXAMPLES[self.name or ""])
+
+
+class Group(TyperGroup):
+    """All commands; whatever one of them raises ends here, as one line and an exit code."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Help, then examples and the exit codes."""
+        _prepare_help(self, formatter)
+        super().format_help(ctx, formatter)
+        _write_lines(formatter, "Examples", EXAMPLES[""])
+        _write_lines(formatter, "Exit codes", [f"{code:<3} {meaning}" for code, meaning in MEANING.items()])
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Parse, run, and end the process; ``standalone_mode=False`` returns the code instead."""
+        words = sys.argv[1:] if args is None else args
+        try:
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+            sys.stdout.flush()
+            code = code if isinstance(code, int) else 0
+        except (KeyboardInterrupt, typer.Abort):
+            code = INTERRUPTED
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:
+                # sacplan devices | head -1: nobody reads on, and Python must not complain about it when it ends
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                code = 0
+            else:
+                # looked for in the words, since parsing may have failed before it came to them
+                code = report_error(error, as_json="--json" in words, debug="--debug" in words)
+        if standalone_mode:
+            sys.exit(code)
+        return code
