@@ -176,7 +176,7 @@ class Ours:
     def at_budget(self, budget_bytes: int) -> tuple[sacplan.Plan, Point]:
         """Plan and measure; ``InfeasibleBudget`` where there is no plan."""
         plan = sacplan.plan(self.profile, f"{budget_bytes}B", objective=self.objective)
-        key = tuple(sorted((fqn, unit.discarded) for fqn, unit in plan.units.items()))
+        key = frozenset(plan.decisions)
         if key not in self._measured:
             self._measured[key] = rivals.planned(self.case, plan, f"{budget_bytes / GIB:.4f} GiB")
         return plan, self._measured[key]

@@ -22,7 +22,6 @@ matmuls and attention.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import gc
 import statistics
@@ -34,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from msgspec import structs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -42,7 +42,7 @@ import sacplan
 from benchmarks import common
 from benchmarks.common import describe, machine, write_results
 from examples.transformer import Transformer
-from sacplan._plan.plan import UnitPlan
+from sacplan._program.decisions import as_decisions
 from sacplan._program.program import CallSite, Phase
 
 _MUST_SAVE = (
@@ -149,8 +149,11 @@ def discardable(profile: sacplan.Profile, fqn: str) -> list[CallSite]:
 
 def plan_of(profile: sacplan.Profile, sites: dict[str, list[CallSite]]) -> sacplan.Plan:
     """A plan with given decisions; the figures in it are not those of the decisions."""
-    units = {fqn: UnitPlan(1.0, 0.0, tuple(s)) for fqn, s in sites.items()}
-    return dataclasses.replace(sacplan.plan(profile, "200%"), units=units)
+    return structs.replace(
+        sacplan.plan(profile, "200%"),
+        decisions=as_decisions({fqn: dict.fromkeys(s, 1) for fqn, s in sites.items()}),
+        units={fqn: sacplan.UnitPlan(1.0, 0.0) for fqn in sites},
+    )
 
 
 def _policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

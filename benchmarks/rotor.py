@@ -218,7 +218,7 @@ def plan_rows(name: str, case: Case) -> Iterator[dict[str, Any]]:
             if (seen.peak_bytes, seen.recompute_flops) != (plan.peak_bytes, plan.recompute_flops):
                 raise AssertionError(f"{name}, {budget}, {solver}: {seen}")
             asked = plan.budget_bytes or plan.peak_bytes
-            again = Counter(recomputed(profile.program, plan.decisions).footprint.again)
+            again = Counter(recomputed(profile.program, plan.discarded).footprint.again)
             yield row | {
                 "budget_bytes": plan.budget_bytes,
                 "seconds": seconds,

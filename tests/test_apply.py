@@ -6,15 +6,14 @@ import copy
 import inspect
 import io
 import pickle
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import sacplan
-from sacplan._plan.plan import UnitPlan
 from tests.models import LM, bit_equal, cross_entropy, grads_of, tokens
+from tests.plans import discarding
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def plan(model: LM, batch: torch.Tensor) -> sacplan.Plan:
     profile = sacplan.profile(model, batch, cross_entropy, device="cpu")
     discarded = tuple(profile.tradeoffs["layers.0"].points[-1].discarded)
     plan = sacplan.plan(profile, budget="200%")
-    return replace(plan, units={f"layers.{i}": UnitPlan(1.0, 0.0, discarded) for i in range(2)})
+    return discarding(plan, {f"layers.{i}": discarded for i in range(2)})
 
 
 def outside(model: nn.Module) -> list[object]:
@@ -182,13 +181,13 @@ def test_a_forward_that_is_replaced_afterwards_stops_the_removal(model: LM, plan
 
 
 def test_what_cannot_be_applied(model: LM, plan: sacplan.Plan) -> None:
-    unit = plan.units["layers.0"]
+    sites = plan.discarded["layers.0"]
     with pytest.raises(sacplan.PlanError, match="must not nest"):
-        sacplan.apply(model, replace(plan, units={"layers.0": unit, "layers.0.mlp": unit}))
+        sacplan.apply(model, discarding(plan, {"layers.0": sites, "layers.0.mlp": sites}))
     with pytest.raises(sacplan.PlanError, match="must not nest"):
-        sacplan.apply(model, replace(plan, units={"": unit, "layers.0": unit}))
+        sacplan.apply(model, discarding(plan, {"": sites, "layers.0": sites}))
     with pytest.raises(sacplan.PlanMismatch, match=r"layers\.7"):
-        sacplan.apply(model, replace(plan, units={"layers.7": unit}))
+        sacplan.apply(model, discarding(plan, {"layers.7": sites}))
     with pytest.raises(sacplan.PlanMismatch):
         sacplan.apply(LM(layers=3, dim=16, heads=2, vocab=32), plan)
     with pytest.raises(sacplan.PlanError, match=r"nn\.Module"):
@@ -201,14 +200,13 @@ def test_what_cannot_be_applied(model: LM, plan: sacplan.Plan) -> None:
 
 
 def test_an_empty_plan_touches_nothing(model: LM, plan: sacplan.Plan) -> None:
-    handle = sacplan.apply(model, replace(plan, units={}))
+    handle = sacplan.apply(model, discarding(plan, {}))
     assert handle.units == ()
     assert all("forward" not in vars(m) for m in model.modules())
 
 
 def test_units_that_discard_nothing_keep_their_forward(model: LM, plan: sacplan.Plan) -> None:
-    kept = replace(plan.units["layers.0"], discarded=())
-    handle = sacplan.apply(model, replace(plan, units=plan.units | {"layers.0": kept}))
+    handle = sacplan.apply(model, discarding(plan, plan.discarded | {"layers.0": ()}))
     assert handle.units == ("layers.1",)
     assert "forward" not in vars(model.layers[0])
     assert "forward" in vars(model.layers[1])

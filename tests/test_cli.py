@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
 import sacplan
@@ -233,9 +234,8 @@ def test_another_model_or_batch_is_not_verified(saved: Path) -> None:
 
 def test_over_the_budget_is_not_verified(saved: Path) -> None:
     """The same plan with a budget one byte below its peak."""
-    data = json.loads(Path("plan.json").read_text())
-    data["budget_bytes"] = data["peak_bytes"] - 1
-    Path("tight.json").write_text(json.dumps(data))
+    plan = sacplan.Plan.load("plan.json")
+    structs.replace(plan, budget_bytes=plan.peak_bytes - 1).save("tight.json")
     result = run("verify train.py:make tight.json")
     assert result.exit_code == 4
     assert "over the budget" in error_line(result)

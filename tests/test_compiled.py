@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 import sacplan
 from sacplan._recompute.executor.recipes import PlannedForward
+from tests.plans import discarding
 
 DIM, VOCAB = 32, 64
 
@@ -114,18 +114,14 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 def everything_but(profile: sacplan.Profile, units: list[str], *kept: str) -> sacplan.Plan:
     """A plan that discards all it can in some units, but for some ops."""
     loose = sacplan.plan(profile, budget="100%")
-    return dataclasses.replace(
+    return discarding(
         loose,
-        units={
-            fqn: sacplan.UnitPlan(
-                1.0,
-                0.0,
-                tuple(
-                    site
-                    for op, site in profile.program.sites(profile.program.calls[fqn][0]).items()
-                    if profile.program.ops[op].recomputable and not any(name in site[0] for name in kept)
-                ),
-            )
+        {
+            fqn: [
+                site
+                for op, site in profile.program.sites(profile.program.calls[fqn][0]).items()
+                if profile.program.ops[op].recomputable and not any(name in site[0] for name in kept)
+            ]
             for fqn in units
         },
     )
@@ -319,9 +315,8 @@ def test_arguments_outputs_writes_and_side_effects() -> None:
 def test_a_site_that_the_trace_does_not_meet_is_an_error(
     model: LM, plan: sacplan.Plan, tokens: torch.Tensor
 ) -> None:
-    fqn, unit = next(iter(plan.units.items()))
-    wrong = dataclasses.replace(unit, discarded=(*unit.discarded, ("aten.addmm.default", 99)))
-    other = planned(model, dataclasses.replace(plan, units={fqn: wrong}))
+    fqn, sites = next(iter(plan.discarded.items()))
+    other = planned(model, discarding(plan, {fqn: [*sites, ("aten.addmm.default", 99)]}))
     with pytest.raises(Exception, match=r"does not run 1 of the ops .*aten.addmm.default #99"):
         step(other, tokens, "aot_eager")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
+from tests.plans import discarding
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
@@ -71,17 +71,11 @@ def plan_for(model: LM, tokens: torch.Tensor) -> sacplan.Plan:
     profile = sacplan.profile(model, tokens, loss_fn=loss_fn, device="cpu")
     program = profile.program
     units = {
-        fqn: sacplan.UnitPlan(
-            1.0,
-            0.0,
-            tuple(
-                s for op, s in program.sites(program.calls[fqn][0]).items() if program.ops[op].recomputable
-            ),
-        )
+        fqn: [s for op, s in program.sites(program.calls[fqn][0]).items() if program.ops[op].recomputable]
         for fqn in ("layers.0", "layers.1")
     }
-    assert all(("aten.addmm.default", 0) in unit.discarded for unit in units.values())
-    return dataclasses.replace(sacplan.plan(profile, budget="100%"), units=units)
+    assert all(("aten.addmm.default", 0) in sites for sites in units.values())
+    return discarding(sacplan.plan(profile, budget="100%"), units)
 
 
 def run(

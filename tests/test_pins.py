@@ -154,13 +154,13 @@ NOTHING_LEFT = {"a container", "never what is in a tower", "never a leaf"}  # or
 def assert_pinned(profile: sacplan.Profile, plan: sacplan.Plan, case: str) -> None:
     _, pins, module, op = PINS[case]
     program = profile.program
-    for i in discarded_ops(program, plan.decisions):
+    for i in discarded_ops(program, plan.discarded):
         assert not runs_in(program, i, module), (i, program.ops[i])
         assert not op(program.ops[i].name)
     if "never" in pins:
         alone = under("vision_tower") if case == "both" else module
         assert not units_that_touch(program, plan.units, alone)
-    assert plan.peak_bytes == recomputed(program, plan.decisions).footprint.peak_bytes
+    assert plan.peak_bytes == recomputed(program, plan.discarded).footprint.peak_bytes
 
 
 @pytest.mark.parametrize("objective", ["time", "flops"])
@@ -198,7 +198,7 @@ def test_pins_bind_where_plans_would_have_touched_them(case: str) -> None:
     program = profile_of(name).program
     plan = sacplan.plan_smallest(profile_of(name))
     touched = any(
-        runs_in(program, i, module) or op(program.ops[i].name) for i in discarded_ops(program, plan.decisions)
+        runs_in(program, i, module) or op(program.ops[i].name) for i in discarded_ops(program, plan.discarded)
     )
     assert touched or units_that_touch(program, plan.units, module) or case == "what is not called"
 
@@ -293,7 +293,7 @@ def test_random_pins(data: st.DataObject, name: str, share: float, solver: str) 
     plan = sacplan.plan(profile, f"{budget}B", solver, keep=keep, never=never)
     assert plan.peak_bytes <= budget
     program = profile.program
-    gone = discarded_ops(program, plan.decisions)
+    gone = discarded_ops(program, plan.discarded)
     assert not any(map(expected(program, keep + never), gone))
     alone = {i for i, op in enumerate(program.ops) if expected(program, never)(i)}
     for unit in plan.units:
@@ -440,11 +440,10 @@ def test_plans_without_pins_stay_what_they_were() -> None:
 
 def test_the_file_says_what_was_pinned(tmp_path: Path) -> None:
     plan = sacplan.plan(profile_of("lm"), "90%", keep=["layers.2"], never=["layers.1"])
-    assert (plan.keep, plan.never) == (("layers.2",), ("layers.1",))
+    assert (plan.provenance.keep, plan.provenance.never) == (("layers.2",), ("layers.1",))
     plan.save(tmp_path / "plan.json")
     assert sacplan.Plan.load(tmp_path / "plan.json") == plan
-    older = {k: v for k, v in plan.to_dict().items() if k not in ("keep", "never")}
-    assert sacplan.Plan.from_dict(older).keep == ()
+    assert sacplan.Plan.load(tmp_path / "plan.json").provenance == plan.provenance
 
 
 def test_the_bound_heeds_the_pins() -> None:

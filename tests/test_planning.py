@@ -32,7 +32,7 @@ def test_plans_hold_and_are_monotone(profile: sacplan.Profile, solver: str) -> N
         budget = smallest + (profile.peak_bytes - smallest) * i // 8
         plan = sacplan.plan(profile, f"{budget}B", solver)
         assert plan.peak_bytes <= budget
-        assert plan.peak_bytes == recomputed(profile.program, plan.decisions).footprint.peak_bytes
+        assert plan.peak_bytes == recomputed(profile.program, plan.discarded).footprint.peak_bytes
         if solver == "best":
             assert plan.recompute_ms <= last_ms * 1.05
         last_ms = plan.recompute_ms
@@ -67,10 +67,10 @@ def test_same_input_same_plan(profile: sacplan.Profile) -> None:
 def test_units_list_what_they_keep_and_discard(profile: sacplan.Profile) -> None:
     plan = sacplan.plan(profile, "60%")
     assert plan.units
-    for unit in plan.units.values():
-        assert unit.discarded
+    for fqn, unit in plan.units.items():
+        assert plan.discarded[fqn]
         assert 0 < unit.discard_ratio <= 1
-        assert not set(unit.discarded) & set(unit.kept)
+        assert not set(plan.discarded[fqn]) & set(unit.kept)
     assert set(plan.op_decisions.values()) == {"keep", "discard"}
     assert plan.recompute_ms == pytest.approx(sum(u.recompute_ms for u in plan.units.values()))
     names = list(plan.units)
@@ -112,7 +112,7 @@ def test_files(profile: sacplan.Profile, tmp_path) -> None:  # type: ignore[no-u
 
 def test_plans_are_frozen(profile: sacplan.Profile) -> None:
     plan = sacplan.plan(profile, "70%")
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         plan.peak_bytes = 0  # type: ignore[misc]
     with pytest.raises(TypeError):
         plan.units["x"] = None  # type: ignore[index]

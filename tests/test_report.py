@@ -34,6 +34,7 @@ from sacplan._report.page import report_html, write_report
 from sacplan._report.timeline import Timeline, buckets_of, timeline_of
 from sacplan._report.trace_events import write_memory_trace
 from tests.models import LM, cross_entropy, tokens
+from tests.plans import discarding
 
 LAYERS = 4
 
@@ -81,7 +82,7 @@ def test_what_is_alive_adds_up_to_the_peak(case: SimpleNamespace) -> None:
 
 def test_kinds_at_the_peak_are_those_of_the_fold(case: SimpleNamespace) -> None:
     for plan in _plans(case):
-        peak = recomputed(case.profile.program, plan.decisions if plan else {}).liveness.peak
+        peak = recomputed(case.profile.program, plan.discarded if plan else {}).liveness.peak
         frame = alive_at_peak(case.profile, plan, None)
         found = frame.groupby("kind")["bytes"].sum().to_dict()
         found["temporary"] = found.get("temporary", 0) + found.pop("workspace", 0)
@@ -118,9 +119,9 @@ def _first_ops_discarded(profile: sacplan.Profile, count: int | None = None) -> 
     program = profile.program
     sites = tuple(program.sites(program.calls[""][0]).values())[:count]
     found = profile.footprint({"": sites})
-    return dataclasses.replace(
+    return discarding(
         sacplan.plan(profile, "100%"),
-        units={"": sacplan.UnitPlan(1.0, found.recompute_ms, sites)},
+        {"": sites},
         peak_bytes=found.peak_bytes,
         recompute_ms=found.recompute_ms,
     )
@@ -219,17 +220,17 @@ def test_kept_and_discarded_are_what_is_alive_when_the_backward_begins(case: Sim
         return int(line.live_bytes[before - 1])
 
     table = module_table(case.profile, case.plan)
-    states = sum(program.ops[i].state_bytes for i in discarded_ops(program, case.plan.decisions))
+    states = sum(program.ops[i].state_bytes for i in discarded_ops(program, case.plan.discarded))
     without = module_table(case.profile)
     saved = int(without["kept_bytes"].sum() - table["kept_bytes"].sum())
-    assert abs(alive({}) - alive(case.plan.decisions) - saved) <= states
+    assert abs(alive({}) - alive(case.plan.discarded) - saved) <= states
 
 
 def test_costs_are_what_the_rewritten_step_takes(case: SimpleNamespace) -> None:
     program, plan = case.profile.program, case.plan
-    state = KeptAndDiscarded(program, recomputed(program, plan.decisions), plan.decisions)
+    state = KeptAndDiscarded(program, recomputed(program, plan.discarded), plan.discarded)
     units = {i for i, scope in enumerate(program.scopes) if scope.parent == ROOT_SCOPE}
-    base = dict(discarded_ops(program, plan.decisions))
+    base = dict(discarded_ops(program, plan.discarded))
 
     def recompute_ms(discarded: dict[int, int]) -> float:
         return program.with_(recompute_ops(program, discarded, units)).footprint.recompute_ms
@@ -330,7 +331,7 @@ def test_names() -> None:
 
 def test_the_timeline_is_the_step_on_a_time_axis(case: SimpleNamespace) -> None:
     for plan in _plans(case):
-        decisions = plan.decisions if plan else {}
+        decisions = plan.discarded if plan else {}
         found = case.profile.footprint(decisions)
         line = timeline_of(recomputed(case.profile.program, decisions))
         assert line.peak_bytes == found.peak_bytes
@@ -373,7 +374,7 @@ def test_buckets_show_the_highest_moment_in_each(times: list[float], count: int,
 def test_the_stack_is_what_is_alive(gpu: SimpleNamespace) -> None:
     figure = memory_figure(gpu.profile, gpu.plan)
     assert len(figure.axes) == 2
-    for axis, decisions in zip(figure.axes, ({}, gpu.plan.decisions), strict=True):
+    for axis, decisions in zip(figure.axes, ({}, gpu.plan.discarded), strict=True):
         line = timeline_of(recomputed(gpu.profile.program, decisions))
         drawn = {artist.get_label(): artist for artist in axis.lines}
         alive = drawn["alive"].get_ydata() * 2**20
@@ -464,7 +465,7 @@ def test_the_trace_keeps_the_rules_of_the_format(case: SimpleNamespace, tmp_path
         with opener(path, "rt") as file:
             data = json.load(file)
         events = data["traceEvents"]
-        line = timeline_of(recomputed(case.profile.program, plan.decisions if plan else {}))
+        line = timeline_of(recomputed(case.profile.program, plan.discarded if plan else {}))
         assert {e["ph"] for e in events} == {"M", "X", "B", "E", "C"}
         assert all({"ph", "pid", "tid"} <= e.keys() and ("ts" in e or e["ph"] == "M") for e in events)
 

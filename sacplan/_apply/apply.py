@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from sacplan._classical.graph import is_submodule
 from sacplan._plan.plan import Plan
 from sacplan._recompute.executor.recipes import PlannedForward
 from sacplan._record.step import own_checkpointing
@@ -82,10 +81,12 @@ def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
     plan.fingerprint.check_model(model)
     _check_units(model, plan)
     planned = {}
-    for fqn, unit in plan.units.items():
-        if unit.discarded:  # else its forward is left alone, and costs nothing extra
-            _check_compiled(fqn, model.get_submodule(fqn))
-            planned[fqn] = PlannedForward(model.get_submodule(fqn), fqn, unit.decisions, check)
+    for (
+        fqn,
+        sites,
+    ) in plan.discarded.items():  # of other units the forward is left alone, and costs nothing extra
+        _check_compiled(fqn, model.get_submodule(fqn))
+        planned[fqn] = PlannedForward(model.get_submodule(fqn), fqn, sites, check)
     for stand_in in planned.values():
         stand_in.module.__dict__["forward"] = stand_in
     return Handle(planned)
@@ -150,6 +151,3 @@ def _check_units(model: torch.nn.Module, plan: Plan) -> None:
                 + (f"; near names are {', '.join(map(repr, near))}" if near else "")
                 + ". Make a plan for this model with sacplan.plan."
             )
-        inner = next((other for other in plan.units if is_submodule(other, fqn)), None)
-        if inner is not None:
-            raise PlanError(f"units must not nest, but {inner!r} is inside {fqn!r}.")

@@ -98,7 +98,7 @@ def _search(
             at_most=asked.at_most,
             progress=lambda p: say(f"batch {p.batch_size} {'fits' if p.feasible else 'does not fit'}"),
         )
-    save(found.plan, output, "plan", Origin.of(target, batch=found.batch_size))
+    save(found.plan, output, Origin.of(target, batch=found.batch_size))
     facts: dict[str, Any] = {"command": question, **show.target_facts(target, output)}
     facts.get("hf", {}).pop("batch", None)  # that of the target as it was loaded
     found_facts = {

@@ -1,17 +1,20 @@
 """What an ``hf:`` model and batch were made with, kept in the file of a profile or a plan; verify makes them again.
 
 origin = Origin.of(target)
-save(plan, Path("plan.json"), "plan", origin)
-origin_in(Path("plan.json"), "plan") == origin
+save(plan, Path("plan.json"), origin)
+origin_of(Plan.load("plan.json")) == origin
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
+
+from msgspec import structs
 
 from sacplan._cli import options as o
 from sacplan._cli.files import replacing
@@ -20,11 +23,6 @@ from sacplan._cli.targets import Target
 if TYPE_CHECKING:
     from sacplan import Plan, Profile
     from sacplan._program.fingerprint import Fingerprint
-
-What = Literal["plan", "profile"]
-
-# beside the model and the batch that a file is for; whoever reads a fingerprint ignores what it does not know
-_SECTION, _KEY = "fingerprint", "target"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +64,21 @@ class Origin:
         return cls(data["name"], o.HfOptions(**{**chosen, **sizes}))
 
 
-def save(made: Plan | Profile, path: Path | None, what: What, origin: Origin | None) -> None:
+def save(made: Plan | Profile, path: Path | None, origin: Origin | None) -> None:
     """Save a profile or a plan where it is wanted, with what its model and batch were made with."""
-    from sacplan._program.files import write_json
-
     if path is None:
         return
+    target = None if origin is None else origin.to_dict()
+    fingerprint = structs.replace(made.fingerprint, target=target)
+    replace: Any = dataclasses.replace if dataclasses.is_dataclass(made) else structs.replace
     with replacing(path) as part:
-        made.save(part)
-        if origin is not None:
-            data = _read(part, what)
-            data[_SECTION][_KEY] = origin.to_dict()
-            write_json(part, data)
+        replace(made, fingerprint=fingerprint).save(part)
 
 
-def origin_in(path: Path, what: What) -> Origin | None:
+def origin_of(made: Plan | Profile) -> Origin | None:
     """What a file says about its target; None if it was not an ``hf:`` target, or the library wrote the file."""
-    found = _read(path, what)[_SECTION].get(_KEY)
-    return None if found is None else Origin.from_dict(found)
+    target = made.fingerprint.target
+    return None if target is None else Origin.from_dict(target)
 
 
 def seen_in(fingerprint: Fingerprint) -> o.HfOptions:
@@ -96,11 +91,3 @@ def seen_in(fingerprint: Fingerprint) -> o.HfOptions:
     )
     dtype: Any = types.most_common(1)[0][0] if types else None
     return o.HfOptions(first[0] if first else None, tokens[1] if tokens else None, dtype)
-
-
-def _read(path: Path, what: What) -> dict[str, Any]:
-    from sacplan._plan import plan
-    from sacplan._profile import profile
-    from sacplan._program.files import read_json
-
-    return read_json(path, what, (plan if what == "plan" else profile).SCHEMA_VERSION)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from rich.table import Table
 
 from sacplan._cli.output import number, pairs, table
@@ -94,7 +95,7 @@ def profile_facts(profile: Profile) -> dict[str, Any]:
         "model_class": profile.fingerprint.model_class,
         "device": profile.device,
         "device_memory_bytes": profile.device_memory_bytes,
-        "ranks": profile.ranks.to_dict(),
+        "ranks": msgspec.to_builtins(profile.ranks),
         "peak_bytes": profile.peak_bytes,
         "peak_phase": profile.baseline.peak_phase.name.lower(),
         "peak_module": profile.baseline.peak_fqn,
@@ -128,7 +129,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     return {
         "model_class": plan.fingerprint.model_class,
         "device": plan.device,
-        "ranks": plan.ranks.to_dict(),
+        "ranks": msgspec.to_builtins(plan.ranks),
         "budget_bytes": plan.budget_bytes,
         "peak_bytes": plan.peak_bytes,
         "baseline_peak_bytes": plan.baseline_peak_bytes,
@@ -168,8 +169,9 @@ def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[
 def _units_table(plan: Plan) -> Table:
     """Units that do the same are one row."""
     groups: dict[Any, list[str]] = {}
-    for fqn, unit in plan.units.items():
-        groups.setdefault((re.sub(r"\d+", "*", fqn), tuple(unit.discarded)), []).append(fqn)
+    discarded = plan.discarded
+    for fqn in plan.units:
+        groups.setdefault((re.sub(r"\d+", "*", fqn), tuple(discarded.get(fqn, ()))), []).append(fqn)
     rows = []
     for (_, sites), names in groups.items():
         units = [plan.units[n] for n in names]

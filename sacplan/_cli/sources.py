@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sacplan._cli import options as o
 from sacplan._cli.exits import TargetError, hinted
-from sacplan._cli.origin import Origin, origin_in, seen_in
+from sacplan._cli.origin import Origin, origin_of, seen_in
 from sacplan._cli.output import note, stage, warn
 from sacplan._cli.show import ranks_text
 from sacplan._cli.targets import Target, is_json_file, load_target, users_code
@@ -100,7 +100,7 @@ def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: o.
         )
     with stage("reading"):
         profile = _read(sacplan.Profile.load, source, "profile")
-        origin = _read(lambda path: origin_in(path, "profile"), source, "profile")
+        origin = _read(lambda _: origin_of(profile), source, "profile")
     if step.device is not None and device_of(step.device).name != profile.device:
         raise TargetError(
             f"{source} is of a step on {profile.device}; record one on the other device with "
@@ -147,7 +147,7 @@ def as_planned(asked: o.HfOptions, plan: Plan, plan_file: str) -> o.HfOptions:
 
     Says on stderr what it takes from the plan, and where the two disagree.
     """
-    origin = _read(lambda path: origin_in(path, "plan"), plan_file, "plan")
+    origin = _read(lambda _: origin_of(plan), plan_file, "plan")
     given = asked.given()
     made = (seen_in(plan.fingerprint) if origin is None else origin.options).given()
     taken = {name: value for name, value in made.items() if name not in given}

@@ -44,7 +44,7 @@ def profile(
         )
     read = sources.profile_of(target, step, hf)
     with stage("writing"):
-        save(read.profile, output, "profile", read.origin)
+        save(read.profile, output, read.origin)
     facts = {**show.target_facts(read.target, output), **show.profile_facts(read.profile)}
     shown = [show.profile_table(read.profile, facts.get("hf", {}))]
     return Answer({"command": "profile", **facts}, shown, show.remarks(read.profile, "profile", output))
@@ -94,7 +94,7 @@ def plan(
     made = sources.planned(
         read, budget, solver, objective=objective, keep=tuple(keep or ()), never=tuple(never or ())
     )
-    save(made, output, "plan", read.origin)
+    save(made, output, read.origin)
     target = show.target_facts(read.target, output)
     facts = {**target, **show.plan_facts(made), "assumptions": list(read.profile.assumptions)}
     shown = show.plan_tables(made, read.profile, target.get("hf", {}))

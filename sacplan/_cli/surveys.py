@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.table import Column
 
@@ -62,7 +63,7 @@ def frontier(
         "command": "frontier",
         **show.target_facts(read.target, output),
         "device": profile.device,
-        "ranks": profile.ranks.to_dict(),
+        "ranks": msgspec.to_builtins(profile.ranks),
         "rows": rows,
     }
     cells = [[_cell(column, row[column]) for column in _FRONTIER] for row in rows]

@@ -1,4 +1,4 @@
-"""Batch sizes, looked at one by one: a trace and a plan for each, and where they stop to fit.
+"""Batch sizes, looked at one by one: a trace and a plan for each, and where they stop fitting.
 
     sizes = BatchSizes(model, make_batch, budget_bytes, spec, ...)
     unplanned, planned = sizes.edges()
@@ -73,12 +73,12 @@ class BatchSizes:
     make_batch: Callable[[int], Any]
     budget_bytes: int
     spec: DeviceSpec
-    loss_fn: LossFn | None
-    optimizer: Any
-    solver: str | Solver
-    at_most: int | None
-    trace: Trace
-    progress: Callable[[CapacityPoint], Any] | None
+    loss_fn: LossFn | None = None
+    optimizer: Any = None
+    solver: str | Solver = "best"
+    at_most: int | None = None
+    trace: Trace = "fake"
+    progress: Callable[[CapacityPoint], Any] | None = None
     points: dict[int, CapacityPoint] = field(default_factory=dict)
     plans: dict[int, Plan] = field(default_factory=dict)
     above_floor: float = 1.0
@@ -168,16 +168,14 @@ class BatchSizes:
 
     def edges(self) -> tuple[int, int]:
         """The largest size that fits without a plan, or 0; and the largest that a plan holds."""
-        while True:
+        looked = -1
+        while looked != len(self.points):  # what one of them looked at may tell the other something new
             looked = len(self.points)
-            found = self._unplanned_edge(), self._planned_edge()
-            if len(self.points) == looked:  # what one of them looked at tells the other nothing new
-                return found
-
-    def _unplanned_edge(self) -> int:
-        return self._edge(
-            lambda p: p.unplanned_peak_bytes <= self.budget_bytes, lambda p: p.unplanned_peak_bytes
-        )
+            unplanned = self._edge(
+                lambda p: p.unplanned_peak_bytes <= self.budget_bytes, lambda p: p.unplanned_peak_bytes
+            )
+            planned = self._planned_edge()
+        return unplanned, planned
 
     def _planned_edge(self) -> int:
         edge = self._edge(lambda p: p.feasible, self._smallest_peak)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 
@@ -32,6 +32,7 @@ from sacplan.errors import BudgetError, PlanError
 
 if TYPE_CHECKING:
     import pandas as pd
+    from typing_extensions import Unpack
 
 DEFAULT_HEADROOM = 0.15
 """Share of a device's memory that no budget is made of, see ``max_batch``."""
@@ -86,7 +87,16 @@ class Capacity:
         )
 
 
-Progress = Callable[[CapacityPoint], Any]
+class SearchOptions(TypedDict, total=False):
+    """What ``max_batch`` and ``throughput`` take besides; see there."""
+
+    loss_fn: LossFn | None
+    optimizer: Any
+    trace: Trace
+    headroom: float | str | None
+    solver: str | Solver
+    at_most: int | None
+    progress: Callable[[CapacityPoint], Any] | None
 
 
 def max_batch(
@@ -94,14 +104,7 @@ def max_batch(
     make_batch: Callable[[int], Any],
     budget: float | str | None = None,
     device: str | DeviceSpec | torch.device = "h100",
-    *,
-    loss_fn: LossFn | None = None,
-    optimizer: Any = None,
-    headroom: float | str | None = None,
-    solver: str | Solver = "best",
-    at_most: int | None = None,
-    trace: Trace = "fake",
-    progress: Progress | None = None,
+    **options: Unpack[SearchOptions],
 ) -> Capacity:
     """The largest batch size for which a plan holds the budget.
 
@@ -117,13 +120,15 @@ def max_batch(
         budget: for the peak of the step. A number is GiB; a string has a unit, or is a share of the device's
             memory (``"90%"``). None: the device's memory less the headroom.
         device: see ``sacplan.devices()``.
-        loss_fn, optimizer, trace: as for ``profile``. A real trace runs each size that is looked at, without a
-            plan: those have to fit here.
-        headroom: what is left free of the device's memory where no budget is given: a share (``0.05``, ``"5%"``)
-            or bytes (``"2GiB"``). None: ``DEFAULT_HEADROOM``, 15%. See below.
-        solver: as for ``sacplan.plan``.
-        at_most: no larger size is looked at.
-        progress: called with each ``CapacityPoint``, as soon as it is known.
+        **options: by keyword.
+
+            - ``loss_fn``, ``optimizer``, ``trace``: as for ``profile``. A real trace runs each size that is looked
+              at, without a plan: those have to fit here.
+            - ``headroom``: what is left free of the device's memory where no budget is given: a share (``0.05``,
+              ``"5%"``) or bytes (``"2GiB"``). By default ``DEFAULT_HEADROOM``, 15%. See below.
+            - ``solver``: as for ``sacplan.plan``.
+            - ``at_most``: no larger size is looked at.
+            - ``progress``: called with each ``CapacityPoint``, as soon as it is known.
 
     Headroom: the peak of a plan is the sum of what is alive, rounded as the allocator rounds it, with cuBLAS'
     workspaces. The headroom is for what takes memory besides:
@@ -143,10 +148,7 @@ def max_batch(
         PlanError: ``make_batch`` is not callable or does not follow n; a bad ``at_most``; an unknown solver.
         DeviceError: an unknown device.
     """
-    sizes = _sizes(
-        model, make_batch, budget, device, loss_fn=loss_fn, optimizer=optimizer, headroom=headroom, solver=solver,
-        at_most=at_most, trace=trace, progress=progress,
-    )  # fmt: skip
+    sizes = _sizes(model, make_batch, budget, device, **options)
     return _capacity(sizes, sizes.edges()[1])
 
 
@@ -155,14 +157,7 @@ def throughput(
     make_batch: Callable[[int], Any],
     budget: float | str | None = None,
     device: str | DeviceSpec | torch.device = "h100",
-    *,
-    loss_fn: LossFn | None = None,
-    optimizer: Any = None,
-    headroom: float | str | None = None,
-    solver: str | Solver = "best",
-    at_most: int | None = None,
-    trace: Trace = "fake",
-    progress: Progress | None = None,
+    **options: Unpack[SearchOptions],
 ) -> Capacity:
     """The batch size and the plan, together, that give the most samples per second under the budget.
 
@@ -180,10 +175,7 @@ def throughput(
 
     Args and errors: as for ``max_batch``.
     """
-    sizes = _sizes(
-        model, make_batch, budget, device, loss_fn=loss_fn, optimizer=optimizer, headroom=headroom, solver=solver,
-        at_most=at_most, trace=trace, progress=progress,
-    )  # fmt: skip
+    sizes = _sizes(model, make_batch, budget, device, **options)
     unplanned, largest = sizes.edges()
     for n in range(1, largest + 1) if largest <= _ALL else _spread(unplanned, largest):
         sizes.look(n)
@@ -206,10 +198,10 @@ def _sizes(
     budget: float | str | None,
     device: str | DeviceSpec | torch.device,
     *,
-    headroom: float | str | None,
-    solver: str | Solver,
-    at_most: int | None,
-    **how: Any,
+    headroom: float | str | None = None,
+    solver: str | Solver = "best",
+    at_most: int | None = None,
+    **options: Any,
 ) -> BatchSizes:
     """Check what can be checked before anything is traced, and look at the first sizes."""
     if not callable(make_batch) or isinstance(make_batch, torch.nn.Module):
@@ -222,7 +214,7 @@ def _sizes(
     resolve_solver(solver)
     spec = resolve_device(device)
     budget_bytes = _budget_bytes(budget, headroom, spec)
-    return BatchSizes(model, make_batch, budget_bytes, spec, solver=solver, at_most=at_most, **how)
+    return BatchSizes(model, make_batch, budget_bytes, spec, solver=solver, at_most=at_most, **options)
 
 
 def _budget_bytes(budget: float | str | None, headroom: float | str | None, spec: DeviceSpec) -> int:

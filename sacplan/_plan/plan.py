@@ -1,97 +1,116 @@
-"""A plan: per unit, which call sites are discarded and which kept, and what that gives."""
+"""A plan: decisions about the ops of a step, and what they give."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
+from msgspec import Meta, Struct
+
+from sacplan._plan.provenance import Provenance
+from sacplan._program import files
 from sacplan._program.budget import format_bytes
-from sacplan._program.files import read_json, write_json
+from sacplan._program.decisions import Decision, Site, discarded_by
+from sacplan._program.files import Count, Milliseconds, Name, Positive, Share
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.program import CallSite
 from sacplan._ranks.ranks import ONE_RANK, Ranks
+from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+Status = Literal["optimal", "feasible", "unplanned", "policy"]
 
 
-@dataclass(frozen=True, slots=True)
-class UnitPlan:
-    """What one unit does.
+class UnitPlan(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the decisions come to in one unit.
 
     Attributes:
         discard_ratio: share of what autograd keeps in the unit that is not kept.
         recompute_ms: predicted time of what runs again.
-        discarded: call sites (op name, occurrence within one call of the unit) that are not kept.
-        kept: call sites whose outputs autograd keeps.
-        drops: for discarded call sites whose values are let go more than once, how often: the first time after the
-            forward pass, then each time when they have been made again on the way to something else.
+        kept: call sites (op name, occurrence in one call of the unit) whose outputs autograd keeps.
     """
 
-    discard_ratio: float
-    recompute_ms: float
-    discarded: tuple[CallSite, ...]
-    kept: tuple[CallSite, ...] = ()
-    drops: Mapping[CallSite, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "drops", {site: n for site, n in self.drops.items() if n > 1})
-
-    @property
-    def decisions(self) -> Mapping[CallSite, int]:
-        """Discarded call sites, each with the number of times that its values are let go."""
-        return {site: self.drops.get(site, 1) for site in self.discarded}
+    discard_ratio: Share
+    recompute_ms: Milliseconds
+    kept: tuple[tuple[Name, Count], ...] = ()
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True):
     """What each module discards, and the peak and recomputation that a replay of the step gives for it.
 
-    Frozen; ``save`` and ``load`` it as JSON.
+    Frozen; ``save`` and ``load`` it as JSON, ``msgspec.structs.replace`` makes a changed one. Plans are equal
+    whatever their provenance.
 
     Attributes:
-        units: fqn to what the unit does, in execution order. Units do not nest.
+        status: "optimal" (among the options of the regions, to ``gap``), "feasible", "unplanned", or "policy" (made by
+            rule, see ``sacplan.policy``).
+        gap: relative gap that the solver proved; None where it proved nothing.
         peak_bytes: replayed peak of the whole step with the plan.
         baseline_peak_bytes: the same without it.
         budget_bytes: what was asked for; None for a plan that was not made for a budget.
         recompute_ms, recompute_flops: what runs a second time.
         lower_bound_ms: no schedule with that peak recomputes less (see ``sacplan/_plan/bound.py``).
         step_ms, step_flops: the step without the plan.
-        status: "optimal" (among the options of the regions, to ``gap``), "feasible", "unplanned", or "policy" (made by
-            rule, see ``sacplan.policy``).
-        gap: relative gap that the solver proved; None where it proved nothing.
-        solver: its name.
         device: name of the device planned for.
-        fingerprint: the model and batch planned for.
-        keep, never: the pins it was made with (see ``sacplan.plan``), for whoever reads the file.
         ranks: over how many ranks the step is spread, and how; peaks are those of one rank.
+        provenance: who made it with what.
+        decisions: what it does, in execution order of the units.
+        units: fqn to what the decisions come to there, in execution order. Units do not nest.
+        fingerprint: the model and batch planned for.
+
+    Raises:
+        PlanError: units that nest, two decisions about one call site, or one about a unit that is not listed.
     """
 
-    units: Mapping[str, UnitPlan]
-    peak_bytes: int
-    baseline_peak_bytes: int
-    budget_bytes: int | None
-    recompute_ms: float
-    recompute_flops: int
-    lower_bound_ms: float
-    step_ms: float
-    step_flops: int
-    status: str
-    gap: float | None
-    solver: str
-    device: str
-    fingerprint: Fingerprint
-    keep: tuple[str, ...] = ()
-    never: tuple[str, ...] = ()
+    status: Status
+    gap: Milliseconds | None
+    peak_bytes: Count
+    baseline_peak_bytes: Count
+    budget_bytes: Positive | None
+    recompute_ms: Milliseconds
+    recompute_flops: Count
+    lower_bound_ms: Milliseconds
+    step_ms: Milliseconds
+    step_flops: Count
+    device: Name
     ranks: Ranks = ONE_RANK
+    provenance: Provenance
+    decisions: tuple[Decision, ...]
+    units: Mapping[str, UnitPlan]
+    fingerprint: Fingerprint
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "units", MappingProxyType(dict(self.units)))
+        msgspec.structs.force_setattr(self, "units", MappingProxyType(dict(self.units)))
+        _check_nesting(self.units)
+        seen: set[Site] = set()
+        for decision in self.decisions:
+            if decision.unit not in self.units:
+                raise PlanError(f"there is a decision about {decision.site}, but no unit {decision.unit!r}.")
+            if decision.site in seen:
+                raise PlanError(
+                    f"there are two decisions about {decision.site}; a plan has one for a call site."
+                )
+            seen.add(decision.site)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        names = (name for name in Plan.__struct_fields__ if name != "provenance")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+    @property
+    def solver(self) -> str:
+        """Name of the solver or policy that made it."""
+        return self.provenance.solver
 
     @property
     def discard_ratios(self) -> dict[str, float]:
@@ -99,105 +118,56 @@ class Plan:
         return {fqn: unit.discard_ratio for fqn, unit in self.units.items()}
 
     @property
-    def decisions(self) -> dict[str, Mapping[CallSite, int]]:
-        """Unit to the call sites that it discards, each with the number of times that its values are let go."""
-        return {fqn: unit.decisions for fqn, unit in self.units.items()}
+    def discarded(self) -> dict[str, dict[CallSite, int]]:
+        """Unit to the call sites that it discards, each with the number of times that its values are dropped."""
+        return discarded_by(self.decisions)
 
     @property
     def op_decisions(self) -> dict[tuple[str, str, int], str]:
         """(fqn of the unit, op name, occurrence) to ``"discard"`` or ``"keep"``."""
-        return {
-            (fqn, name, occurrence): decision
-            for fqn, unit in self.units.items()
-            for decision, sites in (("keep", unit.kept), ("discard", unit.discarded))
-            for name, occurrence in sites
-        }
+        found: dict[tuple[str, str, int], str] = {}
+        for fqn, unit in self.units.items():
+            found.update((Site(fqn, *site), "keep") for site in unit.kept)
+        found.update((decision.site, "discard") for decision in self.decisions)
+        return found
 
     def to_frame(self) -> pd.DataFrame:
         """One row per unit."""
         import pandas as pd
 
+        discarded = self.discarded
         return pd.DataFrame(
             [
-                {
-                    "module": fqn,
-                    "discard_ratio": unit.discard_ratio,
-                    "recompute_ms": unit.recompute_ms,
-                    "discarded_sites": len(unit.discarded),
-                    "kept_sites": len(unit.kept),
-                }
+                (fqn, unit.discard_ratio, unit.recompute_ms, len(discarded.get(fqn, ())), len(unit.kept))
                 for fqn, unit in self.units.items()
             ],
             columns=["module", "discard_ratio", "recompute_ms", "discarded_sites", "kept_sites"],
         ).set_index("module")
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON."""
-        write_json(path, self.to_dict())
+        """Write as JSON (``docs/files.md``), compressed where the name ends in ``.gz``.
+
+        Raises:
+            PlanError: a field holds what no plan file may.
+        """
+        try:
+            data = _plain(
+                msgspec.convert(_plain(self), Plan)
+            )  # numbers in the types that they will be read as
+            digest = _digest(data)
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"this plan cannot be saved: {error}. Make it with sacplan.plan.") from error
+        files.write(path, {"what": "plan", "schema_version": SCHEMA_VERSION, **data, "sha256": digest})
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read what ``save`` wrote."""
-        return cls.from_dict(read_json(path, "plan", SCHEMA_VERSION))
+        """Read what ``save`` wrote.
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {
-            "what": "plan",
-            "schema_version": SCHEMA_VERSION,
-            "units": {
-                fqn: {
-                    "discard_ratio": u.discard_ratio,
-                    "recompute_ms": u.recompute_ms,
-                    "discarded": [list(s) for s in u.discarded],
-                    "kept": [list(s) for s in u.kept],
-                }
-                | ({"drops": [[*site, n] for site, n in u.drops.items()]} if u.drops else {})
-                for fqn, u in self.units.items()
-            },
-            "peak_bytes": self.peak_bytes,
-            "baseline_peak_bytes": self.baseline_peak_bytes,
-            "budget_bytes": self.budget_bytes,
-            "recompute_ms": self.recompute_ms,
-            "recompute_flops": self.recompute_flops,
-            "lower_bound_ms": self.lower_bound_ms,
-            "step_ms": self.step_ms,
-            "step_flops": self.step_flops,
-            "status": self.status,
-            "gap": self.gap,
-            "solver": self.solver,
-            "device": self.device,
-            "fingerprint": self.fingerprint.to_dict(),
-            "keep": list(self.keep),
-            "never": list(self.never),
-            "ranks": self.ranks.to_dict(),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """The inverse of ``to_dict``."""
-        fields = {
-            k: v
-            for k, v in data.items()
-            if k not in ("what", "schema_version", "units", "fingerprint", "keep", "never", "ranks")
-        }
-        return cls(
-            units={
-                fqn: UnitPlan(
-                    u["discard_ratio"],
-                    u["recompute_ms"],
-                    tuple((name, n) for name, n in u["discarded"]),
-                    tuple((name, n) for name, n in u["kept"]),
-                    {(name, n): drops for name, n, drops in u.get("drops", ())},
-                )
-                for fqn, u in data["units"].items()
-            },
-            fingerprint=Fingerprint.from_dict(data["fingerprint"]),
-            ranks=Ranks.from_dict(data["ranks"]) if "ranks" in data else ONE_RANK,
-            keep=tuple(data.get("keep", ())),
-            never=tuple(data.get("never", ())),
-            **fields,
-        )
+        Raises:
+            PlanError: the file is something else, damaged, edited, or of another schema version.
+        """
+        file = files.load(path, PlanFile, "plan", SCHEMA_VERSION, PlanError)
+        return Plan(**{name: getattr(file, name) for name in Plan.__struct_fields__})
 
     def __repr__(self) -> str:
         return (
@@ -205,3 +175,47 @@ class Plan:
             f"{format_bytes(self.baseline_peak_bytes)} unplanned, recompute {self.recompute_ms:.2f} ms of a "
             f"{self.step_ms:.2f} ms step, {len(self.units)} units, {self.status})"
         )
+
+
+class PlanFile(Plan, frozen=True, kw_only=True, eq=False, tag_field="what", tag="plan"):
+    """A file of a plan.
+
+    Attributes:
+        schema_version: of the file's form.
+        sha256: checksum of everything else, so that a plan that was damaged or edited is noticed.
+    """
+
+    schema_version: Literal[2]
+    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        data = _plain(self)
+        if self.sha256 != _digest({name: data[name] for name in Plan.__struct_fields__ if name in data}):
+            raise PlanError("its contents do not have the checksum in `sha256`: it was damaged or edited.")
+
+
+def _plain(plan: Plan) -> dict[str, Any]:
+    """JSON-ready."""
+    found: dict[str, Any] = msgspec.to_builtins(plan, enc_hook=_as_dict)
+    return found
+
+
+def _as_dict(value: Any) -> dict[Any, Any]:
+    if isinstance(value, MappingProxyType):
+        return dict(value)
+    raise TypeError(f"{value!r} is a {type(value).__name__}, which JSON has no form for")
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_nesting(units: Mapping[str, Any]) -> None:
+    for fqn in units:
+        parts = fqn.split(".")
+        for depth in range(len(parts)):
+            outer = ".".join(parts[:depth])
+            if outer in units and outer != fqn:
+                raise PlanError(f"units must not nest, but {fqn!r} is inside {outer!r}.")

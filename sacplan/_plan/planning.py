@@ -14,16 +14,19 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from sacplan._plan.context import Objective, PlanningContext, planning_context
 from sacplan._plan.effects import Additive
-from sacplan._plan.plan import Plan, UnitPlan
+from sacplan._plan.make import made_plan
+from sacplan._plan.plan import Plan, Status
+from sacplan._plan.provenance import Provenance, options_of
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._program.decisions import Discarded
 from sacplan._program.liveness import Footprint
 from sacplan._program.program import CallSite, Phase, Program, times_of
-from sacplan._ranks.unit_limits import narrowed, too_wide
+from sacplan._ranks.unit_limits import narrowed
 from sacplan._recompute.pins import NO_PINS, Pins, resolve_pins
 from sacplan._recompute.regions import Region
 from sacplan._recompute.rewrite import recomputed
@@ -162,7 +165,7 @@ def plan(
     search = _search(profile, objective, keep, never)
     budget_bytes = parse_budget(budget, profile.peak_bytes)
     if profile.peak_bytes <= budget_bytes:
-        return _as_plan(search, search.smallest, budget_bytes)
+        return _as_plan(search, search.smallest, solvers, budget, budget_bytes)
     for one in solvers:
         _solve(search, one, budget_bytes)
         if search.above_bound(budget_bytes)[0] <= _OPTIMAL:
@@ -173,7 +176,7 @@ def plan(
         found = search.best(budget_bytes)
     if found is None:
         raise _infeasible(search, solvers, budget_bytes)
-    return _as_plan(search, found, budget_bytes)
+    return _as_plan(search, found, solvers, budget, budget_bytes)
 
 
 def plan_smallest(
@@ -190,8 +193,9 @@ def plan_smallest(
     those of ``plan``.
     """
     search = _search(profile, objective, keep, never)
-    _smallest(search, resolve_solver(solver), 0)
-    return _as_plan(search, search.smallest, None)
+    solvers = resolve_solver(solver)
+    _smallest(search, solvers, 0)
+    return _as_plan(search, search.smallest, solvers)
 
 
 def resolve_solver(solver: str | Solver | Rotor) -> list[Solver | Rotor]:
@@ -355,83 +359,29 @@ def _pinned_share(search: Search, solvers: Sequence[Solver | Rotor]) -> str:
     )
 
 
-def _as_plan(search: Search, found: _Tried, budget_bytes: int | None) -> Plan:
+def _as_plan(
+    search: Search,
+    found: _Tried,
+    solvers: Sequence[Solver | Rotor],
+    budget: float | str | None = None,
+    budget_bytes: int | None = None,
+) -> Plan:
+    used = next((options_of(solver) for solver in solvers if solver.name == found.solver), None)
+    made_by = Provenance.now(
+        search.profile,
+        found.solver,
+        used,
+        objective=search.context.objective,
+        budget=budget,
+        pins=search.pins,
+    )
     return made_plan(
         search.profile,
-        found.decisions,
+        {unit: times_of(sites) for unit, sites in found.decisions.items()},
         found.replay,
-        budget_bytes,
-        found.status,
-        found.gap,
-        found.solver,
+        made_by,
         search.pins,
-    )
-
-
-def made_plan(
-    profile: Profile,
-    decisions: Discarded,
-    found: Footprint,
-    budget_bytes: int | None,
-    status: str,
-    gap: float | None,
-    solver: str,
-    pins: Pins = NO_PINS,
-) -> Plan:
-    """The plan with these decisions, whose replay is ``found``."""
-    wide = sorted(too_wide(profile.program).intersection(decisions))
-    if wide:
-        raise PlanError(
-            f"unit {wide[0]!r} is around several modules that fully_shard gathers one by one: what it recomputes may "
-            "need parameters that are freed. A unit of a plan must be inside of one of the profile's fsdp_units."
-        )
-    bound = planning_context(profile.program, "time", pins).bound
-    return Plan(
-        units=unit_plans(profile.program, decisions),
-        peak_bytes=found.peak_bytes,
-        baseline_peak_bytes=profile.peak_bytes,
+        status=cast(Status, found.status),
+        gap=found.gap,
         budget_bytes=budget_bytes,
-        recompute_ms=found.recompute_ms,
-        recompute_flops=found.recompute_flops,
-        lower_bound_ms=min(bound.at(found.peak_bytes), found.recompute_ms),
-        step_ms=profile.step_ms,
-        step_flops=profile.program.flops,
-        status=status,
-        gap=gap,
-        solver=solver,
-        device=profile.device,
-        fingerprint=profile.fingerprint,
-        keep=pins.keep,
-        never=pins.never,
-        ranks=profile.ranks,
     )
-
-
-def unit_plans(program: Program, decisions: Discarded) -> dict[str, UnitPlan]:
-    """What each unit keeps, discards and recomputes, by call site."""
-    units = {}
-    for fqn, sites in decisions.items():
-        times = times_of(sites)
-        saved: dict[CallSite, None] = {}
-        saved_bytes = gone_bytes = 0
-        recompute_ms = 0.0
-        held = set(program.handle_storages)
-        for scope in program.calls[fqn]:
-            for op, site in program.sites(scope).items():
-                if program.ops[op].phase != Phase.FORWARD:
-                    continue
-                kept = sum(program.storage_bytes[s] for s in program.ops[op].writes if s in held)
-                saved_bytes += kept
-                if site in times:
-                    gone_bytes += kept
-                    recompute_ms += times[site] * program.ops[op].time_ms
-                elif kept:
-                    saved[site] = None
-        units[fqn] = UnitPlan(
-            discard_ratio=gone_bytes / saved_bytes if saved_bytes else 0.0,
-            recompute_ms=recompute_ms,
-            discarded=tuple(sites),
-            kept=tuple(saved),
-            drops=times,
-        )
-    return units

@@ -15,11 +15,13 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
+from sacplan._plan.make import made_plan
 from sacplan._plan.plan import Plan
-from sacplan._plan.planning import made_plan
+from sacplan._plan.provenance import Provenance
 from sacplan._profile.profile import Profile
+from sacplan._program.decisions import Discarded
 from sacplan._program.program import ROOT_SCOPE, CallSite, Op, Phase, Program
-from sacplan._recompute.pins import NO_PINS, Pins, resolve_pins
+from sacplan._recompute.pins import Pins, resolve_pins
 from sacplan._recompute.rewrite import recomputed
 from sacplan.errors import PlanError
 
@@ -76,8 +78,18 @@ def policy(
         raise PlanError(f"mode {mode!r} takes no option, got {option!r}. Options belong to mode 'selective'.")
     program = profile.program
     pins = resolve_pins(program, profile.fingerprint, keep, never)
-    if mode == "none":
-        return made_plan(profile, {}, program.footprint, None, "policy", None, "policy-none", pins)
+    discarded = {} if mode == "none" else _discarded_by(mode, option, program, layers, pins)
+    name = f"policy-{mode}" + (f"-{option}" if option is not None else "")
+    asked = {"mode": mode, "option": option, "layers": layers}
+    provenance = Provenance.now(profile, name, asked, pins=pins)
+    found = recomputed(program, discarded).footprint
+    return made_plan(profile, discarded, found, provenance, pins, status="policy")
+
+
+def _discarded_by(
+    mode: str, option: int | str | None, program: Program, layers: str | None, pins: Pins
+) -> Discarded:
+    """What the layers discard under any mode but ``"none"``."""
     selects, k = _read_option(option) if mode == "selective" else (_everything, 1)
     found = layers_of(program, layers)
     if k > len(found):
@@ -85,20 +97,17 @@ def policy(
             f"option {option!r} would checkpoint every {k}th layer, but there are {len(found)} layers "
             f"({_shortened(found)}), so none. Known options: an integer from 1 to {len(found)}, {_listed(_BY_OP)}."
         )
-    decisions: dict[str, dict[CallSite, int]] = {}
+    discarded: dict[str, dict[CallSite, int]] = defaultdict(dict)
     for fqn in found[k - 1 :: k]:
-        for unit, sites in _discarded(program, fqn, selects, pins).items():
-            decisions.setdefault(unit, {}).update(dict.fromkeys(sites, 1))
-    if not decisions:
+        for unit, sites in _discarded_in(program, fqn, selects, pins).items():
+            discarded[unit].update(sites)
+    if not discarded:
         raise PlanError(
             f"mode {mode!r} would discard nothing in the layers {_shortened(found)}: autograd keeps nothing there "
             + ("that may run again and is not pinned by keep or never. " if pins else "that may run again. ")
             + "Name other modules with layers=, or use mode 'none'."
         )
-    name = f"policy-{mode}" + (f"-{option}" if option is not None else "")
-    return made_plan(
-        profile, decisions, recomputed(program, decisions).footprint, None, "policy", None, name, pins
-    )
+    return discarded
 
 
 # --- options ----------------------------------------------------------------------------------------------
@@ -228,9 +237,7 @@ def _depends(program: Program, later: str, earlier: str) -> bool:
 # --- decisions --------------------------------------------------------------------------------------------
 
 
-def _discarded(
-    program: Program, fqn: str, selects: _Selects, pins: Pins = NO_PINS
-) -> dict[str, tuple[CallSite, ...]]:
+def _discarded_in(program: Program, fqn: str, selects: _Selects, pins: Pins) -> Discarded:
     """What one layer discards: saved tensors whose producers are selected, and what making them again takes.
 
     By unit: the layer, or where pins forbid that, modules in it.
@@ -242,17 +249,17 @@ def _discarded(
     chosen -= pins.kept_ops
     found = {}
     for unit in pins.units_in(program, fqn):
-        sites: dict[CallSite, None] = {}
+        sites: dict[CallSite, int] = {}
         for scope, (inside, outside) in _saved_by_call(program, unit).items():
             # What is held anyway, the unit's own output above all, stays where it is.
             again = _again(program, scope, inside, outside | program.liveness.outlives_forward, chosen)
-            sites.update((site, None) for op, site in program.sites(scope).items() if op in again)
+            sites.update((site, 1) for op, site in program.sites(scope).items() if op in again)
         for scope in program.calls[unit] if pins else ():  # a call site is the same in every call
             for op, site in program.sites(scope).items():
                 if op in pins.kept_ops:
                     sites.pop(site, None)
         if sites:
-            found[unit] = tuple(sites)
+            found[unit] = sites
     return found
 
 

@@ -63,7 +63,7 @@ def discarded_by(decisions: Iterable[Decision]) -> dict[str, dict[CallSite, int]
     return found
 
 
-def recompute(discarded: Discarded) -> tuple[Recompute, ...]:
+def as_decisions(discarded: Discarded) -> tuple[Recompute, ...]:
     """The inverse of ``discarded_by``; a unit that discards nothing needs no decision."""
     return tuple(
         Recompute(unit, op, occurrence, times)

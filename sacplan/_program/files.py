@@ -28,7 +28,7 @@ Milliseconds = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(min_length=1)]
 
-_WIDTH = 120  # an object or list that fits in a line of that length is written on one
+_WIDTH = 160  # an object or list that fits in a line of that length is written on one
 
 T = TypeVar("T")
 

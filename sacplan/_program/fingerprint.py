@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 
+from sacplan._program.files import Count, Name
 from sacplan.errors import PlanMismatch
 
-Entry = tuple[str, tuple[int, ...], str]
+Entry = tuple[Name, tuple[Count, ...], Name]
+"""Name, shape and dtype."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
+class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Identity of a model and a batch, as far as a plan depends on it.
 
     Attributes:
         model_class: name of the model's class.
         parameters: name, shape and dtype (``"frozen "`` before it where no gradient is wanted).
         batch: path, shape and dtype of each tensor.
+        target: what the command line made the model and the batch from, where it can make them again.
     """
 
-    model_class: str
+    model_class: Name
     parameters: tuple[Entry, ...]
     batch: tuple[Entry, ...]
+    target: Mapping[Name, int | str] | None = None
 
     @classmethod
     def of(cls, model: torch.nn.Module, batch: Any) -> Fingerprint:
@@ -39,23 +42,6 @@ class Fingerprint:
     def check_batch(self, batch: Any) -> None:
         """``PlanMismatch`` that names the first difference, if the batch has another shape."""
         _compare("batch tensor", self.batch, tuple(_leaves(batch, "batch")), "another batch")
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {
-            "model_class": self.model_class,
-            "parameters": [list(e) for e in self.parameters],
-            "batch": [list(e) for e in self.batch],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Fingerprint:
-        """The inverse of ``to_dict``."""
-        return cls(data["model_class"], _entries(data["parameters"]), _entries(data["batch"]))
-
-
-def _entries(rows: Sequence[Any]) -> tuple[Entry, ...]:
-    return tuple((name, tuple(shape), dtype) for name, shape, dtype in rows)
 
 
 def _parameters(model: torch.nn.Module) -> tuple[Entry, ...]:

@@ -5,11 +5,12 @@ rank = Ranks.of(8, ["layers.*", ""]).program(program, fingerprint.parameters, sp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+
+from msgspec import Struct
 
 from sacplan._device.devices import DeviceSpec
+from sacplan._program.files import Positive
 from sacplan._program.fingerprint import Entry
 from sacplan._program.program import Program
 from sacplan._ranks.replicas import replicated
@@ -17,8 +18,7 @@ from sacplan._ranks.sharding import sharded
 from sacplan.errors import TraceError
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
+class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
     """How a step is spread over devices.
 
     Attributes:
@@ -27,24 +27,24 @@ class Ranks:
             several ranks: DistributedDataParallel.
     """
 
-    world_size: int = 1
+    world_size: Positive = 1
     fsdp_units: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.world_size == 1 and self.fsdp_units is not None:
+            raise TraceError(
+                "fsdp_units are given and world_size is 1: with one rank nothing is sharded. Say over how many "
+                "ranks fully_shard shards, world_size=8."
+            )
 
     @classmethod
     def of(cls, world_size: int = 1, fsdp_units: Sequence[str] | None = None) -> Ranks:
         """Checked: a ``TraceError`` if they do not go together."""
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise TraceError(f"world_size is {world_size!r}; it must be an int of at least 1.")
-        if fsdp_units is None:
-            return cls(world_size)
-        if world_size == 1:
-            raise TraceError(
-                "fsdp_units are given and world_size is 1: with one rank nothing is sharded. Say over how many "
-                "ranks fully_shard shards, world_size=8."
-            )
         if isinstance(fsdp_units, str):
             raise TraceError(f"fsdp_units is the string {fsdp_units!r}; give a list, [{fsdp_units!r}].")
-        return cls(world_size, tuple(fsdp_units))
+        return cls(world_size, None if fsdp_units is None else tuple(fsdp_units))
 
     def program(self, whole: Program, parameters: Sequence[Entry], spec: DeviceSpec) -> Program:
         """The step of one rank; the given one if there is only one.
@@ -80,18 +80,6 @@ class Ranks:
             f"{units}, with its defaults and no mixed-precision policy; what NCCL allocates for itself and the time of "
             "collectives are not counted",
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {
-            "world_size": self.world_size,
-            "fsdp_units": None if self.fsdp_units is None else list(self.fsdp_units),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Ranks:
-        """The inverse of ``to_dict``."""
-        return cls.of(data["world_size"], data["fsdp_units"])
 
 
 ONE_RANK = Ranks()

@@ -20,7 +20,7 @@ _FRONTIER_COLUMNS = ("solver", "peak_bytes", "recompute_share", "lower_bound_ms"
 
 def discarded_by_plan(plan: Plan | None) -> Discarded:
     """What a plan discards; without a plan, nothing."""
-    return {} if plan is None else plan.decisions
+    return {} if plan is None else plan.discarded
 
 
 def planned(profile: Profile, plan: Plan | None) -> Program:

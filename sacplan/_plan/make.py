@@ -1,0 +1,85 @@
+"""From decisions and their replay to the plan that says what they give."""
+
+from __future__ import annotations
+
+from sacplan._plan.context import planning_context
+from sacplan._plan.plan import Plan, Status, UnitPlan
+from sacplan._plan.provenance import Provenance
+from sacplan._profile.profile import Profile
+from sacplan._program.decisions import Discarded, as_decisions
+from sacplan._program.liveness import Footprint
+from sacplan._program.program import CallSite, Phase, Program
+from sacplan._ranks.unit_limits import too_wide
+from sacplan._recompute.pins import NO_PINS, Pins
+from sacplan.errors import PlanError
+
+
+def made_plan(
+    profile: Profile,
+    discarded: Discarded,
+    found: Footprint,
+    provenance: Provenance,
+    pins: Pins = NO_PINS,
+    *,
+    status: Status,
+    gap: float | None = None,
+    budget_bytes: int | None = None,
+) -> Plan:
+    """The plan that discards these call sites, whose step takes what ``found`` says.
+
+    Raises:
+        PlanError: a unit that cannot be one under ``fully_shard``.
+    """
+    wide = sorted(too_wide(profile.program).intersection(discarded))
+    if wide:
+        raise PlanError(
+            f"unit {wide[0]!r} is around several modules that fully_shard gathers one by one: what it recomputes may "
+            "need parameters that are freed. A unit of a plan must be inside of one of the profile's fsdp_units."
+        )
+    bound = planning_context(profile.program, "time", pins).bound
+    return Plan(
+        status=status,
+        gap=None if gap is None else float(gap),
+        peak_bytes=found.peak_bytes,
+        baseline_peak_bytes=profile.peak_bytes,
+        budget_bytes=budget_bytes,
+        recompute_ms=found.recompute_ms,
+        recompute_flops=found.recompute_flops,
+        lower_bound_ms=float(min(bound.at(found.peak_bytes), found.recompute_ms)),
+        step_ms=profile.step_ms,
+        step_flops=profile.program.flops,
+        device=profile.device,
+        ranks=profile.ranks,
+        provenance=provenance,
+        decisions=as_decisions(discarded),
+        units=unit_plans(profile.program, discarded),
+        fingerprint=profile.fingerprint,
+    )
+
+
+def unit_plans(program: Program, discarded: Discarded) -> dict[str, UnitPlan]:
+    """What each unit keeps, and what recomputing the rest takes."""
+    units = {}
+    held = set(program.handle_storages)
+    for fqn, times in discarded.items():
+        kept: dict[CallSite, None] = {}
+        saved_bytes = discarded_bytes = 0
+        recompute_ms = 0.0
+        for scope in program.calls[fqn]:
+            for i, site in program.sites(scope).items():
+                op = program.ops[i]
+                if op.phase != Phase.FORWARD:
+                    continue
+                n_bytes = sum(program.storage_bytes[s] for s in op.writes if s in held)
+                saved_bytes += n_bytes
+                if site in times:
+                    discarded_bytes += n_bytes
+                    recompute_ms += times[site] * op.time_ms
+                elif n_bytes:
+                    kept[site] = None
+        units[fqn] = UnitPlan(
+            discard_ratio=discarded_bytes / saved_bytes if saved_bytes else 0.0,
+            recompute_ms=recompute_ms,
+            kept=tuple(kept),
+        )
+    return units

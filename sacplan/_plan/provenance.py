@@ -1,0 +1,85 @@
+"""Who made a plan, with what, and when."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from numbers import Integral
+from typing import Annotated, Any
+
+import torch
+from msgspec import Meta, Struct
+
+import sacplan
+from sacplan._plan.context import Objective
+from sacplan._profile.profile import Profile
+from sacplan._program.files import Name
+from sacplan._recompute.pins import NO_PINS, Pins
+
+Scalar = bool | int | float | str | None
+_SCALARS = (bool, int, float, str, type(None))
+
+
+class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who made a plan, with what, and when. Says nothing about what the plan does.
+
+    Attributes:
+        solver: name of the solver or policy whose proposal it is; ``"none"`` for a step that fits as it is.
+        options: of the solver or policy.
+        objective: what was recomputed the least of; None for a policy.
+        techniques: what the plan was allowed to do.
+        keep, never: the pins, see ``sacplan.plan``.
+        budget: as it was asked for; None for a plan that was not made for a budget.
+        trace, runtime: of the profile, see ``sacplan.profile``.
+        sacplan, torch: versions.
+        date: when, in UTC.
+    """
+
+    solver: Name
+    options: Mapping[Name, Scalar] = {}
+    objective: Objective | None = None
+    techniques: tuple[Name, ...] = ("recompute",)
+    keep: tuple[Name, ...] = ()
+    never: tuple[Name, ...] = ()
+    budget: int | float | str | None = None
+    trace: Name
+    runtime: Name
+    sacplan: Name
+    torch: Name
+    date: Annotated[datetime, Meta(tz=True)]
+
+    @classmethod
+    def now(
+        cls,
+        profile: Profile,
+        solver: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        objective: Objective | None = None,
+        budget: Any = None,
+        pins: Pins = NO_PINS,
+    ) -> Provenance:
+        """Of a plan that is made now, by this version; options that are no JSON scalars are written as text."""
+        if budget is not None and not isinstance(budget, str):
+            budget = int(budget) if isinstance(budget, Integral) else float(budget)
+        return cls(
+            solver=solver,
+            options={k: v if type(v) in _SCALARS else repr(v) for k, v in (options or {}).items()},
+            objective=objective,
+            keep=pins.keep,
+            never=pins.never,
+            budget=budget,
+            trace=profile.trace,
+            runtime=profile.runtime,
+            sacplan=sacplan.__version__,
+            torch=str(torch.__version__),
+            date=datetime.now(timezone.utc).replace(microsecond=0),
+        )
+
+
+def options_of(solver: object) -> dict[str, Any]:
+    """The fields of a solver object."""
+    if dataclasses.is_dataclass(solver):
+        return {f.name: getattr(solver, f.name) for f in dataclasses.fields(solver)}
+    return dict(getattr(solver, "__dict__", {}))
