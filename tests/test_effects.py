@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 import sacplan
 from sacplan._plan.context import PlanningContext
 from sacplan._plan.planning import decisions_of
-from sacplan._program.program import Phase
+from sacplan._program.program import Phase, Program
 from sacplan._recompute.rewrite import recompute_ops, recomputed
 from tests.models import LM, cross_entropy, tokens
 
@@ -42,27 +43,33 @@ class Shared(nn.Module):
         return x
 
 
-def _profiles() -> dict[str, sacplan.Profile]:
-    x = torch.randn(64, 32)
+def _language_model() -> sacplan.Profile:
     with torch.device("meta"):
-        lm = LM(layers=5, dim=64, vocab=300)
-    return {
-        "lm": sacplan.profile(lm, tokens(4, 64, 300), loss_fn=cross_entropy, device="h100"),
-        "experts": sacplan.profile(nn.Sequential(*(Experts() for _ in range(4))), x, device="cpu"),
-        "shared": sacplan.profile(Shared(), x, device="cpu"),
-        "plain": sacplan.profile(
-            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)), x, device="cpu"
-        ),
-    }
+        model = LM(layers=5, dim=64, vocab=300)
+    return sacplan.profile(model, tokens(4, 64, 300), loss_fn=cross_entropy, device="h100")
 
 
-PROFILES = _profiles()
+def _on_rows(*layers: nn.Module) -> sacplan.Profile:
+    return sacplan.profile(nn.Sequential(*layers), torch.randn(64, 32), device="cpu")
+
+
+PROFILES = {
+    "lm": _language_model,
+    "experts": lambda: _on_rows(*(Experts() for _ in range(4))),
+    "shared": lambda: sacplan.profile(Shared(), torch.randn(64, 32), device="cpu"),
+    "plain": lambda: _on_rows(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)),
+}
+
+
+@functools.cache
+def program_of(name: str) -> Program:
+    return PROFILES[name]().program
 
 
 @pytest.mark.parametrize("name", PROFILES)
 @pytest.mark.parametrize("size", [1, 2])
 def test_effects_add_up_to_the_replay(name: str, size: int) -> None:
-    context = PlanningContext(PROFILES[name].program, "time")
+    context = PlanningContext(program_of(name), "time")
     effects = context.effects(size)
     program = context.program
     pick = random.Random(size)
@@ -84,7 +91,7 @@ def test_effects_add_up_to_the_replay(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_decisions_discard_what_was_chosen(name: str) -> None:
-    context = PlanningContext(PROFILES[name].program, "time")
+    context = PlanningContext(program_of(name), "time")
     program = context.program
     for size in context.sizes:
         effects = context.effects(size)
@@ -99,7 +106,7 @@ def test_decisions_discard_what_was_chosen(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_each_op_of_the_forward_pass_is_in_one_cell(name: str) -> None:
-    context = PlanningContext(PROFILES[name].program, "time")
+    context = PlanningContext(program_of(name), "time")
     ops = context.program.ops
     forward = [i for i, op in enumerate(ops) if op.phase == Phase.FORWARD and op.scope >= 0]
     for size in context.sizes:
@@ -110,11 +117,9 @@ def test_each_op_of_the_forward_pass_is_in_one_cell(name: str) -> None:
 
 
 def test_layers_are_cells_and_experts_are_not() -> None:
-    units = [
-        region.unit for region in PlanningContext(PROFILES["experts"].program, "time").effects(1).regions
-    ]
+    units = [region.unit for region in PlanningContext(program_of("experts"), "time").effects(1).regions]
     assert units == ["0", "1", "2", "3"]
-    layers = [region.unit for region in PlanningContext(PROFILES["lm"].program, "time").effects(1).regions]
+    layers = [region.unit for region in PlanningContext(program_of("lm"), "time").effects(1).regions]
     assert layers[1:-1] == ["layers.1", "layers.2", "layers.3"]
-    kinds = [region.kind for region in PlanningContext(PROFILES["lm"].program, "time").effects(1).regions]
+    kinds = [region.kind for region in PlanningContext(program_of("lm"), "time").effects(1).regions]
     assert len(set(kinds[1:-1])) == 1

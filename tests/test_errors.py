@@ -156,7 +156,7 @@ def test_not_a_model() -> None:
 def test_unknown_words() -> None:
     with pytest.raises(sacplan.TraceError, match="operator-level-cost-model"):
         sacplan.profile(LM(), tokens(), runtime="guess")  # type: ignore[arg-type]
-    with pytest.raises(sacplan.TraceError, match="'fake'.*'real'"):
+    with pytest.raises(sacplan.TraceError, match=r"'fake'.*'real'"):
         sacplan.profile(LM(), tokens(), trace="imaginary")  # type: ignore[arg-type]
 
 
