@@ -33,7 +33,8 @@ from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._ranks.ranks import ONE_RANK, Ranks
 from sacplan._recompute.rewrite import recomputed
 from sacplan._record.fake_data import DataRules, data_rules
-from sacplan._record.recorder import NUMBER_BYTES, Recorder, SavedMode
+from sacplan._record.recorder import NUMBER_BYTES, Recorder
+from sacplan._record.saved_tensors import SavedMode
 from sacplan._record.step import (
     FakeCopier,
     LossFn,

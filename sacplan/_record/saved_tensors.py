@@ -144,7 +144,8 @@ class SavedTensors:
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Handle):
-            return packed
+            tensor: torch.Tensor = packed
+            return tensor
         out = self._twin_of(packed)
         instance = len(self.instance_handles)
         self.instance_handles.append(packed.index)

@@ -169,8 +169,10 @@ class _Lives:
             self.written[at], self.newest[at] = p, s
 
     def at_positions(self) -> tuple[list[int], list[int], list[int]]:
-        """By position (p is in front of the p-th op): how many storages cross, the one if it is one, and how many
-        forbid a cut."""
+        """By position (p is in front of the p-th op): storages that cross, the one if it is one, and obstacles.
+
+        The first and the last are counts.
+        """
         crossing, which, blocked = ([0] * (self._length + 1) for _ in range(3))
         initial = frozenset(self.program.initial)
 
