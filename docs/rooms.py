@@ -14,15 +14,15 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent / "sacplan"
 
 ROOMS = (
-    "errors", "_torch", "_program", "_device", "_record", "_rewrites", "_ranks", "_solve", "_recompute", "_rotor",
+    "errors", "_torch", "_program", "_device", "_rewrites", "_record", "_ranks", "_solve", "_recompute", "_rotor",
     "_classical", "_profile", "_plan", "_apply", "_verify", "_report", "integrations", "_cli",
 )  # fmt: skip
 """From the ground up: a room imports only from rooms before it."""
 
 _FLOORS = (
-    ("errors",), ("_torch",), ("_program",), ("_device", "_solve"), ("_record",), ("_rewrites", "_ranks"), ("_recompute",),
-    ("_rotor", "_classical"), ("_profile",), ("_plan",), ("_apply",), ("_verify",), ("_report", "integrations"),
-    ("_cli",),
+    ("errors",), ("_torch",), ("_program",), ("_device", "_solve"), ("_rewrites",), ("_record", "_ranks"),
+    ("_recompute",), ("_rotor", "_classical"), ("_profile",), ("_plan",), ("_apply",), ("_verify",),
+    ("_report", "integrations"), ("_cli",),
 )  # fmt: skip
 
 

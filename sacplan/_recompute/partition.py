@@ -180,8 +180,8 @@ def _attached(program: Program, whole: list[Part], rest: list[Part]) -> list[Par
         if not part.members:
             continue
         if not (part.once and single):
-            for start in range(0, len(part.members), LARGEST_PART):
-                left.append(Part(part.unit, part.members[start : start + LARGEST_PART], False))
+            starts_at = range(0, len(part.members), LARGEST_PART)
+            left += [Part(part.unit, part.members[at : at + LARGEST_PART], False) for at in starts_at]
             continue
         for (op,) in part.members:
             added[max(0, bisect_right(starts, op) - 1)].append(op)
