@@ -20,7 +20,7 @@ from sacplan._classical.graph import Graph, ModuleStats, Point, SACStats, Segmen
 from sacplan._classical.policy import get_optimal_checkpointing_policy_per_module
 from sacplan._classical.sac_milp import SacMilpResult, sac_milp
 from sacplan._solve import mip as pulp
-from sacplan._solve.mip import LinearProgram, Solution
+from sacplan._solve.mip import LinearProgram, LinearSolution
 from sacplan.errors import BudgetError, InfeasibleBudget, PlanError, SolverError
 
 SOLVERS = ["highs", "cbc"] if pulp.pulp.HiGHS(msg=False).available() else ["cbc"]
@@ -525,10 +525,10 @@ def test_a_timed_out_incumbent_is_not_optimal(solver: str) -> None:
 def test_sac_milp_passes_on_that_the_time_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
     solve_really = LinearProgram.solve
 
-    def timed_out(self: LinearProgram, **kwargs: object) -> Solution:
+    def timed_out(self: LinearProgram, **kwargs: object) -> LinearSolution:
         found = solve_really(self, **kwargs)  # type: ignore[arg-type]
         assert found.objective is not None
-        return Solution("feasible", found.values, found.objective, found.objective / 2)
+        return LinearSolution("feasible", found.values, found.objective, found.objective / 2)
 
     monkeypatch.setattr(LinearProgram, "solve", timed_out)
     result = sac_milp(transformer(), 0.5)
@@ -537,7 +537,7 @@ def test_sac_milp_passes_on_that_the_time_ran_out(monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_incumbent_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LinearProgram, "solve", lambda self, **kwargs: Solution("unknown"))
+    monkeypatch.setattr(LinearProgram, "solve", lambda self, **kwargs: LinearSolution("unknown"))
     # the smallest peak of this tree has a closed form, so there is a plan all the same
     layers = [f"layers.{i}" for i in range(12)]
     result = sac_milp(transformer(), 0.5, ac_units=layers)

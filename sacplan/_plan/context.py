@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 from sacplan._plan.bound import Bound
-from sacplan._plan.effects import Additive, Timeline, effects_of
+from sacplan._plan.effects import RegionProblem, Timeline, effects_of
 from sacplan._program.program import Phase, Program
 from sacplan._recompute.pins import NO_PINS, Pins
 from sacplan._recompute.regions import Regions
@@ -38,7 +38,7 @@ class PlanningContext:
         self.costs = op_costs(program, objective)
         self.timeline = Timeline(program)
         self.regions = Regions(program, self.costs, self.timeline.asked_early, pins)
-        self._effects: dict[int, Additive] = {}
+        self._effects: dict[int, RegionProblem] = {}
 
     @cached_property
     def bound(self) -> Bound:
@@ -52,7 +52,7 @@ class PlanningContext:
         sizes = (1, 2, run, *_SIZES)
         return tuple(dict.fromkeys(size for size in sizes if size <= run))
 
-    def effects(self, size: int) -> Additive:
+    def effects(self, size: int) -> RegionProblem:
         """Of the regions, joined to that size."""
         if size not in self._effects:
             forward = sum(
