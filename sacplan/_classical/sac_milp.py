@@ -148,9 +148,9 @@ def _smallest(tree: Tree, budget_bytes: int, options: Milp, infeasible: bool) ->
         InfeasibleBudget: it is over the budget, and either that no plan fits or that it is the smallest is proved.
         SolverError: it is over the budget, and neither is proved.
     """
-    offered = tree_problem(tree, budget_bytes, largest_only=True)
+    offered = tree_problem(tree.at_most(), budget_bytes)
     picks, exact = Search(options, offered.problem).smallest()
-    plan = offered.plan(picks)
+    plan = {i: tree.units[i].options[-1] for i in offered.plan(picks)}
     used = tree.used(plan)
     smallest_bytes = int(used.max())
     if smallest_bytes <= budget_bytes:

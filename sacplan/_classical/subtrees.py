@@ -2,8 +2,8 @@
 
 Units form an antichain, so a small subtree has few sensible ways to choose among its own units: those are its options,
 and equal subtrees (repeated layers) are choices of one kind. A module around too many ways (the model, an encoder) is
-a choice of its own beside the subtrees in it. That it is not taken together with any of those is a row of another
-resource.
+a choice of its own beside the subtrees in it. Rows of a resource of their own, one for each kind of subtree under the
+same modules, say that either those or one of the modules around them is taken.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy.typing as npt
 from sacplan._classical.tree import Tree, TreePlan, Unit
 from sacplan._solve.problem import DEVICE_MEMORY, Choice, Picks, Problem, Row
 
-_NESTING = "nesting"
 _MOST_OPTIONS = 300  # of a subtree
 _MOST_COMBINED = 6000  # ways of two subtrees together
 
@@ -39,6 +38,16 @@ class _Way:
 
     def __add__(self, other: _Way) -> _Way:
         return _Way(self.ms + other.ms, self.taken + other.taken, self.freed + other.freed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Subtree:
+    """A choice: some units, the ways to take them, and the units around them that are choices of their own."""
+
+    kind: Hashable
+    units: Sequence[int]
+    ways: Sequence[_Way]
+    around: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,57 +72,68 @@ class TreeProblem:
         }
 
 
-def tree_problem(tree: Tree, budget_bytes: int, *, largest_only: bool = False) -> TreeProblem:
-    """The problem of a tree; ``largest_only`` offers each unit's largest discard alone."""
+def tree_problem(tree: Tree, budget_bytes: int) -> TreeProblem:
+    """The problem of a tree: the cheapest plan under a budget."""
+    subtrees = _subtrees(tree)
+    choice_of = {unit: c for c, subtree in enumerate(subtrees) for unit in subtree.units}
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for c, subtree in enumerate(subtrees):
+        if subtree.around:
+            groups[subtree.kind].append(c)
+    n_memory, n_rows = len(tree.base), len(tree.base) + len(groups)
+    base, limits = np.zeros((2, n_rows), dtype=np.int64)
+    base[:n_memory], limits[:n_memory] = tree.base, budget_bytes
+    uses = [np.zeros((len(subtree.ways), n_rows), dtype=np.int64) for subtree in subtrees]
+    choices = []
+    for c, subtree in enumerate(subtrees):
+        freed = np.array([way.freed for way in subtree.ways])
+        uses[c][:, :n_memory] = -freed[:, np.searchsorted(subtree.units, tree.n_units)]
+        ms = np.array([way.ms for way in subtree.ways])
+        choices.append(Choice(subtree.kind, ms, uses[c], -freed[:, -1]))
+    for row, group in enumerate(groups.values(), start=n_memory):
+        limits[row] = len(group)  # all of them may be taken, or one unit around them
+        for c in group:
+            uses[c][1:, row] = 1
+        for unit in subtrees[group[0]].around:
+            uses[choice_of[unit]][1:, row] = len(group)
+    ends = [*tree.n_units[1:].tolist(), len(tree.units) + 1]
+    rows = [Row(DEVICE_MEMORY, *units) for units in zip(tree.n_units.tolist(), ends, strict=True)]
+    rows += [Row("nesting", 0, len(tree.units)) for _ in groups]
+    ways = tuple(
+        tuple(tuple((subtree.units[k], option) for k, option in way.taken) for way in subtree.ways)
+        for subtree in subtrees
+    )
+    return TreeProblem(tree, Problem(tuple(rows), base, limits, tuple(choices)), ways)
+
+
+def _subtrees(tree: Tree) -> list[_Subtree]:
     units = tree.units
-    options_of = [range(len(u.options) - 1 if largest_only else 0, len(u.options)) for u in units]
     children: dict[int, list[int]] = defaultdict(list)
     for i, unit in enumerate(units):
         children[unit.above[0] if unit.above else -1].append(i)
     known: dict[Hashable, tuple[int, list[_Way] | None]] = {}
-    subtrees: list[tuple[list[int], Hashable, list[_Way]]] = []  # its units, kind, ways
-    around: dict[int, list[int]] = {}  # a unit that is a choice of its own, to the choices inside of it
+    found: list[_Subtree] = []
 
     def members(unit: int) -> list[int]:
         return sorted([unit, *(m for child in children[unit] for m in members(child))])
 
-    def visit(unit: int) -> list[int]:
-        """Adds the choices of a subtree, and says which they are."""
+    def visit(unit: int, around: tuple[int, ...]) -> None:
         inside = members(unit)
-        key = tuple((units[i].options, *_parent(units[i], inside)) for i in inside)
-        if key not in known:
+        shape = tuple((units[i].options, *_parent(units[i], inside)) for i in inside)
+        if shape not in known:
             place = {i: k for k, i in enumerate(inside)}
-            known[key] = len(known), _ways(units, options_of, children, place, unit)
-        kind, ways = known[key]
+            known[shape] = len(known), _ways(units, children, place, unit)
+        number, ways = known[shape]
         if ways is not None:
-            subtrees.append((inside, kind, ways))
-            return [len(subtrees) - 1]
-        own = len(subtrees)
-        alone = [_nothing(1), *_own(units[unit], options_of[unit], 0, 1)]
-        subtrees.append(([unit], ("alone", unit), alone))
-        around[own] = [choice for child in children[unit] for choice in visit(child)]
-        return [own, *around[own]]
+            found.append(_Subtree((number, around), inside, ways, around))
+            return
+        found.append(_Subtree((unit,), [unit], [_nothing(1), *_own(units[unit], 0, 1)], around))
+        for child in children[unit]:
+            visit(child, (*around, unit))
 
     for root in children[-1]:
-        visit(root)
-
-    choices, names = [], []
-    for c, (inside, kind, ways) in enumerate(subtrees):
-        by_then = np.searchsorted(inside, tree.n_units)
-        freed = np.array([way.freed for way in ways])
-        nesting = np.zeros((len(ways), len(around)), dtype=np.int64)
-        for row, (own, below) in enumerate(around.items()):
-            nesting[1:, row] = len(below) if c == own else c in below
-        uses = np.hstack([-freed[:, by_then], nesting])
-        choices.append(Choice(kind, np.array([way.ms for way in ways]), uses, -freed[:, -1]))
-        names.append(tuple(tuple((inside[k], option) for k, option in way.taken) for way in ways))
-    ends = [*tree.n_units[1:].tolist(), len(units) + 1]
-    rows = [Row(DEVICE_MEMORY, start, end) for start, end in zip(tree.n_units.tolist(), ends, strict=True)]
-    rows += [Row(_NESTING, 0, len(units)) for _ in around]
-    base = np.concatenate([tree.base, np.zeros(len(around), dtype=np.int64)])
-    limits = [budget_bytes] * len(tree.base) + [len(below) for below in around.values()]
-    problem = Problem(tuple(rows), base, np.array(limits, dtype=np.int64), tuple(choices))
-    return TreeProblem(tree, problem, tuple(names))
+        visit(root, ())
+    return found
 
 
 def _parent(unit: Unit, inside: Sequence[int]) -> tuple[int, ...]:
@@ -125,17 +145,17 @@ def _nothing(size: int) -> _Way:
     return _Way(0.0, (), np.zeros(size + 1, dtype=np.int64))
 
 
-def _own(unit: Unit, options: Sequence[int], place: int, size: int) -> list[_Way]:
+def _own(unit: Unit, place: int, size: int) -> list[_Way]:
     """The ways to take one unit of a subtree."""
     ended = np.arange(size + 1) > place
     return [
-        _Way(unit.options[o].ms, ((place, o),), np.where(ended, unit.options[o].freed, 0)) for o in options
+        _Way(option.ms, ((place, o),), np.where(ended, option.freed, 0))
+        for o, option in enumerate(unit.options)
     ]
 
 
 def _ways(
     units: Sequence[Unit],
-    options_of: Sequence[Sequence[int]],
     children: dict[int, list[int]],
     place: dict[int, int],
     top: int,
@@ -143,24 +163,27 @@ def _ways(
     """The undominated antichains of a subtree; the first takes no unit. None if there are too many."""
 
     def at(unit: int) -> list[_Way] | None:
-        combined = [_nothing(len(place))]
+        combined: list[_Way] | None = [_nothing(len(place))]
         for child in children[unit]:
             inner = at(child)
-            if inner is None or len(inner) * len(combined) > _MOST_COMBINED:
+            if combined is None or inner is None or len(inner) * len(combined) > _MOST_COMBINED:
                 return None
-            combined = _pruned([a + b for a in combined for b in inner])
-        combined = _pruned([*combined, *_own(units[unit], options_of[unit], place[unit], len(place))])
-        return combined if len(combined) <= _MOST_OPTIONS else None
+            combined = _undominated([a + b for a in combined for b in inner])
+        if combined is None:
+            return None
+        return _undominated([*combined, *_own(units[unit], place[unit], len(place))])
 
     found = at(top)
     return None if found is None else [_nothing(len(place)), *(way for way in found if way.taken)]
 
 
-def _pruned(ways: list[_Way]) -> list[_Way]:
-    """Without those that another way undercuts in time and in bytes at every moment; by rising time."""
+def _undominated(ways: list[_Way]) -> list[_Way] | None:
+    """Those that no other way undercuts in time and in bytes at every moment, by rising time; None if too many."""
     freed = np.array([way.freed for way in ways])
     keep: list[int] = []
     for i in sorted(range(len(ways)), key=lambda i: (ways[i].ms, -int(freed[i].sum()), i)):
         if not keep or not (freed[keep] >= freed[i]).all(axis=1).any():
             keep.append(i)
+            if len(keep) > _MOST_OPTIONS:
+                return None
     return [ways[i] for i in keep]

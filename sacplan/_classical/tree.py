@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +73,11 @@ class Tree:
         used: Amounts = self.base - freed.cumsum()[self.n_units]
         return used
 
+    def at_most(self) -> Tree:
+        """The tree whose units discard as much as they can or nothing, at no cost: for its smallest peak."""
+        units = tuple(replace(u, options=(u.options[-1]._replace(ms=0.0),)) for u in self.units)
+        return replace(self, units=units)
+
 
 def cost_ms(plan: TreePlan) -> float:
     """What a plan recomputes."""
@@ -103,9 +108,8 @@ def tree_of(
             units.append(Unit(fqn, graph.index(fqn), node.sac_memory, options, segments, ()))
     place = {unit.fqn: i for i, unit in enumerate(units)}
     units = [
-        Unit(u.fqn, u.index, u.memory, u.options, u.segments, above)
-        for u in units
-        for above in [tuple(place[fqn] for fqn in graph.ancestors(u.fqn) if fqn in place)]
+        replace(unit, above=tuple(place[fqn] for fqn in graph.ancestors(unit.fqn) if fqn in place))
+        for unit in units
     ]
 
     # What is discarded only grows along the rows. So a row is implied by an earlier one that is as large, and by

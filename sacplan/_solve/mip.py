@@ -192,9 +192,14 @@ def _status(problem: pulp.LpProblem) -> Status:
 def _solve_highs(
     problem: pulp.LpProblem, gap: float, time_limit_s: float, seed: int
 ) -> tuple[Status, float | None]:
-    problem.solve(
-        pulp.HiGHS(msg=False, gapRel=gap, timeLimit=time_limit_s, threads=_THREADS, random_seed=seed)
-    )
+    for presolve in ("choose", "off"):  # it fails on some programs that it brings to the edge of a tolerance
+        problem.solve(
+            pulp.HiGHS(
+                msg=False, gapRel=gap, timeLimit=time_limit_s, threads=_THREADS, random_seed=seed, presolve=presolve
+            )
+        )
+        if problem.solverModel.getModelStatus().name != "kSolveError":
+            break
     status = _status(problem)
     info = problem.solverModel.getInfo()
     if status == "feasible" and info.primal_solution_status != 2:  # 2: a feasible point
