@@ -9,7 +9,6 @@ discards no less: its memory is free at least as long.
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from sacplan._solve.mip import LinearProgram, LinearSolution
 
 _SCALE = 1000.0  # coefficients are scaled to this size
 _SLACK = 1e-6  # by how much rows are relaxed: a solver must not call a plan infeasible that just fits
+_ROUNDS = 8  # of asking for what a tolerance hid
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +33,24 @@ class Answer:
 def solve_continuous(tree: Tree, budget_bytes: int, options: Milp) -> Answer:
     """The cheapest plan under the budget, to the gap.
 
-    Where a tolerance hid some bytes, the shares of the units found are chosen again with some bytes to spare.
+    Where a tolerance hid some bytes, the shares of the units found are chosen again, for so many bytes less.
     """
     deadline = time.monotonic() + options.time_limit_s
-    program = _Program(tree, budget_bytes)
-    found = program.solve(options, options.time_limit_s)
-    bound_ms = None if found.bound is None else found.bound * program.ms_scale
-    if not found.values:
-        return Answer(None, found.status == "infeasible", bound_ms)
-    plan = program.read(found)
-    if (tree.used(plan) > budget_bytes).any():
-        spare = len(tree.units) + math.ceil(4 * _SLACK * program.byte_scale)
-        program = _Program(tree, budget_bytes - spare, frozenset(plan))
+    asked, bound_ms, allowed = budget_bytes, None, None
+    for _ in range(_ROUNDS):
+        program = _Program(tree, asked, allowed)
         found = program.solve(options, max(1e-3, deadline - time.monotonic()))
-        plan = program.read(found) if found.values else {}
-        if (tree.used(plan) > budget_bytes).any():
-            return Answer(None, False, bound_ms)
+        if allowed is None and found.bound is not None:
+            bound_ms = found.bound * program.ms_scale
+        if not found.values:
+            return Answer(None, allowed is None and found.status == "infeasible", bound_ms)
+        plan = program.read(found)
+        hidden = int(tree.used(plan).max()) - budget_bytes
+        if hidden <= 0:
+            break
+        asked, allowed = asked - hidden, frozenset(plan)
+    else:
+        return Answer(None, False, bound_ms)
     cost = cost_ms(plan)
     close = bound_ms is not None and cost - bound_ms <= max(options.gap * cost, _SLACK * program.largest_ms)
     return Answer(plan, close, bound_ms)
@@ -68,7 +70,7 @@ class _Program:
         ]
         self.largest_ms = max((offered.ms for offered in self._offered), default=0.0)
         self.ms_scale = self.largest_ms / _SCALE or 1.0
-        self.byte_scale = largest_need / _SCALE
+        self._byte_scale = largest_need / _SCALE
         self._chosen, self._shares = [], []
         for i, (unit, offered) in enumerate(zip(tree.units, self._offered, strict=True)):
             y = program.variable(upper=float(allowed is None or i in allowed), integer=True)
@@ -112,9 +114,9 @@ class _Program:
         for n_units, n_bytes in zip(self._tree.n_units.tolist(), self._tree.base.tolist(), strict=True):
             if n_bytes <= budget_bytes:
                 continue
-            total = self._program.variable(lower=(n_bytes - budget_bytes) / self.byte_scale - _SLACK)
+            total = self._program.variable(lower=(n_bytes - budget_bytes) / self._byte_scale - _SLACK)
             terms = [
-                (self._shares[i], self._offered[i].freed / self.byte_scale) for i in range(added, n_units)
+                (self._shares[i], self._offered[i].freed / self._byte_scale) for i in range(added, n_units)
             ]
             self._program.row([(total, -1.0), *before, *terms], lower=0.0)
             before, added = [(total, 1.0)], n_units
