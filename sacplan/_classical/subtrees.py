@@ -18,6 +18,7 @@ import numpy.typing as npt
 from sacplan._classical.tree import Tree, TreePlan, Unit
 from sacplan._solve.problem import DEVICE_MEMORY, Choice, Picks, Problem, Row
 
+_LARGEST = 12  # units of a subtree
 _MOST_OPTIONS = 300  # of a subtree
 _MOST_COMBINED = 6000  # ways of two subtrees together
 
@@ -122,7 +123,8 @@ def _subtrees(tree: Tree) -> list[_Subtree]:
         shape = tuple((units[i].options, *_parent(units[i], inside)) for i in inside)
         if shape not in known:
             place = {i: k for k, i in enumerate(inside)}
-            known[shape] = len(known), _ways(units, children, place, unit)
+            small = len(inside) <= _LARGEST
+            known[shape] = len(known), _ways(units, children, place, unit) if small else None
         number, ways = known[shape]
         if ways is not None:
             found.append(_Subtree((number, around), inside, ways, around))

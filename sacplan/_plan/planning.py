@@ -253,9 +253,10 @@ def _close_loop(search: Search, solver: Solver, effects: RegionProblem, budget_b
         if solution is None:
             break
         tried = search.add(effects, solution, solver.name)
-        leaner = give_back(replace(limited, once_costs=()), solution.picks)
-        if leaner != solution.picks:  # a cost paid once is no recomputation
-            search.add(effects, replace(solution, picks=leaner, status="feasible"), solver.name)
+        if solution.bound is not None:  # it weighs costs paid once, which are estimates and no recomputation
+            free = replace(limited, once_costs=())
+            leaner = replace(solution, picks=give_back(free, solution.picks), status="feasible")
+            search.add(effects, leaner, solver.name)
         off = tried.replay.peak_bytes - problem.peak(solution.picks)
         if off == budget_bytes - asked or tried.replay.peak_bytes <= budget_bytes <= asked + off:
             break

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sacplan._solve.local import descend, give_back, starts
 from sacplan._solve.problem import DEVICE_MEMORY, Problem, Solution
@@ -26,9 +26,10 @@ class Greedy:
     def solve(self, problem: Problem) -> Solution | None:
         """Options that keep all limits; None if the descent does not get there."""
         ways = _with_and_without(problem)
+        free = replace(problem, once_costs=())  # they count where the descents are compared
         for beyond in (False, True):  # the path to the smallest peak may still get there
             descents = [descend(problem, once=once, beyond=beyond) for once in ways]
-            found = [give_back(problem, picks) for picks in descents if problem.fits(picks)]
+            found = [give_back(free, picks) for picks in descents if problem.fits(picks)]
             if found:
                 return Solution(min(found, key=problem.cost), "feasible")
         return None
@@ -39,7 +40,7 @@ class Greedy:
         descents = [descend(lowest, start, once=once, beyond=True) for once in _with_and_without(problem)]
         picks = min(descents, key=problem.peak)
         at_peak = problem.with_limit(DEVICE_MEMORY, problem.peak(picks))
-        return self.solve(at_peak) or Solution(give_back(at_peak, picks), "feasible")
+        return self.solve(at_peak) or Solution(picks, "feasible")
 
 
 def _with_and_without(problem: Problem) -> tuple[bool, ...]:

@@ -195,7 +195,12 @@ def _solve_highs(
     for presolve in ("choose", "off"):  # it fails on some programs that it brings to the edge of a tolerance
         problem.solve(
             pulp.HiGHS(
-                msg=False, gapRel=gap, timeLimit=time_limit_s, threads=_THREADS, random_seed=seed, presolve=presolve
+                msg=False,
+                gapRel=gap,
+                timeLimit=time_limit_s,
+                threads=_THREADS,
+                random_seed=seed,
+                presolve=presolve,
             )
         )
         if problem.solverModel.getModelStatus().name != "kSolveError":
