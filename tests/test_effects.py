@@ -84,8 +84,8 @@ def test_effects_add_up_to_the_replay(name: str, size: int) -> None:
         if any(a in scopes for s in scopes for a in program.ancestors(s)):
             scopes = {0}  # units do not nest: the model is the unit
         run = program.with_(recompute_ops(program, dict.fromkeys(discarded, 1), scopes)).footprint
-        assert effects.peak(choice)[0] == run.peak_bytes
-        cost = sum(effects.costs[i][o] for i, o in choice.items())
+        assert effects.problem.peak(choice) == run.peak_bytes
+        cost = sum(effects.problem.choices[i].costs[o] for i, o in choice.items())
         assert run.recompute_ms == pytest.approx(cost)
 
 
@@ -100,7 +100,7 @@ def test_decisions_discard_what_was_chosen(name: str) -> None:
                 decisions = decisions_of(program, [(region, o)])
                 run = recomputed(program, decisions).footprint
                 assert set(run.again) == region.ops(region.options[o])
-                assert run.peak_bytes == effects.peak({i: o})[0]
+                assert run.peak_bytes == effects.problem.peak({i: o})
                 assert not any(fqn in program.leaf_fqns for fqn in decisions)
 
 

@@ -15,12 +15,12 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from sacplan._classical import sac_milp as milp
+from sacplan._classical import subtrees
 from sacplan._classical.graph import Graph, ModuleStats, Point, SACStats, Segment
 from sacplan._classical.policy import get_optimal_checkpointing_policy_per_module
 from sacplan._classical.sac_milp import SacMilpResult, sac_milp
 from sacplan._solve import mip as pulp
-from sacplan._solve.mip import LinearProgram, Solution
+from sacplan._solve.mip import LinearProgram, LinearSolution
 from sacplan.errors import BudgetError, InfeasibleBudget, PlanError, SolverError
 
 SOLVERS = ["highs", "cbc"] if pulp.pulp.HiGHS(msg=False).available() else ["cbc"]
@@ -244,6 +244,18 @@ def test_equals_brute_force_with_chosen_units(seed: int) -> None:
     fsdp_units = tuple(rng.sample(names, rng.randint(0, 2)))
     budget = interesting_budget(rng, graph, ac_units=ac_units, fsdp_units=fsdp_units)
     check_against_brute_force(graph, budget, SOLVERS[0], ac_units=ac_units, fsdp_units=fsdp_units)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SEEDS, st.sampled_from([0, 4, 12]))
+def test_equals_brute_force_where_subtrees_are_too_rich(seed: int, most: int) -> None:
+    """Then units are choices, and that they do not nest is rows."""
+    rng = random.Random(seed)
+    graph = random_graph(rng)
+    budget = interesting_budget(rng, graph)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subtrees, "_MOST_COMBINED", most)
+        check_against_brute_force(graph, budget, SOLVERS[0])
 
 
 @settings(max_examples=60, deadline=None)
@@ -511,10 +523,27 @@ def test_infeasible_program(solver: str) -> None:
     assert program.solve(solver=solver).status == "infeasible"
 
 
+@pytest.mark.parametrize(
+    ("status", "sol_status", "expected"),
+    [
+        (pulp.pulp.LpStatusOptimal, pulp.pulp.LpSolutionOptimal, "optimal"),
+        (pulp.pulp.LpStatusOptimal, pulp.pulp.LpSolutionIntegerFeasible, "feasible"),
+        (pulp.pulp.LpStatusNotSolved, pulp.pulp.LpSolutionNoSolutionFound, "unknown"),
+        (pulp.pulp.LpStatusInfeasible, pulp.pulp.LpSolutionNoSolutionFound, "infeasible"),
+    ],
+)
+def test_a_timed_out_incumbent_is_not_optimal(status: int, sol_status: int, expected: str) -> None:
+    """PuLP calls a time-limited incumbent optimal too, in ``status``."""
+    problem = pulp.pulp.LpProblem("timed_out")
+    problem.status, problem.sol_status = status, sol_status
+    assert pulp._status(problem) == expected
+
+
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_a_timed_out_incumbent_is_not_optimal(solver: str) -> None:
-    solution = hard_program().solve(solver=solver, gap=0.0, time_limit_s=1.0)
-    assert solution.status == "feasible"
+def test_a_wide_gap_leaves_a_bound_below_the_incumbent(solver: str) -> None:
+    """A program that is out of reach, but any solution of which is within the gap."""
+    solution = hard_program().solve(solver=solver, gap=1e9)
+    assert solution.status == "optimal"
     assert solution.objective is not None
     assert solution.bound is not None
     assert solution.bound < solution.objective
@@ -525,10 +554,10 @@ def test_a_timed_out_incumbent_is_not_optimal(solver: str) -> None:
 def test_sac_milp_passes_on_that_the_time_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
     solve_really = LinearProgram.solve
 
-    def timed_out(self: LinearProgram, **kwargs: object) -> Solution:
+    def timed_out(self: LinearProgram, **kwargs: object) -> LinearSolution:
         found = solve_really(self, **kwargs)  # type: ignore[arg-type]
         assert found.objective is not None
-        return Solution("feasible", found.values, found.objective, found.objective / 2)
+        return LinearSolution("feasible", found.values, found.objective, found.objective / 2)
 
     monkeypatch.setattr(LinearProgram, "solve", timed_out)
     result = sac_milp(transformer(), 0.5)
@@ -537,17 +566,24 @@ def test_sac_milp_passes_on_that_the_time_ran_out(monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_incumbent_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LinearProgram, "solve", lambda self, **kwargs: Solution("unknown"))
-    # the smallest peak of this tree has a closed form, so there is a plan all the same
+    monkeypatch.setattr(LinearProgram, "solve", lambda self, **kwargs: LinearSolution("unknown"))
+    # what each row needs at least is known without a program, and the descent gets there
     layers = [f"layers.{i}" for i in range(12)]
     result = sac_milp(transformer(), 0.5, ac_units=layers)
     assert (result.status, result.bound_ms, result.gap) == ("feasible", None, None)
     assert result.peak_bytes <= 2**29
     with pytest.raises(InfeasibleBudget):
         sac_milp(transformer(), "50MiB", ac_units=layers)
-    monkeypatch.setattr(milp, "_smallest_peak", lambda *args: (2**30, {}, False))
+    # the cheap root keeps the descent from its children, which alone free enough
+    monkeypatch.setattr(subtrees, "_MOST_COMBINED", 0)
+    nodes = (
+        ModuleStats("", sac_memory=40, points=(Point(1.0, 1.0),)),
+        *(ModuleStats(fqn, sac_memory=30, points=(Point(1.0, 100.0),)) for fqn in ("a", "b")),
+    )
+    graph = Graph(nodes, ("a", "b", ""), "", (Segment(3, 0, 100),))
+    assert sac_milp(graph, "60B").status == "feasible"
     with pytest.raises(SolverError, match="raise time_limit"):
-        sac_milp(transformer(), 0.5)
+        sac_milp(graph, "59B")
 
 
 @pytest.mark.parametrize("choices", ["reachable", "continuous"])

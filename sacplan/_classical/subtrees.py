@@ -1,208 +1,191 @@
-"""``sac_milp``'s program with shared variables: subtrees of the module tree become regions.
+"""``sac_milp``'s problem: subtrees of the module tree become choices, and what they discard lowers rows.
 
-Units form an antichain, so a small subtree has few sensible ways to choose among its own units: those are its
-options, and equal subtrees (repeated layers) are equal regions for ``program.py``. Modules around many others
-(the model, an encoder) are taken or not taken one way after the other.
+Units form an antichain, so a small subtree has few sensible ways to choose among its own units: those are its options,
+and equal subtrees (repeated layers) are choices of one kind. A module around too many ways (the model, an encoder) is
+a choice of its own beside the subtrees in it. Rows of a resource of their own, one for each kind of subtree under the
+same modules, say that either those or one of the modules around them is taken.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from sacplan._plan.effects import Additive
-from sacplan._recompute.regions import Option, Region
-from sacplan._solve.milp import Milp, Refinement
+from sacplan._classical.tree import Tree, TreePlan, Unit
+from sacplan._solve.problem import DEVICE_MEMORY, Choice, Picks, Problem, Row
 
-_LARGEST_SUBTREE = 12  # units
+_LARGEST = 12  # units of a subtree
 _MOST_OPTIONS = 300  # of a subtree
-_MOST_WAYS = 8  # to take modules around many others
-
-
-class Choice(Protocol):
-    """A reachable point of a unit."""
-
-    @property
-    def freed(self) -> int: ...
-    @property
-    def ms(self) -> float: ...
-
-
-class Unit(Protocol):
-    """A module that may be a unit; ``above`` are the places of those around it, nearest first."""
-
-    @property
-    def choices(self) -> Sequence[Choice]: ...
-    @property
-    def above(self) -> tuple[int, ...]: ...
-
-
-class _Way(NamedTuple):
-    """One antichain of a subtree: unit, relative to the subtree's first, to its choice."""
-
-    ms: float
-    taken: tuple[tuple[int, int], ...]
-    freed: tuple[int, ...]  # by the units up to each
+_MOST_COMBINED = 6000  # ways of two subtrees together
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Unit to its choice; whether that is the optimum to the gap, or it is proved that there is none; a bound."""
+class _Way:
+    """An antichain of a subtree: unit, as a place in the subtree, to its option.
 
-    taken: Mapping[int, int] | None
-    proved: bool
-    bound_ms: float | None
-
-
-def solve_shared(
-    units: Sequence[Unit],
-    rows: Sequence[tuple[int, int]],
-    budget_bytes: int,
-    options: Milp,
-) -> Answer | None:
-    """The cheapest antichain of units that keeps all rows under the budget; None where subtrees are too rich.
-
-    Args:
-        units: in the order in which their forward ends.
-        rows: (how many of the units have freed their bytes by then, bytes).
-        budget_bytes: for each row.
-        options: solver, gap, time limit and seed.
+    Attributes:
+        ms: what it recomputes.
+        taken: pairs (unit, option).
+        freed: by the time that the first so many units of the subtree have ended.
     """
-    size = [1] * len(units)
-    for unit in units:
-        for a in unit.above:
-            size[a] += 1
-    children: dict[int, list[int]] = {i: [] for i in range(-1, len(units))}
+
+    ms: float
+    taken: tuple[tuple[int, int], ...]
+    freed: npt.NDArray[np.int64]
+
+    def __add__(self, other: _Way) -> _Way:
+        return _Way(self.ms + other.ms, self.taken + other.taken, self.freed + other.freed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Subtree:
+    """A choice: some units, the ways to take them, and the units around them that are choices of their own."""
+
+    kind: Hashable
+    units: Sequence[int]
+    ways: Sequence[_Way]
+    around: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeProblem:
+    """What a solver sees, and what its options stand for.
+
+    Attributes:
+        problem: device memory by row of the tree, and nesting.
+        ways: by choice and option, pairs (unit, option of the unit).
+    """
+
+    tree: Tree
+    problem: Problem
+    ways: tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
+
+    def plan(self, picks: Picks) -> TreePlan:
+        """What the units do."""
+        return {
+            unit: self.tree.units[unit].options[option]
+            for choice, way in picks.items()
+            for unit, option in self.ways[choice][way]
+        }
+
+
+def tree_problem(tree: Tree, budget_bytes: int) -> TreeProblem:
+    """The problem of a tree: the cheapest plan under a budget."""
+    subtrees = _subtrees(tree)
+    choice_of = {unit: c for c, subtree in enumerate(subtrees) for unit in subtree.units}
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for c, subtree in enumerate(subtrees):
+        if subtree.around:
+            groups[subtree.kind].append(c)
+    n_memory, n_rows = len(tree.base), len(tree.base) + len(groups)
+    base, limits = np.zeros((2, n_rows), dtype=np.int64)
+    base[:n_memory], limits[:n_memory] = tree.base, budget_bytes
+    uses = [np.zeros((len(subtree.ways), n_rows), dtype=np.int64) for subtree in subtrees]
+    choices = []
+    for c, subtree in enumerate(subtrees):
+        freed = np.array([way.freed for way in subtree.ways])
+        uses[c][:, :n_memory] = -freed[:, np.searchsorted(subtree.units, tree.n_units)]
+        ms = np.array([way.ms for way in subtree.ways])
+        choices.append(Choice(subtree.kind, ms, uses[c], -freed[:, -1]))
+    for row, group in enumerate(groups.values(), start=n_memory):
+        limits[row] = len(group)  # all of them may be taken, or one unit around them
+        for c in group:
+            uses[c][1:, row] = 1
+        for unit in subtrees[group[0]].around:
+            uses[choice_of[unit]][1:, row] = len(group)
+    ends = [*tree.n_units[1:].tolist(), len(tree.units) + 1]
+    rows = [Row(DEVICE_MEMORY, *units) for units in zip(tree.n_units.tolist(), ends, strict=True)]
+    rows += [Row("nesting", 0, len(tree.units)) for _ in groups]
+    ways = tuple(
+        tuple(tuple((subtree.units[k], option) for k, option in way.taken) for way in subtree.ways)
+        for subtree in subtrees
+    )
+    return TreeProblem(tree, Problem(tuple(rows), base, limits, tuple(choices)), ways)
+
+
+def _subtrees(tree: Tree) -> list[_Subtree]:
+    units = tree.units
+    children: dict[int, list[int]] = defaultdict(list)
     for i, unit in enumerate(units):
         children[unit.above[0] if unit.above else -1].append(i)
-    large = [i for i in range(len(units)) if size[i] > _LARGEST_SUBTREE]
-    tops = [i for i, u in enumerate(units) if i not in large and (not u.above or u.above[0] in large)]
-    shapes: dict[object, tuple[int, list[_Way]]] = {}
-    ways_of: dict[int, tuple[int, list[_Way]]] = {}
-    for top in tops:
-        first = top - size[top] + 1
-        if any(first + k not in (top, *_inside(children, top)) for k in range(size[top])):
-            return None  # the calls of these modules do not nest in time
-        key = tuple(
-            (tuple((c.ms, c.freed) for c in units[first + k].choices), units[first + k].above[0] - top)
-            if first + k != top
-            else tuple((c.ms, c.freed) for c in units[top].choices)
-            for k in range(size[top])
-        )
-        if key not in shapes:
-            found = _ways(units, children, top, first, size[top])
-            if found is None:
-                return None
-            shapes[key] = (len(shapes), found)
-        ways_of[top] = shapes[key]
-    antichains = _antichains(units, large)
-    if antichains is None:
-        return None
+    known: dict[Hashable, tuple[int, list[_Way] | None]] = {}
+    found: list[_Subtree] = []
 
-    best: dict[int, int] | None = None
-    best_ms = float("inf")
-    proved, bounds = True, []
-    deadline = time.monotonic() + options.time_limit_s
-    for chain in antichains:
-        regions = [(top, *ways_of[top]) for top in tops if not set(units[top].above) & chain]
-        for k, large_unit in enumerate(sorted(chain)):
-            own = [_Way(0.0, (), (0,))]
-            own += [_Way(c.ms, ((0, o),), (c.freed,)) for o, c in enumerate(units[large_unit].choices)]
-            regions.append((large_unit, len(shapes) + k, own))
-        left = max(1e-3, deadline - time.monotonic())
-        search = Refinement(
-            Milp(options.backend, options.gap, left, options.seed), _additive(regions, rows), budget_bytes
-        )
-        found_here = search.run()
-        if found_here is None:
-            proved = proved and search.infeasible
-            continue
-        bounds.append(found_here.bound)
-        proved = proved and found_here.status == "optimal"
-        taken = {
-            top - len(ways[o].freed) + 1 + unit: choice
-            for (top, _, ways), o in ((regions[i], o) for i, o in found_here.choice.items())
-            for unit, choice in ways[o].taken
-        }
-        ms = sum(units[i].choices[o].ms for i, o in taken.items())
-        if ms < best_ms:
-            best, best_ms = taken, ms
-    known = [b for b in bounds if b is not None]
-    return Answer(best, proved, min(known) if proved and len(known) == len(bounds) and known else None)
+    def members(unit: int) -> list[int]:
+        return sorted([unit, *(m for child in children[unit] for m in members(child))])
 
+    def visit(unit: int, around: tuple[int, ...]) -> None:
+        inside = members(unit)
+        shape = tuple((units[i].options, *_parent(units[i], inside)) for i in inside)
+        if shape not in known:
+            place = {i: k for k, i in enumerate(inside)}
+            small = len(inside) <= _LARGEST
+            known[shape] = len(known), _ways(units, children, place, unit) if small else None
+        number, ways = known[shape]
+        if ways is not None:
+            found.append(_Subtree((number, around), inside, ways, around))
+            return
+        found.append(_Subtree((unit,), [unit], [_nothing(1), *_own(units[unit], 0, 1)], around))
+        for child in children[unit]:
+            visit(child, (*around, unit))
 
-def _inside(children: Mapping[int, list[int]], top: int) -> list[int]:
-    found = list(children[top])
-    for i in found:
-        found.extend(children[i])
+    for root in children[-1]:
+        visit(root, ())
     return found
+
+
+def _parent(unit: Unit, inside: Sequence[int]) -> tuple[int, ...]:
+    """Its parent's place among the units of a subtree; nothing for the top."""
+    return tuple(inside.index(above) for above in unit.above[:1] if above in inside)
+
+
+def _nothing(size: int) -> _Way:
+    return _Way(0.0, (), np.zeros(size + 1, dtype=np.int64))
+
+
+def _own(unit: Unit, place: int, size: int) -> list[_Way]:
+    """The ways to take one unit of a subtree."""
+    ended = np.arange(size + 1) > place
+    return [
+        _Way(option.ms, ((place, o),), np.where(ended, option.freed, 0))
+        for o, option in enumerate(unit.options)
+    ]
 
 
 def _ways(
-    units: Sequence[Unit], children: Mapping[int, list[int]], top: int, first: int, size: int
+    units: Sequence[Unit],
+    children: dict[int, list[int]],
+    place: dict[int, int],
+    top: int,
 ) -> list[_Way] | None:
     """The undominated antichains of a subtree; the first takes no unit. None if there are too many."""
 
-    def freed(taken: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-        by_unit = [0] * size
-        for unit, choice in taken:
-            by_unit[unit] = units[first + unit].choices[choice].freed
-        return tuple(int(total) for total in np.cumsum(by_unit))
-
-    def at(unit: int) -> list[tuple[float, tuple[tuple[int, int], ...]]] | None:
-        combined: list[tuple[float, tuple[tuple[int, int], ...]]] = [(0.0, ())]
+    def at(unit: int) -> list[_Way] | None:
+        combined: list[_Way] | None = [_nothing(len(place))]
         for child in children[unit]:
             inner = at(child)
-            if inner is None or len(inner) * len(combined) > 20 * _MOST_OPTIONS:
+            if combined is None or inner is None or len(inner) * len(combined) > _MOST_COMBINED:
                 return None
-            combined = pruned([(a + b, (*x, *y)) for a, x in combined for b, y in inner])
-        own = [(c.ms, ((unit - first, o),)) for o, c in enumerate(units[unit].choices)]
-        combined = pruned([*combined, *own])
-        return combined if len(combined) <= _MOST_OPTIONS else None
-
-    def pruned(
-        found: list[tuple[float, tuple[tuple[int, int], ...]]],
-    ) -> list[tuple[float, tuple[tuple[int, int], ...]]]:
-        vectors = np.array([freed(taken) for _, taken in found])
-        order = sorted(range(len(found)), key=lambda i: (found[i][0], -int(vectors[i].sum()), i))
-        keep: list[int] = []
-        for i in order:
-            if not keep or not (vectors[keep] >= vectors[i]).all(axis=1).any():
-                keep.append(i)
-        return [found[i] for i in keep]
+            combined = _undominated([a + b for a in combined for b in inner])
+        if combined is None:
+            return None
+        return _undominated([*combined, *_own(units[unit], place[unit], len(place))])
 
     found = at(top)
-    if found is None:
-        return None
-    return [_Way(ms, taken, freed(taken)) for ms, taken in ((0.0, ()), *(way for way in found if way[1]))]
+    return None if found is None else [_nothing(len(place)), *(way for way in found if way.taken)]
 
 
-def _antichains(units: Sequence[Unit], large: Sequence[int]) -> list[set[int]] | None:
-    """All sets of large modules of which none is in another; None if there are too many."""
-    found: list[set[int]] = [set()]
-    for i in large:
-        found += [
-            {*s, i} for s in found if not s & set(units[i].above) and not any(i in units[j].above for j in s)
-        ]
-        if len(found) > _MOST_WAYS:
-            return None
-    return found
-
-
-def _additive(regions: Sequence[tuple[int, int, list[_Way]]], rows: Sequence[tuple[int, int]]) -> Additive:
-    """Rows as intervals: what a way frees by the time of a row is a negative change."""
-    made, changes = [], []
-    counts = np.array([n_units for n_units, _ in rows])
-    for top, kind, ways in regions:
-        first = top - len(ways[0].freed) + 1
-        by_then = np.clip(counts - first, 0, len(ways[0].freed))
-        freed = np.array([(0, *way.freed) for way in ways], dtype=np.int64)
-        options = tuple(Option(way.ms, -way.freed[-1], ()) for way in ways)
-        made.append(Region("", (), kind, options, ((),) * len(ways), (False,) * len(ways)))
-        changes.append(-freed[:, by_then])
-    base = np.array([n_bytes for _, n_bytes in rows], dtype=np.int64)
-    return Additive(tuple(made), base, tuple(changes))
+def _undominated(ways: list[_Way]) -> list[_Way] | None:
+    """Those that no other way undercuts in time and in bytes at every moment, by rising time; None if too many."""
+    freed = np.array([way.freed for way in ways])
+    keep: list[int] = []
+    for i in sorted(range(len(ways)), key=lambda i: (ways[i].ms, -int(freed[i].sum()), i)):
+        if not keep or not (freed[keep] >= freed[i]).all(axis=1).any():
+            keep.append(i)
+            if len(keep) > _MOST_OPTIONS:
+                return None
+    return [ways[i] for i in keep]

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 from sacplan._plan.bound import Bound
-from sacplan._plan.effects import Additive, Shapes, effects_of
+from sacplan._plan.effects import RegionProblem, Shapes, effects_of
 from sacplan._program.program import Phase, Program
 from sacplan._recompute.pins import NO_PINS, Pins
 from sacplan._recompute.regions import Regions
@@ -36,7 +36,7 @@ class PlanningContext:
         self.costs = op_costs(program, objective)
         self.regions = Regions(program, self.costs, program.liveness.unpacked_before_peak, pins)
         self._shapes: Shapes = {}
-        self._effects: dict[int, Additive] = {}
+        self._effects: dict[int, RegionProblem] = {}
 
     @cached_property
     def bound(self) -> Bound:
@@ -50,7 +50,7 @@ class PlanningContext:
         sizes = (1, 2, run, *_SIZES)
         return tuple(dict.fromkeys(size for size in sizes if size <= run))
 
-    def effects(self, size: int) -> Additive:
+    def effects(self, size: int) -> RegionProblem:
         """Of the regions, joined to that size."""
         if size not in self._effects:
             forward = sum(

@@ -14,8 +14,8 @@ replay shows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from sacplan._program.liveness import Fold
 from sacplan._program.program import Event, Program
 from sacplan._recompute.regions import Option, Region
 from sacplan._recompute.rewrite import recompute_ops
+from sacplan._solve.problem import DEVICE_MEMORY, Choice, OnceCost, Picks, Problem, Row
 
 Bytes = npt.NDArray[np.int64]
 
@@ -51,57 +52,61 @@ Shapes = dict[tuple[object, ...], _Shape]
 """Effects that are known, by kind of region and option; for one program."""
 
 
-@dataclass(frozen=True, slots=True)
-class Additive:
-    """Choices whose effects on memory add up: what a solver sees.
+@dataclass(frozen=True, slots=True, eq=False)
+class RegionProblem:
+    """What a solver sees, and what its choices stand for.
 
     Attributes:
         regions: each takes one of its options.
-        base: by interval (a memory row), bytes if all regions take their first option.
-        changes: by region, options x intervals: the bytes by which an option changes each interval.
-        wide_cost: once, if any option is taken that makes a module around several regions a unit.
+        problem: a choice for each region, with its options in the same order. Rows are the intervals of device
+            memory, with the unplanned peak as their limit.
     """
 
     regions: tuple[Region, ...]
-    base: Bytes
-    changes: tuple[Bytes, ...]
-    wide_cost: float = 0.0
-    costs: tuple[npt.NDArray[np.float64], ...] = field(init=False)
-    """By region and option."""
+    problem: Problem
 
-    def __post_init__(self) -> None:
-        costs = tuple(np.array([o.cost for o in region.options]) for region in self.regions)
-        object.__setattr__(self, "costs", costs)
-
-    def peak(self, choice: Mapping[int, int]) -> tuple[int, int]:
-        """The peak if each region takes that option (those left out keep everything), and its interval."""
-        total = self.total(choice)
-        at = int(total.argmax())
-        return int(total[at]), at
-
-    def total(self, choice: Mapping[int, int]) -> Bytes:
-        """By interval, the most that is alive in it."""
-        total = self.base.copy()
-        for region, option in choice.items():
-            total += self.changes[region][option]
-        return total
-
-    def cost(self, choice: Mapping[int, int]) -> float:
-        """What a choice recomputes, and the cost of a wide unit."""
-        wide = any(self.regions[region].wide[option] for region, option in choice.items())
-        return (
-            sum(float(self.costs[region][option]) for region, option in choice.items())
-            + wide * self.wide_cost
-        )
+    def taken(self, picks: Picks) -> list[tuple[Region, int]]:
+        """The regions that do not take their first option, each with the option that it takes."""
+        return [(self.regions[i], option) for i, option in picks.items() if option]
 
 
 def effects_of(
     program: Program, regions: Sequence[Region], wide_cost: float = 0.0, shapes: Shapes | None = None
-) -> Additive:
-    """The effects of the regions' options on the intervals of a step; dominated options are left out."""
+) -> RegionProblem:
+    """The effects of the regions' options on the intervals of a step; dominated options are left out.
+
+    Args:
+        program: the step without a plan.
+        regions: with their options.
+        wide_cost: paid once, if any option is taken that makes a module around several regions a unit.
+        shapes: effects that are known; what is found is added.
+    """
     found = _Effects(program, regions, {} if shapes is None else shapes)
     kept, changes = found.without_dominated()
-    return Additive(kept, found.base, changes, wide_cost)
+    kinds: dict[object, int] = {}
+    choices = tuple(
+        Choice(
+            kinds.setdefault((region.kind, tuple(o.members for o in region.options)), len(kinds)),
+            np.array([option.cost for option in region.options]),
+            change,
+            np.array([option.kept_bytes for option in region.options], dtype=np.int64),
+        )
+        for region, change in zip(kept, changes, strict=True)
+    )
+    wide = frozenset(
+        (i, o) for i, region in enumerate(kept) for o, is_wide in enumerate(region.wide) if is_wide
+    )
+    ends = [*found.first_op[1:], len(program.ops)]
+    return RegionProblem(
+        kept,
+        Problem(
+            rows=tuple(Row(DEVICE_MEMORY, *ops) for ops in zip(found.first_op, ends, strict=True)),
+            base=found.base,
+            limits=np.full_like(found.base, found.base.max()),
+            choices=choices,
+            once_costs=(OnceCost(wide_cost, wide),) if wide and wide_cost else (),
+        ),
+    )
 
 
 class _Effects:

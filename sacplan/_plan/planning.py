@@ -1,7 +1,7 @@
-"""``plan``: propose, replay, correct, until the replayed peak is under the budget.
+"""``plan``: solve, replay, correct, until the replayed peak is under the budget.
 
-A solver works on effects that add up (``effects.py``); the replay is the step. So a proposal counts only with its
-replayed peak, a difference between the two moves what the solver is asked for, and of all replayed proposals
+A solver works on effects that add up (``effects.py``); the replay is the step. So a solution counts only with its
+replayed peak, a difference between the two moves what the solver is asked for, and of all replayed solutions
 that hold the budget the cheapest is the plan.
 
 Regions are chosen for one by one first. Where that is not enough, or far from the bound, neighbouring regions are
@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from sacplan._plan.context import Objective, PlanningContext, planning_context
-from sacplan._plan.effects import Additive
+from sacplan._plan.effects import RegionProblem
 from sacplan._plan.make import made_plan
 from sacplan._plan.plan import Plan, Status
 from sacplan._plan.provenance import Provenance, options_of
@@ -32,8 +32,10 @@ from sacplan._recompute.regions import Region
 from sacplan._recompute.rewrite import recomputed
 from sacplan._rotor.sequences import Rotor, sequences, unit_of
 from sacplan._solve.greedy import Greedy
+from sacplan._solve.local import give_back
 from sacplan._solve.milp import Milp
-from sacplan._solve.solvers import Proposal, Solver
+from sacplan._solve.problem import DEVICE_MEMORY, Solution
+from sacplan._solve.solvers import Solver
 from sacplan._solve.uniform import Uniform
 from sacplan.errors import InfeasibleBudget, PlanError
 
@@ -55,27 +57,25 @@ class _Tried:
 
 @dataclass(slots=True)
 class Search:
-    """Replays each proposal once and remembers it."""
+    """Replays each solution once and remembers it."""
 
     profile: Profile
     context: PlanningContext
     pins: Pins = NO_PINS
     tried: dict[frozenset[tuple[str, CallSite, int]], _Tried] = field(default_factory=dict)
 
-    def add(self, effects: Additive, proposal: Proposal, solver: str) -> _Tried:
-        """Footprint a proposal."""
-        regions = effects.regions
+    def add(self, effects: RegionProblem, solution: Solution, solver: str) -> _Tried:
+        """Measure a solution."""
         program = self.profile.program
-        decisions = decisions_of(program, [(regions[i], option) for i, option in proposal.choice.items()])
+        decisions = decisions_of(program, effects.taken(solution.picks))
         key = _key(decisions)
         if key not in self.tried:
-            cost = effects.cost(proposal.choice)
+            cost = effects.problem.cost(solution.picks)
             gap = None
-            if proposal.bound is not None:
-                gap = max(0.0, cost - proposal.bound) / cost if cost else 0.0
-            self.tried[key] = _Tried(
-                decisions, recomputed(program, decisions).footprint, proposal.status, gap, solver
-            )
+            if solution.bound is not None:
+                gap = max(0.0, cost - solution.bound) / cost if cost else 0.0
+            status = solution.status if solution.picks else "unplanned"
+            self.tried[key] = _Tried(decisions, recomputed(program, decisions).footprint, status, gap, solver)
         return self.tried[key]
 
     def add_sequences(self, rotor: Rotor, budget_bytes: int) -> None:
@@ -222,7 +222,7 @@ def _search(
 ) -> Search:
     pins = resolve_pins(profile.program, profile.fingerprint, keep, never)
     search = Search(profile, planning_context(profile.program, objective, pins), pins)
-    search.add(search.context.effects(1), Proposal({}, "unplanned"), "none")
+    search.add(search.context.effects(1), Solution({}, "feasible"), "none")
     return search
 
 
@@ -249,15 +249,21 @@ def _solve(search: Search, solver: Solver | Rotor, budget_bytes: int) -> None:
             break
 
 
-def _close_loop(search: Search, solver: Solver, effects: Additive, budget_bytes: int) -> None:
+def _close_loop(search: Search, solver: Solver, effects: RegionProblem, budget_bytes: int) -> None:
     """Ask at the budget, then at budgets moved by what the replay says otherwise than the effects."""
+    problem = effects.problem
     asked = budget_bytes
     for _ in range(_ROUNDS):
-        proposal = solver.propose(effects, asked)
-        if proposal is None:
+        limited = problem.with_limit(DEVICE_MEMORY, asked)
+        solution = solver.solve(limited)
+        if solution is None:
             break
-        tried = search.add(effects, proposal, solver.name)
-        off = tried.replay.peak_bytes - effects.peak(proposal.choice)[0]
+        tried = search.add(effects, solution, solver.name)
+        if solution.bound is not None:  # it weighs costs paid once, which are estimates and no recomputation
+            free = replace(limited, once_costs=())
+            leaner = replace(solution, picks=give_back(free, solution.picks), status="feasible")
+            search.add(effects, leaner, solver.name)
+        off = tried.replay.peak_bytes - problem.peak(solution.picks)
         if off == budget_bytes - asked or tried.replay.peak_bytes <= budget_bytes <= asked + off:
             break
         asked = budget_bytes - off
@@ -273,7 +279,7 @@ def _smallest(search: Search, solvers: Sequence[Solver | Rotor], budget_bytes: i
         for size in search.context.sizes:
             before = search.smallest.replay.peak_bytes
             effects = search.context.effects(size)
-            search.add(effects, solver.smallest(effects), solver.name)
+            search.add(effects, solver.smallest(effects.problem), solver.name)
             now = search.smallest.replay.peak_bytes
             worse = worse + 1 if now >= before else 0
             if (
@@ -283,10 +289,10 @@ def _smallest(search: Search, solvers: Sequence[Solver | Rotor], budget_bytes: i
                 return
 
 
-def decisions_of(program: Program, choice: Sequence[tuple[Region, int]]) -> dict[str, dict[CallSite, int]]:
+def decisions_of(program: Program, taken: Sequence[tuple[Region, int]]) -> dict[str, dict[CallSite, int]]:
     """Units that do not nest, and the call sites that each discards; a module takes over those in it."""
-    gone = frozenset(op for region, option in choice for op in region.ops(region.options[option]))
-    wanted = {unit for region, option in choice for unit in region.units[option]}
+    gone = frozenset(op for region, option in taken for op in region.ops(region.options[option]))
+    wanted = {unit for region, option in taken for unit in region.units[option]}
     scopes = {scope for unit in wanted for scope in program.calls[unit]}
     outer = {
         unit

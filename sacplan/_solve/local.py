@@ -1,36 +1,151 @@
-"""Moves of single regions: what the heuristics are made of, and the last pass of the program."""
+"""Moves of single choices: what the heuristics are made of, and how the integer program's answers are rounded off."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
-from sacplan._plan.effects import Additive
+from sacplan._solve.problem import DEVICE_MEMORY, Costs, Picks, Problem
+from sacplan.errors import SolverError
+
+NO_LIMIT = 2**62
 
 
-def give_back(effects: Additive, choice: Mapping[int, int], budget_bytes: int) -> dict[int, int]:
-    """Single regions to cheaper options, the largest saving first, as long as the peak stays under the budget.
+def give_back(problem: Problem, picks: Picks) -> dict[int, int]:
+    """Single choices to cheaper options, the largest saving first, as long as all limits are kept.
 
-    Exact, and never worse than what it begins with.
+    Exact, and never more expensive than ``picks``.
     """
-    now = dict(choice)
-    room = budget_bytes - effects.total(now)
+    now = dict(picks)
+    room = -problem.excess(now)
+    linked = _linked(problem)
     moves = sorted(
         (
-            (float(effects.costs[region][option] - cost), region, other)
-            for region, option in now.items()
-            for other, cost in enumerate(effects.costs[region])
-            if cost < effects.costs[region][option]
+            (float(problem.choices[choice].costs[option] - cost), choice, other)
+            for choice, option in {**dict.fromkeys(linked, 0), **now}.items()
+            for other, cost in enumerate(problem.choices[choice].costs)
+            if cost < problem.choices[choice].costs[option] or (choice in linked and other != option)
         ),
         key=lambda move: (-move[0], move[1]),
     )
-    for _, region, other in moves:
-        option = now.get(region, 0)
-        if effects.costs[region][other] >= effects.costs[region][option]:
-            continue  # already better off
-        more = effects.changes[region][other] - effects.changes[region][option]
+    taken = [sum(pair in once.pairs for pair in now.items()) for once in problem.once_costs]
+    for _, choice, other in moves:
+        option = now.get(choice, 0)
+        costs = problem.choices[choice].costs
+        change = float(costs[other] - costs[option])
+        if choice in linked:
+            by_option = link_costs(problem, choice, now)
+            change += float(by_option[other] - by_option[option])
+        after = [
+            count + ((choice, other) in once.pairs) - ((choice, option) in once.pairs)
+            for count, once in zip(taken, problem.once_costs, strict=True)
+        ]
+        for once, count, count_after in zip(problem.once_costs, taken, after, strict=True):
+            change += once.cost * (bool(count_after) - bool(count))
+        if change >= 0:
+            continue
+        more = problem.choices[choice].uses[other] - problem.choices[choice].uses[option]
         if np.all(more <= room):
             room = room - more
-            now[region] = other
-    return {region: option for region, option in now.items() if option}
+            now[choice] = other
+            taken = after
+    return {choice: option for choice, option in now.items() if option}
+
+
+def descend(
+    problem: Problem,
+    start: Picks | None = None,
+    *,
+    once: bool = True,
+    beyond: bool = False,
+) -> dict[int, int]:
+    """From ``start``, the cheapest move per byte freed where most is missing, until all limits are kept.
+
+    A move takes another option of one choice. It must not raise any resource over its limit, or over what it is
+    above it now.
+
+    Args:
+        problem: what is chosen.
+        start: by default, the first option of every choice.
+        once: whether options with a cost that is paid once may be taken.
+        beyond: what a move frees below the limit counts as well.
+
+    Returns:
+        The first picks on the way that keep all limits, else those with the least excess.
+    """
+    if not problem.choices:
+        return {}
+    sizes = [len(choice.costs) for choice in problem.choices]
+    owner = np.repeat(np.arange(len(sizes)), sizes)  # a column is an option of a choice
+    first = np.cumsum([0, *sizes[:-1]])
+    costs = np.concatenate([choice.costs for choice in problem.choices])
+    uses = np.concatenate([choice.uses for choice in problem.choices])
+    linked = np.isin(owner, list(_linked(problem)))
+    allowed = np.ones(len(owner), dtype=bool)
+    if not once:
+        allowed[[first[choice] + option for cost in problem.once_costs for choice, option in cost.pairs]] = (
+            False
+        )
+    start = start or {}
+    taken = first + np.array([start.get(choice, 0) for choice in range(len(first))])
+    scales = problem.scales
+    excess = problem.excess(start)
+    best, least = taken.copy(), np.inf
+    for _ in range(len(costs)):
+        at = int((excess / scales).argmax())
+        if excess[at] / scales[at] < least:
+            best, least = taken.copy(), excess[at] / scales[at]
+        if least <= 0:
+            break
+        ceiling = np.zeros_like(excess)
+        for rows in problem.resources.values():
+            ceiling[rows] = max(0, excess[rows].max())
+        now = taken[owner]
+        freed = uses[now, at] - uses[:, at]
+        if not beyond:
+            freed = np.minimum(freed, excess[at])
+        more = costs - costs[now]
+        worth = (freed > 0) & allowed & ((more > 0) | linked)
+        if linked.any():
+            picks = dict(enumerate((taken - first).tolist()))
+            by_link = np.concatenate([link_costs(problem, choice, picks) for choice in picks])
+            more = more + by_link - by_link[now]
+        price = np.full(len(costs), np.inf)
+        np.divide(more, freed, out=price, where=worth)
+        for move in price.argsort(kind="stable")[: int(worth.sum())]:
+            change = uses[move] - uses[now[move]]
+            if np.all(excess + change <= ceiling):
+                excess = excess + change
+                taken[owner[move]] = move
+                break
+        else:
+            break
+    return {choice: option for choice, option in enumerate((best - first).tolist()) if option}
+
+
+def starts(problem: Problem) -> dict[int, int]:
+    """Picks that keep the limits of all resources but device memory.
+
+    Raises:
+        SolverError: none are found.
+    """
+    others = problem.with_limit(DEVICE_MEMORY, NO_LIMIT)
+    picks = descend(others)
+    if not others.fits(picks):
+        row = problem.rows[others.tightest(picks)]
+        raise SolverError(f"no options were found that keep the limit of {row.resource} in {row}; raise it")
+    return picks
+
+
+def link_costs(problem: Problem, choice: int, picks: Picks) -> Costs:
+    """By option of a choice, what its links cost."""
+    found = np.zeros(len(problem.choices[choice].costs))
+    for link in problem.links:
+        if link.first == choice:
+            found += link.costs[:, picks.get(link.second, 0)]
+        elif link.second == choice:
+            found += link.costs[picks.get(link.first, 0)]
+    return found
+
+
+def _linked(problem: Problem) -> set[int]:
+    return {end for link in problem.links for end in (link.first, link.second)}

@@ -1,251 +1,379 @@
-"""``Milp``: the mixed-integer program that chooses an option for every region.
+"""``Milp``: the mixed-integer program that takes an option of every choice.
 
-With x_co "region c takes option o" and the effects of ``_plan/effects.py``, which add up,
+With x_co "choice c takes option o" (see ``problem.py``),
 
-    minimise    sum of cost_co x_co
-    subject to  base_s + sum of change_cos x_co <= budget     for every interval s of the step
-                sum over o of x_co <= 1                        for every region c
+    minimise    sum of cost_co x_co + costs of links + costs paid once
+    subject to  base_r + sum of uses_cor x_co <= limit_r       for every row r
+                sum over o of x_co = 1                         for every choice c
 
-The rows hold the working set of the recomputation, the gradients that come in and the kernels' workspaces, since
-the effects do. Optimal to the asked gap, among the options that the regions offer.
+Optimal to the asked gap. A link of choices c and d adds shares w_op of their pairs of options, with sum over p of
+w_op = x_co and sum over o of w_op = x_dp: the convex hull of one link alone. A cost paid once is a binary variable
+that is at least each x_co of its pairs.
 
-Regions of one kind share variables: n_bo says how many regions of a block b of equal regions take an option. A row is
-in the program if its interval treats the regions of each block alike; so at first only what happens outside of
-all repeated layers is, and the program is a relaxation that does not grow with the depth. If its solution, laid
-out over the regions, is over the budget somewhere, the blocks are split there so that this row can be written,
-and the program is solved again. Where nothing is over, the relaxation's optimum is the optimum.
+Choices of one kind share variables: n_bo says how many choices of a block b of equal ones take an option. A row is in
+the program if it treats the choices of each block alike; so at first only what happens outside of all repeated
+layers is, and the program is a relaxation that does not grow with the depth. If its solution, laid out over the
+choices, is over a limit somewhere, the blocks are split there so that this row can be written, and the program is
+solved again. Where nothing is over, the relaxation's optimum is the optimum. Linked choices share no variables.
 
 Neighbouring rows differ in few blocks, so each is written as the one before plus what differs. What is found is
-looked at in whole bytes; bytes that a tolerance hid are found by asking again a little tighter.
+looked at in whole units. Where a tolerance hid some, what was found is repaired for an incumbent, and cut off: some
+choice must use less there.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from sacplan._plan.effects import Additive, Bytes
-from sacplan._solve.local import give_back
-from sacplan._solve.mip import LinearProgram, Solution
-from sacplan._solve.solvers import Proposal
+from sacplan._solve.local import NO_LIMIT, descend, give_back, starts
+from sacplan._solve.mip import LinearProgram, LinearSolution
+from sacplan._solve.problem import DEVICE_MEMORY, Picks, Problem, Solution
 
-_SCALE = 1000.0  # bytes are scaled so that what is over the budget is this
-_SLACK = 1e-6  # by how much rows are relaxed: a solver must not call a plan infeasible that just fits
-_SPLITS = 60  # of blocks, at most
-_FLOOR = 1e-3  # share of the peak to which the smallest one is found
+_SCALE = 1000.0  # rows are scaled so that what is over the limit is this
+_SLACK = 1e-6  # by how much rows are relaxed: a solver must not call options infeasible that just fit
+_ROUNDS = 60  # of splitting blocks and cutting off, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Milp:
-    """The mixed-integer program over the options of all regions (through PuLP).
+    """The mixed-integer program over the options of all choices (through PuLP).
 
     Attributes:
         backend: "auto" (HiGHS where installed, else CBC), "highs", "cbc".
         gap: relative gap at which a solution counts as optimal.
-        time_limit_s, seed: of all solves for one budget together, and of each.
+        time_limit_s, seed: of all solves for one problem together, and of each.
+        peak_gap: relative gap at which a peak counts as the smallest.
     """
 
     backend: Literal["auto", "highs", "cbc"] = "auto"
     gap: float = 1e-3
     time_limit_s: float = 10.0
     seed: int = 0
+    peak_gap: float = 1e-3
 
     @property
     def name(self) -> str:
         """``"milp"``."""
         return "milp"
 
-    def propose(self, effects: Additive, budget_bytes: int) -> Proposal | None:
-        """The cheapest choice whose peak is at most there; None if there is none, or none was found in time."""
-        return Refinement(self, effects, budget_bytes).run()
+    def solve(self, problem: Problem) -> Solution | None:
+        """The cheapest options that keep all limits; None if there are none, or none were found in time."""
+        return Search(self, problem).cheapest()
 
-    def smallest(self, effects: Additive) -> Proposal:
-        """The choice with the smallest peak (to a thousandth), as cheap as that peak allows."""
-        choice = Refinement(self, effects, None).smallest()
-        return self.propose(effects, effects.peak(choice)[0]) or Proposal(choice, "feasible")
-
-
-class Refinement:
-    """Solve, lay out, split, until what is laid out fits. Without a budget, the peak is minimised."""
-
-    def __init__(self, options: Milp, effects: Additive, budget_bytes: int | None) -> None:
-        self.options = options
-        self.effects = effects
-        self.budget_bytes = budget_bytes
-        self.infeasible = False  # proved
-        self.deadline = time.monotonic() + options.time_limit_s
-        kinds: dict[object, list[int]] = {}
-        for i, region in enumerate(effects.regions):
-            if len(region.options) > 1:
-                kinds.setdefault((region.kind, region.wide, effects.costs[i].tobytes()), []).append(i)
-        self.blocks = list(kinds.values())
-
-    def run(self) -> Proposal | None:
-        effects, budget = self.effects, self.budget_bytes
-        assert budget is not None
-        best: dict[int, int] | None = None
-        bound: float | None = None
-        asked, exact = budget, True
-        for _ in range(_SPLITS):
-            solution, program = self._solve(asked)
-            if asked == budget and solution.bound is not None:
-                bound = max(bound or 0.0, solution.bound)
-            if not solution.values:
-                self.infeasible = solution.status == "infeasible" and asked == budget
-                break
-            exact = exact and solution.status == "optimal"
-            choice, total = self._lay_out(program.counts(solution))
-            if total.max() <= budget:
-                found = give_back(effects, choice, budget)
-                if best is None or effects.cost(found) < effects.cost(best):
-                    best = found
-                break
-            over = int(total.argmax())
-            if not self._split(over):
-                asked -= int(total[over]) - budget  # a tolerance hid some bytes
-        if best is None:
-            return None
-        status = "optimal" if exact and bound is not None and self._close(best, bound) else "feasible"
-        return Proposal(best, status, bound)
-
-    def smallest(self) -> dict[int, int]:
-        """The choice with the smallest peak that is found."""
-        best: dict[int, int] = {}
-        best_peak = self.effects.peak(best)[0]
-        for _ in range(_SPLITS):
-            solution, program = self._solve(None)
-            if not solution.values:
-                break
-            choice, total = self._lay_out(program.counts(solution))
-            if total.max() < best_peak:
-                best, best_peak = choice, int(total.max())
-            bound = solution.bound if solution.bound is not None else 0.0
-            if best_peak <= bound * program.bytes_scale * (1 + _FLOOR) or not self._split(
-                int(total.argmax())
-            ):
-                break
-        return best
-
-    def _close(self, choice: dict[int, int], bound: float) -> bool:
-        cost = self.effects.cost(choice)
-        return cost - bound <= max(
-            self.options.gap * cost, _SLACK * max(float(c.max()) for c in self.effects.costs)
+    def smallest(self, problem: Problem) -> Solution:
+        """The options with the smallest peak (to ``peak_gap``), as cheap as that peak allows."""
+        picks, _ = Search(self, problem).smallest()
+        return self.solve(problem.with_limit(DEVICE_MEMORY, problem.peak(picks))) or Solution(
+            picks, "feasible"
         )
 
-    def _solve(self, budget_bytes: int | None) -> tuple[Solution, _Encoding]:
-        program = _Encoding(self.effects, self.blocks, budget_bytes)
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            return Solution("unknown"), program
-        return program.solve(self.options, left), program
 
-    def _lay_out(self, counts: list[list[int]]) -> tuple[dict[int, int], Bytes]:
-        """The regions of each block in both orders, whichever has the lower peak; more is discarded first or last."""
+class _AtLeast(NamedTuple):
+    """At least ``number`` of some choices (of one block) take one of some options."""
+
+    choices: frozenset[int]
+    options: frozenset[int]
+    number: int
+
+
+class Search:
+    """Solve, lay out, split, until what is laid out fits.
+
+    Attributes:
+        infeasible: whether it is proved that nothing keeps the limits.
+    """
+
+    def __init__(self, options: Milp, problem: Problem) -> None:
+        self.options = options
+        self.problem = problem
+        self.infeasible = False
+        self._deadline = time.monotonic() + options.time_limit_s
+        self._cuts: list[list[_AtLeast]] = []
+        linked = {end for link in problem.links for end in (link.first, link.second)}
+        blocks: dict[Hashable, list[int]] = {}
+        for i, choice in enumerate(problem.choices):
+            if len(choice.costs) > 1:
+                once = tuple(
+                    tuple((i, option) in once.pairs for option in range(len(choice.costs)))
+                    for once in problem.once_costs
+                )
+                blocks.setdefault((choice.kind, once, i if i in linked else None), []).append(i)
+        self._blocks = list(blocks.values())
+
+    def cheapest(self) -> Solution | None:
+        """The cheapest options that keep all limits, to the gap; see ``Milp.solve``."""
+        problem = self.problem
+        if (problem.least_uses() > problem.limits).any():
+            self.infeasible = True
+            return None
+        best: dict[int, int] | None = None
+        picks: dict[int, int] = {}
+        bound: float | None = None
+        for _ in range(_ROUNDS):
+            found, encoding = self._solve(problem, self.options.gap)
+            if found.bound is not None:
+                least = problem.least_cost() if bound is None else bound
+                bound = max(least, found.bound * encoding.cost_scale)
+            if not found.values:
+                self.infeasible = found.status == "infeasible" and best is None
+                break
+            counts = encoding.counts(found)
+            picks = self._lay_out(counts, problem)
+            over = problem.tightest(picks)
+            if problem.excess(picks)[over] <= 0:
+                best = self._cheaper(best, picks)
+                break
+            if self._split(over):
+                continue
+            best = self._cheaper(best, descend(problem, picks))
+            if self._close(best, bound) or not self._cut_off(counts, over):
+                break
+        if best is None and not self.infeasible:
+            best = self._cheaper(None, descend(problem, picks, beyond=True))
+        if best is None:
+            return None
+        return Solution(best, "optimal" if self._close(best, bound) else "feasible", bound)
+
+    def smallest(self) -> tuple[dict[int, int], bool]:
+        """The options with the smallest peak of device memory, and whether that is proved (to ``peak_gap``)."""
+        gap, problem = self.options.peak_gap, self.problem
+        lowest = problem.with_limit(DEVICE_MEMORY, 0)
+        device = problem.resources[DEVICE_MEMORY]
+        best = starts(problem)
+        proved = False
+        for _ in range(_ROUNDS):
+            found, encoding = self._solve(lowest, gap / 2, smallest=True)
+            if not found.values:
+                break
+            counts = encoding.counts(found)
+            picks = self._lay_out(counts, lowest)
+            others = problem.with_limit(DEVICE_MEMORY, NO_LIMIT)
+            over = others.tightest(picks)
+            if others.fits(picks):
+                best = min(best, picks, key=problem.peak)
+                scale = float(lowest.scales[device[0]]) / _SCALE
+                bound = scale * (0.0 if found.bound is None else found.bound)
+                proved = problem.peak(best) <= bound * (1 + gap) + max(0.75, 2 * _SLACK * scale)
+                over = int(device[problem.total(picks)[device].argmax()])
+                if proved or not self._split(over):
+                    proved = proved or found.status == "optimal"
+                    break
+            elif not (self._split(over) or self._cut_off(counts, over)):
+                break
+        if not proved:
+            greedy = descend(lowest, starts(problem), beyond=True)
+            best = min(best, greedy, key=problem.peak)
+            proved = problem.peak(best) <= problem.least_uses()[device].max()
+        return best, proved
+
+    def _solve(
+        self, problem: Problem, gap: float, *, smallest: bool = False
+    ) -> tuple[LinearSolution, _Encoding]:
+        encoding = _Encoding(problem, self._blocks, self._cuts, smallest=smallest)
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            return LinearSolution("unknown"), encoding
+        options = self.options
+        return encoding.program.solve(
+            solver=options.backend, gap=gap, time_limit_s=left, seed=options.seed
+        ), encoding
+
+    def _cheaper(self, best: dict[int, int] | None, picks: Picks) -> dict[int, int] | None:
+        """``picks``, with what the limits have room for given back, if they fit and are cheaper."""
+        problem = self.problem
+        if not problem.fits(picks):
+            return best
+        found = give_back(problem, picks)
+        return found if best is None or problem.cost(found) < problem.cost(best) else best
+
+    def _close(self, best: Picks | None, bound: float | None) -> bool:
+        if best is None or bound is None:
+            return False
+        cost = self.problem.cost(best)
+        largest = max((float(choice.costs.max()) for choice in self.problem.choices), default=0.0)
+        return cost - bound <= max(self.options.gap * cost, _SLACK * largest)
+
+    def _lay_out(self, counts: list[list[int]], problem: Problem) -> dict[int, int]:
+        """The choices of each block in both orders, whichever fits better; more is discarded first or last."""
         found = []
         for first in (1, -1):
-            choice: dict[int, int] = {}
-            for block, own in zip(self.blocks, counts, strict=True):
-                kept = [cell_options.kept_bytes for cell_options in self.effects.regions[block[0]].options]
-                taken = [o for o, count in enumerate(own, start=1) for _ in range(count)]
-                taken += [0] * (len(block) - len(taken))
-                taken.sort(key=lambda o: first * kept[o])
-                choice.update((region, o) for region, o in zip(block, taken, strict=True) if o)
-            found.append((choice, self.effects.total(choice)))
-        return min(found, key=lambda pair: int(pair[1].max()))
+            picks: dict[int, int] = {}
+            for block, own in zip(self._blocks, counts, strict=True):
+                kept = problem.choices[block[0]].kept_bytes
+                taken = [option for option, count in enumerate(own) for _ in range(count)]
+                taken.sort(key=lambda option: first * kept[option])
+                picks.update((choice, option) for choice, option in zip(block, taken, strict=True) if option)
+            found.append(picks)
+        return min(found, key=lambda picks: float((problem.excess(picks) / problem.scales).max()))
 
-    def _split(self, interval: int) -> bool:
-        """Split the blocks whose regions differ at a interval; says whether any did."""
+    def _split(self, row: int) -> bool:
+        """Split the blocks whose choices differ in a row; says whether any did."""
         blocks: list[list[int]] = []
-        for block in self.blocks:
+        for block in self._blocks:
             groups: dict[bytes, list[int]] = {}
-            for region in block:
-                groups.setdefault(self.effects.changes[region][:, interval].tobytes(), []).append(region)
+            for choice in block:
+                groups.setdefault(self.problem.choices[choice].uses[:, row].tobytes(), []).append(choice)
             blocks.extend(groups.values())
-        changed = len(blocks) > len(self.blocks)
-        self.blocks = blocks
+        changed = len(blocks) > len(self._blocks)
+        self._blocks = blocks
         return changed
+
+    def _cut_off(self, counts: list[list[int]], row: int) -> bool:
+        """Cut off what is over a limit in a row that the program has; says whether anything uses less there.
+
+        Whatever uses less in the row has, in some block and for some amount, more choices that use at most that.
+        """
+        cut = []
+        for block, own in zip(self._blocks, counts, strict=True):
+            uses = self.problem.choices[block[0]].uses[:, row]
+            at_most: dict[int, frozenset[int]] = {}  # by how many now, the most options that this is true for
+            for amount in np.unique(uses):
+                options = np.flatnonzero(uses <= amount).tolist()
+                at_most[sum(own[option] for option in options)] = frozenset(options)
+            cut += [
+                _AtLeast(frozenset(block), options, count + 1)
+                for count, options in at_most.items()
+                if count < len(block)
+            ]
+        self._cuts.append(cut)
+        return bool(cut)
 
 
 class _Encoding:
-    """The program for some blocks of equal regions."""
+    """The program for some blocks of equal choices."""
 
-    def __init__(self, effects: Additive, blocks: list[list[int]], budget_bytes: int | None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        blocks: Sequence[Sequence[int]],
+        cuts: Sequence[Sequence[_AtLeast]],
+        *,
+        smallest: bool,
+    ) -> None:
         self.program = LinearProgram()
-        self._budget = budget_bytes
-        self._effects = effects
+        self._problem = problem
         self._blocks = blocks
-        costs = [float(c) for block in blocks for c in effects.costs[block[0]]]
-        self._cost_scale = max(costs, default=0.0) or 1.0
-        self._counts: list[list[int]] = []
-        wide = []
-        for block in blocks:
-            region = effects.regions[block[0]]
-            own = []
-            for cost, makes_wide in zip(effects.costs[block[0]][1:], region.wide[1:], strict=True):
-                price = 0.0 if budget_bytes is None else float(cost) / self._cost_scale
-                own.append(self.program.variable(upper=float(len(block)), integer=True, cost=price))
-                if makes_wide:
-                    wide.append((own[-1], len(block)))
-            if len(own) > 1:
-                self.program.row([(n, 1.0) for n in own], upper=float(len(block)))
-            self._counts.append(own)
-        if wide and effects.wide_cost and budget_bytes is not None:
-            is_wide = self.program.binary(cost=effects.wide_cost / self._cost_scale)
-            for n, size in wide:
-                self.program.row([(is_wide, float(size)), (n, -1.0)], lower=0.0)
-        largest = int(effects.base.max())
-        self.bytes_scale = max(1.0, largest if budget_bytes is None else largest - budget_bytes) / _SCALE
-        self._memory_rows()
+        self._smallest = smallest
+        costs = [problem.choices[block[0]].costs for block in blocks] + [
+            abs(link.costs) for link in problem.links
+        ]
+        self.cost_scale = max((float(each.max()) for each in costs), default=0.0) or 1.0
+        self._variables = [self._variables_of(block) for block in blocks]
+        if not smallest:
+            self._once_costs()
+            self._links()
+        self._rows()
+        for cut in cuts:
+            self._cut(cut)
 
-    def _memory_rows(self) -> None:
-        """What is freed, interval after interval, covers what is over the budget."""
-        effects, budget = self._effects, self._budget
-        peak = self.program.variable(cost=1.0) if budget is None else None
-        columns = [n for own in self._counts for n in own]
+    def counts(self, solution: LinearSolution) -> list[list[int]]:
+        """By block and option, how many choices take it."""
+        found = [[round(solution.values[n]) for n in own] for own in self._variables]
+        return [[len(block) - sum(own), *own] for block, own in zip(self._blocks, found, strict=True)]
+
+    def _cost(self, cost: float) -> float:
+        return 0.0 if self._smallest else float(cost) / self.cost_scale
+
+    def _variables_of(self, block: Sequence[int]) -> list[int]:
+        """By option but the first, how many choices of a block take it."""
+        size = float(len(block))
+        own = [
+            self.program.variable(upper=size, integer=True, cost=self._cost(cost))
+            for cost in self._problem.choices[block[0]].costs[1:]
+        ]
+        if len(own) > 1:
+            self.program.row([(n, 1.0) for n in own], upper=size)
+        return own
+
+    def _once_costs(self) -> None:
+        for once in self._problem.once_costs:
+            paid = self.program.binary(cost=self._cost(once.cost))
+            for block, own in zip(self._blocks, self._variables, strict=True):
+                for option, n in enumerate(own, start=1):
+                    if (block[0], option) in once.pairs:
+                        self.program.row([(paid, float(len(block))), (n, -1.0)], lower=0.0)
+
+    def _links(self) -> None:
+        """Shares of pairs of options; linked choices are in blocks of their own."""
+        own = {block[0]: variables for block, variables in zip(self._blocks, self._variables, strict=True)}
+        for link in self._problem.links:
+            shares = np.array(
+                [
+                    [self.program.variable(upper=1.0, cost=self._cost(cost)) for cost in row]
+                    for row in link.costs
+                ]
+            )
+            for end, by_option in ((link.first, shares), (link.second, shares.T)):
+                variables = own.get(end, [])
+                self.program.row(
+                    [*((int(w), 1.0) for w in by_option[0]), *((n, 1.0) for n in variables)],
+                    lower=1.0,
+                    upper=1.0,
+                )
+                for n, pairs in zip(variables, by_option[1:], strict=True):
+                    self.program.row([*((int(w), 1.0) for w in pairs), (n, -1.0)], lower=0.0, upper=0.0)
+
+    def _rows(self) -> None:
+        """What is freed, row after row of a resource, covers what is over the limit."""
+        problem = self._problem
+        scales = problem.scales / _SCALE
+        # Uses are whole numbers, so half a one less asks for the same.
+        needs = (problem.base - problem.limits) / scales - np.maximum(_SLACK, 0.5 / scales)
+        columns = [n for own in self._variables for n in own]
+        freed = np.zeros((0, len(scales)))
         if self._blocks:
-            freed = -np.concatenate([effects.changes[b[0]][1:] for b in self._blocks]) / self.bytes_scale
-        else:
-            freed = np.zeros((0, len(effects.base)))
-        before, last = None, None
-        for interval in self._intervals():
-            need = float((effects.base[interval] - (budget or 0)) / self.bytes_scale - _SLACK)
-            total = self.program.variable(lower=None if peak is not None else need)
-            difference = freed[:, interval] if last is None else freed[:, interval] - freed[:, last]
-            terms = [(columns[i], float(difference[i])) for i in np.flatnonzero(difference)]
-            if before is not None:
-                terms.append((before, 1.0))
-            self.program.row([(total, -1.0), *terms], lower=0.0, upper=0.0)
-            if peak is not None:
-                self.program.row([(total, 1.0), (peak, 1.0)], lower=need)
-            before, last = total, interval
+            freed = -np.concatenate([problem.choices[block[0]].uses[1:] for block in self._blocks]) / scales
+        wanted = self._wanted()
+        for resource, rows in problem.resources.items():
+            peak = None
+            if self._smallest and resource == DEVICE_MEMORY:
+                peak = self.program.variable(cost=1.0)
+            before: tuple[int, int] | None = None
+            for row in rows[wanted[rows]]:
+                need = float(needs[row])
+                total = self.program.variable(lower=None if peak is not None else need)
+                difference = freed[:, row] if before is None else freed[:, row] - freed[:, before[0]]
+                terms = [(columns[i], float(difference[i])) for i in np.flatnonzero(difference)]
+                if before is not None:
+                    terms.append((before[1], 1.0))
+                self.program.row([(total, -1.0), *terms], lower=0.0, upper=0.0)
+                if peak is not None:
+                    self.program.row([(total, 1.0), (peak, 1.0)], lower=need)
+                before = int(row), total
 
-    def _intervals(self) -> npt.NDArray[np.intp]:
-        """Those that treat the regions of each block alike and that some choice puts over the budget."""
-        effects = self._effects
-        wanted = np.ones(len(effects.base), dtype=bool)
-        worst = effects.base.copy()
+    def _wanted(self) -> npt.NDArray[np.bool_]:
+        """By row, whether it treats the choices of each block alike and some options put it over the limit."""
+        problem = self._problem
+        wanted = np.ones(len(problem.rows), dtype=bool)
+        worst = problem.base.copy()
         for block in self._blocks:
-            first = effects.changes[block[0]]
-            for region in block[1:]:
-                wanted &= (effects.changes[region] == first).all(axis=0)
+            first = problem.choices[block[0]].uses
+            for choice in block[1:]:
+                wanted &= (problem.choices[choice].uses == first).all(axis=0)
             worst += len(block) * np.maximum(first.max(axis=0), 0)
-        if self._budget is not None:
-            wanted &= worst > self._budget
-        return np.flatnonzero(wanted)
+        wanted &= worst > problem.limits
+        return wanted
 
-    def solve(self, options: Milp, time_limit_s: float) -> Solution:
-        gap = options.gap if self._budget is not None else _FLOOR / 2
-        found = self.program.solve(
-            solver=options.backend, gap=gap, time_limit_s=time_limit_s, seed=options.seed
-        )
-        if found.bound is None or self._budget is None:
-            return found
-        return Solution(found.status, found.values, found.objective, found.bound * self._cost_scale)
-
-    def counts(self, solution: Solution) -> list[list[int]]:
-        """By block and option (the first left out), how many regions take it."""
-        return [[round(solution.values[n]) for n in own] for own in self._counts]
+    def _cut(self, cut: Sequence[_AtLeast]) -> None:
+        """At least one of some statements is true."""
+        true = [self.program.binary() for _ in cut]
+        self.program.row([(t, 1.0) for t in true], lower=1.0)
+        for t, (choices, options, number) in zip(true, cut, strict=True):
+            inside = 0 not in options  # the first option has no variable: then the others are counted
+            terms = [
+                (n, 1.0)
+                for block, own in zip(self._blocks, self._variables, strict=True)
+                if block[0] in choices
+                for option, n in enumerate(own, start=1)
+                if (option in options) == inside
+            ]
+            if inside:
+                self.program.row([*terms, (t, -float(number))], lower=0.0)
+            else:
+                self.program.row([*terms, (t, float(number))], upper=float(len(choices)))

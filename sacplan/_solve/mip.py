@@ -31,7 +31,7 @@ _CBC_BOUND = re.compile(r"^Lower bound:\s+(\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class Solution:
+class LinearSolution:
     """What a solver found.
 
     ``status`` is "optimal" (proved, within the asked gap), "feasible" (a limit ended the search with
@@ -88,7 +88,7 @@ class LinearProgram:
 
     def solve(
         self, *, solver: str = "auto", gap: float = 1e-4, time_limit_s: float = 60.0, seed: int = 0
-    ) -> Solution:
+    ) -> LinearSolution:
         """Minimise.
 
         Args:
@@ -131,9 +131,9 @@ class LinearProgram:
                     problem.addConstraint(pulp.LpConstraint(expression.copy(), sense, rhs=bound))
         return problem, variables
 
-    def _read(self, status: Status, bound: float | None, variables: list[Any]) -> Solution:
+    def _read(self, status: Status, bound: float | None, variables: list[Any]) -> LinearSolution:
         if status in ("infeasible", "unknown"):
-            return Solution(status, bound=bound)
+            return LinearSolution(status, bound=bound)
         values = tuple(
             (lower or 0.0) if variable.varValue is None else float(variable.varValue)  # None: it is in no row
             for variable, (lower, _, _, _) in zip(variables, self._variables, strict=True)
@@ -141,7 +141,7 @@ class LinearProgram:
         objective = math.fsum(
             cost * value for value, (_, _, _, cost) in zip(values, self._variables, strict=True)
         )
-        return Solution(status, values, objective, None if bound is None else min(bound, objective))
+        return LinearSolution(status, values, objective, None if bound is None else min(bound, objective))
 
 
 def check_options(solver: str, gap: float, time_limit_s: float, seed: int) -> Literal["highs", "cbc"]:
@@ -192,9 +192,19 @@ def _status(problem: pulp.LpProblem) -> Status:
 def _solve_highs(
     problem: pulp.LpProblem, gap: float, time_limit_s: float, seed: int
 ) -> tuple[Status, float | None]:
-    problem.solve(
-        pulp.HiGHS(msg=False, gapRel=gap, timeLimit=time_limit_s, threads=_THREADS, random_seed=seed)
-    )
+    for presolve in ("choose", "off"):  # it fails on some programs that it brings to the edge of a tolerance
+        problem.solve(
+            pulp.HiGHS(
+                msg=False,
+                gapRel=gap,
+                timeLimit=time_limit_s,
+                threads=_THREADS,
+                random_seed=seed,
+                presolve=presolve,
+            )
+        )
+        if problem.solverModel.getModelStatus().name != "kSolveError":
+            break
     status = _status(problem)
     info = problem.solverModel.getInfo()
     if status == "feasible" and info.primal_solution_status != 2:  # 2: a feasible point

@@ -1,34 +1,14 @@
-"""Solvers: from the effects of the regions' options and a budget to one option for each region.
+"""Solvers: from a problem made of numbers to one option for each of its choices.
 
-A solver is a small frozen object, and solvers are interchangeable. It sees no recording and no model;
-``planning.py`` replays what it proposes and asks again if the replay disagrees.
+A solver is a small frozen object, and solvers are interchangeable. What the options stand for is the caller's
+business: ``plan`` replays what a solver finds, and asks again where the replay disagrees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
-from sacplan._plan.effects import Additive
-
-Choice = Mapping[int, int]
-"""Region (its place among the regions) to the option that it takes; regions that keep everything are left out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """What a solver proposes, and what it can say of it.
-
-    Attributes:
-        choice: the options.
-        status: "optimal" or "feasible", in the solver's own model.
-        bound: no choice of options costs less; None where the solver proved nothing.
-    """
-
-    choice: Choice
-    status: str
-    bound: float | None = None
+from sacplan._solve.problem import Problem, Solution
 
 
 class Solver(Protocol):
@@ -39,10 +19,16 @@ class Solver(Protocol):
         """As it appears in ``Plan.solver``."""
         ...
 
-    def propose(self, effects: Additive, budget_bytes: int) -> Proposal | None:
-        """A choice whose peak is at most there, as cheap as this solver can; None if it finds none."""
+    def solve(self, problem: Problem) -> Solution | None:
+        """Options that keep all limits, as cheap as this solver can; None if it finds none."""
         ...
 
-    def smallest(self, effects: Additive) -> Proposal:
-        """The choice with the smallest peak that this solver can find."""
+    def smallest(self, problem: Problem) -> Solution:
+        """The options with the smallest peak of device memory that this solver can find.
+
+        The limits of device memory do not count; those of other resources are kept.
+
+        Raises:
+            SolverError: no options are found that keep these.
+        """
         ...

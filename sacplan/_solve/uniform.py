@@ -1,20 +1,18 @@
-"""``Uniform``: regions of one kind all do the same, as people do by hand."""
+"""``Uniform``: choices of one kind all take the same option, as people do by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sacplan._plan.effects import Additive
-from sacplan._recompute.regions import Option
-from sacplan._solve.solvers import Proposal
+from sacplan._solve.local import starts
+from sacplan._solve.problem import DEVICE_MEMORY, Choice, Problem, Solution
 
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """One price per byte for the whole step: every region takes the option that is cheapest at that price.
+    """One price per byte for the whole step: every choice takes the option that is cheapest at that price.
 
-    So repeated layers are treated alike. Of all prices, the lowest whose choice holds the budget.
+    So repeated layers are treated alike. Of all prices, the lowest whose options keep the limits.
     """
 
     @property
@@ -22,44 +20,37 @@ class Uniform:
         """``"uniform"``."""
         return "uniform"
 
-    def propose(self, effects: Additive, budget_bytes: int) -> Proposal | None:
-        """The cheapest choice on the path of prices that holds the budget; None if none does."""
-        path = _path(effects)
-        holding = [choice for choice in path if effects.peak(choice)[0] <= budget_bytes]
-        return Proposal(min(holding, key=effects.cost), "feasible") if holding else None
+    def solve(self, problem: Problem) -> Solution | None:
+        """The cheapest on the path of prices that keeps all limits; None if none does."""
+        fitting = [picks for picks in _path(problem) if problem.fits(picks)]
+        return Solution(min(fitting, key=problem.cost), "feasible") if fitting else None
 
-    def smallest(self, effects: Additive) -> Proposal:
+    def smallest(self, problem: Problem) -> Solution:
         """The lowest peak on the path."""
-        return Proposal(min(_path(effects), key=lambda choice: effects.peak(choice)[0]), "feasible")
+        start = starts(problem)
+        highest = problem.with_limit(DEVICE_MEMORY, problem.peak(start))
+        fitting = [picks for picks in (*_path(problem), start) if highest.fits(picks)]
+        return Solution(min(fitting, key=problem.peak), "feasible")
 
 
-def _path(effects: Additive) -> list[dict[int, int]]:
-    prices = sorted({price for region in effects.regions for price in _prices(region.options)})
-    choices: list[dict[int, int]] = [{}]
+def _path(problem: Problem) -> list[dict[int, int]]:
+    prices = sorted({price for choice in problem.choices for price in _prices(choice)})
+    path: list[dict[int, int]] = [{}]
     for price in prices:
-        choice = {}
-        for i, region in enumerate(effects.regions):
-            best = min(
-                range(len(region.options)),
-                key=lambda o: (region.options[o].cost + price * region.options[o].kept_bytes, o),
-            )
-            if best:
-                choice[i] = best
-        if choice != choices[-1]:
-            choices.append(choice)
-    return choices
+        best = [int((choice.costs + price * choice.kept_bytes).argmin()) for choice in problem.choices]
+        picks = {i: option for i, option in enumerate(best) if option}
+        if picks != path[-1]:
+            path.append(picks)
+    return path
 
 
-def _prices(options: Sequence[Option]) -> list[float]:
-    """Just above each price at which a region steps down its hull."""
+def _prices(choice: Choice) -> list[float]:
+    """Just above each price at which a choice steps down its hull."""
+    options = list(zip(choice.costs.tolist(), choice.kept_bytes.tolist(), strict=True))
     found, at = [], 0
     while at < len(options) - 1:
-        here = options[at]
-        steps = [
-            ((o.cost - here.cost) / (here.kept_bytes - o.kept_bytes), -i)
-            for i, o in enumerate(options)
-            if i > at and o.kept_bytes < here.kept_bytes
-        ]
+        cost, kept = options[at]
+        steps = [((c - cost) / (kept - k), -i) for i, (c, k) in enumerate(options) if i > at and k < kept]
         if not steps:
             break
         price, place = min(steps)

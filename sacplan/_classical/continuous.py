@@ -1,0 +1,143 @@
+"""``sac_milp``'s program where a unit may discard any share on its piecewise linear fit.
+
+With y_i "module i is a unit" and r_i the share of its largest discard, the perspective reformulation (Frangioni &
+Gentile, Math. Program. 106, 2006) has rct_i >= T_i (slope r_i + intercept y_i) for each segment, and r_i <= y_i. Its
+relaxation is the convex hull of each unit alone, so there is no big M. Memory rows are prefix sums of what is freed,
+one clique row for each path from the root keeps units from nesting, and of units with the same trade-off the earlier
+discards no less: its memory is free at least as long.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from sacplan._classical.tree import Tree, TreePlan, cost_ms
+from sacplan._solve.milp import Milp
+from sacplan._solve.mip import LinearProgram, LinearSolution
+
+_SCALE = 1000.0  # coefficients are scaled to this size
+_SLACK = 1e-6  # by how much rows are relaxed: a solver must not call a plan infeasible that just fits
+_ROUNDS = 8  # of asking for what a tolerance hid
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A plan, if any was found; whether it, or that there is none, is proved; and a bound that no plan undercuts."""
+
+    plan: TreePlan | None
+    proved: bool
+    bound_ms: float | None
+
+
+def solve_continuous(tree: Tree, budget_bytes: int, options: Milp) -> Answer:
+    """The cheapest plan under the budget, to the gap.
+
+    Where a tolerance hid some bytes, the shares of the units found are chosen again, for so many bytes less.
+    """
+    deadline = time.monotonic() + options.time_limit_s
+    asked, bound_ms, allowed = budget_bytes, None, None
+    for _ in range(_ROUNDS):
+        program = _Program(tree, asked, allowed)
+        found = program.solve(options, max(1e-3, deadline - time.monotonic()))
+        if allowed is None and found.bound is not None:
+            bound_ms = found.bound * program.ms_scale
+        if not found.values:
+            return Answer(None, allowed is None and found.status == "infeasible", bound_ms)
+        plan = program.read(found)
+        hidden = int(tree.used(plan).max()) - budget_bytes
+        if hidden <= 0:
+            break
+        asked, allowed = asked - hidden, frozenset(plan)
+    else:
+        return Answer(None, False, bound_ms)
+    cost = cost_ms(plan)
+    close = bound_ms is not None and cost - bound_ms <= max(options.gap * cost, _SLACK * program.largest_ms)
+    return Answer(plan, close, bound_ms)
+
+
+class _Program:
+    def __init__(self, tree: Tree, budget_bytes: int, allowed: frozenset[int] | None = None) -> None:
+        self._tree = tree
+        self._program = program = LinearProgram()
+        largest_need = int(tree.base[-1]) - budget_bytes
+        self._offered = [
+            # beyond what is needed there is nothing to gain
+            unit.at(largest_need / unit.memory)
+            if unit.options[-1].freed > largest_need and all(slope >= 0 for slope, _ in unit.segments)
+            else unit.options[-1]
+            for unit in tree.units
+        ]
+        self.largest_ms = max((offered.ms for offered in self._offered), default=0.0)
+        self.ms_scale = self.largest_ms / _SCALE or 1.0
+        self._byte_scale = largest_need / _SCALE
+        self._chosen, self._shares = [], []
+        for i, (unit, offered) in enumerate(zip(tree.units, self._offered, strict=True)):
+            y = program.variable(upper=float(allowed is None or i in allowed), integer=True)
+            share, ms = program.variable(upper=1.0), program.variable(cost=1.0)
+            program.row([(y, 1.0), (share, -1.0)], lower=0.0)
+            for slope, intercept in unit.segments:
+                terms = [(ms, self.ms_scale), (share, -slope * offered.ratio), (y, -intercept)]
+                program.row([(variable, factor / self.ms_scale) for variable, factor in terms], lower=0.0)
+            self._chosen.append(y)
+            self._shares.append(share)
+        self._cliques()
+        self._memory_rows(budget_bytes)
+        self._order()
+
+    def solve(self, options: Milp, time_limit_s: float) -> LinearSolution:
+        return self._program.solve(
+            solver=options.backend, gap=options.gap, time_limit_s=time_limit_s, seed=options.seed
+        )
+
+    def read(self, solution: LinearSolution) -> TreePlan:
+        plan = {}
+        for i, (unit, offered) in enumerate(zip(self._tree.units, self._offered, strict=True)):
+            if solution.values[self._chosen[i]] > 0.5:
+                share = min(1.0, max(0.0, solution.values[self._shares[i]]))
+                discard = unit.at(share * offered.ratio)
+                if discard.freed > 0:
+                    plan[i] = discard
+        return plan
+
+    def _cliques(self) -> None:
+        """At most one unit on each path from the root."""
+        around = {above for unit in self._tree.units for above in unit.above}
+        for i, unit in enumerate(self._tree.units):
+            if unit.above and i not in around:
+                self._program.row([(self._chosen[j], 1.0) for j in (i, *unit.above)], upper=1.0)
+
+    def _memory_rows(self, budget_bytes: int) -> None:
+        """What is freed before a row is at least what the row is over the budget."""
+        before: list[tuple[int, float]] = []
+        added = 0
+        for n_units, n_bytes in zip(self._tree.n_units.tolist(), self._tree.base.tolist(), strict=True):
+            if n_bytes <= budget_bytes:
+                continue
+            total = self._program.variable(lower=(n_bytes - budget_bytes) / self._byte_scale - _SLACK)
+            terms = [
+                (self._shares[i], self._offered[i].freed / self._byte_scale) for i in range(added, n_units)
+            ]
+            self._program.row([(total, -1.0), *before, *terms], lower=0.0)
+            before, added = [(total, 1.0)], n_units
+
+    def _order(self) -> None:
+        """Of units with the same trade-off, such as repeated layers, the earlier discards no less.
+
+        It binds only while the units around the first and inside it are not in use, since only then the first is
+        free to take any share.
+        """
+        units = self._tree.units
+        last_alike: dict[object, int] = {}
+        for i, unit in enumerate(units):
+            key = (unit.memory, unit.options, unit.segments)
+            first = last_alike.get(key)
+            last_alike[key] = i
+            if first is None or first in unit.above or i in units[first].above:
+                continue
+            in_use = [
+                (self._chosen[j], 1.0)
+                for j, other in enumerate(units)
+                if (j in units[first].above and j not in unit.above) or first in other.above
+            ]
+            self._program.row([(self._shares[first], 1.0), *in_use, (self._shares[i], -1.0)], lower=0.0)

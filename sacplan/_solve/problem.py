@@ -1,0 +1,199 @@
+"""What a solver sees, in numbers only: choices, what their options use of limited resources, and what they cost.
+
+    minimise    cost of the options taken + cost of linked pairs + costs paid once
+    subject to  base_r + sum of uses_cor over the options o taken by the choices c <= limit_r    for every row r
+
+A row is a resource over an interval of the step. One option is taken of each choice. The first option of a choice is
+its reference: uses and costs are counted from it, so both are zero there, and ``base`` is what all first options use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from sacplan.errors import SolverError
+
+Amounts = npt.NDArray[np.int64]
+Costs = npt.NDArray[np.float64]
+
+Picks = Mapping[int, int]
+"""Choice (its place in the problem) to option; choices that take their first option may be left out."""
+
+DEVICE_MEMORY = "device memory"
+"""The resource, in bytes, that a plan's budget limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A resource over the ops ``start`` to ``end`` (not included) of the step."""
+
+    resource: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """Options of which one is taken.
+
+    Attributes:
+        kind: equal for choices with the same options: same costs, same ``kept_bytes``, and the same uses up to where
+            in the step they lie.
+        costs: by option; the first is 0.
+        uses: options x rows, in the unit of each row's resource; the first option's are 0.
+        kept_bytes: by option, what is held for the backward pass; orders options where memory has a price per byte.
+    """
+
+    kind: Hashable
+    costs: Costs
+    uses: Amounts
+    kept_bytes: Amounts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Link:
+    """What a pair of options costs, such as changing a tensor's layout between neighbours.
+
+    Attributes:
+        first, second: two different choices.
+        costs: options of the first x options of the second.
+    """
+
+    first: int
+    second: int
+    costs: Costs
+
+
+@dataclass(frozen=True, slots=True)
+class OnceCost:
+    """A cost (not negative) that is paid once if any of some pairs (choice, option) is taken."""
+
+    cost: float
+    pairs: frozenset[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """An option for each choice, and what a solver can say of it.
+
+    Attributes:
+        picks: the options.
+        status: "optimal" (proved, to the solver's gap) or "feasible".
+        bound: no options that keep the limits cost less; None where the solver proved nothing.
+    """
+
+    picks: Picks
+    status: Literal["optimal", "feasible"]
+    bound: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Choices under limits.
+
+    Attributes:
+        rows: resources over intervals.
+        base: by row, what is used if all choices take their first option.
+        limits: by row, what may be used.
+        choices, links, once_costs: see there.
+
+    Raises:
+        SolverError: arrays whose shapes do not match, or a first option with a cost or a use.
+    """
+
+    rows: tuple[Row, ...]
+    base: Amounts
+    limits: Amounts
+    choices: tuple[Choice, ...]
+    links: tuple[Link, ...] = ()
+    once_costs: tuple[OnceCost, ...] = ()
+
+    def __post_init__(self) -> None:
+        n_rows = len(self.rows)
+        if not len(self.base) == len(self.limits) == n_rows:
+            raise SolverError(f"{n_rows} rows, but {len(self.base)} base uses and {len(self.limits)} limits")
+        for i, choice in enumerate(self.choices):
+            n_options = len(choice.costs)
+            if choice.uses.shape != (n_options, n_rows) or len(choice.kept_bytes) != n_options:
+                raise SolverError(f"choice {i}: {n_options} costs, but uses of shape {choice.uses.shape}")
+            if choice.costs[0] or choice.uses[0].any():
+                raise SolverError(f"choice {i}: costs and uses of the first option must be 0; see Problem")
+        for link in self.links:
+            shape = tuple(len(self.choices[end].costs) for end in (link.first, link.second))
+            if link.first == link.second or link.costs.shape != shape:
+                raise SolverError(f"a link of {shape} options has costs of shape {link.costs.shape}")
+
+    def with_limit(self, resource: str, limit: int) -> Problem:
+        """The same problem with another limit for all rows of a resource."""
+        return replace(self, limits=np.where(self.rows_of(resource), np.int64(limit), self.limits))
+
+    def rows_of(self, resource: str) -> npt.NDArray[np.bool_]:
+        """By row, whether it is one of a resource."""
+        return np.array([row.resource == resource for row in self.rows], dtype=bool)
+
+    @cached_property
+    def resources(self) -> dict[str, npt.NDArray[np.intp]]:
+        """Resource to its rows."""
+        return {
+            name: np.flatnonzero(self.rows_of(name)) for name in dict.fromkeys(r.resource for r in self.rows)
+        }
+
+    def total(self, picks: Picks) -> Amounts:
+        """By row, what is used."""
+        total: Amounts = self.base.copy()
+        for choice, option in picks.items():
+            total += self.choices[choice].uses[option]
+        return total
+
+    def excess(self, picks: Picks) -> Amounts:
+        """By row, what is used beyond the limit; negative where there is room."""
+        return self.total(picks) - self.limits
+
+    def tightest(self, picks: Picks) -> int:
+        """The row with the most excess, measured by the size of its resource."""
+        return int((self.excess(picks) / self.scales).argmax())
+
+    def fits(self, picks: Picks) -> bool:
+        """Whether all limits are kept."""
+        return bool((self.excess(picks) <= 0).all())
+
+    def peak(self, picks: Picks) -> int:
+        """The largest use in a row of device memory, in bytes."""
+        return int(self.total(picks)[self.resources[DEVICE_MEMORY]].max())
+
+    def cost(self, picks: Picks) -> float:
+        """What is minimised."""
+        own = sum(float(self.choices[choice].costs[option]) for choice, option in picks.items())
+        links = sum(
+            float(link.costs[picks.get(link.first, 0), picks.get(link.second, 0)]) for link in self.links
+        )
+        once = sum(once.cost for once in self.once_costs if not once.pairs.isdisjoint(picks.items()))
+        return own + links + once
+
+    def least_uses(self) -> Amounts:
+        """By row, a lower bound of what is used: every choice takes the option that uses least in that row."""
+        total: Amounts = self.base.copy()
+        for choice in self.choices:
+            total += choice.uses.min(axis=0)
+        return total
+
+    def least_cost(self) -> float:
+        """A lower bound of the cost: every choice and every link at its cheapest."""
+        costs = [*(choice.costs for choice in self.choices), *(link.costs for link in self.links)]
+        return sum(float(each.min()) for each in costs)
+
+    @cached_property
+    def scales(self) -> Costs:
+        """By row, a size of its resource: the largest excess of the first options, else the most room."""
+        scales = np.ones(len(self.rows))
+        excess = self.base - self.limits
+        for rows in self.resources.values():
+            largest = excess[rows].max()
+            scales[rows] = max(1, largest if largest > 0 else -excess[rows].min())
+        return scales
