@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 
 class SacplanError(Exception):
     """Base of all errors that sacplan raises on purpose."""
@@ -49,12 +53,37 @@ class InfeasibleBudget(SacplanError):
     """
 
     def __init__(
-        self, message: str, *, budget_bytes: int, smallest_feasible_bytes: int, binding: str
+        self,
+        message: str,
+        advice: str = "",
+        *,
+        alternatives: Callable[[], str] | None = None,
+        budget_bytes: int,
+        smallest_feasible_bytes: int,
+        binding: str,
     ) -> None:
         super().__init__(message)
+        self._message, self._advice, self._alternatives = message, advice, alternatives
         self.budget_bytes = budget_bytes
         self.smallest_feasible_bytes = smallest_feasible_bytes
         self.binding = binding
+
+    def __str__(self) -> str:
+        """The message; what other plans would reach is looked for when somebody reads it."""
+        if self._alternatives is not None:
+            self._message += self._alternatives()
+            self._alternatives = None
+        return self._message + self._advice
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with its whole message."""
+        make = functools.partial(
+            type(self),
+            budget_bytes=self.budget_bytes,
+            smallest_feasible_bytes=self.smallest_feasible_bytes,
+            binding=self.binding,
+        )
+        return make, (str(self),)
 
 
 class SolverError(SacplanError):

@@ -11,7 +11,8 @@ from torch import nn
 
 import sacplan
 from sacplan._plan.context import PlanningContext
-from sacplan._plan.planning import decisions_of
+from sacplan._plan.search import decisions_of
+from sacplan._program.decisions import discarded_by
 from sacplan._program.program import Phase, Program
 from sacplan._recompute.rewrite import recompute_ops, recomputed
 from tests.models import LM, cross_entropy, tokens
@@ -97,7 +98,7 @@ def test_decisions_discard_what_was_chosen(name: str) -> None:
         effects = context.effects(size)
         for i, region in enumerate(effects.regions):
             for o in range(1, len(region.options)):
-                decisions = decisions_of(program, [(region, o)])
+                decisions = discarded_by(decisions_of(program, [(region, region.options[o])]))
                 run = recomputed(program, decisions).footprint
                 assert set(run.again) == region.ops(region.options[o])
                 assert run.peak_bytes == effects.problem.peak({i: o})

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from sacplan._plan.plan import Plan
+from sacplan._plan.techniques import TECHNIQUES
+from sacplan._program.technique import Installed
 from sacplan._recompute.executor.recipes import PlannedForward
 from sacplan._record.step import own_checkpointing
 from sacplan.errors import PlanError, PlanMismatch
@@ -20,27 +23,21 @@ class Handle:
         units: fqns of the modules that discard something.
     """
 
-    def __init__(self, planned: dict[str, PlannedForward]) -> None:
-        self._planned = planned
+    def __init__(self, installed: Sequence[Installed]) -> None:
+        self._installed = list(installed)
 
     @property
     def units(self) -> tuple[str, ...]:
         """The modules whose forward is replaced."""
-        return tuple(self._planned)
+        return tuple(fqn for part in self._installed for fqn in part.units)
 
     def remove(self) -> None:
         """Give every module its own forward back. Pending backward passes stay correct."""
-        for planned in self._planned.values():
-            if planned.module.__dict__.get("forward") is not planned:
-                raise PlanError(
-                    f"the forward of module {planned.fqn!r} was replaced after the plan was applied. Undo that "
-                    "first, then remove the plan."
-                )
-        for planned in self._planned.values():
-            del planned.module.__dict__["forward"]
-            if planned.replaced is not None:
-                planned.module.__dict__["forward"] = planned.replaced
-        self._planned = {}
+        for part in self._installed:
+            part.check_removable()
+        for part in reversed(self._installed):
+            part.remove()
+        self._installed = []
 
     def __enter__(self) -> Handle:
         return self
@@ -49,7 +46,7 @@ class Handle:
         self.remove()
 
     def __repr__(self) -> str:
-        return f"Handle({len(self._planned)} units: {', '.join(self._planned) or 'none'})"
+        return f"Handle({len(self.units)} units: {', '.join(self.units) or 'none'})"
 
 
 def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
@@ -80,16 +77,16 @@ def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
     _check_not_wrapped(model)
     plan.fingerprint.check_model(model)
     _check_units(model, plan)
-    planned = {}
-    for (
-        fqn,
-        sites,
-    ) in plan.discarded.items():  # of other units the forward is left alone, and costs nothing extra
-        _check_compiled(fqn, model.get_submodule(fqn))
-        planned[fqn] = PlannedForward(model.get_submodule(fqn), fqn, sites, check)
-    for stand_in in planned.values():
-        stand_in.module.__dict__["forward"] = stand_in
-    return Handle(planned)
+    installed: list[Installed] = []
+    try:
+        for technique in TECHNIQUES.values():
+            own = [decision for decision in plan.decisions if isinstance(decision, technique.decision)]
+            if own:
+                installed.append(technique.install(model, own, check=check))
+    except BaseException:
+        Handle(installed).remove()
+        raise
+    return Handle(installed)
 
 
 _WRAPPERS = (
@@ -120,20 +117,6 @@ def _check_not_wrapped(model: torch.nn.Module) -> None:
     checkpointing = own_checkpointing(model)
     if checkpointing is not None:
         raise PlanError(checkpointing)
-
-
-def _check_compiled(fqn: str, unit: torch.nn.Module) -> None:
-    """What is compiled inside a unit would run under a dispatch mode, and so uncompiled."""
-    for name, module in unit.named_modules():
-        inside = bool(name) and module._compiled_call_impl is not None
-        if inside or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable"):
-            path = ".".join(part for part in (fqn, name) if part)
-            raise PlanError(
-                f"module {path!r} is compiled on its own, but it is part of unit {fqn!r}, in which the plan "
-                "recomputes: inside a unit that is not compiled as a whole, nothing runs compiled. Apply the plan "
-                "first, then compile whole units: model.compile(), or torch.compile(model); or plan with "
-                f"never=[{path!r}]."
-            )
 
 
 def _check_units(model: torch.nn.Module, plan: Plan) -> None:

@@ -8,7 +8,9 @@ from typing import Literal
 
 from sacplan._plan.bound import Bound
 from sacplan._plan.effects import RegionProblem, Shapes, effects_of
+from sacplan._plan.techniques import DEFAULT_TECHNIQUES, TECHNIQUES
 from sacplan._program.program import Phase, Program
+from sacplan._program.regions import Region
 from sacplan._recompute.pins import NO_PINS, Pins
 from sacplan._recompute.regions import Regions
 from sacplan.errors import PlanError
@@ -29,13 +31,21 @@ _SIZES = (3, 4, 6, 8, 12, 16, 24, 32)
 class PlanningContext:
     """What planning looks at; made once for a recording, objective and pins."""
 
-    def __init__(self, program: Program, objective: Objective, pins: Pins = NO_PINS) -> None:
+    def __init__(
+        self,
+        program: Program,
+        objective: Objective,
+        pins: Pins = NO_PINS,
+        techniques: tuple[str, ...] = DEFAULT_TECHNIQUES,
+    ) -> None:
         self.program = program
+        self.techniques = techniques
         self.objective = objective
         self.pins = pins
         self.costs = op_costs(program, objective)
         self.regions = Regions(program, self.costs, program.liveness.unpacked_before_peak, pins)
         self._shapes: Shapes = {}
+        self._kinds: dict[tuple[object, ...], int] = {}  # of regions with options of several techniques
         self._effects: dict[int, RegionProblem] = {}
 
     @cached_property
@@ -56,20 +66,39 @@ class PlanningContext:
             forward = sum(
                 c for c, op in zip(self.costs, self.program.ops, strict=True) if op.phase == Phase.FORWARD
             )
-            self._effects[size] = effects_of(
-                self.program, self.regions.joined(size), _WIDE * forward, self._shapes
-            )
+            self._effects[size] = effects_of(self.program, self._regions(size), _WIDE * forward, self._shapes)
         return self._effects[size]
+
+    def _regions(self, size: int) -> list[Region]:
+        """The regions, joined to that size, with the options of all techniques."""
+        found = []
+        for region in self.regions.joined(size):
+            if "recompute" not in self.techniques:
+                region = region.only([0])
+            more = [
+                option
+                for name in self.techniques
+                for option in TECHNIQUES[name].options(self.program, region, self.costs)
+            ]
+            if more:
+                known = (region.kind, tuple((o.technique, o.members, o.cost, o.kept_bytes) for o in more))
+                region = region.extended(more, self._kinds.setdefault(known, -1 - len(self._kinds)))
+            found.append(region)
+        return found
 
 
 def planning_context(
-    program: Program, objective: Objective = "time", pins: Pins = NO_PINS
+    program: Program,
+    objective: Objective = "time",
+    pins: Pins = NO_PINS,
+    techniques: tuple[str, ...] = DEFAULT_TECHNIQUES,
 ) -> PlanningContext:
     """The context of a program; made once, so that several budgets share it."""
     if objective not in ("time", "flops"):
         raise PlanError(f"unknown objective {objective!r}; known are 'time' and 'flops'.")
     return program.derived(
-        ("planning", objective, *pins.key), lambda: PlanningContext(program, objective, pins)
+        ("planning", objective, techniques, *pins.key),
+        lambda: PlanningContext(program, objective, pins, techniques),
     )
 
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sacplan._plan.techniques import TECHNIQUES
 from sacplan._program.liveness import Fold
 from sacplan._program.program import Event, Program
-from sacplan._recompute.regions import Option, Region
-from sacplan._recompute.rewrite import recompute_ops
+from sacplan._program.regions import Option, Region
 from sacplan._solve.problem import DEVICE_MEMORY, Choice, OnceCost, Picks, Problem, Row
 
 Bytes = npt.NDArray[np.int64]
@@ -65,9 +65,9 @@ class RegionProblem:
     regions: tuple[Region, ...]
     problem: Problem
 
-    def taken(self, picks: Picks) -> list[tuple[Region, int]]:
+    def taken(self, picks: Picks) -> list[tuple[Region, Option]]:
         """The regions that do not take their first option, each with the option that it takes."""
-        return [(self.regions[i], option) for i, option in picks.items() if option]
+        return [(self.regions[i], self.regions[i].options[o]) for i, o in picks.items() if o]
 
 
 def effects_of(
@@ -86,7 +86,9 @@ def effects_of(
     kinds: dict[object, int] = {}
     choices = tuple(
         Choice(
-            kinds.setdefault((region.kind, tuple(o.members for o in region.options)), len(kinds)),
+            kinds.setdefault(
+                (region.kind, tuple((o.technique, o.members) for o in region.options)), len(kinds)
+            ),
             np.array([option.cost for option in region.options]),
             change,
             np.array([option.kept_bytes for option in region.options], dtype=np.int64),
@@ -208,9 +210,10 @@ class _Effects:
     def _shape_of(
         self, key: tuple[object, ...], region: Region, option: Option, events: Sequence[tuple[int, int, int]]
     ) -> _Shape:
-        if (key, option.members) not in self.shapes:
-            self.shapes[key, option.members] = self._shape(region, option, events)
-        return self.shapes[key, option.members]
+        of_option = (key, option.technique, option.members)
+        if of_option not in self.shapes:
+            self.shapes[of_option] = self._shape(region, option, events)
+        return self.shapes[of_option]
 
     def _events_for(self, region: Region) -> list[tuple[int, int, int]]:
         """(position, code, argument) of the events that say how long what a region touches is alive.
@@ -226,32 +229,32 @@ class _Effects:
         for scope in program.calls.get(region.unit, ()):
             positions.update((liveness.entered[scope], liveness.exited[scope]))
         events = [(p, *program.events[p]) for p in positions]
-        for s in {s for op in ops for s in program.ops[op].reads} - made:
-            if liveness.died[s] < len(program.events):
-                events.append((liveness.died[s], _FREE, s))
+        outside = {s for op in ops for s in program.ops[op].reads} - made
+        died = ((liveness.died[s], _FREE, s) for s in outside)
+        events += [event for event in died if event[0] < len(program.events)]
         return sorted(events)
 
     def _shape(self, region: Region, option: Option, events: Sequence[tuple[int, int, int]]) -> _Shape:
-        """Folds what the option's ops read or write, with and without the option; all the rest is the same."""
-        program = self.program
-        gone = dict.fromkeys(region.ops(option), 1)
-        touched = {s for op in gone for s in (*program.ops[op].reads, *program.ops[op].writes)}
+        """Folds the events of what the option's rewrite touches, with and without it; all the rest is the same."""
+        program, storage_of = self.program, self.liveness.storage
+        patch = TECHNIQUES[option.technique].option_patch(program, region, option, events)
+        touched = {s for s in patch.handle_storages if s < len(program.storage_bytes)} | set(patch.resized)
+        touched.update(
+            storage_of(code, arg)
+            for position, code, arg in events
+            if position in patch.events and code != _OP and code not in _CALLS
+        )
         made = {s for group in region.members for op in group for s in program.ops[op].writes}
-        view, places = [], []
-        for k, (position, code, arg) in enumerate(events):
-            if code == _OP:
-                about = arg in gone or not touched.isdisjoint(program.ops[arg].writes)
-            else:
-                about = code in _CALLS or self.liveness.storage(code, arg) in touched
-            if about:
-                view.append((position, code, arg))
-                places.append(k)
-        patch = recompute_ops(program, gone, frozenset(program.calls.get(region.unit, ())), view)
         plain, planned = Fold(program, initial=touched - made), Fold(program, patch, touched - made)
-        after, during = [], []
+        places, after, during = [], [], []
         again: list[tuple[int, int]] = []
         noted = 0
-        for k, (position, code, arg) in zip(places, view, strict=True):
+        for k, (position, code, arg) in enumerate(events):
+            if position not in patch.events and code in _CALLS:
+                continue
+            about = program.ops[arg].writes if code == _OP else (storage_of(code, arg),)
+            if position not in patch.events and touched.isdisjoint(about):
+                continue
             before = plain.live
             plain.step(code, arg)
             most = 0
@@ -262,6 +265,7 @@ class _Effects:
                         noted = planned.noted
                     else:
                         most = max(most, planned.noted)
+            places.append(k)
             after.append(planned.live - plain.live)
             during.append(noted - plain.noted)
             if most:

@@ -6,7 +6,7 @@ from sacplan._plan.context import planning_context
 from sacplan._plan.plan import Plan, Status, UnitPlan
 from sacplan._plan.provenance import Provenance
 from sacplan._profile.profile import Profile
-from sacplan._program.decisions import Discarded, as_decisions
+from sacplan._program.decisions import Decision, Discarded, discarded_by
 from sacplan._program.liveness import Footprint
 from sacplan._program.program import CallSite, Phase, Program
 from sacplan._ranks.unit_limits import too_wide
@@ -16,7 +16,7 @@ from sacplan.errors import PlanError
 
 def made_plan(
     profile: Profile,
-    discarded: Discarded,
+    decisions: tuple[Decision, ...],
     found: Footprint,
     provenance: Provenance,
     pins: Pins = NO_PINS,
@@ -25,11 +25,12 @@ def made_plan(
     gap: float | None = None,
     budget_bytes: int | None = None,
 ) -> Plan:
-    """The plan that discards these call sites, whose step takes what ``found`` says.
+    """The plan with these decisions, whose step takes what ``found`` says.
 
     Raises:
         PlanError: a unit that cannot be one under ``fully_shard``.
     """
+    discarded = discarded_by(decisions)
     wide = sorted(too_wide(profile.program).intersection(discarded))
     if wide:
         raise PlanError(
@@ -51,7 +52,7 @@ def made_plan(
         device=profile.device,
         ranks=profile.ranks,
         provenance=provenance,
-        decisions=as_decisions(discarded),
+        decisions=decisions,
         units=unit_plans(profile.program, discarded),
         fingerprint=profile.fingerprint,
     )

@@ -19,7 +19,7 @@ from sacplan._plan.make import made_plan
 from sacplan._plan.plan import Plan
 from sacplan._plan.provenance import Provenance
 from sacplan._profile.profile import Profile
-from sacplan._program.decisions import Discarded
+from sacplan._program.decisions import Discarded, as_decisions
 from sacplan._program.program import ROOT_SCOPE, CallSite, Op, Phase, Program
 from sacplan._recompute.pins import Pins, resolve_pins
 from sacplan._recompute.rewrite import recomputed
@@ -83,7 +83,7 @@ def policy(
     asked = {"mode": mode, "option": option, "layers": layers}
     provenance = Provenance.now(profile, name, asked, pins=pins)
     found = recomputed(program, discarded).footprint
-    return made_plan(profile, discarded, found, provenance, pins, status="policy")
+    return made_plan(profile, as_decisions(discarded), found, provenance, pins, status="policy")
 
 
 def _discarded_by(

@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 
 import sacplan
 from sacplan._plan.context import Objective
+from sacplan._plan.techniques import DEFAULT_TECHNIQUES
 from sacplan._profile.profile import Profile
 from sacplan._program.files import Name
 from sacplan._recompute.pins import NO_PINS, Pins
@@ -39,7 +40,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     solver: Name
     options: Mapping[Name, Scalar] = {}
     objective: Objective | None = None
-    techniques: tuple[Name, ...] = ("recompute",)
+    techniques: tuple[Name, ...] = DEFAULT_TECHNIQUES
     keep: tuple[Name, ...] = ()
     never: tuple[Name, ...] = ()
     budget: int | float | str | None = None
@@ -59,6 +60,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         objective: Objective | None = None,
         budget: Any = None,
         pins: Pins = NO_PINS,
+        techniques: tuple[str, ...] = DEFAULT_TECHNIQUES,
     ) -> Provenance:
         """Of a plan that is made now, by this version; options that are no JSON scalars are written as text."""
         if budget is not None and not isinstance(budget, str):
@@ -67,6 +69,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             solver=solver,
             options={k: v if type(v) in _SCALARS else repr(v) for k, v in (options or {}).items()},
             objective=objective,
+            techniques=techniques,
             keep=pins.keep,
             never=pins.never,
             budget=budget,

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from sacplan._program.program import Phase, Program
+from sacplan._program.regions import Option, Region
 from sacplan._recompute import closure
 from sacplan._recompute.in_place_groups import connected, discardable, in_place_groups
 from sacplan._recompute.partition import Part, join, partition, runs, unit_around
@@ -29,56 +30,6 @@ _VERTICES = 24  # of a region's hull, at most
 _EFFORT = 6000  # ops that all options of one kind of region may have together, beyond the hull
 _COLUMNS = 1500  # options of all regions together, about, beyond the hull
 _BETWEEN = 8  # options between two vertices of a region's hull, at most
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """What a region does: which of its members run again.
-
-    Attributes:
-        cost: of running them, in the unit of the objective (ms for time).
-        kept_bytes: what is held from forward to backward on the region's account.
-        members: indices into ``Region.members``.
-    """
-
-    cost: float
-    kept_bytes: int
-    members: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Some forward ops and what can be chosen for them.
-
-    Attributes:
-        unit: fqn of the smallest module that runs them all.
-        members: groups of op indices; a group is one call site in all calls of the unit, and is kept or
-            discarded as one.
-        kind: equal for regions with the same options.
-        options: by rising cost; the first keeps everything.
-        units: by option, the modules that have to be units for it.
-        wide: by option, whether one of these is around more than this region's modules.
-    """
-
-    unit: str
-    members: tuple[tuple[int, ...], ...]
-    kind: int
-    options: tuple[Option, ...]
-    units: tuple[tuple[str, ...], ...]
-    wide: tuple[bool, ...]
-
-    def ops(self, option: Option) -> frozenset[int]:
-        """The recorded ops that run again with an option."""
-        return frozenset(op for member in option.members for op in self.members[member])
-
-    def only(self, options: Sequence[int]) -> Region:
-        """The region with some of its options."""
-        return replace(
-            self,
-            options=tuple(self.options[o] for o in options),
-            units=tuple(self.units[o] for o in options),
-            wide=tuple(self.wide[o] for o in options),
-        )
 
 
 class Regions:

@@ -7,11 +7,12 @@ gets. What runs again is less than Rotor thinks: not whole stages, but the ops t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sacplan._program.decisions import Discarded
 from sacplan._program.liveness import Footprint
-from sacplan._program.program import CallSite, Program
+from sacplan._program.program import Program
 from sacplan._recompute.in_place_groups import without_missing_versions
 from sacplan._recompute.rewrite import recomputed
 from sacplan._rotor.rotor import RotorResult, rotor
@@ -45,11 +46,11 @@ class Rotor:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A sequence as decisions, and the step with them."""
+    """A sequence as what it discards, and the step with that."""
 
     result: RotorResult
-    decisions: Mapping[str, Mapping[CallSite, int]]
-    replay: Footprint
+    discarded: Discarded
+    footprint: Footprint
 
 
 def unit_of(program: Program) -> str:
@@ -97,12 +98,12 @@ def sequences(program: Program, budget_bytes: int, solver: Rotor, kept: frozense
         (result,) = _results(stages, asked, solver)
         found = _planned(program, stages, result, kept)
         tried.append(found)
-        off = budget_bytes - found.replay.peak_bytes
+        off = budget_bytes - found.footprint.peak_bytes
         if off >= 0:
             low = asked
         else:
             high = asked
-        if off >= 0 and (not found.replay.recompute_ms or off < result.budget_bytes // solver.slots):
+        if off >= 0 and (not found.footprint.recompute_ms or off < result.budget_bytes // solver.slots):
             break
         asked += off
         if high is not None and not low < asked < high:

@@ -1,0 +1,40 @@
+"""The techniques that there are. A new one is a file with a class like ``Recomputation``, and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from sacplan._program.decisions import Decision
+from sacplan._program.program import Program
+from sacplan._program.technique import Technique
+from sacplan._recompute.technique import Recomputation
+from sacplan.errors import PlanError
+
+TECHNIQUES: dict[str, Technique] = {technique.name: technique for technique in (Recomputation(),)}
+
+DEFAULT_TECHNIQUES = ("recompute",)
+"""What a plan for training may do unless it is told otherwise: gradients stay bit-equal."""
+
+
+def resolve_techniques(names: Iterable[str]) -> tuple[str, ...]:
+    """Checked names.
+
+    Raises:
+        PlanError: a technique that there is not.
+    """
+    if isinstance(names, str):
+        raise PlanError(f"techniques is the string {names!r}; give a tuple, ({names!r},).")
+    found = tuple(names)
+    unknown = [name for name in found if name not in TECHNIQUES]
+    if unknown:
+        raise PlanError(f"unknown technique {unknown[0]!r}; known are {', '.join(map(repr, TECHNIQUES))}.")
+    return found
+
+
+def rewritten(program: Program, decisions: Sequence[Decision]) -> Program:
+    """The program of the step with the decisions of a plan: one technique after the other rewrites it."""
+    for technique in TECHNIQUES.values():
+        own = [decision for decision in decisions if isinstance(decision, technique.decision)]
+        if own:
+            program = program.with_(technique.patch(program, own))
+    return program

@@ -1,0 +1,68 @@
+"""Recipes on a model: the forward of each unit is replaced on the instance."""
+
+from __future__ import annotations
+
+import torch
+
+from sacplan._program.decisions import Discarded
+from sacplan._recompute.executor.recipes import PlannedForward
+from sacplan.errors import PlanError
+
+
+class InstalledRecipes:
+    """The units of a model whose forward leaves recipes.
+
+    Args:
+        model: the model.
+        discarded: unit to call sites, and how often each is dropped.
+        check: compare checksums in the first step.
+
+    Raises:
+        PlanError: a unit is compiled in parts.
+    """
+
+    def __init__(self, model: torch.nn.Module, discarded: Discarded, check: bool) -> None:
+        planned = []
+        for fqn, sites in discarded.items():
+            unit = model.get_submodule(fqn)
+            _check_compiled(fqn, unit)
+            planned.append(PlannedForward(unit, fqn, sites, check))
+        for stand_in in planned:
+            stand_in.module.__dict__["forward"] = stand_in
+        self._planned = planned
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The modules whose forward is replaced."""
+        return tuple(planned.fqn for planned in self._planned)
+
+    def check_removable(self) -> None:
+        """``PlanError`` where somebody replaced a forward again."""
+        for planned in self._planned:
+            if planned.module.__dict__.get("forward") is not planned:
+                raise PlanError(
+                    f"the forward of module {planned.fqn!r} was replaced after the plan was applied. Undo that "
+                    "first, then remove the plan."
+                )
+
+    def remove(self) -> None:
+        """Give every module its own forward back. Pending backward passes stay correct."""
+        for planned in self._planned:
+            del planned.module.__dict__["forward"]
+            if planned.replaced is not None:
+                planned.module.__dict__["forward"] = planned.replaced
+        self._planned = []
+
+
+def _check_compiled(fqn: str, unit: torch.nn.Module) -> None:
+    """What is compiled inside a unit would run under a dispatch mode, and so uncompiled."""
+    for name, module in unit.named_modules():
+        inside = bool(name) and module._compiled_call_impl is not None
+        if inside or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable"):
+            path = ".".join(part for part in (fqn, name) if part)
+            raise PlanError(
+                f"module {path!r} is compiled on its own, but it is part of unit {fqn!r}, in which the plan "
+                "recomputes: inside a unit that is not compiled as a whole, nothing runs compiled. Apply the plan "
+                "first, then compile whole units: model.compile(), or torch.compile(model); or plan with "
+                f"never=[{path!r}]."
+            )

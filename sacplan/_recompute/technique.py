@@ -1,0 +1,60 @@
+"""The technique "recompute": discard what ops make, and run them again when the backward pass asks for it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from sacplan._program.decisions import Decision, Recompute, as_decisions, discarded_by
+from sacplan._program.program import CallSite, Patch, Program
+from sacplan._program.regions import Option, Region
+from sacplan._program.technique import Installed, View
+from sacplan._ranks.unit_limits import narrowed
+from sacplan._recompute.rewrite import recompute, recompute_ops
+
+
+class Recomputation:
+    """See ``sacplan._program.technique.Technique``. Its options come with the regions (``regions.py``)."""
+
+    name = "recompute"
+    decision = Recompute
+
+    def options(self, program: Program, region: Region, costs: Sequence[float]) -> Sequence[Option]:
+        """None beyond those that regions are made with."""
+        return ()
+
+    def option_patch(self, program: Program, region: Region, option: Option, view: View) -> Patch:
+        """Discard the option's ops in the region's unit."""
+        discarded = dict.fromkeys(region.ops(option), 1)
+        return recompute_ops(program, discarded, frozenset(program.calls.get(region.unit, ())), view)
+
+    def decisions(self, program: Program, taken: Sequence[tuple[Region, Option]]) -> tuple[Decision, ...]:
+        """Call sites of units that do not nest; a unit takes over those of units inside it."""
+        gone = frozenset(op for region, option in taken for op in region.ops(option))
+        wanted = {unit for region, option in taken for unit in region.units[region.options.index(option)]}
+        scopes = {scope for unit in wanted for scope in program.calls[unit]}
+        outer = {
+            unit
+            for unit in wanted
+            if not any(a in scopes for scope in program.calls[unit] for a in program.ancestors(scope))
+        }
+        found: dict[str, dict[CallSite, int]] = defaultdict(dict)
+        for unit in program.calls:
+            if unit in outer:
+                for scope in program.calls[unit]:
+                    for op, site in program.sites(scope).items():
+                        if op in gone:
+                            found[unit][site] = 1
+        return as_decisions(narrowed(program, found))
+
+    def patch(self, program: Program, decisions: Sequence[Decision]) -> Patch:
+        """Events of discarded storages, and ops that run again."""
+        return recompute(program, discarded_by(decisions))
+
+    def install(self, model: torch.nn.Module, decisions: Sequence[Decision], *, check: bool) -> Installed:
+        """Replace the forward of each unit."""
+        from sacplan._recompute.executor.install import InstalledRecipes  # the executor is not needed to plan
+
+        return InstalledRecipes(model, discarded_by(decisions), check)
