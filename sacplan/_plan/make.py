@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from sacplan._plan.context import planning_context
 from sacplan._plan.plan import Plan, Status, UnitPlan
 from sacplan._plan.provenance import Provenance
@@ -53,16 +55,17 @@ def made_plan(
         ranks=profile.ranks,
         provenance=provenance,
         decisions=decisions,
-        units=unit_plans(profile.program, discarded),
+        units=unit_plans(profile.program, discarded, dict.fromkeys(one.unit for one in decisions)),
         fingerprint=profile.fingerprint,
     )
 
 
-def unit_plans(program: Program, discarded: Discarded) -> dict[str, UnitPlan]:
+def unit_plans(program: Program, discarded: Discarded, fqns: Iterable[str]) -> dict[str, UnitPlan]:
     """What each unit keeps, and what recomputing the rest takes."""
     units = {}
     held = set(program.handle_storages)
-    for fqn, times in discarded.items():
+    for fqn in fqns:
+        times = discarded.get(fqn, {})
         kept: dict[CallSite, None] = {}
         saved_bytes = discarded_bytes = 0
         recompute_ms = 0.0

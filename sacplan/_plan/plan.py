@@ -90,7 +90,7 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "units", MappingProxyType(dict(self.units)))
-        _check_nesting(self.units)
+        _check_nesting(discarded_by(self.decisions))
         seen: set[Site] = set()
         for decision in self.decisions:
             if decision.unit not in self.units:
@@ -213,6 +213,7 @@ def _digest(data: Mapping[str, Any]) -> str:
 
 
 def _check_nesting(units: Mapping[str, Any]) -> None:
+    """``PlanError`` where a unit that recomputes is inside another: their recipes would overlap."""
     for fqn in units:
         parts = fqn.split(".")
         for depth in range(len(parts)):

@@ -41,6 +41,7 @@ class Candidate:
     Attributes:
         decisions: of a plan.
         footprint: of the rewritten program.
+        added_ms: time of ops that it has and that run nothing again.
         status: "optimal" or "feasible" in the solver's own model; "unplanned".
         gap: relative gap that the solver proved; None where it proved nothing.
         solver: its name.
@@ -48,6 +49,7 @@ class Candidate:
 
     decisions: tuple[Decision, ...]
     footprint: Footprint
+    added_ms: float
     status: str
     gap: float | None
     solver: str
@@ -108,7 +110,7 @@ class Search:
 
     def cost(self, candidate: Candidate) -> float:
         """What is minimised: what runs again, and the cost of other techniques' ops."""
-        return sum(self.context.costs[op] for op in candidate.footprint.again)
+        return candidate.added_ms + sum(self.context.costs[op] for op in candidate.footprint.again)
 
     def best(self, budget_bytes: int) -> Candidate | None:
         """The cheapest that holds; the lower peak on a tie."""
@@ -163,8 +165,10 @@ class Search:
     ) -> Candidate:
         key = frozenset(decisions)
         if key not in self.tried:
-            footprint = rewritten(self.program, decisions).footprint
-            self.tried[key] = Candidate(decisions, footprint, status, gap, solver)
+            program = rewritten(self.program, decisions)
+            added = program.ops[len(self.program.ops) :]
+            added_ms = sum(op.time_ms for op in added if op.recomputes < 0)
+            self.tried[key] = Candidate(decisions, program.footprint, added_ms, status, gap, solver)
         return self.tried[key]
 
     def _add_sequences(self, rotor: Rotor, budget_bytes: int) -> None:

@@ -25,28 +25,32 @@ class Site(NamedTuple):
     occurrence: int
 
 
-class Technique(Struct, frozen=True, forbid_unknown_fields=True, tag_field="technique"):
-    """Base of the decisions; the tag of each is the name of its technique."""
-
-
-class Recompute(Technique, frozen=True, tag="recompute", omit_defaults=True):
-    """Discard what an op makes and run the op again when the backward pass asks for it.
+class SiteDecision(Struct, frozen=True, forbid_unknown_fields=True, tag_field="technique"):
+    """Base of decisions about one call site; the tag of each is the name of its technique.
 
     Attributes:
         unit, op, occurrence: the call site, see ``Site``.
-        times: how often the values are dropped: first after the forward pass, then each time they were
-            recomputed on the way to something else.
     """
 
     unit: str
     op: Name
     occurrence: Count
-    times: Positive = 1
 
     @property
     def site(self) -> Site:
         """Where the op runs."""
         return Site(self.unit, self.op, self.occurrence)
+
+
+class Recompute(SiteDecision, frozen=True, tag="recompute", omit_defaults=True):
+    """Discard what an op makes and run the op again when the backward pass asks for it.
+
+    Attributes:
+        times: how often the values are dropped: first after the forward pass, then each time they were
+            recomputed on the way to something else.
+    """
+
+    times: Positive = 1
 
 
 Decision: TypeAlias = Recompute  # a further technique is a class above, and a member here: Recompute | Chunk
@@ -59,7 +63,8 @@ def discarded_by(decisions: Iterable[Decision]) -> dict[str, dict[CallSite, int]
     """By unit, what is recomputed."""
     found: dict[str, dict[CallSite, int]] = {}
     for one in decisions:
-        found.setdefault(one.unit, {})[one.op, one.occurrence] = one.times
+        if isinstance(one, Recompute):
+            found.setdefault(one.unit, {})[one.op, one.occurrence] = one.times
     return found
 
 
