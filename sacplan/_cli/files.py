@@ -18,7 +18,7 @@ _HEAD_CHARACTERS = 4096
 # what a file of each kind contains, and whether it is at the beginning
 _SIGNS: dict[Kind, tuple[str, bool]] = {
     "plan": (r'\A\{\s*"what": "plan"', True),
-    "profile": (r'\A\{"what": "profile"', True),
+    "profile": (r'\A\{\s*"what":\s*"profile"', True),
     "curve": (r"\Asolver,budget_bytes,peak_bytes,", True),
     "report": (r"<footer>[^<]*Made by sacplan|<meta name=.generator. content=.sacplan", False),
     "trace": (r'"otherData":\{"model":"[^"]*","device":"[^"]*","peak_bytes":', False),
