@@ -22,7 +22,7 @@ import sacplan
 from sacplan._plan import schema
 from sacplan._plan.plan import _digest
 from sacplan._plan.provenance import Provenance
-from sacplan._program.decisions import Recompute, Site, SiteDecision, as_decisions, discarded_by
+from sacplan._program.decisions import AnyDecision, Recompute, Site, as_decisions, discarded_by
 from tests.models import LM, cross_entropy, tokens
 from tests.plans import discarding
 
@@ -122,7 +122,7 @@ def test_decisions_as_a_mapping_and_back(plan: sacplan.Plan) -> None:
 
 
 def test_a_further_technique_is_a_class_and_a_member() -> None:
-    class Chunk(SiteDecision, frozen=True, tag="chunk"):
+    class Chunk(AnyDecision, frozen=True, tag="chunk"):
         sites: tuple[Site, ...]
         slices: int
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from sacplan._plan.provenance import Provenance
 from sacplan._program import files
 from sacplan._program.budget import format_bytes
-from sacplan._program.decisions import Decision, Site, discarded_by
+from sacplan._program.decisions import Decision, Recompute, Site, discarded_by
 from sacplan._program.files import Count, Milliseconds, Name, Positive, Share
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.program import CallSite
@@ -90,7 +90,9 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "units", MappingProxyType(dict(self.units)))
-        _check_nesting(discarded_by(self.decisions))
+        others = {d.unit for d in self.decisions if not isinstance(d, Recompute)}
+        recompute = {d.unit for d in self.decisions if isinstance(d, Recompute)}
+        _check_nesting([fqn for fqn in self.units if fqn in recompute or fqn not in others])
         seen: set[Site] = set()
         for decision in self.decisions:
             if decision.unit not in self.units:
@@ -212,7 +214,7 @@ def _digest(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _check_nesting(units: Mapping[str, Any]) -> None:
+def _check_nesting(units: Collection[str]) -> None:
     """``PlanError`` where a unit that recomputes is inside another: their recipes would overlap."""
     for fqn in units:
         parts = fqn.split(".")

@@ -25,8 +25,12 @@ class Site(NamedTuple):
     occurrence: int
 
 
-class SiteDecision(Struct, frozen=True, forbid_unknown_fields=True, tag_field="technique"):
-    """Base of decisions about one call site; the tag of each is the name of its technique.
+class AnyDecision(Struct, frozen=True, forbid_unknown_fields=True, tag_field="technique"):
+    """Base of decisions; the tag of each is the name of its technique."""
+
+
+class SiteDecision(AnyDecision, frozen=True):
+    """Base of decisions about one call site.
 
     Attributes:
         unit, op, occurrence: the call site, see ``Site``.
