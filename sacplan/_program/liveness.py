@@ -11,11 +11,15 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from sacplan._program.program import ROOT_SCOPE, Event, Patch, Phase, Program, StorageKind
+from sacplan._program.elements import ROOT_SCOPE, Event, Patch, Phase, StorageKind
+
+if TYPE_CHECKING:
+    from sacplan._program.program import Program
 
 Bytes = npt.NDArray[np.int64]
 

@@ -12,188 +12,47 @@ program costs is a fold over its events (``liveness.py``), which knows nothing o
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from enum import IntEnum
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-if TYPE_CHECKING:
-    from sacplan._program.liveness import Footprint, Liveness
+from sacplan._program.elements import (
+    ROOT_SCOPE,
+    CallSite,
+    Event,
+    Events,
+    Op,
+    Patch,
+    Phase,
+    Scope,
+    StorageKind,
+    Tensor,
+    times_of,
+)
+from sacplan._program.liveness import Footprint, Liveness, footprint_of
 
 T = TypeVar("T")
 
 SCHEMA_VERSION = 2
 
-ROOT_SCOPE = -1
-
-CallSite = tuple[str, int]
-"""Op name and occurrence of it within one call of a unit."""
-
-
-class StorageKind(IntEnum):
-    """What a storage is for."""
-
-    PARAMETER = 0
-    BUFFER = 1
-    GRADIENT = 2
-    ACTIVATION = 3
-    TEMPORARY = 4
-    OPTIMIZER_STATE = 5
-    OTHER = 6
-
-
-class Phase(IntEnum):
-    """The part of a step in which an op runs."""
-
-    FORWARD = 0
-    BACKWARD = 1
-    OPTIMIZER = 2
-
-
-class Event(IntEnum):
-    """What the event stream is made of; each comes with one index."""
-
-    ALLOC = 0  # storage: first seen, not made by an op we saw
-    FREE = 1  # storage: nobody but autograd holds it any more
-    OP = 2  # op: allocates what it writes
-    PACK = 3  # handle: autograd begins to keep a storage
-    RELEASE = 4  # handle: autograd releases it
-    UNPACK = 5  # instance: autograd asks for the tensor of a handle
-    DROP = 6  # instance: the tensor that it was given is gone
-    ENTER = 7  # scope: the forward of a module begins
-    EXIT = 8  # scope: it ends
-
-
-Events = tuple[tuple[int, int], ...]
-"""Pairs (``Event``, index)."""
-
-
-def times_of(sites: Collection[CallSite]) -> Mapping[CallSite, int]:
-    """Discarded call sites and how often each is dropped: what a mapping says, else once."""
-    return sites if isinstance(sites, Mapping) else dict.fromkeys(sites, 1)
-
-
-class Tensor(msgspec.Struct, frozen=True, array_like=True):
-    """A view of a storage.
-
-    Attributes:
-        storage: index into ``Program.storage_bytes``.
-        dtype: for example ``"float32"``.
-        shape, stride, offset: in elements.
-    """
-
-    storage: int
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-class Op(msgspec.Struct, frozen=True, array_like=True):
-    """One dispatched op.
-
-    Attributes:
-        name: overload name, ``"aten.mm.default"``.
-        phase: forward, backward or optimizer step.
-        scope: the innermost module call it belongs to (index into ``Program.scopes``), or -1.
-        time_ms: predicted or measured time.
-        flops: floating-point operations (a multiply-add is two).
-        workspace_bytes: what the kernel allocates inside and frees before it returns.
-        reads: storages whose values it needs, in argument order.
-        writes: storages it allocates.
-        mutates: storages it writes in place.
-        recomputable: running it again gives the same values and has no other effect.
-        state_bytes: size of the generator state that is kept on the device if a random op is to run again.
-        replaces: for an op that writes in place, the version of the storage that it overwrites: its first output
-            takes over these bytes. It can run again only if that version is made again. -1: none.
-        inputs, outputs: tensors, in the order in which they stand in the arguments and results.
-        arguments: the call as JSON, ``[args, kwargs]``; see ``call``.
-        forward_of: of an op of the backward pass, the forward op whose gradient it computes (of a custom
-            ``autograd.Function``, its first op), as autograd's sequence numbers tell it; -1 where there is none.
-        recomputes: the op that this one runs again; -1 for an op of the recorded step.
-    """
-
-    name: str
-    phase: Phase
-    scope: int
-    time_ms: float
-    flops: int
-    workspace_bytes: int
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    mutates: tuple[int, ...]
-    recomputable: bool
-    state_bytes: int = 0
-    replaces: int = -1
-    inputs: tuple[int, ...] = ()
-    outputs: tuple[int, ...] = ()
-    arguments: str = "[[],{}]"
-    forward_of: int = -1
-    recomputes: int = -1
-
-    @property
-    def call(self) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments.
-
-        A tensor is ``{"tensor": i}``, the ``i``-th of ``inputs``; what JSON has no word for is
-        ``{"dtype": "float32"}``, ``{"device": "cpu"}`` and the like, or ``{"object": "torch.Generator"}``.
-        """
-        args, kwargs = json.loads(self.arguments)
-        return args, kwargs
-
-
-class Scope(msgspec.Struct, frozen=True, array_like=True):
-    """One call of a module's forward.
-
-    Attributes:
-        fqn: the module's name in ``named_modules()`` ("" for the model itself).
-        parent: scope of the calling module, or -1.
-        first_op, end_op: the ops that ran in it are ``ops[first_op:end_op]``.
-        input_bytes, output_bytes: tensors that went in and came out.
-    """
-
-    fqn: str
-    parent: int
-    first_op: int
-    end_op: int
-    input_bytes: int
-    output_bytes: int
-
-
-class Patch(msgspec.Struct, frozen=True):
-    """A rewrite of some events of a program.
-
-    New ops, storages and handles have the indices behind those of the program, in the order in which they stand here.
-
-    Attributes:
-        events: by position, the events that take the place of the one there. Those at position
-            ``len(program.events)`` come at the end.
-        ops: new ops.
-        changed_ops: by index, ops that take the place of others.
-        storage_bytes, storage_kinds: of new storages.
-        initial: new storages that are alive when the step begins.
-        tensors: new tensors.
-        handle_storages: of new handles.
-        changed_handles: by index, the storage and the tensor that a handle of the program is on instead.
-        resized: storages of the program that have another size.
-        parameter_bytes: modules whose parameters do.
-    """
-
-    events: Mapping[int, Events] = {}
-    ops: tuple[Op, ...] = ()
-    changed_ops: Mapping[int, Op] = {}
-    storage_bytes: tuple[int, ...] = ()
-    storage_kinds: tuple[StorageKind, ...] = ()
-    initial: tuple[int, ...] = ()
-    tensors: tuple[Tensor, ...] = ()
-    handle_storages: tuple[int, ...] = ()
-    changed_handles: Mapping[int, tuple[int, int]] = {}
-    resized: Mapping[int, int] = {}
-    parameter_bytes: Mapping[str, int] = {}
+__all__ = [
+    "ROOT_SCOPE",
+    "SCHEMA_VERSION",
+    "CallSite",
+    "Event",
+    "Events",
+    "Op",
+    "Patch",
+    "Phase",
+    "Program",
+    "Scope",
+    "StorageKind",
+    "Tensor",
+    "times_of",
+]
 
 
 class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
@@ -359,15 +218,11 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
     @cached_property
     def liveness(self) -> Liveness:
         """Who holds what when: all that is to be read from the order of the events."""
-        from sacplan._program.liveness import Liveness
-
         return Liveness(self)
 
     @cached_property
     def footprint(self) -> Footprint:
         """The peak of the step, what it is made of, and what runs a second time."""
-        from sacplan._program.liveness import footprint_of
-
         return footprint_of(self)
 
     @cached_property
