@@ -12,7 +12,7 @@ from sacplan._classical.graph import SACStats
 from sacplan._solve.mip import LinearProgram, check_options
 from sacplan.errors import BudgetError, InfeasibleBudget, PlanError, SolverError
 
-_SCALE = 1000.0  # as in milp.py: far above the solvers' tolerances
+_SCALE = 1000.0  # far above the solvers' tolerances
 
 
 def get_optimal_checkpointing_policy_per_module(
@@ -33,6 +33,10 @@ def get_optimal_checkpointing_policy_per_module(
     Args:
         sac_stats: the module's ops.
         memory_budget: share of the ops' total memory that may be saved, in [0, 1].
+        solver: "auto" (HiGHS if installed, else CBC), "highs" or "cbc".
+        gap: relative gap at which a policy counts as optimal.
+        time_limit: seconds.
+        seed: of the solver.
 
     Raises:
         BudgetError: the share is not in [0, 1].

@@ -16,7 +16,7 @@ from sacplan._classical.graph import Graph
 from sacplan._classical.subtrees import tree_problem
 from sacplan._classical.tree import Tree, TreePlan, cost_ms, tree_of
 from sacplan._program.budget import format_bytes, parse_budget
-from sacplan._solve.milp import Milp, Search
+from sacplan._solve.milp import Milp, Refinement
 from sacplan._solve.mip import check_options, relative_gap
 from sacplan.errors import InfeasibleBudget, PlanError, SolverError
 
@@ -134,7 +134,7 @@ def sac_milp(
 
 def _solve_reachable(tree: Tree, budget_bytes: int, options: Milp) -> Answer:
     offered = tree_problem(tree, budget_bytes)
-    search = Search(options, offered.problem)
+    search = Refinement(options, offered.problem)
     found = search.cheapest()
     if found is None:
         return Answer(None, search.infeasible, None)
@@ -149,7 +149,7 @@ def _smallest(tree: Tree, budget_bytes: int, options: Milp, infeasible: bool) ->
         SolverError: it is over the budget, and neither is proved.
     """
     offered = tree_problem(tree.at_most(), budget_bytes)
-    picks, exact = Search(options, offered.problem).smallest()
+    picks, exact = Refinement(options, offered.problem).smallest()
     plan = {i: tree.units[i].options[-1] for i in offered.plan(picks)}
     used = tree.used(plan)
     smallest_bytes = int(used.max())

@@ -141,9 +141,7 @@ class Search:
             if solution is None:
                 break
             tried = self._add(effects, solution, solver.name)
-            if (
-                solution.bound is not None
-            ):  # it weighs costs paid once, which are estimates and no recomputation
+            if solution.bound is not None:  # it also minimised costs paid once, which recompute nothing
                 free = replace(limited, once_costs=())
                 leaner = replace(solution, picks=give_back(free, solution.picks), status="feasible")
                 self._add(effects, leaner, solver.name)

@@ -64,11 +64,11 @@ class Milp:
 
     def solve(self, problem: Problem) -> Solution | None:
         """The cheapest options that keep all limits; None if there are none, or none were found in time."""
-        return Search(self, problem).cheapest()
+        return Refinement(self, problem).cheapest()
 
     def smallest(self, problem: Problem) -> Solution:
         """The options with the smallest peak (to ``peak_gap``), as cheap as that peak allows."""
-        picks, _ = Search(self, problem).smallest()
+        picks, _ = Refinement(self, problem).smallest()
         return self.solve(problem.with_limit(DEVICE_MEMORY, problem.peak(picks))) or Solution(
             picks, "feasible"
         )
@@ -82,7 +82,7 @@ class _AtLeast(NamedTuple):
     number: int
 
 
-class Search:
+class Refinement:
     """Solve, lay out, split, until what is laid out fits.
 
     Attributes:

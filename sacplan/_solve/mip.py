@@ -83,7 +83,7 @@ class LinearProgram:
     def row(
         self, terms: Iterable[tuple[int, float]], *, lower: float | None = None, upper: float | None = None
     ) -> None:
-        """lower <= sum of coefficient * variable <= upper; terms are (variable, coefficient)."""
+        """Add lower <= sum of coefficient * variable <= upper; terms are (variable, coefficient)."""
         self._rows.append(([term for term in terms if term[1]], lower, upper))
 
     def solve(
@@ -192,19 +192,27 @@ def _status(problem: pulp.LpProblem) -> Status:
 def _solve_highs(
     problem: pulp.LpProblem, gap: float, time_limit_s: float, seed: int
 ) -> tuple[Status, float | None]:
-    for presolve in ("choose", "off"):  # it fails on some programs that it brings to the edge of a tolerance
-        problem.solve(
-            pulp.HiGHS(
-                msg=False,
-                gapRel=gap,
-                timeLimit=time_limit_s,
-                threads=_THREADS,
-                random_seed=seed,
-                presolve=presolve,
-            )
+    """HiGHS; again without its presolve where that fails, or calls infeasible what just fits (1.15 does)."""
+    status, bound = _run_highs(problem, "choose", gap, time_limit_s, seed)
+    if status == "infeasible" or problem.solverModel.getModelStatus().name == "kSolveError":
+        again = _run_highs(problem, "off", gap, time_limit_s, seed)
+        return (status, bound) if again[0] == "unknown" else again
+    return status, bound
+
+
+def _run_highs(
+    problem: pulp.LpProblem, presolve: str, gap: float, time_limit_s: float, seed: int
+) -> tuple[Status, float | None]:
+    problem.solve(
+        pulp.HiGHS(
+            msg=False,
+            gapRel=gap,
+            timeLimit=time_limit_s,
+            threads=_THREADS,
+            random_seed=seed,
+            presolve=presolve,
         )
-        if problem.solverModel.getModelStatus().name != "kSolveError":
-            break
+    )
     status = _status(problem)
     info = problem.solverModel.getInfo()
     if status == "feasible" and info.primal_solution_status != 2:  # 2: a feasible point
