@@ -33,28 +33,38 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._torch.ops import RuleTable, arguments_by_name, aten_names, op_traits, tensors_in
 
 # ---------------------------------------------------------------------------------------------------------
-# FLOPs: torch's registry, and what it lacks
+# FLOPs: torch's registry, and what it lacks or gets wrong
 
 Arguments = Mapping[str, Any]
 flops: RuleTable[Callable[[Arguments], int]] = RuleTable()
-"""By schema name, for ops that torch's registry lacks."""
+"""By schema name; these take precedence over torch's registry."""
 
 
-@flops(
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_fused_attention_overrideable",
-)
+# torch's own formulas for attention refuse grouped queries before 2.12: ours take precedence.
+_ATTENTION = [
+    f"aten::_scaled_dot_product_{kernel}"
+    for kernel in (
+        "flash_attention",
+        "efficient_attention",
+        "cudnn_attention",
+        "flash_attention_for_cpu",
+        "fused_attention_overrideable",
+    )
+]
+
+
+@flops(*_ATTENTION)
 def _attention(a: Arguments) -> int:
-    return int(flop_counter.sdpa_flop_count(a["query"].shape, a["key"].shape, a["value"].shape))
+    """Two products per query head: scores from D, values from Dv."""
+    (batch, heads, seq_q, dim), (seq_k, dim_v) = a["query"].shape, a["value"].shape[-2:]
+    return 2 * batch * heads * seq_q * seq_k * int(dim + dim_v)
 
 
-@flops(
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
-    "aten::_scaled_dot_product_fused_attention_overrideable_backward",
-)
+@flops(*(f"{name}_backward" for name in _ATTENTION))
 def _attention_backward(a: Arguments) -> int:
-    shapes = (a[name].shape for name in ("grad_out", "query", "key", "value"))
-    return int(flop_counter.sdpa_backward_flop_count(*shapes))
+    """The scores again, and the gradients of query and key, from D; of values and scores, from Dv."""
+    (batch, heads, seq_q, dim), (seq_k, dim_v) = a["query"].shape, a["value"].shape[-2:]
+    return 2 * batch * heads * seq_q * seq_k * int(3 * dim + 2 * dim_v)
 
 
 @flops("aten::_grouped_mm", "aten::_scaled_grouped_mm")
@@ -83,11 +93,11 @@ def _rnn_backward(a: Arguments) -> int:
 
 def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """FLOPs of one op, as ``FlopCounterMode`` counts them; 0 for ops without a formula."""
+    own = flops.get(func._schema.name)
+    if own is not None:
+        return own(arguments_by_name(func, args, kwargs))
     formula = flop_counter.flop_registry.get(func._overloadpacket)
-    if formula is not None:
-        return int(formula(*args, **kwargs, out_val=out))
-    extra = flops.get(func._schema.name)
-    return 0 if extra is None else extra(arguments_by_name(func, args, kwargs))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
 # ---------------------------------------------------------------------------------------------------------

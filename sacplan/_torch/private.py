@@ -18,7 +18,7 @@ import torch._C._dynamo.eval_frame as _dynamo
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes
 """State of a CPU generator. It counts as device memory in a CPU step; a GPU generator's state is on the host."""
@@ -260,3 +260,19 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
+
+
+def with_outputs(mode: TorchDispatchMode, note: Callable[[Any], None]) -> TorchDispatchMode:
+    """The same dispatch mode, which also hands each output to ``note``.
+
+    For the mode behind selective checkpointing: from 2.13 on its policy sees an op's output, before it does not.
+    """
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super(noting, self).__torch_dispatch__(func, types, args, kwargs)
+        note(out)
+        return out
+
+    noting: Any = type(type(mode).__name__, (type(mode),), {"__torch_dispatch__": dispatch})
+    mode.__class__ = noting
+    return mode
