@@ -35,7 +35,7 @@ from sacplan._device.cost import CostModel
 from sacplan._device.devices import resolve_device
 from sacplan._device.kernels import active_device
 from sacplan._device.overrides import override
-from sacplan._record.step import FakeCopier
+from sacplan._record.fake_copy import FakeCopier
 
 DEVICE = "h100"
 COMPILE_BUDGETS = (0.7, 0.5, 0.4, 0.3, 0.2, 0.1)

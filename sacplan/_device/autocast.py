@@ -251,7 +251,8 @@ def cuda_autocast_on_cpu(is_active: Callable[[], bool]) -> Iterator[None]:
 
     The methods of the class are replaced, so that subclasses and decorators have them too.
     """
-    init, enter, leave = autocast.__init__, autocast.__enter__, autocast.__exit__
+    own: Any = autocast
+    init, enter, leave = own.__init__, own.__enter__, own.__exit__
 
     @functools.wraps(init)
     def patched_init(

@@ -99,14 +99,18 @@ def _products(base: DeviceSpec, where: torch.device, size: int) -> dict[str, flo
     if where.type == "cuda":
         with _matmul_precision("high"):
             found["tf32"] = _product(torch.float32, where, size)
-    for name, dtype in _DTYPES.items():
-        try:
-            found[name] = _product(dtype, where, size)
-        except torch.OutOfMemoryError:
-            raise
-        except RUN_ERRORS:  # no such product on this device
-            continue
-    return found
+    halves = {name: _product_if_possible(dtype, where, size) for name, dtype in _DTYPES.items()}
+    return found | {name: flops for name, flops in halves.items() if flops is not None}
+
+
+def _product_if_possible(dtype: torch.dtype, where: torch.device, size: int) -> float | None:
+    """FLOP/s, or None where the device has no such product."""
+    try:
+        return _product(dtype, where, size)
+    except torch.OutOfMemoryError:
+        raise
+    except RUN_ERRORS:
+        return None
 
 
 def _product(dtype: torch.dtype, where: torch.device, size: int) -> float:

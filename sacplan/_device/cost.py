@@ -57,33 +57,33 @@ _ATTENTION = [
 def _attention(a: Arguments) -> int:
     """Two products per query head: scores from D, values from Dv."""
     (batch, heads, seq_q, dim), (seq_k, dim_v) = a["query"].shape, a["value"].shape[-2:]
-    return 2 * batch * heads * seq_q * seq_k * int(dim + dim_v)
+    return int(2 * batch * heads * seq_q * seq_k * (dim + dim_v))
 
 
 @flops(*(f"{name}_backward" for name in _ATTENTION))
 def _attention_backward(a: Arguments) -> int:
     """The scores again, and the gradients of query and key, from D; of values and scores, from Dv."""
     (batch, heads, seq_q, dim), (seq_k, dim_v) = a["query"].shape, a["value"].shape[-2:]
-    return 2 * batch * heads * seq_q * seq_k * int(3 * dim + 2 * dim_v)
+    return int(2 * batch * heads * seq_q * seq_k * (3 * dim + 2 * dim_v))
 
 
 @flops("aten::_grouped_mm", "aten::_scaled_grouped_mm")
 def _grouped_mm(a: Arguments) -> int:
     """[M, K] x [E, K, N], [E, M, K] x [K, N], [E, M, K] x [E, K, N], or [M, T] x [T, N] summed by group."""
     left, right = a["self"], a["mat2"]
-    columns = int(right.shape[-1])
+    columns = right.shape[-1]
     if left.dim() == 2:
-        return 2 * left.shape[0] * left.shape[1] * columns
+        return int(2 * left.shape[0] * left.shape[1] * columns)
     # For a 3-D and a 2-D operand the columns are divided among the groups.
     groups = left.shape[0] if right.dim() == 3 else 1
-    return 2 * groups * left.shape[1] * left.shape[2] * columns
+    return int(2 * groups * left.shape[1] * left.shape[2] * columns)
 
 
 @flops("aten::_cudnn_rnn")
 def _rnn(a: Arguments) -> int:
     """Each weight matrix times the rows of each step; input [T, N, C], [N, T, C], or packed [rows, C]."""
-    rows: int = a["input"].numel() // max(1, a["input"].shape[-1])
-    return 2 * rows * sum(w.numel() for w in a["weight"] if w.dim() == 2)
+    rows = a["input"].numel() // max(1, a["input"].shape[-1])
+    return int(2 * rows * sum(w.numel() for w in a["weight"] if w.dim() == 2))
 
 
 @flops("aten::_cudnn_rnn_backward")

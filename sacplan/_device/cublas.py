@@ -32,6 +32,7 @@ def library_workspace_bytes(spec: DeviceSpec, version: tuple[int, int] | None = 
     torch's default.
 
     Args:
+        spec: the device.
         version: of torch, (major, minor); default: the one that runs.
     """
     if spec.kind != "cuda":

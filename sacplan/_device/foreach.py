@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as torch_optimizer
@@ -23,13 +24,12 @@ from sacplan._torch.private import replaced
 @contextmanager
 def foreach_by_default(is_active: Callable[[], bool]) -> Iterator[None]:
     """Inside, fake CPU parameters qualify for ``foreach`` where ``is_active()``, which is asked in each thread."""
-    own = torch_optimizer._get_foreach_kernels_supported_devices
+    optimizers: Any = torch_optimizer
+    own = optimizers._get_foreach_kernels_supported_devices
 
     def devices() -> list[str]:
         return [*own(), "cpu"] if is_active() else own()
 
-    types = [*torch_optimizer._foreach_supported_types, FakeTensor]
-    with replaced(
-        torch_optimizer, _foreach_supported_types=types, _get_foreach_kernels_supported_devices=devices
-    ):
+    types = [*optimizers._foreach_supported_types, FakeTensor]
+    with replaced(optimizers, _foreach_supported_types=types, _get_foreach_kernels_supported_devices=devices):
         yield

@@ -111,7 +111,7 @@ def _efficient_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 
 @workspace("aten::_scaled_dot_product_cudnn_attention_backward")
 def _cudnn_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
-    """cuDNN does not publish its workspace. Assumed: an fp32 dq and the row sums, as in flash attention."""
+    """Assumed, since cuDNN does not publish its workspace: an fp32 dq and the row sums, as in flash attention."""
     batch, heads, seq_q, dim = a["query"].shape
     return (4 * batch * heads * seq_q * dim, 4 * batch * heads * seq_q)
 

@@ -60,6 +60,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         eps: float | None,
     ) -> torch.Tensor:
         with torch._C._AutoDispatchBelowAutograd():
+            out: torch.Tensor
             out, rstd = aten._fused_rms_norm.default(input, shape, weight, eps)
         ctx.save_for_backward(input, weight, rstd)
         ctx.shape = shape
@@ -93,20 +94,17 @@ def _rms_norm(
         or list(input.shape[input.dim() - len(shape) :]) != shape
     ):
         return run_composite(aten.rms_norm.default, input, shape, weight, eps)
-    return _FusedRMSNorm.apply(input, shape, weight, eps)
+    fused: Any = _FusedRMSNorm
+    return fused.apply(input, shape, weight, eps)
 
 
 @override(aten.softmax.int)
-def _softmax(
-    spec: DeviceSpec, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def _softmax(spec: DeviceSpec, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     return _softmax_by(aten.softmax.int, aten._softmax.default, input, dim, dtype)
 
 
 @override(aten.log_softmax.int)
-def _log_softmax(
-    spec: DeviceSpec, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def _log_softmax(spec: DeviceSpec, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     return _softmax_by(aten.log_softmax.int, aten._log_softmax.default, input, dim, dtype)
 
 

@@ -103,7 +103,7 @@ class DataRules(KnownValues, TorchDispatchMode):
     """The mode behind ``data_rules``; the innermost mode but FakeTensorMode."""
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
-        super().__exit__(exc_type, exc_value, traceback)
+        TorchDispatchMode.__exit__(self, exc_type, exc_value, traceback)
         self._known.clear()
 
     @staticmethod
