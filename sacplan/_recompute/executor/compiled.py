@@ -97,10 +97,7 @@ def checkpointed_for_compile(planned: PlannedForward, args: Any, kwargs: Any) ->
         # Side effects (a cache that is filled, an attribute that is set) happen once, in the forward pass,
         # as they do with recipes; without this Dynamo refuses them inside a checkpoint.
         once = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
-        if planned.replaced is not None:
-            return once(planned.replaced, *args, **kwargs)
-        # Not ``planned.original``: Dynamo of torch 2.11 cannot trace the binding of a method.
-        return once(type(planned.module).forward, planned.module, *args, **kwargs)
+        return once(planned.call_original, *args, **kwargs)
 
     return checkpoint(call, use_reentrant=False, context_fn=functools.partial(_contexts, planned.tags))
 
