@@ -29,7 +29,7 @@ import torch
 import sacplan
 from benchmarks import common, gpu_models
 from benchmarks.allocator import allocator_peaks
-from sacplan._device.attention import attention_backend
+from sacplan._device.attention import AttentionCall, attention_backend
 from sacplan._device.calibrate import calibrate
 from sacplan._device.devices import DeviceSpec, resolve_device, torch_version
 from sacplan._record.step import Step, default_loss
@@ -255,10 +255,11 @@ def attention_rows(spec: DeviceSpec, device: str) -> list[Row]:
             row["torch"] = BACKENDS[torch._fused_sdp_choice(q, k, v, mask, **options, enable_gqa=gqa)]
         except RuntimeError as error:
             row["torch"] = f"error: {str(error).splitlines()[0]}"
-        row["ours"] = attention_backend(
-            spec, q.shape, k.shape, v.shape, dtype=dtype, mask_dim=None if mask is None else mask.dim(),
+        call = AttentionCall(
+            tuple(q.shape), tuple(k.shape), tuple(v.shape), dtype, mask_dim=None if mask is None else mask.dim(),
             mask_requires_grad=mask is not None and mask.requires_grad, enable_gqa=gqa, needs_grad=grad, **options,
         )  # fmt: skip
+        row["ours"] = attention_backend(spec, call)
         row["agree"] = row["torch"] == row["ours"] if device != "cpu" else None
         rows.append(row)
     return rows

@@ -34,8 +34,8 @@ import sacplan
 from sacplan._device.cost import CostModel
 from sacplan._device.devices import resolve_device
 from sacplan._device.kernels import active_device
-from sacplan._device.overrides import ROUTES
-from sacplan._record.step import FakeCopier
+from sacplan._device.overrides import override
+from sacplan._record.fake_copy import FakeCopier
 
 DEVICE = "h100"
 COMPILE_BUDGETS = (0.7, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -177,7 +177,8 @@ class _RoutedFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            return ROUTES["scaled_dot_product_attention"][1](active_device(), *args, **(kwargs or {}))
+            attention = override[torch.ops.aten.scaled_dot_product_attention.default]
+            return attention(active_device(), *args, **(kwargs or {}))
         if func is F.dropout:
             return self._dropout(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -186,7 +187,7 @@ class _RoutedFunctions(TorchFunctionMode):
     def _dropout(
         input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> torch.Tensor:
-        return ROUTES["dropout"][1](active_device(), input, p, training)
+        return override[torch.ops.aten.dropout.default](active_device(), input, p, training)
 
 
 def _run_as_it_is(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:

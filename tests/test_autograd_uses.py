@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sacplan
 from sacplan._recompute.executor.nodes import RecipeNode, here
-from sacplan._verify.measure import allocation_events
+from sacplan._torch.allocations import allocation_events
 from tests.models import bit_equal
 
 DIM, LENGTH, BATCH = 8, 5, 3

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from sacplan._device.cost import CostModel, op_bytes, op_flops, op_time_ms
+from sacplan._device.cost import CostModel, op_bytes, op_flops
 from sacplan._device.devices import resolve_device
 from sacplan._device.kernels import fake_device
 
@@ -104,7 +104,7 @@ def test_matmul_time_is_the_roofline() -> None:
     assert op_flops(aten.mm.default, (a, a), {}, a) == flops
     launch = H100.kernel_launch_us * 1e-3
     want = flops / (989.5e12 * H100.compute_efficiency) * 1e3 + launch
-    assert op_time_ms(aten.mm.default, (a, a), {}, a, H100) == pytest.approx(want)
+    assert CostModel(H100).cost(aten.mm.default, (a, a), {}, a)[1] == pytest.approx(want)
 
     f = a.float()
     for tf32, peak in ((False, 67e12), (True, 494.5e12)):
@@ -114,11 +114,11 @@ def test_matmul_time_is_the_roofline() -> None:
 
 def test_tf32_follows_torch() -> None:
     f = torch.empty(4096, 4096, device="meta")
-    slow = op_time_ms(aten.mm.default, (f, f), {}, f, H100)
+    slow = CostModel(H100).cost(aten.mm.default, (f, f), {}, f)[1]
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        fast = op_time_ms(aten.mm.default, (f, f), {}, f, H100)
+        fast = CostModel(H100).cost(aten.mm.default, (f, f), {}, f)[1]
     finally:
         torch.set_float32_matmul_precision(before)
     assert fast < slow / 4
@@ -160,8 +160,8 @@ def test_views_and_queries_are_free() -> None:
     ):
         assert CostModel(H100).cost(func, args, {}, out) == (0, 0.0), func
         assert op_bytes(func, args, {}, out) == 0
-    assert op_time_ms(aten.clone.default, (x,), {}, x, H100) > 0
-    assert op_time_ms(aten.add_.Tensor, (x, x), {}, x, H100) > 0
+    assert CostModel(H100).cost(aten.clone.default, (x,), {}, x)[1] > 0
+    assert CostModel(H100).cost(aten.add_.Tensor, (x, x), {}, x)[1] > 0
 
 
 def test_memo_tells_shapes_dtypes_and_arguments_apart() -> None:

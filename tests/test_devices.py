@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sacplan._device.devices import DeviceSpec, devices, known_devices, resolve_device
+from sacplan._device.devices import DeviceSpec, devices, known_devices, resolve_device, torch_version
 from sacplan.errors import DeviceError, TraceError
 
 
@@ -139,6 +139,8 @@ def test_figures_of_torchs_own_table(name: str) -> None:
         if key == "bandwidth":
             assert spec.bandwidth_bytes_per_s == info.dram_bw_gbs * 1e9
             continue
+        if (name, key) == ("h100", "tf32") and torch_version() < (2, 12):
+            continue  # torch's table had the A100's figure
         theirs = info.tops["torch.tf32" if key == "tf32" else getattr(torch, key)] / sparsity
         assert spec.flops[key] == pytest.approx(theirs * 1e12, rel=0.005)
 

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.transformer import Transformer
-from sacplan._device.attention import attention_backend, cudnn_promoted
+from sacplan._device.attention import AttentionCall, attention_backend, cudnn_promoted
 from sacplan._device.devices import resolve_device
 from sacplan._device.kernel_workspaces import kernel_workspace_bytes
 from sacplan._device.kernels import active_device, device_kernels, fake_device
@@ -159,12 +159,16 @@ def test_attention_backend(device: str, dtype: torch.dtype, options: dict[str, A
     q = options.pop("q", SHAPE)
     kv = options.pop("kv", q)
     options.setdefault("version", (2, 13))
-    assert attention_backend(resolve_device(device), q, kv, kv, dtype=dtype, **options) == want
+    preferences = {name: options.pop(name) for name in ("priority", "enabled") if name in options}
+    call = AttentionCall(q, kv, kv, dtype, **options)
+    assert attention_backend(resolve_device(device), call, **preferences) == want
 
 
 def test_no_backend_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(DeviceError, match=r"none of the enabled backends \['flash'\].*Enable 'math'"):
-        attention_backend(resolve_device("h100"), SHAPE, SHAPE, SHAPE, dtype=FP32, enabled=("flash",))
+        attention_backend(
+            resolve_device("h100"), AttentionCall(SHAPE, SHAPE, SHAPE, FP32), enabled=("flash",)
+        )
 
 
 # --------------------------------------------------------------------------------------- what is saved

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import sacplan
 from sacplan._device import timing
 from sacplan._device.devices import resolve_device
-from sacplan._device.timing import MeasuredTimes, RealOp, outside_of_the_trace, run_for_real
+from sacplan._device.real_ops import RealOp, outside_of_the_trace, run_for_real
+from sacplan._device.timing import MeasuredTimes
 from sacplan.errors import DeviceError
 
 aten = torch.ops.aten

@@ -13,8 +13,9 @@ from torch.profiler import ProfilerActivity
 import sacplan
 from sacplan._device.workspace import measured_reserves, measured_workspace_bytes
 from sacplan._record.step import Step, default_loss
+from sacplan._torch.allocations import allocation_deltas, allocation_events
 from sacplan._torch.ops import tensors_in
-from sacplan._verify.measure import allocation_deltas, allocation_events, bytes_alive, measured_step
+from sacplan._verify.measure import bytes_alive, measured_step
 from sacplan.errors import TraceError
 
 aten = torch.ops.aten

@@ -1,22 +1,26 @@
-"""Which attention kernel a CUDA device takes, and ``scaled_dot_product_attention`` routed to it.
+"""Which attention kernel a CUDA device takes, and ``scaled_dot_product_attention`` run as that kernel.
 
-:func:`attention_backend` is the one table; its conditions are those of PyTorch's
-``aten/src/ATen/native/transformers/{attention.cpp,cuda/sdp_utils.cpp}``; cuDNN's dropout is of pull request
-#174245.
+:func:`attention_backend` decides. Each fused kernel has one function that says whether it can run a call, marked
+with ``@_fused("name")``; its conditions are those of PyTorch's
+``aten/src/ATen/native/transformers/{attention.cpp,cuda/sdp_utils.cpp}``, and cuDNN's on dropout are from pull
+request #174245. A change in a release is a condition on ``call.version``.
 
-Private PyTorch API, used on 2.13 and present in 2.11 to 2.15: ``torch._C._get_sdp_priority_order``.
+Private PyTorch API, tried on 2.11 and 2.13: ``torch._C._get_sdp_priority_order``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
 from sacplan._device.devices import DeviceSpec, torch_version
+from sacplan._device.overrides import HALF_TYPES, override
+from sacplan._torch.ops import RuleTable
 from sacplan.errors import DeviceError
 
 aten = torch.ops.aten
@@ -25,14 +29,49 @@ Backend = Literal["flash", "efficient", "cudnn", "math"]
 ALL_BACKENDS: tuple[Backend, ...] = ("flash", "efficient", "math", "cudnn")
 """torch's own order of preference, before cuDNN is promoted."""
 
-_HALF = (torch.float16, torch.bfloat16)
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What the choice of a kernel depends on, besides the device.
+
+    Attributes:
+        query: shape [B, H, Sq, D]; key and value alike, [B, Hk, Sk, D] and [B, Hk, Sk, Dv]. Other ranks
+            go to math (3-D ones are fused from torch 2.14).
+        mask_dim: rank of the mask, None without one. Only whether there is one matters, and its rank.
+        unit_last_stride: whether query, key, value and mask have stride 1 in their last dimension.
+        version: of torch, (major, minor).
+    """
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    dtype: torch.dtype
+    mask_dim: int | None = None
+    mask_requires_grad: bool = False
+    is_causal: bool = False
+    dropout_p: float = 0.0
+    enable_gqa: bool = False
+    needs_grad: bool = True
+    deterministic: bool = False
+    unit_last_stride: bool = True
+    version: tuple[int, int] = field(default_factory=torch_version)
+
+    @property
+    def same_heads(self) -> bool:
+        """Whether query, key and value have the same number of heads."""
+        return self.query[1] == self.key[1] == self.value[1]
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Head sizes of query and value."""
+        return self.query[3], self.value[3]
 
 
 def cudnn_promoted(spec: DeviceSpec, version: tuple[int, int]) -> bool:
-    """Whether cuDNN attention comes first, with the cuDNN of that release's PyPI wheel.
+    """Whether cuDNN attention comes first, given the cuDNN in that release's PyPI wheel.
 
-    2.9 asks for cuDNN 9.9; from 2.10 the threshold is 9.15, which 2.10's wheel (9.10) does not reach. With
-    another cuDNN set the order with ``torch.nn.attention.sdpa_kernel(set_priority=True)``.
+    2.9 asks for cuDNN 9.9; from 2.10 the threshold is 9.15, which 2.10's wheel (9.10) does not reach. If you have
+    another cuDNN, set the order with ``torch.nn.attention.sdpa_kernel(set_priority=True)``.
     """
     sm = spec.capability
     if sm is None or version < (2, 9) or version == (2, 10):
@@ -46,164 +85,129 @@ def cudnn_promoted(spec: DeviceSpec, version: tuple[int, int]) -> bool:
 
 def attention_backend(
     spec: DeviceSpec,
-    query_shape: Sequence[int],
-    key_shape: Sequence[int],
-    value_shape: Sequence[int],
+    call: AttentionCall,
     *,
-    dtype: torch.dtype,
-    mask_dim: int | None = None,
-    mask_requires_grad: bool = False,
-    is_causal: bool = False,
-    dropout_p: float = 0.0,
-    enable_gqa: bool = False,
-    needs_grad: bool = True,
-    deterministic: bool = False,
-    unit_last_stride: bool = True,
-    version: tuple[int, int] | None = None,
     priority: Sequence[Backend] | None = None,
     enabled: Sequence[Backend] = ALL_BACKENDS,
 ) -> Backend:
     """The kernel that ``F.scaled_dot_product_attention`` takes on ``spec``: a pure function of its arguments.
 
     Args:
-        query_shape: [B, H, Sq, D]; key and value alike, [B, Hk, Sk, D] and [B, Hk, Sk, Dv]. Other ranks
-            go to math (3-D ones are fused from torch 2.14).
-        mask_dim: rank of the mask, None without one. Only whether there is one matters, and its rank.
-        unit_last_stride: whether query, key, value and mask have stride 1 in their last dimension.
-        version: of torch, (major, minor); default: the one that runs.
+        spec: the device.
+        call: shapes, types and options of the call.
         priority: order of preference; default: torch's, with cuDNN first where it is promoted.
         enabled: what the user allows (``torch.nn.attention.sdpa_kernel``).
 
     Raises:
-        DeviceError: nothing that is enabled can run this, where torch would raise too.
+        DeviceError: no enabled backend can run this call; torch would raise too.
     """
-    version = torch_version() if version is None else version
     if priority is None:
-        priority = ("cudnn", "flash", "efficient", "math") if cudnn_promoted(spec, version) else ALL_BACKENDS
-    fused = _fused_backends(
-        spec,
-        tuple(query_shape),
-        tuple(key_shape),
-        tuple(value_shape),
-        dtype=dtype,
-        mask_dim=mask_dim,
-        mask_requires_grad=mask_requires_grad,
-        is_causal=is_causal,
-        dropout_p=dropout_p,
-        enable_gqa=enable_gqa,
-        needs_grad=needs_grad,
-        deterministic=deterministic,
-        unit_last_stride=unit_last_stride,
-        version=version,
-    )
+        promoted = cudnn_promoted(spec, call.version)
+        priority = ("cudnn", "flash", "efficient", "math") if promoted else ALL_BACKENDS
+    if len(call.query) == len(call.key) == len(call.value) == 3 and call.version >= (2, 14):
+        call = replace(call, query=(1, *call.query), key=(1, *call.key), value=(1, *call.value))
+    fusable = _fusable(call)
     for backend in priority:
-        if backend in enabled and (backend == "math" or backend in fused):
+        if backend in enabled and (backend == "math" or (fusable and _fused[backend](spec, call))):
             return backend
     raise DeviceError(
         f"scaled_dot_product_attention on {spec.name}: none of the enabled backends {list(enabled)} runs "
-        f"query {list(query_shape)}, key {list(key_shape)}, value {list(value_shape)} of {dtype}"
-        f"{', mask' if mask_dim is not None else ''}{', causal' if is_causal else ''}. Enable 'math' "
+        f"query {list(call.query)}, key {list(call.key)}, value {list(call.value)} of {call.dtype}"
+        f"{', mask' if call.mask_dim is not None else ''}{', causal' if call.is_causal else ''}. Enable 'math' "
         "(torch.nn.attention.sdpa_kernel)."
     )
 
 
-def _fused_backends(
-    spec: DeviceSpec,
-    query: tuple[int, ...],
-    key: tuple[int, ...],
-    value: tuple[int, ...],
-    *,
-    dtype: torch.dtype,
-    mask_dim: int | None,
-    mask_requires_grad: bool,
-    is_causal: bool,
-    dropout_p: float,
-    enable_gqa: bool,
-    needs_grad: bool,
-    deterministic: bool,
-    unit_last_stride: bool,
-    version: tuple[int, int],
-) -> set[Backend]:
-    """The fused kernels that can run this; the conditions of ``sdp_utils.cpp``."""
-    if len(query) == 3 and len(key) == 3 and len(value) == 3 and version >= (2, 14):
-        query, key, value = (1, *query), (1, *key), (1, *value)
-    if not len(query) == len(key) == len(value) == 4:
-        return set()
-    heads_q, heads_k, heads_v = query[1], key[1], value[1]
-    seq_q, seq_k = query[2], key[2]
-    same_heads = heads_q == heads_k == heads_v
-    grouped = enable_gqa and heads_k == heads_v and heads_k > 0 and heads_q % heads_k == 0
-    if (
-        not query[0] == key[0] == value[0]
-        or 0 in query
-        or 0 in key
-        or 0 in value
-        or not unit_last_stride
-        or not (same_heads or grouped)
-    ):
-        return set()
+def _fusable(call: AttentionCall) -> bool:
+    """What all fused kernels require."""
+    if not len(call.query) == len(call.key) == len(call.value) == 4:
+        return False
+    heads_q, heads_k, heads_v = call.query[1], call.key[1], call.value[1]
+    grouped = call.enable_gqa and heads_k == heads_v and heads_k > 0 and heads_q % heads_k == 0
+    return (
+        call.query[0] == call.key[0] == call.value[0]
+        and 0 not in (*call.query, *call.key, *call.value)
+        and call.unit_last_stride
+        and (call.same_heads or grouped)
+    )
 
+
+_fused: RuleTable[Callable[[DeviceSpec, AttentionCall], bool]] = RuleTable()
+"""By backend: whether it can run a call that all fused kernels could."""
+
+
+def _ampere_on(spec: DeviceSpec) -> bool:
     # ROCm devices (no capability) run flash and efficient attention through AOTriton, and have no cuDNN.
+    return spec.capability is None or (8, 0) <= spec.capability <= (12, 1)
+
+
+@_fused("flash")
+def _flash_runs(spec: DeviceSpec, call: AttentionCall) -> bool:
     sm = spec.capability
-    ampere_on = sm is None or (8, 0) <= sm <= (12, 1)
-    dim, dim_v = query[3], value[3]
-    result: set[Backend] = set()
-
+    dim, dim_v = call.dims
     small_sm = sm is not None and ((8, 6) <= sm <= (8, 9) or sm[0] == 12)
-    if (
-        ampere_on
-        and dtype in _HALF
-        and mask_dim is None
-        and dim == key[3] == dim_v
+    too_large = 192 < dim <= 224 or (dim > 224 and call.dropout_p > 0.0)
+    return (
+        _ampere_on(spec)
+        and call.dtype in HALF_TYPES
+        and call.mask_dim is None
+        and dim == call.key[3] == dim_v
         and dim <= (512 if sm is None else 256)
-        and not (is_causal and seq_q != seq_k)
-        and not (small_sm and needs_grad and (192 < dim <= 224 or (dim > 224 and dropout_p > 0.0)))
-    ):
-        result.add("flash")
+        and not (call.is_causal and call.query[2] != call.key[2])
+        and not (small_sm and call.needs_grad and too_large)
+    )
 
-    half_alignment = 8 if ampere_on or (sm is not None and sm[0] == 7) else 1
-    alignment = half_alignment if dtype in _HALF else (4 if ampere_on else 1)
-    low = (torch.float16, torch.float32)
-    if (
-        dtype in ((*_HALF, torch.float32) if ampere_on else low)
-        and (sm is None or (5, 0) <= sm <= (12, 1))
-        and dim % alignment == 0
-        and dim_v % alignment == 0
-        and (same_heads or (version >= (2, 14) and sm is not None))
-    ):
-        result.add("efficient")
 
-    # check_cudnn_tensor_shapes refuses one key, and dropout on one query. Dropout that is no multiple of 1/16
-    # is refused since #174245, merged after 2.11 was cut; it would be rounded before.
-    dims = (dim, dim_v)
-    if version >= (2, 15) and sm is not None and (sm == (9, 0) or sm[0] == 10):
-        cudnn_dims = max(dims) <= 256
-        if needs_grad:
-            cudnn_dims = max(dims) <= 128 or dims in ((192, 128), (256, 256))
-    elif version >= (2, 11) and sm is not None and sm[0] == 10 and dims == (192, 128):
-        cudnn_dims = True
+@_fused("efficient")
+def _efficient_runs(spec: DeviceSpec, call: AttentionCall) -> bool:
+    sm, ampere_on = spec.capability, _ampere_on(spec)
+    if call.dtype in HALF_TYPES:
+        alignment = 8 if ampere_on or (sm is not None and sm[0] == 7) else 1
     else:
-        cudnn_dims = max(dims) <= (256 if sm == (9, 0) and version >= (2, 8) else 128)
-    if (
-        sm is not None
-        and ampere_on
-        and dtype in _HALF
-        and dim % 8 == 0
-        and dim_v % 8 == 0
-        and cudnn_dims
-        and mask_dim in (None, 2, 4)
-        and not (mask_dim is not None and mask_requires_grad)
-        and not deterministic
-        and seq_k > 1
-        and not (seq_q == 1 and dropout_p > 0.0)
-        and (version < (2, 12) or (dropout_p * 16).is_integer())
-    ):
-        result.add("cudnn")
-    return result
+        alignment = 4 if ampere_on else 1
+    types = (*HALF_TYPES, torch.float32) if ampere_on else (torch.float16, torch.float32)
+    return (
+        call.dtype in types
+        and (sm is None or (5, 0) <= sm <= (12, 1))
+        and all(dim % alignment == 0 for dim in call.dims)
+        and (call.same_heads or (call.version >= (2, 14) and sm is not None))
+    )
+
+
+@_fused("cudnn")
+def _cudnn_runs(spec: DeviceSpec, call: AttentionCall) -> bool:
+    """As ``check_cudnn_tensor_shapes``, which refuses a single key, and dropout on a single query.
+
+    Dropout that is not a multiple of 1/16 is refused since #174245, merged after 2.11 was cut; it would be rounded
+    before.
+    """
+    return (
+        spec.capability is not None
+        and _ampere_on(spec)
+        and call.dtype in HALF_TYPES
+        and all(dim % 8 == 0 for dim in call.dims)
+        and _cudnn_takes_dims(spec.capability, call)
+        and call.mask_dim in (None, 2, 4)
+        and not (call.mask_dim is not None and call.mask_requires_grad)
+        and not call.deterministic
+        and call.key[2] > 1
+        and not (call.query[2] == 1 and call.dropout_p > 0.0)
+        and (call.version < (2, 12) or (call.dropout_p * 16).is_integer())
+    )
+
+
+def _cudnn_takes_dims(sm: tuple[int, int], call: AttentionCall) -> bool:
+    if call.version >= (2, 15) and (sm == (9, 0) or sm[0] == 10):
+        if call.needs_grad:
+            return max(call.dims) <= 128 or call.dims in ((192, 128), (256, 256))
+        return max(call.dims) <= 256
+    if call.version >= (2, 11) and sm[0] == 10 and call.dims == (192, 128):
+        return True
+    return max(call.dims) <= (256 if sm == (9, 0) and call.version >= (2, 8) else 128)
 
 
 def _enabled_backends() -> list[Backend]:
-    flags = torch.backends.cuda
+    flags: Any = torch.backends.cuda
     on: dict[Backend, bool] = {
         "flash": flags.flash_sdp_enabled(),
         "efficient": flags.mem_efficient_sdp_enabled(),
@@ -230,7 +234,8 @@ def _user_priority() -> list[Backend] | None:
     return names
 
 
-def routed_attention(
+@override(aten.scaled_dot_product_attention.default)
+def attention(
     spec: DeviceSpec,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -241,20 +246,19 @@ def routed_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
-    """``F.scaled_dot_product_attention`` as CUDA runs it: the fused op that the table names, or math."""
+) -> Any:
+    """``F.scaled_dot_product_attention`` as CUDA runs it: the fused op that ``attention_backend`` names, or math."""
     mask = attn_mask
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     valid = not (is_causal and mask is not None) and query.dtype == key.dtype == value.dtype
     backend: Backend = "math"
     if valid:
         strided = (query, key, value) if mask is None else (query, key, value, mask)
-        backend = attention_backend(
-            spec,
-            query.shape,
-            key.shape,
-            value.shape,
-            dtype=query.dtype,
+        call = AttentionCall(
+            tuple(query.shape),
+            tuple(key.shape),
+            tuple(value.shape),
+            query.dtype,
             mask_dim=None if mask is None else mask.dim(),
             mask_requires_grad=mask is not None and mask.requires_grad,
             is_causal=is_causal,
@@ -264,9 +268,8 @@ def routed_attention(
             deterministic=torch.are_deterministic_algorithms_enabled()
             and not torch.is_deterministic_algorithms_warn_only_enabled(),
             unit_last_stride=all(t.dim() > 0 and (t.stride(-1) == 1 or t.shape[-1] == 1) for t in strided),
-            priority=_user_priority(),
-            enabled=_enabled_backends(),
         )
+        backend = attention_backend(spec, call, priority=_user_priority(), enabled=_enabled_backends())
     if mask is not None and mask.dtype == torch.bool:
         # As convert_boolean_attn_mask: at the mask's own size, expanded later.
         minus_inf = torch.full((), float("-inf"), dtype=query.dtype, device=query.device)

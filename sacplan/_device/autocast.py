@@ -2,18 +2,17 @@
 
 While the kernels of a CUDA device are emulated, ``torch.autocast("cuda")`` and ``torch.autocast("cpu")`` are
 the same: both switch on what CUDA's autocast does. Ops that torch's own CPU autocast casts as CUDA's does keep
-its C++ kernel, and with it the weight cache; for the others there is a Python kernel for ``AutocastCPU``. Its
-casts of weights are cached as in C++: those of float32 leaves that need a gradient, until the outermost
-autocast is left.
+its C++ kernel, and with it the weight cache; the others get a Python kernel for ``AutocastCPU``. It caches the
+casts of weights as C++ does: those of float32 leaves that need a gradient, until the outermost autocast is left.
 
-``POLICIES`` are the lists of ``ATen/autocast_mode.h`` and ``autocast_mode.cpp``; the tests hold them against
-the header of the torch that is installed.
+``policies`` are the lists of ``ATen/autocast_mode.h`` and ``autocast_mode.cpp``; the tests compare them with
+the header of the installed torch. To add an op, add its name to the list of its policy.
 
-Not emulated: ``torch.autocast`` objects that were made before, in a build without CUDA (torch has disabled
-them with a warning); ``GradScaler``.
+Not emulated: ``torch.autocast`` objects made earlier, in a build without CUDA (torch has disabled them with a
+warning); ``GradScaler``.
 
-Private PyTorch APIs, used on 2.13 and present in 2.11 to 2.15: ``torch._C._ExcludeDispatchKeyGuard``,
-``torch._C._dispatch_has_kernel_for_dispatch_key``, ``OpOverload._op_dk``, and that ``torch.autocast`` keeps ``device``.
+Private PyTorch APIs, tried on 2.11 and 2.13: ``torch._C._ExcludeDispatchKeyGuard``,
+``torch._C._dispatch_has_kernel_for_dispatch_key``, and that ``torch.autocast`` keeps ``device``.
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ import torch
 from torch.amp.autocast_mode import autocast
 
 from sacplan._device.devices import torch_version
-from sacplan._torch.ops import tensors_in
+from sacplan._torch.ops import arguments_by_name, tensors_in
+from sacplan._torch.private import COMPOSITE, replaced, run_composite
 from sacplan.errors import DeviceError
 
 Policy = Literal["lower", "fp32", "fp32_dtype", "fp32_norm", "promote", "banned", "none"]
-"""``lower``: tensors go down to autocast's type. ``fp32``: they go up. ``fp32_dtype``: the op is asked for a
+"""``lower``: tensors are cast to autocast's type. ``fp32``: to float32. ``fp32_dtype``: the op is asked for a
 float32 result. ``fp32_norm``: the same, by another overload. ``promote``: to the widest type among them."""
 
 _AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
@@ -67,11 +67,11 @@ _BANNED = "binary_cross_entropy"
 _LOWER_BESIDES = "_cudnn_rnn"
 
 _SINCE = {"rms_norm": (2, 12)}
-"""Ops that are on CUDA's list only from a release on."""
+"""Ops that CUDA's list has only since a release."""
 
 
 def policies(version: tuple[int, int] | None = None) -> dict[str, Policy]:
-    """What CUDA's autocast does, by op (without namespace); default: of the torch that runs."""
+    """What CUDA's autocast does, by op (without namespace). Default version: the running torch."""
     version = torch_version() if version is None else version
     lists: tuple[tuple[Policy, str], ...] = (
         ("lower", _LOWER + _LOWER_BESIDES),
@@ -89,7 +89,7 @@ def policies(version: tuple[int, int] | None = None) -> dict[str, Policy]:
     }
 
 
-# What torch's CPU autocast does to ops that CUDA's treats otherwise; all the rest of its list goes to float32.
+# What torch's CPU autocast does to ops that CUDA's treats differently; the rest of its list is cast to float32.
 _CPU_PROMOTES = frozenset(("cat", "stack", "index_copy"))
 # Lower on the CPU's list and reached through ops that are lower on CUDA's: nothing to change.
 _CPU_LOWER = frozenset(
@@ -106,7 +106,7 @@ _CPU_LOWER = frozenset(
 
 @functools.cache
 def _cpu_list() -> frozenset[str]:
-    """Ops that torch's own CPU autocast has a kernel for. Called before there are kernels of ours."""
+    """Ops that torch's own CPU autocast has a kernel for. First called before ours are registered."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = (n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::"))
     return frozenset(n.removeprefix("aten::") for n in names if has(n, "AutocastCPU"))
@@ -193,25 +193,17 @@ def _apply(policy: Policy, op: torch._ops.OpOverload, args: tuple[Any, ...], kwa
             "or call it under torch.autocast(enabled=False)."
         )
     if policy == "fp32_dtype" and _eligible(args[0]):
-        names = [a.name for a in op._schema.arguments]
-        at = names.index("dtype")
-        given = args[at] if at < len(args) else kwargs.get("dtype")
-        if given is None:
-            kwargs = {**kwargs, "dtype": torch.float32}
-            if op._schema.arguments[at].kwarg_only:
-                return op(*args, **kwargs)
-            return op(*args[:at], **kwargs)
-        return op(*args, **kwargs)
+        given = arguments_by_name(op, args, kwargs)
+        if given["dtype"] is None:
+            given["dtype"] = torch.float32
+        return op(given.pop("self"), **given)
     if policy == "fp32_norm" and _eligible(args[0]):
         with_dtype = (
             torch.ops.aten.norm.ScalarOpt_dtype
             if op._schema.overload_name == "Scalar"
             else torch.ops.aten.norm.ScalarOpt_dim_dtype
         )
-        names = [a.name for a in op._schema.arguments]
-        values = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
-        values |= dict(zip(names, args, strict=False)) | kwargs
-        return with_dtype(*(values[n] for n in names), dtype=torch.float32)
+        return with_dtype(*arguments_by_name(op, args, kwargs).values(), dtype=torch.float32)
     dtype = None
     if policy == "lower":
         dtype = torch.get_autocast_dtype("cpu")
@@ -227,7 +219,7 @@ def _apply(policy: Policy, op: torch._ops.OpOverload, args: tuple[Any, ...], kwa
 
 
 def register(library: torch.library.Library, is_emulated: Callable[[Any], bool]) -> None:
-    """Put the kernels in place; ``is_emulated(args)`` says whether a call is to be as on CUDA."""
+    """Register the kernels; ``is_emulated(args)`` says whether a call should behave as on CUDA."""
     for name, (cuda, cpu) in differing().items():
         op = _overload(name)
         assert op is not None
@@ -237,13 +229,12 @@ def register(library: torch.library.Library, is_emulated: Callable[[Any], bool])
 def _kernel(
     op: torch._ops.OpOverload, cuda: Policy, cpu: Policy, is_emulated: Callable[[Any], bool]
 ) -> Callable[..., Any]:
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    falls_through = op.has_kernel_for_dispatch_key(composite)
+    is_composite = op.has_kernel_for_dispatch_key(COMPOSITE)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         policy = cuda if is_emulated((args, kwargs)) else cpu
-        if policy == "none" and falls_through:
-            return op._op_dk(composite, *args, **kwargs)  # the ops that it is made of are cast
+        if policy == "none" and is_composite:
+            return run_composite(op, *args, **kwargs)  # the ops that it is made of are cast
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
             return _apply(policy, op, args, kwargs)
 
@@ -254,64 +245,54 @@ def _kernel(
 # torch.autocast itself
 
 
-class Patch:
-    """``torch.autocast`` with "cuda" and "cpu" the same, where ``is_active()`` (it is asked in each thread)."""
+@contextmanager
+def cuda_autocast_on_cpu(is_active: Callable[[], bool]) -> Iterator[None]:
+    """``torch.autocast`` treats "cuda" and "cpu" alike where ``is_active()``, which is asked in each thread.
 
-    def __init__(self, is_active: Callable[[], bool]) -> None:
-        self._is_active = is_active
-        self._originals = (autocast.__init__, autocast.__enter__, autocast.__exit__)
+    The methods of the class are replaced, so that subclasses and decorators have them too.
+    """
+    own: Any = autocast
+    init, enter, leave = own.__init__, own.__enter__, own.__exit__
 
-    def install(self) -> None:
-        """Replace the three methods of the class, so that subclasses and decorators have them too."""
-        init, enter, leave = self._originals
-        is_active = self._is_active
+    @functools.wraps(init)
+    def patched_init(
+        this: autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if device_type == "cuda" and is_active():
+            dtype = torch.get_autocast_dtype("cuda") if dtype is None else dtype
+            device_type = "cpu"
+        init(this, device_type, dtype, enabled, cache_enabled)
 
-        @functools.wraps(init)
-        def patched_init(
-            this: autocast,
-            device_type: str,
-            dtype: torch.dtype | None = None,
-            enabled: bool = True,
-            cache_enabled: bool | None = None,
-        ) -> None:
-            if device_type == "cuda" and is_active():
-                dtype = torch.get_autocast_dtype("cuda") if dtype is None else dtype
-                device_type = "cpu"
-            init(this, device_type, dtype, enabled, cache_enabled)
+    @functools.wraps(enter)
+    def patched_enter(this: autocast) -> Any:
+        if this.device not in ("cpu", "cuda") or not is_active():
+            return enter(this)
+        _local.entered.append((this, this.device, _cuda_state()))
+        this.device = "cpu"
+        result = enter(this)
+        # Code that asks for CUDA's state finds what it would find there; no kernel of a CPU tensor reads it.
+        _set_state("cuda", (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        return result
 
-        @functools.wraps(enter)
-        def patched_enter(this: autocast) -> Any:
-            if this.device not in ("cpu", "cuda") or not is_active():
-                return enter(this)
-            _local.entered.append((this, this.device, _cuda_state()))
-            this.device = "cpu"
-            result = enter(this)
-            # So that code that asks finds what it would find there; no kernel of a CPU tensor looks at it.
-            _set_state("cuda", (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
-            return result
+    @functools.wraps(leave)
+    def patched_exit(this: autocast, *error: Any) -> Any:
+        if not _local.entered or _local.entered[-1][0] is not this:
+            return leave(this, *error)
+        _, device, state = _local.entered.pop()
+        if not _local.entered:
+            _local.cache.clear()
+        _set_state("cuda", state)
+        try:
+            return leave(this, *error)
+        finally:
+            this.device = device
 
-        @functools.wraps(leave)
-        def patched_exit(this: autocast, *error: Any) -> Any:
-            if not _local.entered or _local.entered[-1][0] is not this:
-                return leave(this, *error)
-            _, device, state = _local.entered.pop()
-            if not _local.entered:
-                _local.cache.clear()
-            _set_state("cuda", state)
-            try:
-                return leave(this, *error)
-            finally:
-                this.device = device
-
-        for name, method in zip(
-            ("__init__", "__enter__", "__exit__"), (patched_init, patched_enter, patched_exit), strict=True
-        ):
-            setattr(autocast, name, method)
-
-    def remove(self) -> None:
-        """Put torch's own back."""
-        for name, method in zip(("__init__", "__enter__", "__exit__"), self._originals, strict=True):
-            setattr(autocast, name, method)
+    with replaced(autocast, __init__=patched_init, __enter__=patched_enter, __exit__=patched_exit):
+        yield
 
 
 def _cuda_state() -> tuple[bool, torch.dtype]:
@@ -325,7 +306,7 @@ def _set_state(device: str, state: tuple[bool, torch.dtype]) -> None:
 
 @contextmanager
 def outer_autocast() -> Iterator[None]:
-    """Inside, an autocast for CUDA that was entered before counts for fake CPU tensors."""
+    """Inside, an autocast for CUDA that was entered earlier applies to fake CPU tensors."""
     enabled, dtype = _cuda_state()
     if not enabled or torch.is_autocast_enabled("cpu"):
         yield

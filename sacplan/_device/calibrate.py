@@ -1,9 +1,9 @@
-"""``calibrate``: the roofline of the device that is here, measured instead of taken from a datasheet.
+"""``calibrate``: the roofline of the local device, measured instead of taken from a datasheet.
 
-Three figures: what a large square matrix product reaches in each type, what a copy reaches of the memory, and
-how long an op takes that has nothing to do. They are what kernels really get, so the shares of the peak
-(``compute_efficiency``, ``bandwidth_efficiency``) become 1. Medians over a fraction of a second: a GPU that is
-cold or busy gives other figures.
+Three figures: what a large square matrix product reaches in each type, the bandwidth of a copy, and how long an op
+takes that has nothing to do. They are what kernels really get, so the shares of the peak
+(``compute_efficiency``, ``bandwidth_efficiency``) become 1. Each is a median over a fraction of a second: a GPU
+that is cold or busy gives other figures.
 
 The spec keeps the device's name, so that plans made with it find the same kernels again.
 """
@@ -11,7 +11,6 @@ The spec keeps the device's name, so that plans made with it find the same kerne
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +18,8 @@ from dataclasses import replace
 import torch
 
 from sacplan._device.devices import DeviceSpec, resolve_device
-from sacplan._device.timing import RUN_ERRORS, device_here, outside_of_the_trace
+from sacplan._device.real_ops import RUN_ERRORS, outside_of_the_trace
+from sacplan._device.timing import device_here, run_seconds
 from sacplan.errors import DeviceError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,7 +35,7 @@ def calibrate(
     matmul_size: int | None = None,
     copy_bytes: int | None = None,
 ) -> DeviceSpec:
-    """Measure the CUDA device or the CPU that is here; takes seconds.
+    """Measure the local CUDA device or CPU; takes seconds.
 
         spec = sacplan.calibrate("cuda")
         spec.save("my_gpu.json")
@@ -53,7 +53,7 @@ def calibrate(
         an estimate), ``bandwidth_bytes_per_s`` and ``kernel_launch_us``.
 
     Raises:
-        DeviceError: there is no such device here, a size is not positive, or the memory does not suffice.
+        DeviceError: there is no such device in this machine, a size is not positive, or the memory does not suffice.
     """
     base = resolve_device(device)
     if isinstance(device, str) and device.strip().lower().split(":")[0] not in ("cpu", "cuda"):
@@ -99,14 +99,18 @@ def _products(base: DeviceSpec, where: torch.device, size: int) -> dict[str, flo
     if where.type == "cuda":
         with _matmul_precision("high"):
             found["tf32"] = _product(torch.float32, where, size)
-    for name, dtype in _DTYPES.items():
-        try:
-            found[name] = _product(dtype, where, size)
-        except torch.OutOfMemoryError:
-            raise
-        except RUN_ERRORS:  # no such product on this device
-            continue
-    return found
+    halves = {name: _product_if_possible(dtype, where, size) for name, dtype in _DTYPES.items()}
+    return found | {name: flops for name, flops in halves.items() if flops is not None}
+
+
+def _product_if_possible(dtype: torch.dtype, where: torch.device, size: int) -> float | None:
+    """FLOP/s, or None where the device has no such product."""
+    try:
+        return _product(dtype, where, size)
+    except torch.OutOfMemoryError:
+        raise
+    except RUN_ERRORS:
+        return None
 
 
 def _product(dtype: torch.dtype, where: torch.device, size: int) -> float:
@@ -117,14 +121,14 @@ def _product(dtype: torch.dtype, where: torch.device, size: int) -> float:
 
 
 def _bandwidth(where: torch.device, nbytes: int) -> float:
-    """Bytes read and written a second."""
+    """Bytes read and written per second."""
     source = torch.zeros(nbytes // 4, device=where)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _seconds(lambda: target.copy_(source), where)
 
 
 def _launch_us(where: torch.device) -> float:
-    """Microseconds from one op to the next where there is nothing to compute."""
+    """Microseconds from one op to the next when there is nothing to compute."""
     x = torch.zeros(1, device=where)
 
     def many() -> None:
@@ -136,28 +140,12 @@ def _launch_us(where: torch.device) -> float:
 
 def _seconds(call: Callable[[], object], where: torch.device) -> float:
     """Median of the runs that fit the time, after a warm-up; at least three."""
-    call()
     runs: list[float] = []
-    began = time.perf_counter()
-    while len(runs) < 3 or time.perf_counter() - began < _SECONDS:
-        runs.append(_once_cuda(call, where) if where.type == "cuda" else _once_cpu(call))
+    for seconds in run_seconds(call, where):
+        runs.append(seconds)
+        if len(runs) >= 3 and sum(runs) >= _SECONDS:
+            break
     return statistics.median(runs)
-
-
-def _once_cpu(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def _once_cuda(call: Callable[[], object], where: torch.device) -> float:
-    with torch.cuda.device(where):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e-3
 
 
 @contextmanager

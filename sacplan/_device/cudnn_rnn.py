@@ -1,18 +1,19 @@
 """Recurrent layers as CUDA runs them: one ``_cudnn_rnn`` for all layers and steps, and what it keeps.
 
 cuDNN does not publish the size of the reserve that the forward pass keeps for the backward pass; torch's own
-fake gives it no bytes. **Estimated** here: for each step, layer and direction what the backward formulas read,
-in the input's type (LSTM: four gates, cell state, hidden state; GRU: three gates, the candidate's recurrent
-term, hidden state; plain: hidden state), and a byte an element for dropout between the layers. Check it on a
-GPU before planning tightly. Weights are assumed to be flattened (``nn.LSTM.flatten_parameters``, which the
-modules do on CUDA), so no copy of them is made.
+fake kernel gives it no bytes. It is **estimated** here: for each step, layer and direction what the backward
+formulas read, in the input's type (LSTM: four gates, cell state, hidden state; GRU: three gates, the candidate's
+recurrent term, hidden state; plain: hidden state), and one byte per element for dropout between the layers.
+Check it on a GPU before planning with little headroom. Weights are assumed to be flattened
+(``nn.LSTM.flatten_parameters``, which the modules do on CUDA), so no copy of them is made.
 
-Packed sequences (the sizes of their batches depend on data), projections and ROCm are left to torch's
-composite.
+Packed sequences (their batch sizes depend on data), projections and ROCm are left to torch's composite. Source:
+PyTorch's ``RNN.cpp``.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -20,17 +21,14 @@ from typing import Any
 import torch
 
 from sacplan._device.devices import DeviceSpec, torch_version
+from sacplan._device.overrides import fake_kernel, override
+from sacplan._torch.ops import arguments_by_name
+from sacplan._torch.private import run_composite
 
 aten = torch.ops.aten
 
 # cuDNN's modes.
 RELU, TANH, LSTM, GRU = 0, 1, 2, 3
-_ORIGINALS = {
-    RELU: aten.rnn_relu.input,
-    TANH: aten.rnn_tanh.input,
-    LSTM: aten.lstm.input,
-    GRU: aten.gru.input,
-}
 _KEPT_PER_STEP = {RELU: 1, TANH: 1, LSTM: 6, GRU: 5}
 
 
@@ -43,9 +41,10 @@ def takes_cudnn(spec: DeviceSpec, dtype: torch.dtype, version: tuple[int, int] |
     return dtype in (torch.float16, torch.float32, torch.float64)
 
 
-def run(
-    spec: DeviceSpec,
+def _run(
     mode: int,
+    op: torch._ops.OpOverload,
+    spec: DeviceSpec,
     input: torch.Tensor,
     hx: Any,
     params: Sequence[torch.Tensor],
@@ -56,20 +55,25 @@ def run(
     bidirectional: bool,
     batch_first: bool,
 ) -> Any:
-    """``lstm.input`` and its like: input [T, N, C] (or [N, T, C]) -> output and last states."""
+    """Output and last states of ``lstm.input`` or one of its relatives over input [T, N, C] (or [N, T, C])."""
     hidden, cell = (hx[0], hx[1]) if mode == LSTM else (hx, None)
     projected = cell is not None and hidden.shape[2] != cell.shape[2]
     if not takes_cudnn(spec, input.dtype) or projected or input.numel() == 0:
-        return _ORIGINALS[mode]._op_dk(
-            torch._C.DispatchKey.CompositeImplicitAutograd,
-            input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first,
-        )  # fmt: skip
+        return run_composite(
+            op, input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+        )
     flat_weight = params[0].new_empty(0)  # stands for the buffer that all weights are views of
     output, last_hidden, last_cell, _reserve, _ = aten._cudnn_rnn.default(
         input, params, 4 if has_biases else 2, flat_weight, hidden, cell, mode, hidden.shape[2], 0, num_layers,
         batch_first, dropout, train, bidirectional, [], None,
     )  # fmt: skip
     return (output, last_hidden, last_cell) if mode == LSTM else (output, last_hidden)
+
+
+override[aten.rnn_relu.input] = functools.partial(_run, RELU, aten.rnn_relu.input)
+override[aten.rnn_tanh.input] = functools.partial(_run, TANH, aten.rnn_tanh.input)
+override[aten.lstm.input] = functools.partial(_run, LSTM, aten.lstm.input)
+override[aten.gru.input] = functools.partial(_run, GRU, aten.gru.input)
 
 
 def reserve_bytes(
@@ -82,18 +86,16 @@ def reserve_bytes(
     dropout: float,
     element_size: int,
 ) -> int:
-    """Estimated bytes that the forward pass keeps, see the module's docstring."""
+    """Estimated bytes that the forward pass keeps; see the module's docstring."""
     states = steps * batch * hidden_size * directions
     masks = states * (num_layers - 1) if dropout > 0 else 0
     return _KEPT_PER_STEP[mode] * states * num_layers * element_size + masks
 
 
-_FORWARD_NAMES = [a.name for a in aten._cudnn_rnn.default._schema.arguments]
-
-
-def fake_forward(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """-> output, last hidden state, last cell state, reserve [bytes], the flat weights as they came in."""
-    a = dict(zip(_FORWARD_NAMES, args, strict=False)) | kwargs
+@fake_kernel(aten._cudnn_rnn.default)
+def fake_forward(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Output, last hidden state, last cell state, reserve [bytes], and the flat weights as given."""
+    a = arguments_by_name(func, args, kwargs)
     if len(a["batch_sizes"]) or a["proj_size"]:
         return NotImplemented
     directions = 2 if a["bidirectional"] else 1
@@ -108,7 +110,7 @@ def fake_forward(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         else 0
     )
     states = [a["num_layers"] * directions, batch, hidden]
-    # Computed as [T, N, ...], and seen through a transpose where the batch comes first.
+    # Computed as [T, N, ...], and transposed where the batch comes first.
     output = input.new_empty([steps, batch, hidden * directions])
     return (
         output.transpose(0, 1) if a["batch_first"] else output,
@@ -119,17 +121,15 @@ def fake_forward(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-_BACKWARD_NAMES = [a.name for a in aten._cudnn_rnn_backward.default._schema.arguments]
-
-
-def fake_backward(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """-> gradients of input, hidden state, cell state, and of each weight."""
-    a = dict(zip(_BACKWARD_NAMES, args, strict=False)) | kwargs
+@fake_kernel(aten._cudnn_rnn_backward.default)
+def fake_backward(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gradients of input, hidden state, cell state, and of each weight."""
+    a = arguments_by_name(func, args, kwargs)
+    contiguous = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
     weights = a["weight"] if a["output_mask"][3] else []
-    empty = a["input"].new_empty([0])
     return (
-        torch.empty_like(a["input"], memory_format=torch.contiguous_format),
-        torch.empty_like(a["hx"], memory_format=torch.contiguous_format),
-        empty if a["cx"] is None else torch.empty_like(a["cx"], memory_format=torch.contiguous_format),
-        [torch.empty_like(w, memory_format=torch.contiguous_format) for w in weights],
+        contiguous(a["input"]),
+        contiguous(a["hx"]),
+        a["input"].new_empty([0]) if a["cx"] is None else contiguous(a["cx"]),
+        [contiguous(w) for w in weights],
     )

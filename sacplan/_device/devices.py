@@ -1,16 +1,20 @@
-"""What a step runs on: one frozen :class:`DeviceSpec` per device, a table of them, and the look-up by name.
+"""What a step runs on: one frozen :class:`DeviceSpec` per device, a table of them, and the lookup by name.
+
+To add a device, add a row to ``devices.csv`` beside this file; nothing else names it.
 
 Sources of the table: ``torch/_inductor/analysis/device_info.py`` (peaks; its L4 bandwidth is wrong and not
 used), the vendors' datasheets (dense figures, halved where only the sparse one is printed), and reports of
-``torch.cuda.get_device_properties(...).total_memory`` for the capacities. Peaks are those of the datasheet;
-what a kernel reaches of them is ``compute_efficiency`` and ``bandwidth_efficiency``, which are assumptions;
-``sacplan.calibrate`` measures them on a device that is here.
+``torch.cuda.get_device_properties(...).total_memory`` for the capacities. Peaks are those of the datasheet.
+The share of them that kernels reach, ``compute_efficiency`` and ``bandwidth_efficiency``, is an assumption;
+``sacplan.calibrate`` measures it on the local device.
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import difflib
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 SCHEMA_VERSION = 1
+_DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 WITHOUT_WORKSPACES = " without workspaces"
 """What the name of a device ends in where cuBLAS workspaces are not to count."""
 
@@ -143,117 +148,38 @@ class DeviceSpec:
             raise DeviceError(f"{path} is not a whole DeviceSpec: {error}. Save it again.") from error
 
 
-def _gpu(
-    name: str,
-    gib: float,
-    gb_per_s: float,
-    tflops: tuple[float, float | None, float | None, float | None, float | None],
-    sms: int,
-    capability: tuple[int, int] | None,
-    source: str,
-) -> DeviceSpec:
-    names = ("float32", "tf32", "bfloat16", "float16", "float8")
-    return DeviceSpec(
-        name=name,
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row of the table."""
+
+    spec: DeviceSpec
+    aliases: tuple[str, ...]
+    board: str
+    """What ``torch.cuda.get_device_name`` says: a regular expression, empty for none."""
+
+
+def _read_row(fields: Mapping[str, str]) -> _Row:
+    major_minor = fields["capability"].split(".")
+    spec = DeviceSpec(
+        name=fields["name"],
         kind="cuda",
-        memory_bytes=int(gib * GIB),
-        bandwidth_bytes_per_s=gb_per_s * 1e9,
-        flops={n: t * 1e12 for n, t in zip(names, tflops, strict=True) if t is not None},
-        capability=capability,
-        sm_count=sms,
+        memory_bytes=int(float(fields["memory_gib"]) * GIB),
+        bandwidth_bytes_per_s=float(fields["bandwidth_gb_per_s"]) * 1e9,
+        flops={dtype: float(fields[dtype]) * 1e12 for dtype in _DTYPES if fields[dtype]},
+        capability=(int(major_minor[0]), int(major_minor[1])) if fields["capability"] else None,
+        sm_count=int(fields["sm_count"]),
         allocation_round_bytes=512,
-        source=source,
+        source=fields["source"],
     )
+    return _Row(spec, tuple(fields["aliases"].split()), fields["board"])
 
 
-_NV = "NVIDIA datasheet"
-_TORCH = "torch/_inductor/analysis/device_info.py"
-
-# name, GiB, GB/s, TFLOP/s of (fp32, tf32, bf16, fp16, fp8), SMs, capability
-_TABLE: dict[str, DeviceSpec] = {
-    spec.name: spec
-    for spec in (
-        _gpu("t4", 14.7, 320, (8.1, None, None, 65, None), 40, (7, 5), f"{_NV} T4; no bf16 units"),
-        _gpu("v100-32gb", 31.7, 900, (15.7, None, None, 125, None), 80, (7, 0), f"{_NV} V100; no bf16 units"),
-        _gpu("l4", 22, 300, (30.3, 60, 121, 121, 242), 58, (8, 9), f"{_NV} L4; capacity rough"),
-        _gpu("l40s", 44.4, 864, (91.6, 183, 362, 362, 733), 142, (8, 9), f"{_NV} L40S; capacity rough"),
-        _gpu("a10", 22, 600, (31.2, 62.5, 125, 125, None), 72, (8, 6), f"{_NV} A10; capacity rough"),
-        _gpu("rtx-a6000", 47.5, 768, (38.7, 77.4, 154.8, 154.8, None), 84, (8, 6), f"{_NV} RTX A6000"),
-        _gpu("rtx-3090", 23.6, 936, (35.6, 35.6, 71, 71, None), 82, (8, 6), "NVIDIA GA102 white paper"),
-        _gpu(
-            "rtx-4090", 23.64, 1008, (82.6, 82.6, 165.2, 165.2, 330.3), 128, (8, 9), "NVIDIA Ada white paper"
-        ),
-        _gpu(
-            "rtx-5090",
-            31.37,
-            1792,
-            (104.8, 104.8, 209.5, 209.5, 419),
-            170,
-            (12, 0),
-            "NVIDIA Blackwell white paper",
-        ),
-        _gpu("a100-40gb", 39.50, 1555, (19.5, 156, 312, 312, None), 108, (8, 0), f"{_NV} A100; {_TORCH}"),
-        _gpu("a100-80gb", 79.25, 2039, (19.5, 156, 312, 312, None), 108, (8, 0), f"{_NV} A100; {_TORCH}"),
-        _gpu("h100-pcie", 79.1, 2000, (51.2, 378, 756, 756, 1513), 114, (9, 0), f"{_NV} H100 PCIe"),
-        _gpu("h100", 79.11, 3350, (67, 494.5, 989.5, 989.5, 1979), 132, (9, 0), f"{_NV} H100 SXM; {_TORCH}"),
-        _gpu(
-            "h200", 139, 4800, (67, 494.5, 989.5, 989.5, 1979), 132, (9, 0), f"{_NV} H200 SXM; capacity rough"
-        ),
-        _gpu("b200", 178, 7700, (75, 1125, 2250, 2250, 4500), 148, (10, 0), f"{_NV} B200; capacity rough"),
-        _gpu(
-            "mi250x",
-            64,
-            1600,
-            (47.9, None, 191.5, 191.5, None),
-            110,
-            None,
-            "AMD datasheet MI250X, one of its two dies",
-        ),
-        _gpu(
-            "mi300x",
-            192,
-            5300,
-            (163.4, 653.7, 1307.4, 1307.4, 2614.9),
-            304,
-            None,
-            f"AMD datasheet MI300X; {_TORCH}",
-        ),
-        _gpu(
-            "mi350x",
-            288,
-            8000,
-            (144.2, None, 2309.6, 2309.6, 4614),
-            256,
-            None,
-            f"AMD brochure MI350X; {_TORCH}",
-        ),
-    )
-}
-
-# Other names for the same row, compared without separators and case.
-_ALIASES = {"h100sxm": "h100", "h100sxm5": "h100", "h10080gb": "h100", "h200sxm": "h200", "b200sxm": "b200"}
-
-# What torch.cuda.get_device_name says, first match wins.
-_BOARD_NAMES = (
-    (r"H100.*PCIe", "h100-pcie"),
-    (r"H100(?!.*NVL)", "h100"),
-    (r"H200", "h200"),
-    (r"\bB200", "b200"),
-    (r"A100.*80GB", "a100-80gb"),
-    (r"A100.*40GB", "a100-40gb"),
-    (r"RTX 3090(?! Ti)", "rtx-3090"),
-    (r"RTX 4090(?! D| Laptop)", "rtx-4090"),
-    (r"RTX 5090(?! D| Laptop)", "rtx-5090"),
-    (r"\bA10\b", "a10"),
-    (r"\bL40S\b", "l40s"),
-    (r"\bL4\b", "l4"),
-    (r"RTX A6000\b", "rtx-a6000"),
-    (r"V100.*32GB", "v100-32gb"),
-    (r"\bT4\b", "t4"),
-    (r"MI250X", "mi250x"),
-    (r"MI300X", "mi300x"),
-    (r"MI350X", "mi350x"),
-)
+@functools.cache
+def _table() -> dict[str, _Row]:
+    """Rows of ``devices.csv``, by name."""
+    lines = Path(__file__).with_name("devices.csv").read_text(encoding="utf-8").splitlines()
+    rows = map(_read_row, csv.DictReader(line for line in lines if not line.startswith("#")))
+    return {row.spec.name: row for row in rows}
 
 
 def _cpu() -> DeviceSpec:
@@ -279,7 +205,7 @@ def _cpu() -> DeviceSpec:
 
 
 def _here(index: int | None) -> DeviceSpec:
-    """The GPU that is here: its row in the table by name, else a spec by its capability."""
+    """The local GPU: its row in the table by name, else a spec by its capability."""
     import torch
 
     if not torch.cuda.is_available():
@@ -292,16 +218,16 @@ def _here(index: int | None) -> DeviceSpec:
         "memory_bytes": props.total_memory,
         "sm_count": props.multi_processor_count,
     }
-    for pattern, row in _BOARD_NAMES:
-        if re.search(pattern, props.name, re.IGNORECASE):
-            return replace(_TABLE[row], **measured)
+    for row in _table().values():
+        if row.board and re.search(row.board, props.name, re.IGNORECASE):
+            return replace(row.spec, **measured)
     rocm = getattr(torch.version, "hip", None) is not None
     capability = None if rocm else (props.major, props.minor)
-    rows = [s for s in _TABLE.values() if (s.capability is None) == rocm]
     if capability is None:
-        like = _TABLE["mi250x"]
+        like = _table()["mi250x"].spec
     else:
-        older = [s for s in rows if s.capability is not None and s.capability <= capability] or rows
+        specs = [row.spec for row in _table().values() if row.spec.capability is not None]
+        older = [s for s in specs if s.capability is not None and s.capability <= capability] or specs
         like = max(older, key=lambda s: (s.capability or (0, 0), -s.sm_count))
     share = props.multi_processor_count / like.sm_count
     bandwidth = like.bandwidth_bytes_per_s
@@ -321,7 +247,7 @@ def _here(index: int | None) -> DeviceSpec:
 
 def known_devices() -> list[str]:
     """All names that :func:`resolve_device` accepts, ``"cuda"`` aside."""
-    return ["cpu", *_TABLE]
+    return ["cpu", *_table()]
 
 
 def _compact(name: str) -> str:
@@ -356,15 +282,16 @@ def resolve_device(device: str | DeviceSpec | torch.device) -> DeviceSpec:
     if match := re.fullmatch(r"cuda(?::(\d+))?", name.lower()):
         return _here(None if match[1] is None else int(match[1]))
     key = _compact(name)
-    rows = {_compact(n): n for n in _TABLE} | _ALIASES
-    if key in rows:
-        return _TABLE[rows[key]]
+    names = {compact: row.spec.name for row in _table().values() for compact in row.aliases}
+    names |= {_compact(name): name for name in _table()}
+    if key in names:
+        return _table()[names[key]].spec
     if torch.cuda.is_available():  # the full name of the board, which plans for device="cuda" may carry
         for index in range(torch.cuda.device_count()):
             if _compact(torch.cuda.get_device_name(index)) == key:
                 return _here(index)
-    near = [n for n in _TABLE if key and (key in _compact(n) or _compact(n) in key)]
-    near += [rows[k] for k in difflib.get_close_matches(key, rows, n=3) if rows[k] not in near]
+    near = [n for n in _table() if key and (key in _compact(n) or _compact(n) in key)]
+    near += [names[k] for k in difflib.get_close_matches(key, names, n=3) if names[k] not in near]
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
     raise DeviceError(
         f"unknown device {device!r}.{hint} Known: 'cuda' (the GPU that is here), "
@@ -373,23 +300,20 @@ def resolve_device(device: str | DeviceSpec | torch.device) -> DeviceSpec:
 
 
 def devices() -> pd.DataFrame:
-    """The device table, one row a device: GiB, GB/s, dense TFLOP/s by dtype, multiprocessors, source."""
+    """The device table, one row per device: GiB, GB/s, dense TFLOP/s by dtype, multiprocessors, source."""
     import pandas as pd
 
-    dtypes = ("float32", "tf32", "bfloat16", "float16", "float8")
-    rows = []
-    for spec in (_cpu(), *_TABLE.values()):
-        peaks = {f"{d}_tflops": spec.flops[d] / 1e12 if d in spec.flops else None for d in dtypes}
-        rows.append(
-            {
-                "name": spec.name,
-                "kind": spec.kind,
-                "memory_gib": spec.memory_bytes / GIB,
-                "bandwidth_gb_per_s": spec.bandwidth_bytes_per_s / 1e9,
-                **peaks,
-                "sm_count": spec.sm_count,
-                "capability": None if spec.capability is None else "{}.{}".format(*spec.capability),
-                "source": spec.source,
-            }
-        )
+    rows = [
+        {
+            "name": spec.name,
+            "kind": spec.kind,
+            "memory_gib": spec.memory_bytes / GIB,
+            "bandwidth_gb_per_s": spec.bandwidth_bytes_per_s / 1e9,
+            **{f"{d}_tflops": spec.flops[d] / 1e12 if d in spec.flops else None for d in _DTYPES},
+            "sm_count": spec.sm_count,
+            "capability": None if spec.capability is None else "{}.{}".format(*spec.capability),
+            "source": spec.source,
+        }
+        for spec in (_cpu(), *(row.spec for row in _table().values()))
+    ]
     return pd.DataFrame(rows).set_index("name")

@@ -1,8 +1,15 @@
 """Temporaries that a CUDA kernel allocates inside, where no dispatch mode sees them: formulas over shapes.
 
+To add one, decorate a function with the names of its ops. It gets the arguments of the call by name and the
+:class:`DeviceSpec`, and returns the bytes of each allocation that is alive at the kernel's peak:
+
+    @workspace("aten::embedding_dense_backward")
+    def _embedding_backward(a, spec):
+        return (4 * a["indices"].numel() * a["indices"].element_size(),)
+
 Sources: PyTorch's ``flash_attn/flash_api.cpp``, ``mem_eff_attention/kernel_forward.h``, ``attention_backward.cu``,
 ``Embedding.cu``, ``Indexing.cu``, ``layer_norm_kernel.cu``. What cuDNN allocates (convolutions, RNN, batch norm) is
-not known without the device, and counts as 0 unless said otherwise.
+not known without the device, and counts as 0 unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -12,22 +19,13 @@ from typing import Any
 
 import torch
 
+from sacplan._device.cublas import PRODUCTS, library_workspace_bytes, workspaces_stay
 from sacplan._device.devices import DeviceSpec
-from sacplan._rewrites.library_workspaces import PRODUCTS, library_workspace_bytes, workspaces_stay
+from sacplan._torch.ops import RuleTable, arguments_by_name
 
-Workspace = Callable[[Sequence[Any], DeviceSpec], Sequence[int]]
-_WORKSPACES: dict[str, Workspace] = {}
-
-
-def _workspace(*names: str) -> Callable[[Workspace], Workspace]:
-    """Register a formula: (positional arguments, spec) -> bytes of each allocation that lives at once."""
-
-    def register(formula: Workspace) -> Workspace:
-        for name in names:
-            _WORKSPACES[f"aten::{name}"] = formula
-        return formula
-
-    return register
+Arguments = Mapping[str, Any]
+workspace: RuleTable[Callable[[Arguments, DeviceSpec], Sequence[int]]] = RuleTable()
+"""By schema name."""
 
 
 def kernel_workspace_bytes(
@@ -43,19 +41,13 @@ def kernel_workspace_bytes(
     """
     if spec.kind != "cuda":
         return 0
-    formula = _WORKSPACES.get(func._schema.name)
+    formula = workspace.get(func._schema.name)
     if formula is None:
         if func._schema.name in PRODUCTS and not workspaces_stay():
             return spec.round_up(library_workspace_bytes(spec))
         return 0
-    if kwargs:
-        args = _positional(func, args, kwargs)
-    return sum(spec.round_up(nbytes) for nbytes in formula(args, spec) if nbytes > 0)
-
-
-def _positional(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    rest = func._schema.arguments[len(args) :]
-    return [*args, *(kwargs.get(a.name, a.default_value) for a in rest)]
+    allocations = formula(arguments_by_name(func, args, kwargs), spec)
+    return sum(spec.round_up(nbytes) for nbytes in allocations if nbytes > 0)
 
 
 def _ceil_to(value: int, multiple: int) -> int:
@@ -71,10 +63,10 @@ def _copy_to_bshd(tensor: torch.Tensor) -> int:
     return 0 if tensor.transpose(1, 2).is_contiguous() else _nbytes(tensor)
 
 
-@_workspace("_scaled_dot_product_flash_attention_backward")
-def _flash_backward(args: Sequence[Any], spec: DeviceSpec) -> Sequence[int]:
+@workspace("aten::_scaled_dot_product_flash_attention_backward")
+def _flash_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     """fp32 accumulator of dq, softmax_d, expanded dk and dv, copies into [B, S, H, D] (flash_api.cpp)."""
-    grad_out, query, key, _value, out = args[:5]
+    grad_out, query, key, out = a["grad_out"], a["query"], a["key"], a["out"]
     batch, heads, seq_q, dim = query.shape
     heads_k, seq_k = key.shape[1], key.shape[2]
     rows = _ceil_to(seq_q, 128)
@@ -93,20 +85,20 @@ def _flash_backward(args: Sequence[Any], spec: DeviceSpec) -> Sequence[int]:
     )
 
 
-@_workspace("_scaled_dot_product_efficient_attention")
-def _efficient_forward(args: Sequence[Any], spec: DeviceSpec) -> Sequence[int]:
+@workspace("aten::_scaled_dot_product_efficient_attention")
+def _efficient_forward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     """fp32 accumulator of the output where a head does not fit the block of keys (kernel_forward.h)."""
-    query, _key, value = args[:3]
+    query, value = a["query"], a["value"]
     if query.element_size() == 4 or max(query.shape[-1], value.shape[-1]) <= 128:
         return ()
     batch, heads, seq_q, _ = query.shape
     return (4 * batch * seq_q * heads * value.shape[-1],)
 
 
-@_workspace("_scaled_dot_product_efficient_attention_backward")
-def _efficient_backward(args: Sequence[Any], spec: DeviceSpec) -> Sequence[int]:
+@workspace("aten::_scaled_dot_product_efficient_attention_backward")
+def _efficient_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     """delta, a copy of grad_out, fp32 dq in blocks of 64, dk and dv for half heads over 128."""
-    grad_out, query, key, value = args[:4]
+    grad_out, query, key, value = a["grad_out_"], a["query"], a["key"], a["value"]
     batch, heads, seq_q, dim = query.shape
     dim_v = value.shape[-1]
     workspace = 4 * batch * heads * _ceil_to(seq_q, 64) * _ceil_to(dim, 64)
@@ -117,18 +109,17 @@ def _efficient_backward(args: Sequence[Any], spec: DeviceSpec) -> Sequence[int]:
     return (workspace, 4 * batch * heads * seq_q, _copy_to_bshd(grad_out))
 
 
-@_workspace("_scaled_dot_product_cudnn_attention_backward")
-def _cudnn_backward(args: Sequence[Any], spec: DeviceSpec) -> Sequence[int]:
-    """cuDNN does not say its workspace. Assumed: an fp32 dq and the row sums, as flash attention has them."""
-    query = args[1]
-    batch, heads, seq_q, dim = query.shape
+@workspace("aten::_scaled_dot_product_cudnn_attention_backward")
+def _cudnn_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
+    """Assumed, since cuDNN does not publish its workspace: an fp32 dq and the row sums, as in flash attention."""
+    batch, heads, seq_q, dim = a["query"].shape
     return (4 * batch * heads * seq_q * dim, 4 * batch * heads * seq_q)
 
 
-@_workspace("embedding_dense_backward")
-def _embedding_backward(args: Sequence[Any], spec: DeviceSpec) -> Sequence[int]:
+@workspace("aten::embedding_dense_backward")
+def _embedding_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     """Above 3072 indices: sorted and original indices with their buffers, fp32 partial rows."""
-    grad_out, indices, rows = args[:3]
+    grad_out, indices, rows = a["grad_output"], a["indices"], a["num_weights"]
     count = indices.numel()
     if count <= 3072:
         return ()
@@ -136,24 +127,22 @@ def _embedding_backward(args: Sequence[Any], spec: DeviceSpec) -> Sequence[int]:
     return (4 * count * indices.element_size(), 4 * partial_rows * grad_out.shape[-1])
 
 
-@_workspace("index_put_", "index_put", "_index_put_impl_", "_unsafe_index_put")
-def _index_put(args: Sequence[Any], spec: DeviceSpec) -> Sequence[int]:
+@workspace("aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index_put")
+def _index_put(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     """With accumulate: four int64 buffers over the indices, to sort them (Indexing.cu; from memory)."""
-    indices = [i for i in args[1] if isinstance(i, torch.Tensor)]
-    accumulate = len(args) > 3 and bool(args[3])
-    if not accumulate or not indices:
+    indices = [i for i in a["indices"] if isinstance(i, torch.Tensor)]
+    if not a["accumulate"] or not indices:
         return ()
     return (4 * 8 * max(i.numel() for i in indices),)
 
 
-@_workspace("convolution", "convolution_backward")
-def _convolution(args: Sequence[Any], spec: DeviceSpec) -> Sequence[int]:
+@workspace("aten::convolution", "aten::convolution_backward")
+def _convolution(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     """Copies of operands that are not in the memory format of the kernel. cuDNN's own workspace is unknown."""
-    tensors = [t for t in args[:3] if isinstance(t, torch.Tensor) and t.dim() >= 3]
-    if tensors[0].dim() == 4:
-        data = tensors[-2:]  # input and weight
-        last = any(t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in data)
-        memory_format = torch.channels_last if last else torch.contiguous_format
-    else:
-        memory_format = torch.contiguous_format
+    tensors = [t for t in (a.get("grad_output"), a["input"], a["weight"]) if t is not None and t.dim() >= 3]
+    last = tensors[0].dim() == 4 and any(
+        t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
+        for t in (a["input"], a["weight"])
+    )
+    memory_format = torch.channels_last if last else torch.contiguous_format
     return [_nbytes(t) for t in tensors if not t.is_contiguous(memory_format=memory_format)]

@@ -1,15 +1,22 @@
-"""The ops that CUDA runs in other kernels than a CPU, attention aside: what each is routed to.
+"""The ops that CUDA runs in other kernels than a CPU, and what emulates each of them.
 
-``ROUTES`` are Python kernels for the dispatch key ``AutogradCPU``, one for each op whose choice of kernel
-torch makes in C++ by looking at the device. All are CompositeImplicitAutograd in torch, so the original is
-still there under that key. ``fakes()`` are fake implementations of kernels whose own meta formula looks at the
-device, or is missing.
+To add one, decorate a function, here or in a module that ``kernels.py`` imports:
+
+    @override(aten.dropout.default)             # a Python kernel for the dispatch key AutogradCPU
+    def _dropout(spec, input, p, train): ...
+
+    @fake_kernel(aten.native_layer_norm.default)  # fake outputs, where torch's own meta formula is another device's
+    def _layer_norm(mode, func, input, shape, *rest): ...
+
+An override gets the active :class:`DeviceSpec` and the op's arguments. Every overridden op is
+CompositeImplicitAutograd in torch, so the original is still there: ``run_composite`` calls it. A fake kernel may
+return NotImplemented for torch's own. Both are used only while a device of kind ``"cuda"`` is active. Attention
+and recurrent layers have modules of their own, ``attention.py`` and ``cudnn_rnn.py``.
 
 Sources: PyTorch's ``Dropout.cpp``, ``layer_norm.cpp``, ``layer_norm_kernel.cu``, ``SoftMax.cpp``,
-``Normalization.cpp`` (``_select_batch_norm_backend``), ``RNN.cpp``.
+``Normalization.cpp`` (``_select_batch_norm_backend``).
 
-Private PyTorch APIs, used on 2.13 and present in 2.11 to 2.15: ``torch._C._AutoDispatchBelowAutograd``,
-``OpOverload._op_dk``.
+Private PyTorch API, tried on 2.11 and 2.13: ``torch._C._AutoDispatchBelowAutograd``.
 """
 
 from __future__ import annotations
@@ -19,28 +26,26 @@ from typing import Any
 
 import torch
 
-from sacplan._device import cudnn_rnn
-from sacplan._device.attention import routed_attention
 from sacplan._device.devices import DeviceSpec
+from sacplan._torch.ops import RuleTable
+from sacplan._torch.private import FakeKernel, run_composite
 
 aten = torch.ops.aten
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF_TYPES = (torch.float16, torch.bfloat16)
 
-Route = Callable[..., Any]
-FakeKernel = Callable[..., Any]
-
-
-def composite(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """torch's own C++ kernel. Not ``op.decompose``: for dropout that is a Python decomposition."""
-    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+override: RuleTable[Callable[..., Any]] = RuleTable()
+"""(spec, *args, **kwargs) -> outputs, by ``OpOverload``."""
+fake_kernel: RuleTable[FakeKernel] = RuleTable()
+"""(mode, func, *args, **kwargs) -> fake outputs or NotImplemented, by ``OpOverload``."""
 
 
-def _dropout(spec: DeviceSpec, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+@override(aten.dropout.default)
+def _dropout(spec: DeviceSpec, input: torch.Tensor, p: float, train: bool) -> Any:
     if train and 0.0 < p < 1.0 and input.numel() > 0:
-        # Whether a gradient is needed does not matter: the mask is made, and is gone at once if not.
+        # The mask is made whether or not a gradient is needed; without one it is freed at once.
         return aten.native_dropout.default(input, p, train)[0]
-    return composite(aten.dropout.default, input, p, train)
+    return run_composite(aten.dropout.default, input, p, train)
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -55,6 +60,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         eps: float | None,
     ) -> torch.Tensor:
         with torch._C._AutoDispatchBelowAutograd():
+            out: torch.Tensor
             out, rstd = aten._fused_rms_norm.default(input, shape, weight, eps)
         ctx.save_for_backward(input, weight, rstd)
         ctx.shape = shape
@@ -71,47 +77,41 @@ class _FusedRMSNorm(torch.autograd.Function):
         return grad_input, None, grad_weight, None
 
 
+@override(aten.rms_norm.default)
 def _rms_norm(
     spec: DeviceSpec,
     input: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None = None,
     eps: float | None = None,
-) -> torch.Tensor:
+) -> Any:
     shape = list(normalized_shape)
-    channels_last = (
-        input.dim() in (4, 5)
-        and not input.is_contiguous()
-        and (
-            input.is_contiguous(memory_format=torch.channels_last)
-            if input.dim() == 4
-            else input.is_contiguous(memory_format=torch.channels_last_3d)
-        )
-    )
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
     if (
-        channels_last
+        (last is not None and not input.is_contiguous() and input.is_contiguous(memory_format=last))
         or input.is_complex()
         or (weight is not None and weight.dtype != input.dtype)
         or list(input.shape[input.dim() - len(shape) :]) != shape
     ):
-        return composite(aten.rms_norm.default, input, shape, weight, eps)
-    return _FusedRMSNorm.apply(input, shape, weight, eps)
+        return run_composite(aten.rms_norm.default, input, shape, weight, eps)
+    fused: Any = _FusedRMSNorm
+    return fused.apply(input, shape, weight, eps)
 
 
-def _softmax(
-    spec: DeviceSpec, op: Any, fused: Any, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+@override(aten.softmax.int)
+def _softmax(spec: DeviceSpec, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    return _softmax_by(aten.softmax.int, aten._softmax.default, input, dim, dtype)
+
+
+@override(aten.log_softmax.int)
+def _log_softmax(spec: DeviceSpec, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    return _softmax_by(aten.log_softmax.int, aten._log_softmax.default, input, dim, dtype)
+
+
+def _softmax_by(op: Any, fused: Any, input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> Any:
     if input.dtype == torch.float16 and dtype == torch.float32:
         return fused(input, dim, True)
-    return composite(op, input, dim, dtype)
-
-
-def _route_softmax(spec: DeviceSpec, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return _softmax(spec, aten.softmax.int, aten._softmax.default, *args, **kwargs)
-
-
-def _route_log_softmax(spec: DeviceSpec, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return _softmax(spec, aten.log_softmax.int, aten._log_softmax.default, *args, **kwargs)
+    return run_composite(op, input, dim, dtype)
 
 
 def takes_cudnn_batch_norm(
@@ -140,6 +140,7 @@ def takes_cudnn_batch_norm(
     )
 
 
+@override(aten.batch_norm.default)
 def _batch_norm(
     spec: DeviceSpec,
     input: torch.Tensor,
@@ -151,44 +152,19 @@ def _batch_norm(
     momentum: float,
     eps: float,
     cudnn_enabled: bool,
-) -> torch.Tensor:
+) -> Any:
     given = (input, weight, bias, running_mean, running_var, training)
-    # torch's fake gives the statistics [C] the input's type (CUDA: the weight's), and no reserve. That is what
-    # cuDNN's plain kernels have; the fused ones for channels-last halves may have a bit for each element.
+    # torch's fake kernel gives the statistics [C] the input's type (CUDA: the weight's), and no reserve. cuDNN's
+    # plain kernels have none either; the fused ones for channels-last half types may keep a bit per element.
     if input.numel() and takes_cudnn_batch_norm(spec, *given, cudnn_enabled=cudnn_enabled):
         return aten.cudnn_batch_norm.default(*given, momentum, eps)[0]
-    return composite(aten.batch_norm.default, *given, momentum, eps, cudnn_enabled)
+    return run_composite(aten.batch_norm.default, *given, momentum, eps, cudnn_enabled)
 
 
-def _rnn(mode: int) -> Route:
-    def route(spec: DeviceSpec, *args: Any, **kwargs: Any) -> Any:
-        return cudnn_rnn.run(spec, mode, *args, **kwargs)
-
-    return route
-
-
-# Registered while a device of kind "cuda" is active.
-ROUTES: dict[str, tuple[torch._ops.OpOverload, Route]] = {
-    "scaled_dot_product_attention": (aten.scaled_dot_product_attention.default, routed_attention),
-    "dropout": (aten.dropout.default, _dropout),
-    "rms_norm": (aten.rms_norm.default, _rms_norm),
-    "softmax.int": (aten.softmax.int, _route_softmax),
-    "log_softmax.int": (aten.log_softmax.int, _route_log_softmax),
-    "batch_norm": (aten.batch_norm.default, _batch_norm),
-    "rnn_relu.input": (aten.rnn_relu.input, _rnn(cudnn_rnn.RELU)),
-    "rnn_tanh.input": (aten.rnn_tanh.input, _rnn(cudnn_rnn.TANH)),
-    "lstm.input": (aten.lstm.input, _rnn(cudnn_rnn.LSTM)),
-    "gru.input": (aten.gru.input, _rnn(cudnn_rnn.GRU)),
-}
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Fake implementations: (mode, func, *args) -> fake outputs, or NotImplemented for torch's own
-
-
+@fake_kernel(aten.native_layer_norm.default)
 def _layer_norm(mode: Any, func: Any, input: torch.Tensor, shape: Sequence[int], *rest: Any) -> Any:
-    """[..., *shape] -> the same, with statistics [..., 1] in the accumulation type, as CUDA has them."""
-    if input.dtype not in _HALF:
+    """Statistics [..., 1] of an input [..., *shape] in the accumulation type, as on CUDA."""
+    if input.dtype not in HALF_TYPES:
         return NotImplemented
     stats = [*input.shape[: input.dim() - len(shape)], *[1] * len(shape)]
     return (
@@ -196,11 +172,3 @@ def _layer_norm(mode: Any, func: Any, input: torch.Tensor, shape: Sequence[int],
         input.new_empty(stats, dtype=torch.float32),
         input.new_empty(stats, dtype=torch.float32),
     )
-
-
-FAKES: dict[torch._ops.OpOverload, FakeKernel] = {
-    aten.native_layer_norm.default: _layer_norm,
-    aten._cudnn_rnn.default: cudnn_rnn.fake_forward,
-    aten._cudnn_rnn_backward.default: cudnn_rnn.fake_backward,
-}
-"""Used while a CUDA device is active; what they do not know is left to torch's own."""

@@ -1,427 +1,57 @@
-"""Run one op for real while a step is traced, and time it: ``runtime="benchmark"``.
+"""``runtime="benchmark"``: each distinct op of a step is run and timed on the local device.
 
-A fake step has no data, so an op that is to be run gets operands of the same shape, stride and dtype. Real
-tensors on the right device are copied with their values; for the rest values are made up:
-
-- floats lie in [0.1, 0.9): valid as a probability, under a logarithm, a root, a division. Square matrices of
-  ``linalg_`` and Cholesky ops get a heavy diagonal;
-- integers that an op indexes with (``embedding``, ``gather``, class targets, pooling, ...) are random and in
-  range, see ``_BOUNDS``; offsets and lengths rise evenly, see ``_RISING``; other integers are 1 (0 would
-  divide), or 0 where their name is that of an index;
-- bools are half true; where the size of a result depends on them, as many are true as the result has rows.
-
-Where an op refuses these operands, all of them are zeros, and the op is tried once more (not on CUDA, where
-an error may end the context). Where it still fails, the roofline's figure stands in, with a warning that
-names the op: see :meth:`MeasuredTimes.cost`. So it does, without being run, for kernels whose operands hold
-another kernel's private data (``_UNKNOWN_LAYOUT``).
+The ops run on made-up operands (``real_ops.py``). Where one cannot, the roofline's figure replaces the measurement,
+with a warning that names the op: see :meth:`MeasuredTimes.cost`. So it does, without being run, for kernels whose
+operands hold another kernel's private data (``UNKNOWN_LAYOUT``).
 
 On CUDA an op's time is that of the GPU: a short sleep on the stream lets the launches run ahead. A step whose
-launches cannot keep up with the GPU takes longer than the sum. The memory that the operands took is given back
-after each op, so what the caching allocator holds afterwards is what it held before.
+launches cannot keep up with the GPU takes longer than the sum. The memory for the operands is returned after each
+op, so the caching allocator ends up with what it held before.
 
 Known inefficiencies: operands stay in the cache between runs, so small ops look faster than in a step; every
 distinct shape costs at least three runs of the op; on a CPU its time includes a few microseconds for the
 dispatch from Python; on a machine that is busy with other things an op may look many times slower than it is.
 
-Private PyTorch API, tried on 2.13: ``_disable_current_modes``, ``unset_fake_temporarily``,
-``_DisableAutocast``, ``DisableTorchFunction``; read, not tried: ``torch.cuda._sleep``.
+Private PyTorch API, read, not tried: ``torch.cuda._sleep``.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
 
-from sacplan._device.cost import CostModel, _signature, _traits_of, op_flops, tf32_allowed
+from sacplan._device.cost import CostModel, is_free, op_flops, tf32_allowed
 from sacplan._device.devices import WITHOUT_WORKSPACES, DeviceSpec, resolve_device
+from sacplan._device.real_ops import RUN_ERRORS, UNKNOWN_LAYOUT, RealOp, first_line, op_key, run_for_real
 from sacplan.errors import DeviceError, SacplanError
 
-# ---------------------------------------------------------------------------------------------------------
-# Outside of the trace
-
-
-@contextmanager
-def outside_of_the_trace(device: torch.device) -> Iterator[None]:
-    """No fake mode, no dispatch mode, no autograd, no autocast inside; generators are put back after."""
-    indices = [device.index or 0] if device.type == "cuda" else []
-    with (
-        _disable_current_modes(),
-        unset_fake_temporarily(),
-        torch._C.DisableTorchFunction(),
-        torch.no_grad(),
-        torch._C._DisableAutocast(),
-        torch.random.fork_rng(devices=indices),
-    ):
-        yield
-
-
-def op_key(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What tells one run of an op from another: op, shapes, strides, dtypes, other arguments; hashable."""
-    key = (func, _signature(args), _signature(kwargs) if kwargs else None)
-    try:
-        hash(key)
-    except TypeError:  # an argument that cannot be hashed
-        return repr(key)
-    return key
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Operands: the integers that an op takes for positions
-#
-# Each rule sees the arguments by name. Names are those of the schemas.
-
-_Arguments = Mapping[str, Any]
-
-
-def _along_dim(a: _Arguments) -> int:
-    shape = a["self"].shape
-    return shape[a["dim"]] if shape else 1
-
-
-def _plane(dims: int) -> Callable[[_Arguments], int]:
-    return lambda a: math.prod(a["self"].shape[-dims:])
-
-
-# (op, argument) -> values are drawn from [0, bound).
-_BOUNDS: dict[tuple[str, str], Callable[[_Arguments], int]] = {
-    ("embedding", "indices"): lambda a: a["weight"].shape[0],
-    ("embedding_renorm_", "indices"): lambda a: a["self"].shape[0],
-    ("embedding_dense_backward", "indices"): lambda a: a["num_weights"],
-    ("_embedding_bag", "indices"): lambda a: a["weight"].shape[0],
-    ("_embedding_bag_forward_only", "indices"): lambda a: a["weight"].shape[0],
-    ("_embedding_bag_backward", "indices"): lambda a: a["num_weights"],
-    ("_embedding_bag_dense_backward", "indices"): lambda a: a["num_weights"],
-    ("take", "index"): lambda a: a["self"].numel(),
-    ("put_", "index"): lambda a: a["self"].numel(),
-    ("index_select_backward", "index"): lambda a: a["self_sizes"][a["dim"]],
-    ("value_selecting_reduction_backward", "indices"): lambda a: a["sizes"][a["dim"]],
-    ("nll_loss_forward", "target"): lambda a: a["self"].shape[-1],
-    ("nll_loss_backward", "target"): lambda a: a["self"].shape[-1],
-    ("nll_loss2d_forward", "target"): lambda a: a["self"].shape[1],
-    ("nll_loss2d_backward", "target"): lambda a: a["self"].shape[1],
-    ("multi_margin_loss", "target"): lambda a: a["self"].shape[-1],
-    ("multi_margin_loss_backward", "target"): lambda a: a["self"].shape[-1],
-    ("max_pool2d_with_indices_backward", "indices"): _plane(2),
-    ("max_pool3d_with_indices_backward", "indices"): _plane(3),
-    ("adaptive_max_pool2d_backward", "indices"): _plane(2),
-    ("adaptive_max_pool3d_backward", "indices"): _plane(3),
-    ("fractional_max_pool2d_backward", "indices"): _plane(2),
-    ("max_unpool2d", "indices"): lambda a: math.prod(a["output_size"]),
-    ("max_unpool3d", "indices"): lambda a: math.prod(a["output_size"]),
-} | {
-    (f"{op}{suffix}", "index"): _along_dim
-    for op in (
-        "gather",
-        "scatter",
-        "scatter_add",
-        "scatter_reduce",
-        "index_select",
-        "index_add",
-        "index_copy",
-        "index_fill",
-        "index_reduce",
-    )
-    for suffix in ("", "_")
-}
-
-# (op, argument) -> (first, last): the values rise evenly from one to the other.
-_RISING: dict[tuple[str, str], Callable[[_Arguments], tuple[int, int]]] = (
-    {
-        ("_grouped_mm", "offs"): lambda a: (
-            _groups_total(a) // max(1, a["offs"].numel()),
-            _groups_total(a),
-        ),
-        ("_ctc_loss", "input_lengths"): lambda a: (a["log_probs"].shape[0],) * 2,
-        ("_ctc_loss_backward", "input_lengths"): lambda a: (a["log_probs"].shape[0],) * 2,
-        ("_ctc_loss", "target_lengths"): lambda a: (_target_length(a),) * 2,
-        ("_ctc_loss_backward", "target_lengths"): lambda a: (_target_length(a),) * 2,
-    }
-    | {
-        (op, name): rule
-        for op in ("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward")
-        for name, rule in {
-            "offsets": lambda a: (
-                0,
-                (a["offsets"].numel() - 1) * a["indices"].numel() // max(1, a["offsets"].numel()),
-            ),
-        }.items()
-    }
-    | {
-        (op, "offset2bag"): lambda a: (0, max(0, a["grad"].shape[0] - 1))
-        for op in ("_embedding_bag_backward", "_embedding_bag_dense_backward")
-    }
-    | {
-        (op, name): rule
-        for op in ("_flash_attention_forward", "_flash_attention_backward")
-        for name, rule in {
-            "cum_seq_q": lambda a: (0, a["query"].shape[0]),
-            "cum_seq_k": lambda a: (0, a["key"].shape[0]),
-        }.items()
-    }
-    | {
-        (op, name): rule
-        for op in ("_efficient_attention_forward", "_efficient_attention_backward")
-        for name, rule in {
-            "cu_seqlens_q": lambda a: (0, a["query"].shape[1]),
-            "cu_seqlens_k": lambda a: (0, a["key"].shape[1]),
-        }.items()
-    }
+_BUDGET_S = (
+    0.2  # quick ops never reach it; slow ones run twice at least, so that one interruption does no harm
 )
-
-
-def _groups_total(a: _Arguments) -> int:
-    """What is shared out over the groups: rows of a 2-D operand, or the columns of the second one."""
-    first, second = a["self"], a["mat2"]
-    if first.dim() == 2 and second.dim() == 2:
-        return first.shape[1]
-    return first.shape[0] if first.dim() == 2 else second.shape[-1]
-
-
-def _target_length(a: _Arguments) -> int:
-    targets = a["targets"]
-    if targets.dim() == 2:
-        return targets.shape[1]
-    return targets.numel() // max(1, a["log_probs"].shape[1] if a["log_probs"].dim() == 3 else 1)
-
-
-_INDEX_OPS = frozenset(
-    {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
-)
-_POSITION_NAMES = frozenset(
-    {"index", "indices", "target", "targets", "row_indices", "col_indices", "crow_indices", "ccol_indices"}
-)
-
-
-_ON_THE_HOST = frozenset(
-    (op, name)
-    for op in ("_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward")
-    for name in ("philox_seed", "philox_offset")
-)
-"""(op, argument) that CUDA's kernel reads through a host pointer (attention_backward.cu)."""
-
-_UNKNOWN_LAYOUT = frozenset({"_cudnn_rnn_backward", "miopen_rnn_backward", "_thnn_fused_lstm_cell_backward"})
-"""Ops that take a workspace which only their forward can fill; a wrong size reads out of bounds on a GPU."""
-
-
-class RealOp:
-    """One op with real arguments on ``device``; calling it runs it. A tensor given twice is made once.
-
-    Args:
-        out: what the traced op returned, for sizes that depend on data.
-        zeros: no made-up values, zeros.
-    """
-
-    def __init__(
-        self,
-        func: torch._ops.OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        out: Any,
-        device: torch.device,
-        *,
-        zeros: bool = False,
-    ) -> None:
-        self.func = func
-        self._device = device
-        self._zeros = zeros
-        self._op = func._schema.name.split("::")[-1]
-        self._made: dict[int, torch.Tensor] = {}
-        self._out = out
-        names = [argument.name for argument in func._schema.arguments]
-        self._by_name: dict[str, Any] = {
-            argument.name: argument.default_value
-            for argument in func._schema.arguments
-            if argument.has_default_value()
-        }
-        self._by_name |= dict(zip(names, args, strict=False)) | dict(kwargs)
-        self.args = [self._value(value, name) for name, value in zip(names, args, strict=False)]
-        self.kwargs = {name: self._value(value, name) for name, value in kwargs.items()}
-
-    def __call__(self) -> Any:
-        if self._op == "mkldnn_rnn_layer":
-            # It prepares for the backward pass, and keeps a workspace for it, only where autograd is on.
-            with torch.enable_grad():
-                return self.func(*self.args, **self.kwargs)
-        return self.func(*self.args, **self.kwargs)
-
-    def _value(self, value: Any, name: str, position: int = 0) -> Any:
-        if self._op == "_cudnn_rnn" and name == "weight_buf":
-            return None  # the flat copy of the weights, which a fake step does not have: it makes its own
-        if isinstance(value, torch.Tensor):
-            made = self._made.get(id(value))
-            if made is None:
-                made = self._made[id(value)] = self._tensor(value, name, position)
-            return made
-        if isinstance(value, (list, tuple)):
-            return type(value)([self._value(item, name, i) for i, item in enumerate(value)])
-        if isinstance(value, torch.device) and value.type == "cpu":
-            return self._device
-        if isinstance(value, torch.Generator):
-            return None
-        return value
-
-    def _tensor(self, like: torch.Tensor, name: str, position: int) -> torch.Tensor:
-        """The same shape, strides and dtype, over the part of the storage that the elements span."""
-        shape, stride = [int(n) for n in like.shape], [int(n) for n in like.stride()]
-        span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0
-        if (self._op, name) in _ON_THE_HOST:
-            return torch.ones(shape, dtype=like.dtype)
-        if self._op == "mkldnn_rnn_layer_backward" and name == "workspace" and isinstance(like, FakeTensor):
-            return self._rnn_workspace()
-        if not isinstance(like, FakeTensor) and like.device.type == self._device.type:
-            flat = like.detach().as_strided((span,), (1,), like.storage_offset()).clone()
-        elif self._zeros:
-            flat = torch.zeros(span, dtype=like.dtype, device=self._device)
-        elif like.dtype == torch.bool:
-            flat = self._bools(like, span, name, position)
-        elif like.dtype.is_floating_point or like.dtype.is_complex:
-            flat = self._floats(like.dtype, span)
-        else:
-            flat = self._integers(like, span, name, position)
-        made = flat.as_strided(shape, stride)
-        if self._needs_diagonal(made):
-            made.diagonal(dim1=-2, dim2=-1).fill_(made.shape[-1])
-        return made
-
-    def _floats(self, dtype: torch.dtype, span: int) -> torch.Tensor:
-        if dtype.is_complex:
-            return torch.view_as_complex(self._floats(dtype.to_real(), 2 * span).view(-1, 2))
-        if dtype.itemsize == 1:
-            return torch.empty(span, dtype=torch.float32, device=self._device).uniform_(0.1, 0.9).to(dtype)
-        return torch.empty(span, dtype=dtype, device=self._device).uniform_(0.1, 0.9)
-
-    def _needs_diagonal(self, made: torch.Tensor) -> bool:
-        return (
-            not self._zeros
-            and made.is_floating_point()
-            and made.dim() >= 2
-            and made.shape[-1] == made.shape[-2]
-            and ("linalg" in self._op or "cholesky" in self._op or "triangular" in self._op)
-        )
-
-    def _integers(self, like: torch.Tensor, span: int, name: str, position: int) -> torch.Tensor:
-        flat = torch.empty(span, dtype=like.dtype, device=self._device)
-        rising = _RISING.get((self._op, name))
-        if rising is not None:
-            first, last = rising(self._by_name)
-            return flat.copy_(torch.linspace(first, last, span, dtype=torch.float64).floor())
-        bound = None
-        if self._op in _INDEX_OPS and name == "indices":
-            bound = self._indexed_size(position)
-        elif (rule := _BOUNDS.get((self._op, name))) is not None:
-            bound = rule(self._by_name)
-        if bound is None:
-            return flat.fill_(0 if name in _POSITION_NAMES else 1)
-        return flat.random_(0, max(1, int(bound)))
-
-    def _indexed_size(self, position: int) -> int:
-        """Size of the dimension that the index at ``position`` of ``x[..., index, ...]`` is for."""
-        dim = 0
-        for before in self._by_name["indices"][:position]:
-            dim += before.dim() if before is not None and before.dtype in (torch.bool, torch.uint8) else 1
-        return self._by_name["self"].shape[dim]
-
-    def _bools(self, like: torch.Tensor, span: int, name: str, position: int) -> torch.Tensor:
-        count = self._true_count(name, position)
-        if count is None or span != like.numel():
-            return torch.rand(span, device=self._device) < 0.5
-        flat = torch.zeros(span, dtype=torch.bool, device=self._device)
-        flat[torch.randperm(span, device=self._device)[:count]] = True
-        return flat
-
-    def _true_count(self, name: str, position: int) -> int | None:
-        """How many elements of a mask are true where the size of a result says so."""
-        a = self._by_name
-        if self._op in ("nonzero", "masked_select") and isinstance(self._out, torch.Tensor):
-            return int(self._out.shape[0])
-        if self._op in _INDEX_OPS and name == "indices":
-            if self._op in ("index", "_unsafe_index"):
-                return int(self._out.shape[position])
-            values = a["values"]
-            return int(values.shape[0]) if values.dim() and values.shape[0] != 1 else None
-        if self._op in ("masked_scatter", "masked_scatter_") and name == "mask":
-            return min(a["mask"].numel(), a["source"].numel()) // 2
-        return None
-
-    def _rnn_workspace(self) -> torch.Tensor:
-        """The kernel's own layout, which only its forward can fill (a wrong size reads out of bounds)."""
-        a = self._by_name
-        given = [a["input"], a["weight1"], a["weight2"], a["weight3"], a["weight4"], a["hx_"], a["cx_tmp"]]
-        real = [self._value(t, f"rnn_{i}") for i, t in enumerate(given)]
-        with torch.enable_grad():
-            return torch.ops.aten.mkldnn_rnn_layer.default(
-                *real, a["reverse"], a["batch_sizes"], a["mode"], a["hidden_size"], a["num_layers"],
-                a["has_biases"], a["bidirectional"], a["batch_first"], a["train"],
-            )[3]  # fmt: skip
-
-
-def run_for_real(
-    func: torch._ops.OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    out: Any,
-    device: torch.device,
-    measure: Callable[[RealOp], Any],
-) -> Any:
-    """``measure(op)``, where ``op()`` runs ``func`` on real operands, outside of whatever mode is on.
-
-    Raises:
-        RUN_ERRORS: what the op says to made-up values, and to zeros.
-    """
-    with outside_of_the_trace(device):
-        for zeros in (False, True):
-            op = RealOp(func, args, kwargs, out, device, zeros=zeros)
-            try:
-                return measure(op)
-            except RUN_ERRORS:
-                # Zeros only help where values were made up; on CUDA an error may have ended the context.
-                if zeros or device.type == "cuda":
-                    raise
-            del op
-    raise AssertionError  # not reached
-
-
-RUN_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
-"""What an op raises where operands do not suit it; running out of memory is among them."""
-
-
-def first_line(error: Exception) -> str:
-    """The first line of a message, or the error's type where it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Time
-
-_BUDGET_S = 0.2  # quick ops never reach it; slow ones run twice at least, so that one interruption is nothing
 _MOST_RUNS = 20  # in-place ops run again and again on the same operands, and must not reach denormals
 _times: dict[Any, float] = {}
 """Milliseconds by (device, torch, settings, op key); for the life of the process."""
 
 
 class MeasuredTimes:
-    """FLOPs and time of ops, each distinct one run on the device that is here.
+    """FLOPs and time of ops; each distinct one is run on the local device.
 
     Args:
-        spec: of kind ``"cpu"`` (any: the CPU that is here stands for it) or the GPU that is here.
+        spec: of kind ``"cpu"`` (any: the local CPU is used) or the local GPU.
 
     Raises:
-        DeviceError: ``spec`` is a GPU that is not here.
+        DeviceError: ``spec`` is a GPU that is not in this machine.
     """
 
     def __init__(self, spec: DeviceSpec) -> None:
         self.spec = spec
         self.not_timed: dict[str, str] = {}
-        """Ops that could not be run, and what they said; the roofline's figure stands for them."""
+        """Ops that could not be run, and their errors; the roofline's figure is used for them."""
         self._device = device_here(spec)
         self._roofline = CostModel(spec)
         self._name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
@@ -432,16 +62,16 @@ class MeasuredTimes:
         """(FLOPs, milliseconds) of one call of ``func`` that returned ``out``; a view takes no time.
 
         An op that cannot be run with made-up operands, or does not fit the memory, gets the roofline's
-        time; it is warned of once, and listed in ``not_timed``.
+        time, one warning, and an entry in ``not_timed``.
         """
-        if _traits_of(func).free:
+        if is_free(func):
             return 0, 0.0
         flops = op_flops(func, args, kwargs, out)
         key = (self._name, torch.__version__, _settings(self._device), op_key(func, args, kwargs))
         known = _times.get(key)
         if known is None:
             try:
-                if func._schema.name.removeprefix("aten::") in _UNKNOWN_LAYOUT:
+                if func._schema.name.removeprefix("aten::") in UNKNOWN_LAYOUT:
                     raise NotImplementedError("it takes another kernel's private data")
                 known = run_for_real(func, args, kwargs, out, self._device, self._measure)
             except RUN_ERRORS as error:
@@ -454,7 +84,7 @@ class MeasuredTimes:
         return flops, known
 
     def _measure(self, call: RealOp) -> float:
-        return _time_cuda(call, self._device) if self._device.type == "cuda" else _time_cpu(call)
+        return _fastest_ms(call, self._device)
 
     def _stand_in(
         self,
@@ -519,44 +149,44 @@ def _settings(device: torch.device) -> Any:
     return (*common, torch.backends.mkldnn.enabled)
 
 
-def _enough(runs: int, elapsed_s: float) -> bool:
-    return runs == _MOST_RUNS or (runs >= 2 and elapsed_s > _BUDGET_S)
-
-
-def _time_cpu(call: Callable[[], Any]) -> float:
-    """Milliseconds: the fastest of a few runs after a warm-up."""
-    call()
-    began = time.perf_counter()
-    best = math.inf
-    for run in itertools.count(1):
-        start = time.perf_counter()
-        call()
-        end = time.perf_counter()
-        best = min(best, end - start)
-        if _enough(run, end - began):
-            break
-    return best * 1e3
-
-
 _SLEEP_CYCLES = 400_000  # a fifth of a millisecond or so: more than it takes to launch an op from Python
 
 
-def _time_cuda(call: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds on the GPU: the fastest of a few runs after a warm-up, by events around each."""
-    with torch.cuda.device(device):
+def run_seconds(
+    call: Callable[[], object], device: torch.device, *, launch_ahead: bool = False
+) -> Iterator[float]:
+    """Seconds that one run takes, again and again, after a warm-up; on CUDA by events around each run.
+
+    Args:
+        call: what to run.
+        device: where it runs.
+        launch_ahead: on CUDA, let the stream sleep before each run, so that launches do not count.
+    """
+    call()
+    while device.type == "cpu":
+        start = time.perf_counter()
         call()
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        best = math.inf
-        for run in itertools.count(1):
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(_SLEEP_CYCLES)
-            start.record()
+        yield time.perf_counter() - start
+    cuda: Any = torch.cuda
+    cuda.synchronize(device)
+    while True:
+        with cuda.device(device):
+            begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
+            if launch_ahead:
+                cuda._sleep(_SLEEP_CYCLES)
+            begin.record()
             call()
             end.record()
             end.synchronize()
-            best = min(best, start.elapsed_time(end))
-            if _enough(run, time.perf_counter() - began):
-                break
-    return best
+        yield begin.elapsed_time(end) * 1e-3
+
+
+def _fastest_ms(call: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds: the fastest of a few runs after a warm-up."""
+    best, spent = math.inf, 0.0
+    for run, seconds in enumerate(run_seconds(call, device, launch_ahead=True), start=1):
+        best = min(best, seconds)
+        spent += seconds
+        if run == _MOST_RUNS or (run >= 2 and spent > _BUDGET_S):
+            break
+    return best * 1e3

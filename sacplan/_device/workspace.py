@@ -2,12 +2,12 @@
 
 Convolutions above all (layouts reordered for oneDNN, a second gradient, im2col), but also the copies that a
 kernel makes of operands that are not contiguous, accumulators per thread, and matrix products of half types.
-There is no formula to rely on: which of a dozen kernels runs is up to the build, the instruction set and the
-number of threads. So each distinct op and shape runs once, for real, on made-up operands (``timing.py``),
+There is no formula to rely on: which of a dozen kernels runs depends on the build, the instruction set and the
+number of threads. So each distinct op and shape runs once, for real, on made-up operands (``real_ops.py``),
 and the allocator's events say what was alive inside beyond the outputs. The result is kept for the life of
-the process. A profile for ``device="cpu"`` is therefore one for the CPU that is here.
+the process. A profile for ``device="cpu"`` is therefore one for the local CPU.
 
-What it depends on, found by trying (torch 2.13, x86 with oneDNN):
+What it depends on, found by experiment (torch 2.13, x86 with oneDNN):
 
 - no cache: eager convolutions reorder their weights in every call, so the first call is like any other;
 - the number of threads: accumulators per thread (layer norm's backward, attention) grow with it, and oneDNN
@@ -27,103 +27,55 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sacplan._device.cost import _tensors, _traits_of
+from sacplan._device.cost import is_free
 from sacplan._device.devices import DeviceSpec
 from sacplan._device.kernel_workspaces import kernel_workspace_bytes
-from sacplan._device.timing import RUN_ERRORS, RealOp, first_line, op_key, run_for_real
-from sacplan._torch.private import storage_key
-from sacplan._verify.measure import allocation_deltas, profiler_is_on
+from sacplan._device.overrides import HALF_TYPES
+from sacplan._device.real_ops import RUN_ERRORS, RealOp, first_line, op_key, run_for_real
+from sacplan._torch.allocations import allocation_deltas, profiler_is_on
+from sacplan._torch.ops import arguments_by_name, aten_names, tensors_in
+from sacplan._torch.private import fake_kernels, storage_key
 from sacplan.errors import TraceError
 
 # Ops in which a CPU kernel was seen to allocate more than its outputs: every op of 25 models (convolutional,
 # transformers, state space, recurrent; float32 and bfloat16, channels last) was run under the profiler, and
-# those that took more than 64 bytes are here with their relatives. The others are not worth a run.
-_MEASURED = frozenset(
-    f"aten::{name}"
-    for name in (
-        # reordered layouts, im2col, padded or second gradients: up to seventy times the output
-        "convolution",
-        "convolution_backward",
-        "convolution_overrideable",
-        "convolution_backward_overrideable",
-        "mkldnn_convolution",
-        "_slow_conv2d_forward",
-        "_slow_conv2d_backward",
-        "slow_conv3d_forward",
-        "slow_conv_dilated2d",
-        "slow_conv_dilated3d",
-        "slow_conv_transpose2d",
-        "slow_conv_transpose3d",
-        "mkldnn_rnn_layer",
-        "mkldnn_rnn_layer_backward",
-        # copies of operands that are not contiguous, accumulators per thread
-        "native_batch_norm",
-        "native_batch_norm_backward",
-        "_native_batch_norm_legit",
-        "_native_batch_norm_legit_functional",
-        "_native_batch_norm_legit_no_training",
-        "native_layer_norm",
-        "native_layer_norm_backward",
-        "native_group_norm",
-        "native_group_norm_backward",
-        "_fused_rms_norm",
-        "_fused_rms_norm_backward",
-        "_weight_norm_interface",
-        "_weight_norm_interface_backward",
-        "_safe_softmax",
-        "_softmax",
-        "_softmax_backward_data",
-        "_log_softmax",
-        "_log_softmax_backward_data",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-        "gelu_backward",
-        "roll",
-        "avg_pool2d_backward",
-        "avg_pool3d_backward",
-        "adaptive_max_pool2d_backward",
-        "adaptive_max_pool3d_backward",
-        "max_pool2d_with_indices_backward",
-        "max_pool3d_with_indices_backward",
-        "_adaptive_avg_pool2d_backward",
-        "upsample_linear1d",
-        "upsample_bilinear2d",
-        "upsample_bicubic2d",
-        "upsample_trilinear3d",
-        "upsample_linear1d_backward",
-        "upsample_bilinear2d_backward",
-        "upsample_bicubic2d_backward",
-        "upsample_trilinear3d_backward",
-        "_upsample_bilinear2d_aa",
-        "_upsample_bilinear2d_aa_backward",
-        "nll_loss_forward",
-        "nll_loss_backward",
-        "nll_loss2d_forward",
-        "nll_loss2d_backward",
-        "_ctc_loss",
-        "_ctc_loss_backward",
-        # indices sorted, or copied
-        "embedding",
-        "embedding_dense_backward",
-        "_embedding_bag",
-        "_embedding_bag_backward",
-        "_embedding_bag_dense_backward",
-        "index",
-        "index_put",
-        "index_put_",
-        "_index_put_impl_",
-        "sort",
-        "topk",
-    )
+# those that took more than 64 bytes are here with their relatives. The others are not worth a run. To add one, add
+# its name.
+_MEASURED = (
+    # reordered layouts, im2col, padded or second gradients: up to seventy times the output
+    aten_names("""
+        convolution convolution_backward convolution_overrideable convolution_backward_overrideable
+        mkldnn_convolution _slow_conv2d_forward _slow_conv2d_backward slow_conv3d_forward slow_conv_dilated2d
+        slow_conv_dilated3d slow_conv_transpose2d slow_conv_transpose3d mkldnn_rnn_layer
+        mkldnn_rnn_layer_backward
+    """)
+    # copies of operands that are not contiguous, accumulators per thread
+    | aten_names("""
+        native_batch_norm native_batch_norm_backward _native_batch_norm_legit
+        _native_batch_norm_legit_functional _native_batch_norm_legit_no_training native_layer_norm
+        native_layer_norm_backward native_group_norm native_group_norm_backward _fused_rms_norm
+        _fused_rms_norm_backward _weight_norm_interface _weight_norm_interface_backward _safe_softmax _softmax
+        _softmax_backward_data _log_softmax _log_softmax_backward_data
+        _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
+        gelu_backward roll avg_pool2d_backward avg_pool3d_backward adaptive_max_pool2d_backward
+        adaptive_max_pool3d_backward max_pool2d_with_indices_backward max_pool3d_with_indices_backward
+        _adaptive_avg_pool2d_backward upsample_linear1d upsample_bilinear2d upsample_bicubic2d
+        upsample_trilinear3d upsample_linear1d_backward upsample_bilinear2d_backward
+        upsample_bicubic2d_backward upsample_trilinear3d_backward _upsample_bilinear2d_aa
+        _upsample_bilinear2d_aa_backward nll_loss_forward nll_loss_backward nll_loss2d_forward
+        nll_loss2d_backward _ctc_loss _ctc_loss_backward
+    """)
+    # indices sorted, or copied
+    | aten_names("""
+        embedding embedding_dense_backward _embedding_bag _embedding_bag_backward _embedding_bag_dense_backward
+        index index_put index_put_ _index_put_impl_ sort topk
+    """)
 )
 # Where a matrix has neither rows nor columns of stride 1 (permuted, expanded): BLAS takes a copy.
-_PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv"))
+_PRODUCTS = aten_names("mm addmm bmm baddbmm addbmm mv addmv")
 # Where an operand is of half type: reordered for oneDNN, or added up in float32.
-_MEASURED_IN_HALF = _PRODUCTS | frozenset(f"aten::{name}" for name in ("mean", "sum", "cumsum"))
-_HALF = (torch.bfloat16, torch.float16)
+_MEASURED_IN_HALF = _PRODUCTS | aten_names("mean sum cumsum")
 
 _CPU = torch.device("cpu")
 _known: dict[Any, int] = {}
@@ -135,9 +87,9 @@ def measured_workspace_bytes(
 ) -> int:
     """Bytes that the CPU kernel of ``func`` takes at its peak beyond what is alive and its outputs.
 
-    May be called from inside a dispatch mode, under FakeTensorMode, in the backward pass: modes are off while
-    the op runs, generators are put back. 0 for ops that are not known to have a workspace, and, with a
-    warning, where the op cannot be run on made-up operands.
+    May be called inside a dispatch mode, under FakeTensorMode, in the backward pass: modes are off while
+    the op runs, and generators are restored. 0 for ops that are not known to have a workspace, and, with a
+    warning, if the op cannot be run on made-up operands.
 
     Raises:
         TraceError: a profiler is on in this thread.
@@ -168,18 +120,18 @@ def _worth_a_run(func: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
     name = func._schema.name
     if name in _MEASURED:
         return True
-    tensors = [t for t in _tensors(args) if t.dim() and t.dtype.is_floating_point]
+    tensors = [t for t in tensors_in(args) if t.dim() and t.dtype.is_floating_point]
     dtypes = {t.dtype for t in tensors}
-    if name in _MEASURED_IN_HALF and not dtypes.isdisjoint(_HALF):
+    if name in _MEASURED_IN_HALF and not dtypes.isdisjoint(HALF_TYPES):
         return True
     if name in _PRODUCTS:
         return any(t.dim() > 1 and not _fits_blas(t) for t in tensors)
     # An elementwise op on two types copies one of its operands to the other's.
-    return len(dtypes) > 1 and torch.Tag.pointwise in func.tags and not _traits_of(func).free
+    return len(dtypes) > 1 and torch.Tag.pointwise in func.tags and not is_free(func)
 
 
 def _fits_blas(t: torch.Tensor) -> bool:
-    """Whether the matrices of [..., N, M] can be taken as they lie, by rows or by columns."""
+    """Whether BLAS can read the matrices of [..., N, M] without a copy, by rows or by columns."""
     rows, columns = t.shape[-2:]
     row_stride, column_stride = t.stride()[-2:]
     by_rows = column_stride == 1 and row_stride >= max(1, columns)
@@ -198,8 +150,8 @@ def _peak_inside(op: RealOp) -> tuple[int, int]:
     def run() -> None:
         nonlocal outputs
         out = op()
-        given = {storage_key(t.untyped_storage()) for t in _tensors((op.args, op.kwargs))}
-        made = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in _tensors(out)}
+        given = {storage_key(t.untyped_storage()) for t in tensors_in((op.args, op.kwargs))}
+        made = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors_in(out)}
         outputs = sum(nbytes for key, nbytes in made.items() if key not in given)
 
     live = peak = 0
@@ -210,7 +162,7 @@ def _peak_inside(op: RealOp) -> tuple[int, int]:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What a kernel keeps for its backward pass, and its fake twin does not know
+# What a kernel keeps for its backward pass without its fake kernel knowing
 
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 
@@ -219,26 +171,16 @@ _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 def measured_reserves() -> Iterator[None]:
     """Inside, oneDNN's fake LSTM keeps the workspace that the real one keeps for its backward pass.
 
-    torch's own fake gives it no bytes, where it is several times the layer's output. Enter it inside of a
-    FakeTensorMode for a CPU. It is for the whole process while it is on; contexts nest.
+    torch's own fake kernel gives it no bytes, though it is several times the layer's output. Enter this inside a
+    FakeTensorMode for a CPU. It applies to the whole process while it is on; contexts nest.
     """
-    before = fake_impls.op_implementations_dict.get(_LSTM)
-    fake_impls.op_implementations_dict[_LSTM] = _fake_lstm_layer
-    FakeTensorMode.cache_clear()
-    try:
+    with fake_kernels({_LSTM: _fake_lstm_layer}):
         yield
-    finally:
-        if before is None:
-            del fake_impls.op_implementations_dict[_LSTM]
-        else:
-            fake_impls.op_implementations_dict[_LSTM] = before
-        FakeTensorMode.cache_clear()
 
 
 def _fake_lstm_layer(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """input [T, N, C] -> output [T, N, H], hidden and cell state as they came in, workspace [bytes]."""
-    names = [argument.name for argument in func._schema.arguments]
-    a = dict(zip(names, args, strict=False)) | kwargs
+    """Output [T, N, H] of input [T, N, C], hidden and cell state of the given shapes, workspace [bytes]."""
+    a = arguments_by_name(func, args, kwargs)
     steps, batch = a["input"].shape[:2]
     reserve = _lstm_reserve_bytes(func, args, kwargs) if a["train"] and torch.is_grad_enabled() else 0
     new = a["input"].new_empty

@@ -32,27 +32,24 @@ from sacplan._program.liveness import Footprint
 from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._ranks.ranks import ONE_RANK, Ranks
 from sacplan._recompute.rewrite import recomputed
+from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.fake_data import DataRules, data_rules
 from sacplan._record.recorder import NUMBER_BYTES, Recorder
 from sacplan._record.saved_tensors import SavedMode
 from sacplan._record.step import (
-    FakeCopier,
     LossFn,
     Mode,
     Step,
-    branches_of_a_real_step,
     call_model,
     check_model,
     check_optimizer,
-    cleared_caches,
     default_loss,
-    function_caches,
     make_optimizer,
     preserved_rng,
     preserved_state,
     resolve_batch,
-    tensors_cached,
 )
+from sacplan._record.user_code import branches_of_a_real_step, cleared_caches, function_caches, tensors_cached
 from sacplan._rewrites.library_workspaces import library_workspaces
 from sacplan._rotor.chain import Chain
 from sacplan._rotor.stages import stages_of

@@ -1,7 +1,15 @@
 """The rules of a fake step, op by op: answers to ops that ask for data, and values made by assumption.
 
-``data_rules`` says what they are; this is how. ``ANSWERS`` replace an op whose result has a size or a Python
-value that depends on data. ``DECISIONS`` give the result of an op values that floats alone could tell.
+``data_rules`` documents what they are. To add one, decorate a function with the ops that it is for:
+
+    @answer(aten.nonzero.default)    # replaces an op whose result has a size or Python value that depends on data
+    def _nonzero(values, func, args, kwargs): ...        # the result, NewArguments, or NO_ANSWER
+
+    @assume(aten.topk.default)       # values for the fake result of an op whose inputs are not known
+    def _topk(values, args, kwargs, out): ...            # (real values in the result's order, name of the rule)
+
+    @spread(aten.uniform_.default)   # numbers for an op that fills its first argument at random
+    def _uniform(target, low=0.0, high=1.0): ...
 """
 
 from __future__ import annotations
@@ -9,29 +17,34 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from sacplan._torch.ops import tensors_in
-
-if TYPE_CHECKING:
-    from sacplan._record.fake_data import DataRules
+from sacplan._record.fake_values import NO_ANSWER, KnownValues, is_float
+from sacplan._torch.ops import RuleTable, tensors_in
 
 aten = torch.ops.aten
 
 MAX_UNDEFINED_FLOATS = 2**14
 """Of what ``empty`` makes, only small tensors are followed: most are filled with what is not known."""
 
-NO_ANSWER = object()
-"""Neither a value nor a rule: let the op run."""
 UNKNOWN = object()
 """In the place of a result whose values stay unknown."""
 
 
-def is_float(t: torch.Tensor) -> bool:
-    return t.dtype.is_floating_point or t.dtype.is_complex
+@dataclass(frozen=True, slots=True)
+class NewArguments:
+    """An answer: run the op on these arguments instead."""
+
+    args: tuple[Any, ...]
+
+
+answer: RuleTable[Callable[[KnownValues, Any, Any, Any], Any]] = RuleTable()
+assume: RuleTable[Callable[[KnownValues, Any, Any, Any], tuple[Any, str]]] = RuleTable()
+spread: RuleTable[Callable[..., None]] = RuleTable()
 
 
 # --- ops that ask for data ---------------------------------------------------------------------------
@@ -54,45 +67,48 @@ def needs_an_answer(func: Any) -> bool:
     )
 
 
-def answer_if_known(rules: DataRules, func: Any, args: Any, kwargs: Any) -> Any:
+def answer_if_known(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
     inputs = list(tensors_in((args, kwargs)))
-    out = rules.run_on_values(func, args, kwargs, inputs)
+    out = values.run_on_values(func, args, kwargs, inputs)
     if out is NO_ANSWER:
         return NO_ANSWER
-    resting_on = rules.rules_of(inputs)
-    rules.apply_rules(resting_on, func)
+    resting_on = values.rules_of(inputs)
+    values.apply_rules(resting_on, func)
     if isinstance(out, torch.Tensor):
-        return rules.as_fake(out, resting_on)
+        return values.as_fake(out, resting_on)
     if isinstance(out, (tuple, list)):
-        return type(out)(rules.as_fake(t, resting_on) for t in out)
+        return type(out)(values.as_fake(t, resting_on) for t in out)
     return out
 
 
-def _scalar(rules: DataRules, func: Any, args: Any, kwargs: Any) -> Any:
-    answer = answer_if_known(rules, func, args, kwargs)
-    if answer is NO_ANSWER and args[0].dtype.is_floating_point:
-        rules.apply_rules(("unit value",), func)
+@answer(aten._local_scalar_dense.default)
+def _scalar(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
+    known = answer_if_known(values, func, args, kwargs)
+    if known is NO_ANSWER and args[0].dtype.is_floating_point:
+        values.apply_rules(("unit value",), func)
         return 1.0
-    if answer is NO_ANSWER:
-        raise rules.refusal(func, args, kwargs)
-    return answer
+    if known is NO_ANSWER:
+        raise values.refusal(func, args, kwargs)
+    return known
 
 
-def _nonzero_of(rules: DataRules, func: Any, mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, None]]:
+def _nonzero_of(values: KnownValues, func: Any, mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, None]]:
     """Rows of indices [K, ndim] of a mask: the known ones, or all."""
-    value = rules.value(mask)
-    resting_on = {"all elements": None} if value is None else rules.rules_of([mask])
-    rules.apply_rules(resting_on, func)
+    value = values.value(mask)
+    resting_on = {"all elements": None} if value is None else values.rules_of([mask])
+    values.apply_rules(resting_on, func)
     with no_dispatch():
         rows = torch.nonzero(torch.ones(mask.shape, dtype=torch.bool) if value is None else value)
     return rows, resting_on
 
 
-def _nonzero(rules: DataRules, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    return rules.as_fake(*_nonzero_of(rules, func, args[0]))
+@answer(aten.nonzero.default)
+def _nonzero(values: KnownValues, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    return values.as_fake(*_nonzero_of(values, func, args[0]))
 
 
-def _index(rules: DataRules, func: Any, args: Any, kwargs: Any) -> Any:
+@answer(aten.index.Tensor)
+def _index(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
     tensor, indices = args
     masks = (torch.bool, torch.uint8)
     if not any(i is not None and i.dtype in masks for i in indices):
@@ -102,11 +118,9 @@ def _index(rules: DataRules, func: Any, args: Any, kwargs: Any) -> Any:
         if index is None or index.dtype not in masks:
             replaced.append(index)
             continue
-        rows, resting_on = _nonzero_of(rules, func, index)
-        replaced.extend(rules.as_fake(column.contiguous(), resting_on) for column in _columns(rows))
-    out = func(tensor, replaced)
-    rules.follow(func, (tensor, replaced), {}, out)
-    return out
+        rows, resting_on = _nonzero_of(values, func, index)
+        replaced.extend(values.as_fake(column.contiguous(), resting_on) for column in _columns(rows))
+    return NewArguments((tensor, replaced))
 
 
 def _columns(rows: torch.Tensor) -> list[torch.Tensor]:
@@ -114,29 +128,31 @@ def _columns(rows: torch.Tensor) -> list[torch.Tensor]:
         return [column.contiguous() for column in rows.unbind(1)]
 
 
-def _masked_select(rules: DataRules, func: Any, args: Any, kwargs: Any) -> Any:
-    answer = answer_if_known(rules, func, args, kwargs)
-    if answer is not NO_ANSWER:
-        return answer
+@answer(aten.masked_select.default)
+def _masked_select(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
+    known = answer_if_known(values, func, args, kwargs)
+    if known is not NO_ANSWER:
+        return known
     tensor, mask = args
     shape = torch.broadcast_shapes(tensor.shape, mask.shape)
-    value = rules.value(mask)
+    value = values.value(mask)
     if value is None:
-        rules.apply_rules(("all elements",), func)
+        values.apply_rules(("all elements",), func)
         return tensor.new_empty(math.prod(shape))
-    rules.apply_rules(rules.rules_of([mask]), func)
+    values.apply_rules(values.rules_of([mask]), func)
     with no_dispatch():
         count = int(value.expand(shape).sum())
     return tensor.new_empty(count)
 
 
-def _ctc_loss(rules: DataRules, func: Any, args: Any, kwargs: Any) -> Any:
+@answer(aten._ctc_loss.Tensor, aten._ctc_loss.default)
+def _ctc_loss(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
     """Loss [N] and alpha [N, T, 2 * longest target + 1]; T and N from log_probs [T, N, C]."""
     log_probs, targets, _, lengths = args[:4]
     if isinstance(lengths, torch.Tensor):
-        value = rules.value(lengths)
+        value = values.value(lengths)
         if value is None and targets.dim() < 2:
-            raise rules.refusal(func, args, kwargs)
+            raise values.refusal(func, args, kwargs)
         with no_dispatch():
             longest = targets.shape[1] if value is None else int(value.max())
     else:
@@ -145,29 +161,19 @@ def _ctc_loss(rules: DataRules, func: Any, args: Any, kwargs: Any) -> Any:
     return log_probs.new_empty(rows), log_probs.new_empty(rows, steps, 2 * longest + 1)
 
 
-def _grouped_mm(rules: DataRules, func: Any, args: Any, kwargs: Any) -> Any:
-    """torch's formula for shapes (2.13) refuses types other than bfloat16, which the kernels take."""
+@answer(aten._grouped_mm.default)
+def _grouped_mm(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
+    """Shapes where torch's formula (2.13) refuses types other than bfloat16, which the kernels take."""
     if args[0].dtype == torch.bfloat16:
         return NO_ANSWER
-    with rules.paused():
+    with values.paused():
         like = [torch.empty_strided(m.shape, m.stride(), dtype=torch.bfloat16) for m in args[:2]]
         out = func(*like, *args[2:], **{**kwargs, "out_dtype": None})
         return torch.empty_strided(out.shape, out.stride(), dtype=kwargs.get("out_dtype") or args[0].dtype)
 
 
-ANSWERS: dict[Any, Callable[[DataRules, Any, Any, Any], Any]] = {
-    aten._local_scalar_dense.default: _scalar,
-    aten.nonzero.default: _nonzero,
-    aten.index.Tensor: _index,
-    aten.masked_select.default: _masked_select,
-    aten._grouped_mm.default: _grouped_mm,
-    aten._ctc_loss.Tensor: _ctc_loss,
-    aten._ctc_loss.default: _ctc_loss,
-}
-
-
 # --- ops whose result gets a value by a rule ------------------------------------------------------------
-# Each: (rules, args, kwargs, fake result) -> (real values in the result's order, name of the rule).
+# Each: (values, args, kwargs, fake result) -> (real values in the result's order, name of the rule).
 
 CONTENTS_UNDEFINED = frozenset(
     {
@@ -208,13 +214,15 @@ def _size(tensor: torch.Tensor, dim: int) -> int:
     return tensor.shape[dim] if tensor.dim() else 1
 
 
-def _decide_topk(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
+@assume(aten.topk.default)
+def _decide_topk(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     dim = _argument(args, kwargs, 2, "dim", -1)
     with no_dispatch():
         return (UNKNOWN, balanced_indices(tuple(out[1].shape), dim, _size(args[0], dim))), "balanced"
 
 
-def _decide_multinomial(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
+@assume(aten.multinomial.default)
+def _decide_multinomial(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     with no_dispatch():
         return (balanced_indices(tuple(out.shape), -1, args[0].shape[-1]),), "balanced"
 
@@ -224,19 +232,22 @@ def _one_of(candidates: int, shape: tuple[int, ...]) -> torch.Tensor:
         return (torch.arange(math.prod(shape)) % max(1, candidates)).reshape(shape)
 
 
-def _decide_argmax(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
+@assume(aten.argmax.default, aten.argmin.default)
+def _decide_argmax(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     dim = _argument(args, kwargs, 1, "dim", None)
     return (_one_of(args[0].numel() if dim is None else _size(args[0], dim), tuple(out.shape)),), "balanced"
 
 
-def _decide_max(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
+@assume(aten.max.dim, aten.min.dim)
+def _decide_max(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     return (
         UNKNOWN,
         _one_of(_size(args[0], _argument(args, kwargs, 1, "dim", -1)), tuple(out[1].shape)),
     ), "balanced"
 
 
-def _decide_sort(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
+@assume(aten.sort.default, aten.sort.stable)
+def _decide_sort(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     tensor = args[0]
     dim = _argument(args, kwargs, 1, "dim", -1)
     with no_dispatch():
@@ -257,125 +268,100 @@ def even_spread(shape: tuple[int, ...]) -> torch.Tensor:
     return ((0.5 + torch.arange(math.prod(shape), dtype=torch.float64) * _GOLDEN) % 1.0).reshape(shape)
 
 
-def _decide_rand(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
+@assume(aten.rand.default, aten.rand.generator, aten.rand_like.default)
+def _decide_rand(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     with no_dispatch():
         return (even_spread(tuple(out.shape)).to(out.dtype),), "even spread"
 
 
-def _decide_randint(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
+@assume(aten.randint.default, aten.randint.low)
+def _decide_randint(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     low, high = (args[0], args[1]) if isinstance(args[1], int) else (0, args[0])
     with no_dispatch():
         return ((low + even_spread(tuple(out.shape)) * (high - low)).floor().to(out.dtype),), "even spread"
 
 
-def _decide_randperm(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
+@assume(aten.randperm.default)
+def _decide_randperm(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     with no_dispatch():
         return (even_spread(tuple(out.shape)).argsort().to(out.dtype),), "even spread"
 
 
-def _decide_bernoulli(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
-    p = rules.value(args[0]) if len(args) < 2 else args[1]
+@assume(aten.bernoulli.default, aten.bernoulli.p)
+def _decide_bernoulli(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
+    p = values.value(args[0]) if len(args) < 2 else args[1]
     if p is None:
         return None, ""
     with no_dispatch():
         return ((even_spread(tuple(out.shape)) < p).to(out.dtype),), "even spread"
 
 
-def _decide_empty(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
+@assume(*CONTENTS_UNDEFINED)
+def _decide_empty(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     if is_float(out) and out.numel() > MAX_UNDEFINED_FLOATS:
         return None, ""
     with no_dispatch():
         return (torch.zeros(out.shape, dtype=out.dtype),), ""
 
 
-def _decide_filled(position: int, name: str, fill: float | None) -> Callable[..., Any]:
+def _decide_filled(
+    position: int, fill: int | None, values: KnownValues, args: Any, kwargs: Any, out: Any
+) -> tuple[Any, str]:
     """``full`` and its relatives made like a tensor whose values are not known."""
-
-    def decide(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
-        value = _argument(args, kwargs, position, name, None) if fill is None else fill
-        with no_dispatch():
-            return (torch.full(out.shape, value, dtype=out.dtype),), ""
-
-    return decide
+    value = _argument(args, kwargs, position, "fill_value", None) if fill is None else fill
+    with no_dispatch():
+        return (torch.full(out.shape, value, dtype=out.dtype),), ""
 
 
-def _decide_comparison(same: bool, infinite: bool) -> Callable[..., Any]:
+def _decide_comparison(
+    same: bool, infinite: bool, values: KnownValues, args: Any, kwargs: Any, out: Any
+) -> tuple[Any, str]:
     """Of finite floats: ``x op x`` is ``same``, ``x op inf`` is ``infinite``."""
-
-    def decide(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
-        left, right = args[0], args[1]
-        if not left.dtype.is_floating_point:
-            return None, ""
-        if right is left:
-            answer = same
-        elif isinstance(right, float) and math.isinf(right):
-            answer = infinite
-        else:
-            return None, ""
-        with no_dispatch():
-            return (torch.full(out.shape, answer, dtype=torch.bool),), "finite"
-
-    return decide
+    left, right = args[0], args[1]
+    is_infinite = isinstance(right, float) and math.isinf(right)
+    if not left.dtype.is_floating_point or not (right is left or is_infinite):
+        return None, ""
+    with no_dispatch():
+        return (torch.full(out.shape, same if right is left else infinite, dtype=torch.bool),), "finite"
 
 
-def _decide_every(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
+@assume(aten.all.default, aten.all.dim, aten.all.dims, aten.any.default, aten.any.dim, aten.any.dims)
+def _decide_every(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     if args[0].dtype != torch.bool:
         return None, ""
     with no_dispatch():
         return (torch.ones(out.shape, dtype=torch.bool),), "all elements"
 
 
-def _decide_not_finite(rules: DataRules, args: Any, kwargs: Any, out: Any) -> Any:
+@assume(aten.isnan.default, aten.isinf.default)
+def _decide_not_finite(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     with no_dispatch():
         return (torch.zeros(out.shape, dtype=torch.bool),), "finite"
 
 
-DECISIONS: dict[Any, Callable[..., Any]] = {
-    aten.topk.default: _decide_topk,
-    aten.multinomial.default: _decide_multinomial,
-    aten.argmax.default: _decide_argmax,
-    aten.argmin.default: _decide_argmax,
-    aten.max.dim: _decide_max,
-    aten.min.dim: _decide_max,
-    aten.sort.default: _decide_sort,
-    aten.sort.stable: _decide_sort,
-    aten.rand.default: _decide_rand,
-    aten.rand.generator: _decide_rand,
-    aten.rand_like.default: _decide_rand,
-    aten.randint.default: _decide_randint,
-    aten.randint.low: _decide_randint,
-    aten.randperm.default: _decide_randperm,
-    aten.bernoulli.default: _decide_bernoulli,
-    aten.bernoulli.p: _decide_bernoulli,
-    aten.eq.Tensor: _decide_comparison(True, False),
-    aten.ne.Tensor: _decide_comparison(False, True),
-    aten.eq.Scalar: _decide_comparison(True, False),
-    aten.ne.Scalar: _decide_comparison(False, True),
-    **dict.fromkeys(
-        (aten.all.default, aten.all.dim, aten.all.dims, aten.any.default, aten.any.dim, aten.any.dims),
-        _decide_every,
-    ),
-    aten.isnan.default: _decide_not_finite,
-    aten.isinf.default: _decide_not_finite,
-    aten.zeros_like.default: _decide_filled(0, "", 0),
-    aten.ones_like.default: _decide_filled(0, "", 1),
-    aten.full_like.default: _decide_filled(1, "fill_value", None),
-    aten.new_zeros.default: _decide_filled(0, "", 0),
-    aten.new_ones.default: _decide_filled(0, "", 1),
-    aten.new_full.default: _decide_filled(2, "fill_value", None),
-    **dict.fromkeys(CONTENTS_UNDEFINED, _decide_empty),
-}
+for _op, _same, _infinite in (
+    (aten.eq.Tensor, True, False),
+    (aten.ne.Tensor, False, True),
+    (aten.eq.Scalar, True, False),
+    (aten.ne.Scalar, False, True),
+):
+    assume[_op] = functools.partial(_decide_comparison, _same, _infinite)
+for _op, _position, _fill in (
+    (aten.zeros_like.default, 0, 0),
+    (aten.ones_like.default, 0, 1),
+    (aten.full_like.default, 1, None),
+    (aten.new_zeros.default, 0, 0),
+    (aten.new_ones.default, 0, 1),
+    (aten.new_full.default, 2, None),
+):
+    assume[_op] = functools.partial(_decide_filled, _position, _fill)
 
 
+@spread(aten.uniform_.default)
 def _spread_uniform(target: torch.Tensor, low: float = 0.0, high: float = 1.0) -> None:
     target.copy_(low + even_spread(tuple(target.shape)) * (high - low))
 
 
+@spread(aten.bernoulli_.float)
 def _spread_bernoulli(target: torch.Tensor, p: float = 0.5) -> None:
     target.copy_(even_spread(tuple(target.shape)) < p)
-
-
-IN_PLACE_SPREADS: dict[Any, Callable[..., None]] = {
-    aten.uniform_.default: _spread_uniform,
-    aten.bernoulli_.float: _spread_bernoulli,
-}

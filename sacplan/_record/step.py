@@ -1,27 +1,20 @@
-"""One training step on a copy that has no data, or on the user's model with everything put back after.
+"""One step: a model, its batch, its loss and its optimizer; what makes them invalid; state restored after real steps.
 
-The fake copy is a deep copy whose memo already maps every tensor of the model to a fake one, so no
-weight is copied and the user's model is not touched.
+To run a step on a copy without data, see ``fake_copy.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import gc
 import random
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from sacplan._record.fake_data import DataRules
-from sacplan._torch.ops import tensors_in
-from sacplan._torch.private import active_fake_mode, fake_empty_strided, meta_storage
 from sacplan.errors import TraceError
 
 LossFn = Callable[[torch.nn.Module, Any], Any]
@@ -79,7 +72,7 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def default_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+def default_loss(model: torch.nn.Module, batch: Any) -> Any:
     """Call the model; its ``.loss`` or ``["loss"]`` where there is one, else the sum of its float outputs."""
     output = call_model(model, batch)
     loss = getattr(output, "loss", None)
@@ -156,222 +149,6 @@ def check_model(model: Any) -> None:
             )
 
 
-# --- fake copies ----------------------------------------------------------------------------------
-
-
-class FakeCopier:
-    """Maps the tensors of a model, a batch and an optimizer to fake CPU ones, sharing what they share."""
-
-    def __init__(self, rules: DataRules | None = None) -> None:
-        self._rules = rules  # learns the values of real integers
-        mode = active_fake_mode()
-        assert mode is not None, "a FakeCopier belongs inside of a FakeTensorMode"
-        self._mode = mode
-        self._storages: dict[int, Any] = {}
-        self._keep: list[Any] = []  # ids in the memo must stay theirs
-        self.memo: dict[int, Any] = {}
-
-    def tensor(self, t: torch.Tensor) -> torch.Tensor:
-        """The fake twin of a tensor; same twin for the same tensor, same storage for the same storage."""
-        known = self.memo.get(id(t))
-        if known is not None:
-            return known
-        with torch._C.DisableTorchFunction():
-            return self._new_twin(t)
-
-    def _new_twin(self, t: torch.Tensor) -> torch.Tensor:
-        self._keep.append(t)
-        if t.layout != torch.strided:
-            raise TraceError(
-                f"a tensor of layout {t.layout} in the model or the batch: only strided ones can be traced."
-            )
-        real = t.untyped_storage()
-        storage = self._storages.get(real._cdata)
-        new = storage is None
-        if new:
-            storage = self._storages[real._cdata] = meta_storage(real.nbytes())
-            self._keep.append(real)
-        fake: torch.Tensor = fake_empty_strided(
-            self._mode, t.shape, t.stride(), t.dtype, storage, int(t.storage_offset())
-        )
-        if new and self._rules is not None:
-            self._rules.learn(fake, t)
-        if isinstance(t, torch.nn.Parameter):
-            fake.requires_grad_(t.requires_grad)
-            fake._is_param = True  # what makes a tensor of another class than torch.Tensor a Parameter
-        elif isinstance(t, torch.nn.Buffer):
-            fake = torch.nn.Buffer(fake)
-        else:
-            fake.requires_grad_(t.requires_grad)
-        self.memo[id(t)] = fake
-        return fake
-
-    def tree(self, value: Any) -> Any:
-        """A nested value with its tensors replaced; mappings keep their keys."""
-        if isinstance(value, Mapping):
-            return {k: self.tree(v) for k, v in value.items()}
-        return tree_map_only(torch.Tensor, self.tensor, value)
-
-    def model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """A deep copy with fake tensors; no weight is copied."""
-        for module in model.modules():
-            for value in vars(module).values():
-                for t in tensors_in(value):
-                    self.tensor(t)
-        grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
-        self.memo.update((id(g), None) for _, g in grads)
-        self._keep.extend(grads)
-        try:
-            twin = copy.deepcopy(model, self.memo)
-        except TraceError:
-            raise
-        except Exception as error:
-            raise TraceError(
-                f"the model cannot be copied for a fake trace: {type(error).__name__}: {error}. Something it "
-                'holds cannot be deep-copied; make it copyable, or use trace="real".'
-            ) from error
-        for module in twin.modules():
-            module.__dict__["_apply"] = functools.partial(_convert_fake, module)
-        return twin
-
-    def optimizer(
-        self, optimizer: Any, model: torch.nn.Module, fake_model: torch.nn.Module
-    ) -> torch.optim.Optimizer | None:
-        """The same optimizer over the fake parameters, without state."""
-        if optimizer is None:
-            return None
-        if isinstance(optimizer, torch.optim.Optimizer):
-            check_optimizer(optimizer, model)
-            groups = [
-                {
-                    **{k: v for k, v in group.items() if k != "params"},
-                    "params": [self.memo[id(p)] for p in group["params"]],
-                }
-                for group in optimizer.param_groups
-            ]
-            try:
-                made = type(optimizer)(groups, **_constructor_arguments(optimizer))
-            except TypeError as error:
-                raise TraceError(
-                    f"the optimizer {type(optimizer).__name__} cannot be made again for the fake parameters: "
-                    f"{error}. Pass a callable instead: optimizer=lambda params: ..."
-                ) from error
-        else:
-            made = make_optimizer(optimizer, fake_model)
-        return made
-
-
-@contextlib.contextmanager
-def cleared_caches(model: torch.nn.Module) -> Iterator[None]:
-    """Clear ``functools`` caches in the code of the model's modules, before and after.
-
-    Some hold tensors (the relative positions of transformers' BEiT): real ones must not get into a fake step,
-    and fake ones must not stay for the real one.
-    """
-    caches = list(function_caches(model))
-    for cache in caches:
-        cache.cache_clear()
-    try:
-        yield
-    finally:
-        for cache in caches:
-            cache.cache_clear()
-
-
-@contextlib.contextmanager
-def branches_of_a_real_step() -> Iterator[None]:
-    """Inside, transformers does not see that tensors are fake, and takes the branches that real ones take.
-
-    It looks at an attention mask's values to leave a mask out that masks nothing, which decides the attention
-    kernel, but not if the mask is a ``FakeTensor``. ``data_rules`` knows the values, or has a rule for them.
-    Private API of transformers (4.57 to 5): ``utils.import_utils.is_fake_tensor``.
-    """
-    module = sys.modules.get("transformers.utils.import_utils")
-    asks = getattr(module, "is_fake_tensor", None)
-    if asks is None:
-        yield
-        return
-    module.__dict__["is_fake_tensor"] = lambda tensor: False
-    try:
-        yield
-    finally:
-        module.__dict__["is_fake_tensor"] = asks
-
-
-def function_caches(model: torch.nn.Module) -> Iterator[Any]:
-    """The ``functools`` caches in the code of the model's modules."""
-    classes = {cls for module in model.modules() for cls in type(module).__mro__}
-    namespaces: dict[int, Any] = {}
-    for cls in classes:
-        if cls is not object and not cls.__module__.startswith(("torch.", "sacplan.")):
-            for owner in (cls, sys.modules.get(cls.__module__)):
-                if owner is not None:
-                    namespaces[id(owner)] = vars(owner)
-    seen: set[int] = set()
-    for namespace in namespaces.values():
-        for value in list(namespace.values()):
-            function = getattr(value, "__func__", value)  # out of static and class methods
-            for candidate in (function, *_closure(function)):
-                if isinstance(candidate, functools._lru_cache_wrapper) and id(candidate) not in seen:
-                    seen.add(id(candidate))
-                    yield candidate
-
-
-def tensors_cached(caches: Iterable[Any]) -> int:
-    """How many tensors ``functools`` caches hold among their results."""
-    seen: set[int] = set()
-    pending, count = list(caches), 0
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            count += 1
-        elif isinstance(value, (dict, list, tuple)) or type(value).__module__ == "functools":
-            pending.extend(gc.get_referents(value))
-    return count
-
-
-def _closure(function: Any) -> Iterator[Any]:
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            yield cell.cell_contents
-
-
-def _convert_fake(
-    module: torch.nn.Module, fn: Callable[..., torch.Tensor], recurse: bool = True
-) -> torch.nn.Module:
-    """``Module._apply``, behind ``.to`` and ``.half``, for a fake module.
-
-    torch's own tries to swap fake tensors, and cannot. As on a real module the parameters stay the same
-    objects, and get the converted data.
-    """
-    if recurse:
-        for child in module.children():
-            child._apply(fn)
-    for p in module._parameters.values():
-        if p is None:
-            continue
-        with torch.no_grad():
-            converted = fn(p)
-            if converted is not p:
-                p.data = converted
-            if p.grad is not None:
-                p.grad.data = fn(p.grad)
-    for key, b in module._buffers.items():
-        if b is not None:
-            module._buffers[key] = fn(b)
-    return module
-
-
-def _constructor_arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    import inspect
-
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    return {k: v for k, v in optimizer.defaults.items() if k in accepted}
-
-
 def make_optimizer(factory: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
     """Call ``params -> optimizer`` on the parameters of the model that can be trained."""
     if not callable(factory):
@@ -406,7 +183,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) ->
 
 @contextlib.contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Put the generators of torch, numpy and Python back."""
+    """Restore the generators of torch, numpy and Python."""
     import numpy as np
 
     states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
@@ -425,7 +202,7 @@ def preserved_rng() -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserved_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Put parameters, buffers, gradients, optimizer state and generators back after real steps.
+    """Restore parameters, buffers, gradients, optimizer state and generators after real steps.
 
     Parameters are copied only if an optimizer is going to change them; buffers always.
     """

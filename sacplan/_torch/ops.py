@@ -1,75 +1,73 @@
-"""What sacplan must know of an op: which arguments it writes, and whether it may run a second time.
+"""What sacplan must know about an op: which arguments it writes, and whether it may run a second time.
 
-Running again must give the same bits and change nothing else. So an op may only be discarded if its bits do not
-vary, and it makes new outputs and fills them: a factory such as ``empty`` may be filled later by a kernel that no
-dispatch mode sees, so what factories make is always kept. And it must write nothing, with two exceptions:
+A second run must give the same bits and change nothing else. So the outputs of an op may be discarded only if
+the op is deterministic and fills new outputs itself: what a factory such as ``empty`` returns may be filled later
+by a kernel that no dispatch mode sees, so the outputs of factories are always kept. And the op must write
+nothing, with two exceptions:
 
 - Batch norm updates running statistics, which its output in training does not depend on: it runs again without them.
-- An op that writes its first argument in place (``relu_``) may run again on an argument that was itself made again.
+- An op that writes its first argument in place (``relu_``) may run again on an argument that was itself recomputed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from sacplan._torch.private import is_plain, storage_key
 
-# Ops that write running statistics though their schema does not say so, nor do they count a version
-# (torch 2.11 to 2.15).
-_RUNNING_STATISTICS = ("running_mean", "running_var")
-_WRITES_UNDECLARED = {
-    "aten::native_batch_norm": _RUNNING_STATISTICS,
-    "aten::cudnn_batch_norm": _RUNNING_STATISTICS,
-    "aten::miopen_batch_norm": _RUNNING_STATISTICS,
-    "aten::batch_norm_update_stats": _RUNNING_STATISTICS,
-    "aten::batch_norm_gather_stats": _RUNNING_STATISTICS,
-    "aten::batch_norm_gather_stats_with_counts": _RUNNING_STATISTICS,
-    "aten::_cudnn_rnn": ("dropout_state",),
-    "aten::miopen_rnn": ("dropout_state",),
-}
-# Of these, the ones that take None for the statistics, and use them only where they do not train.
-_BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
+Rule = TypeVar("Rule", bound=Callable[..., Any])
+
+
+class RuleTable(dict[Any, Rule]):
+    """Rules by op. The table is the decorator that adds one: ``@table(op, another_op)`` above a function."""
+
+    def __call__(self, *ops: Any) -> Callable[[Rule], Rule]:
+        """Register the decorated function for each of ``ops``."""
+
+        def register(rule: Rule) -> Rule:
+            self.update(dict.fromkeys(ops, rule))
+            return rule
+
+        return register
+
+
+def aten_names(names: str) -> frozenset[str]:
+    """Schema names (``"aten::mm"``) of the ops in a list separated by white space (``"mm bmm"``)."""
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
+# Ops that write running statistics without declaring it in the schema or counting a version (torch 2.11 to 2.15).
+# The first three take None for the statistics, and use them only when they are not training.
+_BATCH_NORMS = aten_names("native_batch_norm cudnn_batch_norm miopen_batch_norm")
+_WRITES_STATISTICS = _BATCH_NORMS | aten_names(
+    "batch_norm_update_stats batch_norm_gather_stats batch_norm_gather_stats_with_counts"
+)
+_WRITES_UNDECLARED = dict.fromkeys(_WRITES_STATISTICS, ("running_mean", "running_var")) | dict.fromkeys(
+    aten_names("_cudnn_rnn miopen_rnn"), ("dropout_state",)
+)
 # Ops that may give other bits the next time: on CUDA they add in an order that varies (see
 # torch.use_deterministic_algorithms), or a part of what they return is never filled.
-_BITS_VARY = frozenset(
-    {
-        "aten::_ctc_loss",
-        "aten::_cudnn_ctc_loss",
-        "aten::_embedding_bag",
-        "aten::_index_put_impl",
-        "aten::bincount",
-        "aten::cumsum",
-        "aten::histc",
-        "aten::index_add",
-        "aten::index_put",
-        "aten::index_reduce",
-        "aten::kthvalue",
-        "aten::median",
-        "aten::mkldnn_rnn_layer",
-        "aten::nanmedian",
-        "aten::put",
-        "aten::scatter",
-        "aten::scatter_add",
-        "aten::scatter_reduce",
-        "aten::segment_reduce",
-    }
-)
+_BITS_VARY = aten_names("""
+    _ctc_loss _cudnn_ctc_loss _embedding_bag _index_put_impl bincount cumsum histc index_add index_put
+    index_reduce kthvalue median mkldnn_rnn_layer nanmedian put scatter scatter_add scatter_reduce segment_reduce
+""")
 _FACTORIES = ("_empty", "empty", "full", "lift", "new_", "ones", "resize", "set_", "zeros")
 
 
 @dataclass(frozen=True, slots=True)
 class OpTraits:
-    """What the schema of an op tells.
+    """What the schema of an op says.
 
     Attributes:
         name: ``"aten.mm.default"``.
         written_positions, written_names: arguments written in place, by position and by keyword; running
             statistics that the schema does not declare are among them.
-        unversioned: some of these writes count no version.
+        unversioned: some of these writes do not increment the version counter.
         rerunnable: it may run again, as far as the op itself is concerned.
         random: it may draw from a generator.
         in_place: it writes its first argument, nothing else, and returns it.
@@ -93,24 +91,15 @@ class OpTraits:
         return found + [kwargs[name] for name in self.written_names if name in kwargs]
 
     def left_out(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """The positions of arguments that it does without when it runs again."""
+        """The positions of arguments that it runs again without."""
         if self.training is None or not args[self.training]:
             return ()
         return self.written_positions
 
 
-_traits: dict[Any, OpTraits] = {}
-
-
+@functools.cache
 def op_traits(func: Any) -> OpTraits:
-    """Traits of an ``OpOverload``; remembered."""
-    traits = _traits.get(func)
-    if traits is None:
-        traits = _traits[func] = _read_traits(func)
-    return traits
-
-
-def _read_traits(func: Any) -> OpTraits:
+    """Read the traits of an ``OpOverload``, once."""
     schema = func._schema
     positions, names = [], []
     undeclared = _WRITES_UNDECLARED.get(schema.name, ())
@@ -151,10 +140,20 @@ def _read_traits(func: Any) -> OpTraits:
     )
 
 
-def can_run_again(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
-    """Whether this call of an op may run a second time, and sizes, strides and storages say all about its tensors.
+def arguments_by_name(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of one call, defaults included, in the order of the schema."""
+    arguments = func._schema.arguments
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    given = dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
+    return {a.name: (given if a.name in given else defaults).get(a.name) for a in arguments}
 
-    An op that writes in place may, if what it writes is made again, too.
+
+def can_run_again(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Whether this call of an op may run a second time, and its tensors are described by sizes, strides and storages.
+
+    An op that writes in place may, provided that what it writes is recomputed too.
     """
     traits = op_traits(func)
     inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
@@ -169,15 +168,16 @@ def can_run_again(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
     if traits.in_place:
         return True
     taken = {storage_key(t.untyped_storage()) for t in inputs}
-    return not any(storage_key(t.untyped_storage()) in taken for t in outputs)  # else it hands an input on
+    return not any(storage_key(t.untyped_storage()) in taken for t in outputs)  # else it returns an input
 
 
 def is_ordinary_tensor(t: torch.Tensor) -> bool:
+    """Whether sizes, strides and a storage describe the tensor."""
     return is_plain(t) and not (t.is_inference() or t.is_nested or t.is_quantized or t._is_zerotensor())
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in an argument or a result: nested tuples, lists, mappings and dataclass-like outputs."""
+    """Tensors in an argument or a result: nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

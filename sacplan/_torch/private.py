@@ -1,6 +1,6 @@
 """Private PyTorch interfaces that tracing and recipes need, one function each.
 
-Tried on torch 2.13; the names are present in 2.11 to 2.15.
+Tried on torch 2.11 and 2.13; the names are present in 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -8,18 +8,20 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 import torch._C._dynamo.eval_frame as _dynamo
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes
-"""State of a CPU generator, which lies where a CPU step's tensors lie; that of a GPU's lies on the host."""
+"""State of a CPU generator. It counts as device memory in a CPU step; a GPU generator's state is on the host."""
 
 PLAIN_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
 
@@ -28,9 +30,9 @@ _DEVICE_OF = torch.ops.prim.device.default
 
 
 def fake_device_of(func: Any, args: Any) -> torch.device | None:
-    """What FakeTensorMode answers if ``func`` asks for a fake tensor's device; None if it asks for anything else.
+    """FakeTensorMode's answer if ``func`` asks for a fake tensor's device; None for any other op.
 
-    Two of three things that reach a dispatch mode over FakeTensorMode are this question.
+    Two thirds of the calls that reach a dispatch mode above FakeTensorMode are this query.
     """
     if func is not _DEVICE_OF or type(args[0]) is not FakeTensor:
         return None
@@ -41,7 +43,7 @@ def fake_device_of(func: Any, args: Any) -> torch.device | None:
 def fake_empty_strided(
     mode: FakeTensorMode, size: Any, stride: Any, dtype: torch.dtype, storage: Any = None, offset: int = 0
 ) -> FakeTensor:
-    """A new fake CPU tensor, on a given meta storage or on one of its own, that no dispatch mode sees being made."""
+    """A new fake CPU tensor, on a given meta storage or its own, created without any dispatch mode noticing."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         if storage is None:
             meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
@@ -88,7 +90,7 @@ def in_backward() -> bool:
 
 def autograd_sequence_number() -> int:
     """The number that the next autograd node of this thread gets."""
-    return torch.autograd._get_sequence_nr()
+    return torch._C._autograd._get_sequence_nr()
 
 
 def current_node_sequence_number() -> int | None:
@@ -101,9 +103,9 @@ def current_node_sequence_number() -> int | None:
 
 
 def called_by_autograd() -> bool:
-    """Whether the op that a dispatch mode sees now was called by autograd's C++ code: no Python code stands between.
+    """Whether the op that a dispatch mode sees now was called by autograd's C++ code, with no Python code in between.
 
-    To be called from the recorder's ``__torch_dispatch__``, or from functions of ``_record`` that it calls.
+    Call it from the recorder's ``__torch_dispatch__``, or from functions of ``_record`` that it calls.
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
@@ -130,7 +132,7 @@ def current_node_has_edges_to_one_node() -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in memory without gaps and overlaps, in whatever order."""
+    """Whether the elements fill memory without gaps or overlaps, in any order."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -143,10 +145,10 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def keep_dynamo_out(*modules: ModuleType) -> None:
-    """Make Dynamo run the functions of modules as they are: called from a dispatch mode, they would only slow it down.
+    """Keep Dynamo from compiling the functions of these modules, which dispatch modes call.
 
-    Code that is compiled inside of a unit would otherwise be compiled together with the recorder that looks at its
-    ops: seconds, recompilations, and no gain.
+    Otherwise code compiled inside a unit would be compiled together with the recorder that watches its ops: that
+    takes seconds, recompiles, and gains nothing.
     """
     functions = [f for module in modules for f in _functions_of(module)]
     codes = [f.__code__ for f in functions]
@@ -200,4 +202,77 @@ def active_fake_mode() -> FakeTensorMode | None:
 
 def storage_key(storage: Any) -> int:
     """Address of the storage's C++ object: unique while it lives."""
-    return storage._cdata
+    key: int = storage._cdata
+    return key
+
+
+# torch's own kernel for one key. Not ``op.decompose``: for dropout that is a Python decomposition.
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def run_composite(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Run torch's own C++ kernel of a composite op, below any Python kernel that replaces it."""
+    return op._op_dk(COMPOSITE, *args, **kwargs)
+
+
+FakeKernel = Callable[..., Any]
+"""(fake mode, op, *args, **kwargs) -> fake outputs, or NotImplemented for torch's own."""
+
+
+@contextmanager
+def fake_kernels(kernels: Mapping[torch._ops.OpOverload, FakeKernel]) -> Iterator[None]:
+    """Inside, FakeTensorMode asks these for an op's outputs first. For the whole process; contexts nest."""
+    table = fake_impls.op_implementations_dict
+    before = {op: table.get(op) for op in kernels}
+    for op, kernel in kernels.items():
+        table[op] = _fake_kernel(kernel, before[op])
+    # Fake results are cached per process by op and shape, and would outlive the change of kernels.
+    FakeTensorMode.cache_clear()
+    try:
+        yield
+    finally:
+        for op, previous in before.items():
+            if previous is None:
+                del table[op]
+            else:
+                table[op] = previous
+        FakeTensorMode.cache_clear()
+
+
+def _fake_kernel(ours: FakeKernel, previous: FakeKernel | None) -> FakeKernel:
+    def fake(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+        out = ours(mode, func, *args, **kwargs)
+        if out is NotImplemented and previous is not None:
+            return previous(mode, func, *args, **kwargs)
+        return out
+
+    return fake
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Inside, these attributes of a class or a module are others. For the whole process."""
+    before = {name: getattr(owner, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def with_outputs(mode: TorchDispatchMode, note: Callable[[Any], None]) -> TorchDispatchMode:
+    """The same dispatch mode, which also hands each output to ``note``.
+
+    For the mode behind selective checkpointing: from 2.13 on its policy sees an op's output, before it does not.
+    """
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super(noting, self).__torch_dispatch__(func, types, args, kwargs)
+        note(out)
+        return out
+
+    noting: Any = type(type(mode).__name__, (type(mode),), {"__torch_dispatch__": dispatch})
+    mode.__class__ = noting
+    return mode

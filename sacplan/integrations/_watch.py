@@ -25,13 +25,8 @@ from sacplan._device.devices import resolve_device
 from sacplan._plan.plan import Plan
 from sacplan._program.budget import format_bytes
 from sacplan._record.step import Step, check_model, default_loss
-from sacplan._verify.measure import (
-    CUDA_ROUND_BYTES,
-    allocation_events,
-    bytes_alive,
-    drop_cublas_workspaces,
-    profiler_is_on,
-)
+from sacplan._torch.allocations import allocation_events, profiler_is_on
+from sacplan._verify.measure import CUDA_ROUND_BYTES, bytes_alive, drop_cublas_workspaces
 from sacplan.errors import DeviceError, PlanError, SacplanWarning
 
 _SCALARS_BYTES = 4096

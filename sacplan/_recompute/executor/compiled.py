@@ -44,7 +44,7 @@ from torch.utils.flop_counter import flop_registry
 
 from sacplan._program.program import CallSite
 from sacplan._torch.ops import tensors_in
-from sacplan._torch.private import storage_key
+from sacplan._torch.private import storage_key, with_outputs
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def checkpointed_for_compile(planned: PlannedForward, args: Any, kwargs: Any) ->
         # Side effects (a cache that is filled, an attribute that is set) happen once, in the forward pass,
         # as they do with recipes; without this Dynamo refuses them inside a checkpoint.
         once = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
-        return once(planned.original, *args, **kwargs)
+        return once(planned.call_original, *args, **kwargs)
 
     return checkpoint(call, use_reentrant=False, context_fn=functools.partial(_contexts, planned.tags))
 
@@ -119,6 +119,7 @@ def _contexts(tags: Tags) -> Any:
     met = tags.met.setdefault(graph, set())
     policy = _Policy(tags.sites, met)
     forward, backward = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
+    forward = with_outputs(forward, policy.note_output)
     return _Checked(forward, tags.sites, met, _traced_module()), backward
 
 
@@ -136,8 +137,10 @@ class _Policy:
         self._met = met
         self._seen: dict[str, int] = defaultdict(int)
         self._discarded: dict[int, torch.Tensor] = {}  # by storage; kept alive, since addresses are reused
+        self._awaits_output = False
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        self._awaits_output = False
         if ctx.is_recompute:  # asked by torch before 2.13; the answer does not matter while compiling
             return CheckpointPolicy.PREFER_SAVE
         in_dropout = (func is _CLONE or func is _NATIVE_DROPOUT) and _called_by_dropout()
@@ -151,9 +154,14 @@ class _Policy:
                 discarded = True
         if not discarded:
             return CheckpointPolicy.MUST_SAVE if _is_heavy(func) else CheckpointPolicy.PREFER_SAVE
-        for t in tensors_in(ctx.op_output):
-            self._discarded[storage_key(t.untyped_storage())] = t
+        self._awaits_output = True
         return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def note_output(self, out: Any) -> None:
+        """Remember what the op returned that was just asked about, if it is discarded."""
+        if self._awaits_output:
+            self._discarded.update((storage_key(t.untyped_storage()), t) for t in tensors_in(out))
+        self._awaits_output = False
 
     def _is_discarded(self, inputs: Any) -> bool:
         base = next(tensors_in(inputs), None)

@@ -90,6 +90,12 @@ class PlannedForward:
         forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
         return forward
 
+    def call_original(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``original`` in a way that Dynamo of torch 2.11 can trace: it cannot trace the binding of a method."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         return self.original
@@ -106,11 +112,11 @@ class PlannedForward:
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
             return checkpointed_for_compile(self, args, kwargs)
         if here.recorder is not None or not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)  # a unit inside a unit belongs to the outer one
+            return self.call_original(*args, **kwargs)  # a unit inside a unit belongs to the outer one
         kind = self._kind_of_call(args, kwargs)
         recorder = UnitRecorder(self.fqn, self.wanted, self.first_step, self._schedules.get(kind))
         with recorder:
-            out = self.original(*args, **kwargs)
+            out = self.call_original(*args, **kwargs)
         if recorder.learned is not None:
             if len(self._schedules) == _MAX_SCHEDULES:
                 self._schedules = {}

@@ -1,0 +1,155 @@
+"""Copies of a model, a batch and an optimizer that have no data.
+
+The fake model is a deep copy whose memo already maps every tensor of the model to a fake one, so no weight is copied
+and the user's model is not touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from sacplan._record.fake_data import DataRules
+from sacplan._record.step import check_optimizer, make_optimizer
+from sacplan._torch.ops import tensors_in
+from sacplan._torch.private import active_fake_mode, fake_empty_strided, meta_storage
+from sacplan.errors import TraceError
+
+
+class FakeCopier:
+    """Maps the tensors of a model, a batch and an optimizer to fake CPU ones, sharing what they share."""
+
+    def __init__(self, rules: DataRules | None = None) -> None:
+        self._rules = rules  # learns the values of real integers
+        mode = active_fake_mode()
+        assert mode is not None, "a FakeCopier belongs inside of a FakeTensorMode"
+        self._mode = mode
+        self._storages: dict[int, Any] = {}
+        self._keep: list[Any] = []  # ids in the memo must stay theirs
+        self.memo: dict[int, Any] = {}
+
+    def tensor(self, t: torch.Tensor) -> torch.Tensor:
+        """The fake twin of a tensor; same twin for the same tensor, same storage for the same storage."""
+        known: torch.Tensor | None = self.memo.get(id(t))
+        if known is not None:
+            return known
+        with torch._C.DisableTorchFunction():
+            return self._new_twin(t)
+
+    def _new_twin(self, t: torch.Tensor) -> torch.Tensor:
+        self._keep.append(t)
+        if t.layout != torch.strided:
+            raise TraceError(
+                f"a tensor of layout {t.layout} in the model or the batch: only strided ones can be traced."
+            )
+        real = t.untyped_storage()
+        storage = self._storages.get(real._cdata)
+        new = storage is None
+        if new:
+            storage = self._storages[real._cdata] = meta_storage(real.nbytes())
+            self._keep.append(real)
+        fake: torch.Tensor = fake_empty_strided(
+            self._mode, t.shape, t.stride(), t.dtype, storage, int(t.storage_offset())
+        )
+        if new and self._rules is not None:
+            self._rules.learn(fake, t)
+        if isinstance(t, torch.nn.Parameter):
+            fake.requires_grad_(t.requires_grad)
+            fake._is_param = True  # what makes a tensor of another class than torch.Tensor a Parameter
+        elif isinstance(t, torch.nn.Buffer):
+            fake = torch.nn.Buffer(fake)
+        else:
+            fake.requires_grad_(t.requires_grad)
+        self.memo[id(t)] = fake
+        return fake
+
+    def tree(self, value: Any) -> Any:
+        """A nested value with its tensors replaced; mappings keep their keys."""
+        if isinstance(value, Mapping):
+            return {k: self.tree(v) for k, v in value.items()}
+        return tree_map_only(torch.Tensor, self.tensor, value)
+
+    def model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """A deep copy with fake tensors; no weight is copied."""
+        for module in model.modules():
+            for value in vars(module).values():
+                for t in tensors_in(value):
+                    self.tensor(t)
+        grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+        self.memo.update((id(g), None) for _, g in grads)
+        self._keep.extend(grads)
+        try:
+            twin = copy.deepcopy(model, self.memo)
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceError(
+                f"the model cannot be copied for a fake trace: {type(error).__name__}: {error}. Something it "
+                'holds cannot be deep-copied; make it copyable, or use trace="real".'
+            ) from error
+        for module in twin.modules():
+            module.__dict__["_apply"] = functools.partial(_convert_fake, module)
+        return twin
+
+    def optimizer(
+        self, optimizer: Any, model: torch.nn.Module, fake_model: torch.nn.Module
+    ) -> torch.optim.Optimizer | None:
+        """The same optimizer over the fake parameters, without state."""
+        if optimizer is None:
+            return None
+        if isinstance(optimizer, torch.optim.Optimizer):
+            check_optimizer(optimizer, model)
+            groups = [
+                {
+                    **{k: v for k, v in group.items() if k != "params"},
+                    "params": [self.memo[id(p)] for p in group["params"]],
+                }
+                for group in optimizer.param_groups
+            ]
+            try:
+                made = type(optimizer)(groups, **_constructor_arguments(optimizer))
+            except TypeError as error:
+                raise TraceError(
+                    f"the optimizer {type(optimizer).__name__} cannot be made again for the fake parameters: "
+                    f"{error}. Pass a callable instead: optimizer=lambda params: ..."
+                ) from error
+        else:
+            made = make_optimizer(optimizer, fake_model)
+        return made
+
+
+def _convert_fake(
+    module: torch.nn.Module, fn: Callable[..., torch.Tensor], recurse: bool = True
+) -> torch.nn.Module:
+    """``Module._apply``, behind ``.to`` and ``.half``, for a fake module.
+
+    torch's own tries to swap fake tensors, and cannot. As on a real module the parameters stay the same
+    objects, and get the converted data.
+    """
+    if recurse:
+        for child in module.children():
+            child._apply(fn)
+    for p in module._parameters.values():
+        if p is None:
+            continue
+        with torch.no_grad():
+            converted = fn(p)
+            if converted is not p:
+                p.data = converted
+            if p.grad is not None:
+                p.grad.data = fn(p.grad)
+    for key, b in module._buffers.items():
+        if b is not None:
+            module._buffers[key] = fn(b)
+    return module
+
+
+def _constructor_arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    return {k: v for k, v in optimizer.defaults.items() if k in accepted}

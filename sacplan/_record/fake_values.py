@@ -1,0 +1,281 @@
+"""The values that are known in a fake step, kept beside the fake tensors, and the rules applied so far.
+
+Values are kept by storage, so that views and in-place writes need no bookkeeping. Real ops run on known values only.
+None of them draws random numbers, none touches the user's tensors, and no weight is copied: integers and booleans are
+followed up to 256 MiB a tensor, floats up to a million elements.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+
+from sacplan._torch.ops import tensors_in
+from sacplan._torch.private import is_plain, storage_key
+from sacplan.errors import DataDependentError
+
+NO_ANSWER = object()
+"""Neither a value nor a rule: let the op run."""
+
+MAX_INTEGER_BYTES = 2**28
+MAX_FLOATS = 2**20
+
+DESCRIPTIONS = {
+    "zeros": "an array of floats that are not known is all zeros",
+    "balanced": "what is chosen by score (topk, argmax, multinomial) is spread evenly over the candidates",
+    "in order": "what is sorted by a value that is not known is taken to be in order already",
+    "even spread": "random numbers are spread evenly over their range",
+    "finite": "floats are taken to be finite",
+    "all elements": "a mask that is not known is true everywhere, and selects every element (an upper bound)",
+    "unit value": "a float that is read as a Python number is taken to be 1.0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedRule:
+    """A rule that decided a size or a value.
+
+    Attributes:
+        rule: its name, see ``data_rules``.
+        op: the op whose result it decided.
+        where: module, line and function of the code that called it.
+    """
+
+    rule: str
+    op: str
+    where: str
+
+    def __str__(self) -> str:
+        assumed = f"assumed ({self.rule}): {DESCRIPTIONS[self.rule]}"
+        return f"{self.where}: the result of {self.op} depends on data; {assumed}"
+
+
+def is_float(t: torch.Tensor) -> bool:
+    """Whether the elements are real or complex floats."""
+    return t.dtype.is_floating_point or t.dtype.is_complex
+
+
+class _Known:
+    """The values of one fake storage."""
+
+    __slots__ = ("rules", "storage", "watch")
+
+    def __init__(
+        self, storage: torch.UntypedStorage, rules: dict[str, None], watch: weakref.ref[Any]
+    ) -> None:
+        self.storage = storage
+        self.rules = rules  # that they rest on
+        self.watch = watch
+
+
+class KnownValues:
+    """Values by fake storage; what the rules of ``fake_rules.py`` ask and tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, _Known] = {}
+        self._applied: dict[tuple[str, str], AppliedRule] = {}
+        self._paused = 0
+        self._max_floats = MAX_FLOATS
+
+    @property
+    def applied(self) -> tuple[AppliedRule, ...]:
+        """Every rule that decided something so far, once for each place in the code."""
+        return tuple(self._applied.values())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Ops inside are not followed."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    @contextmanager
+    def few_floats(self) -> Iterator[None]:
+        """Inside, of what ops make no array of floats is followed, just single ones: an optimizer's step counts."""
+        before, self._max_floats = self._max_floats, 1
+        try:
+            yield
+        finally:
+            self._max_floats = before
+
+    def learn(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Remember that the storage of ``fake`` holds what that of ``real`` does, if it is worth it."""
+        if (
+            isinstance(real, (FakeTensor, torch.nn.Parameter))
+            or real.device.type == "meta"
+            or not is_plain(real)
+        ):
+            return
+        most = MAX_FLOATS * real.element_size() if is_float(real) else MAX_INTEGER_BYTES
+        if real.untyped_storage().nbytes() > most:
+            return
+        with no_dispatch():
+            storage = real.untyped_storage().clone()
+            self._set(fake, storage if storage.device.type == "cpu" else storage.cpu(), {})
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What a fake tensor holds, if that is known; a view, not to be written to."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor if tensor.device.type == "cpu" else None
+        if not is_plain(tensor):
+            return None
+        known = self._known.get(storage_key(tensor.untyped_storage()))
+        if known is None:
+            return None
+        with no_dispatch():
+            return _view(known.storage, tensor)
+
+    @property
+    def knows_values(self) -> bool:
+        """Whether any value is known now."""
+        return bool(self._known)
+
+    def knows(self, fake: torch.Tensor) -> bool:
+        """Whether the values of the storage of a fake tensor are known."""
+        return storage_key(fake.untyped_storage()) in self._known
+
+    def as_fake_like(
+        self,
+        size: torch.Size,
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        value: torch.Tensor | None,
+        rules: dict[str, None],
+    ) -> torch.Tensor:
+        """A new fake tensor that holds ``value``; None for not known."""
+        with self.paused():
+            fake = torch.empty_strided(size, stride, dtype=dtype)
+        if value is not None:
+            self._attach(fake, value, rules)
+        return fake
+
+    def rules_of(self, tensors: Iterable[torch.Tensor]) -> dict[str, None]:
+        """The rules that the known values of these tensors rest on."""
+        found: dict[str, None] = {}
+        for t in tensors:
+            known = self._known.get(storage_key(t.untyped_storage())) if isinstance(t, FakeTensor) else None
+            if known is not None:
+                found.update(known.rules)
+        return found
+
+    def _set(self, fake: torch.Tensor, storage: torch.UntypedStorage, rules: dict[str, None]) -> None:
+        fake_storage = fake.untyped_storage()
+        key = storage_key(fake_storage)
+        known_by_key = self._known
+        self._known[key] = _Known(
+            storage, rules, weakref.ref(fake_storage, lambda _: known_by_key.pop(key, None))
+        )
+
+    def _forget(self, fake: torch.Tensor) -> None:
+        if isinstance(fake, FakeTensor) and is_plain(fake):
+            self._known.pop(storage_key(fake.untyped_storage()), None)
+
+    def _attach(self, fake: torch.Tensor, value: torch.Tensor, rules: dict[str, None]) -> None:
+        """``value`` in the layout of ``fake``, which has a storage of its own."""
+        if not isinstance(fake, FakeTensor) or not is_plain(fake) or fake.shape != value.shape:
+            return
+        if not self._worth_following(fake) or fake.untyped_storage().nbytes() > MAX_INTEGER_BYTES:
+            return
+        with no_dispatch(), torch.no_grad():
+            nbytes = fake.untyped_storage().nbytes()
+            own = value.untyped_storage()
+            if (
+                value.dtype != fake.dtype
+                or value.stride() != fake.stride()
+                or value.storage_offset() != fake.storage_offset()
+                or own.nbytes() < nbytes
+            ):
+                own = torch.UntypedStorage(nbytes)
+                target = _view(own, fake)
+                for dim, stride in enumerate(fake.stride()):
+                    if stride == 0 and fake.shape[dim] > 1:  # one element stands for all
+                        target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+                target.copy_(value)
+            self._set(fake, own, rules)
+
+    def _worth_following(self, t: torch.Tensor) -> bool:
+        if is_float(t):
+            return t.numel() <= self._max_floats
+        return t.numel() * t.element_size() <= MAX_INTEGER_BYTES
+
+    def _values(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
+        values = []
+        for t in tensors:
+            value = self.value(t)
+            if value is None:
+                return None
+            values.append(value)
+        return values
+
+    def run_on_values(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
+        """The op on known values; ``NO_ANSWER`` where one is not known, or the op cannot."""
+        if self._values(inputs) is None:
+            return NO_ANSWER
+        real_args, real_kwargs = self._real(args), self._real(kwargs)
+        try:
+            with no_dispatch(), torch.no_grad():
+                return func(*real_args, **real_kwargs)
+        except Exception:
+            return NO_ANSWER
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.value(value)
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._real(v) for v in value)
+        if isinstance(value, dict):
+            return {k: self._real(v) for k, v in value.items()}
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        return value
+
+    def apply_rules(self, rules: Iterable[str], func: Any) -> None:
+        """Note that these rules decided the result of ``func``, called from where we are."""
+        where = ""
+        for rule in rules:
+            where = where or call_site()
+            self._applied.setdefault((rule, where), AppliedRule(rule, str(func), where))
+
+    def as_fake(self, value: torch.Tensor, rules: dict[str, None]) -> torch.Tensor:
+        """A fake tensor of the same shape that is known to hold ``value``."""
+        return self.as_fake_like(value.shape, value.stride(), value.dtype, value, rules)
+
+    def refusal(self, func: Any, args: Any, kwargs: Any) -> DataDependentError:
+        """What to raise where there is neither a value nor a rule."""
+        shapes = ", ".join(f"{t.dtype}{list(t.shape)}" for t in tensors_in((args, kwargs)))
+        return DataDependentError(
+            f"{call_site()}: the result of {func} ({shapes}) depends on data, which a fake trace does not "
+            'have, and there is no rule for it. Use trace="real", or give the batch as real tensors (its '
+            "integers are then followed), or keep this branch out of the step that is profiled."
+        )
+
+
+def _view(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=like.dtype).set_(storage, like.storage_offset(), like.shape, like.stride())
+
+
+_SKIPPED = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
+    "<",
+)
+
+
+def call_site() -> str:
+    """Module, line and function of the innermost frame outside torch and sacplan."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        frame = frame.f_back
+    return f"{frame.f_globals.get('__name__', '?')}, line {frame.f_lineno}, in {frame.f_code.co_name}"
