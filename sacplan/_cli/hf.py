@@ -10,7 +10,7 @@ from typing import Any
 from sacplan._cli import architectures
 from sacplan._cli.exits import TargetError
 from sacplan._cli.options import HF_DEFAULTS, HfOptions
-from sacplan._cli.targets import Target
+from sacplan._cli.target import Target
 
 _IMAGE = 224  # pixels, for a configuration that says nothing
 

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from sacplan._cli import options as o
 from sacplan._cli.files import replacing
-from sacplan._cli.targets import Target
+from sacplan._cli.target import Target
 
 if TYPE_CHECKING:
     from sacplan import Plan, Profile

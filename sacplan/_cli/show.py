@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sacplan import Plan, Profile, Verification
-    from sacplan._cli.targets import Target
+    from sacplan._cli.target import Target
     from sacplan._program.program import Program
     from sacplan._ranks.ranks import Ranks
 

@@ -13,7 +13,8 @@ from sacplan._cli.exits import TargetError, hinted
 from sacplan._cli.origin import Origin, origin_of, seen_in
 from sacplan._cli.output import note, stage, warn
 from sacplan._cli.show import ranks_text
-from sacplan._cli.targets import Target, is_json_file, load_target, users_code
+from sacplan._cli.target import Target
+from sacplan._cli.targets import is_json_file, load_target, users_code
 from sacplan.errors import InfeasibleBudget
 
 if TYPE_CHECKING:

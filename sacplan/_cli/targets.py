@@ -18,38 +18,20 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sacplan._cli import hf
 from sacplan._cli.exits import TargetError, hinted
 from sacplan._cli.options import HfOptions, named
+from sacplan._cli.target import Target
 from sacplan.errors import SacplanError
 
 _DEFAULT_NAME = "sacplan_target"
 _KEYS = ("model", "batch", "loss_fn", "optimizer", "make_batch")
 _FORMS = "FILE.py:FUNCTION, MODULE:FUNCTION, hf:NAME or hf:CONFIG.json"
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a step is made of.
-
-    Attributes:
-        name: as it was written.
-        model, batch, loss_fn, optimizer: as ``sacplan.profile`` takes them.
-        make_batch: batch size to batch, where the target has it.
-        facts: what was chosen for an ``hf:`` target (batch, seq, dtype, ...), to be shown.
-    """
-
-    name: str
-    model: Any
-    batch: Any
-    loss_fn: Any = None
-    optimizer: Any = None
-    make_batch: Callable[[int], Any] | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def is_json_file(text: str) -> bool:
@@ -69,10 +51,8 @@ def load_target(text: str, options: HfOptions, place: str = "meta") -> Target:
         TargetError: it does not exist, or its own code failed; names the line.
     """
     if text.startswith("hf:"):
-        from sacplan._cli.hf import build
-
         with users_code(text):
-            return build(text, options, place)
+            return hf.build(text, options, place)
     given = replace(options, batch=None).given()
     if given:
         raise TargetError(f"{named(given)}: only for hf: targets; {text!r} decides that itself.")
