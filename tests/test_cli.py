@@ -285,6 +285,11 @@ def test_the_plan_of_a_rank(saved: Path) -> None:
     assert (plan.ranks.world_size, plan.ranks.fsdp_units) == (4, ("layers.*", ""))
     assert plan.peak_bytes == sacplan.plan(profile, "85%").peak_bytes
     assert profile.peak_bytes < sacplan.Profile.load("profile.json.gz").peak_bytes
+    whole = json.loads(run(f"plan profile.json.gz --budget 85% {UNITS} --json").stdout)
+    assert (whole["peak_bytes"], whole["ranks"]) == (
+        plan.peak_bytes,
+        {"world_size": 4, "fsdp_units": ["layers.*", ""]},
+    )
     loaded = json.loads(run(f"plan rank.json.gz --budget 85% {UNITS} --json").stdout)
     assert loaded["ranks"] == {"world_size": 4, "fsdp_units": ["layers.*", ""]}
     assert loaded["peak_bytes"] == plan.peak_bytes
@@ -304,6 +309,19 @@ def test_replicas(saved: Path) -> None:
     assert "DistributedDataParallel" in run("profile train.py:make --device cpu --world-size 2").stdout
 
 
+def test_inference(saved: Path) -> None:
+    train = json.loads(run("profile train.py:make --device cpu --json").stdout)
+    facts = json.loads(
+        run("profile train.py:make --device cpu --mode inference -o forward.json.gz --json").stdout
+    )
+    assert facts["peak_bytes"] < train["peak_bytes"]
+    assert sacplan.Profile.load("forward.json.gz").mode == "inference"
+    assert run("plan forward.json.gz --budget 100%").exit_code == 0
+    result = run("plan forward.json.gz --budget 90%")
+    assert result.exit_code == 3
+    assert "nothing to recompute" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
@@ -313,8 +331,6 @@ def test_replicas(saved: Path) -> None:
             "plan train.py:make --budget 85% --world-size 2 --fsdp-unit layer",
             "--fsdp-unit: no module matches",
         ),
-        (f"plan profile.json.gz --budget 85% {UNITS}", "profile.json.gz is of one device"),
-        ("plan rank.json.gz --budget 85% --world-size 4", "and not of one of 4 ranks (Distributed"),
         ("report profile.json.gz rank.json -o r.html", "rank.json is for one of 4 ranks"),
         ("verify train.py:make rank.json --run real", "--run fake"),
     ],

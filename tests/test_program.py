@@ -315,6 +315,9 @@ def test_plans_for_inference() -> None:
     plan = sacplan.plan(profile, "100%")
     assert plan.status == "unplanned"
     assert plan.recompute_ms == 0
+    for run in ("fake", "real"):
+        seen = sacplan.verify(model, batch, plan, run=run)  # type: ignore[arg-type]
+        assert seen.peak_bytes == plan.peak_bytes == profile.peak_bytes
     with pytest.raises(sacplan.InfeasibleBudget, match="inference") as info:
         sacplan.plan(profile, "90%")
     assert info.value.smallest_feasible_bytes == profile.peak_bytes

@@ -12,7 +12,7 @@ import sacplan
 from sacplan._plan.context import planning_context
 from sacplan._plan.techniques import TECHNIQUES, rewritten
 from sacplan._program.decisions import Decision, SiteDecision
-from sacplan._program.program import Event, Op, Patch, Program, StorageKind
+from sacplan._program.program import Event, Op, Patch, Phase, Program, StorageKind
 from sacplan._program.regions import Option, Region
 from sacplan._program.technique import Installed, View
 from tests import models
@@ -35,17 +35,17 @@ class HalfPrecision:
         return halved(program, {s for op in region.ops(option) for s in saved_floats(program, op)}, view)
 
     def decisions(self, program: Program, taken: Sequence[tuple[Region, Option]]) -> tuple[Decision, ...]:
-        chosen = [(region.unit, region.ops(option)) for region, option in taken]
-        calls = [(unit, ops, call) for unit, ops in chosen for call in program.calls[unit]]
+        ops = {op: region.unit for region, option in taken for op in region.ops(option)}
+        calls = {call: unit for unit in ops.values() for call in program.calls[unit]}
         sites = (
-            (unit, *site) for unit, ops, c in calls for op, site in program.sites(c).items() if op in ops
+            (u, *site) for c, u in calls.items() for op, site in program.sites(c).items() if ops.get(op) == u
         )
         return tuple(Half(*site) for site in dict.fromkeys(sites))  # type: ignore[misc]
 
     def patch(self, program: Program, decisions: Sequence[Decision]) -> Patch:
         wanted = {decision.site for decision in decisions}
-        calls = [(unit, call) for unit in {site.unit for site in wanted} for call in program.calls[unit]]
-        ops = {op for unit, c in calls for op, site in program.sites(c).items() if (unit, *site) in wanted}
+        calls = {call: unit for unit, _, _ in wanted for call in program.calls[unit]}
+        ops = {op for c, u in calls.items() for op, site in program.sites(c).items() if (u, *site) in wanted}
         view = [(position, *event) for position, event in enumerate(program.events)]
         return halved(program, {s for op in ops for s in saved_floats(program, op)}, view)
 
@@ -63,33 +63,21 @@ def saved_floats(program: Program, op: int) -> list[int]:
 def halved(program: Program, storages: set[int], view: View) -> Patch:
     events: dict[int, Any] = {}
     ops: list[Op] = []
+    casts: dict[tuple[int, int], int] = {}  # (PACK, handle) or (UNPACK, instance) to the storage of a cast
     sizes: list[int] = []
-    halves: dict[int, list[int]] = {}  # storage to [its half, handles on it]
-    full: dict[int, int] = {}  # instance to the tensor that autograd is given
-
-    def cast(source: int, n_bytes: int, like: Op) -> tuple[tuple[int, int], int]:
-        sizes.append(n_bytes)
-        made = len(program.storage_bytes) + len(sizes) - 1
-        ops.append(Op("toy.cast", like.phase, like.scope, 1e-3, 0, 0, (source,), (made,), (), False))
-        return (int(Event.OP), len(program.ops) + len(ops) - 1), made
-
     for position, code, arg in view:
-        if code in (Event.OP, Event.ENTER, Event.EXIT) or program.liveness.storage(code, arg) not in storages:
+        saved = code in (Event.PACK, Event.RELEASE, Event.UNPACK, Event.DROP)
+        s = program.liveness.storage(code, arg) if saved else -1
+        if s not in storages:
             continue
-        s = program.liveness.storage(code, arg)
-        n_bytes, like = program.storage_bytes[s], program.ops[program.writer[s]]
-        if code == Event.PACK:
-            run, made = cast(s, n_bytes // 2, like) if s not in halves else (None, halves[s][0])
-            halves.setdefault(s, [made, 0])[1] += 1
-            events[position] = (run,) if run else ()
-        elif code == Event.RELEASE:
-            halves[s][1] -= 1
-            events[position] = () if halves[s][1] else ((int(Event.FREE), halves.pop(s)[0]),)
-        elif code == Event.UNPACK:
-            run, full[arg] = cast(halves[s][0], n_bytes, like)
-            events[position] = (run,)
-        elif code == Event.DROP:
-            events[position] = ((int(Event.FREE), full.pop(arg)),)
+        if code in (Event.RELEASE, Event.DROP):  # the event behind the one that made the cast
+            events[position] = ((int(Event.FREE), casts.pop((code - 1, arg))),)
+            continue
+        casts[code, arg] = len(program.storage_bytes) + len(sizes)
+        sizes.append(program.storage_bytes[s] // (2 if code == Event.PACK else 1))
+        source = s if code == Event.PACK else casts[int(Event.PACK), program.instance_handles[arg]]
+        ops.append(Op("toy.cast", Phase.FORWARD, -1, 1e-3, 0, 0, (source,), (casts[code, arg],), (), False))
+        events[position] = ((int(Event.OP), len(program.ops) + len(ops) - 1),)
     return Patch(events, tuple(ops), {}, tuple(sizes), (StorageKind.ACTIVATION,) * len(sizes))
 
 

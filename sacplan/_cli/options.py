@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 Runtime = Literal["cost-model", "benchmark"]
-Mode = Literal["fake", "real"]
+Run = Literal["fake", "real"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 OptimizerName = Literal["adamw", "adamw-fused", "sgd", "none"]
 Attn = Literal["sdpa", "eager"]
@@ -71,10 +71,17 @@ class StepOptions:
         ),
     ] = None
     trace: Annotated[
-        Mode | None,
+        Run | None,
         option(
             help="Record a fake step, which needs no hardware and computes nothing, or a real one here. "
             "Default: fake."
+        ),
+    ] = None
+    mode: Annotated[
+        Literal["train", "inference"] | None,
+        option(
+            help="Forward, backward and optimizer step, or the forward pass alone, without the target's loss and "
+            "optimizer. Default: train."
         ),
     ] = None
     world_size: Annotated[

@@ -12,7 +12,6 @@ from sacplan._cli import options as o
 from sacplan._cli.exits import TargetError, hinted
 from sacplan._cli.origin import Origin, origin_of, seen_in
 from sacplan._cli.output import note, stage, warn
-from sacplan._cli.show import ranks_text
 from sacplan._cli.target import Target
 from sacplan._cli.targets import is_json_file, load_target, users_code
 from sacplan.errors import InfeasibleBudget
@@ -74,15 +73,17 @@ def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions) -> Source:
     spec = device_of(step.device)
     with stage("loading"):
         target = load_target(source, hf, spec.kind if step.trace == "real" else "meta")
+    train = step.mode != "inference"
     with stage("tracing"), users_code(f"the step of {target.name}"):
         profile = sacplan.profile(
             target.model,
             target.batch,
-            target.loss_fn,
-            target.optimizer,
+            target.loss_fn if train else None,
+            target.optimizer if train else None,
             device=spec,
             runtime=step.runtime or "cost-model",
             trace=step.trace or "fake",
+            mode=step.mode or "train",
             world_size=1 if ranks is None else ranks.world_size,
             fsdp_units=None if ranks is None else ranks.fsdp_units,
         )
@@ -92,7 +93,7 @@ def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions) -> Source:
 def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: o.HfOptions) -> Source:
     import sacplan
 
-    recorded = {"runtime": step.runtime, "trace": step.trace}
+    recorded = {"runtime": step.runtime, "trace": step.trace, "mode": step.mode}
     given = {name: value for name, value in recorded.items() if value is not None} | hf.given()
     if given:
         raise TargetError(
@@ -107,16 +108,7 @@ def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: o.
             f"{source} is of a step on {profile.device}; record one on the other device with "
             f"sacplan profile TARGET --device {step.device}."
         )
-    if ranks is not None and _unordered(ranks) != _unordered(profile.ranks):
-        raise TargetError(
-            f"{source} is of {ranks_text(profile.ranks)}, and not of {ranks_text(ranks)}; record that with "
-            "sacplan profile TARGET --world-size N --fsdp-unit PATTERN."
-        )
-    return Source(profile, None, origin)
-
-
-def _unordered(ranks: Ranks) -> tuple[int, frozenset[str] | None]:
-    return ranks.world_size, None if ranks.fsdp_units is None else frozenset(ranks.fsdp_units)
+    return Source(profile if ranks is None else profile.on_ranks(ranks), None, origin)
 
 
 def saved_plan(path: str) -> Plan:
@@ -166,12 +158,14 @@ def as_planned(asked: o.HfOptions, plan: Plan, plan_file: str) -> o.HfOptions:
     return o.HfOptions(**{**made, **given})
 
 
-def verified(target: Target, plan: Plan, run: o.Mode) -> Verification:
+def verified(target: Target, plan: Plan, run: o.Run) -> Verification:
     """The step of a target with the plan applied."""
     import sacplan
 
+    train = plan.provenance.mode == "train"
+    loss_fn, optimizer = (target.loss_fn, target.optimizer) if train else (None, None)
     with stage("verifying"), users_code(f"the step of {target.name}"):
-        return sacplan.verify(target.model, target.batch, plan, target.loss_fn, target.optimizer, run=run)
+        return sacplan.verify(target.model, target.batch, plan, loss_fn, optimizer, run=run)
 
 
 def check_early(budget: str | None, solver: str) -> None:

@@ -115,7 +115,7 @@ def verify(
     plan_file: o.PlanFile,
     *,
     run: Annotated[
-        o.Mode, typer.Option(help="A fake step, which needs no hardware, or a real one here, measured.")
+        o.Run, typer.Option(help="A fake step, which needs no hardware, or a real one here, measured.")
     ] = "fake",
     hf: o.HfOptions,
 ) -> Answer:

@@ -17,6 +17,7 @@ from sacplan._plan.techniques import DEFAULT_TECHNIQUES
 from sacplan._profile.profile import Profile
 from sacplan._program.files import Name
 from sacplan._recompute.pins import NO_PINS, Pins
+from sacplan._record.step import Mode
 
 Scalar = bool | int | float | str | None
 _SCALARS = (bool, int, float, str, type(None))
@@ -32,7 +33,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         techniques: what the plan was allowed to do.
         keep, never: the pins, see ``sacplan.plan``.
         budget: as it was asked for; None for a plan that was not made for a budget.
-        trace, runtime: of the profile, see ``sacplan.profile``.
+        mode, trace, runtime: of the profile, see ``sacplan.profile``.
         sacplan, torch: versions.
         date: when, in UTC.
     """
@@ -44,6 +45,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     keep: tuple[Name, ...] = ()
     never: tuple[Name, ...] = ()
     budget: int | float | str | None = None
+    mode: Mode = "train"
     trace: Name
     runtime: Name
     sacplan: Name
@@ -73,6 +75,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             keep=pins.keep,
             never=pins.never,
             budget=budget,
+            mode=profile.mode,
             trace=profile.trace,
             runtime=profile.runtime,
             sacplan=sacplan.__version__,

@@ -40,10 +40,9 @@ from sacplan._record.step import (
     LossFn,
     Mode,
     Step,
-    call_model,
     check_model,
     check_optimizer,
-    default_loss,
+    loss_or_default,
     make_optimizer,
     preserved_rng,
     preserved_state,
@@ -309,8 +308,8 @@ def trace_step(
     with preserved_rng(), _no_garbage_collection():
         batch = resolve_batch(batch)
         fingerprint = Fingerprint.of(model, batch)
-        loss_fn = loss_fn or (default_loss if mode == "train" else call_model)
-        asked = _Asked(model, batch, loss_fn, optimizer, spec, times.cost, mode, prepare, saved)
+        loss = loss_or_default(loss_fn, mode)
+        asked = _Asked(model, batch, loss, optimizer, spec, times.cost, mode, prepare, saved)
         recorded, rules = run(asked)
     _check_recorded(recorded, mode)
     return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules)

@@ -53,6 +53,11 @@ class Step:
         return None
 
 
+def loss_or_default(loss_fn: LossFn | None, mode: Mode) -> LossFn:
+    """What was given, else the default: the output's loss, or in inference the output."""
+    return loss_fn or (default_loss if mode == "train" else call_model)
+
+
 def check_loss(loss: Any) -> None:
     """``TraceError`` unless it is a scalar that gradients flow from."""
     if not isinstance(loss, torch.Tensor):

@@ -18,7 +18,7 @@ from sacplan._record.step import (
     Step,
     check_model,
     check_optimizer,
-    default_loss,
+    loss_or_default,
     make_optimizer,
     preserved_rng,
     preserved_state,
@@ -112,7 +112,7 @@ def _verify_fake(
 ) -> Verification:
     seen = trace_step(
         model, batch, loss_fn, optimizer, plan.device, "cost-model", "fake",
-        prepare=lambda fake: apply(fake, plan),
+        mode=plan.provenance.mode, prepare=lambda fake: apply(fake, plan),
         saved="observe",
     ).on_ranks(plan.ranks)  # fmt: skip
     return Verification(
@@ -136,7 +136,8 @@ def _verify_real(
         optimizer = make_optimizer(optimizer, model)
     elif optimizer is not None:
         check_optimizer(optimizer, model)
-    step = Step(model, batch, loss_fn or default_loss, optimizer)
+    mode = plan.provenance.mode
+    step = Step(model, batch, loss_or_default(loss_fn, mode), optimizer, mode)
     with preserved_state(model, optimizer):
         tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
         unplanned_flops = measured_step(step, tensors, count_flops=True).flops
