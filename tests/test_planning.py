@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -173,3 +174,45 @@ def test_peaks_and_costs_are_monotone_in_the_budget(name: str) -> None:
     peaks, costs = [p.peak_bytes for p in plans], [p.recompute_ms for p in plans]
     assert peaks == sorted(peaks)
     assert all(more <= less * (1 + 1e-9) for less, more in itertools.pairwise(costs))
+
+
+def test_a_step_that_fits_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither options nor effects are worked out before it is known that a plan is needed."""
+    from sacplan._plan.context import PlanningContext
+
+    def never(self: PlanningContext, size: int) -> None:
+        raise AssertionError("effects were asked for")
+
+    monkeypatch.setattr(PlanningContext, "effects", never)
+    profile = sacplan.profile(LM(), torch.randint(0, 128, (4, 32)), device="cpu")
+    assert sacplan.plan(profile, "100%").status == "unplanned"
+
+
+def test_an_infeasible_budget_asks_rotor_when_somebody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sacplan._plan import search
+
+    asked = []
+    monkeypatch.setattr(search, "sequences", lambda *args: asked.append(args) or [])
+    profile = sacplan.profile(LM(), torch.randint(0, 128, (4, 32)), device="cpu")
+    with pytest.raises(sacplan.InfeasibleBudget) as info:
+        sacplan.plan(profile, "1%")
+    assert not asked
+    assert "smallest peak" in str(info.value)
+    assert len(asked) == 1
+    assert str(pickle.loads(pickle.dumps(info.value))) == str(info.value)
+    assert len(asked) == 1
+
+
+def test_ranks_may_be_said_to_plan() -> None:
+    """The same plan as from a profile that was made for these ranks."""
+    model, batch = LM(), torch.randint(0, 128, (4, 32))
+    whole = sacplan.profile(model, batch, optimizer=torch.optim.AdamW, device="cpu")
+    for ranks in ({"world_size": 2}, {"world_size": 4, "fsdp_units": ["layers.*", ""]}):
+        early = sacplan.profile(model, batch, optimizer=torch.optim.AdamW, device="cpu", **ranks)  # type: ignore[arg-type]
+        assert early.recorded == whole.recorded
+        late = sacplan.plan_smallest(whole, "greedy", **ranks)  # type: ignore[arg-type]
+        assert late == sacplan.plan_smallest(early, "greedy")
+        assert late.ranks == early.ranks
+        assert late.baseline_peak_bytes == early.peak_bytes
+    with pytest.raises(sacplan.TraceError, match="no module matches"):
+        sacplan.plan(whole, "50%", world_size=2, fsdp_units=["nowhere"])

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 from sacplan._plan.bound import Bound
-from sacplan._plan.effects import RegionProblem, Shapes, effects_of
+from sacplan._plan.effects import LocalEffects, RegionProblem, effects_of
 from sacplan._plan.techniques import DEFAULT_TECHNIQUES, TECHNIQUES
 from sacplan._program.program import Phase, Program
 from sacplan._program.regions import Region
@@ -43,10 +43,14 @@ class PlanningContext:
         self.objective = objective
         self.pins = pins
         self.costs = op_costs(program, objective)
-        self.regions = Regions(program, self.costs, program.liveness.unpacked_before_peak, pins)
-        self._shapes: Shapes = {}
+        self._local_effects: LocalEffects = {}
         self._kinds: dict[tuple[object, ...], int] = {}  # of regions with options of several techniques
         self._effects: dict[int, RegionProblem] = {}
+
+    @cached_property
+    def regions(self) -> Regions:
+        """The forward pass in regions, with what each could discard."""
+        return Regions(self.program, self.costs, self.program.liveness.unpacked_before_peak, self.pins)
 
     @cached_property
     def bound(self) -> Bound:
@@ -66,7 +70,9 @@ class PlanningContext:
             forward = sum(
                 c for c, op in zip(self.costs, self.program.ops, strict=True) if op.phase == Phase.FORWARD
             )
-            self._effects[size] = effects_of(self.program, self._regions(size), _WIDE * forward, self._shapes)
+            self._effects[size] = effects_of(
+                self.program, self._regions(size), _WIDE * forward, self._local_effects
+            )
         return self._effects[size]
 
     def _regions(self, size: int) -> list[Region]:

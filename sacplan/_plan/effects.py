@@ -1,15 +1,15 @@
 """What every option of every region does to memory, at every interval of the step.
 
-The peak of a plan is the replay's to say, but a replay tells one plan from another only by trying. Regions that
-keep what passes between them do not touch each other's storages, so what their options change *adds up*:
+What a plan takes is the footprint of its rewritten program, but that tells one plan from another only by trying.
+Regions that keep what passes between them do not touch each other's storages, so what their options change *adds up*:
 
     peak(interval) = base(interval) + sum over regions of effect(region, option, interval)
 
-A interval is a run of ops of one region (or of none) in one phase. Within it only that region's own options change
+An interval is a run of ops of one region (or of none) in one phase. Within it only that region's own options change
 over time, so the sum is exact: the recomputed tensors that live there, the gradients that come in, and the
-workspace of the kernels are all in it. Each effect is found by replaying just the events that touch the
-region's storages, once for each kind of region. Where regions do share a storage the sum may be off, which a full
-replay shows.
+workspace of the kernels are all in it. An effect is found by folding just the events that touch what the option's
+rewrite touches, once for each kind of region, whatever the technique. Where regions do share a storage the sum may be
+off, which the rewritten program shows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OP, _FREE, _CALLS = int(Event.OP), int(Event.FREE), (int(Event.ENTER), int(Even
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _LocalEffect:
     """An option's effect in the region's own events, equal for regions of one kind.
 
     Attributes:
@@ -48,7 +48,7 @@ class _Shape:
     again: tuple[tuple[int, int], ...]
 
 
-Shapes = dict[tuple[object, ...], _Shape]
+LocalEffects = dict[tuple[object, ...], _LocalEffect]
 """Effects that are known, by kind of region and option; for one program."""
 
 
@@ -71,7 +71,7 @@ class RegionProblem:
 
 
 def effects_of(
-    program: Program, regions: Sequence[Region], wide_cost: float = 0.0, shapes: Shapes | None = None
+    program: Program, regions: Sequence[Region], wide_cost: float = 0.0, known: LocalEffects | None = None
 ) -> RegionProblem:
     """The effects of the regions' options on the intervals of a step; dominated options are left out.
 
@@ -79,9 +79,9 @@ def effects_of(
         program: the step without a plan.
         regions: with their options.
         wide_cost: paid once, if any option is taken that makes a module around several regions a unit.
-        shapes: effects that are known; what is found is added.
+        known: effects that are known; what is found is added.
     """
-    found = _Effects(program, regions, {} if shapes is None else shapes)
+    found = _Effects(program, regions, {} if known is None else known)
     kept, changes = found.without_dominated()
     kinds: dict[object, int] = {}
     choices = tuple(
@@ -114,10 +114,10 @@ def effects_of(
 class _Effects:
     """Works the effects out; ``first_op``: by interval, the first recorded op in it (-1: before the step)."""
 
-    def __init__(self, program: Program, regions: Sequence[Region], shapes: Shapes) -> None:
+    def __init__(self, program: Program, regions: Sequence[Region], known: LocalEffects) -> None:
         self.program = program
         self.liveness = program.liveness
-        self.shapes = shapes
+        self.known = known
         self.regions = tuple(regions)
         self.first_op = self._intervals()
         self._starts = np.array([int(op) for op in self.first_op if op >= 0])
@@ -145,7 +145,7 @@ class _Effects:
         return starts
 
     def _changes(self) -> tuple[Bytes, ...]:
-        patterns: dict[tuple[object, ...], list[_Shape]] = {}
+        patterns: dict[tuple[object, ...], list[_LocalEffect]] = {}
         found = []
         for region in self.regions:
             changes = np.zeros((len(region.options), len(self.base)), dtype=np.int64)
@@ -154,13 +154,13 @@ class _Effects:
                 key = (region.kind, self._pattern(events))
                 if key not in patterns:
                     patterns[key] = [
-                        self._shape_of(key, region, option, events) for option in region.options[1:]
+                        self._local_effect_of(key, region, option, events) for option in region.options[1:]
                     ]
                 where = np.array([position for position, _, _ in events], dtype=np.int64)
                 last = np.searchsorted(where, self.liveness.op_events, side="right") - 1
                 exact = where[np.maximum(last, 0)] == self.liveness.op_events
-                for row, shape in zip(changes[1:], patterns[key], strict=True):
-                    row[:] = self._spread(shape, where, last, exact)
+                for row, effect in zip(changes[1:], patterns[key], strict=True):
+                    row[:] = self._spread(effect, where, last, exact)
             found.append(changes)
         return tuple(found)
 
@@ -207,13 +207,13 @@ class _Effects:
                 pattern.append(local.setdefault(storage, len(local)))
         return tuple(pattern)
 
-    def _shape_of(
+    def _local_effect_of(
         self, key: tuple[object, ...], region: Region, option: Option, events: Sequence[tuple[int, int, int]]
-    ) -> _Shape:
+    ) -> _LocalEffect:
         of_option = (key, option.technique, option.members)
-        if of_option not in self.shapes:
-            self.shapes[of_option] = self._shape(region, option, events)
-        return self.shapes[of_option]
+        if of_option not in self.known:
+            self.known[of_option] = self._local_effect(region, option, events)
+        return self.known[of_option]
 
     def _events_for(self, region: Region) -> list[tuple[int, int, int]]:
         """(position, code, argument) of the events that say how long what a region touches is alive.
@@ -234,7 +234,9 @@ class _Effects:
         events += [event for event in died if event[0] < len(program.events)]
         return sorted(events)
 
-    def _shape(self, region: Region, option: Option, events: Sequence[tuple[int, int, int]]) -> _Shape:
+    def _local_effect(
+        self, region: Region, option: Option, events: Sequence[tuple[int, int, int]]
+    ) -> _LocalEffect:
         """Folds the events of what the option's rewrite touches, with and without it; all the rest is the same."""
         program, storage_of = self.program, self.liveness.storage
         patch = TECHNIQUES[option.technique].option_patch(program, region, option, events)
@@ -274,15 +276,15 @@ class _Effects:
         all_after = np.where(last >= 0, np.array(after)[last], 0)
         all_during = all_after.copy()
         all_during[places] = during
-        return _Shape(all_after, all_during, tuple(again))
+        return _LocalEffect(all_after, all_during, tuple(again))
 
-    def _spread(self, shape: _Shape, where: Bytes, last: Bytes, exact: npt.NDArray[np.bool_]) -> Bytes:
+    def _spread(self, effect: _LocalEffect, where: Bytes, last: Bytes, exact: npt.NDArray[np.bool_]) -> Bytes:
         """An effect of one kind of region, on the intervals of the step, for one region."""
         liveness = self.liveness
-        by_op = np.where(exact, shape.during[last], shape.after[last])
+        by_op = np.where(exact, effect.during[last], effect.after[last])
         by_op[last < 0] = 0
         most = self._with_first(np.maximum.reduceat(liveness.at_op + by_op, self._starts))
-        for k, n_bytes in shape.again:
+        for k, n_bytes in effect.again:
             position = where[k]
             interval = int(np.searchsorted(self._last_event, position)) + 1
             interval = min(interval, len(most) - 1)

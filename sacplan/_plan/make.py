@@ -1,4 +1,4 @@
-"""From decisions and their replay to the plan that says what they give."""
+"""From decisions, and the footprint of the step with them, to a plan."""
 
 from __future__ import annotations
 

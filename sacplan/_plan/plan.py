@@ -45,7 +45,7 @@ class UnitPlan(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True):
-    """What each module discards, and the peak and recomputation that a replay of the step gives for it.
+    """What each module discards, and the peak and recomputation of the step with it.
 
     Frozen; ``save`` and ``load`` it as JSON, ``msgspec.structs.replace`` makes a changed one. Plans are equal
     whatever their provenance.
@@ -54,7 +54,7 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
         status: "optimal" (among the options of the regions, to ``gap``), "feasible", "unplanned", or "policy" (made by
             rule, see ``sacplan.policy``).
         gap: relative gap that the solver proved; None where it proved nothing.
-        peak_bytes: replayed peak of the whole step with the plan.
+        peak_bytes: peak of the whole step with the plan.
         baseline_peak_bytes: the same without it.
         budget_bytes: what was asked for; None for a plan that was not made for a budget.
         recompute_ms, recompute_flops: what runs a second time.

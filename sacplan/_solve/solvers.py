@@ -1,7 +1,7 @@
 """Solvers: from a problem made of numbers to one option for each of its choices.
 
 A solver is a small frozen object, and solvers are interchangeable. What the options stand for is the caller's
-business: ``plan`` replays what a solver finds, and asks again where the replay disagrees.
+business: ``plan`` measures what a solver finds on the rewritten program, and asks again where that disagrees.
 """
 
 from __future__ import annotations
