@@ -10,6 +10,7 @@ import argparse
 import ast
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent / "sacplan"
 
@@ -20,10 +21,47 @@ ROOMS = (
 """From the ground up: a room imports only from rooms before it."""
 
 _FLOORS = (
-    ("errors",), ("_torch",), ("_program",), ("_device", "_solve"), ("_rewrites",), ("_record", "_ranks"),
-    ("_recompute",), ("_rotor", "_classical"), ("_profile",), ("_plan",), ("_apply",), ("_verify",),
-    ("_report", "integrations"), ("_cli",),
-)  # fmt: skip
+    {"_torch": 0, "errors": 1},
+    {"_program": 1, "_solve": 3},
+    {"_device": 1},
+    {"_rewrites": 1},
+    {"_ranks": 1, "_record": 2},
+    {"_recompute": 1},
+    {"_rotor": 0, "_classical": 2},
+    {"_profile": 1},
+    {"_plan": 1},
+    {"_apply": 1},
+    {"_verify": 1},
+    {"_report": 0, "integrations": 1},
+    {"_cli": 2},
+)
+"""The floors of the picture from the ground up: rooms and their columns. Arrows go to lower floors."""
+
+_SAYS = {
+    "errors": "what can go wrong",
+    "_torch": "private APIs of PyTorch",
+    "_program": "program, patch, fold",
+    "_solve": "problems of numbers",
+    "_device": "kernels, allocator, times",
+    "_rewrites": "versions, workspaces",
+    "_record": "step to program",
+    "_ranks": "fully_shard, DDP",
+    "_recompute": "the technique",
+    "_rotor": "chains",
+    "_classical": "PyTorch's prototype",
+    "_profile": "profile()",
+    "_plan": "plan()",
+    "_apply": "apply()",
+    "_verify": "verify()",
+    "_report": "tables, figures, a page",
+    "integrations": "trainers",
+    "_cli": "the command line",
+}
+
+
+def floor_of(room: str) -> int | None:
+    """The floor of a room in the picture, from 0 on the ground; None if it is not drawn."""
+    return next((floor for floor, rooms in enumerate(_FLOORS) if room in rooms), None)
 
 
 def room_of(module: str) -> str | None:
@@ -97,51 +135,88 @@ def module_name(path: Path) -> str:
     return ".".join(("sacplan", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
 
 
+def arrows_up() -> list[tuple[str, str]]:
+    """Imports against the order of the rooms; there should be none."""
+    return [(here, there) for here, there in imports() if ROOMS.index(there) > ROOMS.index(here)]
+
+
+def arrows() -> list[tuple[str, str]]:
+    """Imports between rooms, less those that a path of others implies."""
+    import networkx
+
+    down = networkx.DiGraph(imports().keys() - set(arrows_up()))
+    return sorted(networkx.transitive_reduction(down).edges)
+
+
 def draw(path: Path) -> None:
-    """The picture: rooms as boxes, higher rooms use lower ones."""
+    """The picture: an arrow from each room to those that it imports from."""
     import matplotlib
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
-    from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-    sizes, arrows = lines(), imports()
-    figure, axes = plt.subplots(figsize=(9, 11))
-    places = {}
-    for floor, rooms in enumerate(_FLOORS):
-        for i, room in enumerate(rooms):
-            places[room] = ((i + 0.5) / len(rooms) * 6 - 3, floor)
-    for (above, below), count in arrows.items():
-        if below == "errors":
-            continue  # every room raises these
-        (x0, y0), (x1, y1) = places[above], places[below]
-        bend = 0.0 if y0 - y1 <= 1 else 0.22 * (1 if (x0 + x1) >= 0 else -1)
-        axes.add_patch(
-            FancyArrowPatch(
-                (x0, y0 - 0.26), (x1, y1 + 0.26), arrowstyle="-|>", mutation_scale=8, color="#78909c",
-                linewidth=0.4 + 0.25 * count**0.5, alpha=0.55, connectionstyle=f"arc3,rad={bend}",
-            )
-        )  # fmt: skip
-    for room, (x, y) in places.items():
-        axes.add_patch(
-            FancyBboxPatch(
-                (x - 0.85, y - 0.24),
-                1.7,
-                0.48,
-                boxstyle="round,pad=0.02",
-                facecolor="#eceff1",
-                edgecolor="#37474f",
-            )
-        )
-        axes.text(x, y + 0.04, room, ha="center", va="center", fontsize=10, color="#263238")
-        axes.text(
-            x, y - 0.14, f"{sizes[room]:,} lines", ha="center", va="center", fontsize=7, color="#546e7a"
-        )
-    axes.set_xlim(-3.6, 3.6)
+    plt.rcParams["svg.hashsalt"] = "rooms"  # the same picture gives the same file
+    figure, axes = plt.subplots(figsize=(8.4, 9))
+    places = {
+        room: (2.3 * column, floor) for floor, rooms in enumerate(_FLOORS) for room, column in rooms.items()
+    }
+    for above, below in arrows():
+        _draw_arrow(axes, places[above], places[below])
+    for room, place in places.items():
+        _draw_room(axes, place, room)
+    axes.set_xlim(-1, 7.9)
     axes.set_ylim(-0.5, len(_FLOORS) - 0.5)
     axes.axis("off")
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None}, facecolor="white")
     plt.close(figure)
+
+
+_HALF_WIDTH, _HALF_HEIGHT = 0.95, 0.3  # of a box
+_MIDDLE = 2.3  # the column of the pipeline
+
+
+def _draw_room(axes: Any, place: tuple[float, float], room: str) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    x, y = place
+    box = FancyBboxPatch(
+        (x - _HALF_WIDTH, y - _HALF_HEIGHT),
+        2 * _HALF_WIDTH,
+        2 * _HALF_HEIGHT,
+        boxstyle="round,pad=0,rounding_size=0.08",
+        facecolor="#eceff1",
+        edgecolor="#455a64",
+    )
+    axes.add_patch(box)
+    axes.text(x, y + 0.1, room, ha="center", va="center", fontsize=10, color="#263238")
+    axes.text(x, y - 0.15, _SAYS[room], ha="center", va="center", fontsize=7.5, color="#546e7a")
+
+
+def _draw_arrow(axes: Any, start: tuple[float, float], end: tuple[float, float]) -> None:
+    """A straight line to the floor below or in the same column, else one with a corner."""
+    from matplotlib.patches import FancyArrowPatch
+
+    (x0, y0), (x1, y1) = start, end
+    side = _HALF_WIDTH if x1 > x0 else -_HALF_WIDTH
+    if x0 == x1:
+        a, b, style = (x0, y0 - _HALF_HEIGHT), (x1, y1 + _HALF_HEIGHT), "arc3"
+    elif y0 - y1 == 1 and abs(x0 - x1) <= _MIDDLE:
+        a, b, style = (x0 + side / 2, y0 - _HALF_HEIGHT), (x1 - side / 2, y1 + _HALF_HEIGHT), "arc3"
+    elif abs(x0 - _MIDDLE) > abs(x1 - _MIDDLE):  # in from the side: down first
+        a, b, style = (x0, y0 - _HALF_HEIGHT), (x1 + -side, y1), "angle,angleA=-90,angleB=180,rad=6"
+    else:
+        a, b, style = (x0 + side, y0), (x1, y1 + _HALF_HEIGHT), "angle,angleA=180,angleB=-90,rad=6"
+    arrow = FancyArrowPatch(
+        a,
+        b,
+        arrowstyle="-|>",
+        mutation_scale=10,
+        color="#78909c",
+        connectionstyle=style,
+        shrinkA=0,
+        shrinkB=0,
+    )
+    axes.add_patch(arrow)
 
 
 def main() -> None:
@@ -154,9 +229,9 @@ def main() -> None:
     if asked.draw:
         draw(asked.draw)
         return
-    sizes, arrows = lines(), imports()
+    sizes, found = lines(), imports()
     for room in reversed(ROOMS):
-        below = ", ".join(there for there in ROOMS if (room, there) in arrows)
+        below = ", ".join(there for there in ROOMS if (room, there) in found)
         print(f"{room:14} {sizes[room]:6,}  {below}")
     print(f"{'all':14} {sum(sizes.values()):6,}")
 
