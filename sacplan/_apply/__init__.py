@@ -1,1 +1,1 @@
-"""``apply``: put the decisions of a plan on a model."""
+"""``apply``: puts the decisions of a plan on a model."""

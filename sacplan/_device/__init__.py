@@ -1,1 +1,1 @@
-"""The target device: its kernels, allocator, workspaces, and how long its ops take."""
+"""The target device: its kernels, allocator and workspaces, and how long its ops take."""

@@ -1,1 +1,1 @@
-"""``plan``: propose, rewrite, measure, correct; the cheapest plan that holds the budget."""
+"""``plan``: propose, rewrite, measure, correct; the cheapest plan within the budget."""

@@ -1,1 +1,1 @@
-"""``profile``: one step of the user's model, recorded for a device, nothing of the user's touched."""
+"""``profile``: one step of a model, recorded for a device; the model is left as it was."""

@@ -1,1 +1,1 @@
-"""The recorded step as a program: storages, tensors, ops, module calls and events; who is alive when; patches."""
+"""A step as a program: storages, tensors, ops, module calls and events; what is alive when; patches."""

@@ -1,1 +1,1 @@
-"""The technique "recompute": what may be discarded, at what price, as a rewrite and as an executor."""
+"""The technique "recompute": what can be discarded and at what cost, the rewrite, and the executor."""

@@ -1,1 +1,1 @@
-"""Run one step under FakeTensorMode, or on real tensors, and record it as a program."""
+"""One step, run on fake or real tensors, becomes a program."""

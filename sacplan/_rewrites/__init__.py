@@ -1,1 +1,1 @@
-"""Rewrites that every recording gets: in-place versions, and the workspaces of libraries."""
+"""Rewrites that every step gets: in-place versions, and the workspaces of libraries."""

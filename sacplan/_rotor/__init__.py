@@ -1,1 +1,1 @@
-"""The Rotor chain solver, and its sequences as plans."""
+"""The Rotor chain solver, and its sequences as decisions."""

@@ -1,1 +1,1 @@
-"""Choose one option for each choice of a problem made of numbers: integer program, greedy, uniform."""
+"""Solvers of problems that are made of numbers: one option for each choice. Integer program, greedy, uniform."""

@@ -1,1 +1,1 @@
-"""The boundary to torch: private APIs, and what the schema of an op says."""
+"""The boundary to PyTorch: private APIs, and what the schema of an op says."""

@@ -1,1 +1,1 @@
-"""Stage 6: a fake step with the plan, or a measured one."""
+"""``verify``: one step with a plan applied, fake or measured."""

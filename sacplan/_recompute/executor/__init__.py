@@ -1,1 +1,1 @@
-"""Recipes: run again just the ops that a discarded tensor needs, when autograd asks for it."""
+"""Recipes: run again only the ops that a discarded tensor needs, when autograd asks for it."""
