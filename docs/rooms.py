@@ -156,6 +156,7 @@ def draw(path: Path) -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams["svg.hashsalt"] = "rooms"  # the same picture gives the same file
+    plt.rcParams["svg.fonttype"] = "none"  # text stays text
     figure, axes = plt.subplots(figsize=(8.4, 9))
     places = {
         room: (2.3 * column, floor) for floor, rooms in enumerate(_FLOORS) for room, column in rooms.items()
