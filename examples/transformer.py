@@ -155,7 +155,7 @@ def main_road(
         rows.append(
             {
                 "budget GiB": (plan.budget_bytes or 0) / GIB,
-                "replayed peak GiB": plan.peak_bytes / GIB,
+                "planned peak GiB": plan.peak_bytes / GIB,
                 "fake step GiB": checked.peak_bytes / GIB,
                 "holds": checked.within_budget,
                 "recompute ms": plan.recompute_ms,

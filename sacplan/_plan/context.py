@@ -1,4 +1,4 @@
-"""Everything that planning derives from a recording once, whatever the budget: costs, regions, effects, bounds."""
+"""Everything that planning derives from a program once, whatever the budget: costs, regions, effects, bounds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SIZES = (3, 4, 6, 8, 12, 16, 24, 32)
 
 
 class PlanningContext:
-    """What planning looks at; made once for a recording, objective and pins."""
+    """What planning looks at; made once for a program, objective, pins and techniques."""
 
     def __init__(
         self,

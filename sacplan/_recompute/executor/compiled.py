@@ -2,7 +2,7 @@
 
 Neither dispatch modes nor saved-tensor hooks belong in a compiled graph. So while a unit's forward is
 traced, it becomes a checkpoint with a selective context, whose policy looks up the call site of each op
-(name, and occurrence within this call of the unit, as in a recording). The partitioner then decides what
+(name, and occurrence within this call of the unit, as in a program). The partitioner then decides what
 the compiled forward saves, and duplicates the ops to recompute; random ops get the forward pass's generator
 state there. What each tag means to it (torch 2.13; both the min-cut partitioner, the default of the backends,
 and the plain one):
