@@ -92,24 +92,22 @@ class _Moment:
         self._all = sum(program.storage_bytes[s] for s in held)
         self._rest = int(liveness.at_op[moment]) - self._all
 
-        writers: dict[int, list[int]] = {}
+        writers: dict[int, list[int]] = defaultdict(list)
         for i, op in enumerate(program.ops[:moment]):
             if op.phase == Phase.FORWARD:
                 for s in (*op.writes, *op.mutates):
-                    writers.setdefault(s, []).append(i)
+                    writers[s].append(i)
         free = liveness.held_otherwise(moment) | fixed
         makers: dict[int, int] = {}  # storage to the op that makes it
         reads: dict[int, list[int]] = {}  # op that can run again to the storages that it needs
         wanted, stack = set(held), list(held)
         while stack:
             s = stack.pop()
-            if len(writers.get(s, ())) != 1 or writers[s][0] in pinned:
+            if len(writers[s]) != 1 or writers[s][0] in pinned:
                 continue
             maker = makers[s] = writers[s][0]
             reads[maker] = [
-                read
-                for read in program.ops[maker].reads
-                if read not in free and len(writers.get(read, ())) <= 1
+                read for read in program.ops[maker].reads if read not in free and len(writers[read]) <= 1
             ]
             stack += (read for read in reads[maker] if read not in wanted)
             wanted.update(reads[maker])
@@ -128,10 +126,8 @@ class _Moment:
                 free=frozenset(),
             )
         )
-        self._vertices = [self._hull.first, self._hull.last]  # those that are known, by decreasing bytes
-        self._neighbours: set[tuple[int, int]] = (
-            set()
-        )  # bytes of pairs of them between which there is no other
+        self._vertices = [self._hull.first, self._hull.last]  # found so far, by decreasing bytes
+        self._adjacent: set[tuple[int, int]] = set()  # bytes of pairs with no vertex between them
 
     def at_price(self, peak_bytes: int, price: Fraction) -> Fraction:
         """A bound, from one price of a byte in ms."""
@@ -152,9 +148,9 @@ class _Moment:
             at = next(i for i, vertex in enumerate(self._vertices) if vertex.kept <= room)
             left, right = self._vertices[at - 1], self._vertices[at]
             pair = left.kept, right.kept
-            found = None if pair in self._neighbours else self._hull.between(left, right)
+            found = None if pair in self._adjacent else self._hull.between(left, right)
             if found is None:
-                self._neighbours.add(pair)
+                self._adjacent.add(pair)
                 price = Fraction(right.cost - left.cost, (left.kept - right.kept) * self._hull.units_per_ms)
                 return Fraction(left.cost, self._hull.units_per_ms) + price * (left.kept - room), price
             self._vertices.insert(at, found[1])

@@ -1,4 +1,4 @@
-"""The checkpointing modes that people use today, as plans: none, full, every k-th layer, by op.
+"""The checkpointing modes in use today, as plans: none, full, every k-th layer, by op.
 
 The modes and their names are those of torchtitan (``torchtitan/distributed/activation_checkpoint.py``)
 and torchtune (PR #785). What differs is how they are executed: as recipes (``_recompute/executor/recipes.py``), so only
@@ -59,7 +59,7 @@ def policy(
             outermost counts). By default they are found: siblings with consecutive places in a list
             (``h.0``, ``h.1``, ...), of the same kind, each of which depends on the one before. The longest such
             run, and others that neither contain nor are inside of one taken already (encoder and decoder).
-            The recording knows no classes, so two modules are of the same kind if at least half of the names of
+            A recorded step knows no classes, so two modules are of the same kind if at least half of the names of
             the modules called in one or the other are in both.
         keep, never: patterns as in ``sacplan.plan``: what these ops and modules make is kept whatever the mode says.
             They change neither which layers there are nor how matmuls are counted. A layer with a module of ``never``
@@ -197,8 +197,7 @@ def _runs(program: Program) -> list[list[str]]:
             siblings[parent].append(fqn)
 
     def first_call(fqn: str) -> range:
-        scope = program.scopes[program.calls[fqn][0]]
-        return range(scope.first_op, scope.end_op)
+        return program.ops_in(program.calls[fqn][0])
 
     def follows(one: str, other: str) -> bool:
         alike = 2 * len(members[one] & members[other]) >= len(members[one] | members[other])

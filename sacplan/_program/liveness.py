@@ -341,9 +341,12 @@ class Liveness:
     def held_for_later(self, op: int) -> list[int]:
         """Storages that are alive while an op runs only because autograd holds them for later."""
         at = int(self.op_events[op])
+        return sorted(self.packed_at(at) - self.held_otherwise(op))
+
+    def packed_at(self, position: int) -> set[int]:
+        """Storages that autograd keeps for the backward pass once an event has happened."""
         handles = zip(self.program.handle_storages, self.packed, self.released, strict=True)
-        packed = {s for s, start, end in handles if start <= at < end}
-        return sorted(packed - self.held_otherwise(op))
+        return {s for s, start, end in handles if start <= position < end}
 
     # --- over the whole step ------------------------------------------------------------------------
 

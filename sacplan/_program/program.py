@@ -283,12 +283,15 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
                 common = common[:same]
         return common[-1] if common else ROOT_SCOPE
 
+    def ops_in(self, scope: int) -> range:
+        """The ops that ran in one module call."""
+        return range(self.scopes[scope].first_op, self.scopes[scope].end_op)
+
     def sites(self, scope: int) -> dict[int, CallSite]:
         """Op index to call site (op name, occurrence within this call), for the ops of one module call."""
         seen: dict[str, int] = defaultdict(int)
         found: dict[int, CallSite] = {}
-        s = self.scopes[scope]
-        for i in range(s.first_op, s.end_op):
+        for i in self.ops_in(scope):
             name = self.ops[i].name
             found[i] = (name, seen[name])
             seen[name] += 1
@@ -314,6 +317,8 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
     def depends(self, later: Collection[int], earlier: Collection[int]) -> bool:
         """Whether one of some ops reads, directly or not, what one of others made."""
         made: set[int] = set()
+        if not later or not earlier:
+            return False
         for i in range(min(earlier), max(later) + 1):
             op = self.ops[i]
             reads = not made.isdisjoint(op.reads)

@@ -9,11 +9,11 @@ A program is rewritten; no process group is needed, and none is touched:
   has the largest.
 - A unit gathers its parameters when its forward begins and again when its backward begins, frees them after
   both (the root keeps them from forward to backward), and reduces its gradients to shards when its backward
-  is over. Each of these is an op of the recording that allocates what torch allocates.
+  is over. Each of these is an op of the program that allocates what torch allocates.
 - What may run again is limited, see ``unit_limits.py``.
 
 What is allocated when was read in ``torch/distributed/fsdp/_fully_shard`` of 2.13 (``_fsdp_state.py``,
-``_fsdp_param_group.py``, ``_fsdp_collectives.py``), and is held against the allocator in ``tests/test_sharding.py``
+``_fsdp_param_group.py``, ``_fsdp_collectives.py``), and is compared with the allocator in ``tests/test_sharding.py``
 (one process that is rank 0 of eight, for many kinds of models) and ``tests/test_fsdp_plans.py`` (real ranks):
 
 - What an all-gather fills and the parameters that are copied out of it are two buffers. In the forward pass the

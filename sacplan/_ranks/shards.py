@@ -1,7 +1,7 @@
 """What a rank holds of each parameter, and which unit of ``fully_shard`` it belongs to.
 
-    units = resolve_units(["layers.*", ""], recording)
-    owned = owners(parameters_of(recording, fingerprint.parameters), units, recording)
+    units = resolve_units(["layers.*", ""], program)
+    owned = owners(parameters_of(program, fingerprint.parameters), units, program)
 
 A parameter belongs to the innermost unit around it. Its shard is a slice of dim 0 as ``torch.chunk`` cuts it,
 padded to the size of the first one; what is gathered, and what is reduced, is that size times the ranks.
@@ -30,7 +30,7 @@ class Parameter:
 
     Attributes:
         name: in ``named_parameters()``; a tied parameter goes by its first name.
-        storage: of the recording.
+        storage: of the program.
         shape: of the whole parameter.
         dtype: for example ``"torch.float32"``.
         trainable: whether it requires a gradient.

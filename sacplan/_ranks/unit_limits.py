@@ -20,7 +20,7 @@ GATHER = "fsdp.all_gather_copy_in.default"
 
 
 def sharded_units(program: Program) -> frozenset[str]:
-    """The modules whose calls gather parameters; none in a recording that is not sharded."""
+    """The modules whose calls gather parameters; none in a step that is not sharded."""
     ops = program.ops
     return frozenset(program.scopes[op.scope].fqn for op in ops if op.name == GATHER)
 
@@ -67,7 +67,7 @@ def narrowed(
 
 
 def kept_at_limits(program: Program, sharded: Collection[str]) -> Program:
-    """The recording with ops that may not run again if the modules ``sharded`` gather and free parameters.
+    """The program with ops that may not run again if the modules ``sharded`` gather and free parameters.
 
     These are the ops outside of all modules that may be units, and those whose outputs are read or kept by
     autograd outside of the widest one around them.

@@ -1,4 +1,4 @@
-"""The forward pass in parts: which ops are looked at together when it is chosen what runs again.
+"""The forward pass in parts: which ops are looked at together when choosing what runs again.
 
     parts, split = partition(program, pins)
     join(program, parts, 2)  # pairs of neighbours as one

@@ -37,7 +37,7 @@ _ALIKE = 0.6  # difflib's ratio from which a name counts as near
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """Patterns, and what they come to in one recording.
+    """Patterns, and what they come to in one step.
 
     Attributes:
         keep, never: as given.

@@ -91,7 +91,7 @@ class Regions:
         return tuple(regions)
 
     def _units(self, part: Part, option: Option) -> tuple[str, ...]:
-        """The smallest modules, not leaves, that run what hangs together in an option, and all that saves it."""
+        """The smallest modules, not leaves, that run each connected group of an option, and all that saves it."""
         if not option.members:
             return ()
         if not part.once or (part.unit not in self._split and len(self.program.calls[part.unit]) == 1):
@@ -99,7 +99,7 @@ class Regions:
         program = self.program
         gone = sorted(op for member in option.members for op in part.members[member])
         found: dict[str, None] = {}
-        for group in _hanging_together(program, gone):
+        for group in _connected_by_reads(program, gone):
             ops = [program.ops[op] for op in group]
             scopes = {op.scope for op in ops}.union(*(self._packed[s] for op in ops for s in op.writes))
             # What may be discarded is read and saved in its own region alone, so the group does not leave it.
@@ -144,7 +144,7 @@ class Regions:
         inside = {op for group in part.members for op in group}
 
         def may_go(group: Group) -> bool:
-            # What another region reads is kept: its recipes would hold what this one thinks is gone.
+            # What another region reads is kept: its recipes would hold what this one counts as freed.
             written = (s for i in group for s in ops[i].writes)
             return self._may_be_discarded(part, group) and all(
                 program.readers.get(s, inside) <= inside for s in written
@@ -221,7 +221,7 @@ def _options(
     return tuple(Option(p.recompute_ms, p.kept_bytes, tuple(sorted(p.discarded))) for p in points)
 
 
-def _hanging_together(program: Program, ops: Sequence[int]) -> list[list[int]]:
+def _connected_by_reads(program: Program, ops: Sequence[int]) -> list[list[int]]:
     """Groups of ops of which one reads, directly or not, what another made."""
     maker = {s: op for op in ops for s in program.ops[op].writes}
     return connected(ops, ((op, maker[s]) for op in ops for s in program.ops[op].reads if s in maker))

@@ -23,7 +23,7 @@ import numpy as np
 from sacplan._program.liveness import Bytes
 from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program, StorageKind
 from sacplan._rotor.chain import Chain
-from sacplan._rotor.cuts import Cuts, find_cuts, ops_of
+from sacplan._rotor.cuts import Cuts, find_cuts
 from sacplan._rotor.rotor import Operation, OperationKind
 
 _NOT_INPUT = frozenset(
@@ -97,7 +97,7 @@ def stages_of(program: Program) -> Stages:
     cuts = find_cuts(program)
     stage_of = {op: i for i, ops in enumerate(cuts.ops) for op in ops}
     unit = _unit(program, cuts)
-    inside = ops_of(program, unit)
+    inside = program.ops_in(unit)
     droppable = frozenset(i for i in stage_of if program.ops[i].recomputable and i in inside)
     homes = _homes(program, cuts, stage_of, droppable)
     makers, path, side = _roles(program, cuts, droppable, homes)
@@ -282,7 +282,7 @@ class _Latest:
 def _unit(program: Program, cuts: Cuts) -> int:
     """The innermost module call around all stages but the loss, of a module that is called once."""
     root = program.calls[""][0]
-    inside = ops_of(program, root)
+    inside = program.ops_in(root)
     scopes = {program.ops[op].scope for ops in cuts.ops[:-1] for op in ops if op in inside}
     scope = program.common_scope(scopes)
     while scope != root and program.calls.get(program.scopes[scope].fqn) != (scope,):
