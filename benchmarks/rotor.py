@@ -39,12 +39,12 @@ import torch
 import sacplan
 from benchmarks import common
 from benchmarks.common import MIB, RESULTS, describe, machine, write_results
+from benchmarks.rotor_reference import ENGINES
 from sacplan._recompute.rewrite import recomputed
 from sacplan._rotor.stages import stages_of
 from tests import convnets
 
 SECTIONS = ("engines", "plans")
-ENGINES = ("fast", "reference")
 DEVICE = "h100"
 SOLVERS = ("rotor", "best", "greedy")
 _COLUMNS = ("seconds", "cpu_seconds", "peak_growth_mb", "traced_mb")
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[20, 80, 150])
     parser.add_argument("--slots", type=int, default=500)
     parser.add_argument("--share", type=float, default=0.4, help="budget, of what the step takes unplanned")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--plans-json", type=Path, default=RESULTS / "rotor_plans.json")
     parser.add_argument("--one", nargs=3, metavar=("ENGINE", "STAGES", "TRACE"), help=argparse.SUPPRESS)
@@ -114,12 +114,12 @@ def run(engine: str, stages: int, slots: int, share: float, trace: bool) -> dict
     whole = chain.output_bytes[0] + sum(chain.saved_bytes[1:]) + chain.output_bytes[-1]
     if trace:
         tracemalloc.start()
-        sacplan.rotor(chain, int(share * whole), slots, engine)
+        ENGINES[engine](chain, int(share * whole), slots)
         return {"traced_mb": tracemalloc.get_traced_memory()[1] / 1e6}
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
     before = _peak_resident_bytes()
     wall, cpu = time.perf_counter(), time.process_time()
-    found = sacplan.rotor(chain, int(share * whole), slots, engine)
+    found = ENGINES[engine](chain, int(share * whole), slots)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     growth = _peak_resident_bytes() - before
     digest = hashlib.sha256(found.table.tobytes() + found.choices.tobytes() + repr(found.operations).encode())

@@ -9,7 +9,12 @@ from msgspec import structs
 
 import sacplan
 from sacplan._program.decisions import as_decisions
-from sacplan._program.program import CallSite, times_of
+from sacplan._program.program import CallSite
+
+
+def times_of(sites: Collection[CallSite]) -> Mapping[CallSite, int]:
+    """Discarded call sites and how often each is dropped: what a mapping says, else once."""
+    return sites if isinstance(sites, Mapping) else dict.fromkeys(sites, 1)
 
 
 def discarding(plan: sacplan.Plan, sites: Mapping[str, Collection[CallSite]], **changes: Any) -> sacplan.Plan:

@@ -216,7 +216,7 @@ def test_the_bound_within_backward_is_attained(layers: int, share: float) -> Non
     budget = int(share * graph.store_all_peak)
     found = backward_bound(graph, budget)
     sites = program.sites(program.calls[""][0])
-    run = recomputed(program, {"": [sites[i] for i in found.rerun]}).footprint
+    run = recomputed(program, {"": {sites[i]: 1 for i in found.rerun}}).footprint
     assert run.peak_bytes <= budget
     assert run.recompute_ms / graph.forward_ms == pytest.approx(found.bound, rel=2e-4)
 

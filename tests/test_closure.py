@@ -275,13 +275,13 @@ def random_unit(n_ops: int, seed: int) -> ClosureProblem:
 def test_the_cuts_of_a_large_unit_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chord contracts what its ends agree on, so all cuts together are hardly more work than a few whole ones."""
     problem = random_unit(800, seed=1)
-    cut, edges = closure._source_side, []
+    cut, edges = closure.source_side, []
 
     def counted(terminal: list[int], between: list[tuple[int, int, int]]) -> list[bool]:
         edges.append(len(terminal) + len(between))
         return cut(terminal, between)
 
-    monkeypatch.setattr(closure, "_source_side", counted)
+    monkeypatch.setattr(closure, "source_side", counted)
     points = tradeoff(problem, between=2)
     assert len(points) > 24
     assert len(edges) <= 2 * 24

@@ -18,9 +18,9 @@ from sacplan._classical.graph import (
     Point,
     Segment,
     get_peak_memory_runtime_baseline,
-    is_submodule,
     parse_module_info,
 )
+from sacplan._program.program import is_inside
 from sacplan.errors import PlanError
 
 PRE = ("", "layers.1", "layers.1.attn", "layers.10", "layers.10.attn", "net.layers.1")
@@ -35,13 +35,13 @@ def prefixed(name: str) -> str:
     return f"Net.{name}" if name else "Net"
 
 
-def test_is_submodule_goes_by_component() -> None:
-    assert is_submodule("layers.1.attn", "layers.1")
-    assert not is_submodule("layers.10", "layers.1")
-    assert not is_submodule("net.layers.1.attn", "layers.1")
-    assert not is_submodule("layers.1", "layers.1")
-    assert is_submodule("layers.1", "")
-    assert not is_submodule("", "")
+def test_is_inside_goes_by_component() -> None:
+    assert is_inside("layers.1.attn", "layers.1")
+    assert not is_inside("layers.10", "layers.1")
+    assert not is_inside("net.layers.1.attn", "layers.1")
+    assert not is_inside("layers.1", "layers.1")
+    assert is_inside("layers.1", "")
+    assert not is_inside("", "")
 
 
 def test_nodes_are_in_execution_order() -> None:
@@ -209,4 +209,4 @@ def test_ancestors_agree_with_components(paths: list[list[str]]) -> None:
             and (other.split(".") if other else []) == parts[: len(other.split(".") if other else [])]
         }
         assert set(graph.ancestors(fqn)) == expected
-        assert {other for other in names if is_submodule(fqn, other)} == expected
+        assert {other for other in names if is_inside(fqn, other)} == expected

@@ -459,7 +459,7 @@ def test_the_bound_heeds_the_pins() -> None:
         if program.ops[i].recomputable and i not in pins.kept_ops
     ]
     for share in (0.3, 0.6, 0.9, 1.0) * 10:
-        run = recomputed(program, {"": [site for site in sites if rng.random() < share]}).footprint
+        run = recomputed(program, {"": {site: 1 for site in sites if rng.random() < share}}).footprint
         if run.peak_bytes < profile.peak_bytes:
             assert bound.at(run.peak_bytes) <= run.recompute_ms * (1 + 1e-6)
             higher += bound.at(run.peak_bytes) > free.at(run.peak_bytes) * 1.01

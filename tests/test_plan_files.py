@@ -101,7 +101,7 @@ def test_who_made_it_with_what(profile: sacplan.Profile) -> None:
     assert (by["plan"].solver, by["plan"].options["gap"], by["plan"].options["seed"]) == ("milp", 0.01, 0)
     assert (by["plan"].objective, by["plan"].budget, by["plan"].keep) == ("flops", "99%", ("head",))
     assert (by["unplanned"].solver, by["unplanned"].budget) == ("none", 50)
-    assert (by["smallest"].budget, by["smallest"].options) == (None, {"slots": 500, "engine": "fast"})
+    assert (by["smallest"].budget, by["smallest"].options) == (None, {"slots": 500})
     assert by["rotor"].solver == "rotor"
     assert by["policy"].options == {"mode": "selective", "option": 2, "layers": None}
     assert by["policy"].objective is None

@@ -8,7 +8,7 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import hypothesis.strategies as st
@@ -25,10 +25,11 @@ import sacplan
 from sacplan._plan.plan import Plan, UnitPlan
 from sacplan._plan.provenance import Provenance
 from sacplan._profile.profile import trace_step
-from sacplan._program.decisions import Discarded, as_decisions
-from sacplan._program.program import Phase, times_of
+from sacplan._program.decisions import as_decisions
+from sacplan._program.program import CallSite, Phase
 from sacplan._recompute.in_place_groups import without_missing_versions
 from sacplan._recompute.rewrite import recomputed
+from tests.plans import times_of
 
 BATCH, LENGTH, DIM = 2, 3, 4
 
@@ -329,10 +330,11 @@ def nets(kinds: list[str]) -> st.SearchStrategy[Net]:
 # --- random plans ---------------------------------------------------------------------------------
 
 
-def plan_of(profile: sacplan.Profile, sites: Discarded) -> Plan:
-    found = recomputed(profile.program, sites).footprint
+def plan_of(profile: sacplan.Profile, sites: Mapping[str, Collection[CallSite]]) -> Plan:
+    discarded = {fqn: times_of(found) for fqn, found in sites.items()}
+    found = recomputed(profile.program, discarded).footprint
     return Plan(
-        decisions=as_decisions({fqn: times_of(s) for fqn, s in sites.items()}),
+        decisions=as_decisions(discarded),
         units={fqn: UnitPlan(1.0, 0.0) for fqn in sites},
         peak_bytes=found.peak_bytes, baseline_peak_bytes=profile.peak_bytes, budget_bytes=None, recompute_ms=0.0,
         recompute_flops=0, lower_bound_ms=0.0, step_ms=0.0, step_flops=0, status="feasible", gap=None,

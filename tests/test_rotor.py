@@ -17,15 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sacplan
+from benchmarks.rotor_reference import ENGINES, reference_tables, rotor_by_reference
 from sacplan._rotor.rotor import (
     INFEASIBLE,
     KEEP_ALL,
     Operation,
     OperationKind,
     RotorResult,
-    _fast_tables,
     _least_slots,
-    _reference_tables,
+    tables_of,
 )
 
 K = OperationKind
@@ -200,7 +200,7 @@ def test_engines_agree_on_real_chains(path: Path) -> None:
         budget = error.smallest_feasible_bytes
         assert budget > 500
         fast = sacplan.rotor(chain, budget)
-    reference = sacplan.rotor(chain, budget, engine="reference")
+    reference = rotor_by_reference(chain, budget)
     assert equal(fast, reference)
     total_ms, peak = simulate(fast, chain.in_slots(budget, 500))
     assert total_ms == fast.total_ms  # whole numbers below 2**53: any order of addition is exact
@@ -231,7 +231,7 @@ def test_engines_agree_on_random_chains(chain: sacplan.Chain, slots: int, budget
 
 def outcome(chain: sacplan.Chain, budget: int, slots: int, engine: str) -> RotorResult | sacplan.SacplanError:
     try:
-        return sacplan.rotor(chain, budget, slots, engine)
+        return ENGINES[engine](chain, budget, slots)
     except (sacplan.InfeasibleBudget, sacplan.PlanError) as error:
         return error
 
@@ -243,8 +243,8 @@ def test_tables_agree_strict_or_not(chain: sacplan.Chain, slots: int) -> None:
     sizes = chain.in_slots(slots, slots)
     least = _least_slots(sizes) - sizes.x[0]
     for strict in (False, True):
-        fast = _fast_tables(chain, sizes, slots, strict)
-        reference = _reference_tables(chain, sizes, slots, strict)
+        fast = tables_of(chain, sizes, slots, strict)
+        reference = reference_tables(chain, sizes, slots, strict)
         assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(fast, reference, strict=True))
         assert np.isfinite(fast[0][:, 0, -1]).tolist() == [m >= least for m in range(slots + 1)]
 
@@ -265,7 +265,7 @@ def test_engines_agree_to_the_last_bit(seed: int) -> None:
     )
     prefixes = [chain.forward_ms[:k] for k in range(n)]
     assert any(sum(times) != sum(reversed(times)) for times in prefixes)
-    assert equal(sacplan.rotor(chain, slots, slots), sacplan.rotor(chain, slots, slots, engine="reference"))
+    assert equal(sacplan.rotor(chain, slots, slots), rotor_by_reference(chain, slots, slots))
 
 
 @settings(max_examples=150)
@@ -300,12 +300,12 @@ def test_gradient_that_waits_behind_a_segment_counts() -> None:
     chain = sacplan.Chain([1, 3, 3], [1, 4, 4, 1], [1, 2, 3, 2], [1, 6, 3, 4], [4, 0, 2], [0, 0, 3, 2])
     result = sacplan.rotor(chain, 13, 13)
     assert result.strict
-    assert equal(result, sacplan.rotor(chain, 13, 13, engine="reference"))
+    assert equal(result, rotor_by_reference(chain, 13, 13))
     sizes = chain.in_slots(13, 13)
     assert simulate(result, sizes) == (result.total_ms, result.peak_bytes)
     assert result.peak_bytes <= 13
     assert result.total_ms == cheapest_persistent(chain, sizes, 13) == 22
-    loose, _ = _reference_tables(chain, sizes, 13, strict=False)
+    loose, _ = reference_tables(chain, sizes, 13, strict=False)
     assert loose[13 - 1, 0, 3] < 22  # a promise that no sequence keeps
     assert not sacplan.rotor(chain, 14, 14).strict
 
@@ -333,12 +333,14 @@ def test_by_hand() -> None:
 def test_ties(engine: str) -> None:
     """Forward that costs nothing: all ways are equal once memory is ample."""
     chain = sacplan.Chain([0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1], [1, 2, 2, 2], [0, 0, 0], [0, 0, 0, 0])
-    choices = sacplan.rotor(chain, 50, 50, engine).choices[49]
+    choices = ENGINES[engine](chain, 50, 50).choices[49]
     for i in range(4):
         for last in range(i + 1, 4):
             assert choices[i, last] == i + 1  # not KEEP_ALL, and the least j
-    dear = sacplan.Chain([1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1], [1, 2, 2, 2], [0, 0, 0], [0, 0, 0, 0])
-    assert sacplan.rotor(dear, 50, 50, engine).choices[49, 0, 3] == KEEP_ALL
+    forward_first = sacplan.Chain(
+        [1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1], [1, 2, 2, 2], [0, 0, 0], [0, 0, 0, 0]
+    )
+    assert ENGINES[engine](forward_first, 50, 50).choices[49, 0, 3] == KEEP_ALL
 
 
 @given(st.integers(0, 10**13), st.integers(1, 10**13), st.integers(1, 2000))
@@ -369,7 +371,7 @@ def test_the_named_budget_is_the_smallest_that_works(chain: sacplan.Chain, slots
     assert sacplan.rotor(chain, smallest, slots).peak_bytes <= smallest
     assert sacplan.rotor(chain, smallest + max(0, scale), slots).total_ms >= chain.step_ms * (1 - 1e-12)
     with pytest.raises(sacplan.InfeasibleBudget) as again:
-        sacplan.rotor(chain, smallest - 1, slots, engine="reference")
+        rotor_by_reference(chain, smallest - 1, slots)
     assert again.value.smallest_feasible_bytes == smallest
 
 
@@ -447,7 +449,6 @@ def test_chain_takes_arrays() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"engine": "numba"}, sacplan.PlanError, "unknown engine 'numba'; known: 'fast', 'reference'"),
         ({"slots": 0}, sacplan.PlanError, "slots is 0"),
         ({"slots": 2.5}, sacplan.PlanError, "slots is 2.5"),
         ({"slots": True}, sacplan.PlanError, "slots is True"),

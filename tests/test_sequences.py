@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sacplan
+from benchmarks.rotor_reference import ENGINES
 from sacplan._recompute.rewrite import recomputed
 from tests import convnets
 from tests.models import LM, bit_equal, cross_entropy, grads_of, tokens
@@ -88,9 +89,7 @@ def test_large_convnets_on_a_fake_device(make, budget_bytes: int) -> None:  # ty
     assert seen.peak_bytes == plan.peak_bytes <= budget_bytes
     assert seen.recompute_flops == plan.recompute_flops
     chain = sacplan.Chain.from_profile(profile)
-    fast, reference = (
-        sacplan.rotor(chain, budget_bytes, slots=500, engine=engine) for engine in ("fast", "reference")
-    )
+    fast, reference = (engine(chain, budget_bytes, 500) for engine in ENGINES.values())
     assert np.array_equal(fast.table, reference.table)
     assert np.array_equal(fast.choices, reference.choices)
     assert fast.operations == reference.operations

@@ -444,7 +444,7 @@ def test_a_sequence_takes_what_the_replay_says(profile, share: float) -> None:  
     drops = drops_of(stages, found.operations)
     assert set(drops.values()) == {1}
     sites = program.sites(program.calls[stages.unit][0])
-    run = recomputed(program, {stages.unit: {sites[op] for op in drops}}).footprint
+    run = recomputed(program, {stages.unit: {sites[op]: 1 for op in drops}}).footprint
     assert run.peak_bytes == pytest.approx(found.peak_bytes + stages.fixed_bytes, rel=0.005)
     # Rotor runs a stage whole; the op behind which the boundary is kept, and what is never asked for, does not run.
     assert 0 < run.recompute_ms <= found.total_ms - stages.chain.step_ms

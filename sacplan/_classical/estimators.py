@@ -225,9 +225,7 @@ def sac_stats(program: Program, fqn: str) -> SACStats:
     calls = program.calls.get(fqn)
     if not calls:
         raise TraceError(f"module {fqn!r} was not called; called were {', '.join(map(repr, program.calls))}.")
-    scope = program.scopes[calls[0]]
-    members = [i for i in range(scope.first_op, scope.end_op) if program.ops[i].phase == Phase.FORWARD]
-    ops = [program.ops[i] for i in members]
+    ops = [op for op in map(program.ops.__getitem__, program.ops_in(calls[0])) if op.phase == Phase.FORWARD]
     saved = set(program.handle_storages)
     place = {s: at for at, op in enumerate(ops) for s in op.writes}
     return SACStats(

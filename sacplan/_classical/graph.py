@@ -136,13 +136,6 @@ class MemoryRow(NamedTuple):
     name: str
 
 
-def is_submodule(fqn: str, ancestor: str) -> bool:
-    """Whether ``fqn`` lies strictly inside ``ancestor``, by path component; ``""`` contains all others."""
-    if ancestor == "":
-        return fqn != ""
-    return fqn.startswith(ancestor + ".")
-
-
 @dataclass(frozen=True, slots=True)
 class Graph:
     """The module tree in execution order, and the memory rows of one step. Immutable.

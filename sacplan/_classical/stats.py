@@ -1,8 +1,8 @@
-"""Module statistics from recordings, as ``parse_module_info`` and the mixed-integer program read them."""
+"""Module statistics from recorded steps, as ``parse_module_info`` and the mixed-integer program read them."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +33,8 @@ def module_info(
     """Statistics of every module that ran.
 
     Args:
-        memory: the recording that bytes are read from.
-        runtime: the recording that times and orders are read from.
+        memory: the step that bytes are read from.
+        runtime: the step that times and orders are read from.
         tradeoffs: of the modules that may be units.
         fit_kind, segments: the fit of each trade-off curve, see ``sacplan.fit_tradeoff``.
 
@@ -121,13 +121,10 @@ def pre_order(program: Program) -> tuple[str, ...]:
 
 def post_order(program: Program) -> tuple[str, ...]:
     """Modules by the end of their last forward."""
-    order: dict[str, None] = {}
-    for code, arg in program.events:
-        if code == Event.EXIT:
-            fqn = program.scopes[arg].fqn
-            order.pop(fqn, None)
-            order[fqn] = None
-    return tuple(order)
+    ended: dict[str, int] = {}
+    for scope, position in zip(program.scopes, program.liveness.exited, strict=True):
+        ended[scope.fqn] = max(position, ended.get(scope.fqn, -1))
+    return tuple(sorted(ended, key=ended.__getitem__))
 
 
 def backward_order(program: Program) -> tuple[str, ...]:
@@ -197,9 +194,7 @@ def segments_of(program: Program) -> tuple[Segment, ...]:
     """The largest moments of the step, by how many modules have ended their forward and not begun their backward."""
     order = _with_root(post_order(program), last=True)
     place = {fqn: p for p, fqn in enumerate(order)}
-    calls_left: dict[str, int] = defaultdict(int)
-    for scope in program.scopes:
-        calls_left[scope.fqn] += 1
+    calls_left = Counter(scope.fqn for scope in program.scopes)
     names = _names_around(program)
     largest: dict[int, Segment] = {}
     position = 0

@@ -1,4 +1,4 @@
-"""What each module could discard, and at what cost: closure problems taken from a recording.
+"""What each module could discard, and at what cost: closure problems taken from a program.
 
 Repeated layers give the same problem, which is solved once.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sacplan._program.program import CallSite, Phase, Program
+from sacplan._program.program import CallSite, Program
 from sacplan._recompute import closure
 from sacplan._recompute.in_place_groups import discardable, in_place_groups
+from sacplan._recompute.regions import closure_problem
 
 MAX_UNIT_OPS = 6000
 """Modules with more op call sites than this are not offered as a unit."""
@@ -57,11 +58,6 @@ class _Cut:
     saved_sites: tuple[CallSite, ...]
     runtime_ms: float
 
-    @property
-    def signature(self) -> tuple[object, ...]:
-        p = self.problem
-        return (p.ops, p.storage_bytes, p.saved, p.free, self.sites)
-
 
 def unit_tradeoffs(
     program: Program, fqns: Iterable[str] | None = None, *, max_points: int = 16, between: int = 2
@@ -74,7 +70,7 @@ def unit_tradeoffs(
         max_points, between: see ``closure.tradeoff``.
     """
     wanted = program.calls if fqns is None else fqns
-    solved: dict[tuple[object, ...], tuple[closure.Point, ...]] = {}
+    solved: dict[closure.ClosureProblem, tuple[closure.Point, ...]] = {}
     found = {}
     for fqn in wanted:
         if fqn in program.leaf_fqns:
@@ -82,10 +78,9 @@ def unit_tradeoffs(
         cut = cut_out(program, fqn)
         if cut is None:
             continue
-        points = solved.get(cut.signature)
-        if points is None:
-            points = solved[cut.signature] = closure.tradeoff(cut.problem, max_points, between)
-        found[fqn] = _tradeoff(fqn, cut, points)
+        if cut.problem not in solved:
+            solved[cut.problem] = closure.tradeoff(cut.problem, max_points, between)
+        found[fqn] = _tradeoff(fqn, cut, solved[cut.problem])
     return found
 
 
@@ -111,57 +106,27 @@ def _tradeoff(fqn: str, cut: _Cut, points: tuple[closure.Point, ...]) -> UnitTra
 
 def cut_out(program: Program, fqn: str) -> _Cut | None:
     """The closure problem of one module over all its calls; None where it keeps nothing or is too large."""
-    calls = program.calls.get(fqn, ())
-    ops = program.ops
-    site_of: dict[CallSite, int] = {}
-    members: list[list[int]] = []
-    for scope in calls:
-        for i, site in program.sites(scope).items():
-            if ops[i].phase == Phase.FORWARD:
-                at = site_of.setdefault(site, len(members))
-                if at == len(members):
-                    members.append([])
-                members[at].append(i)
+    members = program.call_sites(fqn)
     if not members or len(members) > MAX_UNIT_OPS:
         return None
-    groups = in_place_groups(program, [tuple(group) for group in members])
-    local: dict[int, int] = {}
-
-    def index(storage: int) -> int:
-        return local.setdefault(storage, len(local))
-
-    inside = set(calls)
+    calls = set(program.calls[fqn])
     saved: set[int] = set()
     elsewhere: set[int] = set()
     for storage, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True):
-        within = scope in inside or any(a in inside for a in program.ancestors(scope))
+        within = not calls.isdisjoint((scope, *program.ancestors(scope)))
         (saved if within else elsewhere).add(storage)
     if not saved:
         return None
-    closure_ops = [
-        closure.ClosureOp(
-            cost_ms=sum(ops[i].time_ms for i in group),
-            reads=tuple(dict.fromkeys(index(s) for i in group for s in ops[i].reads)),
-            writes=tuple(index(s) for i in group for s in ops[i].writes),
-            discardable=discardable(program, group),
-        )
-        for group in groups
-    ]
-    saved_local = frozenset(index(s) for s in saved)
-    alive = program.liveness.outlives_forward
-    free = frozenset(at for s, at in local.items() if s in alive or s in elsewhere)
-    writer = {s: at for at, group in enumerate(members) for i in group for s in ops[i].writes}
-    sites = tuple(site_of)
-    site_at = {i: sites[at] for at, group in enumerate(members) for i in group}
-    saved_writers = sorted({writer[s] for s in saved if s in writer})
+    groups = in_place_groups(program, list(members.values()))
+    costs = [op.time_ms for op in program.ops]
+    problem, _ = closure_problem(
+        program, groups, costs, lambda group: discardable(program, group), saved, elsewhere
+    )
+    site_of = {op: site for site, ops in members.items() for op in ops}
+    saves = {site for op, site in site_of.items() if not saved.isdisjoint(program.ops[op].writes)}
     return _Cut(
-        problem=closure.ClosureProblem(
-            ops=tuple(closure_ops),
-            storage_bytes=tuple(program.storage_bytes[s] for s in local),
-            saved=saved_local,
-            free=free,
-        ),
-        sites=tuple(tuple(dict.fromkeys(site_at[i] for i in group)) for group in groups),
-        saved_sites=tuple(sites[w] for w in saved_writers),
-        runtime_ms=sum(op.cost_ms for op in closure_ops),
+        problem=problem,
+        sites=tuple(tuple(dict.fromkeys(site_of[i] for i in group)) for group in groups),
+        saved_sites=tuple(site for site in members if site in saves),
+        runtime_ms=sum(op.cost_ms for op in problem.ops),
     )

@@ -1,4 +1,4 @@
-"""The checkpointing modes that people use today, as plans: none, full, every k-th layer, by op.
+"""The checkpointing modes in use today, as plans: none, full, every k-th layer, by op.
 
 The modes and their names are those of torchtitan (``torchtitan/distributed/activation_checkpoint.py``)
 and torchtune (PR #785). What differs is how they are executed: as recipes (``_recompute/executor/recipes.py``), so only
@@ -20,7 +20,7 @@ from sacplan._plan.plan import Plan
 from sacplan._plan.provenance import Provenance
 from sacplan._profile.profile import Profile
 from sacplan._program.decisions import Discarded, as_decisions
-from sacplan._program.program import ROOT_SCOPE, CallSite, Op, Phase, Program
+from sacplan._program.program import ROOT_SCOPE, CallSite, Op, Phase, Program, is_inside
 from sacplan._recompute.pins import Pins, resolve_pins
 from sacplan._recompute.rewrite import recomputed
 from sacplan.errors import PlanError
@@ -59,7 +59,7 @@ def policy(
             outermost counts). By default they are found: siblings with consecutive places in a list
             (``h.0``, ``h.1``, ...), of the same kind, each of which depends on the one before. The longest such
             run, and others that neither contain nor are inside of one taken already (encoder and decoder).
-            The recording knows no classes, so two modules are of the same kind if at least half of the names of
+            A recorded step knows no classes, so two modules are of the same kind if at least half of the names of
             the modules called in one or the other are in both.
         keep, never: patterns as in ``sacplan.plan``: what these ops and modules make is kept whatever the mode says.
             They change neither which layers there are nor how matmuls are counted. A layer with a module of ``never``
@@ -167,7 +167,7 @@ def layers_of(program: Program, pattern: str | None = None) -> list[str]:
             )
         return _in_order(program, (fqn for run in runs for fqn in run))
     matching = {fqn for fqn in program.calls if fqn and fnmatchcase(fqn, pattern)}
-    outermost = [f for f in matching if not any(f.startswith(other + ".") for other in matching)]
+    outermost = [f for f in matching if not any(is_inside(f, other) for other in matching)]
     if not outermost:
         known = [f"{run[0].rpartition('.')[0]}.*" for run in runs]
         raise PlanError(
@@ -196,9 +196,12 @@ def _runs(program: Program) -> list[list[str]]:
         if name.isdigit() and fqn not in program.leaf_fqns and members[fqn]:
             siblings[parent].append(fqn)
 
+    def first_call(fqn: str) -> range:
+        return program.ops_in(program.calls[fqn][0])
+
     def follows(one: str, other: str) -> bool:
         alike = 2 * len(members[one] & members[other]) >= len(members[one] | members[other])
-        return alike and _depends(program, other, one)
+        return alike and program.depends(first_call(other), first_call(one))
 
     runs: list[list[str]] = []
     for fqns in siblings.values():
@@ -211,27 +214,10 @@ def _runs(program: Program) -> list[list[str]]:
         runs.append(run)
     taken: list[list[str]] = []
     for run in sorted((run for run in runs if len(run) > 1), key=len, reverse=True):  # stable
-        if not any(_nested(a, b) for a in run for other in taken for b in other):
+        others = [fqn for other in taken for fqn in other]
+        if not any(is_inside(a, b) or is_inside(b, a) for a in run for b in others):
             taken.append(run)
     return taken
-
-
-def _nested(one: str, other: str) -> bool:
-    return one.startswith(other + ".") or other.startswith(one + ".")
-
-
-def _depends(program: Program, later: str, earlier: str) -> bool:
-    """Whether the first call of a module reads, directly or not, what that of an earlier one made."""
-    first, last = (program.scopes[program.calls[fqn][0]] for fqn in (earlier, later))
-    made: set[int] = set()
-    for i in range(first.first_op, last.end_op):
-        op = program.ops[i]
-        reads = not made.isdisjoint(op.reads)
-        if reads and i >= last.first_op:
-            return True
-        if reads or i < first.end_op:
-            made.update(op.writes, op.mutates)
-    return False
 
 
 # --- decisions --------------------------------------------------------------------------------------------
@@ -254,10 +240,9 @@ def _discarded_in(program: Program, fqn: str, selects: _Selects, pins: Pins) -> 
             # What is held anyway, the unit's own output above all, stays where it is.
             again = _again(program, scope, inside, outside | program.liveness.outlives_forward, chosen)
             sites.update((site, 1) for op, site in program.sites(scope).items() if op in again)
-        for scope in program.calls[unit] if pins else ():  # a call site is the same in every call
-            for op, site in program.sites(scope).items():
-                if op in pins.kept_ops:
-                    sites.pop(site, None)
+        for site, ops in program.call_sites(unit).items() if pins else ():
+            if not pins.kept_ops.isdisjoint(ops):  # a call site is the same in every call
+                sites.pop(site, None)
         if sites:
             found[unit] = sites
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -53,9 +53,9 @@ Events = tuple[tuple[int, int], ...]
 """Pairs (``Event``, index)."""
 
 
-def times_of(sites: Collection[CallSite]) -> Mapping[CallSite, int]:
-    """Discarded call sites and how often each is dropped: what a mapping says, else once."""
-    return sites if isinstance(sites, Mapping) else dict.fromkeys(sites, 1)
+def is_inside(fqn: str, module: str) -> bool:
+    """Whether a name is strictly inside a module, by path component; ``""`` contains all others."""
+    return fqn.startswith(module + ".") if module else fqn != ""
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):

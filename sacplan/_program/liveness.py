@@ -8,7 +8,7 @@ autograd was given from ``UNPACK`` to ``DROP``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -324,12 +324,29 @@ class Liveness:
         instances = zip(handles, self.unpacked, self.dropped, strict=True)
         return held.union(storages[handle] for handle, start, end in instances if start <= at < end)
 
+    def bytes_held(self, storages: Iterable[int], *, but_for_autograd: bool = False) -> Bytes:
+        """By position, bytes of some storages that are alive once the event has happened.
+
+        Args:
+            storages: which.
+            but_for_autograd: count a storage only while something other than autograd holds it.
+        """
+        change = np.zeros(len(self.program.events) + 2, dtype=np.int64)
+        ends = self.freed if but_for_autograd else self.died
+        for s in storages:
+            change[self.made[s] + 1] += self.program.storage_bytes[s]
+            change[max(self.made[s], ends[s]) + 1] -= self.program.storage_bytes[s]
+        return np.cumsum(change)[1:-1]
+
     def held_for_later(self, op: int) -> list[int]:
         """Storages that are alive while an op runs only because autograd holds them for later."""
         at = int(self.op_events[op])
+        return sorted(self.packed_at(at) - self.held_otherwise(op))
+
+    def packed_at(self, position: int) -> set[int]:
+        """Storages that autograd keeps for the backward pass once an event has happened."""
         handles = zip(self.program.handle_storages, self.packed, self.released, strict=True)
-        packed = {s for s, start, end in handles if start <= at < end}
-        return sorted(packed - self.held_otherwise(op))
+        return {s for s, start, end in handles if start <= position < end}
 
     # --- over the whole step ------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ program costs is a fold over its events (``liveness.py``), which knows nothing o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from sacplan._program.elements import (
     Scope,
     StorageKind,
     Tensor,
-    times_of,
+    is_inside,
 )
 from sacplan._program.liveness import Footprint, Liveness, footprint_of
 
@@ -51,7 +51,7 @@ __all__ = [
     "Scope",
     "StorageKind",
     "Tensor",
-    "times_of",
+    "is_inside",
 ]
 
 
@@ -283,16 +283,50 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
                 common = common[:same]
         return common[-1] if common else ROOT_SCOPE
 
+    def ops_in(self, scope: int) -> range:
+        """The ops that ran in one module call."""
+        return range(self.scopes[scope].first_op, self.scopes[scope].end_op)
+
     def sites(self, scope: int) -> dict[int, CallSite]:
         """Op index to call site (op name, occurrence within this call), for the ops of one module call."""
         seen: dict[str, int] = defaultdict(int)
         found: dict[int, CallSite] = {}
-        s = self.scopes[scope]
-        for i in range(s.first_op, s.end_op):
+        for i in self.ops_in(scope):
             name = self.ops[i].name
             found[i] = (name, seen[name])
             seen[name] += 1
         return found
+
+    def call_sites(self, fqn: str) -> dict[CallSite, tuple[int, ...]]:
+        """By call site, the forward ops of a module: one of each call that has it."""
+        found: dict[CallSite, list[int]] = defaultdict(list)
+        for scope in self.calls.get(fqn, ()):
+            for i, site in self.sites(scope).items():
+                if self.ops[i].phase == Phase.FORWARD:
+                    found[site].append(i)
+        return {site: tuple(ops) for site, ops in found.items()}
+
+    def outermost_calls(self, but_of: Collection[str]) -> dict[int, int]:
+        """By scope, the outermost module call that it is or is in and that is not of one of these modules, or -1."""
+        found = {ROOT_SCOPE: ROOT_SCOPE}
+        for i, scope in enumerate(self.scopes):  # parents come first
+            outer = found[scope.parent]
+            found[i] = i if outer == ROOT_SCOPE and scope.fqn not in but_of else outer
+        return found
+
+    def depends(self, later: Collection[int], earlier: Collection[int]) -> bool:
+        """Whether one of some ops reads, directly or not, what one of others made."""
+        made: set[int] = set()
+        if not later or not earlier:
+            return False
+        for i in range(min(earlier), max(later) + 1):
+            op = self.ops[i]
+            reads = not made.isdisjoint(op.reads)
+            if reads and i in later:
+                return True
+            if reads or i in earlier:
+                made.update(op.writes, op.mutates)
+        return False
 
     @property
     def forward_ms(self) -> float:

@@ -1,6 +1,6 @@
 """When hooks of modules run in a recorded backward pass: before that of a call begins, and when it is over.
 
-    hooks = hooks_of(recording, around)
+    hooks = hooks_of(program, around)
     hooks[position].begun    # calls whose backward begins before that event
 
 A hook on a call's outputs runs before the first node of the call, so before that node asks for the tensors that
@@ -38,7 +38,7 @@ def hooks_of(program: Program, around: Mapping[int, Sequence[int]]) -> dict[int,
     """By position in the events, what happens before that event (``len(events)``: after all).
 
     Args:
-        recording: the step.
+        program: the step.
         around: by scope, the calls that have hooks and that it is in or is, the innermost first.
     """
     ops = program.ops
@@ -81,9 +81,9 @@ def _backward_passes(program: Program) -> Iterator[list[tuple[int, int]]]:
 
 
 def _end_of(program: Program, run: Sequence[tuple[int, int]]) -> int:
-    """Where what the last node held has been let go."""
+    """Where what the last node held has been released."""
     events = program.events
-    position = events.index((int(Event.OP), run[-1][1]), run[-1][0]) + 1
+    position = int(program.liveness.op_events[run[-1][1]]) + 1
     while position < len(events) and events[position][0] in _ENDS:
         position += 1
     return position

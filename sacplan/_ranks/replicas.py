@@ -1,6 +1,6 @@
 """The step of one rank under ``DistributedDataParallel``, from the recorded step of the model.
 
-    rank = replicated(recording, fingerprint.parameters, spec)
+    rank = replicated(program, fingerprint.parameters, spec)
 
 DDP copies each gradient into a bucket when it is there, reduces the bucket over all ranks, and copies it back.
 The buckets stay allocated from step to step, so with its default ``gradient_as_bucket_view=False`` gradients are
@@ -42,7 +42,7 @@ def replicated(
     """The rewrite for one rank of ``DistributedDataParallel``: the buckets are there all the time.
 
     Args:
-        recording: of the whole model on one device.
+        program: of the whole model on one device.
         parameters: name, shape and dtype of each (``Fingerprint.parameters``).
         spec: the device; its allocator's rounding counts.
         bucket_cap_mb: as for DDP, in MiB.

@@ -1,10 +1,10 @@
 """How large parameters, optimizer state and the optimizer's temporaries are on a rank that holds shards.
 
-    sizes = sizes_of_a_rank(recording, parameters, sharded, gradients, world_size=8, spec=spec)
+    sizes = sizes_of_a_rank(program, parameters, sharded, gradients, world_size=8, spec=spec)
 
-A recording says which storages are optimizer state, and not of which parameter. State comes in the order of the
+A program says which storages are optimizer state, and not of which parameter. State comes in the order of the
 parameters, as many tensors for each; where it does not (parameter groups in another order), and for temporaries
-of many parameters, a tensor is told by its size. Where two parameters of one size have shards of different
+of many parameters, a tensor is identified by its size. Where two parameters of one size have shards of different
 sizes, the larger counts, so the figures are never too small.
 """
 
@@ -49,7 +49,7 @@ def sizes_of_a_rank(
     """By storage, its size on the rank with the largest shards.
 
     Args:
-        recording: of the whole model.
+        program: of the whole model.
         parameters: all of the model.
         sharded: storages of those that are sharded; the others are held whole.
         gradients: storages of gradients of which the optimizer sees shards. They keep their size: they are whole

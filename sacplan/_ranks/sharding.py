@@ -9,11 +9,11 @@ A program is rewritten; no process group is needed, and none is touched:
   has the largest.
 - A unit gathers its parameters when its forward begins and again when its backward begins, frees them after
   both (the root keeps them from forward to backward), and reduces its gradients to shards when its backward
-  is over. Each of these is an op of the recording that allocates what torch allocates.
+  is over. Each of these is an op of the program that allocates what torch allocates.
 - What may run again is limited, see ``unit_limits.py``.
 
 What is allocated when was read in ``torch/distributed/fsdp/_fully_shard`` of 2.13 (``_fsdp_state.py``,
-``_fsdp_param_group.py``, ``_fsdp_collectives.py``), and is held against the allocator in ``tests/test_sharding.py``
+``_fsdp_param_group.py``, ``_fsdp_collectives.py``), and is compared with the allocator in ``tests/test_sharding.py``
 (one process that is rank 0 of eight, for many kinds of models) and ``tests/test_fsdp_plans.py`` (real ranks):
 
 - What an all-gather fills and the parameters that are copied out of it are two buffers. In the forward pass the
@@ -38,7 +38,7 @@ import msgspec
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.fingerprint import Entry
-from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind
+from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind, is_inside
 from sacplan._ranks.backward_hooks import Hooks, hooks_of
 from sacplan._ranks.shard_sizes import sizes_of_a_rank
 from sacplan._ranks.shards import Parameter, owners, parameters_of, resolve_units
@@ -140,7 +140,7 @@ class _Rewriter:
         self.groups: dict[str, _Group] = {}
         self.contexts: dict[str, _Context] = {}
         for unit in units:
-            root = min((u for u in units if _is_in(unit, u)), key=len)
+            root = min((u for u in units if unit == u or is_inside(unit, u)), key=len)
             context = self.contexts.setdefault(root, _Context(root))
             if unit in owned:
                 reshards = unit != root if reshard_after_forward is None else reshard_after_forward
@@ -224,7 +224,7 @@ class _Rewriter:
             storage_kinds=tuple(self.new_kinds),
             resized={s: now for s, (before, now) in sizes if now != before},
             parameter_bytes={
-                fqn: n_bytes - sum(self._saved_bytes(p) for p in self._owned() if _is_in(p.name, fqn))
+                fqn: n_bytes - sum(self._saved_bytes(p) for p in self._owned() if is_inside(p.name, fqn))
                 for fqn, n_bytes in r.parameter_bytes.items()
             },
         )
@@ -421,8 +421,3 @@ class _Rewriter:
 
     def _padded_bytes(self, parameters: Sequence[Parameter]) -> int:
         return self.world_size * sum(p.shard_bytes(self.world_size) for p in parameters)
-
-
-def _is_in(name: str, module: str) -> bool:
-    """Whether a module or parameter is inside of a module, or is it."""
-    return not module or name == module or name.startswith(module + ".")

@@ -1,7 +1,7 @@
 """What a rank holds of each parameter, and which unit of ``fully_shard`` it belongs to.
 
-    units = resolve_units(["layers.*", ""], recording)
-    owned = owners(parameters_of(recording, fingerprint.parameters), units, recording)
+    units = resolve_units(["layers.*", ""], program)
+    owned = owners(parameters_of(program, fingerprint.parameters), units, program)
 
 A parameter belongs to the innermost unit around it. Its shard is a slice of dim 0 as ``torch.chunk`` cuts it,
 padded to the size of the first one; what is gathered, and what is reduced, is that size times the ranks.
@@ -18,7 +18,7 @@ from math import prod
 import torch
 
 from sacplan._program.fingerprint import Entry
-from sacplan._program.program import Phase, Program, StorageKind
+from sacplan._program.program import Phase, Program, StorageKind, is_inside
 from sacplan.errors import TraceError
 
 _FROZEN = "frozen "
@@ -30,7 +30,7 @@ class Parameter:
 
     Attributes:
         name: in ``named_parameters()``; a tied parameter goes by its first name.
-        storage: of the recording.
+        storage: of the program.
         shape: of the whole parameter.
         dtype: for example ``"torch.float32"``.
         trainable: whether it requires a gradient.
@@ -109,7 +109,7 @@ def resolve_units(patterns: Sequence[str], program: Program) -> tuple[str, ...]:
         matches = {fqn for fqn in called if fnmatchcase(fqn, pattern)}
         if not matches:
             raise TraceError(_unknown(pattern, program))
-        chosen.update(fqn for fqn in matches if not any(_is_inside(fqn, other) for other in matches))
+        chosen.update(fqn for fqn in matches if not any(is_inside(fqn, other) for other in matches))
     names = {fqn: i for i, fqn in enumerate(program.parameter_bytes)}
     return tuple(sorted(chosen, key=lambda fqn: names.get(fqn, len(names))))
 
@@ -191,10 +191,6 @@ def _check_used_inside(
                     "fully_shard does not gather it. Is it shared, or read from outside? Give both modules the "
                     'same unit: leave them to the model itself, fsdp_units=[..., ""].'
                 )
-
-
-def _is_inside(fqn: str, other: str) -> bool:
-    return fqn != other and (not other or fqn.startswith(other + "."))
 
 
 def _listed(names: Sequence[str]) -> str:

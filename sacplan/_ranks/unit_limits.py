@@ -20,7 +20,7 @@ GATHER = "fsdp.all_gather_copy_in.default"
 
 
 def sharded_units(program: Program) -> frozenset[str]:
-    """The modules whose calls gather parameters; none in a recording that is not sharded."""
+    """The modules whose calls gather parameters; none in a step that is not sharded."""
     ops = program.ops
     return frozenset(program.scopes[op.scope].fqn for op in ops if op.name == GATHER)
 
@@ -36,13 +36,6 @@ def too_wide(program: Program, sharded: Collection[str] | None = None) -> frozen
     )
 
 
-def widest_units(program: Program, ops: Iterable[int]) -> dict[int, str]:
-    """By op, the widest module around it that may be a unit; ops without one are left out."""
-    calls = _widest_calls(program, too_wide(program))
-    found = {op: calls[program.ops[op].scope] for op in ops}
-    return {op: program.scopes[scope].fqn for op, scope in found.items() if scope != ROOT_SCOPE}
-
-
 def narrowed(
     program: Program, decisions: Mapping[str, Mapping[CallSite, int]]
 ) -> dict[str, dict[CallSite, int]]:
@@ -53,7 +46,7 @@ def narrowed(
     wide = too_wide(program)
     if wide.isdisjoint(decisions):
         return {unit: dict(sites) for unit, sites in decisions.items()}
-    calls = _widest_calls(program, wide)
+    calls = program.outermost_calls(wide)
     found = {unit: dict(sites) for unit, sites in decisions.items() if unit not in wide}
     inner: dict[str, dict[CallSite, int]] = defaultdict(dict)
     for unit in wide.intersection(decisions):
@@ -74,7 +67,7 @@ def narrowed(
 
 
 def kept_at_limits(program: Program, sharded: Collection[str]) -> Program:
-    """The recording with ops that may not run again if the modules ``sharded`` gather and free parameters.
+    """The program with ops that may not run again if the modules ``sharded`` gather and free parameters.
 
     These are the ops outside of all modules that may be units, and those whose outputs are read or kept by
     autograd outside of the widest one around them.
@@ -82,7 +75,7 @@ def kept_at_limits(program: Program, sharded: Collection[str]) -> Program:
     wide = too_wide(program, sharded)
     if not wide:
         return program  # all parameters are gathered from the forward of the model to the end of its backward
-    calls = _widest_calls(program, wide)
+    calls = program.outermost_calls(wide)
     places: dict[int, set[int]] = defaultdict(set)  # storage to the units where it is wanted
     for op in program.ops:
         if op.phase == Phase.FORWARD:
@@ -102,12 +95,3 @@ def kept_at_limits(program: Program, sharded: Collection[str]) -> Program:
         for op in program.ops
     ]
     return msgspec.structs.replace(program, ops=final_ops(ops))  # nor what writes in place on what these made
-
-
-def _widest_calls(program: Program, wide: Collection[str]) -> dict[int, int]:
-    """By scope, the outermost call around it (itself included) of a module that is not in ``wide``, or -1."""
-    found = {ROOT_SCOPE: ROOT_SCOPE}
-    for scope, call in enumerate(program.scopes):  # parents come first
-        outer = found[call.parent]
-        found[scope] = ROOT_SCOPE if call.fqn in wide else scope if outer == ROOT_SCOPE else outer
-    return found

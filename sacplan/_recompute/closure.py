@@ -17,13 +17,12 @@ hull is found by solving at the slope of the chord between two known vertices; w
 contracted first, so that later cuts are small.
 
 Optimal: every vertex of the lower hull over *all* sets of discarded ops is found, each with the smallest set
-that reaches it. Capacities are Python integers (times as scaled binary fractions), so nothing is rounded;
-SciPy's flow, which ``_plan/bound.py`` uses, has 32 bits. Points above the hull are reachable too, but finding
-the best of those is a knapsack problem; ``between`` adds good ones, without a guarantee.
+that reaches it. Capacities are Python integers (times as scaled binary fractions), so nothing is rounded. Points
+above the hull are reachable too, but finding the best of those is a knapsack problem; ``between`` adds good
+ones, without a guarantee.
 
-Known inefficiencies: the flow (Dinic 1970) is plain Python. A chain of hundreds of ops with no saved
-intermediate makes long augmenting paths. The flow of each chord starts from zero. The points between two
-vertices take time quadratic in the saved storages by which the two differ.
+Known inefficiencies: the flow of each chord starts from zero. The points between two vertices take time
+quadratic in the saved storages by which the two differ.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from sacplan._recompute.min_cut import source_side
 from sacplan.errors import PlanError
 
 _NO_WRITER = -1
@@ -220,49 +220,78 @@ def _point(problem: ClosureProblem, ops: frozenset[int]) -> Point:
 
 
 @dataclass(frozen=True, slots=True)
-class _Vertex:
+class Vertex:
+    """A vertex of the hull.
+
+    Attributes:
+        kept: bytes held.
+        cost: in units of ``1 / Hull.units_per_ms``.
+        ops: those that run again.
+    """
+
     kept: int
     cost: int
-    """In the integer unit of ``_integer_costs``."""
     ops: frozenset[int]
 
 
-def _integer_costs(problem: ClosureProblem) -> list[int]:
-    """The exact costs as integer multiples of one unit: a float is a binary fraction."""
-    ratios = [op.cost_ms.as_integer_ratio() for op in problem.ops]
-    unit = max((denominator for _, denominator in ratios), default=1)
-    return [numerator * (unit // denominator) for numerator, denominator in ratios]
+class Hull:
+    """The lower hull of kept bytes against recompute time, vertex by vertex.
 
+    Attributes:
+        units_per_ms: of the costs, which are exact: a float is a binary fraction.
+        first: the vertex that discards nothing.
+        last: the one with the fewest bytes, and of those with the least time.
+    """
 
-def _hull(problem: ClosureProblem, max_points: int) -> list[_Vertex]:
-    costs = _integer_costs(problem)
+    def __init__(self, problem: ClosureProblem) -> None:
+        self._problem = problem
+        ratios = [op.cost_ms.as_integer_ratio() for op in problem.ops]
+        self.units_per_ms = max((denominator for _, denominator in ratios), default=1)
+        self._costs = [numerator * (self.units_per_ms // denominator) for numerator, denominator in ratios]
+        writer = problem._writer
+        discardable = frozenset(w for w in writer if w != _NO_WRITER)
+        self._everything = _needed(
+            problem, discardable, (s for s in problem.saved if writer[s] != _NO_WRITER)
+        )
+        self.first = self._vertex(frozenset())
+        # One byte is worth more than the time of all ops: fewest bytes first, then least time.
+        self.last = self._solve(frozenset(), self._everything, 1, sum(self._costs) + 1)
 
-    def solve(low: frozenset[int], high: frozenset[int], per_cost: int, per_byte: int) -> _Vertex:
-        ops = _cut(problem, costs, low, high, per_cost, per_byte)
-        return _Vertex(_kept_bytes(problem, ops), sum(costs[op] for op in ops), ops)
+    def at_price(self, ms_per_byte: Fraction) -> Vertex:
+        """The vertex with the least time + price * bytes; of several the one that discards the least."""
+        price = ms_per_byte * self.units_per_ms
+        return self._solve(frozenset(), self._everything, price.denominator, price.numerator)
 
-    writer = problem._writer
-    discardable = frozenset(w for w in writer if w != _NO_WRITER)
-    everything = _needed(problem, discardable, (s for s in problem.saved if writer[s] != _NO_WRITER))
-    first = _Vertex(_kept_bytes(problem, frozenset()), 0, frozenset())
-    # One byte is worth more than the time of all ops: fewest bytes first, then least time.
-    last = solve(frozenset(), everything, 1, sum(costs) + 1)
-    if last.kept == first.kept:
-        return [first]
-
-    queue: list[tuple[Fraction, int, _Vertex, _Vertex, _Vertex]] = []
-
-    def look_below(left: _Vertex, right: _Vertex) -> None:
+    def between(self, left: Vertex, right: Vertex) -> tuple[Fraction, Vertex] | None:
+        """The vertex furthest below the line through two others, and how far that is in cost; None if there is none."""
         if len(right.ops) - len(left.ops) < 2:  # the sets are nested: nothing fits between
-            return
+            return None
         span, rise = left.kept - right.kept, right.cost - left.cost
-        middle = solve(left.ops, right.ops, span, rise)
+        middle = self._solve(left.ops, right.ops, span, rise)
         gap = span * (left.cost - middle.cost) + rise * (left.kept - middle.kept)
-        if gap > 0:
-            heapq.heappush(queue, (Fraction(-gap, span), -left.kept, left, middle, right))
+        return (Fraction(gap, span), middle) if gap > 0 else None
 
-    look_below(first, last)
-    vertices = [first, last]
+    def _solve(self, low: frozenset[int], high: frozenset[int], per_cost: int, per_byte: int) -> Vertex:
+        return self._vertex(_cut(self._problem, self._costs, low, high, per_cost, per_byte))
+
+    def _vertex(self, ops: frozenset[int]) -> Vertex:
+        return Vertex(_kept_bytes(self._problem, ops), sum(self._costs[op] for op in ops), ops)
+
+
+def _hull(problem: ClosureProblem, max_points: int) -> list[Vertex]:
+    hull = Hull(problem)
+    if hull.last.kept == hull.first.kept:
+        return [hull.first]
+    queue: list[tuple[Fraction, int, Vertex, Vertex, Vertex]] = []
+
+    def look_below(left: Vertex, right: Vertex) -> None:
+        found = hull.between(left, right)
+        if found is not None:
+            gap, middle = found
+            heapq.heappush(queue, (-gap, -left.kept, left, middle, right))
+
+    look_below(hull.first, hull.last)
+    vertices = [hull.first, hull.last]
     while queue and len(vertices) < max_points:
         _, _, left, middle, right = heapq.heappop(queue)
         vertices.append(middle)
@@ -315,76 +344,8 @@ def _cut(
         edges.extend((reader, here, unlimited) for reader in reading)
         if into is not None:
             edges.append((here, into, price))
-    chosen = _source_side(terminal, edges)
+    chosen = source_side(terminal, edges)
     return low | {op for op in open_ops if chosen[node[op]]}
-
-
-def _source_side(terminal: list[int], edges: list[tuple[int, int, int]]) -> list[bool]:
-    """The smallest source side of a minimum cut, by Dinic's algorithm.
-
-    ``terminal[v]`` is the capacity from the source where positive, to the sink where negative; ``edges`` are
-    (from, to, capacity).
-    """
-    source, sink = len(terminal), len(terminal) + 1
-    head: list[int] = []
-    room: list[int] = []
-    out: list[list[int]] = [[] for _ in range(sink + 1)]
-
-    def connect(tail: int, tip: int, capacity: int) -> None:
-        out[tail].append(len(head))
-        out[tip].append(len(head) + 1)
-        head.extend((tip, tail))
-        room.extend((capacity, 0))
-
-    for v, capacity in enumerate(terminal):
-        if capacity > 0:
-            connect(source, v, capacity)
-        elif capacity < 0:
-            connect(v, sink, -capacity)
-    for tail, tip, capacity in edges:
-        connect(tail, tip, capacity)
-
-    while True:
-        level = [-1] * (sink + 1)
-        level[source] = 0
-        reached = [source]
-        for v in reached:
-            for edge in out[v]:
-                tip = head[edge]
-                if level[tip] < 0 and room[edge]:
-                    level[tip] = level[v] + 1
-                    reached.append(tip)
-        if level[sink] < 0:
-            return [depth >= 0 for depth in level[:source]]
-        position = [0] * (sink + 1)
-        path: list[int] = []
-        v = source
-        while True:
-            if v == sink:
-                pushed = min(room[edge] for edge in path)
-                for edge in path:
-                    room[edge] -= pushed
-                    room[edge ^ 1] += pushed
-                # Continue from the tail of the first edge that is now full.
-                full = next(i for i, edge in enumerate(path) if not room[edge])
-                v = head[path[full] ^ 1]
-                del path[full:]
-            candidates = out[v]
-            at, deeper = position[v], level[v] + 1
-            while at < len(candidates):
-                if room[candidates[at]] and level[head[candidates[at]]] == deeper:
-                    break
-                at += 1
-            position[v] = at
-            if at < len(candidates):
-                path.append(candidates[at])
-                v = head[candidates[at]]
-            elif path:
-                edge = path.pop()
-                v = head[edge ^ 1]
-                position[v] += 1
-            else:
-                break
 
 
 # --- points between two vertices ---------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""The forward pass in parts: which ops are looked at together when it is chosen what runs again.
+"""The forward pass in parts: which ops are looked at together when choosing what runs again.
 
-    parts, split = pieces_of(recording, pins)
-    join(recording, parts, 2)  # pairs of neighbours as one
+    parts, split = partition(program, pins)
+    join(program, parts, 2)  # pairs of neighbours as one
 
 A part is a module that repeats along the model (a layer) or is small enough to be looked at as a whole, together with
 what the modules around it run after it (before the first one: before it). Every forward op that a module of the model
@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sacplan._program.program import ROOT_SCOPE, CallSite, Phase, Program
+from sacplan._program.program import ROOT_SCOPE, Phase, Program
 from sacplan._recompute.pins import Pins
 
 LARGEST_PART = 400
@@ -49,7 +49,7 @@ class Part:
 
 
 class _Tree:
-    """The calls of a recording as a tree of modules."""
+    """The module calls of a program as a tree of modules."""
 
     def __init__(self, program: Program, pins: Pins) -> None:
         self.program = program
@@ -64,13 +64,7 @@ class _Tree:
 
     def members(self, fqn: str) -> tuple[tuple[int, ...], ...]:
         """The forward ops of a module, one group for each call site."""
-        ops = self.program.ops
-        groups: dict[CallSite, list[int]] = {}
-        for scope in self.program.calls.get(fqn, ()):
-            for op, site in self.program.sites(scope).items():
-                if ops[op].phase == Phase.FORWARD:
-                    groups.setdefault(site, []).append(op)
-        return tuple(map(tuple, groups.values()))
+        return tuple(self.program.call_sites(fqn).values())
 
     def calls(self, fqn: str) -> list[list[int]]:
         """The forward ops of each call of a module."""
@@ -121,19 +115,10 @@ class _Tree:
             kinds[tuple(ops[group[0]].name for group in members)].append(members)
         same = max(kinds.values(), key=lambda group: sum(map(len, group)))
         share = sum(map(len, same)) / max(1, n_members)
-        return len(same) > 1 and share >= _MIN_SHARE and self._follows(same[0], same[1])
-
-    def _follows(self, first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> bool:
-        """Whether what the second reads depends on what the first made."""
-        ops = self.program.ops
-        made = {s for group in first for op in group for s in ops[op].writes}
-        wanted = {op for group in second for op in group}
-        for op in range(min(group[0] for group in first), max(wanted) + 1):
-            if made.intersection(ops[op].reads):
-                if op in wanted:
-                    return True
-                made.update(ops[op].writes)
-        return False
+        if len(same) < 2 or share < _MIN_SHARE:
+            return False
+        first, second = ({op for group in members for op in group} for members in same[:2])
+        return self.program.depends(second, first)
 
 
 def partition(program: Program, pins: Pins) -> tuple[list[Part], frozenset[str]]:
@@ -200,7 +185,7 @@ def _unit_of(program: Program, ops: Iterable[int]) -> str:
 
 
 def unit_around(program: Program, scopes: Iterable[int], widest_unit: int = ROOT_SCOPE) -> str:
-    """The smallest module, no leaf and called once, that these module calls are in or are; at most ``region``."""
+    """The smallest module, no leaf and called once, that these module calls are in or are; at most ``widest_unit``."""
     scope = program.common_scope(scopes)
     while True:
         fqn = program.scopes[scope].fqn

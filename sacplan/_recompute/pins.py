@@ -37,13 +37,13 @@ _ALIKE = 0.6  # difflib's ratio from which a name counts as near
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """Patterns, and what they come to in one recording.
+    """Patterns, and what they come to in one step.
 
     Attributes:
         keep, never: as given.
         kept_ops: recorded forward ops that must not run again: pinned, or with no module around them that may be
             a unit.
-        regions: by scope, the outermost module call, itself or around it, that may be a unit; ``ROOT_SCOPE`` where
+        widest_units: by scope, the outermost module call, itself or around it, that may be a unit; ``ROOT_SCOPE`` where
             there is none. None where all may, which is to say that nothing is in ``never``.
     """
 
@@ -248,16 +248,17 @@ def _scopes_of(program: Program, modules: Iterable[str]) -> set[int]:
 
 
 def _widest_units(program: Program, alone: set[int]) -> tuple[int, ...]:
-    """See ``Pins.regions``. A module with a call in or around what is left alone is no unit in any of its calls."""
+    """See ``Pins.widest_units``.
+
+    A module with a call in or around what is left alone is no unit in any of its calls.
+    """
     scopes = program.scopes
     barred = {scopes[a].fqn for scope in alone for a in (scope, *program.ancestors(scope))}
-    found: list[int] = []
-    for i, scope in enumerate(scopes):
-        outer = found[scope.parent] if scope.parent != ROOT_SCOPE else ROOT_SCOPE
-        found.append(outer if outer != ROOT_SCOPE or scope.fqn in barred else i)
+    found = program.outermost_calls(barred)
     # Units must not nest by name either: one that is called past the module that it is in is none.
-    names = {scopes[widest_unit].fqn for widest_unit in found if widest_unit != ROOT_SCOPE}
+    names = {scopes[call].fqn for call in found.values() if call != ROOT_SCOPE}
     nested = {
         name for name in names if any(outer in names and outer != name for outer in _with_outer([name]))
     }
-    return tuple(r if r != ROOT_SCOPE and scopes[r].fqn not in nested else ROOT_SCOPE for r in found)
+    calls = (found[i] for i in range(len(scopes)))
+    return tuple(c if c != ROOT_SCOPE and scopes[c].fqn not in nested else ROOT_SCOPE for c in calls)

@@ -1,11 +1,11 @@
 """What can be chosen for each part of the forward pass: regions, and the options of each.
 
-    regions = Regions(recording, costs).joined(1)
+    regions = Regions(program, costs).joined(1)
     regions[3].ops(regions[3].options[-1])  # the ops that run again if the region discards all that it can
 
-A *region* is a part of the forward pass (``parts.py``) with options. These are sets of its ops that run again, exact
-points of its closure problem (``closure.py``), so they say which tensors of which module are kept, alike or different
-from region to region.
+A *region* is a part of the forward pass (``partition.py``) with options. These are sets of its ops that run again,
+exact points of its closure problem (``closure.py``), so they say which tensors of which module are kept, alike or
+different from region to region.
 
 Several neighbours can be joined to one region. Its options may also discard what passes from one to the next (a
 residual stream) and run the whole part again from its beginning: that is how a step gets down to its smallest peak.
@@ -16,13 +16,13 @@ Regions that repeat give the same problem, which is solved once.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from sacplan._program.program import Phase, Program
 from sacplan._program.regions import Option, Region
 from sacplan._recompute import closure
-from sacplan._recompute.in_place_groups import connected, discardable, in_place_groups
+from sacplan._recompute.in_place_groups import Group, connected, discardable, in_place_groups
 from sacplan._recompute.partition import Part, join, partition, runs, unit_around
 from sacplan._recompute.pins import NO_PINS, Pins
 
@@ -33,10 +33,10 @@ _BETWEEN = 8  # options between two vertices of a region's hull, at most
 
 
 class Regions:
-    """Regions of one recording under one objective; problems that repeat are solved once.
+    """Regions of one program under one objective; problems that repeat are solved once.
 
     Args:
-        recording: the step.
+        program: the step.
         costs: what running each op again costs.
         early: storages that the backward pass has asked for by the time that most is alive: to discard these
             need not lower the peak, so options that keep them are offered as well.
@@ -59,11 +59,9 @@ class Regions:
         self._early = early
         self._kinds: dict[tuple[closure.ClosureProblem, closure.ClosureProblem | None], int] = {}
         self._solved: dict[tuple[int, int], tuple[Option, ...]] = {}
-        self._savers: dict[int, list[int]] = defaultdict(
-            list
-        )  # storage to the ops that autograd keeps it for
+        self._savers: dict[int, set[int]] = defaultdict(set)  # storage to the ops that autograd keeps it for
         for storage, op in zip(program.handle_storages, program.handle_ops, strict=True):
-            self._savers[storage].append(op)
+            self._savers[storage].add(op)
         self._packed: dict[int, set[int]] = defaultdict(set)
         for storage, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True):
             self._packed[storage].add(scope)
@@ -93,7 +91,7 @@ class Regions:
         return tuple(regions)
 
     def _units(self, part: Part, option: Option) -> tuple[str, ...]:
-        """The smallest modules, not leaves, that run what hangs together in an option, and all that saves it."""
+        """The smallest modules, not leaves, that run each connected group of an option, and all that saves it."""
         if not option.members:
             return ()
         if not part.once or (part.unit not in self._split and len(self.program.calls[part.unit]) == 1):
@@ -101,7 +99,7 @@ class Regions:
         program = self.program
         gone = sorted(op for member in option.members for op in part.members[member])
         found: dict[str, None] = {}
-        for group in _hanging_together(program, gone):
+        for group in _connected_by_reads(program, gone):
             ops = [program.ops[op] for op in group]
             scopes = {op.scope for op in ops}.union(*(self._packed[s] for op in ops for s in op.writes))
             # What may be discarded is read and saved in its own region alone, so the group does not leave it.
@@ -143,43 +141,67 @@ class Regions:
     def _problem(self, part: Part) -> tuple[closure.ClosureProblem, closure.ClosureProblem | None]:
         """The problem of a part, and where it makes a difference the one in which early storages cost nothing."""
         program, ops = self.program, self.program.ops
-        members = part.members
-        inside = {op for group in members for op in group}
-        local: dict[int, int] = {}
+        inside = {op for group in part.members for op in group}
 
-        def index(storage: int) -> int:
-            return local.setdefault(storage, len(local))
-
-        def leaves(storage: int) -> bool:
-            """Whether another region reads it: its recipes would hold what this one thinks is gone."""
-            return not self.program.readers.get(storage, inside) <= inside
-
-        closure_ops = tuple(
-            closure.ClosureOp(
-                cost_ms=sum(self.costs[i] for i in group),
-                reads=tuple(dict.fromkeys(index(s) for i in group for s in ops[i].reads)),
-                writes=tuple(index(s) for i in group for s in ops[i].writes),
-                discardable=self._may_be_discarded(part, group)
-                and not any(leaves(s) for i in group for s in ops[i].writes),
+        def may_go(group: Group) -> bool:
+            # What another region reads is kept: its recipes would hold what this one counts as freed.
+            written = (s for i in group for s in ops[i].writes)
+            return self._may_be_discarded(part, group) and all(
+                program.readers.get(s, inside) <= inside for s in written
             )
-            for group in members
-        )
-        saved: set[int] = set()
-        free = program.liveness.outlives_forward
-        taken_elsewhere: set[int] = set()
-        for storage in local:
-            for op in self._savers.get(storage, ()):
-                (saved if op in inside else taken_elsewhere).add(storage)
-        problem = closure.ClosureProblem(
-            ops=closure_ops,
-            storage_bytes=tuple(program.storage_bytes[s] for s in local),
-            saved=frozenset(local[s] for s in saved),
-            free=frozenset(at for s, at in local.items() if s in free or s in taken_elsewhere),
-        )
-        early = problem.free.union(local[s] for s in saved & self._early)
+
+        touched = {s for i in inside for s in (*ops[i].reads, *ops[i].writes)}
+        saved = {s for s in touched if not inside.isdisjoint(self._savers[s])}
+        elsewhere = {s for s in touched if not inside.issuperset(self._savers[s])}
+        problem, place = closure_problem(program, part.members, self.costs, may_go, saved, elsewhere)
+        early = problem.free.union(place[s] for s in saved & self._early)
         # Where all that is saved is early, there is nothing to choose from: such layers go with those that have none.
         differs = early != problem.free and not problem.saved <= early
         return problem, replace(problem, free=early) if differs else None
+
+
+def closure_problem(
+    program: Program,
+    groups: Sequence[Group],
+    costs: Sequence[float],
+    discardable: Callable[[Group], bool],
+    saved: Collection[int],
+    saved_elsewhere: Collection[int],
+) -> tuple[closure.ClosureProblem, dict[int, int]]:
+    """The problem of some groups of ops, and the index in it of each storage.
+
+    Args:
+        program: the step.
+        groups: ops that are discarded together; each is one op of the problem.
+        costs: by op, what running it again costs.
+        discardable: whether a group may be discarded.
+        saved: storages that autograd keeps on account of these ops.
+        saved_elsewhere: storages that it keeps on account of others. They cost nothing here, nor does what something
+            other than autograd holds.
+    """
+    ops, place = program.ops, dict[int, int]()
+
+    def index(storage: int) -> int:
+        return place.setdefault(storage, len(place))
+
+    closure_ops = tuple(
+        closure.ClosureOp(
+            cost_ms=sum(costs[i] for i in group),
+            reads=tuple(dict.fromkeys(index(s) for i in group for s in ops[i].reads)),
+            writes=tuple(index(s) for i in group for s in ops[i].writes),
+            discardable=discardable(group),
+        )
+        for group in groups
+    )
+    asked = frozenset(map(index, saved))
+    held = program.liveness.outlives_forward
+    problem = closure.ClosureProblem(
+        ops=closure_ops,
+        storage_bytes=tuple(program.storage_bytes[s] for s in place),
+        saved=asked,
+        free=frozenset(at for s, at in place.items() if s in held or s in saved_elsewhere),
+    )
+    return problem, place
 
 
 def _options(
@@ -199,7 +221,7 @@ def _options(
     return tuple(Option(p.recompute_ms, p.kept_bytes, tuple(sorted(p.discarded))) for p in points)
 
 
-def _hanging_together(program: Program, ops: Sequence[int]) -> list[list[int]]:
+def _connected_by_reads(program: Program, ops: Sequence[int]) -> list[list[int]]:
     """Groups of ops of which one reads, directly or not, what another made."""
     maker = {s: op for op in ops for s in program.ops[op].writes}
     return connected(ops, ((op, maker[s]) for op in ops for s in program.ops[op].reads if s in maker))

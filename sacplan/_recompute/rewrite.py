@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from sacplan._program.decisions import Discarded
-from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind, times_of
+from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind
 
 _ALLOC, _FREE, _OP, _PACK, _RELEASE, _UNPACK, _DROP, _ENTER, _EXIT = map(int, Event)
 
@@ -46,9 +46,8 @@ def discarded_ops(program: Program, discarded: Discarded) -> dict[int, int]:
     """The recorded ops that are discarded, and how often."""
     return {
         op: times[site]
-        for fqn, sites in discarded.items()
-        if sites
-        for times in [times_of(sites)]
+        for fqn, times in discarded.items()
+        if times
         for scope in program.calls.get(fqn, ())
         for op, site in program.sites(scope).items()
         if site in times and program.ops[op].recomputable and program.ops[op].phase == Phase.FORWARD

@@ -101,7 +101,7 @@ class Chain:
         into one. Parameters, buffers and optimizer state are in none of the sizes.
 
         Raises:
-            PlanError: the forward pass does not fall apart, or the step calls the model more than once.
+            PlanError: the forward pass has no cut, or the step calls the model more than once.
         """
         return profile.chain
 

@@ -1,4 +1,4 @@
-"""Where the forward pass of a recorded step falls apart, found from what ran and never from module classes.
+"""Where the forward pass of a recorded step can be cut into stages, found from what ran, not from module classes.
 
     cuts = find_cuts(profile.program)
     cuts.ops  # forward ops by stage, the loss last
@@ -20,13 +20,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from sacplan._program.program import ROOT_SCOPE, Phase, Program, StorageKind
+import numpy as np
+
+from sacplan._program.program import ROOT_SCOPE, Program, StorageKind
 from sacplan.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Where the forward pass falls apart.
+    """Where the forward pass is cut.
 
     Attributes:
         ops: forward ops by stage, the loss last.
@@ -44,7 +46,7 @@ class Cuts:
 
 
 def find_cuts(program: Program) -> Cuts:
-    """Where the forward pass of a recorded step falls apart.
+    """Where the forward pass of a recorded step can be cut.
 
     Raises:
         PlanError: the model was not called exactly once, or its forward has no cut.
@@ -57,10 +59,8 @@ def find_cuts(program: Program) -> Cuts:
             "or plan with another solver, which takes any step."
         )
     root = program.scopes[calls[0]]
-    backward_at = next(
-        (i for i, op in enumerate(program.ops) if op.phase is Phase.BACKWARD), len(program.ops)
-    )
-    forward = [i for i, op in enumerate(program.ops[:backward_at]) if op.phase is Phase.FORWARD]
+    liveness = program.liveness
+    forward = np.flatnonzero(liveness.op_events < liveness.end_of_forward).tolist()
     lives = _Lives(program, forward)
     crossing, which, blocked = lives.at_positions()
     starts, boundary = [0], list[int]()
@@ -72,11 +72,8 @@ def find_cuts(program: Program) -> Cuts:
                 boundary.append(storage)
                 starts.append(p)
     if not boundary:
-        raise PlanError(_no_cut(program, forward, ops_of(program, calls[0]), lives, crossing, blocked))
-    liveness = program.liveness
-    end = liveness.end_of_forward
-    packed = zip(program.handle_storages, liveness.packed, liveness.released, strict=True)
-    saved = frozenset(s for s, start, released in packed if start < end <= released)
+        raise PlanError(_no_cut(program, forward, program.ops_in(calls[0]), lives, crossing, blocked))
+    saved = frozenset(liveness.packed_at(liveness.end_of_forward - 1))
     ops = [tuple(forward[a:b]) for a, b in zip(starts, (*starts[1:], len(forward)), strict=True)]
     ops, boundary = _without_bare_cuts(program, ops, boundary, saved)
     stage_of = {op: i for i, stage in enumerate(ops) for op in stage}
@@ -93,7 +90,7 @@ def find_cuts(program: Program) -> Cuts:
 def _without_bare_cuts(
     program: Program, ops: list[tuple[int, ...]], boundary: list[int], saved: Collection[int]
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Leaves out cuts whose storage autograd does not save, where the next cut is as good.
+    """Leave out cuts whose storage autograd does not save, where the next cut is as good.
 
     Rotor's "keeping all" keeps the boundary, too. Between a batch norm, or a linear layer, and a ReLU nobody needs it
     for the backward pass, and to count it would double what such stages save. So the cut is left out if the next
@@ -210,7 +207,7 @@ def _no_cut(
 ) -> str:
     message = (
         "stages: the model's forward is one stage: at no position between two of its ops is there a single tensor "
-        "that everything behind it rests on."
+        "that everything after it depends on."
     )
     positions = [
         p
@@ -227,8 +224,3 @@ def _no_cut(
         message += f" The fewest cross before {program.ops[forward[p]].name} (op {forward[p]}): made by "
         message += ", ".join(names) + "."
     return message + " Plan with another solver, which needs no chain: sacplan.plan(profile, budget)."
-
-
-def ops_of(program: Program, scope: int) -> range:
-    """The ops that ran in a module call."""
-    return range(program.scopes[scope].first_op, program.scopes[scope].end_op)

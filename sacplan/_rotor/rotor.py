@@ -15,7 +15,6 @@ import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +44,7 @@ class Operation:
     """One step of the sequence.
 
     Attributes:
-        kind: "keeping the input" leaves ``x_stage`` where it is, "keeping nothing" lets it go, both leave only
+        kind: "keeping the input" leaves ``x_stage`` where it is, "keeping nothing" drops it, both leave only
             the output behind; "keeping all" leaves the input and everything that the stage saves.
         stage: from 0; the loss is the stage after the last.
     """
@@ -89,7 +88,7 @@ class RotorResult:
 Tables = tuple[npt.NDArray[np.float64], npt.NDArray[np.integer]]
 
 
-def rotor(chain: Chain, budget_bytes: int, slots: int = 500, engine: str = "fast") -> RotorResult:
+def rotor(chain: Chain, budget_bytes: int, slots: int = 500) -> RotorResult:
     """The fastest sequence of operations that trains the chain within a budget.
 
     Sizes become slots of ``budget_bytes / slots`` bytes, rounded up, under the names of ``Sizes``. ``C[m][i][l]`` is
@@ -103,8 +102,7 @@ def rotor(chain: Chain, budget_bytes: int, slots: int = 500, engine: str = "fast
       (b) ``C[m][i][i] + C[m - xbar_{i+1}][i+1][l]``.
 
     The least j wins a tie in (a), and (a) wins one with (b). Floats are added as the parentheses say, and times in a
-    row from left to right, so engines agree to the last bit. The input stays throughout: the answer is at
-    ``C[slots - x_0][0][L]``.
+    row from left to right. The input stays throughout: the answer is at ``C[slots - x_0][0][L]``.
 
     In (b), forward of stage i with everything kept is charged room for the gradient of its own output, ``x_{i+1}``,
     through ``C[m][i][i]``. The paper charges the gradient that does wait then, the one behind the segment: ``m >=
@@ -116,21 +114,18 @@ def rotor(chain: Chain, budget_bytes: int, slots: int = 500, engine: str = "fast
         chain: the stages.
         budget_bytes: for all that the chain's sizes count, the input included.
         slots: memory is counted in so many parts of the budget. More are finer and take proportionally longer.
-        engine: ``"fast"`` (numpy) or ``"reference"`` (plain Python, the formula as above); equal in every cell.
 
-    Time is O(slots L^3), memory O(slots L^2). See ``_fast_tables`` for what that engine leaves out.
+    Time is O(slots L^3), memory O(slots L^2).
 
     Raises:
         InfeasibleBudget: no sequence fits, or the budget is 0 or negative. ``smallest_feasible_bytes`` is the
             smallest budget that works with this number of slots, to the byte; with more slots a little less may
             work, since less is rounded up.
         BudgetError: a budget that is not a number of bytes.
-        PlanError: not a chain, an unknown engine, no slots, or too few for any budget.
+        PlanError: not a chain, no slots, or too few for any budget.
     """
     if not isinstance(chain, Chain):
         raise PlanError(f"rotor: chain is a {type(chain).__name__}; give a sacplan.Chain")
-    if engine not in _ENGINES:
-        raise PlanError(f"rotor: unknown engine {engine!r}; known: {', '.join(map(repr, _ENGINES))}")
     if isinstance(slots, bool) or not isinstance(slots, numbers.Integral) or slots < 1:
         raise PlanError(f"rotor: slots is {slots!r}; give a whole number from 1 on (default 500)")
     real = isinstance(budget_bytes, numbers.Real) and not isinstance(budget_bytes, bool)
@@ -139,14 +134,14 @@ def rotor(chain: Chain, budget_bytes: int, slots: int = 500, engine: str = "fast
     slots, budget_bytes = int(slots), math.floor(budget_bytes)
     if not _fits(chain, budget_bytes, slots):
         raise _infeasible(chain, budget_bytes, slots)
-    return _solve(chain, budget_bytes, slots, engine)
+    return _solve(chain, budget_bytes, slots)
 
 
-def _solve(chain: Chain, budget_bytes: int, slots: int, engine: str) -> RotorResult:
+def _solve(chain: Chain, budget_bytes: int, slots: int) -> RotorResult:
     """``rotor`` for a budget that is feasible."""
     sizes = chain.in_slots(budget_bytes, slots)
     for strict in (False, True):
-        table, choices = _ENGINES[engine](chain, sizes, slots, strict)
+        table, choices = tables_of(chain, sizes, slots, strict)
         operations = _operations(sizes, choices, len(chain), slots)
         if strict or peak(sizes, operations)[0] <= slots:
             break
@@ -157,41 +152,11 @@ def _solve(chain: Chain, budget_bytes: int, slots: int, engine: str) -> RotorRes
     return RotorResult(total_ms, peak_bytes, table, choices, operations, strict, chain, budget_bytes, slots)
 
 
-def _reference_tables(chain: Chain, sizes: Sizes, slots: int, strict: bool) -> Tables:
-    """The recurrence in ``rotor``'s docstring, cell by cell."""
-    f, b = (*chain.forward_ms, 0.0), chain.backward_ms
-    x, xbar, ftmp, btmp = sizes.x, sizes.xbar, sizes.ftmp, sizes.btmp
-    n = len(b)
-    C = [[[math.inf] * n for _ in range(n)] for _ in range(slots + 1)]
-    choices = [[[INFEASIBLE] * n for _ in range(n)] for _ in range(slots + 1)]
-    for i in range(n):
-        for m in range(x[i + 1] + xbar[i + 1] + max(ftmp[i], btmp[i]), slots + 1):
-            C[m][i][i], choices[m][i][i] = f[i] + b[i], KEEP_ALL
-    for length in range(1, n):
-        for i in range(n - length):
-            l = i + length  # noqa: E741 (the formula's name)
-            run_ms = list(accumulate(f[i:l]))  # run_ms[j - i - 1]: forward of i to j - 1
-            steps = [x[i + 1] + ftmp[i], *(x[j] + x[j + 1] + ftmp[j] for j in range(i + 1, l))]
-            waits = x[l + 1] + xbar[i + 1] + ftmp[i] if strict else 0
-            for m in range(x[l + 1] + max(steps), slots + 1):
-                best, choice = math.inf, INFEASIBLE
-                for j in range(i + 1, l + 1):
-                    if m >= x[j]:
-                        time = (run_ms[j - i - 1] + C[m][i][j - 1]) + C[m - x[j]][j][l]
-                        if time < best:
-                            best, choice = time, j
-                if m >= max(xbar[i + 1], waits):
-                    time = C[m][i][i] + C[m - xbar[i + 1]][i + 1][l]
-                    if time < best:
-                        best, choice = time, KEEP_ALL
-                C[m][i][l], choices[m][i][l] = best, choice
-    return np.array(C), np.array(choices, dtype=_choice_type(n))
+def tables_of(chain: Chain, sizes: Sizes, slots: int, strict: bool) -> Tables:
+    """The recurrence of ``rotor``, for all memory sizes of one (i, l) at once, from the last i to the first.
 
-
-def _fast_tables(chain: Chain, sizes: Sizes, slots: int, strict: bool) -> Tables:
-    """The same cells, all memory sizes of one (i, l) at once, from the last i to the first.
-
-    Every float is the sum of the same two floats as in the reference. What is left out for a cell (i, l):
+    ``benchmarks/rotor_reference.py`` fills in cell by cell; every float here is the sum of the same two floats as
+    there. What is left out for a cell (i, l):
 
     - memory below the forward sweep's need: inf by the formula;
     - memory from the point on where everything that (a) and (b) look up has stopped changing (each cell remembers
@@ -204,7 +169,7 @@ def _fast_tables(chain: Chain, sizes: Sizes, slots: int, strict: bool) -> Tables
     x, xbar, ftmp, btmp = sizes.x, sizes.xbar, sizes.ftmp, sizes.btmp
     n, ms = len(b), slots + 1
     C = np.full((n, n, ms), np.inf)  # [l, i, m]: the memory axis is the contiguous one
-    choices = np.full((n, n, ms), INFEASIBLE, dtype=_choice_type(n))
+    choices = np.full((n, n, ms), INFEASIBLE, dtype=choice_type(n))
     # held[l][j - 1, m] = C[m - x_j][j][l], inf for m < x_j. Cells with i > l belong to no segment, and for each l
     # there are just as many rows of them at n - 1 - l as held[l] has: it lives there until the end.
     held = [C[n - 1 - l, n - l :] for l in range(n)]  # noqa: E741
@@ -253,10 +218,8 @@ def _fast_tables(chain: Chain, sizes: Sizes, slots: int, strict: bool) -> Tables
     return C.transpose(2, 1, 0), choices.transpose(2, 1, 0)
 
 
-_ENGINES = {"fast": _fast_tables, "reference": _reference_tables}
-
-
-def _choice_type(n: int) -> type[np.signedinteger]:
+def choice_type(n: int) -> type[np.signedinteger]:
+    """The integers of ``RotorResult.choices`` for n stages, the loss included."""
     return np.int16 if n <= 2**15 else np.int32
 
 
@@ -361,7 +324,7 @@ def _infeasible(chain: Chain, budget_bytes: int, slots: int) -> InfeasibleBudget
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if _fits(chain, middle, slots) else (middle, high)
-    found = _solve(chain, high, slots, "fast")
+    found = _solve(chain, high, slots)
     binding = str(found.operations[peak(chain.in_slots(high, slots), found.operations)[1]])
     return InfeasibleBudget(
         f"rotor: no sequence runs this chain of {len(chain)} stages in {format_bytes(budget_bytes)} ({budget_bytes} "

@@ -32,11 +32,10 @@ class Rotor:
     says so, stages run more than once again; no other solver does that. See ``sacplan.rotor``.
 
     Attributes:
-        slots, engine: as of ``sacplan.rotor``.
+        slots: as for ``sacplan.rotor``.
     """
 
     slots: int = 500
-    engine: str = "fast"
 
     @property
     def name(self) -> str:
@@ -73,9 +72,9 @@ def sequences(program: Program, budget_bytes: int, solver: Rotor, kept: frozense
     The replayed peaks of some are under the budget, if Rotor can hold it; the best of these is near it.
 
     Args:
-        recording: the step.
+        program: the step.
         budget_bytes: for the whole step.
-        solver: slots and engine.
+        solver: how many slots.
         kept: ops that must not be discarded.
 
     Raises:
@@ -114,9 +113,9 @@ def sequences(program: Program, budget_bytes: int, solver: Rotor, kept: frozense
 def _results(stages: Stages, budget_bytes: int, solver: Rotor) -> Iterator[RotorResult]:
     """Rotor's answer, or the one to the smallest budget that it can hold."""
     try:
-        yield rotor(stages.chain, budget_bytes, solver.slots, solver.engine)
+        yield rotor(stages.chain, budget_bytes, solver.slots)
     except InfeasibleBudget as error:
-        yield rotor(stages.chain, error.smallest_feasible_bytes, solver.slots, solver.engine)
+        yield rotor(stages.chain, error.smallest_feasible_bytes, solver.slots)
 
 
 def _planned(program: Program, stages: Stages, result: RotorResult, kept: frozenset[int]) -> Planned:

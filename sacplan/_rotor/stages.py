@@ -13,13 +13,17 @@ gradient of a boundary takes no memory (the loss is a sum), and where what is fi
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from sacplan._program.liveness import Bytes
 from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program, StorageKind
 from sacplan._rotor.chain import Chain
-from sacplan._rotor.cuts import Cuts, find_cuts, ops_of
+from sacplan._rotor.cuts import Cuts, find_cuts
 from sacplan._rotor.rotor import Operation, OperationKind
 
 _NOT_INPUT = frozenset(
@@ -93,7 +97,7 @@ def stages_of(program: Program) -> Stages:
     cuts = find_cuts(program)
     stage_of = {op: i for i, ops in enumerate(cuts.ops) for op in ops}
     unit = _unit(program, cuts)
-    inside = ops_of(program, unit)
+    inside = program.ops_in(unit)
     droppable = frozenset(i for i in stage_of if program.ops[i].recomputable and i in inside)
     homes = _homes(program, cuts, stage_of, droppable)
     makers, path, side = _roles(program, cuts, droppable, homes)
@@ -106,17 +110,20 @@ def stages_of(program: Program) -> Stages:
             xbar[home + 1] += size[s]
             if s == cuts.boundary[home] or program.writer[s] in makers[home]:
                 x[home + 1] += size[s]
-    sweep = _Sweep(program, stage_of, homes, _packing_stages(program, stage_of), x, xbar)
+    backward_of = _backward_of(program, stage_of)
+    forward_extra, backward_extra = _extra_bytes(program, cuts, homes, backward_of, x, xbar)
     forward_ms = [sum(program.ops[op].time_ms for op in ops) for ops in cuts.ops]
-    backward_ms = sweep.backward_ms
+    backward_ms = [0.0] * (last + 1)
+    for op, stage in backward_of.items():
+        backward_ms[stage] += program.ops[op].time_ms
     backward_ms[last] += forward_ms.pop()
     chain = Chain(
         tuple(forward_ms),
         tuple(backward_ms),
         tuple(x),
         tuple(xbar),
-        tuple(sweep.forward_extra[:last]),
-        tuple(sweep.backward_extra),
+        tuple(forward_extra[:last]),
+        tuple(backward_extra),
     )
     return Stages(
         chain=chain,
@@ -159,7 +166,9 @@ def drops_of(stages: Stages, operations: Sequence[Operation]) -> dict[int, int]:
     return {op: times for op, times in sorted(found.items()) if times > 0}
 
 
-def _homes(program: Program, cuts: Cuts, stage_of: dict[int, int], droppable: Collection[int]) -> list[int]:
+def _homes(
+    program: Program, cuts: Cuts, stage_of: Mapping[int, int], droppable: Collection[int]
+) -> list[int]:
     """By storage, the stage in whose sizes it is, or one of the three homes above."""
     homes = [_EXTRA] * len(program.storage_bytes)
     initial = frozenset(program.initial)
@@ -181,106 +190,79 @@ def _homes(program: Program, cuts: Cuts, stage_of: dict[int, int], droppable: Co
     return homes
 
 
-def _left_over(program: Program, stage_of: dict[int, int]) -> set[int]:
+def _left_over(program: Program, stage_of: Mapping[int, int]) -> list[int]:
     """Storages that no op made and that are still there when the stage in which they appeared is over."""
-    found: dict[int, int] = {}  # to the stage
-    stage = 0
+    liveness = program.liveness
+    stages = sorted((int(liveness.op_events[op]), stage) for op, stage in stage_of.items())
+
+    def stage_at(position: int) -> int:
+        return stages[max(0, bisect(stages, (position,)) - 1)][1]
+
+    return [
+        s
+        for s, (made, freed) in enumerate(zip(liveness.made, liveness.freed, strict=True))
+        if 0 <= made < liveness.end_of_forward
+        and s not in program.writer
+        and not (freed < liveness.end_of_forward and stage_at(freed) == stage_at(made))
+    ]
+
+
+def _backward_of(program: Program, stage_of: Mapping[int, int]) -> dict[int, int]:
+    """Ops of the backward pass, in their order, to the stage that they are backward of."""
+    latest = _Latest(program, stage_of)
+    now = loss = max(stage_of.values())
+    found: dict[int, int] = {}
     for code, arg in program.events:
-        if code == Event.OP:
-            if arg not in stage_of:
-                break
-            stage = stage_of[arg]
-        elif code == Event.ALLOC:
-            found[arg] = stage
-        elif code == Event.FREE and found.get(arg) == stage:
-            del found[arg]
-    return set(found)
+        if code == Event.UNPACK:
+            now = min(now, stage_of.get(program.handle_ops[program.instance_handles[arg]], loss))
+        elif code == Event.OP and arg not in stage_of and program.ops[arg].phase is not Phase.OPTIMIZER:
+            now = found[arg] = min(now, latest.stage(arg))
+    return found
 
 
-class _Sweep:
-    """One pass over the step without a plan: times of the backward pass, and what is alive beside the sizes."""
+def _extra_bytes(
+    program: Program,
+    cuts: Cuts,
+    homes: Sequence[int],
+    backward_of: Mapping[int, int],
+    x: Sequence[int],
+    xbar: Sequence[int],
+) -> tuple[list[int], list[int]]:
+    """``ftmp`` and ``btmp``, the loss included: the most that is alive beside the sizes in the step without a plan."""
+    liveness, loss = program.liveness, len(cuts.boundary)
+    inside = np.array(program.inside_bytes, dtype=np.int64)
+    at_home: dict[int, list[int]] = defaultdict(list)
+    for s, home in enumerate(homes):
+        at_home[home].append(s)
+    backward_ops: dict[int, list[int]] = defaultdict(list, {loss: list(cuts.ops[loss])})
+    for op, stage in backward_of.items():
+        backward_ops[stage].append(op)
 
-    def __init__(
-        self,
-        program: Program,
-        stage_of: dict[int, int],
-        homes: Sequence[int],
-        packed_in: Sequence[int],
-        x: Sequence[int],
-        xbar: Sequence[int],
-    ) -> None:
-        stages = len(x)  # the loss included
-        self.forward_extra = [0] * stages
-        self.backward_extra = [0] * stages
-        self.backward_ms = [0.0] * stages
-        self._program = program
-        self._homes = homes
-        self._live = [0] * (stages + 3)  # by home, held by anybody
-        self._natural = [0] * (stages + 3)  # by home, held by somebody other than autograd
-        self._holders = [0] * len(homes)
-        self._own = [0] * len(homes)
-        self._x, self._xbar = (*x, 0), (*xbar, 0)
-        self._run(stage_of, packed_in)
+    def most(ops: Sequence[int], held: Bytes) -> int:
+        at = np.array(ops, dtype=np.int64)
+        return int((held[liveness.op_events[at]] + inside[at]).max(initial=0))
 
-    def _run(self, stage_of: dict[int, int], packed_in: Sequence[int]) -> None:
-        r = self._program
-        latest = _Latest(r, stage_of)
-        loss = now = len(self.backward_ms) - 1
-        for s in r.initial:
-            self._hold(s, 1, natural=True)
-        for code, arg in r.events:
-            if code == Event.OP:
-                op = r.ops[arg]
-                for s in op.writes:
-                    self._hold(s, 1, natural=True)
-                if arg in stage_of:
-                    self._note_forward(stage_of[arg], loss, r.inside_bytes[arg])
-                elif op.phase is not Phase.OPTIMIZER:
-                    now = min(now, latest.stage(arg))
-                    self.backward_ms[now] += op.time_ms
-                    self._note_backward(now, r.inside_bytes[arg])
-            elif code == Event.ALLOC:
-                self._hold(arg, 1, natural=True)
-            elif code == Event.FREE:
-                self._hold(arg, -1, natural=True)
-            elif code in (Event.PACK, Event.RELEASE):
-                self._hold(r.handle_storages[arg], 1 if code == Event.PACK else -1)
-            elif code in (Event.UNPACK, Event.DROP):
-                handle = r.instance_handles[arg]
-                if code == Event.UNPACK:
-                    now = min(now, packed_in[handle])
-                self._hold(r.handle_storages[handle], 1 if code == Event.UNPACK else -1)
-
-    def _hold(self, s: int, by: int, *, natural: bool = False) -> None:
-        size, home = self._program.storage_bytes[s], self._homes[s]
-        before = self._holders[s]
-        self._holders[s] += by
-        if bool(before) != bool(self._holders[s]):
-            self._live[home] += size * by
-        if natural:
-            before = self._own[s]
-            self._own[s] += by
-            if bool(before) != bool(self._own[s]):
-                self._natural[home] += size * by
-
-    def _note_forward(self, stage: int, loss: int, inside: int) -> None:
-        if stage == loss:
-            self._note_backward(stage, inside)
-            return
-        unsaved = self._natural[stage] + self._natural[_EXTRA] + inside - self._x[stage + 1]
-        saving = self._live[stage] + self._live[_EXTRA] + inside - self._xbar[stage + 1]
-        self.forward_extra[stage] = max(self.forward_extra[stage], unsaved, saving)
-
-    def _note_backward(self, stage: int, inside: int) -> None:
-        alive = self._live[_EXTRA] + sum(self._live[stage:-3]) + inside
-        extra = alive - self._x[stage + 1] - self._xbar[stage + 1]
-        self.backward_extra[stage] = max(self.backward_extra[stage], extra)
+    elsewhere = liveness.bytes_held(at_home[_EXTRA])
+    elsewhere_unsaved = liveness.bytes_held(at_home[_EXTRA], but_for_autograd=True)
+    from_here_on = elsewhere.copy()
+    forward_extra, backward_extra = [0] * (loss + 1), [0] * (loss + 1)
+    for stage in reversed(range(loss + 1)):
+        held = liveness.bytes_held(at_home[stage])
+        from_here_on += held
+        output, saved = (0, 0) if stage == loss else (x[stage + 1], xbar[stage + 1])
+        backward_extra[stage] = max(0, most(backward_ops[stage], from_here_on) - output - saved)
+        if stage < loss:
+            unsaved = liveness.bytes_held(at_home[stage], but_for_autograd=True)
+            keeping_nothing = most(cuts.ops[stage], unsaved + elsewhere_unsaved) - output
+            keeping_all = most(cuts.ops[stage], held + elsewhere) - saved
+            forward_extra[stage] = max(0, keeping_nothing, keeping_all)
+    return forward_extra, backward_extra
 
 
 class _Latest:
     """The last stage that an op of the backward pass can belong to, by the module and the inputs that it is about."""
 
-    def __init__(self, program: Program, stage_of: dict[int, int]) -> None:
+    def __init__(self, program: Program, stage_of: Mapping[int, int]) -> None:
         self._program = program
         self._loss = max(stage_of.values())
         self._of_scope: dict[int, int] = {}
@@ -297,16 +279,10 @@ class _Latest:
         return min(found, *(self._of_input.get(s, self._loss) for s in op.reads), self._loss)
 
 
-def _packing_stages(program: Program, stage_of: dict[int, int]) -> list[int]:
-    """By handle, the stage of the op for whose gradient autograd keeps it."""
-    loss = max(stage_of.values())
-    return [stage_of.get(op, loss) for op in program.handle_ops]
-
-
 def _unit(program: Program, cuts: Cuts) -> int:
     """The innermost module call around all stages but the loss, of a module that is called once."""
     root = program.calls[""][0]
-    inside = ops_of(program, root)
+    inside = program.ops_in(root)
     scopes = {program.ops[op].scope for ops in cuts.ops[:-1] for op in ops if op in inside}
     scope = program.common_scope(scopes)
     while scope != root and program.calls.get(program.scopes[scope].fqn) != (scope,):
