@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import pickle
@@ -216,3 +217,13 @@ def test_ranks_may_be_said_to_plan() -> None:
         assert late.baseline_peak_bytes == early.peak_bytes
     with pytest.raises(sacplan.TraceError, match="no module matches"):
         sacplan.plan(whole, "50%", world_size=2, fsdp_units=["nowhere"])
+
+
+def test_a_plan_can_be_copied_and_pickled() -> None:
+    profile = sacplan.profile(LM(), torch.randint(0, 128, (4, 32)), device="cpu")
+    plan = sacplan.plan_smallest(profile, "greedy")
+    assert plan.decisions
+    for again in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
+        assert again == plan
+        assert again.units == plan.units
+        assert again.provenance == plan.provenance

@@ -109,6 +109,11 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
         names = (name for name in Plan.__struct_fields__ if name != "provenance")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by its fields; the view of ``units`` is made again."""
+        fields = {name: getattr(self, name) for name in Plan.__struct_fields__}
+        return _plan, (fields | {"units": dict(self.units)},)
+
     @property
     def solver(self) -> str:
         """Name of the solver or policy that made it."""
@@ -177,6 +182,10 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
             f"{format_bytes(self.baseline_peak_bytes)} unplanned, recompute {self.recompute_ms:.2f} ms of a "
             f"{self.step_ms:.2f} ms step, {len(self.units)} units, {self.status})"
         )
+
+
+def _plan(fields: Mapping[str, Any]) -> Plan:
+    return Plan(**fields)
 
 
 class PlanFile(Plan, frozen=True, kw_only=True, eq=False, tag_field="what", tag="plan"):
