@@ -4,7 +4,7 @@
     unplanned, planned = sizes.edges()
 
 Peaks grow nearly in a line with the batch, so a line through two sizes says where to look next. Where that leads
-nowhere, every other look halves what is left. What is under the floor of a step (``Timeline.floor_bytes``) needs no
+nowhere, every other look halves what is left. What is under the floor of a step (``Liveness.floor_bytes``) needs no
 planning to be ruled out; the floor times the last known ratio of smallest peak to floor stands in for the smallest peak
 where that was not searched for.
 """

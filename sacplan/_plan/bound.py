@@ -32,7 +32,6 @@ from sacplan._recompute.closure import ClosureOp, ClosureProblem, Hull
 
 _MOMENTS, _EFFORT = 6, 20_000  # how many, and how many ops they may look at together
 _APART = 8  # ops between two moments, at least
-_WORTH = 0.9  # share of the best bound so far that a moment must reach at its price to be looked at closely
 _ROUNDED = 1 - Fraction(1, 2**40)  # the bound is exact, and the times of a plan are added up as floats
 
 
@@ -66,16 +65,11 @@ class Bound:
         return self._known[peak_bytes]
 
     def _largest(self, peak_bytes: int) -> Fraction:
-        best = price = Fraction(0)
+        best = Fraction(0)
         for op in self._ops:
             if op not in self._moments:
                 self._moments[op] = _Moment(self._liveness, self._costs, op, self._pinned)
-            moment = self._moments[op]
-            if best and moment.at_price(peak_bytes, price) <= best * _WORTH:
-                continue  # not worth looking for the best price here
-            found, found_price = moment.at(peak_bytes)
-            if found > best:
-                best, price = found, found_price
+            best = max(best, self._moments[op].at(peak_bytes, best))
         return best
 
 
@@ -129,28 +123,23 @@ class _Moment:
         self._vertices = [self._hull.first, self._hull.last]  # found so far, by decreasing bytes
         self._adjacent: set[tuple[int, int]] = set()  # bytes of pairs with no vertex between them
 
-    def at_price(self, peak_bytes: int, price: Fraction) -> Fraction:
-        """A bound, from one price of a byte in ms."""
-        room = peak_bytes - self._rest
-        if room >= self._all or not price:
+    def at(self, peak_bytes: int, worth: Fraction) -> Fraction:
+        """The bound, which is on the hull; something that is not larger than ``worth`` if the bound is not."""
+        room, vertices = peak_bytes - self._rest, self._vertices
+        if room >= vertices[0].kept:
             return Fraction(0)
-        vertex = self._hull.at_price(price)
-        return Fraction(vertex.cost, self._hull.units_per_ms) - price * (room - vertex.kept)
-
-    def at(self, peak_bytes: int) -> tuple[Fraction, Fraction]:
-        """The largest bound, which is on the hull, and the price of a byte that gives it."""
-        room = peak_bytes - self._rest
-        if room >= self._vertices[0].kept:
-            return Fraction(0), Fraction(0)
-        if room < self._vertices[-1].kept:  # no schedule has this peak
-            return Fraction(self._vertices[-1].cost, self._hull.units_per_ms), Fraction(0)
+        if room < vertices[-1].kept:  # no schedule has this peak
+            return Fraction(vertices[-1].cost, self._hull.units_per_ms)
         while True:
-            at = next(i for i, vertex in enumerate(self._vertices) if vertex.kept <= room)
-            left, right = self._vertices[at - 1], self._vertices[at]
+            at = next(i for i, vertex in enumerate(vertices) if vertex.kept <= room)
+            left, right = vertices[at - 1], vertices[at]
+            slope = Fraction(right.cost - left.cost, left.kept - right.kept)
+            line = (left.cost + slope * (left.kept - room)) / self._hull.units_per_ms
             pair = left.kept, right.kept
-            found = None if pair in self._adjacent else self._hull.between(left, right)
+            if line <= worth or pair in self._adjacent:  # the hull is nowhere above the line
+                return line
+            found = self._hull.between(left, right)
             if found is None:
                 self._adjacent.add(pair)
-                price = Fraction(right.cost - left.cost, (left.kept - right.kept) * self._hull.units_per_ms)
-                return Fraction(left.cost, self._hull.units_per_ms) + price * (left.kept - room), price
-            self._vertices.insert(at, found[1])
+            else:
+                vertices.insert(at, found[1])

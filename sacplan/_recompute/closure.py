@@ -250,17 +250,10 @@ class Hull:
         self._costs = [numerator * (self.units_per_ms // denominator) for numerator, denominator in ratios]
         writer = problem._writer
         discardable = frozenset(w for w in writer if w != _NO_WRITER)
-        self._everything = _needed(
-            problem, discardable, (s for s in problem.saved if writer[s] != _NO_WRITER)
-        )
+        everything = _needed(problem, discardable, (s for s in problem.saved if writer[s] != _NO_WRITER))
         self.first = self._vertex(frozenset())
         # One byte is worth more than the time of all ops: fewest bytes first, then least time.
-        self.last = self._solve(frozenset(), self._everything, 1, sum(self._costs) + 1)
-
-    def at_price(self, ms_per_byte: Fraction) -> Vertex:
-        """The vertex with the least time + price * bytes; of several the one that discards the least."""
-        price = ms_per_byte * self.units_per_ms
-        return self._solve(frozenset(), self._everything, price.denominator, price.numerator)
+        self.last = self._solve(frozenset(), everything, 1, sum(self._costs) + 1)
 
     def between(self, left: Vertex, right: Vertex) -> tuple[Fraction, Vertex] | None:
         """The vertex furthest below the line through two others, and how far that is in cost; None if there is none."""
