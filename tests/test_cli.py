@@ -315,6 +315,7 @@ def test_inference(saved: Path) -> None:
         run("profile train.py:make --device cpu --mode inference -o forward.json.gz --json").stdout
     )
     assert facts["peak_bytes"] < train["peak_bytes"]
+    assert (train["mode"], facts["mode"]) == ("train", "inference")
     assert sacplan.Profile.load("forward.json.gz").mode == "inference"
     assert run("plan forward.json.gz --budget 100%").exit_code == 0
     result = run("plan forward.json.gz --budget 90%")

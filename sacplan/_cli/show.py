@@ -103,6 +103,7 @@ def profile_facts(profile: Profile) -> dict[str, Any]:
         "forward_ms": profile.forward_ms,
         "step_flops": profile.program.flops,
         "ops": len(profile.program.ops),
+        "mode": profile.mode,
         "trace": profile.trace,
         "runtime": profile.runtime,
         "assumptions": list(profile.assumptions),
@@ -113,13 +114,15 @@ def profile_table(profile: Profile, facts: Mapping[str, Any]) -> Table:
     """A profile."""
     baseline = profile.baseline
     where = baseline.peak_phase.name.lower() + (f" of {baseline.peak_fqn}" if baseline.peak_fqn else "")
+    if profile.mode == "inference":
+        facts = {name: fact for name, fact in facts.items() if name != "optimizer"}  # none runs
     return pairs(
         [
             model_row(facts, profile.fingerprint.model_class),
             _device(f"{profile.device}, {size(profile.device_memory_bytes)}", profile.ranks, profile.program),
             ("peak", f"{size(profile.peak_bytes)}, in the {where}"),
             ("step", f"{profile.step_ms:.2f} ms ({profile.runtime}), forward {profile.forward_ms:.2f} ms"),
-            ("recorded", f"{len(profile.program.ops)} ops ({profile.trace})"),
+            ("recorded", f"{len(profile.program.ops)} ops ({profile.mode}, {profile.trace})"),
         ]
     )
 
