@@ -118,10 +118,10 @@ def _first_ops_discarded(profile: sacplan.Profile, count: int | None = None) -> 
     """A plan that keeps nothing that the model's first ops make, or all of them, whatever that does to the peak."""
     program = profile.program
     sites = tuple(program.sites(program.calls[""][0]).values())[:count]
-    found = profile.footprint({"": sites})
+    found = profile.footprint({"": dict.fromkeys(sites, 1)})
     return discarding(
         sacplan.plan(profile, "100%"),
-        {"": sites},
+        {"": dict.fromkeys(sites, 1)},
         peak_bytes=found.peak_bytes,
         recompute_ms=found.recompute_ms,
     )
