@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sacplan._plan.plan import Plan
-from sacplan._plan.techniques import TECHNIQUES
+from sacplan._plan.techniques import by_technique
 from sacplan._program.technique import Installed
 from sacplan._recompute.executor.recipes import PlannedForward
 from sacplan._record.step import own_checkpointing
@@ -79,10 +79,8 @@ def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
     _check_units(model, plan)
     installed: list[Installed] = []
     try:
-        for technique in TECHNIQUES.values():
-            own = [decision for decision in plan.decisions if isinstance(decision, technique.decision)]
-            if own:
-                installed.append(technique.install(model, own, check=check))
+        for technique, own in by_technique(plan.decisions):
+            installed.append(technique.install(model, own, check=check))
     except BaseException:
         Handle(installed).remove()
         raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from sacplan._program.decisions import Decision
 from sacplan._program.program import Program
@@ -31,10 +31,16 @@ def resolve_techniques(names: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
-def rewritten(program: Program, decisions: Sequence[Decision]) -> Program:
-    """The program of the step with the decisions of a plan: one technique after the other rewrites it."""
+def by_technique(decisions: Sequence[Decision]) -> Iterator[tuple[Technique, list[Decision]]]:
+    """The techniques that have decisions among these, each with its own."""
     for technique in TECHNIQUES.values():
         own = [decision for decision in decisions if isinstance(decision, technique.decision)]
         if own:
-            program = program.with_(technique.patch(program, own))
+            yield technique, own
+
+
+def rewritten(program: Program, decisions: Sequence[Decision]) -> Program:
+    """The program of the step with the decisions of a plan: one technique after the other rewrites it."""
+    for technique, own in by_technique(decisions):
+        program = program.with_(technique.patch(program, own))
     return program
