@@ -42,6 +42,7 @@ import sacplan
 from benchmarks import common
 from benchmarks.common import describe, machine, write_results
 from examples.transformer import Transformer
+from sacplan._plan.make import unit_plans
 from sacplan._program.decisions import as_decisions
 from sacplan._program.program import CallSite, Phase
 
@@ -132,7 +133,8 @@ def ways(size: Size) -> Iterator[Way]:
     yield Way("plain", plain, tokens)
     yield Way("empty dispatch mode", copy.deepcopy(plain), tokens, EmptyMode)
     yield planned("sacplan, no plan", {})
-    yield planned("sacplan, nothing met", {f: [(name, n + 1000) for name, n in s] for f, s in units.items()})
+    others = {f: [s._replace(occurrence=s.occurrence + 1000) for s in sites] for f, sites in units.items()}
+    yield planned("sacplan, nothing met", others)
     yield planned("sacplan, half", {f: s[::2] for f, s in units.items()})
     yield planned("sacplan, all", units)
     yield Way("checkpoint", checkpointed(plain), tokens)
@@ -149,10 +151,10 @@ def discardable(profile: sacplan.Profile, fqn: str) -> list[CallSite]:
 
 def plan_of(profile: sacplan.Profile, sites: dict[str, list[CallSite]]) -> sacplan.Plan:
     """A plan with given decisions; the figures in it are not those of the decisions."""
+    discarded = {fqn: dict.fromkeys(s, 1) for fqn, s in sites.items()}
+    units, sequences = unit_plans(profile.program, discarded, discarded)
     return structs.replace(
-        sacplan.plan(profile, "200%"),
-        decisions=as_decisions({fqn: dict.fromkeys(s, 1) for fqn, s in sites.items()}),
-        units={fqn: sacplan.UnitPlan(1.0, 0.0) for fqn in sites},
+        sacplan.plan(profile, "200%"), decisions=as_decisions(discarded), units=units, sequences=sequences
     )
 
 

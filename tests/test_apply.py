@@ -33,7 +33,7 @@ def plan(model: LM, batch: torch.Tensor) -> sacplan.Plan:
     profile = sacplan.profile(model, batch, cross_entropy, device="cpu")
     discarded = tuple(profile.tradeoffs["layers.0"].points[-1].discarded)
     plan = sacplan.plan(profile, budget="200%")
-    return discarding(plan, {f"layers.{i}": discarded for i in range(2)})
+    return discarding(plan, {f"layers.{i}": discarded for i in range(2)}, profile)
 
 
 def outside(model: nn.Module) -> list[object]:

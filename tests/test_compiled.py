@@ -124,6 +124,7 @@ def everything_but(profile: sacplan.Profile, units: list[str], *kept: str) -> sa
             ]
             for fqn in units
         },
+        profile,
     )
 
 

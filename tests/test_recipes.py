@@ -8,7 +8,7 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import hypothesis.strategies as st
@@ -22,14 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
-from sacplan._plan.plan import Plan, UnitPlan
+from sacplan._plan.make import unit_plans
+from sacplan._plan.plan import Plan
 from sacplan._plan.provenance import Provenance
 from sacplan._profile.profile import trace_step
 from sacplan._program.decisions import as_decisions
 from sacplan._program.program import CallSite, Phase
 from sacplan._recompute.in_place_groups import without_missing_versions
 from sacplan._recompute.rewrite import recomputed
-from tests.plans import times_of
+from tests.plans import Sites, times_of
 
 BATCH, LENGTH, DIM = 2, 3, 4
 
@@ -330,30 +331,31 @@ def nets(kinds: list[str]) -> st.SearchStrategy[Net]:
 # --- random plans ---------------------------------------------------------------------------------
 
 
-def plan_of(profile: sacplan.Profile, sites: Mapping[str, Collection[CallSite]]) -> Plan:
-    discarded = {fqn: times_of(found) for fqn, found in sites.items()}
+def plan_of(profile: sacplan.Profile, sites: Mapping[str, Sites]) -> Plan:
+    discarded = {fqn: times_of(found, profile.program, fqn) for fqn, found in sites.items()}
     found = recomputed(profile.program, discarded).footprint
+    units, sequences = unit_plans(profile.program, discarded, discarded)
     return Plan(
         decisions=as_decisions(discarded),
-        units={fqn: UnitPlan(1.0, 0.0) for fqn in sites},
+        units=units, sequences=sequences,
         peak_bytes=found.peak_bytes, baseline_peak_bytes=profile.peak_bytes, budget_bytes=None, recompute_ms=0.0,
         recompute_flops=0, lower_bound_ms=0.0, step_ms=0.0, step_flops=0, status="feasible", gap=None,
         provenance=Provenance.now(profile, "none"), device="cpu", fingerprint=profile.fingerprint,
     )  # fmt: skip
 
 
-def fitting_sites(profile: sacplan.Profile, fqn: str) -> set[tuple[str, int]]:
+def fitting_sites(profile: sacplan.Profile, fqn: str) -> set[CallSite]:
     """Call sites of a unit that the recording says can run again, in all its calls."""
     r = profile.program
-    good: set[tuple[str, int]] = set()
-    bad: set[tuple[str, int]] = set()
+    good: set[CallSite] = set()
+    bad: set[CallSite] = set()
     for scope in r.calls[fqn]:
         for i, site in r.sites(scope).items():
             (good if r.ops[i].recomputable and r.ops[i].phase == Phase.FORWARD else bad).add(site)
     return good - bad
 
 
-def all_sites(profile: sacplan.Profile, fqn: str) -> set[tuple[str, int]]:
+def all_sites(profile: sacplan.Profile, fqn: str) -> set[CallSite]:
     r = profile.program
     return {site for scope in r.calls[fqn] for site in r.sites(scope).values()}
 
@@ -361,7 +363,7 @@ def all_sites(profile: sacplan.Profile, fqn: str) -> set[tuple[str, int]]:
 def random_plan(profile: sacplan.Profile, seed: int, *, fitting: bool) -> Plan:
     """Random units that do not nest, and a random share of their call sites."""
     rng = random.Random(seed)
-    units: dict[str, list[tuple[str, int]]] = {}
+    units: dict[str, list[CallSite]] = {}
     fqns = list(profile.program.calls)
     for fqn in rng.sample(fqns, len(fqns)):
         nested = any(f.startswith(fqn + ".") or fqn.startswith(f + ".") or not f for f in units)
@@ -369,7 +371,7 @@ def random_plan(profile: sacplan.Profile, seed: int, *, fitting: bool) -> Plan:
             continue
         sites = sorted(fitting_sites(profile, fqn) if fitting else all_sites(profile, fqn))
         if not fitting:  # and some that are not there, or somewhere else
-            sites += [(name, n + rng.randrange(3)) for name, n in sites]
+            sites += [site._replace(occurrence=site.occurrence + rng.randrange(3)) for site in sites]
             sites = sorted(set(sites))
         share = rng.choice([0.2, 0.5, 0.9, 1.0])
         units[fqn] = [s for s in sites if rng.random() < share]
@@ -660,8 +662,12 @@ def test_checkpoint_inside_of_a_unit(reentrant: bool) -> None:
     model, plain = outer(middle), outer(torch.sin)
     profile = sacplan.profile(plain, batch(), device="cpu", trace="real")
     sites = sorted(all_sites(profile, "units.0"))
+    others = [site._replace(occurrence=site.occurrence + 1) for site in sites]
     planned = copy.deepcopy(model)
-    sacplan.apply(planned, plan_of(profile, {"units.0": sites + [(n, i + 1) for n, i in sites]}))
+    sacplan.apply(
+        planned,
+        plan_of(profile, {"units.0": sites + others}),
+    )
     assert same_bits(step(model, batch()), step(planned, batch()))
 
 

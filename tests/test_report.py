@@ -122,6 +122,7 @@ def _first_ops_discarded(profile: sacplan.Profile, count: int | None = None) -> 
     return discarding(
         sacplan.plan(profile, "100%"),
         {"": dict.fromkeys(sites, 1)},
+        profile,
         peak_bytes=found.peak_bytes,
         recompute_ms=found.recompute_ms,
     )

@@ -49,7 +49,7 @@ class HalfPrecision:
         view = [(position, *event) for position, event in enumerate(program.events)]
         return halved(program, {s for op in ops for s in saved_floats(program, op)}, view)
 
-    def install(self, model: torch.nn.Module, decisions: Sequence[Decision], *, check: bool) -> Installed:
+    def install(self, model: torch.nn.Module, decisions: Any, recorded: Any, *, check: bool) -> Installed:
         raise NotImplementedError("a simulation")
 
 

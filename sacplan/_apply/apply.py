@@ -10,6 +10,7 @@ import torch
 
 from sacplan._plan.plan import Plan
 from sacplan._plan.techniques import by_technique
+from sacplan._program.places import StepDifference
 from sacplan._program.technique import Installed
 from sacplan._recompute.executor.recipes import PlannedForward
 from sacplan._record.step import own_checkpointing
@@ -30,6 +31,20 @@ class Handle:
     def units(self) -> tuple[str, ...]:
         """The modules whose forward is replaced."""
         return tuple(fqn for part in self._installed for fqn in part.units)
+
+    @property
+    def differences(self) -> tuple[StepDifference, ...]:
+        """Where the steps so far did not run what the plan was made for: by unit, the first op that differs.
+
+        What runs as recorded is discarded as planned; an op more or less moves no decisions elsewhere. A
+        ``SacplanWarning`` says the first one, unless only the first call of a unit differs.
+        """
+        return tuple(found for part in self._installed for found in part.differences)
+
+    def forget_differences(self) -> None:
+        """Begin anew, for example after a first step that fills caches."""
+        for part in self._installed:
+            part.forget_differences()
 
     def remove(self) -> None:
         """Give every module its own forward back. Pending backward passes stay correct."""
@@ -80,7 +95,7 @@ def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
     installed: list[Installed] = []
     try:
         for technique, own in by_technique(plan.decisions):
-            installed.append(technique.install(model, own, check=check))
+            installed.append(technique.install(model, own, plan.recorded, check=check))
     except BaseException:
         Handle(installed).remove()
         raise

@@ -10,7 +10,8 @@ from sacplan._plan.provenance import Provenance
 from sacplan._profile.profile import Profile
 from sacplan._program.decisions import Decision, Discarded, discarded_by
 from sacplan._program.liveness import Footprint
-from sacplan._program.program import CallSite, Phase, Program
+from sacplan._program.places import OpSequence
+from sacplan._program.program import CallSite, Program
 from sacplan._ranks.unit_limits import too_wide
 from sacplan._recompute.pins import NO_PINS, Pins
 from sacplan.errors import PlanError
@@ -40,6 +41,7 @@ def made_plan(
             "need parameters that are freed. A unit of a plan must be inside of one of the profile's fsdp_units."
         )
     bound = planning_context(profile.program, "time", pins).bound
+    units, sequences = unit_plans(profile.program, discarded, dict.fromkeys(one.unit for one in decisions))
     return Plan(
         status=status,
         gap=None if gap is None else float(gap),
@@ -55,25 +57,29 @@ def made_plan(
         ranks=profile.ranks,
         provenance=provenance,
         decisions=decisions,
-        units=unit_plans(profile.program, discarded, dict.fromkeys(one.unit for one in decisions)),
+        units=units,
+        sequences=sequences,
         fingerprint=profile.fingerprint,
     )
 
 
-def unit_plans(program: Program, discarded: Discarded, fqns: Iterable[str]) -> dict[str, UnitPlan]:
-    """What each unit keeps, and what recomputing the rest takes."""
+def unit_plans(
+    program: Program, discarded: Discarded, fqns: Iterable[str]
+) -> tuple[dict[str, UnitPlan], tuple[OpSequence, ...]]:
+    """What each unit keeps, what recomputing the rest takes, and the ops of its calls."""
     units = {}
+    sequences: dict[OpSequence, int] = {}
     held = set(program.handle_storages)
     for fqn in fqns:
         times = discarded.get(fqn, {})
         kept: dict[CallSite, None] = {}
         saved_bytes = discarded_bytes = 0
         recompute_ms = 0.0
+        calls: dict[int, None] = {}
         for scope in program.calls[fqn]:
+            calls[sequences.setdefault(program.sequence(scope), len(sequences))] = None
             for i, site in program.sites(scope).items():
                 op = program.ops[i]
-                if op.phase != Phase.FORWARD:
-                    continue
                 n_bytes = sum(program.storage_bytes[s] for s in op.writes if s in held)
                 saved_bytes += n_bytes
                 if site in times:
@@ -85,5 +91,6 @@ def unit_plans(program: Program, discarded: Discarded, fqns: Iterable[str]) -> d
             discard_ratio=discarded_bytes / saved_bytes if saved_bytes else 0.0,
             recompute_ms=recompute_ms,
             kept=tuple(kept),
+            calls=tuple(calls),
         )
-    return units
+    return units, tuple(sequences)

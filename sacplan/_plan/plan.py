@@ -18,6 +18,7 @@ from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import Decision, Recompute, Site, discarded_by
 from sacplan._program.files import Count, Milliseconds, Name, Positive, Share
 from sacplan._program.fingerprint import Fingerprint
+from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite
 from sacplan._ranks.ranks import ONE_RANK, Ranks
 from sacplan.errors import PlanError
@@ -25,7 +26,7 @@ from sacplan.errors import PlanError
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Status = Literal["optimal", "feasible", "unplanned", "policy"]
 
@@ -36,12 +37,14 @@ class UnitPlan(Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         discard_ratio: share of what autograd keeps in the unit that is not kept.
         recompute_ms: predicted time of what runs again.
-        kept: call sites (op name, occurrence in one call of the unit) whose outputs autograd keeps.
+        kept: call sites whose outputs autograd keeps.
+        calls: which of ``Plan.sequences`` the unit's calls run.
     """
 
     discard_ratio: Share
     recompute_ms: Milliseconds
-    kept: tuple[tuple[Name, Count], ...] = ()
+    kept: tuple[CallSite, ...] = ()
+    calls: tuple[Count, ...] = ()
 
 
 class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True):
@@ -66,9 +69,11 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
         decisions: what it does, in execution order of the units.
         units: fqn to what the decisions come to there, in execution order. Units do not nest.
         fingerprint: the model and batch planned for.
+        sequences: the ops that the recorded step runs in the calls of the units, see ``places.py``.
 
     Raises:
-        PlanError: units that nest, two decisions about one call site, or one about a unit that is not listed.
+        PlanError: units that nest, two decisions about one call site, one about a unit that is not listed, or a unit
+            whose ops are not there.
     """
 
     status: Status
@@ -87,12 +92,16 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
     decisions: tuple[Decision, ...]
     units: Mapping[str, UnitPlan]
     fingerprint: Fingerprint
+    sequences: tuple[OpSequence, ...] = ()
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "units", MappingProxyType(dict(self.units)))
         others = {d.unit for d in self.decisions if not isinstance(d, Recompute)}
         recompute = {d.unit for d in self.decisions if isinstance(d, Recompute)}
         _check_nesting([fqn for fqn in self.units if fqn in recompute or fqn not in others])
+        for fqn, unit in self.units.items():
+            if unit.calls and max(unit.calls) >= len(self.sequences):
+                raise PlanError(f"unit {fqn!r} refers to a sequence of ops that the plan does not have.")
         seen: set[Site] = set()
         for decision in self.decisions:
             if decision.unit not in self.units:
@@ -130,9 +139,14 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
         return discarded_by(self.decisions)
 
     @property
-    def op_decisions(self) -> dict[tuple[str, str, int], str]:
-        """(fqn of the unit, op name, occurrence) to ``"discard"`` or ``"keep"``."""
-        found: dict[tuple[str, str, int], str] = {}
+    def recorded(self) -> dict[str, tuple[OpSequence, ...]]:
+        """By unit, the ops that its calls run in the recorded step."""
+        return {fqn: tuple(self.sequences[i] for i in unit.calls) for fqn, unit in self.units.items()}
+
+    @property
+    def op_decisions(self) -> dict[Site, str]:
+        """(fqn of the unit, op name, occurrence, place) to ``"discard"`` or ``"keep"``."""
+        found: dict[Site, str] = {}
         for fqn, unit in self.units.items():
             found.update((Site(fqn, *site), "keep") for site in unit.kept)
         found.update((decision.site, "discard") for decision in self.decisions)
@@ -196,7 +210,7 @@ class PlanFile(Plan, frozen=True, kw_only=True, eq=False, tag_field="what", tag=
         sha256: checksum of everything else, so that a plan that was damaged or edited is noticed.
     """
 
-    schema_version: Literal[2]
+    schema_version: Literal[3]
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
     def __post_init__(self) -> None:

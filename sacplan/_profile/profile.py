@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,18 +49,21 @@ from sacplan._record.step import (
     preserved_state,
     resolve_batch,
 )
-from sacplan._record.user_code import branches_of_a_real_step, cleared_caches, function_caches, tensors_cached
+from sacplan._record.user_code import branches_of_a_real_step, cleared_caches, plain_attributes
 from sacplan._rewrites.library_workspaces import library_workspaces
 from sacplan._rotor.chain import Chain
 from sacplan._rotor.stages import stages_of
 from sacplan._torch.private import GENERATOR_STATE_BYTES
-from sacplan.errors import DeviceError, TraceError
+from sacplan.errors import DeviceError, SacplanWarning, TraceError
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Runtime = Literal["cost-model", "benchmark", "operator-level-cost-model", "operator-level-benchmark"]
 Trace = Literal["fake", "real"]
+
+_MOST_STEPS = 4
+"""That are recorded until two run the same ops."""
 
 _RUNTIMES = {
     "cost-model": "cost-model",
@@ -365,10 +369,11 @@ def _trace_fake(asked: _Asked) -> tuple[Program, tuple[str, ...]]:
             optimizer=copier.optimizer(asked.optimizer, model, fake),
             mode=asked.mode,
         )
-        if asked.prepare is not None:
-            asked.prepare(fake)
+        handle = asked.prepare(fake) if asked.prepare is not None else None
         try:
-            program = _record_later_step(step, lambda: _recorder(spec, asked.cost, how, rules), rules)
+            program = _record_settled_step(
+                step, lambda: _recorder(spec, asked.cost, how, rules), handle, rules
+            )
         except AssertionError as error:
             if "convert all Tensors to FakeTensors" not in str(error):
                 raise
@@ -391,12 +396,12 @@ def _trace_real(asked: _Asked) -> tuple[Program, tuple[str, ...]]:
         check_optimizer(optimizer, model)
     with preserved_state(model, made):
         step = Step(model=model, batch=asked.batch, loss_fn=asked.loss_fn, optimizer=made, mode=asked.mode)
-        undo = asked.prepare(model) if asked.prepare is not None else None
+        handle = asked.prepare(model) if asked.prepare is not None else None
         try:
-            return _record_later_step(step, lambda: _recorder(spec, asked.cost, how)), ()
+            return _record_settled_step(step, lambda: _recorder(spec, asked.cost, how), handle), ()
         finally:
-            if undo is not None:
-                undo.remove()
+            if handle is not None:
+                handle.remove()
 
 
 def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None:
@@ -411,17 +416,45 @@ def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None
         )
 
 
-def _record_later_step(
-    step: Step, recorder: Callable[[], Recorder], rules: DataRules | None = None
+def _record_settled_step(
+    step: Step, recorder: Callable[[], Recorder], handle: Any = None, rules: DataRules | None = None
 ) -> Program:
-    """Record a step; if it filled a cache of the model's code with tensors, the one after it, which finds them."""
-    caches = list(function_caches(step.model))
-    cached = tensors_cached(caches)
-    program = _record(step, recorder(), rules)
-    if tensors_cached(caches) > cached:
+    """Record a step like those that follow it, in which caches are filled.
+
+    A step that changes nothing but parameters and gradients is one. Else steps are recorded until two run the same ops.
+    """
+    left: list[Any] = []
+    program: Program | None = None
+    for _ in range(_MOST_STEPS):
+        if handle is not None:
+            handle.forget_differences()
+        before, plain = program, plain_attributes(step.model)
+        recording = recorder()
+        recording.track_storages(left)
+        program = _record(step, recording, rules)
+        left = recording.left_behind()
+        if left:
+            gc.collect(
+                0
+            )  # what is only left in reference cycles; it was all made since the collector was switched off
+            left = [ref for ref in left if ref() is not None]
+        if not left and plain_attributes(step.model) == plain:
+            return program
+        if before is not None and _ops_run(before) == _ops_run(program):
+            return program
         step.model.zero_grad(set_to_none=True)
-        program = _record(step, recorder(), rules)
+    assert program is not None
+    warnings.warn(
+        f"each of {_MOST_STEPS} steps ran other ops than the one before; the profile is of the last. A plan is "
+        "applied to what a step has in common with it, see Handle.differences.",
+        SacplanWarning,
+        stacklevel=4,
+    )
     return program
+
+
+def _ops_run(program: Program) -> list[tuple[str, int, int]]:
+    return [(op.name, op.phase, op.scope) for op in program.ops]
 
 
 def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> Program:

@@ -12,17 +12,17 @@ from sacplan._program.program import CallSite
 
 
 class Site(NamedTuple):
-    """Where an op runs: equal to the tuple (unit, op, occurrence).
+    """Where an op runs: equal to the tuple (unit, op, occurrence, place).
 
     Attributes:
         unit: fqn of the module, ``""`` for the model itself.
-        op: name with the overload, ``"aten.mm.default"``.
-        occurrence: its place among the ops of that name in one call of the unit, from 0.
+        op, occurrence, place: as in ``CallSite``.
     """
 
     unit: str
     op: str
     occurrence: int
+    place: str = ""
 
 
 class AnyDecision(Struct, frozen=True, forbid_unknown_fields=True, tag_field="technique"):
@@ -33,17 +33,18 @@ class SiteDecision(AnyDecision, frozen=True):
     """Base of decisions about one call site.
 
     Attributes:
-        unit, op, occurrence: the call site, see ``Site``.
+        unit, op, occurrence, place: the call site, see ``Site``.
     """
 
     unit: str
     op: Name
     occurrence: Count
+    place: str = ""
 
     @property
     def site(self) -> Site:
         """Where the op runs."""
-        return Site(self.unit, self.op, self.occurrence)
+        return Site(self.unit, self.op, self.occurrence, self.place)
 
 
 class Recompute(SiteDecision, frozen=True, tag="recompute", omit_defaults=True):
@@ -68,14 +69,14 @@ def discarded_by(decisions: Iterable[Decision]) -> dict[str, dict[CallSite, int]
     found: dict[str, dict[CallSite, int]] = {}
     for one in decisions:
         if isinstance(one, Recompute):
-            found.setdefault(one.unit, {})[one.op, one.occurrence] = one.times
+            found.setdefault(one.unit, {})[CallSite(one.op, one.occurrence, one.place)] = one.times
     return found
 
 
 def as_decisions(discarded: Discarded) -> tuple[Recompute, ...]:
     """The inverse of ``discarded_by``; a unit that discards nothing needs no decision."""
     return tuple(
-        Recompute(unit, op, occurrence, times)
+        Recompute(unit, op, occurrence, place, times)
         for unit, sites in discarded.items()
-        for (op, occurrence), times in sites.items()
+        for (op, occurrence, place), times in sites.items()
     )

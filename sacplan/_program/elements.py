@@ -5,14 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from sacplan._program.files import Count, Name
+
 ROOT_SCOPE = -1
 
-CallSite = tuple[str, int]
-"""Op name and occurrence of it within one call of a unit."""
+
+class CallSite(NamedTuple):
+    """An op in one call of a unit. What runs elsewhere in the call does not move it.
+
+    Attributes:
+        op: name with the overload, ``"aten.mm.default"``.
+        occurrence: its position among the ops of that name in the same place, from 0.
+        place: ``"attn"`` within the call of that module, ``"after attn"`` once it has returned to its caller,
+            ``"attn (2)"`` in its second call; ``""`` before the first. See ``places.py``.
+    """
+
+    op: Name
+    occurrence: Count
+    place: str = ""
 
 
 class StorageKind(IntEnum):

@@ -33,6 +33,8 @@ from sacplan._program.elements import (
     is_inside,
 )
 from sacplan._program.liveness import Footprint, Liveness, footprint_of
+from sacplan._program.places import OpSequence, Places, described
+from sacplan._torch.ops import is_computation
 
 T = TypeVar("T")
 
@@ -288,22 +290,53 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
         return range(self.scopes[scope].first_op, self.scopes[scope].end_op)
 
     def sites(self, scope: int) -> dict[int, CallSite]:
-        """Op index to call site (op name, occurrence within this call), for the ops of one module call."""
-        seen: dict[str, int] = defaultdict(int)
+        """The call sites of the forward ops of one module call, by op."""
+        seen: dict[tuple[str, str], int] = defaultdict(int)
         found: dict[int, CallSite] = {}
-        for i in self.ops_in(scope):
-            name = self.ops[i].name
-            found[i] = (name, seen[name])
-            seen[name] += 1
+        for i, places in self._places(scope):
+            name, place = self.ops[i].name, places.place
+            found[i] = CallSite(name, seen[place, name], place)
+            seen[place, name] += 1
         return found
+
+    def sequence(self, scope: int) -> OpSequence:
+        """The ops of the forward pass that compute something in one module call."""
+        found: list[tuple[str, str, list[str]]] = []
+        for i, places in self._places(scope):
+            op = self.ops[i]
+            if not is_computation(op.name):
+                continue
+            if not found or found[-1][1] != places.place:
+                found.append((places.caller, places.place, []))
+            found[-1][2].append(described(op.name, [len(self.tensors[t].shape) for t in op.inputs]))
+        return tuple((caller, place, tuple(ops)) for caller, place, ops in found)
+
+    def _places(self, scope: int) -> Iterator[tuple[int, Places]]:
+        """The forward ops of one module call, and their places in it. A view is where the op before it is."""
+        unit = self.scopes[scope].fqn
+        prefix = len(unit) + 1 if unit else 0
+        around: dict[int, tuple[tuple[Hashable, str], ...]] = {scope: (), ROOT_SCOPE: ()}
+
+        def calls(inner: int) -> tuple[tuple[Hashable, str], ...]:
+            if inner not in around:
+                outer, fqn = calls(self.scopes[inner].parent), self.scopes[inner].fqn
+                around[inner] = (*outer, (inner, fqn[prefix:])) if is_inside(fqn, unit) else outer
+            return around[inner]
+
+        places = Places()
+        for i in self.ops_in(scope):
+            op = self.ops[i]
+            if op.phase == Phase.FORWARD:
+                if is_computation(op.name):
+                    places.at(calls(op.scope))
+                yield i, places
 
     def call_sites(self, fqn: str) -> dict[CallSite, tuple[int, ...]]:
         """By call site, the forward ops of a module: one of each call that has it."""
         found: dict[CallSite, list[int]] = defaultdict(list)
         for scope in self.calls.get(fqn, ()):
             for i, site in self.sites(scope).items():
-                if self.ops[i].phase == Phase.FORWARD:
-                    found[site].append(i)
+                found[site].append(i)
         return {site: tuple(ops) for site, ops in found.items()}
 
     def outermost_calls(self, but_of: Collection[str]) -> dict[int, int]:

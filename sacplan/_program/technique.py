@@ -6,12 +6,13 @@ knows how it works: neither the solvers, which see numbers, nor the fold, which 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from sacplan._program.decisions import Decision
+from sacplan._program.places import OpSequence, StepDifference
 from sacplan._program.program import Patch, Program
 from sacplan._program.regions import Option, Region
 
@@ -29,6 +30,15 @@ class Installed(Protocol):
     @property
     def units(self) -> tuple[str, ...]:
         """See above."""
+        ...
+
+    @property
+    def differences(self) -> tuple[StepDifference, ...]:
+        """Where a step first did not run what was recorded, by unit."""
+        ...
+
+    def forget_differences(self) -> None:
+        """A new step begins."""
         ...
 
     def check_removable(self) -> None:
@@ -65,6 +75,17 @@ class Technique(Protocol):
         """The rewrite that decisions of a plan are. The program may be rewritten by other techniques already."""
         ...
 
-    def install(self, model: torch.nn.Module, decisions: Sequence[Decision], *, check: bool) -> Installed:
-        """Put decisions on a model; ``check``: compare in the first step what can be compared."""
+    def install(
+        self,
+        model: torch.nn.Module,
+        decisions: Sequence[Decision],
+        recorded: Mapping[str, Sequence[OpSequence]],
+        *,
+        check: bool,
+    ) -> Installed:
+        """Put decisions on a model.
+
+        ``recorded``: by unit, the ops of its calls in the recorded step. ``check``: compare in the first step what can
+        be compared.
+        """
         ...

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from sacplan._program.decisions import Decision, Recompute, as_decisions, discarded_by
+from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Patch, Program
 from sacplan._program.regions import Option, Region
 from sacplan._program.technique import Installed, View
@@ -53,8 +54,15 @@ class Recomputation:
         """Events of discarded storages, and ops that run again."""
         return recompute(program, discarded_by(decisions))
 
-    def install(self, model: torch.nn.Module, decisions: Sequence[Decision], *, check: bool) -> Installed:
+    def install(
+        self,
+        model: torch.nn.Module,
+        decisions: Sequence[Decision],
+        recorded: Mapping[str, Sequence[OpSequence]],
+        *,
+        check: bool,
+    ) -> Installed:
         """Replace the forward of each unit."""
         from sacplan._recompute.executor.install import InstalledRecipes  # the executor is not needed to plan
 
-        return InstalledRecipes(model, discarded_by(decisions), check)
+        return InstalledRecipes(model, discarded_by(decisions), recorded, check)

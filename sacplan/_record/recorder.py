@@ -150,6 +150,26 @@ class Recorder(TorchDispatchMode):
         for b in model.buffers():
             self._track(b, StorageKind.BUFFER)
 
+    def track_storages(self, storages: Iterable[weakref.ref[Any]]) -> None:
+        """Count storages that are alive from the start, as far as they are."""
+        for storage in filter(None, (ref() for ref in storages)):
+            if storage_key(storage) not in self._ids:
+                index = self._new_storage(storage, StorageKind.OTHER)
+                self._initial.append(index)
+                self._initial_set.add(index)
+
+    def left_behind(self) -> list[weakref.ref[Any]]:
+        """Storages that the step made and that are still alive; gradients and the optimizer's state are expected."""
+        expected = (StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE)
+        return [
+            ref
+            for index, ref in self._finalizers.items()
+            if index in self._made
+            and index not in self._initial_set
+            and self._kinds[index] not in expected
+            and ref() is not None
+        ]
+
     def track_optimizer(self, optimizer: torch.optim.Optimizer, *, initial: bool = False) -> None:
         """Count the optimizer's state, the one that is there and the one that it will make.
 

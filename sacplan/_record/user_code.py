@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -66,20 +65,16 @@ def function_caches(model: torch.nn.Module) -> Iterator[Any]:
                     yield candidate
 
 
-def tensors_cached(caches: Iterable[Any]) -> int:
-    """How many tensors ``functools`` caches hold among their results."""
-    seen: set[int] = set()
-    pending, count = list(caches), 0
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            count += 1
-        elif isinstance(value, (dict, list, tuple)) or type(value).__module__ == "functools":
-            pending.extend(gc.get_referents(value))
-    return count
+def plain_attributes(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """The numbers, flags and texts that modules have as attributes, and the sizes of their containers."""
+    return [
+        {
+            name: len(value) if isinstance(value, (dict, list, set)) else value
+            for name, value in vars(module).items()
+            if value is None or isinstance(value, (bool, int, float, str, dict, list, set))
+        }
+        for module in model.modules()
+    ]
 
 
 def _closure(function: Any) -> Iterator[Any]:

@@ -140,6 +140,24 @@ def op_traits(func: Any) -> OpTraits:
     )
 
 
+_SETS_UP = frozenset({"c10d", "_c10d_functional", "fsdp"})
+
+
+@functools.cache
+def is_computation(name: str) -> bool:
+    """Whether an op, by the name of its overload, makes or writes values: no view, and no part of a collective."""
+    parts = name.split(".")
+    if parts[0] in _SETS_UP:
+        return False
+    try:
+        func = functools.reduce(getattr, parts, torch.ops)
+    except (AttributeError, RuntimeError):  # an op of a library that is not imported here
+        return True
+    if not isinstance(func, torch._ops.OpOverload) or op_traits(func).written_names:
+        return True
+    return not func.is_view and any("Tensor" in str(r.type) for r in func._schema.returns)
+
+
 def arguments_by_name(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -50,6 +50,28 @@ def fake_empty_strided(
         else:
             meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, size, stride)
         return FakeTensor(mode, meta, _CPU)
+
+
+_CALL_IMPL: CodeType = torch.nn.Module._call_impl.__code__
+_CALL_WITH_HOOKS = next(c for c in _CALL_IMPL.co_consts if isinstance(c, CodeType) and c.co_name == "inner")
+
+
+def module_calls(
+    outer: FrameType, known: Mapping[FrameType, torch.nn.Module]
+) -> dict[FrameType, torch.nn.Module]:
+    """The calls of modules that run inside a frame of this thread, outermost first: module by frame of the call.
+
+    A call whose forward has returned, and whose hooks run, is over. ``known`` saves looking into a frame again.
+    """
+    found: list[tuple[FrameType, torch.nn.Module]] = []
+    frame, callee = sys._getframe(1).f_back, None
+    while frame is not None and frame is not outer:
+        code = frame.f_code
+        if code is _CALL_IMPL and not (callee is _CALL_WITH_HOOKS and frame.f_locals["result"] is not None):
+            found.append((frame, known[frame] if frame in known else frame.f_locals["self"]))
+        frame, callee = frame.f_back, code
+    found.reverse()
+    return dict(found)
 
 
 FIRST_ARGUMENT = object()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.profiler import ProfilerActivity
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from sacplan._record.step import Step
@@ -62,7 +63,7 @@ def _clear(step: Step) -> None:
 
 
 def _run_cuda(step: Step, batch_tensors: Iterable[torch.Tensor], device: torch.device) -> Measured:
-    own = bytes_alive(step, batch_tensors, round_bytes=CUDA_ROUND_BYTES)
+    own = bytes_alive(step, [*batch_tensors, *cached_tensors(step.model)], round_bytes=CUDA_ROUND_BYTES)
     torch.cuda.synchronize(device)
     drop_cublas_workspaces()
     torch.cuda.reset_peak_memory_stats(device)
@@ -84,7 +85,9 @@ def drop_cublas_workspaces() -> None:
 
 
 def _run_cpu(step: Step, batch_tensors: Iterable[torch.Tensor]) -> Measured:
-    before = bytes_alive(step, batch_tensors)
+    tensors = [*batch_tensors, *cached_tensors(step.model)]
+    before = bytes_alive(step, tensors)
+    del tensors
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         began = time.perf_counter()
         step.run()
@@ -95,6 +98,13 @@ def _run_cpu(step: Step, batch_tensors: Iterable[torch.Tensor]) -> Measured:
         live += delta
         peak = max(peak, live)
     return Measured(before + peak, wall_ms, 0, "profiler's allocation events")
+
+
+def cached_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The tensors that modules have as plain attributes, alone or in a container."""
+    registered = ("_parameters", "_buffers", "_modules")
+    attributes = ({k: v for k, v in vars(m).items() if k not in registered} for m in model.modules())
+    return [t for t in tree_leaves(list(attributes)) if isinstance(t, torch.Tensor)]
 
 
 def bytes_alive(step: Step, batch_tensors: Iterable[torch.Tensor], *, round_bytes: int = 1) -> int:

@@ -1,11 +1,11 @@
 """Under ``torch.compile`` a plan is tags for the partitioner, not recipes.
 
 Neither dispatch modes nor saved-tensor hooks belong in a compiled graph. So while a unit's forward is
-traced, it becomes a checkpoint with a selective context, whose policy looks up the call site of each op
-(name, and occurrence within this call of the unit, as in a program). The partitioner then decides what
-the compiled forward saves, and duplicates the ops to recompute; random ops get the forward pass's generator
-state there. What each tag means to it (torch 2.13; both the min-cut partitioner, the default of the backends,
-and the plain one):
+traced, it becomes a checkpoint with a selective context, whose policy looks up each op by its name and its place
+among the ops of that name in this call of the unit, which the plan's record of the calls gives. The partitioner
+then decides what the compiled forward saves, and duplicates the ops to recompute; random ops get the forward
+pass's generator state there. What each tag means to it (torch 2.13; both the min-cut partitioner, the default of
+the backends, and the plain one):
 
 - ``PREFER_RECOMPUTE``, on what the plan discards: this node is recomputed, whatever that costs.
 - ``MUST_SAVE``, on kept matmuls, convolutions and attention: never computed again, and kept only if the
@@ -42,7 +42,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
-from sacplan._program.program import CallSite
 from sacplan._torch.ops import tensors_in
 from sacplan._torch.private import storage_key, with_outputs
 from sacplan.errors import PlanError
@@ -66,26 +65,30 @@ _BATCH_NORMS = ("aten.native_batch_norm.default", "aten.cudnn_batch_norm.default
 _FUSED_DROPOUT_DEVICES = frozenset({"cuda", "xpu", "lazy", "privateuseone"})
 
 
+NamedOp = tuple[str, int]
+"""An op by name, and its place among the ops of that name in one call of the unit."""
+
+
 class Tags:
-    """The call sites that a unit discards; one object for equal ones, so that equal layers share code."""
+    """The ops that a unit discards; one object for equal ones, so that equal layers share code."""
 
     __slots__ = ("__weakref__", "again", "met", "sites")
 
-    def __init__(self, sites: frozenset[CallSite], again: CallSite | None) -> None:
+    def __init__(self, sites: frozenset[NamedOp], again: NamedOp | None) -> None:
         self.sites = sites
         self.again = again  # one that is recomputed more than once, which cannot be compiled
-        self.met: WeakKeyDictionary[Any, set[CallSite]] = WeakKeyDictionary()  # in the graph that is traced
+        self.met: WeakKeyDictionary[Any, set[NamedOp]] = WeakKeyDictionary()  # in the graph that is traced
 
     def __reduce__(self) -> Any:
         return _interned, (self.sites, self.again)
 
 
 @functools.lru_cache(maxsize=1024)
-def _interned(sites: frozenset[CallSite], again: CallSite | None) -> Tags:
+def _interned(sites: frozenset[NamedOp], again: NamedOp | None) -> Tags:
     return Tags(sites, again)
 
 
-def tags_of(times: Mapping[CallSite, int]) -> Tags:
+def tags_of(times: Mapping[NamedOp, int]) -> Tags:
     """The tags of a unit, given how often each call site is discarded; made before anything is traced."""
     return _interned(frozenset(times), next((site for site, n in times.items() if n > 1), None))
 
@@ -132,7 +135,7 @@ def _traced_module() -> str:
 class _Policy:
     """Tags the ops of one call of a unit, in the order in which they are traced."""
 
-    def __init__(self, sites: frozenset[CallSite], met: set[CallSite]) -> None:
+    def __init__(self, sites: frozenset[NamedOp], met: set[NamedOp]) -> None:
         self._sites = sites
         self._met = met
         self._seen: dict[str, int] = defaultdict(int)
@@ -176,7 +179,7 @@ class _Checked(TorchDispatchMode):
     accepted in a graph, but only the one inside is ever active.
     """
 
-    def __init__(self, mode: Any, sites: frozenset[CallSite], met: set[CallSite], where: str) -> None:
+    def __init__(self, mode: Any, sites: frozenset[NamedOp], met: set[NamedOp], where: str) -> None:
         super().__init__()
         self._mode = mode
         self._sites = sites

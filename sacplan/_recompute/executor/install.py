@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from sacplan._program.decisions import Discarded
+from sacplan._program.elements import is_inside
+from sacplan._program.places import OpSequence, StepDifference
+from sacplan._recompute.executor.alignment import Differences, RecordedUnit
 from sacplan._recompute.executor.recipes import PlannedForward
 from sacplan.errors import PlanError
 
@@ -15,18 +20,31 @@ class InstalledRecipes:
     Args:
         model: the model.
         discarded: unit to call sites, and how often each is dropped.
+        recorded: unit to the ops of its calls in the recorded step.
         check: compare checksums in the first step.
 
     Raises:
         PlanError: a unit is compiled in parts.
     """
 
-    def __init__(self, model: torch.nn.Module, discarded: Discarded, check: bool) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        discarded: Discarded,
+        recorded: Mapping[str, Sequence[OpSequence]],
+        check: bool,
+    ) -> None:
         planned = []
+        names = {id(module): fqn for fqn, module in model.named_modules()}
+        self._differences = Differences()
         for fqn, sites in discarded.items():
             unit = model.get_submodule(fqn)
             _check_compiled(fqn, unit)
-            planned.append(PlannedForward(unit, fqn, sites, check))
+            elsewhere = frozenset(
+                n for n, m in unit.named_modules() if n and not is_inside(names[id(m)], fqn)
+            )
+            ops = RecordedUnit(fqn, recorded.get(fqn, ()), sites)
+            planned.append(PlannedForward(unit, ops, elsewhere, self._differences, check))
         for stand_in in planned:
             stand_in.module.__dict__["forward"] = stand_in
         self._planned = planned
@@ -35,6 +53,15 @@ class InstalledRecipes:
     def units(self) -> tuple[str, ...]:
         """The modules whose forward is replaced."""
         return tuple(planned.fqn for planned in self._planned)
+
+    @property
+    def differences(self) -> tuple[StepDifference, ...]:
+        """Where calls of the units first did not do what was recorded."""
+        return tuple(self._differences.by_unit.values())
+
+    def forget_differences(self) -> None:
+        """A new step begins."""
+        self._differences.clear()
 
     def check_removable(self) -> None:
         """``PlanError`` where somebody replaced a forward again."""

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from sacplan._device.kernels import active_device
+from sacplan._program.elements import CallSite
 from sacplan._recompute.executor.tensors import View, view_of
 from sacplan._torch.ops import OpTraits, op_traits, tensors_in
 from sacplan._torch.private import GENERATOR_STATE_BYTES, FakeTensor, storage_key
@@ -186,10 +187,10 @@ class RecipeNode:
         "grad_mode",
         "held",
         "kwargs",
-        "occurrence",
         "outputs",
         "rng",
         "signature",
+        "site",
         "slot_args",
         "times",
         "unit",
@@ -200,7 +201,7 @@ class RecipeNode:
         self,
         unit: str,
         signature: OpSignature,
-        occurrence: int,
+        site: CallSite,
         times: int,
         rng: Any,
         writes: dict[int, int],
@@ -208,7 +209,7 @@ class RecipeNode:
         self.unit = unit
         self.times = times
         self.signature = signature
-        self.occurrence = occurrence
+        self.site = site
         self.rng = rng
         self.writes = writes
         self.grad_mode = torch.is_grad_enabled()  # some kernels look at it, and at what requires a gradient
@@ -219,7 +220,9 @@ class RecipeNode:
         self.outputs: list[weakref.ref[Slot] | None] = []
 
     def __str__(self) -> str:
-        return f"{self.signature.traits.name} #{self.occurrence} of unit {self.unit!r}"
+        name, occurrence, place = self.site
+        where = f"unit {self.unit!r}, place {place!r}" if place else f"unit {self.unit!r}"
+        return f"{name} #{occurrence} of {where}"
 
     @property
     def pin(self) -> str:

@@ -28,8 +28,9 @@ from typing import Any
 
 import torch
 
-from sacplan._program.program import CallSite
-from sacplan._recompute.executor import handles, nodes, recorder, schedule, tensors
+from sacplan._program import places
+from sacplan._recompute.executor import alignment, handles, nodes, recorder, schedule, tensors
+from sacplan._recompute.executor.alignment import Differences, RecordedUnit
 from sacplan._recompute.executor.compiled import checkpointed_for_compile, tags_of
 from sacplan._recompute.executor.handles import FirstStep
 from sacplan._recompute.executor.nodes import here
@@ -41,15 +42,7 @@ from sacplan.errors import PlanError
 
 _MAX_SCHEDULES = 8
 
-keep_dynamo_out(handles, nodes, recorder, schedule, tensors, ops, private)
-
-
-def _by_name(times: Mapping[CallSite, int]) -> dict[str, dict[int, int]]:
-    """Op name to occurrence to how often the value is discarded."""
-    names: dict[str, dict[int, int]] = {}
-    for (name, occurrence), n in times.items():
-        names.setdefault(name, {})[occurrence] = n
-    return names
+keep_dynamo_out(alignment, handles, nodes, places, recorder, schedule, tensors, ops, private)
 
 
 class _CannotBeScripted(PlanError, AttributeError):
@@ -61,18 +54,27 @@ class PlannedForward:
 
     Args:
         module: the unit.
-        fqn: its name.
-        times: the call sites to discard, each with how often its values are discarded.
+        recorded: its calls in the recorded step, with what the plan discards.
+        elsewhere: names, relative to the unit, of modules in it that the recorded step knows under a name outside.
+        differences: what is told where a call does not do what was recorded.
         check: whether the first step compares checksums.
     """
 
     def __init__(
-        self, module: torch.nn.Module, fqn: str, times: Mapping[CallSite, int], check: bool = True
+        self,
+        module: torch.nn.Module,
+        recorded: RecordedUnit,
+        elsewhere: frozenset[str] = frozenset(),
+        differences: Differences | None = None,
+        check: bool = True,
     ) -> None:
         self.module = module
-        self.fqn = fqn
-        self.wanted = _by_name(times)
-        self.tags = tags_of(times)
+        self.fqn = recorded.fqn
+        self.recorded = recorded
+        self.tags = tags_of(recorded.discarded_by_name())
+        self.differences = differences or Differences()
+        self._elsewhere = elsewhere
+        self._first_in_training: bool | None = None  # whether the first call was: evaluation runs other ops
         self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")  # set by somebody else
         self.first_step = FirstStep(check)
         self._schedules: dict[Any, Schedule] = {}
@@ -114,14 +116,23 @@ class PlannedForward:
         if here.recorder is not None or not torch.is_grad_enabled():
             return self.call_original(*args, **kwargs)  # a unit inside a unit belongs to the outer one
         kind = self._kind_of_call(args, kwargs)
-        recorder = UnitRecorder(self.fqn, self.wanted, self.first_step, self._schedules.get(kind))
+        recorder = UnitRecorder(self.recorded, self._names, self.first_step, self._schedules.get(kind))
         with recorder:
             out = self.call_original(*args, **kwargs)
+        if recorder.difference is not None and self._first_in_training in (None, self.module.training):
+            # What the first call alone does, such as filling a cache, is worth no warning.
+            self.differences.note(recorder.difference, may_warn=self._first_in_training is not None)
+        if self._first_in_training is None:
+            self._first_in_training = self.module.training
         if recorder.learned is not None:
             if len(self._schedules) == _MAX_SCHEDULES:
                 self._schedules = {}
             self._schedules[kind] = recorder.learned
         return out
+
+    def _names(self) -> dict[int, str]:
+        """Of the modules in the unit, by ``id``."""
+        return {id(m): n for n, m in self.module.named_modules() if n and n not in self._elsewhere}
 
     def _kind_of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls of one kind are expected to run the same ops and to save the same tensors."""

@@ -1,8 +1,9 @@
 """The recorder of one call of a unit: sees its ops, makes nodes for the discarded ones, and gives autograd handles.
 
-The first call of a unit looks up every op, and leaves a ``Schedule``. Later calls compare each op with it, which is all
-that happens to a kept op. Saved-tensor hooks are on only where autograd is about to save a discarded tensor; what it
-saves in between is kept and checked by autograd as usual.
+The first call of a unit looks up every op among those of the recorded step (``alignment.py``), and leaves a
+``Schedule``. Later calls compare each op with it, which is all that happens to a kept op. Saved-tensor hooks are on
+only where autograd is about to save a discarded tensor; what it saves in between is kept and checked by autograd as
+usual.
 
 A call that departs from the schedule is looked up from there on, and leaves a schedule of its own. A schedule decides
 what a lookup would decide. Only the gaps at which hooks are on are an assumption; a tensor saved
@@ -11,14 +12,20 @@ at another gap is kept.
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sacplan._program.places import Places, StepDifference, described
+from sacplan._program.program import CallSite
+from sacplan._recompute.executor.alignment import Alignment, RecordedUnit
 from sacplan._recompute.executor.handles import FirstStep, Kept, PassedOn, RecipeHandle, unpack
 from sacplan._recompute.executor.nodes import (
     OpSignature,
@@ -35,14 +42,21 @@ from sacplan._recompute.executor.schedule import (
     NOTE_UNVERSIONED,
     NOTE_WRITE,
     Action,
+    Known,
     Schedule,
     ScheduledOp,
     ScheduledOps,
     schedule_of,
 )
 from sacplan._recompute.executor.tensors import history_free_aliases, is_ordinary, version_of, view_of
-from sacplan._torch.ops import op_traits, tensors_in
-from sacplan._torch.private import current_saved_tensors_hooks, in_backward, is_plain, storage_key
+from sacplan._torch.ops import is_computation, op_traits, tensors_in
+from sacplan._torch.private import (
+    current_saved_tensors_hooks,
+    in_backward,
+    is_plain,
+    module_calls,
+    storage_key,
+)
 from sacplan.errors import RecipeError
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -53,58 +67,63 @@ _DETACH = torch.ops.aten.detach.default
 _RANDOM_DEVICES = ("cpu", "cuda", "meta")
 
 
-@dataclass(slots=True)
-class _Count:
-    """An op of which some occurrences are discarded, and how often the call has run it so far."""
+@dataclass(frozen=True, slots=True)
+class _Func:
+    """What is known of an op before it is called.
 
-    signature: OpSignature
-    wanted: Mapping[int, int]
-    others: ScheduledOp | None
-    seen: int = 0
+    Attributes:
+        name: of the overload, where it may be an op of the recorded step.
+        signature: where it may run again.
+        kept: what to do where the output is kept.
+    """
 
-    def next(self) -> ScheduledOp | None:
-        occurrence = self.seen
-        self.seen += 1
-        times = self.wanted.get(occurrence)
-        if times is None:
-            return self.others
-        return ScheduledOp(Action.DISCARD, self.signature, occurrence, times)
+    name: str | None
+    signature: OpSignature | None
+    kept: ScheduledOp | None
 
 
 class UnitRecorder(TorchDispatchMode):
     """On while one call of a unit's forward runs.
 
     Args:
-        unit: fqn, for messages.
-        wanted: op name to the occurrences that are discarded, each with how often it runs (``RecipeNode.times``).
+        recorded: the unit's calls in the recorded step, with what is discarded.
+        names: gives the names, relative to the unit, of the modules in it, by ``id``.
         first_step: whether checksums are wanted.
         schedule: what an earlier call did.
 
     Attributes:
         paused: ops that run now are no part of the unit's forward.
         learned: after the call, its schedule; None if it did what the given one says, or failed.
+        difference: after the call, where it first differs from the recorded step, if it does and did not before.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
         self,
-        unit: str,
-        wanted: Mapping[str, Mapping[int, int]],
+        recorded: RecordedUnit,
+        names: Callable[[], Mapping[int, str]],
         first_step: FirstStep | None = None,
         schedule: Schedule | None = None,
     ) -> None:
         super().__init__()
         self.paused = False
         self.learned: Schedule | None = None
-        self._unit = unit
-        self._wanted = wanted
+        self.difference: StepDifference | None = None
+        self._unit = recorded.fqn
+        self._recorded = recorded
+        self._names_of_modules = names
         self._first_step = first_step or FirstStep(False)
         self._schedule = schedule
         self._ops: ScheduledOps = NO_OPS
         self._at = 0
         self._looked_up: list[tuple[Any, ScheduledOp | None]] | None = None  # None while the schedule holds
-        self._counts: dict[Any, _Count | ScheduledOp | None] = {}
+        self._known: list[Known | None] = []  # of what was looked up
+        self._alignment = Alignment(recorded)
+        self._places = Places()
+        self._outer_frame: FrameType | None = None
+        self._frames: dict[FrameType, torch.nn.Module] = {}  # of the module calls around the last op
+        self._names: Mapping[int, str] = {}
         self._table: dict[int, Slot] = {}
         self._writes: dict[int, int] = {}  # storage to how often it was written
         self._any_node = False
@@ -126,6 +145,7 @@ class UnitRecorder(TorchDispatchMode):
                 f"never=[{self._unit or '*'!r}]."
             )
         self._outer = current_saved_tensors_hooks()
+        self._outer_frame = sys._getframe(1)
         self._pack_hook = self._pack  # made once, so that it can be recognized
         schedule = self._schedule
         if schedule is not None:
@@ -141,12 +161,11 @@ class UnitRecorder(TorchDispatchMode):
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         here.recorder = None
         super().__exit__(exc_type, exc_value, traceback)
+        if exc_type is None:
+            self._learn()
         self._set_hooks(False)
-        if self._looked_up is not None and exc_type is None:
-            self.learned = schedule_of(
-                self._looked_up, self._handle_gaps, self._kept_gaps, switches=self._switches
-            )
-        self._outer = self._pack_hook = None
+        self._outer = self._pack_hook = self._outer_frame = None
+        self._frames, self._places = {}, Places()  # frames hold this
         self._table.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,11 +175,16 @@ class UnitRecorder(TorchDispatchMode):
         if expected is func:
             self._at += 1
         else:
-            op = self._look_up(func)
+            op = self._look_up(func, args, kwargs)
         if op is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if op.action is Action.DISCARD:
+        action = op.action
+        if action is Action.FOLLOW:
+            reads = any(self._slot_of(t) is not None for t in tensors_in((args, kwargs)) if is_plain(t))
+            kept = _func(func).kept
+            action = Action.DISCARD if reads else Action.KEEP if kept is None else kept.action
+        if action is Action.DISCARD:
             signature = op.signature
             assert signature is not None
             rng = generator_state(args, kwargs) if signature.traits.random else None
@@ -168,7 +192,6 @@ class UnitRecorder(TorchDispatchMode):
             out = func(*args, **kwargs)
             self._note(signature, op, args, kwargs, out, rng, before)
         else:
-            action = op.action
             if action is Action.NOTE_UNVERSIONED or (action is Action.NOTE_WRITE and self._any_node):
                 self._note_write(func, args, kwargs)
             out = func(*args, **kwargs)
@@ -178,44 +201,73 @@ class UnitRecorder(TorchDispatchMode):
 
     # --- looking up, and learning ---
 
-    def _look_up(self, func: Any) -> ScheduledOp | None:
+    def _look_up(self, func: Any, args: Any, kwargs: Any) -> ScheduledOp | None:
         if func is _DETACH:
             return None  # autograd calls it for an output that it keeps itself, and so where hooks are off
         if self._looked_up is None:
             self._leave_schedule()
-        op = self._scheduled(func)
+        found = _func(func)
+        op, known = found.kept, None
+        inner = in_backward()
+        if (
+            found.name is not None and not inner
+        ):  # what a gradient inside a forward pass runs is never discarded
+            ranks = [t.dim() for t in tensors_in((args, kwargs)) if is_plain(t)]
+            description = described(found.name, ranks)
+            place = self._places.at(self._module_calls())
+            known = (self._places.calls, description)
+            recorded = self._alignment.next(self._places.caller, place, description)
+            if found.signature is None:
+                pass
+            elif recorded is None:
+                site = CallSite(found.name, sum(known is not None for known in self._known), place)
+                op = ScheduledOp(Action.FOLLOW, found.signature, site)
+            elif recorded.times:
+                op = ScheduledOp(Action.DISCARD, found.signature, recorded.site, recorded.times)
         assert self._looked_up is not None
         self._looked_up.append((func, op))
-        if self._switches and (in_backward() or not self._ours_on_top()):
+        self._known.append(known)
+        if self._switches and (inner or not self._ours_on_top()):
             self._switches = False  # other hooks come and go inside the unit
         return op
 
-    def _scheduled(self, func: Any) -> ScheduledOp | None:
-        try:
-            found = self._counts[func]
-        except KeyError:
-            found = self._counts[func] = self._read(func)
-        return found.next() if isinstance(found, _Count) else found
-
-    def _read(self, func: Any) -> _Count | ScheduledOp | None:
-        if not isinstance(func, torch._ops.OpOverload):
-            return None
-        traits = op_traits(func)
-        others = None
-        if traits.written_names:
-            others = NOTE_UNVERSIONED if traits.unversioned else NOTE_WRITE
-        wanted = self._wanted.get(traits.name) if traits.rerunnable else None
-        return _Count(signature_of(func), wanted, others) if wanted else others
+    def _module_calls(self) -> list[tuple[FrameType, str]]:
+        """The calls of the unit's modules that run now, outermost first, and the names of the modules."""
+        assert self._outer_frame is not None
+        names = self._names
+        self._frames = module_calls(self._outer_frame, self._frames)
+        return [(frame, names[id(m)]) for frame, m in self._frames.items() if id(m) in names]
 
     def _leave_schedule(self) -> None:
         """Continue as if every op so far had been looked up."""
         done, schedule = self._at, self._schedule
-        self._looked_up = [(func, self._scheduled(func)) for func, _ in self._ops[:done]]
+        self._names = self._names_of_modules()
+        self._looked_up = [(func, op and op.without_hooks()) for func, op in self._ops[:done]]
         if schedule is not None:
+            self._known = list(schedule.known[:done])
+            for known in self._known:
+                if known is not None:
+                    place = self._places.follow(known[0])
+                    self._alignment.next(self._places.caller, place, known[1])
+            expected = schedule.known[done] if done < len(schedule.known) else None
+            self._places.resume(self._module_calls(), () if expected is None else (expected[0],))
             self._handle_gaps = {gap for gap in schedule.handles if gap <= done}
             self._kept_gaps = {gap for gap in schedule.kept if gap <= done}
         self._ops, self._at = NO_OPS, 0
         self._set_hooks(True)
+
+    def _learn(self) -> None:
+        """The call is over."""
+        if self._looked_up is None:
+            if self._ops[self._at][0] is None:
+                return  # it did what the schedule says
+            self._leave_schedule()
+        assert self._looked_up is not None
+        self._alignment.end()
+        self.difference = self._alignment.difference
+        self.learned = schedule_of(
+            self._looked_up, self._known, self._handle_gaps, self._kept_gaps, switches=self._switches
+        )
 
     def _ours_on_top(self) -> bool:
         top = current_saved_tensors_hooks()
@@ -275,7 +327,8 @@ class UnitRecorder(TorchDispatchMode):
         keys = [storage_key(s) for s in output_storages]
         if not in_place and not set(keys).isdisjoint(taken):
             return  # an input is also an output: the node would hold what it makes
-        node = RecipeNode(self._unit, signature, op.occurrence, op.times, rng, self._writes)
+        assert op.site is not None
+        node = RecipeNode(self._unit, signature, op.site, op.times, rng, self._writes)
         node.args, node.kwargs = args, kwargs
         table = self._table
         held = []
@@ -349,6 +402,18 @@ class UnitRecorder(TorchDispatchMode):
             return Kept(t, plain, self._unit)
         finally:
             self.paused = paused
+
+
+@functools.cache
+def _func(func: Any) -> _Func:
+    if not isinstance(func, torch._ops.OpOverload):
+        return _Func(str(func), None, None)
+    traits = op_traits(func)
+    kept = None
+    if traits.written_names:
+        kept = NOTE_UNVERSIONED if traits.unversioned else NOTE_WRITE
+    name = traits.name if is_computation(traits.name) else None
+    return _Func(name, signature_of(func) if traits.rerunnable else None, kept)
 
 
 def _has_one_generator(inputs: list[torch.Tensor]) -> bool:

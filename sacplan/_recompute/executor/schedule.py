@@ -6,10 +6,12 @@ A schedule saves lookups. It is checked op by op while it is followed, and aband
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
+from sacplan._program.elements import CallSite
+from sacplan._program.places import Call
 from sacplan._recompute.executor.nodes import OpSignature
 
 
@@ -21,6 +23,8 @@ class Action(Enum):
     NOTE_UNVERSIONED = auto()
     """A write that bumps no version: noted even where nothing is discarded yet, since other calls may need it."""
     DISCARD = auto()
+    FOLLOW = auto()
+    """Of an op that was not recorded: discard what it makes of something that is discarded, which it stands in for."""
 
 
 @dataclass(slots=True)
@@ -28,19 +32,28 @@ class ScheduledOp:
     """One op of a unit's call.
 
     Attributes:
-        signature, occurrence, times: of an op to discard; ``times`` as in ``RecipeNode``.
+        signature, site, times: of an op to discard; ``times`` as in ``RecipeNode``.
         hooks: whether the saved-tensor hooks are switched on (True) or off after the op; None leaves them.
     """
 
     action: Action
     signature: OpSignature | None = None
-    occurrence: int = 0
+    site: CallSite | None = None
     times: int = 1
     hooks: bool | None = None
+
+    def without_hooks(self) -> ScheduledOp | None:
+        """As it was looked up."""
+        if self.action is Action.KEEP:
+            return None
+        return self if self.hooks is None else replace(self, hooks=None)
 
 
 ScheduledOps = Sequence[tuple[Any, ScheduledOp | None]]
 """The ops (``OpOverload`` or the like) of a call, each with what to do; None: nothing."""
+
+Known = tuple[tuple[Call, ...], str]
+"""The module calls around an op in the unit, and its description."""
 
 NO_OPS: ScheduledOps = ((None, None),)
 NOTE_WRITE = ScheduledOp(Action.NOTE_WRITE)
@@ -54,22 +67,29 @@ class Schedule:
     Attributes:
         ops: as above.
         switches: whether saved-tensor hooks are off at the start, and are switched on and off along the way.
+        known: what tells which recorded op each is; None where it cannot be one.
         handles, kept: gaps in which autograd saved discarded tensors, and kept ones. Gap ``i`` is before op ``i``.
     """
 
     ops: ScheduledOps
+    known: Sequence[Known | None]
     switches: bool
     handles: frozenset[int]
     kept: frozenset[int]
 
 
 def schedule_of(
-    ops: ScheduledOps, handles: Collection[int], kept: Collection[int], *, switches: bool
+    ops: ScheduledOps,
+    known: Sequence[Known | None],
+    handles: Collection[int],
+    kept: Collection[int],
+    *,
+    switches: bool,
 ) -> Schedule:
     """Compile what a call was seen to do.
 
     Args:
-        ops: without the end.
+        ops, known: without the end.
         handles, kept: gaps, see ``Schedule``. Where autograd saved nothing, the hooks stay as they are.
         switches: whether the hooks may be switched at all.
     """
@@ -84,6 +104,6 @@ def schedule_of(
         if op is None or op.action is Action.KEEP:
             made.append((func, None if hooks is None else ScheduledOp(Action.KEEP, hooks=hooks)))
         else:
-            made.append((func, ScheduledOp(op.action, op.signature, op.occurrence, op.times, hooks)))
+            made.append((func, ScheduledOp(op.action, op.signature, op.site, op.times, hooks)))
     made.append((None, None))
-    return Schedule(tuple(made), switches, frozenset(handles), frozenset(kept))
+    return Schedule(tuple(made), (*known, None), switches, frozenset(handles), frozenset(kept))

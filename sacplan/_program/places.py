@@ -1,0 +1,130 @@
+"""Where ops run within one call of a unit: relative to the module calls inside it, not to the beginning.
+
+A place is all that runs between two boundaries, a module call that begins or one that ends. So an op more in one place
+leaves the call sites of all others as they are. The recorded program and the executor find places in the same way.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+
+Call = tuple[str, int]
+"""A module's name relative to the unit, and which of its calls in this call of the unit it is, from 0."""
+
+OpSequence = tuple[tuple[str, str, tuple[str, ...]], ...]
+"""The ops of one call of a unit in order, without views: (module call around them, place, ops as ``described``)."""
+
+
+def described(op: str, ranks: Sequence[int]) -> str:
+    """An op and the ranks of its tensor arguments, ``"aten.mm.default(2, 2)"``: what a batch size does not change."""
+    return f"{op}({', '.join(map(str, ranks))})"
+
+
+def op_of(description: str) -> str:
+    """The op's name."""
+    return description.partition("(")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class StepDifference:
+    """Where the ops of a call first differ from the recorded ones.
+
+    Attributes:
+        unit: fqn of the module.
+        place: in the call, see ``CallSite``.
+        ran, recorded: the op that ran and the one that was recorded, with the ranks of their tensor arguments; None
+            where there was none.
+    """
+
+    unit: str
+    place: str
+    ran: str | None
+    recorded: str | None
+
+    def __str__(self) -> str:
+        where = f"unit {self.unit!r}" + (f", place {self.place!r}" if self.place else "")
+        ran = f"ran {self.ran}" if self.ran else "ended"
+        recorded = f"ran {self.recorded}" if self.recorded else "had ended"
+        return f"{where}: the step {ran} where the recorded step {recorded}"
+
+
+class Places:
+    """The places of the ops of one call of a unit, in the order in which they run.
+
+    Attributes:
+        calls: the module calls around the last op, outermost first.
+        caller: the innermost of them; ``""`` is the unit's own.
+        place: of the last op.
+    """
+
+    def __init__(self) -> None:
+        self.calls: tuple[Call, ...] = ()
+        self.caller = self.place = ""
+        self._keys: tuple[tuple[Hashable, str], ...] = ()
+        self._seen: dict[str, int] = defaultdict(int)
+
+    def at(self, around: Sequence[tuple[Hashable, str]]) -> str:
+        """The place of the next op.
+
+        Args:
+            around: the module calls around it, outermost first: something that tells two calls apart, and the name.
+        """
+        keys = tuple(around)
+        if keys != self._keys:
+            common = 0
+            for key, known in zip(keys, self._keys, strict=False):
+                if key != known:
+                    break
+                common += 1
+            new = tuple((name, self._seen[name]) for _, name in keys[common:])
+            self._move((*self.calls[:common], *new))
+            self._keys = keys
+        return self.place
+
+    def follow(self, calls: tuple[Call, ...]) -> str:
+        """The same for an op whose calls are known by number."""
+        if calls != self.calls:
+            self._move(calls)
+        return self.place
+
+    def resume(self, around: Sequence[tuple[Hashable, str]], likely: Collection[tuple[Call, ...]]) -> None:
+        """After ``follow``: tell which calls the next op is in, before it is asked for with ``at``.
+
+        Args:
+            around: as for ``at``.
+            likely: what the calls may be; else those that the last op was in, as far as the names are the same.
+        """
+        keys = tuple(around)
+        names = [name for _, name in keys]
+        for calls in likely:
+            if [name for name, _ in calls] == names:
+                self.follow(calls)
+        common = 0
+        for name, (known, _) in zip(names, self.calls, strict=False):
+            if name != known:
+                break
+            common += 1
+        placeholders = [(object(), name) for name, _ in self.calls[common:]]
+        self._keys = (*keys[:common], *placeholders)
+
+    def _move(self, calls: tuple[Call, ...]) -> None:
+        common = 0
+        for call, known in zip(calls, self.calls, strict=False):
+            if call != known:
+                break
+            common += 1
+        for name, number in calls[common:]:
+            self._seen[name] = max(self._seen[name], number + 1)
+        if common < len(calls):
+            self.place = _named(calls[-1])
+        else:
+            self.place = f"after {_named(self.calls[common])}"
+        self.caller = _named(calls[-1]) if calls else ""
+        self.calls = calls
+
+
+def _named(call: Call) -> str:
+    name, number = call
+    return f"{name} ({number + 1})" if number else name
