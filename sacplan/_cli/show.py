@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from sacplan import Plan, Profile, Verification
     from sacplan._cli.target import Target
-    from sacplan._program.program import Program
+    from sacplan._program.program import CallSite, Program
     from sacplan._ranks.ranks import Ranks
 
 _GROUPS = 20  # rows of units; the rest is counted
@@ -216,8 +216,8 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def _op_counts(sites: Sequence[tuple[str, int]]) -> str:
-    counts = Counter(name.removeprefix("aten.").removesuffix(".default") for name, _ in sites)
+def _op_counts(sites: Iterable[CallSite]) -> str:
+    counts = Counter(site.op.removeprefix("aten.").removesuffix(".default") for site in sites)
     words = [name if n == 1 else f"{name} x{n}" for name, n in counts.most_common()]
     more = [f"{len(words) - _OPS} other ops"] if len(words) > _OPS else []
     return ", ".join([*words[:_OPS], *more])
@@ -236,5 +236,6 @@ def verification_table(seen: Verification, plan: Plan, facts: Mapping[str, Any])
             ("recompute", f"{seen.recompute_flops / 1e9:.2f} GFLOP"),
             ("step", f"{seen.step_ms:.2f} ms ({'wall time' if seen.run == 'real' else 'predicted'})"),
             ("verdict", "within the budget" if seen.within_budget else "OVER the budget"),
+            *(("not as planned", str(difference)) for difference in seen.differences[:3]),
         ]
     )

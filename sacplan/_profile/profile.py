@@ -41,6 +41,7 @@ from sacplan._record.step import (
     LossFn,
     Mode,
     Step,
+    cached_tensors,
     check_model,
     check_optimizer,
     loss_or_default,
@@ -382,6 +383,9 @@ def _trace_fake(asked: _Asked) -> tuple[Program, tuple[str, ...]]:
                 "and tensors that it needs besides should be buffers of the model, part of the batch, or made "
                 f"inside it. {str(error).rpartition('Found in ')[2]}"
             ) from error
+        finally:
+            if handle is not None:
+                handle.remove()
     return program, tuple(map(str, rules.applied))
 
 
@@ -469,6 +473,7 @@ def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> P
 
     recorder.track_model(step.model)
     recorder.track_tensors(t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor))
+    recorder.track_tensors(cached_tensors(step.model))
     with recorder:
         output = step.run(before_optimizer=make_state)
     del output  # alive until the step is over

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_leaves
 
+from sacplan._torch.private import is_plain
 from sacplan.errors import TraceError
 
 LossFn = Callable[[torch.nn.Module, Any], Any]
@@ -120,6 +121,13 @@ def resolve_batch(batch: Any) -> Any:
 
 def _as_tree(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def cached_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The tensors that modules have as plain attributes, alone or in a container."""
+    registered = ("_parameters", "_buffers", "_modules")
+    attributes = ({k: v for k, v in vars(m).items() if k not in registered} for m in model.modules())
+    return [t for t in tree_leaves(list(attributes)) if isinstance(t, torch.Tensor) and is_plain(t)]
 
 
 def own_checkpointing(model: torch.nn.Module) -> str | None:

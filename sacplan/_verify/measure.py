@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch.profiler import ProfilerActivity
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from sacplan._record.step import Step
+from sacplan._record.step import Step, cached_tensors
 from sacplan._torch.allocations import allocation_events
 
 CUDA_ROUND_BYTES = 512
@@ -98,13 +97,6 @@ def _run_cpu(step: Step, batch_tensors: Iterable[torch.Tensor]) -> Measured:
         live += delta
         peak = max(peak, live)
     return Measured(before + peak, wall_ms, 0, "profiler's allocation events")
-
-
-def cached_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The tensors that modules have as plain attributes, alone or in a container."""
-    registered = ("_parameters", "_buffers", "_modules")
-    attributes = ({k: v for k, v in vars(m).items() if k not in registered} for m in model.modules())
-    return [t for t in tree_leaves(list(attributes)) if isinstance(t, torch.Tensor)]
 
 
 def bytes_alive(step: Step, batch_tensors: Iterable[torch.Tensor], *, round_bytes: int = 1) -> int:

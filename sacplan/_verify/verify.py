@@ -8,11 +8,12 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sacplan._apply.apply import apply
+from sacplan._apply.apply import Handle, apply
 from sacplan._device.devices import resolve_device
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import check_runs_here, trace_step
 from sacplan._program.budget import format_bytes
+from sacplan._program.places import StepDifference
 from sacplan._record.step import (
     LossFn,
     Step,
@@ -40,6 +41,7 @@ class Verification:
         step_ms: predicted time with the plan (fake), or wall time of the measured step (real).
         run: "fake" or "real".
         source: where the peak comes from.
+        differences: where the step did not run what the plan was made for, see ``Handle.differences``.
     """
 
     peak_bytes: int
@@ -49,6 +51,7 @@ class Verification:
     step_ms: float
     run: str
     source: str
+    differences: tuple[StepDifference, ...] = ()
 
     @property
     def within_budget(self) -> bool:
@@ -65,7 +68,9 @@ class Verification:
         return (
             f"Verification({'within' if self.within_budget else 'OVER'} {budget}: peak "
             f"{format_bytes(self.peak_bytes)} ({self.source}), predicted {format_bytes(self.predicted_peak_bytes)} "
-            f"({self.error:+.2%}), recompute {self.recompute_flops / 1e9:.2f} GFLOP, step {self.step_ms:.2f} ms)"
+            f"({self.error:+.2%}), recompute {self.recompute_flops / 1e9:.2f} GFLOP, step {self.step_ms:.2f} ms"
+            + "".join(f"; not the step planned for: {found}" for found in self.differences[:1])
+            + ")"
         )
 
 
@@ -110,9 +115,10 @@ def verify(
 def _verify_fake(
     model: torch.nn.Module, batch: Any, plan: Plan, loss_fn: LossFn | None, optimizer: Any
 ) -> Verification:
+    applied = _Applied(plan)
     seen = trace_step(
         model, batch, loss_fn, optimizer, plan.device, "cost-model", "fake",
-        mode=plan.provenance.mode, prepare=lambda fake: apply(fake, plan),
+        mode=plan.provenance.mode, prepare=applied,
         saved="observe",
     ).on_ranks(plan.ranks)  # fmt: skip
     return Verification(
@@ -123,6 +129,7 @@ def _verify_fake(
         step_ms=seen.step_ms,
         run="fake",
         source="fake step",
+        differences=applied.differences,
     )
 
 
@@ -141,8 +148,9 @@ def _verify_real(
     with preserved_state(model, optimizer):
         tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
         unplanned_flops = measured_step(step, tensors, count_flops=True).flops
-        with apply(model, plan):
+        with apply(model, plan) as handle:
             seen = measured_step(step, tensors)
+            differences = handle.differences
             planned_flops = measured_step(step, tensors, count_flops=True).flops
     return Verification(
         peak_bytes=seen.peak_bytes,
@@ -152,4 +160,28 @@ def _verify_real(
         step_ms=seen.wall_ms,
         run="real",
         source=seen.source,
+        differences=differences,
     )
+
+
+class _Applied:
+    """A plan on the copy that a fake step runs on, of which nothing may be kept."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.differences: tuple[StepDifference, ...] = ()
+        self._plan = plan
+        self._handle: Handle | None = None
+
+    def __call__(self, model: torch.nn.Module) -> _Applied:
+        self._handle = apply(model, self._plan)
+        return self
+
+    def forget_differences(self) -> None:
+        assert self._handle is not None
+        self._handle.forget_differences()
+
+    def remove(self) -> None:
+        assert self._handle is not None
+        self.differences = self._handle.differences
+        self._handle.remove()
+        self._handle = None

@@ -24,6 +24,7 @@ from sacplan._apply.apply import Handle, apply
 from sacplan._device.devices import resolve_device
 from sacplan._plan.plan import Plan
 from sacplan._program.budget import format_bytes
+from sacplan._program.places import StepDifference
 from sacplan._record.step import Step, check_model, default_loss
 from sacplan._torch.allocations import allocation_events, profiler_is_on
 from sacplan._verify.measure import CUDA_ROUND_BYTES, bytes_alive, drop_cublas_workspaces
@@ -48,12 +49,18 @@ class PlannedTraining:
         self._watch_steps = watch_steps
         self._tolerance = tolerance
         self._handle: Handle | None = None
+        self._differences: tuple[StepDifference, ...] = ()
         self._watch = PeakWatch(plan, watch_steps, tolerance, self._hint)
 
     @property
     def peaks_bytes(self) -> tuple[int, ...]:
         """Measured peaks of the first steps of the last run."""
         return tuple(self._watch.peaks_bytes)
+
+    @property
+    def differences(self) -> tuple[StepDifference, ...]:
+        """Where the steps of the last run were not those planned for, see ``Handle.differences``."""
+        return self._differences if self._handle is None else self._handle.differences
 
     def _put_on(self, model: torch.nn.Module, *, batches: int = 1) -> None:
         """Apply the plan, and watch the first steps; each of a step's ``batches`` is measured on its own."""
@@ -66,6 +73,7 @@ class PlannedTraining:
         self._watch.abandon()
         handle, self._handle = self._handle, None
         if handle is not None:
+            self._differences = handle.differences
             handle.remove()
 
 

@@ -189,7 +189,8 @@ class _CallerAlignment:
             if self._is(i, description):
                 self._skipped = self._at
                 return self._take(i)
-        if self._at < len(self._ops) and self._ops[self._at].site.op == op_of(description):
+        site = self._ops[self._at].site if self._at < len(self._ops) else None
+        if site is not None and (site.op, site.place) == (op_of(description), place):
             return self._take(self._at)  # on tensors of another rank
         self._skipped = skipped
         return None

@@ -94,7 +94,7 @@ class UnitRecorder(TorchDispatchMode):
     Attributes:
         paused: ops that run now are no part of the unit's forward.
         learned: after the call, its schedule; None if it did what the given one says, or failed.
-        difference: after the call, where it first differs from the recorded step, if it does and did not before.
+        difference: after the call, where it first differs from the recorded step, if it does.
     """
 
     supports_higher_order_operators = True
@@ -258,15 +258,22 @@ class UnitRecorder(TorchDispatchMode):
 
     def _learn(self) -> None:
         """The call is over."""
+        schedule = self._schedule
         if self._looked_up is None:
-            if self._ops[self._at][0] is None:
-                return  # it did what the schedule says
+            if self._ops[self._at][0] is None:  # it did what the schedule says
+                self.difference = schedule.difference if schedule is not None else None
+                return
             self._leave_schedule()
         assert self._looked_up is not None
         self._alignment.end()
         self.difference = self._alignment.difference
         self.learned = schedule_of(
-            self._looked_up, self._known, self._handle_gaps, self._kept_gaps, switches=self._switches
+            self._looked_up,
+            self._known,
+            self._handle_gaps,
+            self._kept_gaps,
+            switches=self._switches,
+            difference=self.difference,
         )
 
     def _ours_on_top(self) -> bool:

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from typing import Any
 
 from sacplan._program.elements import CallSite
-from sacplan._program.places import Call
+from sacplan._program.places import Call, StepDifference
 from sacplan._recompute.executor.nodes import OpSignature
 
 
@@ -69,6 +69,7 @@ class Schedule:
         switches: whether saved-tensor hooks are off at the start, and are switched on and off along the way.
         known: what tells which recorded op each is; None where it cannot be one.
         handles, kept: gaps in which autograd saved discarded tensors, and kept ones. Gap ``i`` is before op ``i``.
+        difference: from the recorded step.
     """
 
     ops: ScheduledOps
@@ -76,6 +77,7 @@ class Schedule:
     switches: bool
     handles: frozenset[int]
     kept: frozenset[int]
+    difference: StepDifference | None = None
 
 
 def schedule_of(
@@ -85,6 +87,7 @@ def schedule_of(
     kept: Collection[int],
     *,
     switches: bool,
+    difference: StepDifference | None = None,
 ) -> Schedule:
     """Compile what a call was seen to do.
 
@@ -92,6 +95,7 @@ def schedule_of(
         ops, known: without the end.
         handles, kept: gaps, see ``Schedule``. Where autograd saved nothing, the hooks stay as they are.
         switches: whether the hooks may be switched at all.
+        difference: from the recorded step.
     """
     on = False
     made: list[tuple[Any, ScheduledOp | None]] = []
@@ -106,4 +110,4 @@ def schedule_of(
         else:
             made.append((func, ScheduledOp(op.action, op.signature, op.site, op.times, hooks)))
     made.append((None, None))
-    return Schedule(tuple(made), (*known, None), switches, frozenset(handles), frozenset(kept))
+    return Schedule(tuple(made), (*known, None), switches, frozenset(handles), frozenset(kept), difference)
