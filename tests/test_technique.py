@@ -44,7 +44,7 @@ class HalfPrecision:
 
     def patch(self, program: Program, decisions: Sequence[Decision]) -> Patch:
         wanted = {decision.site for decision in decisions}
-        calls = {call: unit for unit, _, _ in wanted for call in program.calls[unit]}
+        calls = {call: unit for unit, *_ in wanted for call in program.calls[unit]}
         ops = {op for c, u in calls.items() for op, site in program.sites(c).items() if (u, *site) in wanted}
         view = [(position, *event) for position, event in enumerate(program.events)]
         return halved(program, {s for op in ops for s in saved_floats(program, op)}, view)

@@ -223,7 +223,7 @@ def test_routing_is_balanced_and_said_so():
 
     with pytest.warns(SacplanWarning, match=r"tests.test_trace, line \d+, in forward.*balanced"):
         profile = sacplan.profile(MoE(), torch.randn(64, 16), loss_fn=loss_fn)
-    assert seen == [(32, 32, 32, 32)]
+    assert set(seen) == {(32, 32, 32, 32)}
     assert len(profile.assumptions) == 1
     assert "balanced" in profile.assumptions[0]
 
