@@ -5,7 +5,9 @@
 - ``overrides.py``, ``attention.py``, ``cudnn_rnn.py``: the ops that CUDA runs in other kernels. A new module of
   overrides is one more import here;
 - ``autocast.py``: CUDA's cast lists;
-- ``foreach.py``: optimizers take the path that is the default there.
+- ``foreach.py``: optimizers take the path that is the default there;
+
+and for every device ``layouts.py``: strides and storages as the kernels make them.
 
 ``kernel_workspaces.py`` knows what a kernel allocates inside, ``cublas.py`` what cuBLAS keeps.
 
@@ -43,6 +45,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from sacplan._device import attention, autocast, cudnn_rnn  # noqa: F401  (each registers its overrides)
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._device.foreach import foreach_by_default
+from sacplan._device.layouts import cpu_kernels, shared_kernels
 from sacplan._device.overrides import fake_kernel, override
 from sacplan._torch.ops import tensors_in
 from sacplan._torch.private import FakeKernel, active_fake_mode, fake_kernels, run_composite
@@ -52,9 +55,6 @@ from sacplan._torch.private import FakeKernel, active_fake_mode, fake_kernels, r
 # real tensors, or in a thread without an active CUDA device, runs torch's own composite.
 
 _device: ContextVar[DeviceSpec | None] = ContextVar("device", default=None)
-_lock = threading.Lock()
-_entered = 0
-_registrations = ExitStack()
 
 
 def active_device() -> DeviceSpec | None:
@@ -65,6 +65,15 @@ def active_device() -> DeviceSpec | None:
 def _active_cuda() -> DeviceSpec | None:
     spec = active_device()
     return spec if spec is not None and spec.kind == "cuda" else None
+
+
+def _is_any() -> bool:
+    return active_device() is not None
+
+
+def _is_cpu() -> bool:
+    spec = active_device()
+    return spec is not None and spec.kind == "cpu"
 
 
 def _is_active() -> bool:
@@ -85,15 +94,21 @@ def _overridden(op: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callab
     return call
 
 
-def _where_active(kernel: FakeKernel) -> FakeKernel:
+def _where(is_active: Callable[[], bool], kernel: FakeKernel) -> FakeKernel:
     def fake(*args: Any, **kwargs: Any) -> Any:
-        return kernel(*args, **kwargs) if _is_active() else NotImplemented
+        return kernel(*args, **kwargs) if is_active() else NotImplemented
 
     return fake
 
 
-def _register(stack: ExitStack) -> None:
-    """Put everything in place; closing ``stack`` removes it."""
+def _register_layouts(stack: ExitStack) -> None:
+    on_any = {op: _where(_is_any, kernel) for op, kernel in shared_kernels().items()}
+    on_cpu = {op: _where(_is_cpu, kernel) for op, kernel in cpu_kernels().items()}
+    stack.enter_context(fake_kernels(on_any))
+    stack.enter_context(fake_kernels(on_cpu))
+
+
+def _register_cuda_kernels(stack: ExitStack) -> None:
     library = torch.library.Library("aten", "IMPL")
     stack.callback(library._destroy)
     for op, kernel in override.items():
@@ -102,34 +117,44 @@ def _register(stack: ExitStack) -> None:
         # Some ops have a kernel of torch's own for autocast, which is back when the library is destroyed.
         warnings.filterwarnings("ignore", message="[\\s\\S]*[Oo]verriding a previously registered kernel")
         autocast.register(library, _is_emulated)
-    stack.enter_context(fake_kernels({op: _where_active(kernel) for op, kernel in fake_kernel.items()}))
+    stack.enter_context(fake_kernels({op: _where(_is_active, kernel) for op, kernel in fake_kernel.items()}))
     stack.enter_context(autocast.cuda_autocast_on_cpu(_is_active))
     stack.enter_context(foreach_by_default(lambda: _is_active() and active_fake_mode() is not None))
 
 
-@contextmanager
-def _registered() -> Iterator[None]:
-    global _entered, _registrations
-    with _lock:
-        if not _entered:
-            with ExitStack() as stack:
-                _register(stack)
-                _registrations = stack.pop_all()
-        _entered += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _entered -= 1
-            if not _entered:
-                _registrations.close()
+class _Registration:
+    """Puts something in place for the process when it is first entered, in any thread, until it was left as often."""
+
+    def __init__(self, register: Callable[[ExitStack], None]) -> None:
+        self._register = register
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._made = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._entered:
+                with ExitStack() as stack:
+                    self._register(stack)
+                    self._made = stack.pop_all()
+            self._entered += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._entered -= 1
+            if not self._entered:
+                self._made.close()
+
+
+_layouts = _Registration(_register_layouts)
+_cuda_kernels = _Registration(_register_cuda_kernels)
 
 
 @contextmanager
 def device_kernels(device: str | DeviceSpec | torch.device = "h100") -> Iterator[DeviceSpec]:
     """Run fake CPU tensors through the kernels of ``device``, under a FakeTensorMode that is already on.
 
-    On a device of kind ``"cpu"`` nothing is overridden. Contexts nest: the inner device wins, and the outer one
+    On a device of kind ``"cpu"`` only ``layouts.py`` applies. Contexts nest: the inner device wins, and the outer one
     is back when it is left. Real tensors and other threads keep torch's own kernels.
 
     Raises:
@@ -137,10 +162,10 @@ def device_kernels(device: str | DeviceSpec | torch.device = "h100") -> Iterator
     """
     spec = resolve_device(device)
     if spec.kind != "cuda":
-        with _active(spec):
+        with _layouts, _active(spec):
             yield spec
         return
-    with _registered(), _active(spec), autocast.outer_autocast():
+    with _layouts, _cuda_kernels, _active(spec), autocast.outer_autocast():
         yield spec
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -15,9 +16,10 @@ from typing import Any
 
 import torch
 import torch._C._dynamo.eval_frame as _dynamo
-from torch._subclasses import fake_impls
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes
@@ -166,6 +168,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def suggested_memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """What ``Tensor::suggest_memory_format`` says in C++: channels last where the strides look like it."""
+    return suggest_memory_format(tensor)
+
+
 def keep_dynamo_out(*modules: ModuleType) -> None:
     """Keep Dynamo from compiling the functions of these modules, which dispatch modes call.
 
@@ -240,35 +247,90 @@ def run_composite(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 FakeKernel = Callable[..., Any]
 """(fake mode, op, *args, **kwargs) -> fake outputs, or NotImplemented for torch's own."""
 
+_fake_kernels: dict[int, tuple[FakeKernel, ...]] = {}
+"""By the op's identity (hashing one is slow): the kernels of the contexts that are entered, the last one first."""
+_fake_kernels_lock = threading.Lock()
+_torchs_own = FakeTensorMode.dispatch
+
 
 @contextmanager
 def fake_kernels(kernels: Mapping[torch._ops.OpOverload, FakeKernel]) -> Iterator[None]:
-    """Inside, FakeTensorMode asks these for an op's outputs first. For the whole process; contexts nest."""
-    table = fake_impls.op_implementations_dict
-    before = {op: table.get(op) for op in kernels}
-    for op, kernel in kernels.items():
-        table[op] = _fake_kernel(kernel, before[op])
+    """Inside, FakeTensorMode asks these for an op's outputs first. For the whole process; contexts nest.
+
+    They are asked before torch's cache of fake results, which makes outputs whose storage is no larger than their
+    elements need, and before the decompositions, which it prefers to what ``register_op_impl`` registers.
+    """
+    with _fake_kernels_lock:
+        for op, kernel in kernels.items():
+            _fake_kernels[id(op)] = (kernel, *_fake_kernels.get(id(op), ()))
+        FakeTensorMode.dispatch = _dispatch  # type: ignore[method-assign,assignment]
     # Fake results are cached per process by op and shape, and would outlive the change of kernels.
     FakeTensorMode.cache_clear()
     try:
         yield
     finally:
-        for op, previous in before.items():
-            if previous is None:
-                del table[op]
-            else:
-                table[op] = previous
+        with _fake_kernels_lock:
+            for op, kernel in kernels.items():
+                left = list(_fake_kernels.pop(id(op)))
+                left.remove(kernel)
+                if left:
+                    _fake_kernels[id(op)] = tuple(left)
+            if not _fake_kernels:
+                FakeTensorMode.dispatch = _torchs_own  # type: ignore[method-assign]
         FakeTensorMode.cache_clear()
 
 
-def _fake_kernel(ours: FakeKernel, previous: FakeKernel | None) -> FakeKernel:
-    def fake(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
-        out = ours(mode, func, *args, **kwargs)
-        if out is NotImplemented and previous is not None:
-            return previous(mode, func, *args, **kwargs)
-        return out
+def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    kernels = _fake_kernels.get(id(func))
+    if kernels is not None:
+        try:
+            given = [_as_fake(mode, v) for v in args]
+            named = {name: _as_fake(mode, v) for name, v in (kwargs or {}).items()}
+        except _NotFake:
+            kernels = ()
+        for kernel in kernels:
+            out = kernel(mode, func, *given, **named)
+            if out is not NotImplemented:
+                return out
+    return _torchs_own(mode, func, types, args, kwargs or {})
 
-    return fake
+
+class _NotFake(Exception):
+    """An argument is neither a fake tensor of the mode nor can be made one, or has a value that torch follows."""
+
+
+def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
+    if isinstance(value, FakeTensor):
+        if value.fake_mode is not mode or value.constant is not None:
+            raise _NotFake
+    elif isinstance(value, torch.Tensor):
+        if not mode.allow_non_fake_inputs or type(value) not in PLAIN_TENSOR_TYPES:
+            raise _NotFake
+        return mode.from_tensor(value)
+    elif isinstance(value, (list, tuple)):
+        return type(value)([_as_fake(mode, v) for v in value])
+    return value
+
+
+def torchs_own_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """What torch itself answers: for a fake kernel that changes a part of it."""
+    return _torchs_own(mode, func, (FakeTensor,), args, kwargs)
+
+
+_NON_FUNCTIONAL = torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
+
+
+def run_structured(mode: FakeTensorMode, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    """The outputs of a structured op as its function in C++ makes them, which is the same for every device.
+
+    torch itself prefers formulas in Python that are registered over that function. What is called instead is the kernel
+    that runs it and then the op's ``out`` variant.
+    """
+    with in_kernel_invocation_manager(mode):
+        out = op._op_dk(_NON_FUNCTIONAL, *args, **kwargs)
+        if isinstance(out, torch.Tensor):
+            return FakeTensor(mode, out, _CPU)
+        return type(out)(FakeTensor(mode, t, _CPU) for t in out)
 
 
 @contextmanager

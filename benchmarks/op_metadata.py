@@ -1,0 +1,349 @@
+"""Real against fake metadata, op by op: what a CPU's kernels return, and what a fake step says that they return.
+
+    python -m benchmarks.op_metadata             # PyTorch's op database, forward and backward: minutes
+    python -m benchmarks.op_metadata xlogy       # an op of it, all that differs
+
+Each op that is dispatched, in the backward pass too, runs for real and on fake copies of its arguments: same sizes,
+strides, storage offsets and shared storages. What comes back is compared: size, type, strides (of dimensions longer
+than 1), storage offset, bytes of the storage, and whose storage it is. Arguments are contiguous, transposed, channels
+last, expanded, slices of larger tensors, or one of them is and the others are not.
+
+The table has a row for each op of which torch's own fake kernel differs: an example, which rule of
+``sacplan/_device/layouts.py`` puts it right, and what differs with the rules. Ends with an error if something does that
+``LEFT`` does not explain. Needs ``expecttest``, which ``torch.testing._internal`` imports.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from benchmarks.common import on_one_thread, parser, write_results
+from sacplan._device.kernels import device_kernels
+from sacplan._device.layouts import rule_of
+from sacplan._device.real_ops import op_key
+from sacplan._record.fake_copy import FakeCopier
+from sacplan._record.fake_data import DataRules
+from sacplan._record.fake_rules import needs_an_answer
+from sacplan._torch.ops import is_ordinary_tensor, tensors_in
+from sacplan._torch.private import fake_device_of, storage_key, torchs_own_fake
+
+LEFT = {
+    "aten._fft_c2c.default": "an expanded input of equal strides: MKL's order of the dimensions; same bytes",
+    "aten._fft_r2c.default": "an expanded input of equal strides: MKL's order of the dimensions; same bytes",
+    "aten.lift_fresh.default": "returns its argument, of which FakeTensorMode makes a fake tensor",
+}
+"""What may differ, and why it does no harm."""
+
+Difference = tuple[str, str, str]
+"""What differs, what it really is, and what it is on a fake tensor."""
+
+
+def described(out: Any, inputs: list[torch.Tensor]) -> list[dict[str, Any]]:
+    """Of each tensor that an op returned: what must be equal."""
+    own: dict[int, str] = {}
+    for i, t in enumerate(inputs):
+        own.setdefault(storage_key(t.untyped_storage()), f"argument {i}")
+    found = []
+    for i, t in enumerate(tensors_in(out)):
+        storage = t.untyped_storage()
+        whose = own.setdefault(storage_key(storage), f"output {i}")
+        same = next((f"argument {k}" for k, a in enumerate(inputs) if a is t), "new")
+        found.append(
+            {
+                "shape": tuple(t.shape),
+                "dtype": str(t.dtype),
+                "stride": tuple(s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1)
+                if t.numel()
+                else (),
+                "offset": int(t.storage_offset()),
+                "bytes": storage.nbytes(),
+                "storage": whose,
+                "tensor": same,
+            }
+        )
+    return found
+
+
+class CompareMetadata(TorchDispatchMode):
+    """Each op that is dispatched inside is compared; run real steps in it.
+
+    Attributes:
+        differences: by op, what differs, each with the arguments of the first call.
+        torchs_own: the same of torch's own fake kernel, for ops that have a rule.
+        calls: by op, how many different calls were compared.
+        not_compared: by op, why some calls were not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mode = FakeTensorMode(allow_non_fake_inputs=False, static_shapes=True)
+        self._seen: set[Any] = set()
+        self.differences: dict[str, dict[Difference, str]] = defaultdict(dict)
+        self.torchs_own: dict[str, dict[Difference, str]] = defaultdict(dict)
+        self.calls: Counter[str] = Counter()
+        self.not_compared: dict[str, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if fake_device_of(func, args) is not None or func.namespace not in ("aten", "prims"):
+            return func(*args, **kwargs)
+        inputs = list(tensors_in((args, kwargs)))
+        if not inputs or not all(is_ordinary_tensor(t) for t in inputs):
+            return func(*args, **kwargs)
+        key = (op_key(func, args, kwargs), tuple(t.storage_offset() for t in inputs))
+        if key in self._seen:
+            return func(*args, **kwargs)
+        self._seen.add(key)
+        rules = DataRules()
+        with self._mode, rules:
+            copier = FakeCopier(rules)
+            fake_args, fake_kwargs = tree_map_only(torch.Tensor, copier.tensor, (args, kwargs))
+        arguments = ", ".join(f"{tuple(t.shape)}/{t.stride()}" for t in inputs)
+        before = [t.untyped_storage() for t in inputs]  # keeps their addresses theirs
+        out = func(*args, **kwargs)
+        if not all(is_ordinary_tensor(t) for t in tensors_in(out)):
+            return out
+        name = str(func)
+        fake_inputs = list(tensors_in((fake_args, fake_kwargs)))
+        real = described(out, inputs)
+        try:
+            if rule_of(func) is not None:
+                own = described(torchs_own_fake(self._mode, func, fake_args, fake_kwargs), fake_inputs)
+                self._compare(func, real, own, self.torchs_own[name], arguments)
+            with self._mode, rules:
+                fake = described(func(*fake_args, **fake_kwargs), fake_inputs)
+        except Exception as error:  # whatever a fake kernel raises is what the table is to say
+            self.not_compared[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+            return out
+        del before
+        self.calls[name] += 1
+        self._compare(func, real, fake, self.differences[name], arguments)
+        return out
+
+    @staticmethod
+    def _compare(
+        func: Any,
+        real: list[dict[str, Any]],
+        fake: list[dict[str, Any]],
+        differences: dict[Difference, str],
+        arguments: str,
+    ) -> None:
+        if len(real) != len(fake):
+            differences.setdefault(("outputs", str(len(real)), str(len(fake))), arguments)
+            return
+        for r, f in zip(real, fake, strict=True):
+            if r["shape"] != f["shape"] and needs_an_answer(func):
+                continue  # a size that depends on data follows a rule
+            for what in r if r["bytes"] or f["bytes"] else ("shape", "dtype"):
+                if r[what] != f[what]:
+                    differences.setdefault((what, str(r[what]), str(f[what])), arguments)
+
+    def found(self) -> dict[str, dict[Difference, str]]:
+        """By op, what differs although the rules are on."""
+        return {name: found for name, found in self.differences.items() if found}
+
+
+# --- arguments in other layouts ---------------------------------------------------------------------------
+
+
+def _transposed(t: torch.Tensor) -> torch.Tensor:
+    return t.transpose(-1, -2).contiguous().transpose(-1, -2) if t.dim() >= 2 else t
+
+
+def _outer_transposed(t: torch.Tensor) -> torch.Tensor:
+    return t.transpose(0, 1).contiguous().transpose(0, 1) if t.dim() >= 3 else t
+
+
+def _channels_last(t: torch.Tensor) -> torch.Tensor:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if t.dim() == 3:
+        return t.movedim(1, -1).contiguous().movedim(-1, 1)
+    return t.contiguous(memory_format=formats[t.dim()]) if t.dim() in formats else t
+
+
+def _expanded(t: torch.Tensor) -> torch.Tensor:
+    return t[:1].clone().expand(t.shape) if t.dim() and t.shape[0] > 1 else t
+
+
+def _sliced(t: torch.Tensor) -> torch.Tensor:
+    if not t.dim():
+        return torch.stack([t, t])[1]
+    larger = torch.cat([t[:1], t, t[:1]]) if t.shape[0] else t
+    larger = torch.cat([larger, larger], dim=-1)
+    return larger[1:-1, ..., : t.shape[-1]] if t.dim() > 1 else larger[1 : 1 + t.shape[0]]
+
+
+_Change = Callable[[torch.Tensor], torch.Tensor]
+"""A tensor of the same values in another layout."""
+
+
+def _changed(change: _Change, which: Callable[[int], bool]) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """The change for some of the arguments, by position."""
+    return lambda t, i: change(t) if which(i) else t.clone()
+
+
+_CHANGES: dict[str, _Change] = {
+    "transposed": _transposed,
+    "outer transposed": _outer_transposed,
+    "channels last": _channels_last,
+    "expanded": _expanded,
+    "sliced": _sliced,
+}
+LAYOUTS = (
+    {"contiguous": _changed(torch.clone, lambda i: True)}
+    | {name: _changed(change, lambda i: True) for name, change in _CHANGES.items()}
+    | {f"first {name}": _changed(change, lambda i: i == 0) for name, change in _CHANGES.items()}
+    | {f"others {name}": _changed(change, lambda i: i > 0) for name, change in _CHANGES.items()}
+)
+"""(tensor, which argument it is) to the same values in another layout."""
+GRADIENTS: dict[str, _Change] = {
+    "contiguous": torch.ones_like,
+    "expanded": lambda t: torch.ones((), dtype=t.dtype).expand(t.shape),
+    "transposed": lambda t: _transposed(torch.ones(t.shape, dtype=t.dtype)),
+    "channels last": lambda t: _channels_last(torch.ones(t.shape, dtype=t.dtype)),
+}
+
+
+def laid_out(change: Callable[[torch.Tensor, int], torch.Tensor], value: Any) -> tuple[Any, bool]:
+    """Tensors of a sample in another layout, as leaves; and whether one of them is in another one."""
+    changed = False
+    positions = itertools.count()
+
+    def new(t: torch.Tensor) -> torch.Tensor:
+        nonlocal changed
+        if not is_ordinary_tensor(t):
+            return t
+        with torch.no_grad():
+            made = change(t.detach(), next(positions))
+        changed |= made.stride() != t.stride() or made.storage_offset() != t.storage_offset()
+        return made.requires_grad_(t.requires_grad)
+
+    return tree_map_only(torch.Tensor, new, value), changed
+
+
+def run_with_backward(run: Callable[[], Any], leaves: list[torch.Tensor]) -> None:
+    """Forward, and backward where there is something to differentiate."""
+    out = run()
+    outs = [
+        t
+        for t in tree_leaves(out)
+        if isinstance(t, torch.Tensor) and t.requires_grad and is_ordinary_tensor(t)
+    ]
+    wanted = [t for t in leaves if t.requires_grad]
+    if outs and wanted:
+        for gradient in GRADIENTS.values():
+            grads = [gradient(t.detach()) for t in outs]
+            torch.autograd.grad(outs, wanted, grads, allow_unused=True, retain_graph=True)
+
+
+def samples(op: Any, dtype: torch.dtype, limit: int) -> Iterator[Any]:
+    grad = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
+    found = op.sample_inputs("cpu", dtype, requires_grad=grad)
+    for sample in itertools.islice(found, limit):
+        yield (sample.input, sample.args, sample.kwargs)
+
+
+def sweep(
+    compare: CompareMetadata, ops: Iterable[Any], dtypes: Sequence[torch.dtype], limit: int
+) -> dict[str, str]:
+    """Run ops of the database; returns those that do not run, and why not."""
+    failed = {}
+    with device_kernels("cpu"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for op, dtype in itertools.product(ops, dtypes):
+            if dtype not in op.supported_dtypes("cpu"):
+                continue
+            torch.manual_seed(0)
+            for given, (layout, change) in itertools.product(samples(op, dtype, limit), LAYOUTS.items()):
+                (x, args, kwargs), changed = laid_out(change, given)
+                if not changed and layout != "contiguous":
+                    continue
+                leaves = list(tensors_in((x, args, kwargs)))
+                try:
+                    with compare:
+                        run_with_backward(functools.partial(op.op, x, *args, **kwargs), leaves)
+                except Exception as error:  # a layout that the op refuses, or an op for another device
+                    if layout == "contiguous":
+                        failed[op.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    return failed
+
+
+def table(compare: CompareMetadata) -> list[dict[str, Any]]:
+    """A row for each op of which something differs, with torch's own fake kernel or with the rules."""
+    rows = []
+    for name in sorted(compare.calls):
+        left = compare.differences[name]
+        own = compare.torchs_own.get(name) or left
+        if own:
+            what, real, fake = next(iter(own))
+            rows.append(
+                {
+                    "op": name,
+                    "calls": compare.calls[name],
+                    "differs": what,
+                    "real": real,
+                    "fake": fake,
+                    "arguments": own[what, real, fake],
+                    "rule": rule_of_name(name),
+                    "left": [" ".join(difference) for difference in left],
+                    "reason": LEFT.get(name) if left else None,
+                }
+            )
+    return rows
+
+
+def rule_of_name(name: str) -> str | None:
+    _, packet, overload = name.split(".")
+    return rule_of(getattr(getattr(torch.ops.aten, packet), overload)) if name.startswith("aten.") else None
+
+
+@on_one_thread
+def main() -> None:
+    arguments = parser(__doc__, "op_metadata.json")
+    arguments.add_argument(
+        "ops", nargs="*", help="names in the database (default: all; the others write no table)"
+    )
+    arguments.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "complex64"])
+    arguments.add_argument("--limit", type=int, default=3, help="samples of each op and type")
+    given = arguments.parse_args()
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    ops = [op for op in op_db if not given.ops or op.name in given.ops]
+    start = time.perf_counter()
+    compare = CompareMetadata()
+    failed = sweep(compare, ops, [getattr(torch, name) for name in given.dtypes], given.limit)
+    rows = table(compare)
+    for row in rows:
+        print(
+            f"{row['op']}: {row['differs']} {row['real']} is {row['fake']} for {row['arguments']}; {row['rule']}"
+        )
+        for left in row["left"]:
+            print("    left:", left)
+    totals = {
+        "database_ops": len(ops),
+        "aten_ops": len(compare.calls),
+        "calls": sum(compare.calls.values()),
+        "differ_in_torch": len(rows),
+        "differ_with_rules": sum(bool(row["left"]) for row in rows),
+    }
+    print(totals, f"{time.perf_counter() - start:.0f} s")
+    if not given.ops:
+        write_results(given.json, rows, **totals, not_compared=compare.not_compared, failed=failed)
+    new = sorted(set(compare.found()) - set(LEFT))
+    if new:
+        raise SystemExit(f"These differ, and nothing says why: {', '.join(new)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""Strides and storages of what kernels return, where torch's own fake kernels say something else.
+
+Found by running PyTorch's op database on a CPU, forward and backward, for real and fake side by side
+(``python -m benchmarks.op_metadata``; ``benchmarks/results/op_metadata.json``). There are two causes.
+
+**Formulas in Python, in the place of the function that makes the outputs.** A structured op has such a function in C++,
+which is the same for every device, and works on the meta device too. Almost all have a formula registered over it, and
+some of these differ: the mean of ``mse_loss`` lies in a storage as large as its input, since the function allocates the
+unreduced loss, and then makes it a scalar; with operands of mixed layouts it is TensorIterator that decides the strides
+of ``xlogy``. For these the function in C++ is asked: ``_STRUCTURED``.
+
+**Formulas that were never right**, for ops that are not structured. Each has a rule below. A rule of ``on_all_devices``
+is read from code that all devices run, one of ``on_cpu`` from a CPU's kernel: of the others nothing is known there.
+
+To add a rule, decorate a function that gets the fake mode, the arguments of the call by name, and what torch itself
+answers; it returns what is to be returned instead.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sacplan._torch.ops import RuleTable, arguments_by_name
+from sacplan._torch.private import (
+    FakeKernel,
+    FakeTensorMode,
+    fake_empty_strided,
+    meta_storage,
+    run_structured,
+    suggested_memory_format,
+    torchs_own_fake,
+)
+
+aten = torch.ops.aten
+
+Rule = Callable[[FakeTensorMode, Mapping[str, Any], Any], Any]
+
+on_all_devices: RuleTable[Rule] = RuleTable()
+on_cpu: RuleTable[Rule] = RuleTable()
+"""(fake mode, arguments by name, torch's own outputs) -> outputs, by ``OpOverload``."""
+
+
+_STRUCTURED = (
+    aten._log_softmax_backward_data.default,
+    aten.copysign.Tensor,
+    aten.div.Tensor_mode,
+    aten.heaviside.default,
+    aten.leaky_relu_backward.default,
+    aten.logaddexp.default,
+    aten.logit_backward.default,
+    aten.mse_loss.default,
+    aten.pow.Scalar,
+    aten.smooth_l1_loss.default,
+    aten.special_xlog1py.default,
+    aten.threshold_backward.default,
+    aten.xlogy.Tensor,
+)
+
+
+def _structured(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+    return run_structured(mode, func, args, kwargs)
+
+
+def _kernel(rule: Rule) -> FakeKernel:
+    def fake(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+        own = torchs_own_fake(mode, func, args, kwargs)
+        return rule(mode, arguments_by_name(func, args, kwargs), own)
+
+    return fake
+
+
+@functools.cache
+def shared_kernels() -> dict[Any, FakeKernel]:
+    """Fake kernels for every device, by op."""
+    structured: dict[Any, FakeKernel] = dict.fromkeys(_STRUCTURED, _structured)
+    return structured | {op: _kernel(rule) for op, rule in on_all_devices.items()}
+
+
+@functools.cache
+def cpu_kernels() -> dict[Any, FakeKernel]:
+    """Fake kernels for CPUs, by op; they come before those for every device."""
+    return {op: _kernel(rule) for op, rule in on_cpu.items()}
+
+
+def rule_of(func: Any) -> str | None:
+    """Which rule an op has on a CPU: ``"C++"``, ``"all devices"`` or ``"CPU"``; None if it has none."""
+    tables = {"CPU": on_cpu, "all devices": on_all_devices, "C++": _STRUCTURED}
+    return next((name for name, ops in tables.items() if func in ops), None)
+
+
+# --- how outputs are laid out -----------------------------------------------------------------------------
+
+
+def _laid_out(mode: FakeTensorMode, own: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """A tensor of the same size and type with other strides; the same one if it has them."""
+    if own.stride() == tuple(stride):
+        return own
+    return fake_empty_strided(mode, own.shape, stride, own.dtype)
+
+
+def _like(mode: FakeTensorMode, own: torch.Tensor, model: torch.Tensor, memory_format: Any) -> torch.Tensor:
+    """As ``empty_like(model, memory_format=...)`` is laid out."""
+    with mode:
+        return _laid_out(mode, own, torch.empty_like(model, memory_format=memory_format).stride())
+
+
+def _contiguous(mode: FakeTensorMode, own: torch.Tensor) -> torch.Tensor:
+    return _like(mode, own, own, torch.contiguous_format)
+
+
+def _as_iterated(mode: FakeTensorMode, own: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+    """As TensorIterator lays out the output of an elementwise op over two operands."""
+    return _laid_out(mode, own, run_structured(mode, aten.add.Tensor, operands, {}).stride())
+
+
+def _in_larger_storage(mode: FakeTensorMode, own: torch.Tensor, elements: int) -> torch.Tensor:
+    """The same tensor at the beginning of a storage for ``elements``."""
+    storage = meta_storage(elements * own.element_size())
+    return fake_empty_strided(mode, own.shape, own.stride(), own.dtype, storage)
+
+
+# --- losses: Loss.cpp, Loss.cu ------------------------------------------------------------------------------
+# Where they are reduced, the result is made of the unreduced loss by ``resize_``, which keeps the storage.
+
+_UNREDUCED = 0
+
+
+@on_all_devices(aten.binary_cross_entropy.default)
+def _binary_cross_entropy(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    if a["reduction"] == _UNREDUCED:
+        return _like(mode, own, a["self"], torch.preserve_format)
+    return _in_larger_storage(mode, own, a["self"].numel())
+
+
+@on_all_devices(aten.soft_margin_loss.default)
+def _soft_margin_loss(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    return own if a["reduction"] == _UNREDUCED else _in_larger_storage(mode, own, a["target"].numel())
+
+
+@on_all_devices(aten.binary_cross_entropy_backward.default)
+def _binary_cross_entropy_backward(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    return _like(mode, own, a["self"], torch.preserve_format)
+
+
+@on_all_devices(
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.normal.Tensor_Tensor,  # DistributionTemplates.h
+)
+def _contiguous_output(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    return _contiguous(mode, own)
+
+
+@on_cpu(aten.log_sigmoid_backward.default)  # Activation.cpp
+def _like_gradient(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    return _like(mode, own, a["grad_output"], torch.preserve_format)
+
+
+@on_cpu(aten.log_sigmoid_forward.default)  # Activation.cpp
+def _contiguous_outputs(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    return tuple(_contiguous(mode, t) for t in own)
+
+
+# --- elementwise ops: Activation.cpp, BinaryOps.cpp ---------------------------------------------------------
+
+
+@on_all_devices(aten.hardswish_backward.default, aten.hardtanh_backward.default)
+def _of_gradient(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    return _as_iterated(mode, own, a["grad_output"], a["self"])
+
+
+@on_all_devices(
+    aten.floor_divide.default,
+    aten.logical_and.default,
+    aten.logical_or.default,
+    aten.logical_xor.default,
+)
+def _binary(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    return _as_iterated(mode, own, a["self"], a["other"])
+
+
+@on_all_devices(aten.ldexp.Tensor)
+def _ldexp(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    """``self * 2**other``, of which the power is contiguous."""
+    return _as_iterated(mode, own, a["self"], run_structured(mode, aten.pow.Scalar, (2.0, a["other"]), {}))
+
+
+@on_cpu(aten.native_dropout_backward.default)  # Dropout.cpp; CUDA has a kernel of its own
+def _native_dropout_backward(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    return _as_iterated(mode, own, a["grad_output"], a["mask"])
+
+
+# --- normalization: Normalization.cpp, layer_norm.cpp --------------------------------------------------------
+
+
+def _dense_format(t: torch.Tensor) -> torch.memory_format | None:
+    """The memory format in which a tensor is contiguous, the usual one first."""
+    formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+    dims = {torch.channels_last: 4, torch.channels_last_3d: 5}
+    for memory_format in formats:
+        if dims.get(memory_format, t.dim()) == t.dim() and t.is_contiguous(memory_format=memory_format):
+            return memory_format
+    return None
+
+
+@on_cpu(
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_no_training.default,
+    aten._batch_norm_with_update.default,
+    aten._batch_norm_no_update.default,
+)
+def _batch_norm(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    """Output in the memory format of an input [N, C, ...] that has one, else contiguous."""
+    input = a["input"]
+    others = [a.get(name) for name in ("weight", "bias", "running_mean", "running_var")]
+    contiguous = all(t is None or t.is_contiguous() for t in others)
+    memory_format = (_dense_format(input) if contiguous else None) or suggested_memory_format(input)
+    return (_like(mode, own[0], input, memory_format), *own[1:])
+
+
+@on_cpu(aten.native_batch_norm_backward.default, aten.batch_norm_backward.default)
+def _batch_norm_backward(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    if own[0] is None:
+        return own
+    grad, input = a["grad_out"], a["input"]
+    memory_format = suggested_memory_format(input)
+    if _dense_format(grad) and suggested_memory_format(grad) == memory_format:
+        memory_format = _dense_format(input) or memory_format
+    return (_like(mode, own[0], input, memory_format), *own[1:])
+
+
+@on_cpu(aten.native_layer_norm_backward.default)
+def _layer_norm_backward(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    return tuple(None if t is None else _contiguous(mode, t) for t in own)
+
+
+# --- ops that keep the input's memory format on a CPU ---------------------------------------------------------
+
+
+@on_cpu(
+    aten.channel_shuffle.default,  # ChanelShuffle.cpp
+    aten.max_unpool2d.default,  # MaxUnpooling.cpp
+    aten.reflection_pad3d.default,  # ReflectionPad.cpp
+    aten.replication_pad3d.default,  # ReplicationPadding.cpp
+    aten.reflection_pad2d_backward.default,
+    aten.reflection_pad3d_backward.default,
+    aten.replication_pad2d_backward.default,
+    aten.replication_pad3d_backward.default,
+)
+def _in_format_of_input(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    return _like(mode, own, own, suggested_memory_format(a["self"]))
+
+
+# --- copies of whole storages: TensorShape.cpp, clone_preserve_strides ----------------------------------------
+
+
+@on_all_devices(
+    aten.select_scatter.default,
+    aten.slice_scatter.default,
+    aten.diagonal_scatter.default,
+    aten.as_strided_scatter.default,
+)
+def _scatter(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    """A copy of the input's storage, all of it, if the elements of the input do not overlap."""
+    input = a["self"]
+    if own.stride() != input.stride():
+        return own
+    storage = meta_storage(input.untyped_storage().nbytes())
+    return fake_empty_strided(mode, own.shape, own.stride(), own.dtype, storage, int(input.storage_offset()))
+
+
+@on_cpu(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)  # EmbeddingBag.cpp
+def _embedding_bag(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    """Which bag each index is in, and the size of each bag; one more of each may be allocated than is returned."""
+    output, bag_of_index, bag_size, *rest = own
+    indices, offsets = a["indices"].numel(), a["offsets"].numel()
+    if bag_of_index.numel() == indices > 0:
+        bag_of_index = _in_larger_storage(mode, bag_of_index, indices + 1)
+    if bag_size.numel() == offsets - 1 > 0:
+        bag_size = _in_larger_storage(mode, bag_size, offsets)
+    return (output, bag_of_index, bag_size, *rest)
