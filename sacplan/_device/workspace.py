@@ -31,52 +31,25 @@ import torch
 from sacplan._device.cost import is_free
 from sacplan._device.devices import DeviceSpec
 from sacplan._device.kernel_workspaces import kernel_workspace_bytes
-from sacplan._device.overrides import HALF_TYPES
 from sacplan._device.real_ops import RUN_ERRORS, RealOp, first_line, op_key, run_for_real
 from sacplan._torch.allocations import allocation_deltas, profiler_is_on
 from sacplan._torch.ops import arguments_by_name, aten_names, tensors_in
 from sacplan._torch.private import fake_kernels, storage_key
 from sacplan.errors import TraceError
 
-# Ops in which a CPU kernel was seen to allocate more than its outputs: every op of 25 models (convolutional,
-# transformers, state space, recurrent; float32 and bfloat16, channels last) was run under the profiler, and
-# those that took more than 64 bytes are here with their relatives. The others are not worth a run. To add one, add
-# its name.
-_MEASURED = (
-    # reordered layouts, im2col, padded or second gradients: up to seventy times the output
-    aten_names("""
-        convolution convolution_backward convolution_overrideable convolution_backward_overrideable
-        mkldnn_convolution _slow_conv2d_forward _slow_conv2d_backward slow_conv3d_forward slow_conv_dilated2d
-        slow_conv_dilated3d slow_conv_transpose2d slow_conv_transpose3d mkldnn_rnn_layer
-        mkldnn_rnn_layer_backward
-    """)
-    # copies of operands that are not contiguous, accumulators per thread
-    | aten_names("""
-        native_batch_norm native_batch_norm_backward _native_batch_norm_legit
-        _native_batch_norm_legit_functional _native_batch_norm_legit_no_training native_layer_norm
-        native_layer_norm_backward native_group_norm native_group_norm_backward _fused_rms_norm
-        _fused_rms_norm_backward _weight_norm_interface _weight_norm_interface_backward _safe_softmax _softmax
-        _softmax_backward_data _log_softmax _log_softmax_backward_data
-        _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
-        gelu_backward roll avg_pool2d_backward avg_pool3d_backward adaptive_max_pool2d_backward
-        adaptive_max_pool3d_backward max_pool2d_with_indices_backward max_pool3d_with_indices_backward
-        _adaptive_avg_pool2d_backward upsample_linear1d upsample_bilinear2d upsample_bicubic2d
-        upsample_trilinear3d upsample_linear1d_backward upsample_bilinear2d_backward
-        upsample_bicubic2d_backward upsample_trilinear3d_backward _upsample_bilinear2d_aa
-        _upsample_bilinear2d_aa_backward nll_loss_forward nll_loss_backward nll_loss2d_forward
-        nll_loss2d_backward _ctc_loss _ctc_loss_backward
-    """)
-    # indices sorted, or copied
-    | aten_names("""
-        embedding embedding_dense_backward _embedding_bag _embedding_bag_backward _embedding_bag_dense_backward
-        index index_put index_put_ _index_put_impl_ sort topk
-    """)
-)
-# Where a matrix has neither rows nor columns of stride 1 (permuted, expanded): BLAS takes a copy.
+# Ops that allocate nothing but what they return, whatever their operands: not worth a run. Every other op runs once.
+# Elementwise ops and matrix products are told apart by their operands: see ``_worth_a_run``.
+# ``tests/test_op_temporaries.py`` runs what is not run here, over PyTorch's op database.
+_NOTHING_INSIDE = aten_names("""
+    arange as_strided_copy bernoulli cat clone copy_ detach_copy empty_like expand_copy fill fill_ full full_like
+    linspace native_dropout normal_ one_ ones ones_like permute_copy rand rand_like randint randn randn_like
+    random_ slice_copy squeeze_copy stack t_copy transpose_copy tril triu uniform_ unsqueeze_copy view_copy
+    zero_ zeros zeros_like
+""")
 _PRODUCTS = aten_names("mm addmm bmm baddbmm addbmm mv addmv")
-# Where an operand is of half type: reordered for oneDNN, or added up in float32.
-_MEASURED_IN_HALF = _PRODUCTS | aten_names("mean sum cumsum")
+_MADE_FOR_BLAS = frozenset((torch.float32, torch.float64))
 
+_ELEMENTWISE_WITH_MORE: frozenset[str] = frozenset()
 _CPU = torch.device("cpu")
 _known: dict[Any, int] = {}
 """Bytes by (torch, threads, oneDNN, op key); for the life of the process."""
@@ -94,7 +67,7 @@ def measured_workspace_bytes(
     Raises:
         TraceError: a profiler is on in this thread.
     """
-    if not _worth_a_run(func, args):
+    if not _worth_a_run(func, args, kwargs, out):
         return 0
     key = (
         torch.__version__,
@@ -116,18 +89,20 @@ def measured_workspace_bytes(
     return known
 
 
-def _worth_a_run(func: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+def _worth_a_run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
+    """Whether the kernel of this call may allocate more than it returns."""
     name = func._schema.name
-    if name in _MEASURED:
-        return True
-    tensors = [t for t in tensors_in(args) if t.dim() and t.dtype.is_floating_point]
-    dtypes = {t.dtype for t in tensors}
-    if name in _MEASURED_IN_HALF and not dtypes.isdisjoint(HALF_TYPES):
-        return True
+    if func.namespace not in ("aten", "prims") or name in _NOTHING_INSIDE or is_free(func):
+        return False
+    tensors = [t for t in tensors_in((args, kwargs)) if t.dim()]
     if name in _PRODUCTS:
-        return any(t.dim() > 1 and not _fits_blas(t) for t in tensors)
-    # An elementwise op on two types copies one of its operands to the other's.
-    return len(dtypes) > 1 and torch.Tag.pointwise in func.tags and not is_free(func)
+        # Where a matrix has neither rows nor columns of stride 1 (permuted, expanded), BLAS takes a copy. Half
+        # types are reordered for oneDNN, or added up in float32.
+        return any(t.dtype not in _MADE_FOR_BLAS or (t.dim() > 1 and not _fits_blas(t)) for t in tensors)
+    if torch.Tag.pointwise in func.tags and name not in _ELEMENTWISE_WITH_MORE:
+        # An operand of another type than the result is copied to it.
+        return len({t.dtype for t in (*tensors, *tensors_in(out))}) > 1
+    return True
 
 
 def _fits_blas(t: torch.Tensor) -> bool:

@@ -1,0 +1,176 @@
+"""Predicted against measured peaks, op by op: PyTorch's op database on a CPU, unplanned and with everything discarded.
+
+    python -m benchmarks.op_memory              # all ops: some ten minutes
+    python -m benchmarks.op_memory prod cumprod # some of them, printed only
+
+Each op of ``torch.testing._internal``'s database (float32) is one layer of a small model, on one or two samples that
+are scaled up where they can be (``op_samples.py``). A step is forward and backward, forward alone where the op has no
+gradient. Its peak, as ``sacplan.profile`` predicts it for ``device="cpu"``, is compared with the allocator's events;
+then with ``sacplan.policy("full")``. Ops with sizes that depend on data are traced with ``trace="real"``.
+
+The table of what differs by more than one percent is for ``docs/op_memory.md``. Needs ``expecttest``.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sacplan
+from benchmarks.common import describe, machine, on_one_thread, parser, write_results
+from benchmarks.op_samples import OpStep, full_name, loss_of, op_database, samples_of
+from sacplan._record.step import Step, call_model
+from sacplan._verify.measure import measured_step
+
+TOLERANCE = 0.01
+_ADDRESS_SPACE = 12 * 2**30
+_LAYER = "op"
+
+
+@on_one_thread
+def rows_of(op: Any, most: int = 2) -> list[dict[str, Any]]:
+    """One row for each sample of an op: predicted and measured bytes, or the error that it raises."""
+    rows = []
+    for sample in samples_of(op, most):
+        row: dict[str, Any] = {"op": full_name(op), "bytes": sample.nbytes}
+        rows.append(row)
+        model = OpStep(op, sample.sample)
+        mode = "train" if op.supports_autograd and _has_gradient(model) else "inference"
+        row["mode"] = mode
+        loss = loss_of if mode == "train" else call_model
+        row |= _figures(model, mode, loss)
+    return rows
+
+
+def _has_gradient(model: OpStep) -> bool:
+    try:
+        return bool(loss_of(model, model.batch).requires_grad)
+    except (AssertionError, RuntimeError):  # no output has one, or the op raises: the forward pass says which
+        return False
+
+
+def _figures(model: OpStep, mode: Any, loss: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for trace in ("fake", "real"):
+            found["trace"] = trace
+            try:
+                profile = sacplan.profile(model, model.batch, loss, device="cpu", mode=mode, trace=trace)
+                break
+            except sacplan.SacplanError as error:
+                found[f"error_{trace}"] = _shortened(error)
+                if trace == "real" or 'trace="real"' not in str(error):
+                    return found
+            except Exception as error:  # what the op itself raises, or a fault of ours: a row says which
+                return found | {"raised": _shortened(error)}
+    said = {str(w.message) for w in caught if "workspace" in str(w.message)}
+    if said:
+        found["warnings"] = sorted(said)
+    step = Step(model, model.batch, loss, None, mode)
+    found["predicted"] = profile.peak_bytes
+    found["measured"] = _measured(step)
+    if mode == "train":
+        try:
+            plan = sacplan.policy("full", profile=profile, layers=_LAYER)
+        except sacplan.PlanError:
+            return found  # nothing there that may run again
+        with sacplan.apply(model, plan):
+            found["planned_predicted"] = plan.peak_bytes
+            found["planned_measured"] = _measured(step)
+    return found
+
+
+def _measured(step: Step) -> int:
+    """The second of two steps: the first may fill caches."""
+    assert isinstance(step.model, OpStep)
+    step.run()
+    return measured_step(step, step.model.batch).peak_bytes
+
+
+def _shortened(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+
+
+def differences(row: dict[str, Any]) -> tuple[float | None, float | None]:
+    """Predicted less measured as a share of measured, unplanned and with everything discarded."""
+    return tuple(
+        row[f"{which}predicted"] / row[f"{which}measured"] - 1 if f"{which}measured" in row else None
+        for which in ("", "planned_")
+    )  # type: ignore[return-value]
+
+
+def is_off(row: dict[str, Any]) -> bool:
+    """Whether a prediction differs by more than the tolerance."""
+    return any(d is not None and abs(d) > TOLERANCE for d in differences(row))
+
+
+# --- all of them ------------------------------------------------------------------------------------------
+
+
+def _in_workers(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of ops, in processes of their own: an op that ends its process costs itself only."""
+    left = collections.deque(names)
+    while left:
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.op_memory", "--worker", *left]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as worker:
+            assert worker.stdout is not None
+            for line in worker.stdout:
+                if not line.startswith("{"):
+                    continue
+                row = json.loads(line)
+                if "done" in row:
+                    left.popleft()
+                else:
+                    yield row
+        if left:
+            yield {"op": left.popleft(), "raised": f"the process ended with {worker.returncode}"}
+
+
+def _work(names: Sequence[str]) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
+    ops = {full_name(op): op for op in op_database()}
+    for name in names:
+        try:
+            rows = rows_of(ops[name])
+        except Exception as error:  # the sample's own: said in a row
+            rows = [{"op": name, "raised": _shortened(error)}]
+        for row in rows:
+            print(json.dumps(row), flush=True)
+        print(json.dumps({"done": name}), flush=True)
+
+
+def main() -> None:
+    arguments_parser = parser(__doc__, "op_memory.json")
+    arguments_parser.add_argument("ops", nargs="*", help="names in the database; all of them by default")
+    arguments_parser.add_argument("--worker", action="store_true", help="print rows as JSON")
+    arguments = arguments_parser.parse_args()
+    if arguments.worker:
+        _work(arguments.ops)
+        return
+    torch.set_num_threads(1)
+    print(describe(machine()))
+    names = [full_name(op) for op in op_database() if not arguments.ops or op.name in arguments.ops or full_name(op) in arguments.ops]
+    began = time.perf_counter()
+    rows = []
+    for row in _in_workers(names):
+        rows.append(row)
+        if is_off(row) or "raised" in row or "error_real" in row or (arguments.ops and True):
+            shown = ["" if d is None else f"{d:+.2%}" for d in differences(row)]
+            print(f"{row['op']:48s} {row.get('trace', ''):5s} {shown} {row.get('raised', row.get('error_real', ''))}", flush=True)
+    if not arguments.ops:
+        write_results(arguments.json, rows, seconds=round(time.perf_counter() - began))
+
+
+if __name__ == "__main__":
+    main()
