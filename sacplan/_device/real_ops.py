@@ -34,9 +34,16 @@ from sacplan._device.cost import signature
 from sacplan._torch.ops import arguments_by_name
 
 
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 @contextmanager
 def outside_of_the_trace(device: torch.device) -> Iterator[None]:
-    """No fake mode, no dispatch mode, no autograd, no autocast inside; generators are put back after."""
+    """No fake mode, no dispatch mode, no autograd, no autocast inside; generators are put back after.
+
+    Where autograd is switched on inside, it keeps tensors as it does without hooks.
+    """
     indices = [device.index or 0] if device.type == "cuda" else []
     with (
         _disable_current_modes(),
@@ -45,6 +52,7 @@ def outside_of_the_trace(device: torch.device) -> Iterator[None]:
         torch.no_grad(),
         torch._C._DisableAutocast(),
         torch.random.fork_rng(devices=indices),
+        torch.autograd.graph.saved_tensors_hooks(_itself, _itself),
     ):
         yield
 

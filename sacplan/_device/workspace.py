@@ -22,7 +22,7 @@ the outputs: it does not matter whether the outputs come first or last.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ from sacplan._device.kernel_workspaces import kernel_workspace_bytes
 from sacplan._device.real_ops import RUN_ERRORS, RealOp, first_line, op_key, run_for_real
 from sacplan._torch.allocations import allocation_deltas, profiler_is_on
 from sacplan._torch.ops import arguments_by_name, aten_names, tensors_in
-from sacplan._torch.private import fake_kernels, storage_key
+from sacplan._torch.private import autograd_as_outside, fake_kernels, storage_key
 from sacplan.errors import TraceError
 
 # Ops that allocate nothing but what they return, whatever their operands: not worth a run. Every other op runs once.
@@ -78,15 +78,64 @@ def measured_workspace_bytes(
     known = _known.get(key)
     if known is None:
         try:
-            peak, real_outputs = run_for_real(func, args, kwargs, out, _CPU, _peak_inside)
+            inside = run_for_real(func, args, kwargs, out, _CPU, _peak_inside)
         except RUN_ERRORS as error:
             warnings.warn(
                 f"the workspace of {func} could not be measured ({first_line(error)}); it counts as 0.",
                 stacklevel=2,
             )
-            peak = real_outputs = 0
-        known = _known[key] = max(0, peak - real_outputs)
+            inside = 0
+        known = _known[key] = max(0, inside)
     return known
+
+
+# Ops whose backward formula takes another way under a dispatch mode than in the plain step, because it avoids writing
+# in place where ``isTensorSubclassLike`` says that there is a subclass (``FunctionsManual.cpp``, torch 2.13): what the
+# plain formula allocates is measured. ``benchmarks.op_memory`` finds more of them.
+_OTHER_FORMULA_UNDER_A_MODE = aten_names("""
+    max min median nanmedian prod cumprod binary_cross_entropy_with_logits xlogy clamp clamp_min clamp_max
+""")
+
+
+def measured_formula_bytes(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> int | None:
+    """Bytes that the backward formula of ``func`` takes on a CPU at its peak beyond the gradients that it returns.
+
+    None where the ops that a dispatch mode sees are those of the plain step, and say it themselves; where no argument
+    requires a gradient; and, with a warning, where the formula cannot be run on made-up operands.
+    """
+    if func._schema.name not in _OTHER_FORMULA_UNDER_A_MODE or not torch.is_grad_enabled():
+        return None
+    wanted = tuple(i for i, t in enumerate(tensors_in((args, kwargs))) if t.requires_grad)
+    if not wanted:
+        return None
+    key = ("formula", torch.__version__, torch.get_num_threads(), wanted, op_key(func, args, kwargs))
+    if key not in _known:
+        try:
+            _known[key] = run_for_real(
+                func, args, kwargs, out, _CPU, lambda op: max(0, _inside_the_formula(op, wanted))
+            )
+        except RUN_ERRORS as error:
+            warnings.warn(
+                f"the backward pass of {func} could not be measured ({first_line(error)}); it counts as the ops that "
+                "a dispatch mode sees.",
+                stacklevel=2,
+            )
+            return None
+    return _known[key]
+
+
+def _inside_the_formula(op: RealOp, wanted: Sequence[int]) -> int:
+    given = list(tensors_in((op.args, op.kwargs)))
+    leaves = [given[i].requires_grad_() for i in wanted]
+    with autograd_as_outside():
+        outputs = [t for t in tensors_in(op()) if t.requires_grad]
+    upstream = [torch.ones_like(t) for t in outputs]
+    return _peak_beyond_outputs(
+        lambda: torch.autograd.grad(outputs, leaves, upstream, retain_graph=True, allow_unused=True),
+        (given, upstream),
+    )
 
 
 def _worth_a_run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
@@ -113,8 +162,12 @@ def _fits_blas(t: torch.Tensor) -> bool:
     return by_rows or (row_stride == 1 and column_stride >= max(1, rows))
 
 
-def _peak_inside(op: RealOp) -> tuple[int, int]:
-    """(peak of what the op allocates, bytes of the new storages that it returns)."""
+def _peak_inside(op: RealOp) -> int:
+    return _peak_beyond_outputs(op, (op.args, op.kwargs))
+
+
+def _peak_beyond_outputs(run: Callable[[], Any], given: Any) -> int:
+    """Peak of what ``run`` allocates, less the bytes of the storages that it returns and was not given."""
     if profiler_is_on():
         raise TraceError(
             "a profiler is on, and a profile for a CPU needs it to measure what kernels allocate inside. "
@@ -122,18 +175,18 @@ def _peak_inside(op: RealOp) -> tuple[int, int]:
         )
     outputs = 0
 
-    def run() -> None:
+    def watched() -> None:
         nonlocal outputs
-        out = op()
-        given = {storage_key(t.untyped_storage()) for t in tensors_in((op.args, op.kwargs))}
+        out = run()
+        old = {storage_key(t.untyped_storage()) for t in tensors_in(given)}
         made = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors_in(out)}
-        outputs = sum(nbytes for key, nbytes in made.items() if key not in given)
+        outputs = sum(nbytes for key, nbytes in made.items() if key not in old)
 
     live = peak = 0
-    for delta in allocation_deltas(run):
+    for delta in allocation_deltas(watched):
         live += delta
         peak = max(peak, live)
-    return peak, outputs
+    return peak - outputs
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -180,3 +233,8 @@ def workspace_bytes(spec: DeviceSpec, func: Any, args: Any, kwargs: Any, out: An
     if spec.kind == "cpu":
         return measured_workspace_bytes(func, args, kwargs, out)
     return kernel_workspace_bytes(func, args, kwargs, out, spec)
+
+
+def formula_bytes(spec: DeviceSpec, func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
+    """What the plain backward formula of an op takes, where a dispatch mode sees another one: measured on a CPU."""
+    return measured_formula_bytes(func, args, kwargs, out) if spec.kind == "cpu" else None

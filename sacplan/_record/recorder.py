@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, Scope, StorageKind, Tensor
 from sacplan._record.calls import arguments_of
 from sacplan._record.fake_data import DataRules
-from sacplan._record.in_place import InPlaceWrites
+from sacplan._record.in_place import InPlaceWrites, plain_formulas
 from sacplan._record.saved_tensors import SavedMode, SavedTensors
 from sacplan._record.seen_ops import Seen, SeenOps
 from sacplan._rewrites.in_place_versions import in_place_versions
@@ -58,12 +58,18 @@ def _keeps_a_number(func: Any, args: Any) -> bool:
     return func in _KEEP_THEIR_SECOND and not isinstance(args[1], torch.Tensor) and args[0].requires_grad
 
 
+def _as_recorded(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
+    return None
+
+
 class Recorder(TorchDispatchMode):
     """Context manager: everything dispatched inside becomes a ``Program``.
 
     Args:
         cost: ``(func, args, kwargs, out) -> (flops, time_ms)`` for each op.
         workspace: ``(func, args, kwargs, out) -> bytes`` that the kernel allocates inside.
+        formula: the same arguments, for an op that is differentiated: bytes that its backward formula takes beyond its
+            gradients in the plain step, or None if the ops that are recorded are those of the plain step.
         round_bytes: the allocator's granularity.
         saved: how tensors that autograd saves are treated, see ``saved_tensors.py``.
         state_bytes: size of a random generator's state where it lies in the device's memory (on a CPU).
@@ -80,6 +86,7 @@ class Recorder(TorchDispatchMode):
         *,
         cost: Callable[..., tuple[int, float]],
         workspace: Callable[..., int],
+        formula: Callable[..., int | None] = _as_recorded,
         round_bytes: int,
         saved: SavedMode,
         state_bytes: int = 0,
@@ -90,6 +97,8 @@ class Recorder(TorchDispatchMode):
         self._rules = rules
         self._cost = cost
         self._workspace = workspace
+        self._formula = formula
+        self._formulas: dict[int, int] = {}  # op to what its backward formula takes
         self._round = max(1, round_bytes)
         self._state_bytes = self._rounded(state_bytes)
         self._number_bytes = self._rounded(number_bytes)
@@ -263,6 +272,7 @@ class Recorder(TorchDispatchMode):
         self._backward_order.clear()
         self._backward_scope = ROOT_SCOPE
         self._in_place.clear()
+        self._formulas.clear()
         self._initial = sorted(set(self._ids.values()))
         self._initial_set.clear()
         self._initial_set.update(self._initial)
@@ -434,7 +444,12 @@ class Recorder(TorchDispatchMode):
         self._events.append((_OP, index))
         if phase is Phase.BACKWARD:
             self._in_place.saw(self._node, func, args, out, index, op.reads, op.writes, n_storages)
-        elif self._number_bytes and phase is Phase.FORWARD and _keeps_a_number(func, args):
+            return
+        if phase is Phase.FORWARD:
+            inside = self._formula(func, args, kwargs, out)
+            if inside is not None:
+                self._formulas[index] = self._rounded(inside)
+        if self._number_bytes and phase is Phase.FORWARD and _keeps_a_number(func, args):
             self._events.append((_ALLOC, len(self._storage_bytes)))
             self._storage_bytes.append(self._number_bytes)
             self._kinds.append(StorageKind.OTHER)
@@ -535,6 +550,7 @@ class Recorder(TorchDispatchMode):
         kinds = list(self._kinds)
         born_backward = [phase is Phase.BACKWARD for phase in self._born]
         ops, events, same = self._in_place.settle(self._ops, self._events, kinds, born_backward)
+        ops, events = plain_formulas(ops, events, self._formulas)
         saved = self._saved
         parameters = {id(p): p for m in self._modules.values() for p in m.parameters(recurse=False)}
         sizes = {key: self._rounded(p.numel() * p.element_size()) for key, p in parameters.items()}
