@@ -3,8 +3,8 @@
     python -m benchmarks.op_memory              # all ops: some ten minutes
     python -m benchmarks.op_memory prod cumprod # some of them, printed only
 
-Each op of ``torch.testing._internal``'s database (float32) is one layer of a small model, on one or two samples that
-are scaled up where they can be (``op_samples.py``). A step is forward and backward, forward alone where the op has no
+Each op of ``torch.testing._internal``'s database (float32) is one layer of a small model, on its largest sample,
+scaled up where it can be (``op_samples.py``). A step is forward and backward, forward alone where the op has no
 gradient. Its peak, as ``sacplan.profile`` predicts it for ``device="cpu"``, is compared with the allocator's events;
 then with ``sacplan.policy("full")``. Ops with sizes that depend on data are traced with ``trace="real"``.
 
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import sacplan
 from benchmarks.common import describe, machine, on_one_thread, parser, write_results
@@ -33,18 +34,24 @@ from sacplan._record.step import Step, call_model
 from sacplan._verify.measure import measured_step
 
 TOLERANCE = 0.01
+_ERRORS = ("ended", "refused", "raised_fake", "error_fake", "raised_real", "error_real")
 _ADDRESS_SPACE = 12 * 2**30
 _LAYER = "op"
 
 
 @on_one_thread
-def rows_of(op: Any, most: int = 2) -> list[dict[str, Any]]:
+def rows_of(op: Any, most: int = 1) -> list[dict[str, Any]]:
     """One row for each sample of an op: predicted and measured bytes, or the error that it raises."""
     rows = []
     for sample in samples_of(op, most):
         row: dict[str, Any] = {"op": full_name(op), "bytes": sample.nbytes}
         rows.append(row)
         model = OpStep(op, sample.sample)
+        try:
+            model(*model.batch)
+        except Exception as error:  # the plain op refuses the sample
+            rows[-1] |= {"refused": _shortened(error)}
+            continue
         mode = "train" if op.supports_autograd and _has_gradient(model) else "inference"
         row["mode"] = mode
         loss = loss_of if mode == "train" else call_model
@@ -70,16 +77,17 @@ def _figures(model: OpStep, mode: Any, loss: Any) -> dict[str, Any]:
                 break
             except sacplan.SacplanError as error:
                 found[f"error_{trace}"] = _shortened(error)
-                if trace == "real" or 'trace="real"' not in str(error):
-                    return found
-            except Exception as error:  # what the op itself raises, or a fault of ours: a row says which
-                return found | {"raised": _shortened(error)}
+            except Exception as error:  # not of the family: the row says so
+                found[f"raised_{trace}"] = _shortened(error)
+        else:
+            return found
     said = {str(w.message) for w in caught if "workspace" in str(w.message)}
     if said:
         found["warnings"] = sorted(said)
     step = Step(model, model.batch, loss, None, mode)
     found["predicted"] = profile.peak_bytes
     found["measured"] = _measured(step)
+    found["returns_tensors"] = any(isinstance(t, torch.Tensor) for t in tree_leaves(model(*model.batch)))
     if mode == "train":
         try:
             plan = sacplan.policy("full", profile=profile, layers=_LAYER)
@@ -134,7 +142,7 @@ def _in_workers(names: Sequence[str]) -> Iterator[dict[str, Any]]:
                 else:
                     yield row
         if left:
-            yield {"op": left.popleft(), "raised": f"the process ended with {worker.returncode}"}
+            yield {"op": left.popleft(), "ended": f"the process ended with {worker.returncode}"}
 
 
 def _work(names: Sequence[str]) -> None:
@@ -144,7 +152,7 @@ def _work(names: Sequence[str]) -> None:
         try:
             rows = rows_of(ops[name])
         except Exception as error:  # the sample's own: said in a row
-            rows = [{"op": name, "raised": _shortened(error)}]
+            rows = [{"op": name, "refused": _shortened(error)}]
         for row in rows:
             print(json.dumps(row), flush=True)
         print(json.dumps({"done": name}), flush=True)
@@ -165,9 +173,10 @@ def main() -> None:
     rows = []
     for row in _in_workers(names):
         rows.append(row)
-        if is_off(row) or "raised" in row or "error_real" in row or (arguments.ops and True):
-            shown = ["" if d is None else f"{d:+.2%}" for d in differences(row)]
-            print(f"{row['op']:48s} {row.get('trace', ''):5s} {shown} {row.get('raised', row.get('error_real', ''))}", flush=True)
+        errors = [row[k] for k in _ERRORS if k in row]
+        if arguments.ops or is_off(row) or errors:
+            shown = " ".join("" if d is None else f"{d:+.2%}" for d in differences(row))
+            print(f"{row['op']:48s} {row.get('trace', ''):5s} {shown} {'; '.join(errors)}", flush=True)
     if not arguments.ops:
         write_results(arguments.json, rows, seconds=round(time.perf_counter() - began))
 

@@ -6,11 +6,12 @@ lie in its modules. Those are multiplied here until a sample takes ``ENOUGH_BYTE
 
 from __future__ import annotations
 
+import functools
 import itertools
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,14 +33,28 @@ def op_database() -> list[Any]:
         ImportError: ``expecttest`` is missing, which ``torch.testing._internal`` imports.
     """
     try:
-        from torch.testing._internal.common_methods_invocations import op_db
+        from torch.testing._internal import common_methods_invocations as database
     except ModuleNotFoundError as error:
         if error.name != "expecttest":
             raise
         raise ImportError(
             "PyTorch's op database needs expecttest, which is not installed: pip install expecttest"
         ) from error
-    return list(op_db)
+    database.wrapper_set_seed = _call  # it reads and sets the generator's state around an op, which takes memory
+    return list(database.op_db)
+
+
+def _call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return op(*args, **kwargs)
+
+
+def type_for(op: Any) -> torch.dtype:
+    """float32 where the op takes it, else another type."""
+    supported = op.supported_dtypes("cpu")
+    return next((d for d in _TYPES if d in supported), torch.float32)
+
+
+_TYPES = (torch.float32, torch.complex64, torch.int64, torch.bool)
 
 
 def full_name(op: Any) -> str:
@@ -139,7 +154,7 @@ def _repeated(op: Any, small: Sample) -> Sample:
         lambda t: t.repeat(*[1] * (t.dim() - 1), times) if t.dim() else t,
     )
     for way in ways:
-        sample = small.sample.transform(lambda t: _alike(t, way(t)) if isinstance(t, torch.Tensor) else t)
+        sample = small.sample.transform(functools.partial(_alike, way))
         model = OpStep(op, sample)
         try:
             with _at_most(_SECONDS):
@@ -155,8 +170,8 @@ def _repeated(op: Any, small: Sample) -> Sample:
     return small
 
 
-def _alike(like: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    return t.detach().requires_grad_(like.requires_grad)
+def _alike(way: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
+    return way(leaf).detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _kind(sample: Any) -> Any:
@@ -166,16 +181,17 @@ def _kind(sample: Any) -> Any:
 
 def _made(op: Any, scale: int) -> Iterator[Sample]:
     """What the database has at a scale: until it takes too long, or fails."""
-    differentiable = op.supports_autograd
+    differentiable = op.supports_autograd and type_for(op) is not torch.int64
     with _lengths_times(scale), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         made: list[Sample] = []
         try:
             with _at_most(_SECONDS):
-                samples = op.sample_inputs("cpu", torch.float32, requires_grad=differentiable)
+                samples = op.sample_inputs("cpu", type_for(op), requires_grad=differentiable)
                 for sample in itertools.islice(samples, _SAMPLES_LOOKED_AT):
-                    tensors = [t for t in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(t, torch.Tensor)]
+                    leaves = tree_leaves((sample.input, sample.args, sample.kwargs))
+                    tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
                     if not tensors or any(t.layout is not torch.strided for t in tensors):
                         continue
                     nbytes = sum(t.numel() * t.element_size() for t in tensors)

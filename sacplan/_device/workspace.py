@@ -43,15 +43,16 @@ from sacplan.errors import TraceError
 _NOTHING_INSIDE = aten_names("""
     arange as_strided_copy bernoulli cat clone copy_ detach_copy empty_like expand_copy fill fill_ full full_like
     linspace native_dropout normal_ one_ ones ones_like permute_copy rand rand_like randint randn randn_like
-    random_ slice_copy squeeze_copy stack t_copy transpose_copy tril triu uniform_ unsqueeze_copy view_copy
+    random_ slice_copy squeeze_copy stack t_copy transpose_copy uniform_ unsqueeze_copy view_copy
     zero_ zeros zeros_like
 """)
+# Elementwise ops with temporaries of their own: copies of expanded operands, several kernels in one op.
+_ELEMENTWISE_WITH_MORE = aten_names("gelu gelu_backward ldexp mvlgamma")
 _PRODUCTS = aten_names("mm addmm bmm baddbmm addbmm mv addmv")
 _MADE_FOR_BLAS = frozenset((torch.float32, torch.float64))
 
-_ELEMENTWISE_WITH_MORE: frozenset[str] = frozenset()
 _CPU = torch.device("cpu")
-_known: dict[Any, int] = {}
+_known: dict[Any, Any] = {}
 """Bytes by (torch, threads, oneDNN, op key); for the life of the process."""
 
 
@@ -78,7 +79,7 @@ def measured_workspace_bytes(
     known = _known.get(key)
     if known is None:
         try:
-            inside = run_for_real(func, args, kwargs, out, _CPU, _peak_inside)
+            inside: int = run_for_real(func, args, kwargs, out, _CPU, _peak_inside)
         except RUN_ERRORS as error:
             warnings.warn(
                 f"the workspace of {func} could not be measured ({first_line(error)}); it counts as 0.",
@@ -93,14 +94,17 @@ def measured_workspace_bytes(
 # in place where ``isTensorSubclassLike`` says that there is a subclass (``FunctionsManual.cpp``, torch 2.13): what the
 # plain formula allocates is measured. ``benchmarks.op_memory`` finds more of them.
 _OTHER_FORMULA_UNDER_A_MODE = aten_names("""
-    max min median nanmedian prod cumprod binary_cross_entropy_with_logits xlogy clamp clamp_min clamp_max
+    max min median nanmedian prod cumprod binary_cross_entropy binary_cross_entropy_with_logits xlogy clamp clamp_min
+    clamp_max masked_fill ormqr
 """)
 
 
 def measured_formula_bytes(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> int | None:
+) -> tuple[int, int] | None:
     """Bytes that the backward formula of ``func`` takes on a CPU at its peak beyond the gradients that it returns.
+
+    Two figures: for incoming gradients that are contiguous, and for those that are one element, expanded.
 
     None where the ops that a dispatch mode sees are those of the plain step, and say it themselves; where no argument
     requires a gradient; and, with a warning, where the formula cannot be run on made-up operands.
@@ -114,7 +118,7 @@ def measured_formula_bytes(
     if key not in _known:
         try:
             _known[key] = run_for_real(
-                func, args, kwargs, out, _CPU, lambda op: max(0, _inside_the_formula(op, wanted))
+                func, args, kwargs, out, _CPU, lambda op: _inside_the_formula(op, wanted)
             )
         except RUN_ERRORS as error:
             warnings.warn(
@@ -126,16 +130,20 @@ def measured_formula_bytes(
     return _known[key]
 
 
-def _inside_the_formula(op: RealOp, wanted: Sequence[int]) -> int:
+def _inside_the_formula(op: RealOp, wanted: Sequence[int]) -> tuple[int, int]:
     given = list(tensors_in((op.args, op.kwargs)))
     leaves = [given[i].requires_grad_() for i in wanted]
     with autograd_as_outside():
         outputs = [t for t in tensors_in(op()) if t.requires_grad]
-    upstream = [torch.ones_like(t) for t in outputs]
-    return _peak_beyond_outputs(
-        lambda: torch.autograd.grad(outputs, leaves, upstream, retain_graph=True, allow_unused=True),
-        (given, upstream),
-    )
+
+    def inside(upstream: Sequence[torch.Tensor]) -> int:
+        def run() -> Any:
+            return torch.autograd.grad(outputs, leaves, upstream, retain_graph=True, allow_unused=True)
+
+        return max(0, _peak_beyond_outputs(run, (given, upstream)))
+
+    ones = [torch.ones_like(t) for t in outputs]
+    return inside(ones), inside([t.new_ones(()).expand(t.shape) for t in ones])
 
 
 def _worth_a_run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
@@ -235,6 +243,6 @@ def workspace_bytes(spec: DeviceSpec, func: Any, args: Any, kwargs: Any, out: An
     return kernel_workspace_bytes(func, args, kwargs, out, spec)
 
 
-def formula_bytes(spec: DeviceSpec, func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
+def formula_bytes(spec: DeviceSpec, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int] | None:
     """What the plain backward formula of an op takes, where a dispatch mode sees another one: measured on a CPU."""
     return measured_formula_bytes(func, args, kwargs, out) if spec.kind == "cpu" else None

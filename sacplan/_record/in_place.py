@@ -38,7 +38,7 @@ from typing import Any
 import msgspec
 import torch
 
-from sacplan._program.program import Event, Op, Phase, StorageKind
+from sacplan._program.program import Event, Op, Phase, StorageKind, Tensor
 from sacplan._torch.private import called_by_autograd, current_node_has_edges_to_one_node, is_dense
 
 _ADD = torch.ops.aten.add.Tensor
@@ -195,7 +195,10 @@ _ENGINES_SUMS = ("aten.add.Tensor", "aten.add_.Tensor")  # no formula below ends
 
 
 def plain_formulas(
-    ops: Sequence[Op], events: Sequence[tuple[int, int]], formulas: Mapping[int, int]
+    ops: Sequence[Op],
+    events: Sequence[tuple[int, int]],
+    formulas: Mapping[int, tuple[int, int]],
+    tensors: Sequence[Tensor],
 ) -> tuple[list[Op], list[tuple[int, int]]]:
     """Backward formulas that run otherwise in the plain step: their temporaries become one workspace of known size.
 
@@ -203,7 +206,9 @@ def plain_formulas(
 
     Args:
         ops, events: as settled.
-        formulas: op of the forward pass to the bytes that its backward formula takes at its peak beyond its gradients.
+        formulas: op of the forward pass to the bytes that its backward formula takes at its peak beyond its gradients:
+            where the incoming gradient is contiguous, and where it is expanded.
+        tensors: the program's.
     """
     runs: list[list[int]] = []
     for i, op in enumerate(ops) if formulas else ():
@@ -234,11 +239,23 @@ def plain_formulas(
             continue
         kept.append((code, arg))
     settled = list(ops)
-    for i, last in last_of.items():
-        op = ops[i]
-        settled[i] = msgspec.structs.replace(
-            op,
-            writes=tuple(s for s in op.writes if s not in temporaries),
-            workspace_bytes=formulas[op.forward_of] if i == last else 0,
-        )
+    for run in runs:
+        for i in run:
+            writes = tuple(s for s in ops[i].writes if s not in temporaries)
+            settled[i] = msgspec.structs.replace(ops[i], writes=writes, workspace_bytes=0)
+        if run:
+            forward = ops[run[0]].forward_of
+            inside = formulas[forward][_is_upstream_expanded(ops[forward], [ops[i] for i in run], tensors)]
+            settled[run[-1]] = msgspec.structs.replace(settled[run[-1]], workspace_bytes=inside)
     return settled, kept
+
+
+def _is_upstream_expanded(forward: Op, formula: Sequence[Op], tensors: Sequence[Tensor]) -> bool:
+    """Whether the gradient that comes into a formula is expanded: of the shape of an output, made by no op of it."""
+    shapes = {tensors[t].shape for t in forward.outputs if t >= 0}
+    made = {s for op in formula for s in op.writes}
+    return any(
+        t.shape in shapes and t.storage not in made and any(not s for s, n in zip(t.stride, t.shape, strict=True) if n > 1)
+        for op in formula
+        for t in (tensors[i] for i in op.inputs if i >= 0)
+    )

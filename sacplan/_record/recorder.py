@@ -58,7 +58,7 @@ def _keeps_a_number(func: Any, args: Any) -> bool:
     return func in _KEEP_THEIR_SECOND and not isinstance(args[1], torch.Tensor) and args[0].requires_grad
 
 
-def _as_recorded(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
+def _as_recorded(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int] | None:
     return None
 
 
@@ -69,7 +69,8 @@ class Recorder(TorchDispatchMode):
         cost: ``(func, args, kwargs, out) -> (flops, time_ms)`` for each op.
         workspace: ``(func, args, kwargs, out) -> bytes`` that the kernel allocates inside.
         formula: the same arguments, for an op that is differentiated: bytes that its backward formula takes beyond its
-            gradients in the plain step, or None if the ops that are recorded are those of the plain step.
+            gradients in the plain step, for an incoming gradient that is contiguous and for one that is expanded; or
+            None if the ops that are recorded are those of the plain step.
         round_bytes: the allocator's granularity.
         saved: how tensors that autograd saves are treated, see ``saved_tensors.py``.
         state_bytes: size of a random generator's state where it lies in the device's memory (on a CPU).
@@ -86,7 +87,7 @@ class Recorder(TorchDispatchMode):
         *,
         cost: Callable[..., tuple[int, float]],
         workspace: Callable[..., int],
-        formula: Callable[..., int | None] = _as_recorded,
+        formula: Callable[..., tuple[int, int] | None] = _as_recorded,
         round_bytes: int,
         saved: SavedMode,
         state_bytes: int = 0,
@@ -98,7 +99,7 @@ class Recorder(TorchDispatchMode):
         self._cost = cost
         self._workspace = workspace
         self._formula = formula
-        self._formulas: dict[int, int] = {}  # op to what its backward formula takes
+        self._formulas: dict[int, tuple[int, int]] = {}  # op to what its backward formula takes
         self._round = max(1, round_bytes)
         self._state_bytes = self._rounded(state_bytes)
         self._number_bytes = self._rounded(number_bytes)
@@ -448,7 +449,7 @@ class Recorder(TorchDispatchMode):
         if phase is Phase.FORWARD:
             inside = self._formula(func, args, kwargs, out)
             if inside is not None:
-                self._formulas[index] = self._rounded(inside)
+                self._formulas[index] = self._rounded(inside[0]), self._rounded(inside[1])
         if self._number_bytes and phase is Phase.FORWARD and _keeps_a_number(func, args):
             self._events.append((_ALLOC, len(self._storage_bytes)))
             self._storage_bytes.append(self._number_bytes)
@@ -550,7 +551,8 @@ class Recorder(TorchDispatchMode):
         kinds = list(self._kinds)
         born_backward = [phase is Phase.BACKWARD for phase in self._born]
         ops, events, same = self._in_place.settle(self._ops, self._events, kinds, born_backward)
-        ops, events = plain_formulas(ops, events, self._formulas)
+        table = self._tensor_table(same)
+        ops, events = plain_formulas(ops, events, self._formulas, table)
         saved = self._saved
         parameters = {id(p): p for m in self._modules.values() for p in m.parameters(recurse=False)}
         sizes = {key: self._rounded(p.numel() * p.element_size()) for key, p in parameters.items()}
@@ -558,7 +560,7 @@ class Recorder(TorchDispatchMode):
             storage_bytes=tuple(self._storage_bytes),
             storage_kinds=tuple(StorageKind.TEMPORARY if kind is None else kind for kind in kinds),
             initial=tuple(self._initial),
-            tensors=self._tensor_table(same),
+            tensors=table,
             ops=tuple(ops),
             scopes=tuple(Scope(*s) for s in self._scopes),
             events=tuple(events),
