@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sacplan._device.cost import signature
-from sacplan._torch.ops import arguments_by_name
+from sacplan._torch.ops import arguments_by_name, op_traits
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -227,6 +227,9 @@ class RealOp:
 
     def _tensor(self, like: torch.Tensor, name: str, position: int) -> torch.Tensor:
         """The same shape, strides and dtype, over the part of the storage that the elements span."""
+        if like.layout is not torch.strided:
+            # A real one: there are no fake sparse tensors here. A copy would lay out the indices otherwise.
+            return like.detach().clone() if op_traits(self.func).written_names else like.detach()
         shape, stride = [int(n) for n in like.shape], [int(n) for n in like.stride()]
         span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0
         if (self._op, name) in _ON_THE_HOST:

@@ -34,7 +34,7 @@ from sacplan._device.kernel_workspaces import kernel_workspace_bytes
 from sacplan._device.real_ops import RUN_ERRORS, RealOp, first_line, op_key, run_for_real
 from sacplan._torch.allocations import allocation_deltas, profiler_is_on
 from sacplan._torch.ops import arguments_by_name, aten_names, tensors_in
-from sacplan._torch.private import autograd_as_outside, fake_kernels, storage_key
+from sacplan._torch.private import autograd_as_outside, fake_kernels, storage_key, strided_parts
 from sacplan.errors import TraceError
 
 # Ops that allocate nothing but what they return, whatever their operands: not worth a run. Every other op runs once.
@@ -164,6 +164,8 @@ def _worth_a_run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mappi
 
 def _fits_blas(t: torch.Tensor) -> bool:
     """Whether BLAS can read the matrices of [..., N, M] without a copy, by rows or by columns."""
+    if t.layout is not torch.strided:
+        return False
     rows, columns = t.shape[-2:]
     row_stride, column_stride = t.stride()[-2:]
     by_rows = column_stride == 1 and row_stride >= max(1, columns)
@@ -186,8 +188,9 @@ def _peak_beyond_outputs(run: Callable[[], Any], given: Any) -> int:
     def watched() -> None:
         nonlocal outputs
         out = run()
-        old = {storage_key(t.untyped_storage()) for t in tensors_in(given)}
-        made = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors_in(out)}
+        old = {storage_key(part.untyped_storage()) for t in tensors_in(given) for part in strided_parts(t)}
+        storages = [part.untyped_storage() for t in tensors_in(out) for part in strided_parts(t)]
+        made = {storage_key(storage): storage.nbytes() for storage in storages}
         outputs = sum(nbytes for key, nbytes in made.items() if key not in old)
 
     live = peak = 0

@@ -37,6 +37,7 @@ from sacplan._torch.private import (
     in_backward,
     is_plain,
     storage_key,
+    strided_parts,
 )
 from sacplan.errors import TraceError
 
@@ -201,6 +202,8 @@ class Recorder(TorchDispatchMode):
 
     def _track(self, tensor: torch.Tensor, kind: StorageKind, *, initial: bool = False) -> None:
         if not is_plain(tensor):
+            for part in _plain_tensors(tensor):
+                self._track(part, kind, initial=initial)
             return
         storage = tensor.untyped_storage()
         known = self._ids.get(storage_key(storage))
@@ -398,7 +401,7 @@ class Recorder(TorchDispatchMode):
         )
         writes: dict[int, None] = {}
         outputs = _tensor_list(out)
-        made = [t for t in outputs if is_plain(t)]
+        made = _plain_tensors(outputs)
         fresh = len(made) == len(outputs)
         for t in made:
             storage = t.untyped_storage()
@@ -510,8 +513,8 @@ class Recorder(TorchDispatchMode):
         return made is not None and made() is tensor
 
     def _mutated(self, traits: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
-        written = _tensor_list(traits.written(args, kwargs))
-        return tuple(dict.fromkeys(self._index_of(t) for t in written if is_plain(t)))
+        written = _plain_tensors(traits.written(args, kwargs))
+        return tuple(dict.fromkeys(map(self._index_of, written)))
 
     def _index_of(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -590,7 +593,14 @@ class Recorder(TorchDispatchMode):
 
 
 def _plain_tensors(*values: Any) -> list[torch.Tensor]:
-    return [t for t in _tensor_list(*values) if is_plain(t)]
+    """The plain tensors of arguments or results, and those that sparse ones are made of."""
+    found: list[torch.Tensor] = []
+    for t in _tensor_list(*values):
+        if is_plain(t):
+            found.append(t)
+        elif t.layout is not torch.strided:
+            found.extend(part for part in strided_parts(t) if is_plain(part))
+    return found
 
 
 def _tensor_list(*values: Any) -> list[torch.Tensor]:

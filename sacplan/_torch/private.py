@@ -216,6 +216,20 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The strided tensors that hold what a tensor does: itself, or the indices and the values of a sparse one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    sparse = tensor.detach()
+    if sparse.layout is torch.sparse_coo:
+        return sparse._indices(), sparse._values()
+    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
+    if sparse.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
+    return (tensor,)
+
+
 def current_saved_tensors_hooks() -> tuple[Any, Any] | None:
     """The innermost (pack, unpack) hooks that are on."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
