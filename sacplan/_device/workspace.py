@@ -95,7 +95,7 @@ def measured_workspace_bytes(
 # plain formula allocates is measured. ``benchmarks.op_memory`` finds more of them.
 _OTHER_FORMULA_UNDER_A_MODE = aten_names("""
     max min median nanmedian prod cumprod binary_cross_entropy binary_cross_entropy_with_logits xlogy clamp clamp_min
-    clamp_max masked_fill ormqr
+    clamp_max masked_fill ormqr trace
 """)
 
 
@@ -149,9 +149,13 @@ def _inside_the_formula(op: RealOp, wanted: Sequence[int]) -> tuple[int, int]:
 def _worth_a_run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
     """Whether the kernel of this call may allocate more than it returns."""
     name = func._schema.name
-    if func.namespace not in ("aten", "prims") or name in _NOTHING_INSIDE or is_free(func):
+    if func.namespace not in ("aten", "prims"):
         return False
     tensors = [t for t in tensors_in((args, kwargs)) if t.dim()]
+    if any(t.layout is not torch.strided for t in tensors):
+        return True  # of a sparse tensor even a transpose is a copy
+    if name in _NOTHING_INSIDE or is_free(func):
+        return False
     if name in _PRODUCTS:
         # Where a matrix has neither rows nor columns of stride 1 (permuted, expanded), BLAS takes a copy. Half
         # types are reordered for oneDNN, or added up in float32.
@@ -164,8 +168,6 @@ def _worth_a_run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mappi
 
 def _fits_blas(t: torch.Tensor) -> bool:
     """Whether BLAS can read the matrices of [..., N, M] without a copy, by rows or by columns."""
-    if t.layout is not torch.strided:
-        return False
     rows, columns = t.shape[-2:]
     row_stride, column_stride = t.stride()[-2:]
     by_rows = column_stride == 1 and row_stride >= max(1, columns)
