@@ -1,7 +1,7 @@
 """Predicted against measured peaks, op by op: PyTorch's op database on a CPU, unplanned and with everything discarded.
 
     python -m benchmarks.op_memory              # all ops: some ten minutes
-    python -m benchmarks.op_memory prod cumprod # some of them, printed only
+    python -m benchmarks.op_memory prod cumprod # some of them; their rows in the file are replaced
 
 Each op of ``torch.testing._internal``'s database (float32) is one layer of a small model, on its largest sample,
 scaled up where it can be (``op_samples.py``). A step is forward and backward, forward alone where the op has no
@@ -21,7 +21,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,6 +122,50 @@ def is_off(row: dict[str, Any]) -> bool:
     return any(d is not None and abs(d) > TOLERANCE for d in differences(row))
 
 
+_VALUES = "its kernel chooses its way, or its sizes, by the values; a fake step has made-up ones"
+_REASONS: dict[str, str] = {
+    "allclose": "returns a Python value: ops without a tensor among their results are not recorded",
+    "isin": _VALUES,
+    "unique": _VALUES,
+    "unique_consecutive": _VALUES,
+    "nn.functional.one_hot": _VALUES,
+    "nn.functional.unfold": "its backward kernel returns a storage larger than the tensor; the fake one does not",
+    "sgn": "autograd's zero tensors have no memory in a real step",
+    "to_sparse": "makes sparse tensors, which only a real trace can follow",
+    "t_copy": "copies of transposed matrices go through a block of 14 KB, which is not counted",
+}
+"""Why predictions differ, by op; found by comparing the allocator's events with the recorded ops."""
+
+
+def reason_of(row: dict[str, Any]) -> str:
+    """Why the prediction for an op differs from what was measured; "" where that is not known."""
+    return _REASONS.get(row["op"], "")
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """A line of totals, the table of what differs, and that of what cannot be traced."""
+    compared = [row for row in rows if "measured" in row]
+    off = [row for row in compared if is_off(row)]
+    real = sum(row["trace"] == "real" for row in compared)
+    failed = [row for row in rows if "error_real" in row or "raised_real" in row or "ended" in row]
+    lines = [
+        f"{len(compared)} ops compared, {len(compared) - len(off)} within {TOLERANCE:.0%} without a plan and with "
+        f'everything discarded; {real} of them with `trace="real"`.',
+        "",
+        "| op | unplanned | everything discarded | why |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in sorted(off, key=lambda row: row["op"]):
+        shown = ["-" if d is None else f"{d:+.1%}" for d in differences(row)]
+        lines.append(f"| `{row['op']}` | {shown[0]} | {shown[1]} | {reason_of(row) or 'not known yet'} |")
+    if failed:
+        lines += ["", "| cannot be traced | what is said |", "| --- | --- |"]
+        for row in sorted(failed, key=lambda row: row["op"]):
+            said = next(row[k] for k in ("ended", "error_real", "raised_real") if k in row)
+            lines.append(f"| `{row['op']}` | {said[:160].replace('|', '/')} |")
+    return "\n".join(lines)
+
+
 # --- all of them ------------------------------------------------------------------------------------------
 
 
@@ -131,7 +174,9 @@ def _in_workers(names: Sequence[str]) -> Iterator[dict[str, Any]]:
     left = collections.deque(names)
     while left:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.op_memory", "--worker", *left]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as worker:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as worker:
             assert worker.stdout is not None
             for line in worker.stdout:
                 if not line.startswith("{"):
@@ -168,7 +213,10 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     print(describe(machine()))
-    names = [full_name(op) for op in op_database() if not arguments.ops or op.name in arguments.ops or full_name(op) in arguments.ops]
+    asked = frozenset(arguments.ops)
+    names = [
+        full_name(op) for op in op_database() if not asked or not asked.isdisjoint((op.name, full_name(op)))
+    ]
     began = time.perf_counter()
     rows = []
     for row in _in_workers(names):
@@ -177,8 +225,15 @@ def main() -> None:
         if arguments.ops or is_off(row) or errors:
             shown = " ".join("" if d is None else f"{d:+.2%}" for d in differences(row))
             print(f"{row['op']:48s} {row.get('trace', ''):5s} {shown} {'; '.join(errors)}", flush=True)
-    if not arguments.ops:
-        write_results(arguments.json, rows, seconds=round(time.perf_counter() - began))
+    if arguments.ops and arguments.json.exists():
+        replaced = {row["op"]: [] for row in rows}
+        for row in rows:
+            replaced[row["op"]].append(row)
+        kept = json.loads(arguments.json.read_text(encoding="utf-8"))["rows"]
+        rows = [new for row in kept for new in replaced.pop(row["op"], [] if row["op"] in names else [row])]
+        rows += [row for new in replaced.values() for row in new]
+    write_results(arguments.json, rows, seconds=round(time.perf_counter() - began))
+    print("\n" + markdown(rows))
 
 
 if __name__ == "__main__":

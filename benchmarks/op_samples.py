@@ -40,7 +40,9 @@ def op_database() -> list[Any]:
         raise ImportError(
             "PyTorch's op database needs expecttest, which is not installed: pip install expecttest"
         ) from error
-    database.wrapper_set_seed = _call  # it reads and sets the generator's state around an op, which takes memory
+    database.wrapper_set_seed = (
+        _call  # it reads and sets the generator's state around an op, which takes memory
+    )
     return list(database.op_db)
 
 
@@ -92,8 +94,12 @@ class _Op(torch.nn.Module):
         self.tensors = tuple(leaves[i].detach() for i in self._tensor_at)
         self._wants_gradient = [bool(leaves[i].requires_grad) for i in self._tensor_at]
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        types = dict.fromkeys(t.dtype for t, wants in zip(self.tensors, self._wants_gradient, strict=True) if wants)
-        self.shifts = torch.nn.ParameterDict({str(dtype)[6:]: torch.zeros((), dtype=dtype) for dtype in types})
+        types = dict.fromkeys(
+            t.dtype for t, wants in zip(self.tensors, self._wants_gradient, strict=True) if wants
+        )
+        self.shifts = torch.nn.ParameterDict(
+            {str(dtype)[6:]: torch.zeros((), dtype=dtype) for dtype in types}
+        )
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         leaves = list(self._leaves)
@@ -197,7 +203,9 @@ def _made(op: Any, scale: int) -> Iterator[Sample]:
                     nbytes = sum(t.numel() * t.element_size() for t in tensors)
                     if nbytes <= MOST_BYTES:
                         made.append(Sample(sample, scale, nbytes))
-        except Exception:  # a sample function that fails, at a scale that it was not made for: what there is, counts
+        except (
+            Exception
+        ):  # a sample function that fails, at a scale that it was not made for: what there is, counts
             if scale == 1:
                 raise
     yield from made

@@ -45,7 +45,9 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "matrix_exp": lambda y, x: torch.matrix_exp(y.view(4, 64, 64) * 0.01).sum(),
     "bilinear": lambda y, x: F.bilinear(y, x, x[:4, :, None].expand(4, 64, 64)).sum(),
     "scatter_reduce": lambda y, x: (
-        torch.zeros(16, COLUMNS).scatter_reduce(0, (torch.arange(ROWS) % 16)[:, None].expand_as(y), y, "amax").sum()
+        torch.zeros(16, COLUMNS)
+        .scatter_reduce(0, (torch.arange(ROWS) % 16)[:, None].expand_as(y), y, "amax")
+        .sum()
     ),
     "svdvals": lambda y, x: torch.linalg.svdvals(y).sum(),
     "inv": lambda y, x: torch.linalg.inv(y[:64] + 99 * torch.eye(64)).sum(),
@@ -63,7 +65,9 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "xlogy": lambda y, x: torch.xlogy(y.abs(), x.abs() + 1).sum(),
     "clamp": lambda y, x: y.clamp(x, x + 1).sin().sum(),
     "clamp, dense gradient": lambda y, x: (y.clamp(-1, 1) * x).sin().sum(),
-    "targets of cross entropy": lambda y, x: F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), reduction="none").sum(),
+    "targets of cross entropy": lambda y, x: F.binary_cross_entropy(
+        x.sigmoid(), y.sigmoid(), reduction="none"
+    ).sum(),
     "weighted cross entropy": lambda y, x: F.binary_cross_entropy_with_logits(
         y, x.sigmoid(), pos_weight=torch.ones(COLUMNS), reduction="none"
     ).sum(),

@@ -265,7 +265,8 @@ def _nonzeros(tensor: torch.Tensor) -> int:
 
 def signature(tree: Any) -> Any:
     """Everything a cost depends on, hashable: shape, stride and dtype of tensors, the
-    number of elements of sparse ones, other values as they are."""
+    number of elements of sparse ones, other values as they are.
+    """
     if isinstance(tree, torch.Tensor):
         if tree.layout is not torch.strided:
             return tree.shape, tree.layout, tree.dtype, _nonzeros(tree)

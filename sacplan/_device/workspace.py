@@ -146,7 +146,9 @@ def _inside_the_formula(op: RealOp, wanted: Sequence[int]) -> tuple[int, int]:
     return inside(ones), inside([t.new_ones(()).expand(t.shape) for t in ones])
 
 
-def _worth_a_run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
+def _worth_a_run(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> bool:
     """Whether the kernel of this call may allocate more than it returns."""
     name = func._schema.name
     if func.namespace not in ("aten", "prims"):

@@ -24,8 +24,8 @@ Other formulas take another way altogether under a mode (``prod``, ``cumprod``, 
 For a CPU what the plain one takes at its peak is measured (``workspace.py``), and :func:`plain_formulas` puts it in the
 place of the temporaries that were recorded; for a GPU these stay as recorded.
 
-Not covered: in the forward pass, the mask that math attention adds and the bias that a linear layer adds for an input that is not contiguous.
-Those stay out of place here, one temporary too many for a moment, since in a unit with a plan they are: the
+Not covered: in the forward pass, the mask that math attention adds and the bias that a linear layer adds for an
+input that is not contiguous. Those stay out of place here, one temporary too many for a moment, since in a unit with a plan they are: the
 executor's own mode is on there. The backward pass of a planned step runs under no mode.
 """
 
@@ -255,7 +255,9 @@ def _is_upstream_expanded(forward: Op, formula: Sequence[Op], tensors: Sequence[
     shapes = {tensors[t].shape for t in forward.outputs if t >= 0}
     made = {s for op in formula for s in op.writes}
     return any(
-        t.shape in shapes and t.storage not in made and any(not s for s, n in zip(t.stride, t.shape, strict=True) if n > 1)
+        t.shape in shapes
+        and t.storage not in made
+        and any(not s for s, n in zip(t.stride, t.shape, strict=True) if n > 1)
         for op in formula
         for t in (tensors[i] for i in op.inputs if i >= 0)
     )

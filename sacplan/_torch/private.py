@@ -110,7 +110,7 @@ _K = torch._C.DispatchKey
 
 @contextmanager
 def autograd_as_outside() -> Iterator[None]:
-    """Inside, ops are differentiated as in plain code, even if a dispatch mode handles an op now: it runs below autograd."""
+    """Inside, ops are differentiated as in plain code: also from a dispatch mode, which runs below autograd."""
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     below = exclude.remove(_K.AutogradFunctionality).remove(_K.ADInplaceOrView)
     with torch._C._ForceDispatchKeyGuard(include, below), torch.enable_grad():
