@@ -264,8 +264,9 @@ def _nonzeros(tensor: torch.Tensor) -> int:
 
 
 def signature(tree: Any) -> Any:
-    """Everything a cost depends on, hashable: shape, stride and dtype of tensors, the
-    number of elements of sparse ones, other values as they are.
+    """Everything a cost depends on, hashable.
+
+    Shape, stride and dtype of tensors, the number of elements of sparse ones, other values as they are.
     """
     if isinstance(tree, torch.Tensor):
         if tree.layout is not torch.strided:

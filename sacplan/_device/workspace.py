@@ -94,8 +94,8 @@ def measured_workspace_bytes(
 # in place where ``isTensorSubclassLike`` says that there is a subclass (``FunctionsManual.cpp``, torch 2.13): what the
 # plain formula allocates is measured. ``benchmarks.op_memory`` finds more of them.
 _OTHER_FORMULA_UNDER_A_MODE = aten_names("""
-    max min median nanmedian prod cumprod binary_cross_entropy binary_cross_entropy_with_logits xlogy clamp clamp_min
-    clamp_max masked_fill ormqr trace
+    max min median nanmedian prod cumprod binary_cross_entropy binary_cross_entropy_with_logits xlogy
+    special_xlog1py clamp clamp_min clamp_max masked_fill ormqr trace
 """)
 
 

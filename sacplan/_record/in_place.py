@@ -25,8 +25,8 @@ For a CPU what the plain one takes at its peak is measured (``workspace.py``), a
 place of the temporaries that were recorded; for a GPU these stay as recorded.
 
 Not covered: in the forward pass, the mask that math attention adds and the bias that a linear layer adds for an
-input that is not contiguous. Those stay out of place here, one temporary too many for a moment, since in a unit with a plan they are: the
-executor's own mode is on there. The backward pass of a planned step runs under no mode.
+input that is not contiguous. Those stay out of place here, one temporary too many for a moment, since in a unit with a
+plan they are: the executor's own mode is on there. The backward pass of a planned step runs under no mode.
 """
 
 from __future__ import annotations
