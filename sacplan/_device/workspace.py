@@ -127,7 +127,8 @@ def measured_formula_bytes(
                 stacklevel=2,
             )
             return None
-    return _known[key]
+    known: tuple[int, int] = _known[key]
+    return known
 
 
 def _inside_the_formula(op: RealOp, wanted: Sequence[int]) -> tuple[int, int]:
@@ -237,7 +238,7 @@ def _fake_lstm_layer(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _lstm_reserve_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     key = ("reserve", torch.__version__, torch.get_num_threads(), op_key(func, args, kwargs))
-    known = _known.get(key)
+    known: int | None = _known.get(key)
     if known is None:
         known = _known[key] = run_for_real(func, args, kwargs, None, _CPU, lambda op: op()[3].nbytes)
     return known
