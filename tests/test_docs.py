@@ -368,8 +368,19 @@ def test_the_tables_of_the_modes_are_those_of_the_benchmark() -> None:
     assert shown.strip() == "\n\n".join(tables), "put these into docs/modes.md:\n\n" + "\n\n".join(tables)
 
 
+def test_the_table_of_ops_is_that_of_the_benchmark() -> None:
+    from benchmarks.op_memory import is_off, markdown, reason_of
+
+    rows = json.loads((ROOT / "benchmarks/results/op_memory.json").read_text(encoding="utf-8"))["rows"]
+    unexplained = [row["op"] for row in rows if "measured" in row and is_off(row) and not reason_of(row)]
+    assert not unexplained
+    page = (DOCS / "op_memory.md").read_text(encoding="utf-8")
+    shown = page.partition("<!-- made by python -m benchmarks.op_memory -->")[2].partition("<!-- end -->")[0]
+    assert shown.strip() == markdown(rows), "put this into docs/op_memory.md:\n\n" + markdown(rows)
+
+
 def test_what_is_said_of_the_rivals_is_in_the_file() -> None:
-    """sacplan is on or below each rival at its peak, but for the rows that docs/alternatives.md names."""
+    """Sacplan is on or below each rival at its peak, but for the rows that docs/alternatives.md names."""
     rows = json.loads((ROOT / "benchmarks/results/frontier.json").read_text(encoding="utf-8"))["rows"]
     rivals = {(r["model"], f"{r['who']} {r['setting']}"): r for r in rows if r["who"] != "sacplan"}
     above: dict[str, list[float]] = {}

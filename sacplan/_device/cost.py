@@ -258,11 +258,19 @@ class CostModel:
         return count, max(compute_s, memory_s) * 1e3 + self.spec.kernel_launch_us * 1e-3
 
 
+def _nonzeros(tensor: torch.Tensor) -> int:
+    """How many elements a sparse tensor has; 0 for one of a layout that is not sparse, and where that is not known."""
+    return tensor._nnz() if "sparse" in str(tensor.layout) and not tensor.is_meta else 0
+
+
 def signature(tree: Any) -> Any:
-    """Everything a cost depends on, hashable: shape, stride and dtype of tensors, other values as they are."""
+    """Everything a cost depends on, hashable.
+
+    Shape, stride and dtype of tensors, the number of elements of sparse ones, other values as they are.
+    """
     if isinstance(tree, torch.Tensor):
         if tree.layout is not torch.strided:
-            return tree.shape, tree.layout, tree.dtype
+            return tree.shape, tree.layout, tree.dtype, _nonzeros(tree)
         return tree.shape, tree.stride(), tree.dtype
     if isinstance(tree, (list, tuple)):
         return tuple([signature(item) for item in tree])

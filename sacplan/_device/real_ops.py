@@ -31,12 +31,19 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sacplan._device.cost import signature
-from sacplan._torch.ops import arguments_by_name
+from sacplan._torch.ops import arguments_by_name, op_traits
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 @contextmanager
 def outside_of_the_trace(device: torch.device) -> Iterator[None]:
-    """No fake mode, no dispatch mode, no autograd, no autocast inside; generators are put back after."""
+    """No fake mode, no dispatch mode, no autograd, no autocast inside; generators are put back after.
+
+    Where autograd is switched on inside, it keeps tensors as it does without hooks.
+    """
     indices = [device.index or 0] if device.type == "cuda" else []
     with (
         _disable_current_modes(),
@@ -45,6 +52,7 @@ def outside_of_the_trace(device: torch.device) -> Iterator[None]:
         torch.no_grad(),
         torch._C._DisableAutocast(),
         torch.random.fork_rng(devices=indices),
+        torch.autograd.graph.saved_tensors_hooks(_itself, _itself),
     ):
         yield
 
@@ -219,6 +227,9 @@ class RealOp:
 
     def _tensor(self, like: torch.Tensor, name: str, position: int) -> torch.Tensor:
         """The same shape, strides and dtype, over the part of the storage that the elements span."""
+        if like.layout is not torch.strided:
+            # A real one: there are no fake sparse tensors here. A copy would lay out the indices otherwise.
+            return like.detach().clone() if op_traits(self.func).written_names else like.detach()
         shape, stride = [int(n) for n in like.shape], [int(n) for n in like.stride()]
         span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0
         if (self._op, name) in _ON_THE_HOST:

@@ -22,7 +22,7 @@ the outputs: it does not matter whether the outputs come first or last.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,54 +31,28 @@ import torch
 from sacplan._device.cost import is_free
 from sacplan._device.devices import DeviceSpec
 from sacplan._device.kernel_workspaces import kernel_workspace_bytes
-from sacplan._device.overrides import HALF_TYPES
 from sacplan._device.real_ops import RUN_ERRORS, RealOp, first_line, op_key, run_for_real
 from sacplan._torch.allocations import allocation_deltas, profiler_is_on
 from sacplan._torch.ops import arguments_by_name, aten_names, tensors_in
-from sacplan._torch.private import fake_kernels, storage_key
+from sacplan._torch.private import autograd_as_outside, fake_kernels, storage_key, strided_parts
 from sacplan.errors import TraceError
 
-# Ops in which a CPU kernel was seen to allocate more than its outputs: every op of 25 models (convolutional,
-# transformers, state space, recurrent; float32 and bfloat16, channels last) was run under the profiler, and
-# those that took more than 64 bytes are here with their relatives. The others are not worth a run. To add one, add
-# its name.
-_MEASURED = (
-    # reordered layouts, im2col, padded or second gradients: up to seventy times the output
-    aten_names("""
-        convolution convolution_backward convolution_overrideable convolution_backward_overrideable
-        mkldnn_convolution _slow_conv2d_forward _slow_conv2d_backward slow_conv3d_forward slow_conv_dilated2d
-        slow_conv_dilated3d slow_conv_transpose2d slow_conv_transpose3d mkldnn_rnn_layer
-        mkldnn_rnn_layer_backward
-    """)
-    # copies of operands that are not contiguous, accumulators per thread
-    | aten_names("""
-        native_batch_norm native_batch_norm_backward _native_batch_norm_legit
-        _native_batch_norm_legit_functional _native_batch_norm_legit_no_training native_layer_norm
-        native_layer_norm_backward native_group_norm native_group_norm_backward _fused_rms_norm
-        _fused_rms_norm_backward _weight_norm_interface _weight_norm_interface_backward _safe_softmax _softmax
-        _softmax_backward_data _log_softmax _log_softmax_backward_data
-        _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
-        gelu_backward roll avg_pool2d_backward avg_pool3d_backward adaptive_max_pool2d_backward
-        adaptive_max_pool3d_backward max_pool2d_with_indices_backward max_pool3d_with_indices_backward
-        _adaptive_avg_pool2d_backward upsample_linear1d upsample_bilinear2d upsample_bicubic2d
-        upsample_trilinear3d upsample_linear1d_backward upsample_bilinear2d_backward
-        upsample_bicubic2d_backward upsample_trilinear3d_backward _upsample_bilinear2d_aa
-        _upsample_bilinear2d_aa_backward nll_loss_forward nll_loss_backward nll_loss2d_forward
-        nll_loss2d_backward _ctc_loss _ctc_loss_backward
-    """)
-    # indices sorted, or copied
-    | aten_names("""
-        embedding embedding_dense_backward _embedding_bag _embedding_bag_backward _embedding_bag_dense_backward
-        index index_put index_put_ _index_put_impl_ sort topk
-    """)
-)
-# Where a matrix has neither rows nor columns of stride 1 (permuted, expanded): BLAS takes a copy.
+# Ops that allocate nothing but what they return, whatever their operands: not worth a run. Every other op runs once.
+# Elementwise ops and matrix products are told apart by their operands: see ``_worth_a_run``.
+# ``tests/test_op_temporaries.py`` runs what is not run here, over PyTorch's op database.
+_NOTHING_INSIDE = aten_names("""
+    arange as_strided_copy bernoulli cat clone copy_ detach_copy empty_like expand_copy fill fill_ full full_like
+    linspace native_dropout normal_ one_ ones ones_like permute_copy rand rand_like randint randn randn_like
+    random_ slice_copy squeeze_copy stack t_copy transpose_copy uniform_ unsqueeze_copy view_copy
+    zero_ zeros zeros_like
+""")
+# Elementwise ops with temporaries of their own: copies of expanded operands, several kernels in one op.
+_ELEMENTWISE_WITH_MORE = aten_names("gelu gelu_backward ldexp mvlgamma")
 _PRODUCTS = aten_names("mm addmm bmm baddbmm addbmm mv addmv")
-# Where an operand is of half type: reordered for oneDNN, or added up in float32.
-_MEASURED_IN_HALF = _PRODUCTS | aten_names("mean sum cumsum")
+_MADE_FOR_BLAS = frozenset((torch.float32, torch.float64))
 
 _CPU = torch.device("cpu")
-_known: dict[Any, int] = {}
+_known: dict[Any, Any] = {}
 """Bytes by (torch, threads, oneDNN, op key); for the life of the process."""
 
 
@@ -94,7 +68,7 @@ def measured_workspace_bytes(
     Raises:
         TraceError: a profiler is on in this thread.
     """
-    if not _worth_a_run(func, args):
+    if not _worth_a_run(func, args, kwargs, out):
         return 0
     key = (
         torch.__version__,
@@ -105,29 +79,94 @@ def measured_workspace_bytes(
     known = _known.get(key)
     if known is None:
         try:
-            peak, real_outputs = run_for_real(func, args, kwargs, out, _CPU, _peak_inside)
+            inside: int = run_for_real(func, args, kwargs, out, _CPU, _peak_inside)
         except RUN_ERRORS as error:
             warnings.warn(
                 f"the workspace of {func} could not be measured ({first_line(error)}); it counts as 0.",
                 stacklevel=2,
             )
-            peak = real_outputs = 0
-        known = _known[key] = max(0, peak - real_outputs)
+            inside = 0
+        known = _known[key] = max(0, inside)
     return known
 
 
-def _worth_a_run(func: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+# Ops whose backward formula takes another way under a dispatch mode than in the plain step, because it avoids writing
+# in place where ``isTensorSubclassLike`` says that there is a subclass (``FunctionsManual.cpp``, torch 2.13): what the
+# plain formula allocates is measured. ``benchmarks.op_memory`` finds more of them.
+_OTHER_FORMULA_UNDER_A_MODE = aten_names("""
+    max min median nanmedian prod cumprod binary_cross_entropy binary_cross_entropy_with_logits xlogy
+    special_xlog1py clamp clamp_min clamp_max masked_fill ormqr trace
+""")
+
+
+def measured_formula_bytes(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> tuple[int, int] | None:
+    """Bytes that the backward formula of ``func`` takes on a CPU at its peak beyond the gradients that it returns.
+
+    Two figures: for incoming gradients that are contiguous, and for those that are one element, expanded.
+
+    None where the ops that a dispatch mode sees are those of the plain step, and say it themselves; where no argument
+    requires a gradient; and, with a warning, where the formula cannot be run on made-up operands.
+    """
+    if func._schema.name not in _OTHER_FORMULA_UNDER_A_MODE or not torch.is_grad_enabled():
+        return None
+    wanted = tuple(i for i, t in enumerate(tensors_in((args, kwargs))) if t.requires_grad)
+    if not wanted:
+        return None
+    key = ("formula", torch.__version__, torch.get_num_threads(), wanted, op_key(func, args, kwargs))
+    if key not in _known:
+        try:
+            _known[key] = run_for_real(
+                func, args, kwargs, out, _CPU, lambda op: _inside_the_formula(op, wanted)
+            )
+        except RUN_ERRORS as error:
+            warnings.warn(
+                f"the backward pass of {func} could not be measured ({first_line(error)}); it counts as the ops that "
+                "a dispatch mode sees.",
+                stacklevel=2,
+            )
+            return None
+    known: tuple[int, int] = _known[key]
+    return known
+
+
+def _inside_the_formula(op: RealOp, wanted: Sequence[int]) -> tuple[int, int]:
+    given = list(tensors_in((op.args, op.kwargs)))
+    leaves = [given[i].requires_grad_() for i in wanted]
+    with autograd_as_outside():
+        outputs = [t for t in tensors_in(op()) if t.requires_grad]
+
+    def inside(upstream: Sequence[torch.Tensor]) -> int:
+        def run() -> Any:
+            return torch.autograd.grad(outputs, leaves, upstream, retain_graph=True, allow_unused=True)
+
+        return max(0, _peak_beyond_outputs(run, (given, upstream)))
+
+    ones = [torch.ones_like(t) for t in outputs]
+    return inside(ones), inside([t.new_ones(()).expand(t.shape) for t in ones])
+
+
+def _worth_a_run(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> bool:
+    """Whether the kernel of this call may allocate more than it returns."""
     name = func._schema.name
-    if name in _MEASURED:
-        return True
-    tensors = [t for t in tensors_in(args) if t.dim() and t.dtype.is_floating_point]
-    dtypes = {t.dtype for t in tensors}
-    if name in _MEASURED_IN_HALF and not dtypes.isdisjoint(HALF_TYPES):
-        return True
+    if func.namespace not in ("aten", "prims"):
+        return False
+    tensors = [t for t in tensors_in((args, kwargs)) if t.dim()]
+    if any(t.layout is not torch.strided for t in tensors):
+        return True  # of a sparse tensor even a transpose is a copy
+    if name in _NOTHING_INSIDE or is_free(func):
+        return False
     if name in _PRODUCTS:
-        return any(t.dim() > 1 and not _fits_blas(t) for t in tensors)
-    # An elementwise op on two types copies one of its operands to the other's.
-    return len(dtypes) > 1 and torch.Tag.pointwise in func.tags and not is_free(func)
+        # Where a matrix has neither rows nor columns of stride 1 (permuted, expanded), BLAS takes a copy. Half
+        # types are reordered for oneDNN, or added up in float32.
+        return any(t.dtype not in _MADE_FOR_BLAS or (t.dim() > 1 and not _fits_blas(t)) for t in tensors)
+    if torch.Tag.pointwise in func.tags and name not in _ELEMENTWISE_WITH_MORE:
+        # An operand of another type than the result is copied to it.
+        return len({t.dtype for t in (*tensors, *tensors_in(out))}) > 1
+    return True
 
 
 def _fits_blas(t: torch.Tensor) -> bool:
@@ -138,8 +177,12 @@ def _fits_blas(t: torch.Tensor) -> bool:
     return by_rows or (row_stride == 1 and column_stride >= max(1, rows))
 
 
-def _peak_inside(op: RealOp) -> tuple[int, int]:
-    """(peak of what the op allocates, bytes of the new storages that it returns)."""
+def _peak_inside(op: RealOp) -> int:
+    return _peak_beyond_outputs(op, (op.args, op.kwargs))
+
+
+def _peak_beyond_outputs(run: Callable[[], Any], given: Any) -> int:
+    """Peak of what ``run`` allocates, less the bytes of the storages that it returns and was not given."""
     if profiler_is_on():
         raise TraceError(
             "a profiler is on, and a profile for a CPU needs it to measure what kernels allocate inside. "
@@ -147,18 +190,19 @@ def _peak_inside(op: RealOp) -> tuple[int, int]:
         )
     outputs = 0
 
-    def run() -> None:
+    def watched() -> None:
         nonlocal outputs
-        out = op()
-        given = {storage_key(t.untyped_storage()) for t in tensors_in((op.args, op.kwargs))}
-        made = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors_in(out)}
-        outputs = sum(nbytes for key, nbytes in made.items() if key not in given)
+        out = run()
+        old = {storage_key(part.untyped_storage()) for t in tensors_in(given) for part in strided_parts(t)}
+        storages = [part.untyped_storage() for t in tensors_in(out) for part in strided_parts(t)]
+        made = {storage_key(storage): storage.nbytes() for storage in storages}
+        outputs = sum(nbytes for key, nbytes in made.items() if key not in old)
 
     live = peak = 0
-    for delta in allocation_deltas(run):
+    for delta in allocation_deltas(watched):
         live += delta
         peak = max(peak, live)
-    return peak, outputs
+    return peak - outputs
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -194,7 +238,7 @@ def _fake_lstm_layer(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _lstm_reserve_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     key = ("reserve", torch.__version__, torch.get_num_threads(), op_key(func, args, kwargs))
-    known = _known.get(key)
+    known: int | None = _known.get(key)
     if known is None:
         known = _known[key] = run_for_real(func, args, kwargs, None, _CPU, lambda op: op()[3].nbytes)
     return known
@@ -205,3 +249,8 @@ def workspace_bytes(spec: DeviceSpec, func: Any, args: Any, kwargs: Any, out: An
     if spec.kind == "cpu":
         return measured_workspace_bytes(func, args, kwargs, out)
     return kernel_workspace_bytes(func, args, kwargs, out, spec)
+
+
+def formula_bytes(spec: DeviceSpec, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int] | None:
+    """What the plain backward formula of an op takes, where a dispatch mode sees another one: measured on a CPU."""
+    return measured_formula_bytes(func, args, kwargs, out) if spec.kind == "cpu" else None

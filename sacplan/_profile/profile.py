@@ -24,7 +24,7 @@ from sacplan._device.cost import CostModel
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._device.kernels import fake_device
 from sacplan._device.timing import MeasuredTimes
-from sacplan._device.workspace import measured_reserves, workspace_bytes
+from sacplan._device.workspace import formula_bytes, measured_reserves, workspace_bytes
 from sacplan._profile import files
 from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import Discarded
@@ -324,6 +324,7 @@ def _recorder(spec: DeviceSpec, cost: Any, saved: Any, rules: DataRules | None =
     return Recorder(
         cost=cost,
         workspace=functools.partial(workspace_bytes, spec),
+        formula=functools.partial(formula_bytes, spec),
         round_bytes=spec.allocation_round_bytes,
         saved=saved,
         state_bytes=GENERATOR_STATE_BYTES if spec.kind == "cpu" else 0,

@@ -46,7 +46,8 @@ class FakeCopier:
         self._keep.append(t)
         if t.layout != torch.strided:
             raise TraceError(
-                f"a tensor of layout {t.layout} in the model or the batch: only strided ones can be traced."
+                f"a tensor of layout {t.layout} in the model or the batch: a fake step has strided ones only. "
+                'Use trace="real", which counts the indices and values of sparse tensors.'
             )
         real = t.untyped_storage()
         storage = self._storages.get(real._cdata)

@@ -18,23 +18,27 @@ other op of the same node follows; and what it adds to came from another node, u
 to the same one. No Python code called it.
 
 Found by comparing the ops of plain steps (``torch.profiler``) with those under an empty mode, torch 2.13, and
-in ``input_buffer.cpp``, ``accumulate_grad.h`` and ``FunctionsManual.cpp``. Not covered: the full reduction
-``max()``, ``prod`` and ``cumprod``, whose formulas take another way altogether under a mode; and, in the forward
-pass, the mask that math attention adds and the bias that a linear layer adds for an input that is not contiguous.
-Those stay out of place here, one temporary too many for a moment, since in a unit with a plan they are: the
-executor's own mode is on there. The backward pass of a planned step runs under no mode.
+in ``input_buffer.cpp``, ``accumulate_grad.h`` and ``FunctionsManual.cpp``.
+
+Other formulas take another way altogether under a mode (``prod``, ``cumprod``, the full reduction ``max()``, and more).
+For a CPU what the plain one takes at its peak is measured (``workspace.py``), and :func:`plain_formulas` puts it in the
+place of the temporaries that were recorded; for a GPU these stay as recorded.
+
+Not covered: in the forward pass, the mask that math attention adds and the bias that a linear layer adds for an
+input that is not contiguous. Those stay out of place here, one temporary too many for a moment, since in a unit with a
+plan they are: the executor's own mode is on there. The backward pass of a planned step runs under no mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 
-from sacplan._program.program import Event, Op, StorageKind
+from sacplan._program.program import Event, Op, Phase, StorageKind, Tensor
 from sacplan._torch.private import called_by_autograd, current_node_has_edges_to_one_node, is_dense
 
 _ADD = torch.ops.aten.add.Tensor
@@ -185,3 +189,75 @@ def _renamed(op: Op, write: _Write | None, same: Sequence[int]) -> Op:
     if (reads, writes, mutates) == (op.reads, op.writes, op.mutates):
         return op
     return msgspec.structs.replace(op, reads=reads, writes=writes, mutates=mutates)
+
+
+_ENGINES_SUMS = ("aten.add.Tensor", "aten.add_.Tensor")  # no formula below ends with one
+
+
+def plain_formulas(
+    ops: Sequence[Op],
+    events: Sequence[tuple[int, int]],
+    formulas: Mapping[int, tuple[int, int]],
+    tensors: Sequence[Tensor],
+) -> tuple[list[Op], list[tuple[int, int]]]:
+    """Backward formulas that run otherwise in the plain step: their temporaries become one workspace of known size.
+
+    The ops stay, without the storages that are freed before the formula returns; the last one has the workspace.
+
+    Args:
+        ops, events: as settled.
+        formulas: op of the forward pass to the bytes that its backward formula takes at its peak beyond its gradients:
+            where the incoming gradient is contiguous, and where it is expanded.
+        tensors: the program's.
+    """
+    runs: list[list[int]] = []
+    for i, op in enumerate(ops) if formulas else ():
+        if op.phase is Phase.BACKWARD and op.forward_of in formulas:
+            if runs and runs[-1][-1] == i - 1 and ops[i - 1].forward_of == op.forward_of:
+                runs[-1].append(i)
+            else:
+                runs.append([i])
+    for run in runs:
+        while run and ops[run[-1]].name in _ENGINES_SUMS:
+            run.pop()
+    made: dict[int, int] = {}  # storage to the last op of the formula that made it
+    last_of: dict[int, int] = {}
+    for run in runs:
+        for i in run:
+            last_of[i] = run[-1]
+            made.update(dict.fromkeys(ops[i].writes, run[-1]))
+    if not last_of:
+        return list(ops), list(events)
+    temporaries: set[int] = set()
+    latest = -1
+    kept: list[tuple[int, int]] = []
+    for code, arg in events:
+        if code == Event.OP:
+            latest = arg
+        elif code == Event.FREE and arg in made and last_of.get(latest) == made[arg]:
+            temporaries.add(arg)
+            continue
+        kept.append((code, arg))
+    settled = list(ops)
+    for run in runs:
+        for i in run:
+            writes = tuple(s for s in ops[i].writes if s not in temporaries)
+            settled[i] = msgspec.structs.replace(ops[i], writes=writes, workspace_bytes=0)
+        if run:
+            forward = ops[run[0]].forward_of
+            inside = formulas[forward][_is_upstream_expanded(ops[forward], [ops[i] for i in run], tensors)]
+            settled[run[-1]] = msgspec.structs.replace(settled[run[-1]], workspace_bytes=inside)
+    return settled, kept
+
+
+def _is_upstream_expanded(forward: Op, formula: Sequence[Op], tensors: Sequence[Tensor]) -> bool:
+    """Whether the gradient that comes into a formula is expanded: of the shape of an output, made by no op of it."""
+    shapes = {tensors[t].shape for t in forward.outputs if t >= 0}
+    made = {s for op in formula for s in op.writes}
+    return any(
+        t.shape in shapes
+        and t.storage not in made
+        and any(not s for s, n in zip(t.stride, t.shape, strict=True) if n > 1)
+        for op in formula
+        for t in (tensors[i] for i in op.inputs if i >= 0)
+    )

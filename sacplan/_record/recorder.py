@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, Scope, StorageKind, Tensor
 from sacplan._record.calls import arguments_of
 from sacplan._record.fake_data import DataRules
-from sacplan._record.in_place import InPlaceWrites
+from sacplan._record.in_place import InPlaceWrites, plain_formulas
 from sacplan._record.saved_tensors import SavedMode, SavedTensors
 from sacplan._record.seen_ops import Seen, SeenOps
 from sacplan._rewrites.in_place_versions import in_place_versions
@@ -37,6 +37,7 @@ from sacplan._torch.private import (
     in_backward,
     is_plain,
     storage_key,
+    strided_parts,
 )
 from sacplan.errors import TraceError
 
@@ -58,12 +59,19 @@ def _keeps_a_number(func: Any, args: Any) -> bool:
     return func in _KEEP_THEIR_SECOND and not isinstance(args[1], torch.Tensor) and args[0].requires_grad
 
 
+def _as_recorded(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int] | None:
+    return None
+
+
 class Recorder(TorchDispatchMode):
     """Context manager: everything dispatched inside becomes a ``Program``.
 
     Args:
         cost: ``(func, args, kwargs, out) -> (flops, time_ms)`` for each op.
         workspace: ``(func, args, kwargs, out) -> bytes`` that the kernel allocates inside.
+        formula: the same arguments, for an op that is differentiated: bytes that its backward formula takes beyond its
+            gradients in the plain step, for an incoming gradient that is contiguous and for one that is expanded; or
+            None if the ops that are recorded are those of the plain step.
         round_bytes: the allocator's granularity.
         saved: how tensors that autograd saves are treated, see ``saved_tensors.py``.
         state_bytes: size of a random generator's state where it lies in the device's memory (on a CPU).
@@ -80,6 +88,7 @@ class Recorder(TorchDispatchMode):
         *,
         cost: Callable[..., tuple[int, float]],
         workspace: Callable[..., int],
+        formula: Callable[..., tuple[int, int] | None] = _as_recorded,
         round_bytes: int,
         saved: SavedMode,
         state_bytes: int = 0,
@@ -90,6 +99,8 @@ class Recorder(TorchDispatchMode):
         self._rules = rules
         self._cost = cost
         self._workspace = workspace
+        self._formula = formula
+        self._formulas: dict[int, tuple[int, int]] = {}  # op to what its backward formula takes
         self._round = max(1, round_bytes)
         self._state_bytes = self._rounded(state_bytes)
         self._number_bytes = self._rounded(number_bytes)
@@ -191,6 +202,8 @@ class Recorder(TorchDispatchMode):
 
     def _track(self, tensor: torch.Tensor, kind: StorageKind, *, initial: bool = False) -> None:
         if not is_plain(tensor):
+            for part in _plain_tensors(tensor):
+                self._track(part, kind, initial=initial)
             return
         storage = tensor.untyped_storage()
         known = self._ids.get(storage_key(storage))
@@ -263,6 +276,7 @@ class Recorder(TorchDispatchMode):
         self._backward_order.clear()
         self._backward_scope = ROOT_SCOPE
         self._in_place.clear()
+        self._formulas.clear()
         self._initial = sorted(set(self._ids.values()))
         self._initial_set.clear()
         self._initial_set.update(self._initial)
@@ -387,7 +401,7 @@ class Recorder(TorchDispatchMode):
         )
         writes: dict[int, None] = {}
         outputs = _tensor_list(out)
-        made = [t for t in outputs if is_plain(t)]
+        made = _plain_tensors(outputs)
         fresh = len(made) == len(outputs)
         for t in made:
             storage = t.untyped_storage()
@@ -434,7 +448,12 @@ class Recorder(TorchDispatchMode):
         self._events.append((_OP, index))
         if phase is Phase.BACKWARD:
             self._in_place.saw(self._node, func, args, out, index, op.reads, op.writes, n_storages)
-        elif self._number_bytes and phase is Phase.FORWARD and _keeps_a_number(func, args):
+            return
+        if phase is Phase.FORWARD:
+            inside = self._formula(func, args, kwargs, out)
+            if inside is not None:
+                self._formulas[index] = self._rounded(inside[0]), self._rounded(inside[1])
+        if self._number_bytes and phase is Phase.FORWARD and _keeps_a_number(func, args):
             self._events.append((_ALLOC, len(self._storage_bytes)))
             self._storage_bytes.append(self._number_bytes)
             self._kinds.append(StorageKind.OTHER)
@@ -494,8 +513,8 @@ class Recorder(TorchDispatchMode):
         return made is not None and made() is tensor
 
     def _mutated(self, traits: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
-        written = _tensor_list(traits.written(args, kwargs))
-        return tuple(dict.fromkeys(self._index_of(t) for t in written if is_plain(t)))
+        written = _plain_tensors(traits.written(args, kwargs))
+        return tuple(dict.fromkeys(map(self._index_of, written)))
 
     def _index_of(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -535,6 +554,8 @@ class Recorder(TorchDispatchMode):
         kinds = list(self._kinds)
         born_backward = [phase is Phase.BACKWARD for phase in self._born]
         ops, events, same = self._in_place.settle(self._ops, self._events, kinds, born_backward)
+        table = self._tensor_table(same)
+        ops, events = plain_formulas(ops, events, self._formulas, table)
         saved = self._saved
         parameters = {id(p): p for m in self._modules.values() for p in m.parameters(recurse=False)}
         sizes = {key: self._rounded(p.numel() * p.element_size()) for key, p in parameters.items()}
@@ -542,7 +563,7 @@ class Recorder(TorchDispatchMode):
             storage_bytes=tuple(self._storage_bytes),
             storage_kinds=tuple(StorageKind.TEMPORARY if kind is None else kind for kind in kinds),
             initial=tuple(self._initial),
-            tensors=self._tensor_table(same),
+            tensors=table,
             ops=tuple(ops),
             scopes=tuple(Scope(*s) for s in self._scopes),
             events=tuple(events),
@@ -572,7 +593,14 @@ class Recorder(TorchDispatchMode):
 
 
 def _plain_tensors(*values: Any) -> list[torch.Tensor]:
-    return [t for t in _tensor_list(*values) if is_plain(t)]
+    """The plain tensors of arguments or results, and those that sparse ones are made of."""
+    found: list[torch.Tensor] = []
+    for t in _tensor_list(*values):
+        if is_plain(t):
+            found.append(t)
+        elif t.layout is not torch.strided:
+            found.extend(part for part in strided_parts(t) if is_plain(part))
+    return found
 
 
 def _tensor_list(*values: Any) -> list[torch.Tensor]:

@@ -107,6 +107,18 @@ def meta_storage(nbytes: int) -> Any:
 _CPU = torch.device("cpu")
 
 
+_K = torch._C.DispatchKey
+
+
+@contextmanager
+def autograd_as_outside() -> Iterator[None]:
+    """Inside, ops are differentiated as in plain code: also from a dispatch mode, which runs below autograd."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    below = exclude.remove(_K.AutogradFunctionality).remove(_K.ADInplaceOrView)
+    with torch._C._ForceDispatchKeyGuard(include, below), torch.enable_grad():
+        yield
+
+
 def in_backward() -> bool:
     """Whether autograd's engine runs on this thread."""
     return torch._C._current_graph_task_id() != -1
@@ -209,6 +221,20 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
+
+
+def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The strided tensors that hold what a tensor does: itself, or the indices and the values of a sparse one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    sparse = tensor.detach()
+    if sparse.layout is torch.sparse_coo:
+        return sparse._indices(), sparse._values()
+    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
+    if sparse.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
+    return (tensor,)
 
 
 def current_saved_tensors_hooks() -> tuple[Any, Any] | None:

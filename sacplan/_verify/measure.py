@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sacplan._record.step import Step, cached_tensors
 from sacplan._torch.allocations import allocation_events
+from sacplan._torch.private import strided_parts
 
 CUDA_ROUND_BYTES = 512
 
@@ -112,6 +113,9 @@ def bytes_alive(step: Step, batch_tensors: Iterable[torch.Tensor], *, round_byte
             tensors.extend(v for v in state.values() if isinstance(v, torch.Tensor))
     kind = parameters[0].device.type if parameters else "cpu"
     storages = {
-        t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.device.type == kind
+        part.untyped_storage()._cdata: part.untyped_storage().nbytes()
+        for t in tensors
+        if t.device.type == kind
+        for part in strided_parts(t)
     }
     return sum(-(-nbytes // round_bytes) * round_bytes for nbytes in storages.values())
