@@ -158,9 +158,10 @@ class DataRules(KnownValues, TorchDispatchMode):
             result = self.run_on_values(func, args, kwargs, inputs)
             values = None if result is NO_ANSWER else tuple(tensors_in(result))
             rules = self.rules_of(inputs)
-        if values is None:
-            return
-        for fake, value in zip(tensors_in(out), values, strict=True):
+        outputs = list(tensors_in(out))
+        if values is None or len(values) != len(outputs):
+            return  # a real kernel may give None where the fake one gives a tensor
+        for fake, value in zip(outputs, values, strict=True):
             if value is not UNKNOWN and any(fake is f for f in fresh):
                 self._attach(fake, value, rules)
 

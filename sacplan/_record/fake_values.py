@@ -189,6 +189,8 @@ class KnownValues:
         if not self._worth_following(fake) or fake.untyped_storage().nbytes() > MAX_INTEGER_BYTES:
             return
         with no_dispatch(), torch.no_grad():
+            if value._is_zerotensor():
+                value = value.clone()  # its storage has no memory
             nbytes = fake.untyped_storage().nbytes()
             own = value.untyped_storage()
             if (

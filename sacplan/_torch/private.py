@@ -192,7 +192,10 @@ def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is an ordinary strided one with a storage (fake ones included), not a wrapper subclass."""
+    """Whether a tensor is an ordinary strided one with a storage (fake ones included), not a wrapper subclass.
+
+    The zero tensors of autograd's formulas (the gradient of ``sgn``) have sizes, and a storage without memory.
+    """
     return (
         (
             type(tensor) in PLAIN_TENSOR_TYPES
@@ -201,6 +204,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and tensor.layout == torch.strided
         and not tensor.is_conj()
         and not tensor.is_neg()
+        and not tensor._is_zerotensor()
     )
 
 
@@ -269,6 +273,30 @@ def _fake_kernel(ours: FakeKernel, previous: FakeKernel | None) -> FakeKernel:
         return out
 
     return fake
+
+
+def _ordinary_zeros(
+    mode: FakeTensorMode, func: Any, size: Any, dtype: torch.dtype | None = None, **options: Any
+) -> Any:
+    if not _ordinary_zeros_wanted():
+        return NotImplemented
+    dtype = dtype or torch.get_default_dtype()
+    return fake_empty_strided(mode, size, [0] * len(size), dtype)
+
+
+_ordinary_zeros_wanted: Callable[[], bool] = bool
+_ZERO_TENSOR = torch.ops.aten._efficientzerotensor.default
+
+
+def make_fake_zeros_ordinary(where: Callable[[], bool]) -> None:
+    """Where ``where()``, make of fake zero tensors (no memory) expanded ones (one element), for the whole process.
+
+    torch's own go through kernels of their own, above any dispatch mode, which fail on fake tensors; and an exception
+    there ends the interpreter.
+    """
+    global _ordinary_zeros_wanted
+    _ordinary_zeros_wanted = where
+    fake_impls.op_implementations_dict[_ZERO_TENSOR] = _ordinary_zeros
 
 
 @contextmanager
