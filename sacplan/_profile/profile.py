@@ -45,10 +45,9 @@ from sacplan._record.step import (
     check_optimizer,
     loss_or_default,
     make_optimizer,
-    preserved_rng,
-    preserved_state,
     resolve_batch,
 )
+from sacplan._record.state import held_by_function, preserved_rng, preserved_state
 from sacplan._record.user_code import branches_of_a_real_step, cleared_caches, plain_attributes
 from sacplan._rewrites.library_workspaces import library_workspaces
 from sacplan._rotor.chain import Chain
@@ -394,7 +393,7 @@ def _trace_real(asked: _Asked) -> tuple[Program, tuple[str, ...]]:
         made = make_optimizer(optimizer, model)
     elif optimizer is not None:
         check_optimizer(optimizer, model)
-    with preserved_state(model, made):
+    with preserved_state(model, made, asked.batch, *held_by_function(asked.loss_fn)):
         step = Step(model=model, batch=asked.batch, loss_fn=asked.loss_fn, optimizer=made, mode=asked.mode)
         handle = asked.prepare(model) if asked.prepare is not None else None
         try:

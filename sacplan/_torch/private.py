@@ -226,6 +226,11 @@ def active_fake_mode() -> FakeTensorMode | None:
     return None
 
 
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set what autograd counts in-place writes with, after what was written has been put back."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 def storage_key(storage: Any) -> int:
     """Address of the storage's C++ object: unique while it lives."""
     key: int = storage._cdata

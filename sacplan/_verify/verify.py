@@ -20,10 +20,9 @@ from sacplan._record.step import (
     check_optimizer,
     loss_or_default,
     make_optimizer,
-    preserved_rng,
-    preserved_state,
     resolve_batch,
 )
+from sacplan._record.state import held_by_function, preserved_rng, preserved_state
 from sacplan._verify.measure import measured_step
 from sacplan.errors import PlanError
 
@@ -138,7 +137,7 @@ def _verify_real(
         check_optimizer(optimizer, model)
     mode = plan.provenance.mode
     step = Step(model, batch, loss_or_default(loss_fn, mode), optimizer, mode)
-    with preserved_state(model, optimizer):
+    with preserved_state(model, optimizer, batch, *held_by_function(loss_fn)):
         tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
         unplanned_flops = measured_step(step, tensors, count_flops=True).flops
         with apply(model, plan):
