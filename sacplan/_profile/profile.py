@@ -34,9 +34,10 @@ from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._ranks.ranks import ONE_RANK, Ranks
 from sacplan._recompute.rewrite import recomputed
 from sacplan._record.fake_copy import FakeCopier
-from sacplan._record.fake_data import DataRules, data_rules
+from sacplan._record.fake_data import REAL_TENSOR, DataRules, data_rules
 from sacplan._record.recorder import NUMBER_BYTES, Recorder
 from sacplan._record.saved_tensors import SavedMode
+from sacplan._record.state import held_by_function, preserved_rng, preserved_state
 from sacplan._record.step import (
     LossFn,
     Mode,
@@ -48,11 +49,16 @@ from sacplan._record.step import (
     resolve_batch,
 )
 from sacplan._record.state import held_by_function, preserved_rng, preserved_state
-from sacplan._record.user_code import branches_of_a_real_step, cleared_caches, plain_attributes
+from sacplan._record.user_code import (
+    branches_of_a_real_step,
+    cleared_caches,
+    no_fake_tensors_left,
+    plain_attributes,
+)
 from sacplan._rewrites.library_workspaces import library_workspaces
 from sacplan._rotor.chain import Chain
 from sacplan._rotor.stages import stages_of
-from sacplan._torch.private import GENERATOR_STATE_BYTES
+from sacplan._torch.private import GENERATOR_STATE_BYTES, FakeTensorMode
 from sacplan.errors import DeviceError, SacplanWarning, TraceError
 
 if TYPE_CHECKING:
@@ -350,15 +356,21 @@ class _Asked:
 
 
 def _trace_fake(asked: _Asked) -> tuple[Program, tuple[str, ...]]:
+    with no_fake_tensors_left(asked.model, asked.loss_fn) as note:
+        return _run_fake(asked, note)
+
+
+def _run_fake(asked: _Asked, note: Callable[[FakeTensorMode], None]) -> tuple[Program, tuple[str, ...]]:
     model, spec = asked.model, asked.spec
     how: SavedMode = "virtual" if asked.saved == "record" else "observe"
     with (
         cleared_caches(model),
         branches_of_a_real_step(),
-        fake_device(spec),
+        fake_device(spec) as fake_mode,
         _reserves(spec),
         data_rules() as rules,
     ):
+        note(fake_mode)
         copier = FakeCopier(rules)
         fake = copier.model(model)
         step = Step(
@@ -374,12 +386,12 @@ def _trace_fake(asked: _Asked) -> tuple[Program, tuple[str, ...]]:
                 step, lambda: _recorder(spec, asked.cost, how, rules), handle, rules
             )
         except AssertionError as error:
-            if "convert all Tensors to FakeTensors" not in str(error):
+            if REAL_TENSOR not in str(error):
                 raise
             raise TraceError(
-                "a real tensor got into the fake step. loss_fn must use the model and the batch that it is given, "
-                "and tensors that it needs besides should be buffers of the model, part of the batch, or made "
-                f"inside it. {str(error).rpartition('Found in ')[2]}"
+                "a real tensor that requires a gradient, or is written, got into the fake step. loss_fn must use the "
+                "model and the batch that it is given, and what it writes or trains besides should be part of the "
+                f"model. {str(error).rpartition('Found in ')[2]}"
             ) from error
     return program, tuple(map(str, rules.applied))
 

@@ -27,6 +27,8 @@ class FakeCopier:
 
     def __init__(self, rules: DataRules | None = None) -> None:
         self._rules = rules  # learns the values of real integers
+        if rules is not None:
+            rules.copier = self.tensor
         mode = active_fake_mode()
         assert mode is not None, "a FakeCopier belongs inside of a FakeTensorMode"
         self._mode = mode

@@ -1,7 +1,7 @@
 """What a real step changes in the user's objects, noted before it and put back afterwards, whatever happens.
 
-A :class:`Snapshot` follows what it is given (a model, an optimizer, a batch) through attributes and containers. It keeps
-the objects that it finds, and copies of what can change in them: the bytes of storages, the sizes of tensors, the
+A :class:`Snapshot` follows what it is given (a model, an optimizer, a batch) through attributes and containers. It
+keeps the objects that it finds, and copies of what can change in them: the bytes of storages, the sizes of tensors, the
 entries of containers, the states of generators. So nothing has to be made again to be put back: a buffer that was
 resized gets its own storage, size and bytes back, and a list its own tensors.
 """
@@ -28,7 +28,7 @@ _ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, range, type, torch.dtype, torch.device, torch.Size}
 )
 _PLAIN_CLASSES = (types.SimpleNamespace, functools.partial)  # of the standard library, that are followed
-_HELD = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, dict, list, set, collections.deque)
+_HELD = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ def preserved_state(
     Restored are parameters, buffers, gradients, tensors and numbers in attributes and in containers (nested ones too,
     and those of plain objects), optimizer state, and random generators: the global ones, and those that the objects
     hold. Not followed are modules of code, data sets and loaders, and objects of the standard library (threads, files,
-    iterators); of functions only what they hold directly in a closure. Copies of CUDA tensors lie on the host.
+    iterators); of functions only the tensors, modules and optimizers in a closure. Copies of CUDA tensors lie on the host.
     """
     snapshot = Snapshot(model, optimizer, *others)
     snapshot.drop_gradients()
@@ -173,7 +173,7 @@ class Snapshot:
         elif isinstance(value, np.ndarray):
             self._array(value)
         elif isinstance(value, torch.Generator):
-            self._undo.append(functools.partial(value.set_state, value.get_state()))
+            self._undo.append(functools.partial(_call, value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
             self._undo.append(functools.partial(value.setstate, value.getstate()))
         elif isinstance(value, (np.random.Generator, np.random.BitGenerator, np.random.RandomState)):
@@ -203,7 +203,7 @@ class Snapshot:
         self._undo.append(restore)
 
     def _container(self, value: Any) -> None:
-        kind = next(k for k in (list, set, collections.deque) if isinstance(value, k))
+        kind: Any = next(k for k in (list, set, collections.deque) if isinstance(value, k))
         items = list(kind.__iter__(value))
         self._pending.extend(items)
 
@@ -211,7 +211,7 @@ class Snapshot:
             now = list(kind.__iter__(value))
             if len(now) != len(items) or any(a is not b for a, b in zip(now, items, strict=True)):
                 kind.clear(value)
-                (kind.update if kind is set else kind.extend)(value, items)  # type: ignore[attr-defined]
+                (kind.update if kind is set else kind.extend)(value, items)
 
         self._undo.append(restore)
 
@@ -331,6 +331,10 @@ class Snapshot:
         self._undo.append(restore)
 
 
+def _call(function: Callable[..., Any], *args: Any) -> None:
+    function(*args)
+
+
 def _same_metadata(t: torch.Tensor, other: torch.Tensor) -> bool:
     return (
         t.dtype == other.dtype
@@ -354,7 +358,10 @@ def _is_followed(cls: type) -> bool:
 
 
 def held_by_function(function: Any) -> Iterable[Any]:
-    """Tensors, modules, optimizers and containers in the closure of a function or the arguments of a ``partial``."""
+    """Tensors, modules and optimizers in the closure of a function or the arguments of a ``partial``.
+
+    Its containers are left alone: people fill those to learn what ran.
+    """
     found: list[Any] = []
     if isinstance(function, functools.partial):
         found.extend((*function.args, *function.keywords.values(), *held_by_function(function.func)))

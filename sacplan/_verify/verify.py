@@ -13,6 +13,7 @@ from sacplan._device.devices import resolve_device
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import check_runs_here, trace_step
 from sacplan._program.budget import format_bytes
+from sacplan._record.state import held_by_function, preserved_rng, preserved_state
 from sacplan._record.step import (
     LossFn,
     Step,
@@ -22,7 +23,6 @@ from sacplan._record.step import (
     make_optimizer,
     resolve_batch,
 )
-from sacplan._record.state import held_by_function, preserved_rng, preserved_state
 from sacplan._verify.measure import measured_step
 from sacplan.errors import PlanError
 
