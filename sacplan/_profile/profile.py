@@ -35,6 +35,7 @@ from sacplan._ranks.ranks import ONE_RANK, Ranks
 from sacplan._recompute.rewrite import recomputed
 from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.fake_data import REAL_TENSOR, DataRules, data_rules
+from sacplan._record.limits import explained_limits
 from sacplan._record.recorder import NUMBER_BYTES, Recorder
 from sacplan._record.saved_tensors import SavedMode
 from sacplan._record.state import held_by_function, preserved_rng, preserved_state
@@ -314,7 +315,7 @@ def trace_step(
         raise TraceError('mode="inference" runs no optimizer; leave optimizer= out, or use mode="train".')
     times = MeasuredTimes(spec) if _RUNTIMES[runtime] == "benchmark" else CostModel(spec)
     run = _trace_fake if trace == "fake" else _trace_real
-    with preserved_rng(), _no_garbage_collection():
+    with preserved_rng(), _no_garbage_collection(), explained_limits():
         batch = resolve_batch(batch)
         fingerprint = Fingerprint.of(model, batch)
         loss = loss_or_default(loss_fn, mode)

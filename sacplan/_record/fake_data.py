@@ -78,6 +78,9 @@ def data_rules() -> Iterator[DataRules]:
         ``nonzero``, ``torch.where(mask)``, ``x[mask]`` and ``masked_select`` with a mask that is not
         known take every element: an upper bound. So ``mask.all()`` and ``mask.any()`` are true; the truth
         of a single comparison has no rule.
+    ``checks pass``
+        A condition on such values that guards an error, of an ``assert`` or of an ``if`` that only raises, has
+        the outcome that lets the step go on. This goes before the rule above.
     ``unit value``
         ``.item()`` of a float (a loss that is logged, a norm) is 1.0.
     ``zeros``

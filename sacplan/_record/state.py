@@ -56,8 +56,9 @@ def preserved_state(
 
     Restored are parameters, buffers, gradients, tensors and numbers in attributes and in containers (nested ones too,
     and those of plain objects), optimizer state, and random generators: the global ones, and those that the objects
-    hold. Not followed are modules of code, data sets and loaders, and objects of the standard library (threads, files,
-    iterators); of functions only the tensors, modules and optimizers in a closure. Copies of CUDA tensors lie on the host.
+    hold. Not followed are modules of code, data sets and loaders, and objects of the standard library (threads,
+    files, iterators); of functions only the tensors, modules and optimizers in a closure. Copies of CUDA tensors lie
+    on the host.
     """
     snapshot = Snapshot(model, optimizer, *others)
     snapshot.drop_gradients()
@@ -355,6 +356,29 @@ def _is_followed(cls: type) -> bool:
         return False
     first = room.partition(".")[0]
     return first not in sys.stdlib_module_names or first in ("__main__", "collections")
+
+
+def reachable(*roots: Any) -> Iterator[Any]:
+    """Objects that a snapshot would follow, from attribute to attribute, but not inside of tensors."""
+    seen: dict[int, Any] = {}
+    pending = list(roots)
+    while pending:
+        value = pending.pop()
+        if type(value) in _ATOMS or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        yield value
+        if isinstance(value, dict):
+            pending.extend(v for pair in dict.items(value) for v in pair)
+        elif isinstance(value, (list, collections.deque, set, tuple, frozenset)):
+            pending.extend(value)
+        elif isinstance(value, types.MethodType):
+            pending.append(value.__self__)
+        elif isinstance(value, functools.partial):
+            pending.extend((value.func, value.args, value.keywords))
+        elif not isinstance(value, (torch.Tensor, types.FunctionType)) and _is_followed(type(value)):
+            with contextlib.suppress(AttributeError):
+                pending.append(object.__getattribute__(value, "__dict__"))
 
 
 def held_by_function(function: Any) -> Iterable[Any]:

@@ -5,11 +5,13 @@ To run a step on a copy without data, see ``fake_copy.py``; to put everything ba
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from sacplan.errors import TraceError
@@ -143,6 +145,11 @@ def check_model(model: Any) -> None:
     checkpointing = own_checkpointing(model)
     if checkpointing is not None:
         raise TraceError(checkpointing)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise TraceError(
+                f"{name!r} has no shape yet, it belongs to a lazy module. Call the model once on a batch first."
+            )
     for fqn, module in model.named_modules():
         if type(module.__dict__.get("forward")).__name__ == "PlannedForward":
             raise TraceError(
@@ -168,7 +175,13 @@ def make_optimizer(factory: Any, model: torch.nn.Module) -> torch.optim.Optimize
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    """``TraceError`` if the optimizer updates something that is not the model's."""
+    """``TraceError`` if the optimizer updates something that is not the model's, or needs a closure."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TraceError(
+            f"{type(optimizer).__name__}.step needs a closure that runs the step again, as often as it likes: that is "
+            "not one step whose memory could be planned. Use another optimizer, or leave optimizer= out."
+        )
     own = {id(p): name for name, p in model.named_parameters()}
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):

@@ -18,6 +18,7 @@ import torch._C._dynamo.eval_frame as _dynamo
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes
