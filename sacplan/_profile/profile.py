@@ -26,6 +26,7 @@ from sacplan._device.kernels import fake_device
 from sacplan._device.timing import MeasuredTimes
 from sacplan._device.workspace import measured_reserves, workspace_bytes
 from sacplan._profile import files
+from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import Discarded
 from sacplan._program.fingerprint import Fingerprint
@@ -218,11 +219,13 @@ class Profile:
             )
         return pd.DataFrame(rows)
 
+    @checked(TraceError)
     def save(self, path: str | Path) -> None:
         """Write to a file (JSON; compressed where the name ends in ``.gz``)."""
         files.save(path, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     @classmethod
+    @checked(TraceError)
     def load(cls, path: str | Path) -> Profile:
         """Read what ``save`` wrote.
 
@@ -239,6 +242,7 @@ class Profile:
         )
 
 
+@checked(TraceError, "model", "batch", "optimizer")
 def profile(
     model: torch.nn.Module,
     batch: Any,

@@ -69,7 +69,8 @@ def _checks_in(filename: str) -> tuple[tuple[tuple[int, int], tuple[int, int], b
         polarity = _polarity(node.test)
         if polarity is not None:
             test = node.test
-            first, last = (test.lineno, test.col_offset), (test.end_lineno or 0, test.end_col_offset or 0)
+            first = node.lineno, node.col_offset  # where Python 3.11 places the jump
+            last = test.end_lineno or 0, test.end_col_offset or 0
             found.append((first, last, passes is polarity))
     return tuple(found)
 

@@ -246,6 +246,11 @@ class Recorder(TorchDispatchMode):
         if error is not None and exc_type is None:
             raise error
 
+    @property
+    def is_active(self) -> bool:
+        """Whether it has been entered and not been left."""
+        return self._active
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Ops inside are not recorded; what they leave behind is noticed when it is used, or tracked."""

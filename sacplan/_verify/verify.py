@@ -12,6 +12,7 @@ from sacplan._apply.apply import apply
 from sacplan._device.devices import resolve_device
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import check_runs_here, trace_step
+from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._record.limits import explained_limits
 from sacplan._record.state import held_by_function, preserved_rng, preserved_state
@@ -69,6 +70,7 @@ class Verification:
         )
 
 
+@checked(PlanError, "model", "batch", "optimizer")
 def verify(
     model: torch.nn.Module,
     batch: Any,
