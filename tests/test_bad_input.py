@@ -64,6 +64,8 @@ def given(tmp_path_factory):
     stats = estimators[2].sac_mod_stats[""]
     folder = tmp_path_factory.mktemp("bad")
     budget = f"{plan.peak_bytes + 64}B"
+    capacity = {"model": model, "make_batch": lambda n: torch.ones(n, 8), "budget": "20KiB"}
+    capacity |= {"device": "cpu", "at_most": 2}
     plan.save(folder / "plan.json")
     profile.save(folder / "profile.json")
     return {
@@ -141,34 +143,12 @@ def given(tmp_path_factory):
 
 
 FUNCTIONS = [
-    "profile",
-    "plan",
-    "plan_smallest",
-    "policy",
-    "frontier",
-    "apply",
-    "verify",
-    "max_batch",
-    "throughput",
-    "aggregate_stats",
-    "parse_module_info",
-    "get_peak_memory_runtime_baseline",
-    "sac_milp",
-    "get_optimal_checkpointing_policy_per_module",
-    "fit_tradeoff",
-    "rotor",
-    "alive_at_peak",
-    "module_table",
-    "write_memory_trace",
-    "fake_device",
-    "Milp",
-    "Rotor",
-    "MemTracker",
-    "Plan.load",
-    "Plan.save",
-    "Profile.load",
-    "Profile.save",
-]
+    "profile", "plan", "plan_smallest", "policy", "frontier", "apply", "verify", "max_batch", "throughput",
+    "aggregate_stats", "parse_module_info", "get_peak_memory_runtime_baseline", "sac_milp",
+    "get_optimal_checkpointing_policy_per_module", "fit_tradeoff", "rotor", "alive_at_peak",
+    "module_table", "write_memory_trace", "fake_device", "Milp", "Rotor", "MemTracker", "Plan.load",
+    "Plan.save", "Profile.load", "Profile.save",
+]  # fmt: skip
 THEIR_OWN = {"loss_fn": ("class",), "optimizer": ("class",), "batch": ("tensor",), "make_batch": ()}
 """What fails in the code of the caller, whose errors come through."""
 
@@ -281,11 +261,10 @@ def test_what_cannot_be_traced_is_an_error_of_the_family(name):
     for trace in ("fake", "real"):
         try:
             profile = sacplan.profile(UNTRACEABLE[name](), torch.ones(4, 8), device="cpu", trace=trace)
-        except sacplan.TraceError as error:
-            assert len(str(error)) > 40
-        else:
-            assert profile.peak_bytes > 0
-            assert trace == "real"
+        except sacplan.TraceError:
+            continue
+        assert profile.peak_bytes > 0
+        assert trace == "real"
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 

@@ -3,9 +3,11 @@
 import collections
 import copy
 import functools
+import math
 import random
 import subprocess
 import sys
+import threading
 import types
 from dataclasses import dataclass, field
 
@@ -67,6 +69,7 @@ class Busy(nn.Module):
         self.numpy = np.random.default_rng(2)
         self.linear.weight.main_grad = torch.zeros(4, 4)
         self.fail = None
+        self.freezes = True
 
     def forward(self, x):
         self.calls += 1
@@ -92,7 +95,8 @@ class Busy(nn.Module):
         self.ema.mul_(0.9).add_(found.mean(0))
         self.swapped.data = torch.ones(3)
         self.linear.weight.main_grad.add_(1)
-        self.linear.bias.requires_grad_(False)
+        if self.freezes:
+            self.linear.bias.requires_grad_(False)
         self.late = found
         if self.fail is not None and self.calls > 1:
             raise self.fail
@@ -172,6 +176,7 @@ def test_a_real_step_puts_everything_back(warm):
 
 def test_a_measured_step_puts_everything_back():
     model, optimizer, batch = busy(True)
+    model.freezes = False  # then the plan would not fit the second step
     profile = sacplan.profile(model, batch, device="cpu", trace="real")
     plan = sacplan.policy("full", profile=profile, layers="norm")
     before = picture(model, optimizer, batch)
@@ -310,6 +315,96 @@ def test_fake_tensors_in_other_objects_are_taken_out_with_a_warning():
     assert kept == []
 
 
+class HoldsMuch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.generator = torch.Generator().manual_seed(3)
+        self.space = types.SimpleNamespace(t=torch.ones(4))
+        self.running = Running(torch.ones(4))
+        self.lock = threading.Lock()
+        self.code = math
+        self.linear.weight.main_grad = torch.zeros(4, 4)
+        self.linear.weight.tag = "column"
+
+    def forward(self, x):
+        with self.lock:
+            y = self.linear(x) * self.space.t * self.running.mean
+        assert self.linear.weight.tag == "column"
+        self.linear.weight.main_grad.add_(1)
+        return y * torch.rand(y.shape, generator=self.generator) * self.code.pi
+
+
+def test_what_a_model_may_hold_in_a_fake_trace():
+    model, batch = HoldsMuch(), torch.randn(2, 4)
+    before = model.generator.get_state()
+    fake = sacplan.profile(model, batch, device="cpu")
+    assert torch.equal(model.generator.get_state(), before)
+    assert torch.equal(model.linear.weight.main_grad, torch.zeros(4, 4))
+    assert fake.peak_bytes == sacplan.profile(model, batch, device="cpu", trace="real").peak_bytes
+    assert torch.equal(model.generator.get_state(), before)
+
+
+class Coupling(torch.autograd.Function):
+    """y1 = a + f(b), y2 = b + g(y1); the backward pass makes a and b again from y1 and y2."""
+
+    @staticmethod
+    def forward(ctx, x, f, g, *parameters):
+        ctx.f, ctx.g = f, g
+        a, b = x.chunk(2, -1)
+        first = a + f(b)
+        out = torch.cat([first, b + g(first)], -1)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        first, second = ctx.saved_tensors[0].chunk(2, -1)
+        d1, d2 = grad.chunk(2, -1)
+        with torch.enable_grad():
+            first = first.detach().requires_grad_()
+            made = ctx.g(first)
+        of_g = torch.autograd.grad(made, [first, *ctx.g.parameters()], d2)
+        d1 = d1 + of_g[0]
+        with torch.enable_grad():
+            b = (second - made.detach()).requires_grad_()
+            made = ctx.f(b)
+        of_f = torch.autograd.grad(made, [b, *ctx.f.parameters()], d1)
+        return torch.cat([d1, d2 + of_f[0]], -1), None, None, *of_f[1:], *of_g[1:]
+
+
+class Reversible(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.f, self.g = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.into(x).sin().exp()
+        y = Coupling.apply(y, self.f, self.g, *self.f.parameters(), *self.g.parameters())
+        return self.out(y.tanh().sigmoid())
+
+
+def test_a_reversible_net_is_no_checkpointing():
+    model, batch = nn.Sequential(Reversible(), Reversible(), Reversible()), torch.randn(300, 8)
+    loss_fn = _squares
+    loss_fn(model, batch).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    profile = sacplan.profile(model, batch, loss_fn, device="cpu")
+    plan = sacplan.plan_smallest(profile)
+    assert plan.peak_bytes < 0.6 * profile.peak_bytes
+    assert sacplan.verify(model, batch, plan, loss_fn).peak_bytes == plan.peak_bytes
+    assert sacplan.verify(model, batch, plan, loss_fn, run="real").peak_bytes == plan.peak_bytes
+    model.zero_grad()
+    with sacplan.apply(model, plan):
+        loss_fn(model, batch).backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+
+
+def _squares(model, batch):
+    return model(batch).pow(2).sum()
+
+
 _SCRIPT = """
 import torch, sacplan
 from torch import nn
@@ -327,9 +422,8 @@ class Net(nn.Module):
         y = self.linear(x)
         z = self.op(y * 2) / self.linear.weight[0].sgn()
         return z.sum() + y.sum() if self.both else self.op(y).sum()
-for name, op in ops.items():
-    for both in (True, False):
-        assert sacplan.profile(Net(op, both), torch.ones(1, 2), device="h100").peak_bytes > 0, name
+for i, (name, op) in enumerate(ops.items()):
+    assert sacplan.profile(Net(op, i % 3), torch.ones(1, 2), device="h100").peak_bytes > 0, name
 for trace in ("fake", "real"):
     assert sacplan.profile(Net(torch.sgn, True), torch.ones(1, 2), device="cpu", trace=trace).peak_bytes > 0
 print("alive")

@@ -32,6 +32,7 @@ from sacplan._torch.private import (
     FakeTensorMode,
     active_fake_mode,
     autograd_sequence_number,
+    called_by_checkpoint,
     current_node_sequence_number,
     dispatch_modes,
     fake_device_of,
@@ -298,7 +299,7 @@ class Recorder(TorchDispatchMode):
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         if in_backward():
             fqn = self._fqns.get(id(module))
-            if fqn is not None:
+            if fqn is not None and called_by_checkpoint():
                 self._fail(
                     TraceError(
                         f"the forward of module {fqn!r} ran again during the backward pass: checkpointing is "

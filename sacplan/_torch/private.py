@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 import torch._C._dynamo.eval_frame as _dynamo
+import torch.utils.checkpoint
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
 
 GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes
 """State of a CPU generator. It counts as device memory in a CPU step; a GPU generator's state is on the host."""
@@ -135,6 +137,16 @@ def called_by_autograd() -> bool:
         frame = frame.f_back  # type: ignore[assignment]
     # A device's thread has no Python frame below.
     return frame is None or frame.f_code is _RUN_BACKWARD
+
+
+def called_by_checkpoint() -> bool:
+    """Whether ``torch.utils.checkpoint`` runs a forward again now; a custom function, of a reversible net, may too."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 # The recorder, and what torch wraps around ``__torch_dispatch__`` to keep dynamo out.
@@ -303,6 +315,23 @@ def make_fake_zeros_ordinary(where: Callable[[], bool]) -> None:
     global _ordinary_zeros_wanted
     _ordinary_zeros_wanted = where
     fake_impls.op_implementations_dict[_ZERO_TENSOR] = _ordinary_zeros
+
+
+class _NoModules:
+    parents = frozenset(("Global",))
+
+    def __enter__(self) -> _NoModules:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+def flop_counter() -> FlopCounterMode:
+    """A ``FlopCounterMode`` for the whole step: its hooks on modules fail where a custom function calls some."""
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    return counter
 
 
 @contextmanager
