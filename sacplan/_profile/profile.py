@@ -263,7 +263,8 @@ def profile(
 
     Args:
         model: with real, meta or fake parameters. It is not touched. ``functools`` caches of functions that stand
-            beside the model's classes are emptied before and afterwards: fake tensors must not stay in them.
+            beside the model's classes are emptied before and afterwards. Fake tensors that a fake step leaves in
+            globals and class attributes are taken out, and what was there before is put back.
         batch: a tensor, a tuple (positional), a mapping (keyword arguments), or a callable that makes one.
         loss_fn: ``loss_fn(model, batch) -> scalar``; by default the output's loss, else the sum of its
             float tensors. It gets a copy of the model, and must use that one. In inference what it returns is the
@@ -273,7 +274,8 @@ def profile(
         device: what the step will run on, see ``sacplan.devices()``.
         runtime: ``"cost-model"`` (roofline of the device) or ``"benchmark"`` (each distinct op timed here).
         trace: ``"fake"`` computes nothing. ``"real"`` runs the step on the model's own tensors, an optimizer's
-            part of it twice, and puts everything back; needed where shapes depend on data.
+            part of it twice, and puts everything back: tensors, gradients, attributes, containers, random
+            generators; needed where shapes depend on data.
         mode: ``"train"``: forward, backward, optimizer. ``"inference"``: the forward pass under ``torch.no_grad``;
             its output is alive at the end. ``model.training`` stays as it is.
         world_size: ranks that the step is spread over; the profile is that of one of them. The model is the whole
