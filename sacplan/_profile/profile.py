@@ -50,7 +50,6 @@ from sacplan._record.step import (
     make_optimizer,
     resolve_batch,
 )
-from sacplan._record.state import held_by_function, preserved_rng, preserved_state
 from sacplan._record.user_code import (
     branches_of_a_real_step,
     cleared_caches,

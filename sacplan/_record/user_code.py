@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 import types
 import warnings
@@ -75,10 +76,12 @@ def no_fake_tensors_left(
         raise
     if all(ref() is None for ref in modes):
         return
-    gc.collect(0)
+    gc.collect(1)  # what was made since the collector was switched off
+    if all(ref() is None for ref in modes):
+        return
     for mode in filter(None, (ref() for ref in modes)):
         before.put_back(mode)
-    gc.collect(0)
+    gc.collect()
     taken = [name for mode in filter(None, (ref() for ref in modes)) for name in _take_out(mode)]
     if taken:
         warnings.warn(
