@@ -22,7 +22,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import sacplan
-from sacplan._record.step import Step, default_loss, make_optimizer, preserved_state
+from sacplan._record.state import preserved_state
+from sacplan._record.step import Step, default_loss, make_optimizer
 from sacplan._verify.measure import measured_step
 
 MIB = 2**20

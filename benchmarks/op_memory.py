@@ -165,7 +165,10 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
             lines.append(f"| `{row['op']}` | {said[:160].replace('|', '/')} |")
     raw = sorted({f"`{row['op']}`" for row in rows if "raised_fake" in row})
     if raw:
-        lines += ["", f"A fake trace stops with an error of PyTorch's, not of sacplan's, at {', '.join(raw)}."]
+        lines += [
+            "",
+            f"A fake trace stops with an error of PyTorch's, not of sacplan's, at {', '.join(raw)}.",
+        ]
     return "\n".join(lines)
 
 

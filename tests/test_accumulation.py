@@ -11,7 +11,8 @@ from torch import nn
 
 import sacplan
 from sacplan._program.program import Phase, StorageKind
-from sacplan._record.step import Step, default_loss, preserved_state
+from sacplan._record.state import preserved_state
+from sacplan._record.step import Step, default_loss
 from sacplan._verify.measure import measured_step
 from tests.models import bit_equal
 

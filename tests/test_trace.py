@@ -17,7 +17,8 @@ import sacplan
 from sacplan._program.program import StorageKind
 from sacplan._record.fake_data import data_rules
 from sacplan._record.recorder import Recorder
-from sacplan._record.step import Step, default_loss, preserved_state
+from sacplan._record.state import preserved_state
+from sacplan._record.step import Step, default_loss
 from sacplan._verify.measure import measured_step
 from sacplan.errors import SacplanWarning
 from tests.models import LM, cross_entropy, tokens

@@ -10,6 +10,7 @@ import torch
 
 from sacplan._plan.plan import Plan
 from sacplan._plan.techniques import by_technique
+from sacplan._program.arguments import checked
 from sacplan._program.places import StepDifference
 from sacplan._program.technique import Installed
 from sacplan._recompute.executor.recipes import PlannedForward
@@ -64,6 +65,7 @@ class Handle:
         return f"Handle({len(self.units)} units: {', '.join(self.units) or 'none'})"
 
 
+@checked(PlanError)
 def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
     """Make the model discard and recompute what the plan says.
 

@@ -30,6 +30,7 @@ from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._device.kernels import active_device
 from sacplan._device.timing import MeasuredTimes
 from sacplan._device.workspace import workspace_bytes
+from sacplan._program.arguments import checked
 from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._record.recorder import Recorder
 from sacplan._record.saved_tensors import SavedMode
@@ -50,6 +51,7 @@ class _Estimator:
     _saved: SavedMode = "observe"
     _count_workspace = False
 
+    @checked(TraceError, "device")
     def __init__(self, device: str | DeviceSpec | torch.device | None = None) -> None:
         self._device = device
         self._mode = _COST_MODEL[0]
@@ -67,6 +69,10 @@ class _Estimator:
         return self
 
     def __enter__(self) -> Any:
+        if self._recorder is not None and self._recorder.is_active:
+            raise TraceError(
+                f"this {type(self).__name__} is recording already. Leave it first, or make another one to nest."
+            )
         spec = self._spec()
         times = MeasuredTimes(spec) if self._mode in _BENCHMARK else CostModel(spec)
         fake = active_fake_mode() is not None
@@ -87,7 +93,10 @@ class _Estimator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._recorder is not None
+        if self._recorder is None or not self._recorder.is_active:
+            raise TraceError(
+                f"this {type(self).__name__} is not recording: it was left already, or never entered."
+            )
         self._recorder.__exit__(kind, error, trace)
         if kind is None:
             self._program = self._recorder.program()
@@ -130,6 +139,7 @@ class MemTracker(_Estimator):
             the default here; ``sacplan.profile`` always counts them.
     """
 
+    @checked(TraceError, "device")
     def __init__(
         self, device: str | DeviceSpec | torch.device | None = None, *, workspaces: bool = False
     ) -> None:
@@ -260,6 +270,7 @@ def greedy_order(stats: SACStats) -> list[int]:
     )
 
 
+@checked(TraceError)
 def aggregate_stats(
     model: torch.nn.Module,
     mem_tracker: MemTracker,

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from sacplan._program.arguments import checked
 from sacplan.errors import PlanError
 
 FitKind = Literal["hull", "pwlf"]
@@ -65,6 +66,7 @@ class Fit:
         return worst if worst > _ROUNDING * max(1.0, hull[-1][1]) else 0.0
 
 
+@checked(PlanError)
 def fit_tradeoff(
     points_xy: Iterable[tuple[float, float]], kind: FitKind = "hull", segments: int | None = None
 ) -> Fit:

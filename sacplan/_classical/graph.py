@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from sacplan._program.arguments import check_statistics, checked
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -56,6 +57,21 @@ class SACStats:
     saved_autograd_ops: tuple[int, ...] = ()
     inplace_ops: tuple[tuple[int, int], ...] = ()
     force_store_random: bool = False
+
+    def __post_init__(self) -> None:
+        check_statistics("SACStats", PlanError, runtimes=self.runtimes, memory=self.memory)
+        if not len(self.func_names) == len(self.runtimes) == len(self.memory):
+            raise PlanError(
+                f"SACStats: {len(self.func_names)} func_names, {len(self.runtimes)} runtimes and {len(self.memory)} "
+                "sizes in memory; give one of each for every op."
+            )
+
+
+_BYTES_AND_TIMES = (
+    "param_per_module", "grad_per_module", "grad_total", "act_fw_per_module", "act_bw_per_module",
+    "act_grad_per_module", "act_total", "input_per_module", "output_per_module", "fw_runtime_per_module",
+    "bw_runtime_per_module", "sac_runtime", "sac_memory",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +115,12 @@ class ModuleStats:
                 f"module {self.fqn!r}: n_segments is {self.n_segments}, but there are "
                 f"{len(self.slopes)} slopes and {len(self.intercepts)} intercepts"
             )
+        check_statistics(
+            f"module {self.fqn!r}",
+            PlanError,
+            **{name: getattr(self, name) for name in _BYTES_AND_TIMES},
+            slopes_and_intercepts=[abs(x) for x in (*self.slopes, *self.intercepts)],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +306,7 @@ class Graph:
         return "; did you mean one of " + ", ".join(repr(fqn) for fqn in shown) + "?"
 
 
+@checked(PlanError)
 def parse_module_info(module_info: ModuleInfo, *, root: str | None = None) -> Graph:
     """Build the tree of modules, in execution order.
 
@@ -313,6 +336,7 @@ def parse_module_info(module_info: ModuleInfo, *, root: str | None = None) -> Gr
     )
 
 
+@checked(PlanError)
 def get_peak_memory_runtime_baseline(graph: Graph) -> tuple[int, float]:
     """Peak bytes of the largest row on one rank, and forward plus backward ms, without checkpointing."""
     root = graph[graph.root]

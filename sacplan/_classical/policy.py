@@ -9,12 +9,14 @@ import math
 from collections.abc import Sequence
 
 from sacplan._classical.graph import SACStats
+from sacplan._program.arguments import checked
 from sacplan._solve.mip import LinearProgram, check_options
 from sacplan.errors import BudgetError, InfeasibleBudget, PlanError, SolverError
 
 _SCALE = 1000.0  # far above the solvers' tolerances
 
 
+@checked(PlanError)
 def get_optimal_checkpointing_policy_per_module(
     sac_stats: SACStats,
     memory_budget: float,

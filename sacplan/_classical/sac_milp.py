@@ -15,6 +15,7 @@ from sacplan._classical.continuous import Answer, solve_continuous
 from sacplan._classical.graph import Graph
 from sacplan._classical.subtrees import tree_problem
 from sacplan._classical.tree import Tree, TreePlan, cost_ms, tree_of
+from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._solve.milp import Milp, Refinement
 from sacplan._solve.mip import check_options, relative_gap
@@ -61,6 +62,7 @@ class SacMilpResult(_Triple):
         return f"{super().__repr__()[:-1]}, status={self.status!r}, bound_ms={self.bound_ms}, gap={self.gap})"
 
 
+@checked(PlanError, "memory_budget")
 def sac_milp(
     graph: Graph,
     memory_budget: float | str,

@@ -20,6 +20,7 @@ import torch
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._device.real_ops import RUN_ERRORS, outside_of_the_trace
 from sacplan._device.timing import device_here, run_seconds
+from sacplan._program.arguments import checked
 from sacplan.errors import DeviceError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,6 +30,7 @@ _SECONDS = 0.3  # for each figure
 _OPS_AT_ONCE = 200  # so that a GPU's queue is never empty between them
 
 
+@checked(DeviceError)
 def calibrate(
     device: str | torch.device = "cuda",
     *,
@@ -66,8 +68,10 @@ def calibrate(
         where = device_here(base)
     size = _MATMUL_SIZE[base.kind] if matmul_size is None else matmul_size
     nbytes = _COPY_BYTES[base.kind] if copy_bytes is None else copy_bytes
-    if size < 1 or nbytes < 4:
-        raise DeviceError(f"calibrate: matmul_size {size} and copy_bytes {nbytes} must be positive.")
+    if not (1 <= size <= 2**20 and 4 <= nbytes <= 2**40):
+        raise DeviceError(
+            f"calibrate: matmul_size {size} must be in 1 to 2**20, and copy_bytes {nbytes} in 4 to 2**40."
+        )
     with outside_of_the_trace(where):
         try:
             flops = _products(base, where, size)

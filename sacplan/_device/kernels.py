@@ -48,7 +48,13 @@ from sacplan._device.foreach import foreach_by_default
 from sacplan._device.layouts import cpu_kernels, shared_kernels
 from sacplan._device.overrides import fake_kernel, override
 from sacplan._torch.ops import tensors_in
-from sacplan._torch.private import FakeKernel, active_fake_mode, fake_kernels, run_composite
+from sacplan._torch.private import (
+    FakeKernel,
+    active_fake_mode,
+    fake_kernels,
+    make_fake_zeros_ordinary,
+    run_composite,
+)
 
 # The registrations belong to the process: the first context that is entered anywhere makes them, and the last one
 # that is left removes them. Which device is active belongs to the thread. An overridden op that is called with
@@ -60,6 +66,9 @@ _device: ContextVar[DeviceSpec | None] = ContextVar("device", default=None)
 def active_device() -> DeviceSpec | None:
     """The device whose kernels are emulated in this thread: the innermost one, None outside."""
     return _device.get()
+
+
+make_fake_zeros_ordinary(lambda: active_device() is not None)
 
 
 def _active_cuda() -> DeviceSpec | None:

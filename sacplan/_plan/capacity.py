@@ -25,6 +25,7 @@ from sacplan._plan.batch_sizes import BatchSizes, CapacityPoint
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import resolve_solver
 from sacplan._profile.profile import Trace
+from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._record.step import LossFn
 from sacplan._solve.solvers import Solver
@@ -99,6 +100,7 @@ class SearchOptions(TypedDict, total=False):
     progress: Callable[[CapacityPoint], Any] | None
 
 
+@checked(PlanError, "model", "budget")
 def max_batch(
     model: torch.nn.Module,
     make_batch: Callable[[int], Any],
@@ -152,6 +154,7 @@ def max_batch(
     return _capacity(sizes, sizes.edges()[1])
 
 
+@checked(PlanError, "model", "budget")
 def throughput(
     model: torch.nn.Module,
     make_batch: Callable[[int], Any],

@@ -10,6 +10,7 @@ from sacplan._plan.plan import Plan
 from sacplan._plan.planning import plan, plan_smallest
 from sacplan._plan.policies import layers_of, policy
 from sacplan._profile.profile import Profile
+from sacplan._program.arguments import checked
 from sacplan._rotor.sequences import Rotor, unit_of
 from sacplan._solve.solvers import Solver
 from sacplan.errors import InfeasibleBudget, PlanError
@@ -17,6 +18,8 @@ from sacplan.errors import InfeasibleBudget, PlanError
 if TYPE_CHECKING:
     import pandas as pd
 
+
+MAX_POINTS = 1000
 
 _POLICIES: dict[str, tuple[str, int | str | None]] = {
     "full": ("full", None),
@@ -27,6 +30,7 @@ _POLICIES: dict[str, tuple[str, int | str | None]] = {
 }
 
 
+@checked(PlanError)
 def frontier(
     profile: Profile,
     points: int = 8,
@@ -41,7 +45,7 @@ def frontier(
 
     Args:
         profile: from ``sacplan.profile``.
-        points: how many budgets, evenly spaced.
+        points: how many budgets, evenly spaced; 2 to 1000.
         solvers: names, or solver objects; by default milp, greedy and uniform, and rotor where the model is a chain.
         objective: what the solvers recompute the least of, see ``sacplan.plan``.
         policies: with one row for each of the modes that people use by hand (``sacplan.policy``): full, every
@@ -57,8 +61,8 @@ def frontier(
     """
     import pandas as pd
 
-    if points < 2:
-        raise PlanError(f"points={points}: a frontier needs at least 2.")
+    if not 2 <= points <= MAX_POINTS:
+        raise PlanError(f"points={points}: a frontier has 2 to {MAX_POINTS} budgets.")
     if solvers is None:
         solvers = ("milp", "greedy", "uniform", *(("rotor",) if _may_use_rotor(profile, never) else ()))
     smallest = plan_smallest(profile, objective=objective, keep=keep, never=never).peak_bytes

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 
 from sacplan._plan.provenance import Provenance
 from sacplan._program import files
+from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import Decision, Recompute, Site, discarded_by
 from sacplan._program.files import Count, Milliseconds, Name, Positive, Share
@@ -165,6 +166,7 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
             columns=["module", "discard_ratio", "recompute_ms", "discarded_sites", "kept_sites"],
         ).set_index("module")
 
+    @checked(PlanError)
     def save(self, path: str | Path) -> None:
         """Write as JSON (``docs/files.md``), compressed where the name ends in ``.gz``.
 
@@ -181,6 +183,7 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
         files.write(path, {"what": "plan", "schema_version": SCHEMA_VERSION, **data, "sha256": digest})
 
     @classmethod
+    @checked(PlanError)
     def load(cls, path: str | Path) -> Plan:
         """Read what ``save`` wrote.
 

@@ -13,6 +13,7 @@ from sacplan._plan.provenance import Provenance, options_of
 from sacplan._plan.search import Candidate, Search
 from sacplan._plan.techniques import DEFAULT_TECHNIQUES, resolve_techniques
 from sacplan._profile.profile import Profile
+from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._program.program import Phase
 from sacplan._ranks.ranks import Ranks
@@ -27,6 +28,7 @@ from sacplan.errors import InfeasibleBudget, PlanError
 _OPTIMAL = 2e-3  # share of its cost that a plan may be above the bound for no other solver to be asked
 
 
+@checked(PlanError, "budget")
 def plan(
     profile: Profile,
     budget: float | str,
@@ -90,6 +92,7 @@ def plan(
     return asked.as_plan(found, budget, budget_bytes)
 
 
+@checked(PlanError)
 def plan_smallest(
     profile: Profile,
     solver: str | Solver | Rotor = "best",

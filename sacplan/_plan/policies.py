@@ -19,6 +19,7 @@ from sacplan._plan.make import made_plan
 from sacplan._plan.plan import Plan
 from sacplan._plan.provenance import Provenance
 from sacplan._profile.profile import Profile
+from sacplan._program.arguments import checked
 from sacplan._program.decisions import Discarded, as_decisions
 from sacplan._program.program import ROOT_SCOPE, CallSite, Op, Phase, Program, is_inside
 from sacplan._recompute.pins import Pins, resolve_pins
@@ -28,6 +29,7 @@ from sacplan.errors import PlanError
 MODES = ("none", "full", "selective")
 
 
+@checked(PlanError)
 def policy(
     mode: str,
     option: int | str | None = None,

@@ -26,6 +26,7 @@ from sacplan._device.kernels import fake_device
 from sacplan._device.timing import MeasuredTimes
 from sacplan._device.workspace import formula_bytes, measured_reserves, workspace_bytes
 from sacplan._profile import files
+from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import Discarded
 from sacplan._program.fingerprint import Fingerprint
@@ -34,9 +35,11 @@ from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._ranks.ranks import ONE_RANK, Ranks
 from sacplan._recompute.rewrite import recomputed
 from sacplan._record.fake_copy import FakeCopier
-from sacplan._record.fake_data import DataRules, data_rules
+from sacplan._record.fake_data import REAL_TENSOR, DataRules, data_rules
+from sacplan._record.limits import explained_limits
 from sacplan._record.recorder import NUMBER_BYTES, Recorder
 from sacplan._record.saved_tensors import SavedMode
+from sacplan._record.state import held_by_function, preserved_rng, preserved_state
 from sacplan._record.step import (
     LossFn,
     Mode,
@@ -46,15 +49,18 @@ from sacplan._record.step import (
     check_optimizer,
     loss_or_default,
     make_optimizer,
-    preserved_rng,
-    preserved_state,
     resolve_batch,
 )
-from sacplan._record.user_code import branches_of_a_real_step, cleared_caches, plain_attributes
+from sacplan._record.user_code import (
+    branches_of_a_real_step,
+    cleared_caches,
+    no_fake_tensors_left,
+    plain_attributes,
+)
 from sacplan._rewrites.library_workspaces import library_workspaces
 from sacplan._rotor.chain import Chain
 from sacplan._rotor.stages import stages_of
-from sacplan._torch.private import GENERATOR_STATE_BYTES
+from sacplan._torch.private import GENERATOR_STATE_BYTES, FakeTensorMode
 from sacplan.errors import DeviceError, SacplanWarning, TraceError
 
 if TYPE_CHECKING:
@@ -213,11 +219,13 @@ class Profile:
             )
         return pd.DataFrame(rows)
 
+    @checked(TraceError)
     def save(self, path: str | Path) -> None:
         """Write to a file (JSON; compressed where the name ends in ``.gz``)."""
         files.save(path, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     @classmethod
+    @checked(TraceError)
     def load(cls, path: str | Path) -> Profile:
         """Read what ``save`` wrote.
 
@@ -234,6 +242,7 @@ class Profile:
         )
 
 
+@checked(TraceError, "model", "batch", "optimizer")
 def profile(
     model: torch.nn.Module,
     batch: Any,
@@ -254,7 +263,8 @@ def profile(
 
     Args:
         model: with real, meta or fake parameters. It is not touched. ``functools`` caches of functions that stand
-            beside the model's classes are emptied before and afterwards: fake tensors must not stay in them.
+            beside the model's classes are emptied before and afterwards. Fake tensors that a fake step leaves in
+            globals and class attributes are taken out, and what was there before is put back.
         batch: a tensor, a tuple (positional), a mapping (keyword arguments), or a callable that makes one.
         loss_fn: ``loss_fn(model, batch) -> scalar``; by default the output's loss, else the sum of its
             float tensors. It gets a copy of the model, and must use that one. In inference what it returns is the
@@ -264,7 +274,8 @@ def profile(
         device: what the step will run on, see ``sacplan.devices()``.
         runtime: ``"cost-model"`` (roofline of the device) or ``"benchmark"`` (each distinct op timed here).
         trace: ``"fake"`` computes nothing. ``"real"`` runs the step on the model's own tensors, an optimizer's
-            part of it twice, and puts everything back; needed where shapes depend on data.
+            part of it twice, and puts everything back: tensors, gradients, attributes, containers, random
+            generators; needed where shapes depend on data.
         mode: ``"train"``: forward, backward, optimizer. ``"inference"``: the forward pass under ``torch.no_grad``;
             its output is alive at the end. ``model.training`` stays as it is.
         world_size: ranks that the step is spread over; the profile is that of one of them. The model is the whole
@@ -310,7 +321,7 @@ def trace_step(
         raise TraceError('mode="inference" runs no optimizer; leave optimizer= out, or use mode="train".')
     times = MeasuredTimes(spec) if _RUNTIMES[runtime] == "benchmark" else CostModel(spec)
     run = _trace_fake if trace == "fake" else _trace_real
-    with preserved_rng(), _no_garbage_collection():
+    with preserved_rng(), _no_garbage_collection(), explained_limits():
         batch = resolve_batch(batch)
         fingerprint = Fingerprint.of(model, batch)
         loss = loss_or_default(loss_fn, mode)
@@ -353,15 +364,21 @@ class _Asked:
 
 
 def _trace_fake(asked: _Asked) -> tuple[Program, tuple[str, ...]]:
+    with no_fake_tensors_left(asked.model, asked.loss_fn) as note:
+        return _run_fake(asked, note)
+
+
+def _run_fake(asked: _Asked, note: Callable[[FakeTensorMode], None]) -> tuple[Program, tuple[str, ...]]:
     model, spec = asked.model, asked.spec
     how: SavedMode = "virtual" if asked.saved == "record" else "observe"
     with (
         cleared_caches(model),
         branches_of_a_real_step(),
-        fake_device(spec),
+        fake_device(spec) as fake_mode,
         _reserves(spec),
         data_rules() as rules,
     ):
+        note(fake_mode)
         copier = FakeCopier(rules)
         fake = copier.model(model)
         step = Step(
@@ -377,12 +394,12 @@ def _trace_fake(asked: _Asked) -> tuple[Program, tuple[str, ...]]:
                 step, lambda: _recorder(spec, asked.cost, how, rules), handle, rules
             )
         except AssertionError as error:
-            if "convert all Tensors to FakeTensors" not in str(error):
+            if REAL_TENSOR not in str(error):
                 raise
             raise TraceError(
-                "a real tensor got into the fake step. loss_fn must use the model and the batch that it is given, "
-                "and tensors that it needs besides should be buffers of the model, part of the batch, or made "
-                f"inside it. {str(error).rpartition('Found in ')[2]}"
+                "a real tensor that requires a gradient, or is written, got into the fake step. loss_fn must use the "
+                "model and the batch that it is given, and what it writes or trains besides should be part of the "
+                f"model. {str(error).rpartition('Found in ')[2]}"
             ) from error
         finally:
             if handle is not None:
@@ -399,7 +416,7 @@ def _trace_real(asked: _Asked) -> tuple[Program, tuple[str, ...]]:
         made = make_optimizer(optimizer, model)
     elif optimizer is not None:
         check_optimizer(optimizer, model)
-    with preserved_state(model, made):
+    with preserved_state(model, made, asked.batch, *held_by_function(asked.loss_fn)):
         step = Step(model=model, batch=asked.batch, loss_fn=asked.loss_fn, optimizer=made, mode=asked.mode)
         handle = asked.prepare(model) if asked.prepare is not None else None
         try:

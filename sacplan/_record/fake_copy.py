@@ -9,15 +9,20 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import io
+import threading
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
 from sacplan._record.fake_data import DataRules
+from sacplan._record.state import reachable
 from sacplan._record.step import check_optimizer, make_optimizer
-from sacplan._torch.ops import tensors_in
 from sacplan._torch.private import active_fake_mode, fake_empty_strided, meta_storage
 from sacplan.errors import TraceError
 
@@ -27,6 +32,8 @@ class FakeCopier:
 
     def __init__(self, rules: DataRules | None = None) -> None:
         self._rules = rules  # learns the values of real integers
+        if rules is not None:
+            rules.copier = self.tensor
         mode = active_fake_mode()
         assert mode is not None, "a FakeCopier belongs inside of a FakeTensorMode"
         self._mode = mode
@@ -78,15 +85,20 @@ class FakeCopier:
 
     def model(self, model: torch.nn.Module) -> torch.nn.Module:
         """A deep copy with fake tensors; no weight is copied."""
-        for module in model.modules():
-            for value in vars(module).values():
-                for t in tensors_in(value):
-                    self.tensor(t)
+        for value in reachable(model):
+            if isinstance(value, torch.Tensor):
+                self.tensor(value)
+            elif isinstance(value, torch.Generator):
+                self._share(value, _copy_of_generator(value))
+            elif isinstance(value, _SHARED):
+                self._share(value, value)
         grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
         self.memo.update((id(g), None) for _, g in grads)
         self._keep.extend(grads)
         try:
-            twin = copy.deepcopy(model, self.memo)
+            with _CopiesAreFake(self):
+                twin = copy.deepcopy(model, self.memo)
+                self._copy_attributes()
         except TraceError:
             raise
         except Exception as error:
@@ -97,6 +109,16 @@ class FakeCopier:
         for module in twin.modules():
             module.__dict__["_apply"] = functools.partial(_convert_fake, module)
         return twin
+
+    def _share(self, value: Any, twin: Any) -> None:
+        self.memo[id(value)] = twin
+        self._keep.append(value)
+
+    def _copy_attributes(self) -> None:
+        """Python attributes of tensors, such as Megatron's ``main_grad``."""
+        for t in self._keep.copy():
+            if isinstance(t, torch.Tensor) and vars(t):
+                vars(self.memo[id(t)]).update(copy.deepcopy(vars(t), self.memo))
 
     def optimizer(
         self, optimizer: Any, model: torch.nn.Module, fake_model: torch.nn.Module
@@ -123,6 +145,28 @@ class FakeCopier:
         else:
             made = make_optimizer(optimizer, fake_model)
         return made
+
+
+_SHARED = (types.ModuleType, type(threading.Lock()), type(threading.RLock()), threading.Thread, io.IOBase)
+"""What cannot be copied, and what a step does not change: the copy holds the same ones."""
+
+
+def _copy_of_generator(generator: torch.Generator) -> torch.Generator:
+    with no_dispatch():
+        return torch.Generator(generator.device).set_state(generator.get_state())
+
+
+class _CopiesAreFake(TorchFunctionMode):
+    """Inside, a deep copy of a tensor is its fake twin, wherever the tensor was found."""
+
+    def __init__(self, copier: FakeCopier) -> None:
+        super().__init__()
+        self._copier = copier
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return self._copier.tensor(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def _convert_fake(

@@ -15,7 +15,7 @@ can raise one.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from sacplan._record.fake_rules import (
     CHANGES_STORAGE,
@@ -77,6 +78,9 @@ def data_rules() -> Iterator[DataRules]:
         ``nonzero``, ``torch.where(mask)``, ``x[mask]`` and ``masked_select`` with a mask that is not
         known take every element: an upper bound. So ``mask.all()`` and ``mask.any()`` are true; the truth
         of a single comparison has no rule.
+    ``checks pass``
+        A condition on such values that guards an error, of an ``assert`` or of an ``if`` that only raises, has
+        the outcome that lets the step go on. This goes before the rule above.
     ``unit value``
         ``.item()`` of a float (a loss that is logged, a norm) is 1.0.
     ``zeros``
@@ -99,12 +103,25 @@ def data_rules() -> Iterator[DataRules]:
         warnings.warn(f'{applied}. trace="real" uses the data.', SacplanWarning, stacklevel=3)
 
 
+REAL_TENSOR = "convert all Tensors to FakeTensors"
+"""In the message of FakeTensorMode about a tensor that is not fake."""
+
+
 class DataRules(KnownValues, TorchDispatchMode):
-    """The mode behind ``data_rules``; the innermost mode but FakeTensorMode."""
+    """The mode behind ``data_rules``; the innermost mode but FakeTensorMode.
+
+    Attributes:
+        copier: makes the fake twin of a real tensor that the code holds outside of the model and that is only read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copier: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         TorchDispatchMode.__exit__(self, exc_type, exc_value, traceback)
         self._known.clear()
+        self.copier = None
 
     @staticmethod
     def leaves_alone(func: Any) -> bool:
@@ -125,8 +142,28 @@ class DataRules(KnownValues, TorchDispatchMode):
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise self.refusal(func, args, kwargs) from error
+        except AssertionError as error:
+            if REAL_TENSOR not in str(error) or not self._may_be_adopted(func, args, kwargs):
+                raise
+            return func(*tree_map_only(torch.Tensor, self._adopted, args), **kwargs)
         self._follow(func, args, kwargs, out)
         return out
+
+    def _may_be_adopted(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether the real tensors among the arguments are constants, such as those that a cache of the code holds."""
+        real = [t for t in tensors_in(args) if not isinstance(t, FakeTensor)]
+        return (
+            self.copier is not None
+            and not op_traits(func).written_names
+            and not any(t.requires_grad for t in real)
+            and all(isinstance(t, FakeTensor) for t in tensors_in(kwargs))
+        )
+
+    def _adopted(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor) or self.copier is None:
+            return tensor
+        with self.paused():
+            return self.copier(tensor)
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         traits = op_traits(func)
@@ -158,9 +195,10 @@ class DataRules(KnownValues, TorchDispatchMode):
             result = self.run_on_values(func, args, kwargs, inputs)
             values = None if result is NO_ANSWER else tuple(tensors_in(result))
             rules = self.rules_of(inputs)
-        if values is None:
-            return
-        for fake, value in zip(tensors_in(out), values, strict=True):
+        outputs = list(tensors_in(out))
+        if values is None or len(values) != len(outputs):
+            return  # a real kernel may give None where the fake one gives a tensor
+        for fake, value in zip(outputs, values, strict=True):
             if value is not UNKNOWN and any(fake is f for f in fresh):
                 self._attach(fake, value, rules)
 

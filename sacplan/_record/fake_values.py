@@ -36,6 +36,7 @@ DESCRIPTIONS = {
     "even spread": "random numbers are spread evenly over their range",
     "finite": "floats are taken to be finite",
     "all elements": "a mask that is not known is true everywhere, and selects every element (an upper bound)",
+    "checks pass": "a check (an assert, or an if that only raises) of values that are not known passes",
     "unit value": "a float that is read as a Python number is taken to be 1.0",
 }
 
@@ -189,6 +190,8 @@ class KnownValues:
         if not self._worth_following(fake) or fake.untyped_storage().nbytes() > MAX_INTEGER_BYTES:
             return
         with no_dispatch(), torch.no_grad():
+            if value._is_zerotensor():
+                value = value.clone()  # its storage has no memory
             nbytes = fake.untyped_storage().nbytes()
             own = value.untyped_storage()
             if (

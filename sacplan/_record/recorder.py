@@ -30,7 +30,9 @@ from sacplan._rewrites.settle import settled
 from sacplan._torch.ops import can_run_again, op_traits, tensors_in
 from sacplan._torch.private import (
     FakeTensorMode,
+    active_fake_mode,
     autograd_sequence_number,
+    called_by_checkpoint,
     current_node_sequence_number,
     dispatch_modes,
     fake_device_of,
@@ -108,6 +110,7 @@ class Recorder(TorchDispatchMode):
         self._seen: SeenOps | None = None
         self._paused = 0
         self._active = False
+        self._fake = active_fake_mode() is not None
         self._error: Exception | None = None
         self._ids: dict[int, int] = {}
         self._offsets: dict[int, int] = {}  # of unpacked tensors in the storage that was recorded
@@ -229,6 +232,7 @@ class Recorder(TorchDispatchMode):
         ]
         self._saved.__enter__()
         self._active = True
+        self._fake = active_fake_mode() is not None
         if self._rules is not None:
             self._seen = self._seen_ops(self._rules)
         super().__enter__()
@@ -255,6 +259,11 @@ class Recorder(TorchDispatchMode):
         error, self._error = self._error, None
         if error is not None and exc_type is None:
             raise error
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it has been entered and not been left."""
+        return self._active
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -304,7 +313,7 @@ class Recorder(TorchDispatchMode):
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         if in_backward():
             fqn = self._fqns.get(id(module))
-            if fqn is not None:
+            if fqn is not None and called_by_checkpoint():
                 self._fail(
                     TraceError(
                         f"the forward of module {fqn!r} ran again during the backward pass: checkpointing is "
@@ -531,7 +540,9 @@ class Recorder(TorchDispatchMode):
         index = len(self._storage_bytes)
         key = storage_key(storage)
         self._ids[key] = index
-        self._storage_bytes.append(self._rounded(storage.nbytes()))
+        # In a real step autograd's zero tensors have their shapes inferred on the meta device.
+        has_memory = self._fake or storage.device.type != "meta"
+        self._storage_bytes.append(self._rounded(storage.nbytes()) if has_memory else 0)
         self._kinds.append(kind)
         self._born.append(self._phase() if self._active else Phase.FORWARD)
 

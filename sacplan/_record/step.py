@@ -1,18 +1,17 @@
-"""One step: a model, its batch, its loss and its optimizer; what makes them invalid; state restored after real steps.
+"""One step: a model, its batch, its loss and its optimizer, and what makes them invalid.
 
-To run a step on a copy without data, see ``fake_copy.py``.
+To run a step on a copy without data, see ``fake_copy.py``; to put everything back after a real one, ``state.py``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import random
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from sacplan._torch.private import is_plain
@@ -154,6 +153,11 @@ def check_model(model: Any) -> None:
     checkpointing = own_checkpointing(model)
     if checkpointing is not None:
         raise TraceError(checkpointing)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise TraceError(
+                f"{name!r} has no shape yet, it belongs to a lazy module. Call the model once on a batch first."
+            )
     for fqn, module in model.named_modules():
         if type(module.__dict__.get("forward")).__name__ == "PlannedForward":
             raise TraceError(
@@ -179,7 +183,13 @@ def make_optimizer(factory: Any, model: torch.nn.Module) -> torch.optim.Optimize
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    """``TraceError`` if the optimizer updates something that is not the model's."""
+    """``TraceError`` if the optimizer updates something that is not the model's, or needs a closure."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TraceError(
+            f"{type(optimizer).__name__}.step needs a closure that runs the step again, as often as it likes: that is "
+            "not one step whose memory could be planned. Use another optimizer, or leave optimizer= out."
+        )
     own = {id(p): name for name, p in model.named_parameters()}
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
@@ -189,61 +199,3 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) ->
                     "to the model. Pass an optimizer over model.parameters(), or a callable "
                     "`params -> optimizer`."
                 )
-
-
-# --- on the user's own model ----------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def preserved_rng() -> Iterator[None]:
-    """Restore the generators of torch, numpy and Python."""
-    import numpy as np
-
-    states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
-    cuda = (
-        torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    )
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-
-
-@contextlib.contextmanager
-def preserved_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Restore parameters, buffers, gradients, optimizer state and generators after real steps.
-
-    Parameters are copied only if an optimizer is going to change them; buffers always.
-    """
-    with torch.no_grad():
-        tensors = [*model.buffers(), *(model.parameters() if optimizer is not None else ())]
-        copies = [(t, t.detach().clone()) for t in tensors]
-    grads = [(p, p.grad) for p in model.parameters()]
-    buffers = [(m, dict(m._buffers)) for m in model.modules()]
-    training = [(m, m.training) for m in model.modules()]
-    state = copy.deepcopy(optimizer.state_dict()) if optimizer is not None and optimizer.state else None
-    for p, _ in grads:
-        p.grad = None
-    with preserved_rng():
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for t, old in copies:
-                    t.copy_(old)
-            for p, grad in grads:
-                p.grad = grad
-            for m, old_buffers in buffers:
-                m._buffers.clear()
-                m._buffers.update(old_buffers)
-            for m, mode in training:
-                m.training = mode
-            if optimizer is not None:
-                if state is None:
-                    optimizer.state.clear()
-                else:
-                    optimizer.load_state_dict(state)

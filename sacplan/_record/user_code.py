@@ -1,16 +1,25 @@
-"""What in a model's code would make a fake step differ from a real one: caches, and branches on fake tensors."""
+"""What in a model's code would make a fake step differ from a real one: caches, and branches on fake tensors.
+
+And what a fake step may leave in that code: fake tensors, on which a real step would then fail.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
-from collections.abc import Iterator
+import types
+import warnings
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from sacplan._torch.private import replaced
+from sacplan._torch.private import FakeTensor, FakeTensorMode, replaced
+from sacplan.errors import SacplanWarning
 
 
 @contextlib.contextmanager
@@ -46,18 +55,233 @@ def branches_of_a_real_step() -> Iterator[None]:
         yield
 
 
-def function_caches(model: torch.nn.Module) -> Iterator[Any]:
-    """The ``functools`` caches in the code of the model's modules."""
-    classes = {cls for module in model.modules() for cls in type(module).__mro__}
-    namespaces: dict[int, Any] = {}
-    for cls in classes:
-        if cls is not object and not cls.__module__.startswith(("torch.", "sacplan.")):
+@contextlib.contextmanager
+def no_fake_tensors_left(
+    model: torch.nn.Module, loss_fn: Callable[..., Any]
+) -> Iterator[Callable[[FakeTensorMode], None]]:
+    """After a fake step, take its fake tensors out of the user's objects. Yields what wants to know the mode.
+
+    Whatever such a tensor came into gets its entries of before: the globals beside the model's classes, beside
+    ``loss_fn`` and in what they import, attributes of these classes, and the containers in all of these. From
+    anything else it is taken out, and a ``SacplanWarning`` says from where. The step's own objects must be gone on
+    exit, and the garbage collector be off: this looks at what was made since, and further only if something is left.
+    """
+    before = _Namespaces(model, loss_fn)
+    modes: list[weakref.ref[FakeTensorMode]] = []
+    try:
+        yield lambda mode: modes.append(weakref.ref(mode))
+    except BaseException:
+        for mode in filter(None, (ref() for ref in modes)):  # the traceback holds it, too
+            before.put_back(mode)
+        raise
+    if all(ref() is None for ref in modes):
+        return
+    gc.collect(1)  # what was made since the collector was switched off
+    if all(ref() is None for ref in modes):
+        return
+    for mode in filter(None, (ref() for ref in modes)):
+        before.put_back(mode)
+    gc.collect()
+    taken = [name for mode in filter(None, (ref() for ref in modes)) for name in _take_out(mode)]
+    if taken:
+        warnings.warn(
+            f"the fake step left fake tensors outside of the model, in {', '.join(dict.fromkeys(taken))}; they were "
+            "taken out, since a real step cannot use them. Keep what a step caches in the model.",
+            SacplanWarning,
+            stacklevel=4,
+        )
+
+
+_CONTAINERS = (dict, list, set, deque)
+_NOTED = frozenset((*_CONTAINERS, OrderedDict, defaultdict))  # subclasses may do anything when they are asked
+
+
+class _Namespaces:
+    """The globals and class attributes of a model's code, and the containers in them, as they are now."""
+
+    def __init__(self, model: torch.nn.Module, loss_fn: Callable[..., Any]) -> None:
+        self._owners: list[tuple[Any, dict[str, Any]]] = []
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        for owner in _code_used_by(model, loss_fn):
+            names = dict(vars(owner))
+            self._owners.append((owner, names))
+            for value in names.values():
+                if type(value) in _NOTED:
+                    self._note(value)
+
+    def _note(self, container: Any) -> None:
+        pending = [container]
+        while pending:
+            value = pending.pop()
+            if id(value) in self._containers:
+                continue
+            copy = dict(value) if isinstance(value, dict) else list(value)
+            self._containers[id(value)] = value, copy
+            inside = copy.values() if isinstance(copy, dict) else copy
+            pending.extend(v for v in inside if type(v) in _NOTED)
+
+    def put_back(self, mode: FakeTensorMode) -> None:
+        """Undo what brought fake tensors of this mode in."""
+        for container, copy in self._containers.values():
+            if isinstance(container, dict):
+                for key in _changed(container, copy, mode):
+                    if key in copy:
+                        container[key] = copy[key]
+                    else:
+                        del container[key]
+            elif any(_holds(value, mode) for value in list(container)):
+                container.clear()
+                (container.update if isinstance(container, set) else container.extend)(copy)
+        for owner, names in self._owners:
+            for name in _changed(vars(owner), names, mode):
+                if name in names:
+                    setattr(owner, name, names[name])
+                else:
+                    delattr(owner, name)
+
+
+def _changed(now: Any, before: dict[Any, Any], mode: FakeTensorMode) -> list[Any]:
+    """The keys that another value has come to, which holds fake tensors."""
+    missing = object()
+    return [
+        key
+        for key, value in list(now.items())
+        if value is not before.get(key, missing) and _holds(value, mode)
+    ]
+
+
+def _holds(value: Any, mode: FakeTensorMode) -> bool:
+    """Whether there is a fake tensor of this mode in a value, its items and the attributes of its objects."""
+    seen: set[int] = set()
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, FakeTensor):
+            if item.fake_mode is mode:
+                return True
+        elif id(item) not in seen and not isinstance(item, (type, types.ModuleType, types.FunctionType)):
+            seen.add(id(item))
+            if isinstance(item, dict):
+                pending.extend(dict.values(item))
+            elif isinstance(item, (*_CONTAINERS, tuple)):
+                pending.extend(item)
+            else:
+                pending.extend(getattr(item, "__dict__", {}).values())
+    return False
+
+
+def _take_out(mode: FakeTensorMode) -> list[str]:
+    """Remove the fake tensors of a mode from whatever holds them; says from where."""
+    left: list[Any] = [o for o in gc.get_objects() if issubclass(type(o), FakeTensor) and o.fake_mode is mode]
+    own = {id(left)}
+    names: list[str] = []
+    for _ in range(_LEVELS):
+        outer: list[Any] = []
+        own.add(id(outer))
+        for value in left:
+            for holder in gc.get_referrers(value):
+                if id(holder) in own:
+                    continue
+                if isinstance(holder, _CONTAINERS):
+                    name, attributes = _name_of(holder)
+                    names.append(name)
+                    _remove(holder, value, attributes)
+                elif isinstance(holder, functools._lru_cache_wrapper):
+                    names.append(f"the cache of {holder.__qualname__}")
+                    holder.cache_clear()
+                elif isinstance(holder, types.CellType):
+                    names.append("a variable of an outer function")
+                    holder.cell_contents = None
+                elif isinstance(holder, tuple):
+                    outer.append(holder)
+                elif _has_attribute(holder, value):
+                    names.append(f"attributes of a {type(holder).__qualname__}")
+                    _remove(vars(holder), value, True)
+        left = outer
+    return names
+
+
+_LEVELS = 4  # of tuples in tuples that hold a fake tensor
+
+
+def _has_attribute(holder: Any, value: Any) -> bool:
+    return any(v is value for v in getattr(holder, "__dict__", {}).values())
+
+
+def _remove(container: Any, value: Any, attributes: bool) -> None:
+    """Attributes and globals become None, which is what most of those that are filled late were before."""
+    if isinstance(container, dict):
+        for key in [k for k, v in container.items() if v is value]:
+            if attributes:
+                container[key] = None
+            else:
+                del container[key]
+    elif isinstance(container, set):
+        container.discard(value)
+    else:
+        kept = [v for v in container if v is not value]
+        container.clear()
+        container.extend(kept)
+
+
+def _name_of(container: Any) -> tuple[str, bool]:
+    """What people know a container by, and whether it holds the attributes of an object or the globals of a module."""
+    kind = type(container).__name__
+    for holder in gc.get_referrers(container):
+        if isinstance(holder, types.ModuleType) and vars(holder) is container:
+            return f"module {holder.__name__}", True
+        if getattr(holder, "__dict__", None) is container:
+            return f"attributes of a {type(holder).__qualname__}", True
+        if isinstance(holder, dict):
+            for name, value in holder.items():
+                if value is container and isinstance(name, str):
+                    return f"the {kind} {name!r}", False
+    return f"a {kind}", False
+
+
+def _code_of(model: torch.nn.Module) -> list[Any]:
+    """The classes of the model's modules, and the Python modules in which they are."""
+    owners: dict[int, Any] = {}
+    for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
+        if cls is not object and _is_users(cls.__module__):
             for owner in (cls, sys.modules.get(cls.__module__)):
                 if owner is not None:
-                    namespaces[id(owner)] = vars(owner)
+                    owners[id(owner)] = owner
+    return list(owners.values())
+
+
+def _code_used_by(model: torch.nn.Module, loss_fn: Any) -> list[Any]:
+    """The code of the model, and the Python modules of ``loss_fn`` and of what this code imports."""
+    owners = _code_of(model)
+    room = getattr(loss_fn, "__module__", None) or ""
+    if _is_users(room) and room in sys.modules:
+        owners.append(sys.modules[room])
+    for owner in owners.copy():
+        for value in list(vars(owner).values()) if isinstance(owner, types.ModuleType) else ():
+            if isinstance(value, types.ModuleType):
+                room = value.__name__
+            elif isinstance(value, (types.FunctionType, type)):
+                room = value.__module__
+            else:
+                continue
+            if isinstance(room, str) and _is_users(room) and room in sys.modules:
+                owners.append(sys.modules[room])
+    return list({id(owner): owner for owner in owners}.values())
+
+
+def _is_users(room: str) -> bool:
+    top = room.partition(".")[0]
+    return top == "__main__" or (top not in _NO_CACHES and top not in sys.stdlib_module_names)
+
+
+_NO_CACHES = frozenset(("torch", "sacplan", "numpy", "pytest", ""))  # of fake tensors, at least
+
+
+def function_caches(model: torch.nn.Module) -> Iterator[Any]:
+    """The ``functools`` caches in the code of the model's modules."""
     seen: set[int] = set()
-    for namespace in namespaces.values():
-        for value in list(namespace.values()):
+    for owner in _code_of(model):
+        for value in list(vars(owner).values()):
             function = getattr(value, "__func__", value)  # out of static and class methods
             for candidate in (function, *_closure(function)):
                 if isinstance(candidate, functools._lru_cache_wrapper) and id(candidate) not in seen:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
+from sacplan._program.arguments import checked
 from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._report.inputs import planned
 from sacplan._report.names import (
@@ -84,6 +85,7 @@ def peak_groups(profile: Profile, program: Program) -> list[AliveGroup]:
     return sorted(groups, key=lambda g: (-g.n_bytes, natural_key(g.module), g.op, g.kind, g.each_bytes))
 
 
+@checked(PlanError)
 def alive_at_peak(profile: Profile, plan: Plan | None = None, top: int | None = 20) -> pd.DataFrame:
     """What is alive at the peak of the step, and what made it.
 

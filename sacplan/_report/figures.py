@@ -11,6 +11,7 @@ import numpy as np
 
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
+from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.program import Phase
 from sacplan._report.curves import Curve, distinct_curves
@@ -77,6 +78,7 @@ _PLACES = (
 )  # fmt: skip
 
 
+@checked(PlanError)
 def save_figures(
     directory: str | Path,
     profile: Profile,
@@ -124,6 +126,7 @@ def save_figures(
     return written
 
 
+@checked(PlanError)
 def memory_figure(profile: Profile, plan: Plan | None = None) -> Figure:
     """Memory over the step, stacked by kind, without the plan and with it.
 
@@ -187,6 +190,7 @@ def draw_memory(
     return figure
 
 
+@checked(PlanError)
 def frontier_figure(profile: Profile, frame: pd.DataFrame, plan: Plan | None = None) -> Figure:
     """Peak of the step against recomputation: solvers as lines, named policies as crosses, the bound dotted.
 
@@ -258,6 +262,7 @@ def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size
     return figure
 
 
+@checked(PlanError)
 def tradeoff_figure(profile: Profile, most: int = 6) -> Figure:
     """What each distinct kind of module can discard and at what cost, with the fits; equal layers once.
 

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
+from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.program import Phase
 from sacplan._report.alive import alive_at
 from sacplan._report.inputs import discarded_by_plan, planned
 from sacplan._report.kept import Cost, KeptAndDiscarded
 from sacplan._report.names import OUTSIDE, module_of, pattern_of, pattern_over, short_op
+from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,6 +48,7 @@ class ModuleRow:
     why: str
 
 
+@checked(PlanError)
 def module_table(profile: Profile, plan: Plan | None = None) -> pd.DataFrame:
     """What each module keeps for the backward pass, what it discards, and why; one row per module.
 

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
+from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.program import Phase, StorageKind
 from sacplan._report.alive import WORKSPACE, AliveGroup, peak_groups
@@ -23,6 +24,7 @@ from sacplan._report.names import numbers_of, pattern_of, short_op, shown_module
 from sacplan._report.palette import STACK, css_name, css_variables
 from sacplan._report.svg import inline_svg, page_style
 from sacplan._report.timeline import Panel, Timeline, buckets_of, panels_of
+from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,6 +37,7 @@ _COLOURS = {kind.name.lower().replace("_", " "): css_name(kind) for kind in Stor
 }
 
 
+@checked(PlanError)
 def write_report(
     path: str | Path, profile: Profile, plan: Plan | None = None, frontier: pd.DataFrame | None = None
 ) -> Path:

@@ -14,11 +14,13 @@ from typing import Any
 
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
+from sacplan._program.arguments import checked
 from sacplan._program.program import ROOT_SCOPE, Phase, Program
 from sacplan._report.inputs import planned
 from sacplan._report.names import short_op, shown_module
 from sacplan._report.palette import STACK
 from sacplan._report.timeline import Timeline, timeline_of
+from sacplan.errors import PlanError
 
 _PROCESS = 1
 _MODULES, _OPS, _AGAIN = 1, 2, 3
@@ -26,6 +28,7 @@ _THREADS = {_MODULES: "modules", _OPS: "ops", _AGAIN: "recomputed ops"}
 _AGAIN_COLOUR = "terrible"  # one of the names that chrome://tracing knows; a strong red
 
 
+@checked(PlanError)
 def write_memory_trace(path: str | Path, profile: Profile, plan: Plan | None = None) -> Path:
     """Write the step as a trace: memory by kind as a counter, ops and module calls as slices.
 

@@ -88,6 +88,9 @@ class RotorResult:
 Tables = tuple[npt.NDArray[np.float64], npt.NDArray[np.integer]]
 
 
+MAX_SLOTS = 10**6
+
+
 def rotor(chain: Chain, budget_bytes: int, slots: int = 500) -> RotorResult:
     """The fastest sequence of operations that trains the chain within a budget.
 
@@ -126,8 +129,8 @@ def rotor(chain: Chain, budget_bytes: int, slots: int = 500) -> RotorResult:
     """
     if not isinstance(chain, Chain):
         raise PlanError(f"rotor: chain is a {type(chain).__name__}; give a sacplan.Chain")
-    if isinstance(slots, bool) or not isinstance(slots, numbers.Integral) or slots < 1:
-        raise PlanError(f"rotor: slots is {slots!r}; give a whole number from 1 on (default 500)")
+    if isinstance(slots, bool) or not isinstance(slots, numbers.Integral) or not 1 <= slots <= MAX_SLOTS:
+        raise PlanError(f"rotor: slots is {slots!r}; give a whole number from 1 to {MAX_SLOTS} (default 500)")
     real = isinstance(budget_bytes, numbers.Real) and not isinstance(budget_bytes, bool)
     if not real or not math.isfinite(budget_bytes):
         raise BudgetError(f"rotor: budget_bytes is {budget_bytes!r}; give a finite number of bytes")

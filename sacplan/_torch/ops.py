@@ -191,7 +191,7 @@ def can_run_again(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
 
 def is_ordinary_tensor(t: torch.Tensor) -> bool:
     """Whether sizes, strides and a storage describe the tensor."""
-    return is_plain(t) and not (t.is_inference() or t.is_nested or t.is_quantized or t._is_zerotensor())
+    return is_plain(t) and not (t.is_inference() or t.is_nested or t.is_quantized)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -16,11 +16,15 @@ from typing import Any
 
 import torch
 import torch._C._dynamo.eval_frame as _dynamo
+import torch.utils.checkpoint
 from torch._prims_common import suggest_memory_format
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
 
 GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes
 """State of a CPU generator. It counts as device memory in a CPU step; a GPU generator's state is on the host."""
@@ -150,6 +154,16 @@ def called_by_autograd() -> bool:
     return frame is None or frame.f_code is _RUN_BACKWARD
 
 
+def called_by_checkpoint() -> bool:
+    """Whether ``torch.utils.checkpoint`` runs a forward again now; a custom function, of a reversible net, may too."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 # The recorder, and what torch wraps around ``__torch_dispatch__`` to keep dynamo out.
 _BETWEEN = (
     os.path.join(os.path.dirname(__file__), ""),
@@ -211,7 +225,10 @@ def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is an ordinary strided one with a storage (fake ones included), not a wrapper subclass."""
+    """Whether a tensor is an ordinary strided one with a storage (fake ones included), not a wrapper subclass.
+
+    The zero tensors of autograd's formulas (the gradient of ``sgn``) have sizes, and a storage without memory.
+    """
     return (
         (
             type(tensor) in PLAIN_TENSOR_TYPES
@@ -220,6 +237,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and tensor.layout == torch.strided
         and not tensor.is_conj()
         and not tensor.is_neg()
+        and not tensor._is_zerotensor()
     )
 
 
@@ -253,6 +271,11 @@ def active_fake_mode() -> FakeTensorMode | None:
         if isinstance(mode, FakeTensorMode):
             return mode
     return None
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set what autograd counts in-place writes with, after what was written has been put back."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def storage_key(storage: Any) -> int:
@@ -357,6 +380,47 @@ def run_structured(mode: FakeTensorMode, op: torch._ops.OpOverload, args: Any, k
         if isinstance(out, torch.Tensor):
             return FakeTensor(mode, out, _CPU)
         return type(out)(FakeTensor(mode, t, _CPU) for t in out)
+
+
+def _ordinary_zeros(
+    mode: FakeTensorMode, func: Any, size: Any, dtype: torch.dtype | None = None, **options: Any
+) -> Any:
+    if not _ordinary_zeros_wanted():
+        return NotImplemented
+    dtype = dtype or torch.get_default_dtype()
+    return fake_empty_strided(mode, size, [0] * len(size), dtype)
+
+
+_ordinary_zeros_wanted: Callable[[], bool] = bool
+_ZERO_TENSOR = torch.ops.aten._efficientzerotensor.default
+
+
+def make_fake_zeros_ordinary(where: Callable[[], bool]) -> None:
+    """Where ``where()``, make of fake zero tensors (no memory) expanded ones (one element), for the whole process.
+
+    torch's own go through kernels of their own, above any dispatch mode, which fail on fake tensors; and an exception
+    there ends the interpreter.
+    """
+    global _ordinary_zeros_wanted
+    _ordinary_zeros_wanted = where
+    fake_impls.op_implementations_dict[_ZERO_TENSOR] = _ordinary_zeros
+
+
+class _NoModules:
+    parents = frozenset(("Global",))
+
+    def __enter__(self) -> _NoModules:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+def flop_counter() -> FlopCounterMode:
+    """A ``FlopCounterMode`` for the whole step: its hooks on modules fail where a custom function calls some."""
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    return counter
 
 
 @contextmanager

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch.profiler import ProfilerActivity
-from torch.utils.flop_counter import FlopCounterMode
 
 from sacplan._record.step import Step, cached_tensors
 from sacplan._torch.allocations import allocation_events
-from sacplan._torch.private import strided_parts
+from sacplan._torch.private import flop_counter, strided_parts
 
 CUDA_ROUND_BYTES = 512
 
@@ -45,7 +44,7 @@ def measured_step(
         _clear(step)
     first = next(iter(step.model.parameters()), None)
     if count_flops:
-        with FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             step.run()
         _clear(step)
         return Measured(0, 0.0, counter.get_total_flops(), "FlopCounterMode")

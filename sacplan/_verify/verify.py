@@ -12,8 +12,11 @@ from sacplan._apply.apply import Handle, apply
 from sacplan._device.devices import resolve_device
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import check_runs_here, trace_step
+from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.places import StepDifference
+from sacplan._record.limits import explained_limits
+from sacplan._record.state import held_by_function, preserved_rng, preserved_state
 from sacplan._record.step import (
     LossFn,
     Step,
@@ -21,8 +24,6 @@ from sacplan._record.step import (
     check_optimizer,
     loss_or_default,
     make_optimizer,
-    preserved_rng,
-    preserved_state,
     resolve_batch,
 )
 from sacplan._verify.measure import measured_step
@@ -74,6 +75,7 @@ class Verification:
         )
 
 
+@checked(PlanError, "model", "batch", "optimizer")
 def verify(
     model: torch.nn.Module,
     batch: Any,
@@ -145,7 +147,7 @@ def _verify_real(
         check_optimizer(optimizer, model)
     mode = plan.provenance.mode
     step = Step(model, batch, loss_or_default(loss_fn, mode), optimizer, mode)
-    with preserved_state(model, optimizer):
+    with explained_limits(), preserved_state(model, optimizer, batch, *held_by_function(loss_fn)):
         tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
         unplanned_flops = measured_step(step, tensors, count_flops=True).flops
         with apply(model, plan) as handle:

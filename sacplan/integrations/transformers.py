@@ -26,7 +26,8 @@ import torch
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._profile.profile import Profile, Runtime, Trace, profile
-from sacplan._record.step import check_model, preserved_rng
+from sacplan._record.state import preserved_rng
+from sacplan._record.step import check_model
 from sacplan.errors import PlanError, TraceError
 from sacplan.integrations._watch import PlannedTraining
 

@@ -23,7 +23,9 @@ holds is not offloaded by the saved-tensor hooks around the model.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -76,6 +78,7 @@ class PlannedForward:
         self._elsewhere = elsewhere
         self._first_in_training: bool | None = None  # whether the first call was: evaluation runs other ops
         self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")  # set by somebody else
+        self._is_method = isinstance(inspect.getattr_static(type(module), "forward"), FunctionType)
         self.first_step = FirstStep(check)
         self._schedules: dict[Any, Schedule] = {}
         self._parameters: list[tuple[dict[str, Any], str]] | None = None
@@ -89,14 +92,18 @@ class PlannedForward:
         """The forward that this one stands in for."""
         if self.replaced is not None:
             return self.replaced
-        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        found = inspect.getattr_static(
+            type(self.module), "forward"
+        )  # a function, or a static or class method, ...
+        bind = getattr(type(found), "__get__", None)
+        forward: Callable[..., Any] = found if bind is None else bind(found, self.module, type(self.module))
         return forward
 
     def call_original(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``original`` in a way that Dynamo of torch 2.11 can trace: it cannot trace the binding of a method."""
-        if self.replaced is not None:
-            return self.replaced(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        if self._is_method and self.replaced is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self.original(*args, **kwargs)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

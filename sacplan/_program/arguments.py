@@ -1,0 +1,122 @@
+"""Arguments of public functions, checked against the annotations: a wrong type is an error that names the argument."""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import math
+import numbers
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+from sacplan.errors import SacplanError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def checked(error: type[SacplanError], *skip: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: arguments that do not fit their annotations raise ``error``, except those in ``skip``.
+
+    Only types are looked at. Which strings and which ranges make sense is the function's to say.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        name_of = function.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError as wrong:
+                raise error(f"{name_of}: {wrong}.") from wrong
+            for name, hint in _hints(function).items():
+                if name in given and name not in skip and not fits(given[name], hint):
+                    asked = signature.parameters[name].annotation
+                    raise error(f"{name_of}: {name} must be {asked}, not {type(given[name]).__name__}.")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+@functools.cache
+def _hints(function: Any) -> Mapping[str, Any]:
+    """The annotations of the parameters, without those that are only there for type checkers."""
+    return {
+        name: hint
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is not parameter.VAR_KEYWORD
+        and (hint := evaluated(parameter.annotation, function.__globals__)) is not Any
+    }
+
+
+def evaluated(annotation: Any, names: dict[str, Any]) -> Any:
+    """What an annotation means; ``Any`` where its names are not imported when the program runs."""
+    if not isinstance(annotation, str):
+        return Any if annotation is inspect.Parameter.empty else annotation
+    try:
+        return eval(annotation, names)
+    except NameError:
+        return Any
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value may be passed where ``hint`` is asked for."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or isinstance(hint, (str, TypeVar)):
+        return True
+    if hint is None or hint is types.NoneType:
+        return value is None
+    if origin is typing.Union or origin is types.UnionType:
+        return any(fits(value, one) for one in inner)
+    if origin is typing.Literal:
+        return any(type(value) is type(one) for one in inner)
+    if hint in (int, float):
+        kind = numbers.Integral if hint is int else numbers.Real
+        return isinstance(value, kind) and not isinstance(value, (bool, np.bool_))
+    if hint is bool:
+        return isinstance(value, (bool, np.bool_))
+    if origin in (collections.abc.Sequence, collections.abc.Iterable):
+        return _fits_items(value, inner[0])
+    if origin is tuple and Ellipsis not in inner:
+        return isinstance(value, tuple) and len(value) == len(inner) and all(map(fits, value, inner))
+    if origin is tuple:
+        return isinstance(value, tuple) and all(fits(v, inner[0]) for v in value)
+    if origin is not None:
+        return isinstance(value, origin)
+    if getattr(hint, "_is_protocol", False):
+        return not isinstance(value, type) and all(
+            hasattr(value, name)
+            for name in (*vars(hint), *vars(hint).get("__annotations__", ()))
+            if name[0] != "_"
+        )
+    return isinstance(value, hint)
+
+
+def _fits_items(value: Any, item: Any) -> bool:
+    if isinstance(value, str):
+        return item is str  # one pattern, or a mistake of which the function knows what to say
+    if isinstance(value, (bytes, Mapping, torch.Tensor)) or not isinstance(value, collections.abc.Iterable):
+        return False
+    return not isinstance(value, (list, tuple)) or all(fits(v, item) for v in value)
+
+
+def check_statistics(what: str, error: type[SacplanError], **figures: Any) -> None:
+    """``error`` unless these numbers, and those in these sequences, are finite and not negative."""
+    for name, figure in figures.items():
+        if isinstance(figure, (str, bytes, Mapping)):
+            raise error(
+                f"{what}: {name} must be a number, or a sequence of numbers, not {type(figure).__name__}."
+            )
+        for value in figure if isinstance(figure, collections.abc.Iterable) else (figure,):
+            if not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf:
+                raise error(f"{what}: {name} has {value!r}; it must be a finite number that is not negative.")

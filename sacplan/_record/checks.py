@@ -1,0 +1,86 @@
+"""Conditions in the code that only guard a ``raise`` or an ``assert``: which outcome lets the step go on."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import linecache
+import os
+import sys
+from types import FrameType
+
+import torch
+
+_SKIPPED = (
+    os.path.join(os.path.dirname(torch.__file__), "_ops.py"),
+    os.path.join(os.path.dirname(torch.__file__), "_compile.py"),
+    os.path.join(os.path.dirname(torch.__file__), "_dynamo", ""),
+    os.path.join(os.path.dirname(torch.__file__), "_subclasses", ""),
+    os.path.join(os.path.dirname(torch.__file__), "_tensor.py"),
+    os.path.join(os.path.dirname(torch.__file__), "overrides.py"),
+    os.path.join(os.path.dirname(torch.__file__), "utils", "_stats.py"),
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
+)
+
+
+def outcome_that_passes() -> bool | None:
+    """What the tensor that is read as a bool now must be for the check that asks to pass; None if none asks.
+
+    A check is the condition of an ``assert``, or of an ``if`` that does nothing but raise. Only conditions that treat
+    all their parts alike are understood: ``not a or not b``, but not ``a and not b``.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    at = _place(frame)
+    found = {
+        outcome for low, high, outcome in _checks_in(frame.f_code.co_filename) if low[: len(at)] <= at <= high
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _place(frame: FrameType) -> tuple[int, ...]:
+    """Line and column of what runs; the line alone before Python 3.11."""
+    if sys.version_info >= (3, 11):
+        line, _, column, _ = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+        if line is not None and column is not None:
+            return line, column
+    return (frame.f_lineno,)
+
+
+@functools.lru_cache(maxsize=32)
+def _checks_in(filename: str) -> tuple[tuple[tuple[int, int], tuple[int, int], bool], ...]:
+    """First and last place of each condition that guards an error, and the outcome that passes."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError):  # no Python source, such as a template
+        return ()
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            passes = True
+        elif isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], ast.Raise):
+            passes = False
+        else:
+            continue
+        polarity = _polarity(node.test)
+        if polarity is not None:
+            test = node.test
+            first = node.lineno, node.col_offset  # where Python 3.11 places the jump
+            last = test.end_lineno or 0, test.end_col_offset or 0
+            found.append((first, last, passes is polarity))
+    return tuple(found)
+
+
+def _polarity(test: ast.expr) -> bool | None:
+    """Whether the condition holds where its parts do (True), where they do not (False), or neither (None)."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = _polarity(test.operand)
+        return None if inner is None else not inner
+    if isinstance(test, ast.BoolOp):
+        parts = {_polarity(value) for value in test.values}
+        return parts.pop() if len(parts) == 1 else None
+    return True

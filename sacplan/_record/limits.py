@@ -1,0 +1,75 @@
+"""What cannot be traced, said in our words. What the model itself raises comes through as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import torch
+
+from sacplan._torch.private import UnsupportedOperatorException
+from sacplan.errors import SacplanError, TraceError
+
+_STRIDED = "only strided tensors can be followed: keep sparse, nested and mkldnn ones out of the step that is profiled"
+_LIMITS: tuple[tuple[str, str], ...] = (
+    # (a pattern in torch's message, what to do), as torch 2.11 to 2.13 say it
+    (
+        r"Cannot access storage of|SparseTensorImpl|Sparse[\w ]* tensors do not have|Sparse(CPU|Meta|Csr\w*)\b",
+        _STRIDED,
+    ),
+    (r"no strides|OpaqueTensorImpl|Mkldnn(CPU|Meta)\b", _STRIDED),
+    (r"NestedTensor|nested tensor|self\.shape_env must not be None", _STRIDED),
+    (
+        r"Quantized(CPU|Meta|CUDA)\b",
+        'quantized tensors have no fake kernels: use trace="real", or profile the model before it is converted',
+    ),
+    (
+        r"no rule registered for HigherOrderOperator (?P<op>\w+)",
+        "higher-order operators ({op}) cannot be followed: for the step that is profiled call the branch or the loop "
+        "body directly",
+    ),
+    (
+        r"FlexAttention does not support backward",
+        "flex_attention has a backward pass on CUDA only, and a fake step runs on CPU tensors: use "
+        "scaled_dot_product_attention for the profile",
+    ),
+    (
+        r"don't yet support saved tensor hooks",
+        "torch.func.grad and its relatives refuse saved-tensor hooks, with which sacplan learns what autograd keeps: "
+        "use torch.autograd.grad(..., create_graph=True) instead",
+    ),
+    (
+        r"'(Fake)?Tensor' object has no attribute '(?P<op>main_grad|grad_added_to_main_grad|get_main_grad)'",
+        "with saved-tensor hooks, autograd hands out parameters without their Python attributes ({op}): keep the "
+        "parameter itself on ctx",
+    ),
+    (r"not yet supported with fake tensors|[Ff]ake tensors? (is|are) not supported", 'use trace="real"'),
+)
+
+_BEGINNING = 250  # characters of a message; what follows may list every backend there is
+
+
+@contextlib.contextmanager
+def explained_limits() -> Iterator[None]:
+    """Inside, errors that come from tracing, and not from the model, become a ``TraceError``."""
+    try:
+        yield
+    except SacplanError:
+        raise
+    except UnsupportedOperatorException as error:
+        raise TraceError(
+            f'{error.func} has no kernel for fake tensors. Use trace="real", or give the op one with '
+            "torch.library.register_fake."
+        ) from error
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AttributeError, AssertionError, NotImplementedError) as error:
+        for pattern, advice in _LIMITS:
+            found = re.search(pattern, str(error)[:_BEGINNING])
+            if found is not None:
+                line = str(error).strip().partition("\n")[0]
+                raise TraceError(
+                    f"{advice.format(**found.groupdict())}. PyTorch says: {type(error).__name__}: {line[:200]}"
+                ) from error
+        raise

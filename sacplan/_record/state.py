@@ -1,0 +1,399 @@
+"""What a real step changes in the user's objects, noted before it and put back afterwards, whatever happens.
+
+A :class:`Snapshot` follows what it is given (a model, an optimizer, a batch) through attributes and containers. It
+keeps the objects that it finds, and copies of what can change in them: the bytes of storages, the sizes of tensors, the
+entries of containers, the states of generators. So nothing has to be made again to be put back: a buffer that was
+resized gets its own storage, size and bytes back, and a list its own tensors.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sacplan._torch.private import FakeTensor, set_version, storage_key
+from sacplan.errors import TraceError
+
+_ATOMS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, range, type, torch.dtype, torch.device, torch.Size}
+)
+_PLAIN_CLASSES = (types.SimpleNamespace, functools.partial)  # of the standard library, that are followed
+_HELD = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
+
+
+@contextlib.contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Restore the generators of torch, numpy and Python."""
+    states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
+    cuda = (
+        torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    )
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+@contextlib.contextmanager
+def preserved_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, *others: Any
+) -> Iterator[None]:
+    """Restore a model, its optimizer and others, such as the batch, after real steps; gradients are None inside.
+
+    Restored are parameters, buffers, gradients, tensors and numbers in attributes and in containers (nested ones too,
+    and those of plain objects), optimizer state, and random generators: the global ones, and those that the objects
+    hold. Not followed are modules of code, data sets and loaders, and objects of the standard library (threads,
+    files, iterators); of functions only the tensors, modules and optimizers in a closure. Copies of CUDA tensors lie
+    on the host.
+    """
+    snapshot = Snapshot(model, optimizer, *others)
+    snapshot.drop_gradients()
+    with preserved_rng():
+        try:
+            yield
+        finally:
+            snapshot.restore()
+
+
+@dataclass(slots=True)
+class _Storage:
+    """The bytes of a storage that tensors span, [low, high)."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    low: int
+    high: int
+    saved: torch.Tensor | None = None
+
+    def bytes(self) -> torch.Tensor:
+        view = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return view.set_(self.storage, self.low, (self.high - self.low,), (1,))
+
+    def save(self) -> None:
+        self.high = min(self.high, self.nbytes)
+        if self.high > self.low:
+            self.saved = self.bytes().to("cpu", copy=True)
+
+    def restore(self) -> None:
+        if self.storage.nbytes() != self.nbytes:
+            self.storage.resize_(self.nbytes)
+        if self.saved is not None:
+            self.bytes().copy_(self.saved)
+
+
+class Snapshot:
+    """What objects hold, see the module's docstring; ``restore`` may be called once.
+
+    Raises:
+        TraceError: an object that cannot be looked at; nothing has been changed then.
+    """
+
+    def __init__(self, *roots: Any) -> None:
+        self._seen: dict[int, Any] = {}  # keeps what it has seen, so that ids stay theirs
+        self._storages: dict[int, _Storage] = {}
+        self._leaves: list[torch.Tensor] = []
+        self._undo: list[Callable[[], None]] = []
+        self._pending: list[Any] = list(roots)
+        try:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self._follow()
+                for storage in self._storages.values():
+                    storage.save()
+        except Exception as error:
+            raise TraceError(
+                "the state of the model, the optimizer and the batch cannot be saved before a real step: "
+                f'{type(error).__name__}: {error}. Use trace="fake", which leaves them alone.'
+            ) from error
+
+    def drop_gradients(self) -> None:
+        """Set the gradients of all leaves to None."""
+        for t in self._leaves:
+            t.grad = None
+
+    def restore(self) -> None:
+        """Put everything back. An interrupt is raised when that is done.
+
+        Raises:
+            TraceError: something could not be put back; everything else was.
+        """
+        interrupt: KeyboardInterrupt | None = None
+        failed: list[str] = []
+        steps = [*(s.restore for s in self._storages.values()), *self._undo]
+        while steps:
+            try:
+                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                    while steps:
+                        steps[0]()  # harmless to do twice, if an interrupt comes in between
+                        del steps[0]
+            except KeyboardInterrupt as error:
+                interrupt = error
+            except Exception as error:  # of an object that refuses its old state: the others still get theirs
+                failed.append(f"{type(error).__name__}: {error}")
+                del steps[0]
+        if interrupt is not None:
+            raise interrupt
+        if failed:
+            raise TraceError(
+                f"after the real step {len(failed)} things could not be put back as they were: {failed[0]}. Make the "
+                'model again, and use trace="fake".'
+            )
+
+    # --- looking around ------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        while self._pending:
+            value = self._pending.pop()
+            if type(value) in _ATOMS or id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            self._look_at(value)
+
+    def _look_at(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._tensor(value)
+        elif isinstance(value, dict):
+            self._dict(value)
+        elif isinstance(value, (list, collections.deque, set)):
+            self._container(value)
+        elif isinstance(value, (tuple, frozenset)):
+            self._pending.extend(value)
+        elif isinstance(value, np.ndarray):
+            self._array(value)
+        elif isinstance(value, torch.Generator):
+            self._undo.append(functools.partial(_call, value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._undo.append(functools.partial(value.setstate, value.getstate()))
+        elif isinstance(value, (np.random.Generator, np.random.BitGenerator, np.random.RandomState)):
+            self._numpy_generator(value)
+        elif isinstance(value, types.MethodType):
+            self._pending.append(value.__self__)
+        elif isinstance(value, functools.partial):
+            self._pending.extend((value.func, value.args, value.keywords))
+        elif isinstance(value, types.FunctionType):
+            self._pending.extend((vars(value), *held_by_function(value)))
+        elif not isinstance(value, (type, types.ModuleType)) and _is_followed(type(value)):
+            self._object(value)
+
+    def _dict(self, value: dict[Any, Any]) -> None:
+        kind: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+        items = list(kind.items(value))
+        self._pending.extend(v for pair in items for v in pair)
+
+        def restore() -> None:
+            now = list(kind.items(value))
+            if len(now) != len(items) or any(
+                k is not key or v is not old for (k, v), (key, old) in zip(now, items, strict=True)
+            ):
+                kind.clear(value)
+                kind.update(value, items)
+
+        self._undo.append(restore)
+
+    def _container(self, value: Any) -> None:
+        kind: Any = next(k for k in (list, set, collections.deque) if isinstance(value, k))
+        items = list(kind.__iter__(value))
+        self._pending.extend(items)
+
+        def restore() -> None:
+            now = list(kind.__iter__(value))
+            if len(now) != len(items) or any(a is not b for a, b in zip(now, items, strict=True)):
+                kind.clear(value)
+                (kind.update if kind is set else kind.extend)(value, items)
+
+        self._undo.append(restore)
+
+    def _array(self, value: Any) -> None:
+        if value.dtype == object:
+            self._pending.extend(value.flat)
+        copy = value.copy()
+
+        def restore() -> None:
+            if value.flags.writeable:
+                value[...] = copy
+
+        self._undo.append(restore)
+
+    def _numpy_generator(self, value: Any) -> None:
+        if isinstance(value, np.random.RandomState):
+            self._undo.append(functools.partial(value.set_state, value.get_state()))
+            return
+        bits = value.bit_generator if isinstance(value, np.random.Generator) else value
+        self._undo.append(functools.partial(setattr, bits, "state", bits.state))
+
+    def _object(self, value: Any) -> None:
+        with contextlib.suppress(AttributeError):
+            attributes = object.__getattribute__(value, "__dict__")
+            if isinstance(attributes, dict):
+                self._pending.append(attributes)
+        for cls in type(value).__mro__:
+            slots = cls.__dict__.get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else tuple(slots):
+                if name not in ("__dict__", "__weakref__"):
+                    self._slot(value, cls, name)
+        if isinstance(value, torch.jit.ScriptModule):
+            self._script_module(value)
+
+    def _slot(self, value: Any, cls: type, name: str) -> None:
+        if name.startswith("__") and not name.endswith("__"):
+            name = f"_{cls.__name__.lstrip('_')}{name}"
+        descriptor = cls.__dict__.get(name)
+        if not isinstance(descriptor, types.MemberDescriptorType):
+            return
+        try:
+            old = descriptor.__get__(value)
+        except AttributeError:  # not set
+            self._undo.append(lambda: descriptor.__set__(value, None) or descriptor.__delete__(value))  # type: ignore[func-returns-value]
+            return
+        self._pending.append(old)
+        self._undo.append(lambda: descriptor.__set__(value, old))
+
+    def _script_module(self, module: torch.nn.Module) -> None:
+        """Its tensors lie in C++."""
+        self._pending.extend(module.children())
+        self._pending.extend(p for p in module.parameters(recurse=False))
+        compiled: Any = module._c
+        for name, tensor in module.named_buffers(recurse=False):
+            self._pending.append(tensor)
+            self._undo.append(functools.partial(compiled.setattr, name, tensor))
+
+    # --- tensors -------------------------------------------------------------------------------
+
+    def _tensor(self, t: torch.Tensor) -> None:
+        self._pending.append(vars(t))
+        inner = getattr(t, "__tensor_flatten__", None)
+        if inner is not None:  # a wrapper subclass
+            self._pending.extend(getattr(t, name) for name in inner()[0])
+        elif t.layout == torch.strided:
+            self._storage(t)
+        elif t.layout == torch.sparse_coo:
+            self._pending.extend((t._indices(), t._values()))
+        elif t.layout in (torch.sparse_csr, torch.sparse_bsr):
+            self._pending.extend((t.crow_indices(), t.col_indices(), t.values()))
+        elif t.layout in (torch.sparse_csc, torch.sparse_bsc):
+            self._pending.extend((t.ccol_indices(), t.row_indices(), t.values()))
+        self._metadata(t)
+        if t.is_leaf:
+            self._leaf(t)
+
+    def _storage(self, t: torch.Tensor) -> None:
+        if isinstance(t, FakeTensor) or t.device.type == "meta" or t._is_zerotensor():
+            return
+        storage = t.untyped_storage()
+        size = storage.nbytes()
+        low, high = 0, size
+        if not t.is_nested and not t.is_quantized:
+            low = int(t.storage_offset()) * t.element_size()
+            reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+            high = low + (reach + 1 if t.numel() else 0) * t.element_size()
+        known = self._storages.setdefault(storage_key(storage), _Storage(storage, size, low, high))
+        known.low, known.high = min(known.low, low), max(known.high, high)
+
+    def _metadata(self, t: torch.Tensor) -> None:
+        """Sizes, strides and the storage itself, which ``resize_``, ``set_`` and ``.data =`` change."""
+        if t.is_nested:
+            return
+        alias = t.detach()
+        strided = t.layout == torch.strided and getattr(t, "__tensor_flatten__", None) is None
+        version = None if t.is_inference() or not strided else t._version
+
+        def restore() -> None:
+            if not strided or not _same_metadata(t, alias):
+                t.data = alias
+            if version is not None:
+                set_version(t, version)
+
+        self._undo.append(restore)
+
+    def _leaf(self, t: torch.Tensor) -> None:
+        grad, requires_grad = t.grad, t.requires_grad
+        self._leaves.append(t)
+        self._pending.append(grad)
+
+        def restore() -> None:
+            if t.requires_grad != requires_grad and t.is_leaf:
+                t.requires_grad_(requires_grad)
+            if t.grad is not grad:
+                t.grad = grad
+
+        self._undo.append(restore)
+
+
+def _call(function: Callable[..., Any], *args: Any) -> None:
+    function(*args)
+
+
+def _same_metadata(t: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        t.dtype == other.dtype
+        and t.device == other.device
+        and t.shape == other.shape
+        and t.stride() == other.stride()
+        and t.storage_offset() == other.storage_offset()
+        and storage_key(t.untyped_storage()) == storage_key(other.untyped_storage())
+    )
+
+
+def _is_followed(cls: type) -> bool:
+    """Whether the attributes of such objects are part of a model's state."""
+    if issubclass(cls, _PLAIN_CLASSES):
+        return True
+    room = cls.__module__
+    if room.startswith(("torch.utils.data", "torch._C", "torch.distributed")):
+        return False
+    first = room.partition(".")[0]
+    return first not in sys.stdlib_module_names or first in ("__main__", "collections")
+
+
+def reachable(*roots: Any) -> Iterator[Any]:
+    """Objects that a snapshot would follow, from attribute to attribute, but not inside of tensors."""
+    seen: dict[int, Any] = {}
+    pending = list(roots)
+    while pending:
+        value = pending.pop()
+        if type(value) in _ATOMS or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        yield value
+        if isinstance(value, dict):
+            pending.extend(v for pair in dict.items(value) for v in pair)
+        elif isinstance(value, (list, collections.deque, set, tuple, frozenset)):
+            pending.extend(value)
+        elif isinstance(value, types.MethodType):
+            pending.append(value.__self__)
+        elif isinstance(value, functools.partial):
+            pending.extend((value.func, value.args, value.keywords))
+        elif not isinstance(value, (torch.Tensor, types.FunctionType)) and _is_followed(type(value)):
+            with contextlib.suppress(AttributeError):
+                pending.append(object.__getattribute__(value, "__dict__"))
+
+
+def held_by_function(function: Any) -> Iterable[Any]:
+    """Tensors, modules and optimizers in the closure of a function or the arguments of a ``partial``.
+
+    Its containers are left alone: people fill those to learn what ran.
+    """
+    found: list[Any] = []
+    if isinstance(function, functools.partial):
+        found.extend((*function.args, *function.keywords.values(), *held_by_function(function.func)))
+    elif isinstance(function, types.MethodType):
+        found.extend((function.__self__, *held_by_function(function.__func__)))
+    elif isinstance(function, types.FunctionType):
+        found.extend(function.__defaults__ or ())
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                found.append(cell.cell_contents)
+    return [v for v in found if isinstance(v, _HELD)]

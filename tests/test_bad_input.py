@@ -1,0 +1,385 @@
+"""Whatever is given to a public function: it works, or it is an error of sacplan's family, and nothing else changes."""
+
+import copy
+import inspect
+import json
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import sacplan
+
+WRONG = {
+    "None": None,
+    "True": True,
+    "zero": 0,
+    "negative": -1,
+    "huge": 2**80,
+    "fraction": 0.5,
+    "nan": math.nan,
+    "infinity": math.inf,
+    "empty": "",
+    "words": "no such thing",
+    "bytes": b"x",
+    "object": object(),
+    "list": [],
+    "list of None": [None],
+    "dict": {},
+    "function": lambda *_: None,
+    "class": int,
+    "tensor": torch.zeros(2),
+    "complex": 1j,
+}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x).sin().exp()
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(3)))
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """Public functions, each with right values for the arguments that it needs."""
+    model, batch = make(), torch.ones(4, 8)
+    profile = sacplan.profile(model, batch, device="cpu")
+    plan = sacplan.plan_smallest(profile)
+    estimators = [sacplan.MemTracker(), sacplan.RuntimeEstimator(), sacplan.SACEstimator()]
+    for estimator in estimators:
+        with estimator:
+            model(batch).sum().backward()
+    info = sacplan.aggregate_stats(model, *estimators)
+    graph = sacplan.parse_module_info(info)
+    stats = estimators[2].sac_mod_stats[""]
+    folder = tmp_path_factory.mktemp("bad")
+    budget = f"{plan.peak_bytes + 64}B"
+    capacity = {"model": model, "make_batch": lambda n: torch.ones(n, 8), "budget": "20KiB"}
+    capacity |= {"device": "cpu", "at_most": 2}
+    plan.save(folder / "plan.json")
+    profile.save(folder / "profile.json")
+    return {
+        "profile": (sacplan.profile, {"model": model, "batch": batch, "device": "cpu"}),
+        "plan": (sacplan.plan, {"profile": profile, "budget": budget}),
+        "plan_smallest": (sacplan.plan_smallest, {"profile": profile}),
+        "policy": (sacplan.policy, {"mode": "full", "profile": profile}),
+        "frontier": (
+            sacplan.frontier,
+            {"profile": profile, "points": 2, "policies": False, "solvers": ("uniform",)},
+        ),
+        "apply": (sacplan.apply, {"model": model, "plan": plan}),
+        "verify": (sacplan.verify, {"model": model, "batch": batch, "plan": plan}),
+        "max_batch": (
+            sacplan.max_batch,
+            {
+                "model": model,
+                "make_batch": lambda n: torch.ones(n, 8),
+                "budget": "20KiB",
+                "device": "cpu",
+                "at_most": 2,
+            },
+        ),
+        "throughput": (
+            sacplan.throughput,
+            {
+                "model": model,
+                "make_batch": lambda n: torch.ones(n, 8),
+                "budget": "20KiB",
+                "device": "cpu",
+                "at_most": 2,
+            },
+        ),
+        "aggregate_stats": (
+            sacplan.aggregate_stats,
+            {
+                "model": model,
+                "mem_tracker": estimators[0],
+                "runtime_estimator": estimators[1],
+                "sac_estimator": estimators[2],
+            },
+        ),
+        "parse_module_info": (sacplan.parse_module_info, {"module_info": info}),
+        "get_peak_memory_runtime_baseline": (sacplan.get_peak_memory_runtime_baseline, {"graph": graph}),
+        "sac_milp": (sacplan.sac_milp, {"graph": graph, "memory_budget": "90%"}),
+        "get_optimal_checkpointing_policy_per_module": (
+            sacplan.get_optimal_checkpointing_policy_per_module,
+            {"sac_stats": stats, "memory_budget": 0.5},
+        ),
+        "fit_tradeoff": (sacplan.fit_tradeoff, {"points_xy": [(0.0, 0.0), (0.5, 1.0), (1.0, 3.0)]}),
+        "rotor": (
+            sacplan.rotor,
+            {
+                "chain": sacplan.Chain(
+                    (1.0, 1.0), (1.0, 1.0, 1.0), (8, 8, 8), (8, 16, 16), (0, 0), (0, 0, 0)
+                ),
+                "budget_bytes": 100,
+            },
+        ),
+        "alive_at_peak": (sacplan.alive_at_peak, {"profile": profile}),
+        "module_table": (sacplan.module_table, {"profile": profile}),
+        "write_memory_trace": (
+            sacplan.write_memory_trace,
+            {"path": folder / "trace.json", "profile": profile},
+        ),
+        "fake_device": (sacplan.fake_device, {"device": "cpu"}),
+        "Milp": (sacplan.Milp, {}),
+        "Rotor": (sacplan.Rotor, {}),
+        "MemTracker": (sacplan.MemTracker, {}),
+        "Plan.load": (sacplan.Plan.load, {"path": folder / "plan.json"}),
+        "Plan.save": (plan.save, {"path": folder / "plan.json"}),
+        "Profile.load": (sacplan.Profile.load, {"path": folder / "profile.json"}),
+        "Profile.save": (profile.save, {"path": folder / "profile.json"}),
+    }
+
+
+FUNCTIONS = [
+    "profile", "plan", "plan_smallest", "policy", "frontier", "apply", "verify", "max_batch", "throughput",
+    "aggregate_stats", "parse_module_info", "get_peak_memory_runtime_baseline", "sac_milp",
+    "get_optimal_checkpointing_policy_per_module", "fit_tradeoff", "rotor", "alive_at_peak",
+    "module_table", "write_memory_trace", "fake_device", "Milp", "Rotor", "MemTracker", "Plan.load",
+    "Plan.save", "Profile.load", "Profile.save",
+]  # fmt: skip
+THEIR_OWN = {"loss_fn": ("class",), "optimizer": ("class",), "batch": ("tensor",), "make_batch": ()}
+"""What fails in the code of the caller, whose errors come through."""
+
+
+def wrong_calls(name, function, right):
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = {p.name for p in parameters} - {"args", "kwargs"} | set(right)
+    for argument in sorted(names):
+        for kind, value in WRONG.items():
+            if kind not in THEIR_OWN.get(argument, ()):
+                yield argument, kind, right | {argument: value}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_wrong_arguments(name, given, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # some values are names of files
+    function, right = given[name]
+    function(**right) if name != "apply" else function(**right).remove()
+    raw = []
+    for argument, kind, arguments in wrong_calls(name, function, right):
+        try:
+            made = function(**arguments)
+        except (sacplan.SacplanError, OSError):  # what the system says about a path comes through
+            continue
+        except Exception as error:
+            raw.append(f"{argument}={kind}: {type(error).__name__}: {error}")
+            continue
+        if name == "apply":
+            made.remove()
+    assert not raw, "\n".join(raw)
+
+
+def test_every_public_function_is_tried():
+    figures = {
+        "memory_figure",
+        "tradeoff_figure",
+        "frontier_figure",
+        "save_figures",
+        "write_report",
+    }  # the same checks
+    takes_nothing, slow = {"devices"}, {"calibrate"}
+    functions = {n for n in sacplan.__all__ if inspect.isroutine(getattr(sacplan, n))}
+    assert functions - set(FUNCTIONS) == figures | takes_nothing | slow
+
+
+def test_an_estimator_that_is_entered_twice():
+    tracker = sacplan.MemTracker()
+    with tracker:
+        with pytest.raises(sacplan.TraceError, match="recording already"), tracker:
+            pass
+        make()(torch.ones(4, 8)).sum().backward()
+    assert tracker.peak_bytes > 0
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    with pytest.raises(sacplan.TraceError, match="not recording"):
+        tracker.__exit__(None, None, None)
+    with tracker:  # one after the other is fine
+        make()(torch.ones(4, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_statistics_that_are_no_numbers(value):
+    with pytest.raises(sacplan.PlanError, match="finite number"):
+        sacplan.ModuleStats("a", fw_runtime_per_module=value)
+    with pytest.raises(sacplan.PlanError, match="finite number"):
+        sacplan.SACStats(("a",), (value,), (1,))
+
+
+class Apply(nn.Module):
+    def __init__(self, function, **attributes):
+        super().__init__()
+        self.linear, self.function = nn.Linear(8, 8), function
+        for name, value in attributes.items():
+            if isinstance(value, torch.Tensor):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, x):
+        return self.function(self, self.linear(x))
+
+
+def lbfgs(parameters):
+    return torch.optim.LBFGS(parameters)
+
+
+UNTRACEABLE = {
+    "sparse op": lambda: Apply(lambda m, y: torch.sparse.mm(y.to_sparse(), torch.ones(8, 8))),
+    "sparse buffer": lambda: Apply(lambda m, y: torch.sparse.mm(m.a, y), a=torch.eye(4).to_sparse()),
+    "sparse row buffer": lambda: Apply(lambda m, y: m.a @ y, a=torch.eye(4).to_sparse_csr()),
+    "sparse gradient": lambda: Apply(lambda m, y: m.e(torch.tensor([1])), e=nn.Embedding(4, 8, sparse=True)),
+    "cond": lambda: Apply(lambda m, y: torch.cond(y.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (y,))),
+    "jagged": lambda: Apply(
+        lambda m, y: torch.nested.nested_tensor([y[:2], y[2:]], layout=torch.jagged).sin().values()
+    ),
+    "nested": lambda: Apply(lambda m, y: torch.nested.as_nested_tensor([y[:2], y[2:]]).to_padded_tensor(0.0)),
+    "quantized": lambda: Apply(
+        lambda m, y: y + m.q.dequantize(), q=torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.qint8)
+    ),
+    "lazy": lambda: nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8)),
+    "lazy buffers": lambda: nn.Sequential(nn.Linear(8, 8), nn.LazyBatchNorm1d(affine=False)),
+    "torch.func.grad": lambda: Apply(lambda m, y: torch.func.grad(lambda t: t.sin().sum())(y)),
+    "mkldnn": lambda: Apply(lambda m, y: y.to_mkldnn().relu().to_dense()),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_what_cannot_be_traced_is_an_error_of_the_family(name):
+    for trace in ("fake", "real"):
+        try:
+            profile = sacplan.profile(UNTRACEABLE[name](), torch.ones(4, 8), device="cpu", trace=trace)
+        except sacplan.TraceError:
+            continue
+        assert profile.peak_bytes > 0
+        assert trace == "real"
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_an_optimizer_that_needs_a_closure():
+    for optimizer in (lbfgs, lbfgs((model := make()).parameters())):
+        with pytest.raises(sacplan.TraceError, match="closure"):
+            sacplan.profile(model, torch.ones(4, 8), None, optimizer, device="cpu")
+
+
+class Static(nn.Module):
+    @staticmethod
+    def forward(x):
+        return x.sin().exp().tanh()
+
+
+class Class(nn.Module):
+    @classmethod
+    def forward(cls, x):
+        return x.sin().exp().tanh()
+
+
+class Callable_:
+    def __call__(self, x):
+        return x.sin().exp().tanh()
+
+
+class Object(nn.Module):
+    forward = Callable_()
+
+
+class Inherits(Static):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Static, Class, Object, Inherits])
+def test_forms_of_forward(kind):
+    model, batch = nn.Sequential(nn.Linear(8, 8), kind(), nn.Linear(8, 8)), torch.randn(4, 8)
+    model(batch).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    profile = sacplan.profile(model, batch, device="cpu")
+    plan = sacplan.policy("full", profile=profile, layers="1")
+    assert plan.discarded
+    with sacplan.apply(model, plan):
+        model(batch).sum().backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+
+
+def checks(model, batch):
+    y = model(batch)
+    assert (y.abs() >= 0).all(), "negative"
+    assert not (y.abs() < 0).any()
+    if y.isnan().any() or (y.abs() < 0).any():
+        raise ValueError("not a number")
+    if not (y.square() >= 0).all():
+        raise ValueError("negative")
+    return torch.nn.functional.gaussian_nll_loss(y, batch, y.exp())
+
+
+def test_checks_of_unknown_values_pass():
+    with pytest.warns(sacplan.SacplanWarning, match="checks pass"):
+        profile = sacplan.profile(nn.Linear(8, 8), torch.randn(4, 8), checks, device="cpu")
+    real = sacplan.profile(nn.Linear(8, 8), torch.randn(4, 8), checks, device="cpu", trace="real")
+    assert profile.peak_bytes == real.peak_bytes
+
+
+def damaged(value, rng):
+    """A JSON value with one thing in it changed, at random."""
+    value = copy.deepcopy(value)
+    holder = value
+    while True:
+        keys = list(holder) if isinstance(holder, dict) else range(len(holder))
+        key = rng.choice(list(keys))
+        if isinstance(holder[key], (dict, list)) and holder[key] and rng.random() < 0.8:
+            holder = holder[key]
+            continue
+        what = rng.randrange(4)
+        if what == 0:
+            del holder[key]
+        elif what == 1:
+            holder[key] = rng.choice([None, -1, 0, 2**62, "x", "", [], {}, 1.5, True, ["a"], {"a": 1}])
+        elif what == 2 and isinstance(holder[key], (int, float)):
+            holder[key] = type(holder[key])(holder[key] * rng.choice([-1, 2, 1000]) + rng.choice([0, 1]))
+        else:
+            other = rng.choice(list(keys))
+            holder[key], holder[other] = holder[other], holder[key]
+        return value
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_plans(tmp_path):
+    """Those whose digest fits the damage, too: in load, apply, the step and verify."""
+    from sacplan._plan.plan import _digest
+
+    model, batch = make(), torch.ones(4, 8)
+    plan = sacplan.plan_smallest(sacplan.profile(model, batch, device="cpu"))
+    plan.save(tmp_path / "plan.json")
+    right = json.loads((tmp_path / "plan.json").read_text())
+    rng, loaded = random.Random(0), 0
+    for _ in range(DAMAGED):
+        wrong = damaged(right, rng)
+        body = {k: v for k, v in wrong.items() if k not in ("what", "schema_version", "sha256")}
+        wrong["sha256"] = _digest(body)
+        text = json.dumps(wrong)
+        (tmp_path / "wrong.json").write_text(text if rng.random() < 0.9 else text[: rng.randrange(len(text))])
+        try:
+            found = sacplan.Plan.load(tmp_path / "wrong.json")
+            loaded += 1
+            with sacplan.apply(model, found):
+                model(batch).sum().backward()
+            sacplan.verify(model, batch, found)
+        except sacplan.SacplanError:
+            pass
+        assert not [m for m in model.modules() if "forward" in vars(m)]
+    assert loaded > DAMAGED // 20
+
+
+DAMAGED = 100
