@@ -82,7 +82,8 @@ def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
         plan: from ``plan``, or loaded.
         check: in the first step, compare checksums of recomputed tensors with those of what autograd saved. This
             detects kernels that are not deterministic or write where PyTorch cannot see it, and costs that
-            step a reduction and a synchronization for each discarded tensor.
+            step a reduction and a synchronization for each discarded tensor. In every step on a CPU, also compare
+            a few bytes of what recomputation starts from.
 
     Raises:
         PlanMismatch: the plan was made for another model; names the first difference.

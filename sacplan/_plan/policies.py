@@ -242,8 +242,8 @@ def _discarded_in(program: Program, fqn: str, selects: _Selects, pins: Pins) -> 
             # What is held anyway, the unit's own output above all, stays where it is.
             again = _again(program, scope, inside, outside | program.liveness.outlives_forward, chosen)
             sites.update((site, 1) for op, site in program.sites(scope).items() if op in again)
-        for site, ops in program.call_sites(unit).items() if pins else ():
-            if not pins.kept_ops.isdisjoint(ops):  # a call site is the same in every call
+        for site, ops in program.call_sites(unit).items():  # a call site is the same in every call
+            if not pins.kept_ops.isdisjoint(ops) or not all(program.ops[i].recomputable for i in ops):
                 sites.pop(site, None)
         if sites:
             found[unit] = sites

@@ -219,8 +219,10 @@ class _Rewriter:
         node = _Node(index, self.discarded[index])
         if op.state_bytes:
             node.state = self._new_storage(op.state_bytes, StorageKind.OTHER)
-            self.out.append((_ALLOC, node.state))
-        self.out.append((_OP, index))
+            room = self._new_storage(op.state_bytes, StorageKind.OTHER)  # to read it again after the op
+            self.out += [(_ALLOC, node.state), (_ALLOC, room), (_OP, index), (_FREE, room)]
+        else:
+            self.out.append((_OP, index))
         for s in op.reads:
             slot = self.table.get(s)
             if slot is None:
@@ -330,8 +332,7 @@ class _Rewriter:
                 asked_by.scope,
                 op.time_ms,
                 op.flops,
-                op.workspace_bytes
-                + op.state_bytes,  # it sets the generator back, and puts it right afterwards
+                op.workspace_bytes + op.state_bytes,  # room to read the generator's state after it
                 tuple(values.get(s, s) for s in op.reads),
                 tuple(made),
                 (),

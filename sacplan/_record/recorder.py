@@ -27,7 +27,7 @@ from sacplan._record.saved_tensors import SavedMode, SavedTensors
 from sacplan._record.seen_ops import Seen, SeenOps
 from sacplan._rewrites.in_place_versions import in_place_versions
 from sacplan._rewrites.settle import settled
-from sacplan._torch.ops import can_run_again, op_traits, tensors_in
+from sacplan._torch.ops import can_run_again, draws_numbers, op_traits, tensors_in
 from sacplan._torch.private import (
     FakeTensorMode,
     active_fake_mode,
@@ -444,7 +444,7 @@ class Recorder(TorchDispatchMode):
             phase is Phase.FORWARD
             and (self._is_as_made(args[0], mutates) if traits.in_place else fresh and bool(writes))
             and can_run_again(func, args, kwargs, out),
-            self._state_bytes if traits.random else 0,
+            self._state_bytes if draws_numbers(func, args, kwargs) else 0,
             -1,
             tensors[: len(taken)],
             tensors[len(taken) :],

@@ -67,7 +67,6 @@ class OpTraits:
         name: ``"aten.mm.default"``.
         written_positions, written_names: arguments written in place, by position and by keyword; running
             statistics that the schema does not declare are among them.
-        unversioned: some of these writes do not increment the version counter.
         rerunnable: it may run again, as far as the op itself is concerned.
         random: it may draw from a generator.
         in_place: it writes its first argument, nothing else, and returns it.
@@ -77,7 +76,6 @@ class OpTraits:
     name: str
     written_positions: tuple[int, ...]
     written_names: tuple[str, ...]
-    unversioned: bool
     rerunnable: bool
     random: bool
     in_place: bool = False
@@ -135,9 +133,20 @@ def op_traits(func: Any) -> OpTraits:
     training = None
     if batch_norm:
         training = next(i for i, argument in enumerate(schema.arguments) if argument.name == "training")
-    return OpTraits(
-        str(func), tuple(positions), tuple(names), bool(undeclared), rerunnable, random, in_place, training
-    )
+    return OpTraits(str(func), tuple(positions), tuple(names), rerunnable, random, in_place, training)
+
+
+@functools.cache
+def _dropout_position(func: Any) -> int | None:
+    return next((i for i, a in enumerate(func._schema.arguments) if a.name == "dropout_p"), None)
+
+
+def draws_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call of an op may draw from a generator: attention without dropout does not."""
+    if not op_traits(func).random:
+        return False
+    at = _dropout_position(func)
+    return at is None or bool(args[at] if at < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 _SETS_UP = frozenset({"c10d", "_c10d_functional", "fsdp"})

@@ -5,11 +5,12 @@ Tried on torch 2.11 and 2.13; the names are present in 2.11 to 2.15.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -421,6 +422,39 @@ def flop_counter() -> FlopCounterMode:
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     return counter
+
+
+def _switch(name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    return getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}")
+
+
+def _precision(backend: str, op: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    return functools.partial(get, backend, op), functools.partial(put, backend, op)
+
+
+# Of the process: what decides which kernel computes a matmul or a convolution, with which bits.
+_KERNEL_SETTINGS = (
+    *map(_switch, ("mkldnn_enabled", "mkldnn_deterministic")),
+    *map(_switch, ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic")),
+    _precision("mkldnn", "matmul"),
+    _precision("mkldnn", "conv"),
+    _precision("cuda", "matmul"),
+    _precision("cuda", "conv"),
+)
+_GET_KERNEL_SETTINGS = tuple(get for get, _ in _KERNEL_SETTINGS)
+
+
+def kernel_settings() -> tuple[Any, ...]:
+    """The settings of PyTorch that choose among the kernels of an op."""
+    return tuple([get() for get in _GET_KERNEL_SETTINGS])
+
+
+def set_kernel_settings(values: Sequence[Any]) -> None:
+    """Set those that differ."""
+    for (get, put), value in zip(_KERNEL_SETTINGS, values, strict=True):
+        if get() != value:
+            put(value)
 
 
 @contextmanager

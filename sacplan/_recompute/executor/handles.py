@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from sacplan._recompute.executor.nodes import Recomputation, Slot, compute
@@ -20,9 +21,15 @@ from sacplan.errors import RecipeError
 
 @dataclass(slots=True)
 class FirstStep:
-    """Whether the discarded tensors of a unit leave checksums: true until the first has been compared."""
+    """What is compared when a unit's tensors are recomputed.
+
+    Attributes:
+        pending: whether discarded tensors leave checksums: true until the first has been compared.
+        samples: whether the arguments of recipes leave samples, in every step.
+    """
 
     pending: bool
+    samples: bool
 
 
 class RecipeHandle:
@@ -52,13 +59,21 @@ class RecipeHandle:
                 "saved it for the backward pass. Write to a copy; or, to run this part as it runs without a plan, "
                 f"{slot.node.pin}."
             )
-        if slot.value is not None and self.view is slot.view and self.checksum is None:
+        asking = torch._C._current_autograd_node()
+        custom = isinstance(asking, BackwardCFunction)
+        if (
+            slot.value is not None
+            and self.view is slot.view
+            and self.checksum is None
+            and not custom
+            and slot.lent is None
+        ):
             return slot.value
         with Recomputation():
             tensor = compute(slot, self.view) if slot.value is None else slot.take(self.view)
             if self.checksum is not None:
                 self._compare(tensor)
-        return tensor
+        return slot.lend(type(asking).__name__, self.view) if custom and slot.value is not None else tensor
 
     def _compare(self, tensor: torch.Tensor) -> None:
         if checksum(tensor) != self.checksum:

@@ -10,6 +10,7 @@ from sacplan._program.decisions import Discarded
 from sacplan._program.elements import is_inside
 from sacplan._program.places import OpSequence, StepDifference
 from sacplan._recompute.executor.alignment import Differences, RecordedUnit
+from sacplan._recompute.executor.copies import put_on, take_off
 from sacplan._recompute.executor.recipes import PlannedForward
 from sacplan.errors import PlanError
 
@@ -46,7 +47,7 @@ class InstalledRecipes:
             ops = RecordedUnit(fqn, recorded.get(fqn, ()), sites)
             planned.append(PlannedForward(unit, ops, elsewhere, self._differences, check))
         for stand_in in planned:
-            stand_in.module.__dict__["forward"] = stand_in
+            put_on(stand_in.module, stand_in)
         self._planned = planned
 
     @property
@@ -75,9 +76,7 @@ class InstalledRecipes:
     def remove(self) -> None:
         """Give every module its own forward back. Pending backward passes stay correct."""
         for planned in self._planned:
-            del planned.module.__dict__["forward"]
-            if planned.replaced is not None:
-                planned.module.__dict__["forward"] = planned.replaced
+            take_off(planned.module, planned)
         self._planned = []
 
 

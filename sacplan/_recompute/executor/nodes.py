@@ -15,18 +15,20 @@ value, and otherwise a copy of it.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
-from sacplan._device.kernels import active_device
 from sacplan._program.elements import CallSite
-from sacplan._recompute.executor.tensors import View, view_of
+from sacplan._recompute.executor.draws import Draw
+from sacplan._recompute.executor.tensors import View, sample, view_of
 from sacplan._torch.ops import OpTraits, op_traits, tensors_in
-from sacplan._torch.private import GENERATOR_STATE_BYTES, FakeTensor, storage_key
+from sacplan._torch.private import kernel_settings, set_kernel_settings, storage_key
 from sacplan.errors import RecipeError
 
 Place = int | tuple[int | str, int]
@@ -38,14 +40,16 @@ class OpSignature:
 
     Attributes:
         positions: the positional arguments that the op's schema allows to be tensors or lists of tensors.
+        chooses_kernel: whether settings of PyTorch say which kernel computes it: matmuls, convolutions, attention.
     """
 
-    __slots__ = ("func", "positions", "traits")
+    __slots__ = ("chooses_kernel", "func", "positions", "traits")
 
     def __init__(self, func: Any) -> None:
         self.func = func
         self.traits: OpTraits = op_traits(func)
         arguments = enumerate(func._schema.arguments)
+        self.chooses_kernel = func._overloadpacket in flop_registry
         self.positions = tuple(i for i, a in arguments if not a.kwarg_only and "Tensor" in str(a.type))
 
     def split(
@@ -108,10 +112,13 @@ class Slot:
         tensor: the output itself, as long as it is alive.
         written: whether the storage has been written in place since.
         readers: how many nodes have it as an argument.
+        lent: the custom ``autograd.Function`` that got the value itself in its backward, which may write to it, and
+            the version that the value had; None if there is none.
     """
 
     __slots__ = (
         "__weakref__",
+        "lent",
         "node",
         "readers",
         "storage",
@@ -140,6 +147,7 @@ class Slot:
         self.value: torch.Tensor | None = None
         self.written = False
         self.readers = 0
+        self.lent: tuple[str, int] | None = None
 
     def view_of(self, tensor: torch.Tensor) -> View:
         """The tensor's view of the output's storage; the slot's own ``view`` object if it is the whole output."""
@@ -149,7 +157,24 @@ class Slot:
     def take(self, view: View) -> torch.Tensor:
         """The value, or a view of it."""
         assert self.value is not None
+        if self.lent is not None and self.value._version != self.lent[1]:
+            raise RecipeError(
+                f"{self.lent[0]} wrote in its backward pass to a tensor of shape {tuple(self.view[0])} that it had "
+                f"saved, made by {self.node}, and the plan needs it again. Write to a copy, tensor.clone(); or profile "
+                "a step in which that happens, and plan again; or, to run this part as it runs without a plan, plan "
+                f"with never=[{self.node.unit or '*'!r}]."
+            )
         return self.view_on(self.value, view)
+
+    def lend(self, function: str, view: View) -> torch.Tensor:
+        """The value, or a view of it that shares its version counter, for code that may write to it."""
+        tensor = self.take(view)
+        assert self.value is not None
+        if view is not self.view:
+            with torch.no_grad():
+                tensor = self.view_on(self.value, view)
+        self.lent = self.lent or (function, self.value._version)
+        return tensor
 
     def view_on(self, base: torch.Tensor, view: View) -> torch.Tensor:
         """The same view of a tensor that has the value's memory layout."""
@@ -162,8 +187,8 @@ class Slot:
         return torch.as_strided(base, size, stride, offset)
 
 
-HeldArg = tuple[Place, torch.Tensor, int, int]
-"""An argument that is a kept tensor: its place, an alias, its version, and how many writes the mode had seen."""
+HeldArg = tuple[Place, torch.Tensor, int, int, bytes | None]
+"""An argument that is a kept tensor: its place, an alias, its version, the last write that a mode saw, a sample."""
 
 SlotArg = tuple[Place, Slot, View, bool]
 """An argument that is a view of a slot: its place, slot and view, and whether it requires a gradient."""
@@ -175,8 +200,8 @@ class RecipeNode:
     Attributes:
         args, kwargs: the op's arguments, with None for tensors.
         held, slot_args: those tensors.
-        writes: storage to the number of writes that the mode saw; shared by the nodes of a unit's call.
-        rng: generator and state, for a random op.
+        rng: what a random op drew.
+        settings: those that chose its kernel, if there are any.
         outputs: empty once it is settled.
         times: how many runs are left. It settles after the last one.
     """
@@ -189,12 +214,12 @@ class RecipeNode:
         "kwargs",
         "outputs",
         "rng",
+        "settings",
         "signature",
         "site",
         "slot_args",
         "times",
         "unit",
-        "writes",
     )
 
     def __init__(
@@ -203,16 +228,15 @@ class RecipeNode:
         signature: OpSignature,
         site: CallSite,
         times: int,
-        rng: Any,
-        writes: dict[int, int],
+        rng: Draw | None,
     ) -> None:
         self.unit = unit
         self.times = times
         self.signature = signature
         self.site = site
         self.rng = rng
-        self.writes = writes
         self.grad_mode = torch.is_grad_enabled()  # some kernels look at it, and at what requires a gradient
+        self.settings = kernel_settings() if signature.chooses_kernel else None
         self.args: list[Any] = []
         self.kwargs: dict[str, Any] = {}
         self.held: list[HeldArg] = []
@@ -241,9 +265,8 @@ class RecipeNode:
         The exception is an op that writes in place: it may take over its argument's value.
         """
         args, kwargs = self.args.copy(), self.kwargs.copy() if self.kwargs else self.kwargs
-        writes = self.writes
-        for place, tensor, version, before in self.held:
-            if tensor._version != version or writes_to(tensor, writes) != before:
+        for place, tensor, version, before, sampled in self.held:
+            if tensor._version != version or last_write_to(tensor) != before:
                 raise RecipeError(
                     f"{self} has to run again in the backward pass, but an argument of shape "
                     f"{tuple(tensor.shape)} was written in place since. Write to a copy; or, to keep the "
@@ -254,6 +277,12 @@ class RecipeNode:
                     f"{self} has to run again in the backward pass, but an argument of shape {tuple(tensor.shape)} "
                     "has been freed: a parameter that fully_shard gathers only for its own module. Plan with "
                     "sacplan.profile(..., world_size=, fsdp_units=), so that no unit contains several such modules."
+                )
+            if sampled is not None and sample(tensor) != sampled:
+                raise RecipeError(
+                    f"{self} has to run again in the backward pass, but an argument of shape {tuple(tensor.shape)} "
+                    "holds other values than in the forward pass: something wrote to it where autograd cannot see it "
+                    f"(.data, numpy). Write to it after the backward pass; or, to keep the op's output, {self.pin}."
                 )
             if type(place) is int:
                 args[place] = tensor
@@ -280,16 +309,22 @@ class RecipeNode:
         if taken is not None:
             taken.value = None
         torch._C._set_grad_enabled(self.grad_mode)
-        if self.rng is None:
-            out = self.signature.func(*args, **kwargs)
-        else:
-            generator, state = self.rng
-            now = generator.get_state()
-            generator.set_state(state)
+        if self.settings is not None and self.settings != (now := kernel_settings()):
+            set_kernel_settings(self.settings)
             try:
                 out = self.signature.func(*args, **kwargs)
             finally:
-                generator.set_state(now)
+                set_kernel_settings(now)
+        elif self.rng is None:
+            out = self.signature.func(*args, **kwargs)
+        else:
+            pinned, out = self.rng.again(self.signature.func, args, kwargs)
+            if not pinned:
+                raise RecipeError(
+                    f"{self} has to run again in the backward pass, but which random numbers it drew is not known: "
+                    "another thread drew from the same generator at that time. Give that thread a torch.Generator "
+                    f"of its own; or, to keep the op's output, {self.pin}."
+                )
         return (made,) if made is not None else tensors_of(out)
 
     def settle(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -338,16 +373,23 @@ def _put(args: list[Any], kwargs: dict[str, Any], place: Any, tensor: torch.Tens
         holder[where][index] = tensor
 
 
-unversioned_writes: dict[int, int] = {}
-"""Storage to the number of writes that did not bump its version (running statistics), in the calls of all units."""
+last_writes: dict[int, int] = {}
+"""Storage to a number that only its last write has, in the calls of all units, as far as their modes saw.
+
+Not every write bumps the version that an argument of a node has: running statistics, and what ``.data`` returns.
+"""
+
+_numbers_of_writes = itertools.count(1)
 
 
-def writes_to(tensor: torch.Tensor, writes: dict[int, int]) -> int:
-    """How often the storage of a tensor was written, as far as the modes saw."""
-    if not writes and not unversioned_writes:
-        return 0
-    key = storage_key(tensor.untyped_storage())
-    return writes.get(key, 0) + unversioned_writes.get(key, 0)
+def note_write(storage: int) -> None:
+    """A storage is being written."""
+    last_writes[storage] = next(_numbers_of_writes)
+
+
+def last_write_to(tensor: torch.Tensor) -> int:
+    """The number of the last write to the storage of a tensor; 0 if there was none."""
+    return last_writes.get(storage_key(tensor.untyped_storage()), 0) if last_writes else 0
 
 
 def tensors_of(out: Any) -> Sequence[torch.Tensor]:
@@ -457,36 +499,3 @@ class Recomputation:
         if self._recorder is not None:
             self._recorder.paused = self._paused
         _lock.release()
-
-
-class _FakeGenerator:
-    """Its state takes as many bytes as that of a CPU's generator; it draws nothing."""
-
-    @classmethod
-    def with_state(cls) -> tuple[_FakeGenerator, torch.Tensor]:
-        """One, and its state."""
-        generator = cls()
-        return generator, generator.get_state()
-
-    def get_state(self) -> torch.Tensor:
-        """A fake tensor."""
-        return torch.empty(GENERATOR_STATE_BYTES, dtype=torch.uint8)
-
-    def set_state(self, state: torch.Tensor) -> None:
-        """Nothing to do."""
-
-
-def generator_state(args: Any, kwargs: Any) -> tuple[Any, torch.Tensor] | None:
-    """The generator that a random op draws from, and its state."""
-    values = (*args, *kwargs.values())
-    tensor = next(tensors_in(values), None)
-    if tensor is None or tensor.is_meta:
-        return None
-    if isinstance(tensor, FakeTensor):
-        spec = active_device()
-        return None if spec is not None and spec.kind != "cpu" else _FakeGenerator.with_state()
-    generator = next((v for v in values if isinstance(v, torch.Generator)), None)
-    if generator is None:
-        cuda = torch.cuda.default_generators if tensor.is_cuda else ()
-        generator = cuda[tensor.device.index] if cuda else torch.default_generator
-    return generator, generator.get_state()

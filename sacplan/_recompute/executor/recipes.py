@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from sacplan._program import places
-from sacplan._recompute.executor import alignment, handles, nodes, recorder, schedule, tensors
+from sacplan._recompute.executor import alignment, draws, handles, nodes, recorder, schedule, tensors
 from sacplan._recompute.executor.alignment import Differences, RecordedUnit
 from sacplan._recompute.executor.compiled import checkpointed_for_compile, tags_of
 from sacplan._recompute.executor.handles import FirstStep
@@ -44,7 +44,7 @@ from sacplan.errors import PlanError
 
 _MAX_SCHEDULES = 8
 
-keep_dynamo_out(alignment, handles, nodes, places, recorder, schedule, tensors, ops, private)
+keep_dynamo_out(alignment, draws, handles, nodes, places, recorder, schedule, tensors, ops, private)
 
 
 class _CannotBeScripted(PlanError, AttributeError):
@@ -52,7 +52,7 @@ class _CannotBeScripted(PlanError, AttributeError):
 
 
 class PlannedForward:
-    """Stands in for a unit's ``forward`` on the instance; is copied with the module, undone by ``Handle.remove``.
+    """Stands in for a unit's ``forward`` on the instance (``copies.py``); undone by ``Handle.remove``.
 
     Args:
         module: the unit.
@@ -79,13 +79,19 @@ class PlannedForward:
         self._first_in_training: bool | None = None  # whether the first call was: evaluation runs other ops
         self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")  # set by somebody else
         self._is_method = isinstance(inspect.getattr_static(type(module), "forward"), FunctionType)
-        self.first_step = FirstStep(check)
+        self.first_step = FirstStep(check, check)
         self._schedules: dict[Any, Schedule] = {}
         self._parameters: list[tuple[dict[str, Any], str]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what was learned from this module's calls."""
         return self.__dict__ | {"_schedules": {}, "_parameters": None}
+
+    def for_replica(self, replica: torch.nn.Module) -> PlannedForward:
+        """The same for a replica of the module, which shares what has been learned."""
+        other = PlannedForward.__new__(PlannedForward)
+        other.__dict__.update(self.__dict__, module=replica, _parameters=None)
+        return other
 
     @property
     def original(self) -> Callable[..., Any]:

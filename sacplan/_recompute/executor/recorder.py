@@ -26,20 +26,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sacplan._program.places import Places, StepDifference, described
 from sacplan._program.program import CallSite
 from sacplan._recompute.executor.alignment import Alignment, RecordedUnit
+from sacplan._recompute.executor.draws import Draw, draw_of
 from sacplan._recompute.executor.handles import FirstStep, Kept, PassedOn, RecipeHandle, unpack
 from sacplan._recompute.executor.nodes import (
     OpSignature,
     RecipeNode,
     Slot,
-    generator_state,
     here,
+    last_writes,
+    note_write,
     signature_of,
     tensors_of,
-    unversioned_writes,
 )
 from sacplan._recompute.executor.schedule import (
     NO_OPS,
-    NOTE_UNVERSIONED,
     NOTE_WRITE,
     Action,
     Known,
@@ -48,7 +48,7 @@ from sacplan._recompute.executor.schedule import (
     ScheduledOps,
     schedule_of,
 )
-from sacplan._recompute.executor.tensors import history_free_aliases, is_ordinary, version_of, view_of
+from sacplan._recompute.executor.tensors import history_free_aliases, is_ordinary, sample, version_of, view_of
 from sacplan._torch.ops import is_computation, op_traits, tensors_in
 from sacplan._torch.private import (
     current_saved_tensors_hooks,
@@ -113,7 +113,7 @@ class UnitRecorder(TorchDispatchMode):
         self._unit = recorded.fqn
         self._recorded = recorded
         self._names_of_modules = names
-        self._first_step = first_step or FirstStep(False)
+        self._first_step = first_step or FirstStep(False, False)
         self._schedule = schedule
         self._ops: ScheduledOps = NO_OPS
         self._at = 0
@@ -125,8 +125,6 @@ class UnitRecorder(TorchDispatchMode):
         self._frames: dict[FrameType, torch.nn.Module] = {}  # of the module calls around the last op
         self._names: Mapping[int, str] = {}
         self._table: dict[int, Slot] = {}
-        self._writes: dict[int, int] = {}  # storage to how often it was written
-        self._any_node = False
         self._outer: tuple[Any, Any] | None = None
         self._pack_hook: Any = None
         self._switches = False
@@ -187,12 +185,13 @@ class UnitRecorder(TorchDispatchMode):
         if action is Action.DISCARD:
             signature = op.signature
             assert signature is not None
-            rng = generator_state(args, kwargs) if signature.traits.random else None
+            draw = draw_of(func, args, kwargs) if signature.traits.random else None
             before = self._before_write(signature, args, kwargs) if signature.traits.written_names else None
             out = func(*args, **kwargs)
-            self._note(signature, op, args, kwargs, out, rng, before)
+            if draw is None or draw.is_pinned(func, args, kwargs):
+                self._note(signature, op, args, kwargs, out, draw, before)
         else:
-            if action is Action.NOTE_UNVERSIONED or (action is Action.NOTE_WRITE and self._any_node):
+            if action is not Action.KEEP:
                 self._note_write(func, args, kwargs)
             out = func(*args, **kwargs)
         if op.hooks is not None:
@@ -310,7 +309,7 @@ class UnitRecorder(TorchDispatchMode):
         args: Any,
         kwargs: Any,
         out: Any,
-        rng: Any,
+        draw: Draw | None,
         overwritten: Slot | None,
     ) -> None:
         """Make a node for the op, unless something about this call requires its output to be kept."""
@@ -335,7 +334,7 @@ class UnitRecorder(TorchDispatchMode):
         if not in_place and not set(keys).isdisjoint(taken):
             return  # an input is also an output: the node would hold what it makes
         assert op.site is not None
-        node = RecipeNode(self._unit, signature, op.site, op.times, rng, self._writes)
+        node = RecipeNode(self._unit, signature, op.site, op.times, draw)
         node.args, node.kwargs = args, kwargs
         table = self._table
         held = []
@@ -351,13 +350,12 @@ class UnitRecorder(TorchDispatchMode):
                 slot.readers += all(slot is not arg[1] for arg in node.slot_args)
                 node.slot_args.append((place, slot, slot.view_of(t), t.requires_grad))
         if held:
-            writes = self._writes
             aliases = history_free_aliases([t for _, t, _ in held])
             for alias, (place, t, key) in zip(aliases, held, strict=True):
                 if t.requires_grad:
                     alias.requires_grad_()
-                before = writes.get(key, 0) + unversioned_writes.get(key, 0)
-                node.held.append((place, alias, t._version, before))
+                sampled = sample(t) if self._first_step.samples else None
+                node.held.append((place, alias, t._version, last_writes.get(key, 0), sampled))
         made: dict[int, Slot] = {}
         for t, storage, key in zip(outputs, output_storages, keys, strict=True):
             if key in made:  # two outputs on one storage
@@ -369,7 +367,6 @@ class UnitRecorder(TorchDispatchMode):
                     made[key] = slot = Slot(node, t, overwritten.view, t._version + 1, storage, key, table)
                 node.outputs.append(weakref.ref(slot))
         table.update(made)
-        self._any_node = True
 
     def _slot_of(self, t: torch.Tensor) -> Slot | None:
         """The slot of this tensor's storage, if it still holds what the op wrote."""
@@ -386,8 +383,7 @@ class UnitRecorder(TorchDispatchMode):
             if is_plain(t):
                 storage = t.untyped_storage()
                 key = storage_key(storage)
-                writes = unversioned_writes if traits.unversioned else self._writes
-                writes[key] = writes.get(key, 0) + 1
+                note_write(key)
                 slot = self._table.pop(key, None)
                 if slot is not None and slot.storage() is storage:  # else the address was reused
                     slot.written = True
@@ -416,9 +412,7 @@ def _func(func: Any) -> _Func:
     if not isinstance(func, torch._ops.OpOverload):
         return _Func(str(func), None, None)
     traits = op_traits(func)
-    kept = None
-    if traits.written_names:
-        kept = NOTE_UNVERSIONED if traits.unversioned else NOTE_WRITE
+    kept = NOTE_WRITE if traits.written_names else None
     name = traits.name if is_computation(traits.name) else None
     return _Func(name, signature_of(func) if traits.rerunnable else None, kept)
 

@@ -20,8 +20,7 @@ class Action(Enum):
 
     KEEP = auto()
     NOTE_WRITE = auto()
-    NOTE_UNVERSIONED = auto()
-    """A write that bumps no version: noted even where nothing is discarded yet, since other calls may need it."""
+    """Even where nothing is discarded yet, since other calls may need what is overwritten."""
     DISCARD = auto()
     FOLLOW = auto()
     """Of an op that was not recorded: discard what it makes of something that is discarded, which it stands in for."""
@@ -57,7 +56,6 @@ Known = tuple[tuple[Call, ...], str]
 
 NO_OPS: ScheduledOps = ((None, None),)
 NOTE_WRITE = ScheduledOp(Action.NOTE_WRITE)
-NOTE_UNVERSIONED = ScheduledOp(Action.NOTE_UNVERSIONED)
 
 
 @dataclass(frozen=True, slots=True)

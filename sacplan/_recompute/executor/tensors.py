@@ -5,6 +5,7 @@ Private PyTorch API, tried on 2.13: keysets of tensors, and the thread's set of 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ View = tuple[torch.Size, tuple[int, ...], Any, torch.dtype]
 """Size, strides, storage offset, dtype."""
 
 _REAL = frozenset({torch.Tensor, torch.nn.Parameter})
+_SAMPLE_BYTES = 64
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _ADINPLACEORVIEW = torch._C.DispatchKey.ADInplaceOrView
@@ -65,6 +67,17 @@ def history_free_aliases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _unseen_detach(t: torch.Tensor) -> torch.Tensor:
     with torch._C._DisableTorchDispatch():
         return t.detach()
+
+
+def sample(t: torch.Tensor) -> bytes | None:
+    """A few bytes from the middle of a CPU's tensor, for a comparison later; None where they cannot be read at once.
+
+    It tells that something wrote to most of the tensor, not to a part. Reading a GPU's memory would wait for it.
+    """
+    if not t.is_cpu or type(t) not in _REAL or not t.is_contiguous():
+        return None
+    nbytes = t.nbytes
+    return ctypes.string_at(t.data_ptr() + nbytes // 2, min(_SAMPLE_BYTES, nbytes - nbytes // 2))
 
 
 def checksum(t: torch.Tensor) -> tuple[int, ...] | None:

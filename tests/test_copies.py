@@ -1,0 +1,159 @@
+"""Copies and replicas of a planned module compute with their own weights."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sacplan
+from sacplan._recompute.executor.copies import take_off
+from sacplan._recompute.executor.recipes import PlannedForward
+
+DIM = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+        self.outer = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outer(F.gelu(self.inner(x)).sin().exp())
+
+
+class WithState(Block):
+    """Has a state of its own for ``copy`` and ``pickle``."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"made": True}
+
+
+def planned(block: type[Block] = Block) -> tuple[nn.Sequential, torch.Tensor, sacplan.Handle]:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(block(), block()), torch.randn(4, DIM)
+    profile = sacplan.profile(model, x, lambda m, b: m(b).pow(2).mean(), device="cpu")
+    plan = sacplan.policy("full", profile=profile, layers="*")
+    assert set(plan.discarded) == {"0", "1"}
+    return model, x, sacplan.apply(model, plan)
+
+
+def with_own_weights(block: nn.Module) -> nn.Module:
+    """The block, with three times the weights of those that it shares."""
+    block.__dict__["_modules"] = {n: copy.deepcopy(m) for n, m in block._modules.items()}
+    with torch.no_grad():
+        for p in block.parameters():
+            p.mul_(3)
+    return block
+
+
+def without_plan(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return type(block).forward(block, x)
+
+
+@pytest.mark.parametrize("call", [lambda m, x: m(x), lambda m, x: m.forward(x)], ids=["call", "forward"])
+@pytest.mark.parametrize("block", [Block, WithState])
+def test_a_shallow_copy_has_no_plan(
+    block: type[Block], call: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+) -> None:
+    model, x, handle = planned(block)
+    other = with_own_weights(copy.copy(model[0]))
+    assert torch.equal(call(other, x), without_plan(other, x))
+    assert not torch.equal(call(other, x), call(model[0], x))
+    again = with_own_weights(copy.copy(copy.copy(model[0])))
+    assert torch.equal(call(again, x), without_plan(again, x))
+    handle.remove()
+    assert set(copy.copy(model[0]).__dict__) <= {*model[0].__dict__, "made"}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("block", [Block, WithState])
+def test_a_deep_copy_has_a_plan_of_its_own(
+    block: type[Block], copied: Callable[[nn.Module], nn.Sequential]
+) -> None:
+    model, x, handle = planned(block)
+    twin = copied(copied(model))
+    for part in twin:
+        assert isinstance(part.forward, PlannedForward)
+        assert part.forward.module is part
+    handle.remove()
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(3)
+    plain = copy.deepcopy(model)
+    plain.load_state_dict(twin.state_dict())
+    assert torch.equal(twin(x), plain(x))
+
+
+def test_a_forward_that_somebody_else_replaced_stays() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Block(), Block()), torch.randn(4, DIM)
+    profile = sacplan.profile(model, x, lambda m, b: m(b).pow(2).mean(), device="cpu")
+    first = model[0]
+    own = first.forward
+    first.forward = lambda x: own(x) * 2  # type: ignore[method-assign]
+    handle = sacplan.apply(model, sacplan.policy("full", profile=profile, layers="*"))
+    expected = without_plan(first, x) * 2
+    for other in (first, copy.copy(first), first._replicate_for_data_parallel()):
+        assert torch.equal(other(x), expected)
+    handle.remove()
+    assert torch.equal(first(x), expected)
+
+
+def replicas(model: nn.Sequential, factor: float) -> nn.Module:
+    """What ``torch.nn.parallel.replicate`` makes for a device, with weights that tell it from the original."""
+    replica = model._replicate_for_data_parallel()
+    for name, child in model._modules.items():
+        assert child is not None
+        inner = replicas(child, factor)  # type: ignore[arg-type]
+        replica._modules[name] = inner
+    for name, p in model._parameters.items():
+        if p is not None:
+            setattr(replica, name, p * factor)
+    return replica
+
+
+def test_replicas_on_threads_use_their_own_weights_and_the_plan() -> None:
+    model, x, handle = planned()
+    plain = copy.deepcopy(model)
+    for part in plain:
+        take_off(part, part.forward)
+    for _ in range(3):
+        gradients = []
+        for m in (model, plain):
+            m.zero_grad()
+            copies = [replicas(m, factor) for factor in (1.0, 2.0, 3.0)]
+            assert all(isinstance(c[0].forward, PlannedForward) is (m is model) for c in copies)
+            outs = _on_threads(copies, x)
+            for factor, out in zip((1.0, 2.0, 3.0), outs, strict=True):
+                wanted = copy.deepcopy(plain)
+                with torch.no_grad():
+                    for p in wanted.parameters():
+                        p.mul_(factor)
+                assert torch.equal(out, wanted(x))
+            sum(out.pow(2).mean() for out in outs).backward()
+            gradients.append([p.grad for p in m.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    handle.remove()
+    assert model[0].__dict__.keys() == Block().__dict__.keys()
+
+
+def _on_threads(modules: list[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+
+    def run(i: int) -> None:
+        found[i] = modules[i](x)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(modules))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[i] for i in range(len(modules))]
