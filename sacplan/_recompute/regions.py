@@ -23,7 +23,7 @@ from sacplan._program.program import Phase, Program
 from sacplan._program.regions import Option, Region
 from sacplan._recompute import closure
 from sacplan._recompute.in_place_groups import Group, connected, discardable, in_place_groups
-from sacplan._recompute.partition import Part, join, partition, runs, unit_around
+from sacplan._recompute.partition import Part, join, most_joined, partition, unit_around
 from sacplan._recompute.pins import NO_PINS, Pins
 
 _VERTICES = 24  # of a region's hull, at most
@@ -71,7 +71,7 @@ class Regions:
     @property
     def longest_run(self) -> int:
         """How many regions can be joined at most."""
-        return max((len(run) for run in runs(self._parts)), default=1)
+        return most_joined(self._parts)
 
     def joined(self, size: int) -> tuple[Region, ...]:
         """The regions, with up to ``size`` neighbours made into one; 1 leaves them as they are."""
