@@ -1,10 +1,10 @@
-"""Recurrences that are unrolled in one module: planned in windows, with work and memory that grow with the steps."""
+"""Recurrences that are unrolled in one module: planned in windows, with work that grows with the steps."""
 
 from __future__ import annotations
 
 import cProfile
-import tracemalloc
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from sacplan._program.program import Phase
 from sacplan._recompute.partition import LARGEST_PART, join, most_joined, partition
 from sacplan._recompute.pins import NO_PINS
 
-STEPS = (50, 100, 200)
+STEPS = (50, 100, 200)  # each twice the one before
 
 
 class Recurrence(nn.Module):
@@ -46,24 +46,20 @@ def profile_of(steps: int) -> sacplan.Profile:
 
 
 @cache
-def planned(steps: int) -> tuple[sacplan.Plan, int, int]:
-    """The smallest plan, and how many calls of functions and bytes it took to find it."""
+def planned(steps: int) -> tuple[sacplan.Plan, int]:
+    """The smallest plan, and how many calls of functions it took to find it."""
     profile = profile_of(steps)
     calls = cProfile.Profile(builtins=False)
-    tracemalloc.start()
     calls.enable()
     plan = sacplan.plan_smallest(profile, "greedy")
     calls.disable()
-    _, n_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return plan, sum(entry.callcount for entry in calls.getstats()), n_bytes
+    return plan, sum(entry.callcount for entry in calls.getstats())
 
 
-def test_work_and_memory_of_planning_grow_no_faster_than_the_steps() -> None:
-    found = [planned(steps)[1:] for steps in STEPS]
-    for (calls, n_bytes), (more_calls, more_bytes) in zip(found, found[1:], strict=False):
-        assert more_calls < 2.4 * calls, found
-        assert more_bytes < 2.4 * n_bytes, found
+def test_planning_does_no_more_for_each_step_of_a_longer_loop() -> None:
+    calls = [planned(steps)[1] for steps in STEPS]
+    for fewer, more in pairwise(calls):
+        assert more < 2.3 * fewer, calls
 
 
 @pytest.mark.parametrize("steps", STEPS)
@@ -78,7 +74,7 @@ def test_windows_are_alike_and_cut_between_steps(steps: int) -> None:
         assert sorted(op for part in joined for group in part.members for op in group) == wanted
         assert max(len(part.members) for part in joined) <= 2 * LARGEST_PART
     # One tensor passes from each window to the next: the state.
-    for part, after in zip(parts, parts[1:], strict=False):
+    for part, after in pairwise(parts):
         made = {s for (op,) in part.members for s in program.ops[op].writes}
         read = {s for (op,) in after.members for s in program.ops[op].reads}
         assert len(made & read) == 1
