@@ -17,6 +17,8 @@ import resource
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +34,10 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 16, 32, 126])
     parser.add_argument("--prototype-limit", type=float, default=120.0, metavar="SECONDS")
+    parser.add_argument(
+        "--loops", type=int, nargs="+", metavar="STEPS",
+        help="recurrences of so many steps in one module instead: 1750 are 100,000 ops",
+    )  # fmt: skip
     parser.add_argument("--one", nargs=2, metavar=("WHO", "LAYERS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -41,11 +47,15 @@ def main() -> None:
             "prototype": run_prototype,
             "llama": run_llama,
             "sac_milp": run_sac_milp,
+            **{name: partial(run_loop, name) for name in _LOOPS},
         }
         print(json.dumps(run[who](int(layers))))
         return
     rows = []
     print(describe(machine()))
+    if arguments.loops:
+        _loops(arguments.loops, arguments.json)
+        return
     print(f"{'layers':>6} {'who':>10} " + " ".join(f"{k:>7}" for k in _COLUMNS) + "  result")
     for who, layers in [
         *((w, n) for n in arguments.layers for w in ("sacplan", "prototype")),
@@ -57,6 +67,66 @@ def main() -> None:
         cells = [f"{row[k]:7.2f}" if k in row else f"{'-':>7}" for k in _COLUMNS]
         print(f"{layers:>6} {who:>10} {' '.join(cells)}  {row['result']}", flush=True)
     write_results(arguments.json, rows)
+
+
+_LOOPS = ("gru feasible", "gru infeasible", "gates feasible", "gates infeasible")
+
+
+def _loops(steps: list[int], path: Path | None) -> None:
+    """Times and memory by steps of a recurrence, for a budget that can be held and one that cannot."""
+    rows = []
+    print(f"{'steps':>6} {'ops':>7} {'loop':>18} {'profile s':>9} {'plan s':>7} {'MiB':>6}  result")
+    for who in _LOOPS:
+        for n in steps:
+            row = _run_one(who, n, 600.0)
+            rows.append({"steps": n, "who": who} | row)
+            cells = f"{n:>6} {row.get('ops', '-'):>7} {who:>18}"
+            times = f"{row.get('profile', 0):9.2f} {row.get('plan', 0):7.2f} {row.get('MiB', 0):6.0f}"
+            print(f"{cells} {times}  {row['result']}", flush=True)
+    write_results(path, rows)
+
+
+def run_loop(who: str, steps: int) -> dict[str, Any]:
+    """Profile and plan of a recurrence that is unrolled in one module, in processor seconds of one thread."""
+    import sacplan
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    name, _, kind = who.partition(" ")
+    model, batch = Recurrence(steps, name), torch.randn(16, 32)
+    began = time.process_time()
+    profile = sacplan.profile(model, batch, lambda m, b: m(b).pow(2).mean(), device="cpu")
+    profiled = time.process_time()
+    try:
+        plan = sacplan.plan(profile, "75%" if kind == "feasible" else "1%")
+        result = f"{plan.peak_bytes / profile.peak_bytes:.4f} of the peak, {plan.status}"
+    except sacplan.InfeasibleBudget as error:
+        result = f"infeasible; smallest {error.smallest_feasible_bytes / profile.peak_bytes:.4f} of the peak"
+        str(error)  # the message asks Rotor
+    return {
+        "ops": len(profile.program.ops), "profile": profiled - began, "plan": time.process_time() - profiled,
+        "MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "result": result,
+    }  # fmt: skip
+
+
+class Recurrence(torch.nn.Module):
+    """A cell in a loop: ``torch.nn.GRUCell``, or gates that are written out and have no module of their own."""
+
+    def __init__(self, steps: int, name: str) -> None:
+        super().__init__()
+        self.steps = steps
+        self.cell = torch.nn.GRUCell(32, 32) if name == "gru" else None
+        self.gate, self.value = (torch.nn.Parameter(torch.randn(32, 32) / 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x
+        for _ in range(self.steps):
+            if self.cell is not None:
+                h = self.cell(x, h)
+            else:
+                z = torch.sigmoid(x + h @ self.gate)
+                h = z * h + (1 - z) * torch.tanh(x + h @ self.value)
+        return h
 
 
 def _run_one(who: str, layers: int, limit: float) -> dict[str, Any]:

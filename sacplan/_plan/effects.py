@@ -122,7 +122,9 @@ class _Effects:
         self.first_op = self._intervals()
         self._starts = np.array([int(op) for op in self.first_op if op >= 0])
         self.base = self._with_first(np.maximum.reduceat(self.liveness.at_op, self._starts))
-        self._last_event = self.liveness.op_events[np.append(self._starts[1:] - 1, len(program.ops) - 1)]
+        ends = np.append(self._starts[1:], len(program.ops))
+        self._lengths = ends - self._starts
+        self._last_event = self.liveness.op_events[ends - 1]
 
     def _with_first(self, by_interval: Bytes) -> Bytes:
         return np.concatenate([np.array([self.liveness.initial_bytes], dtype=np.int64), by_interval])
@@ -134,11 +136,19 @@ class _Effects:
             op: i for i, region in enumerate(self.regions) for group in region.members for op in group
         }
         region_of_scope: dict[int, int] = {}
+        several: set[int] = set()  # module calls that more than one region has ops of: a loop that is cut
         for i, region in region_of_op.items():
-            region_of_scope.setdefault(program.ops[i].scope, region)
+            scope = program.ops[i].scope
+            if region_of_scope.setdefault(scope, region) != region:
+                several.add(scope)
         starts, before = [-1], None
         for i, op in enumerate(program.ops):
-            here = (op.phase, region_of_op.get(i, region_of_scope.get(op.scope, -1)))
+            region = region_of_op.get(i, -1)
+            if region < 0 and op.scope in several:
+                region = region_of_op.get(op.forward_of, -1)
+            if region < 0:
+                region = region_of_scope.get(op.scope, -1)
+            here = (op.phase, region)
             if here != before:
                 starts.append(i)
                 before = here
@@ -156,11 +166,7 @@ class _Effects:
                     patterns[key] = [
                         self._local_effect_of(key, region, option, events) for option in region.options[1:]
                     ]
-                where = np.array([position for position, _, _ in events], dtype=np.int64)
-                last = np.searchsorted(where, self.liveness.op_events, side="right") - 1
-                exact = where[np.maximum(last, 0)] == self.liveness.op_events
-                for row, effect in zip(changes[1:], patterns[key], strict=True):
-                    row[:] = self._spread(effect, where, last, exact)
+                self._spread(patterns[key], np.array([event[0] for event in events]), changes[1:])
             found.append(changes)
         return tuple(found)
 
@@ -278,18 +284,39 @@ class _Effects:
         all_during[places] = during
         return _LocalEffect(all_after, all_during, tuple(again))
 
-    def _spread(self, effect: _LocalEffect, where: Bytes, last: Bytes, exact: npt.NDArray[np.bool_]) -> Bytes:
-        """An effect of one kind of region, on the intervals of the step, for one region."""
-        liveness = self.liveness
-        by_op = np.where(exact, effect.during[last], effect.after[last])
-        by_op[last < 0] = 0
-        most = self._with_first(np.maximum.reduceat(liveness.at_op + by_op, self._starts))
-        for k, n_bytes in effect.again:
-            position = where[k]
-            interval = int(np.searchsorted(self._last_event, position)) + 1
-            interval = min(interval, len(most) - 1)
-            most[interval] = max(most[interval], liveness.before_event[position] + n_bytes)
-        return most - self.base
+    def _spread(self, effects: Sequence[_LocalEffect], where: Bytes, changes: Bytes) -> None:
+        """Effects of one kind of region, on the intervals of the step, for one region.
+
+        Where none of the region's events is in an interval, its effect there is the same throughout. So only the ops of
+        the others are looked at one by one.
+
+        Args:
+            effects: of each option.
+            where: positions of the region's events.
+            changes: options x intervals, filled in.
+        """
+        liveness, starts = self.liveness, self._starts
+        before = np.searchsorted(where, liveness.op_events[starts], side="left")
+        until = np.searchsorted(where, self._last_event, side="right")
+        own = np.flatnonzero(before != until)
+        lengths = self._lengths[own]
+        offsets = np.cumsum(lengths) - lengths
+        ops = np.arange(int(lengths.sum())) + np.repeat(starts[own] - offsets, lengths)
+        at_op, positions = liveness.at_op[ops], liveness.op_events[ops]
+        last = np.searchsorted(where, positions, side="right") - 1
+        exact = where[np.maximum(last, 0)] == positions
+        for row, effect in zip(changes, effects, strict=True):
+            row[1:] = np.where(before > 0, effect.after[before - 1], 0)
+            if len(own):
+                by_op = np.where(exact, effect.during[last], effect.after[last])
+                by_op[last < 0] = 0
+                row[own + 1] = np.maximum.reduceat(at_op + by_op, offsets) - self.base[own + 1]
+            for k, n_bytes in effect.again:
+                interval = int(np.searchsorted(self._last_event, where[k])) + 1
+                interval = min(interval, len(row) - 1)
+                row[interval] = max(
+                    row[interval], liveness.before_event[where[k]] + n_bytes - self.base[interval]
+                )
 
 
 def _undominated(

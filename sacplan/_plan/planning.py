@@ -18,7 +18,7 @@ from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._program.program import Phase
 from sacplan._ranks.ranks import Ranks
 from sacplan._recompute.pins import Pins, resolve_pins
-from sacplan._rotor.sequences import Rotor
+from sacplan._rotor.sequences import Rotor, is_longer
 from sacplan._solve.greedy import Greedy
 from sacplan._solve.milp import Milp
 from sacplan._solve.solvers import Solver
@@ -26,6 +26,7 @@ from sacplan._solve.uniform import Uniform
 from sacplan.errors import InfeasibleBudget, PlanError
 
 _OPTIMAL = 2e-3  # share of its cost that a plan may be above the bound for no other solver to be asked
+_STAGES = 48  # of a chain that Rotor is asked about only for a message
 
 
 @checked(PlanError, "budget")
@@ -231,15 +232,16 @@ def _infeasible(asked: _Asked, search: Search, budget_bytes: int) -> InfeasibleB
 
 def _with_rotor(asked: _Asked, search: Search, budget_bytes: int) -> str:
     """A sentence on what Rotor, which may recompute values more than once, would do."""
-    free = Search(search.context)
+    free, rotor = Search(search.context), Rotor(stages=_STAGES)
     try:
-        free.solve(Rotor(), budget_bytes)
+        free.solve(rotor, budget_bytes)
+        named = f"sacplan.Rotor(stages={_STAGES})" if is_longer(search.program, rotor) else '"rotor"'
     except PlanError:
         return ""  # the model is no chain
     found = free.best(budget_bytes)
     if found is None:
         return ""
-    return f'solver="rotor" holds the budget, with {found.footprint.recompute_ms:.4g} ms of recomputation. '
+    return f"solver={named} holds the budget, with {found.footprint.recompute_ms:.4g} ms of recomputation. "
 
 
 def _pinned_share(asked: _Asked, search: Search) -> str:

@@ -6,6 +6,10 @@
 A part is a module that repeats along the model (a layer) or is small enough to be looked at as a whole, together with
 what the modules around it run after it (before the first one: before it). Every forward op that a module of the model
 runs is in one part. What can be chosen for a part is in ``regions.py``.
+
+Ops that are too many for a part and have no modules to be split into (a recurrence, unrolled in one forward) are cut
+into windows, where the least passes from one to the next: between two steps of the recurrence. There are never more
+than so many parts, and a part never has more than so many ops, so what is chosen from grows with the step, no faster.
 """
 
 from __future__ import annotations
@@ -13,19 +17,29 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
 
 from sacplan._program.program import ROOT_SCOPE, Phase, Program
 from sacplan._recompute.pins import Pins
 
 LARGEST_PART = 400
-"""Modules with more op call sites than this are split into their children."""
+"""Modules with more op call sites than this are split into their children, or into windows."""
 
 SMALL_PART = 150
 """Up to here, a module is looked at as a whole unless its own children repeat."""
 
 LARGEST_JOINED = 800
 """Neighbours are not joined to parts of more ops than this."""
+
+MOST_PARTS = 256
+"""Neighbours of one family are joined from the start where there are more parts than this."""
+
+_WINDOWS = 128  # of one part, at most, as long as they are no larger than a part may be
+_SMALLEST_WINDOW = 24  # ops
 
 _MIN_SHARE = 0.5  # of a module's ops that its repeated children must have for it to be split
 
@@ -37,15 +51,15 @@ class Part:
     Attributes:
         unit: fqn of the smallest module that runs them all.
         members: groups of op indices; a group is one call site in all calls of the unit.
-        once: the ops run in one call of the unit, so that each is a group of its own and a neighbour of the same
-            family may be joined.
-        family: equal for the layers of one stack.
+        once: the ops run in one call of the unit, so that each is a group of its own.
+        family: equal for the layers of one stack, and for the windows of one part: neighbours that may be joined. None:
+            not to be joined.
     """
 
     unit: str
     members: tuple[tuple[int, ...], ...]
     once: bool
-    family: str = ""
+    family: str | None = None
 
 
 class _Tree:
@@ -139,9 +153,9 @@ def partition(program: Program, pins: Pins) -> tuple[list[Part], frozenset[str]]
                 if barred or not tree.is_leaf(child):
                     visit(child)
             members = tuple(group for group in members if owned.isdisjoint(group))
-            rest.append(Part(fqn, members, once))
+            rest.append(Part(fqn, members, once, "" if once else None))
         elif once or not tree.called_once_around(fqn):
-            whole.append(Part(fqn, members, once, fqn.rpartition(".")[0]))
+            whole.append(Part(fqn, members, once, fqn.rpartition(".")[0] if once else None))
         else:  # a shared layer: each of its calls is a part
             for ops in tree.calls(fqn):
                 ops = [op for op in ops if op not in owned]
@@ -151,7 +165,9 @@ def partition(program: Program, pins: Pins) -> tuple[list[Part], frozenset[str]]
 
     for root in tree.roots:
         visit(root)
-    return _attached(program, whole, rest), frozenset(part.unit for part in rest)
+    parts = [window for part in _attached(program, whole, rest) for window in _windows(program, part)]
+    at_once = -(-len(parts) // MOST_PARTS)
+    return join(program, parts, at_once), frozenset(part.unit for part in rest)
 
 
 def _attached(program: Program, whole: list[Part], rest: list[Part]) -> list[Part]:
@@ -165,8 +181,7 @@ def _attached(program: Program, whole: list[Part], rest: list[Part]) -> list[Par
         if not part.members:
             continue
         if not (part.once and single):
-            starts_at = range(0, len(part.members), LARGEST_PART)
-            left += [Part(part.unit, part.members[at : at + LARGEST_PART], False) for at in starts_at]
+            left.append(replace(part, once=False, family=None))
             continue
         for (op,) in part.members:
             added[max(0, bisect_right(starts, op) - 1)].append(op)
@@ -197,20 +212,94 @@ def unit_around(program: Program, scopes: Iterable[int], widest_unit: int = ROOT
         scope = parent
 
 
+def _windows(program: Program, part: Part) -> list[Part]:
+    """The part; in windows if it is too large for one."""
+    count = len(part.members)
+    if count <= LARGEST_PART:
+        return [part]
+    crossing = _crossing_bytes(program, part)
+    reach = LARGEST_PART // 2
+    crossing[[0, -1]] = crossing.max()  # the ends of the part are no cuts
+    padded = np.pad(crossing, reach, constant_values=crossing[0])
+    narrow = crossing == np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1).min(axis=1)
+    narrow[1:] &= ~narrow[:-1]  # of several in a row, the first: behind the op that makes what crosses
+    size = min(LARGEST_PART, max(_SMALLEST_WINDOW, -(-count // _WINDOWS)))
+    cuts = [0]
+    while count - cuts[-1] > size:
+        cuts.append(_next_cut(crossing, np.flatnonzero(narrow), cuts[-1], size))
+    if cuts[-1] != count:
+        cuts.append(count)
+    family = part.unit if part.family is None else part.family
+    found = [replace(part, members=part.members[a:b], family=family) for a, b in pairwise(cuts)]
+    if not part.once:
+        return found
+    return [replace(each, unit=_unit_of(program, (op for (op,) in each.members))) for each in found]
+
+
+def _next_cut(crossing: npt.NDArray[np.int64], narrow: npt.NDArray[np.intp], at: int, size: int) -> int:
+    """Where a window ends that begins at ``at``: about ``size`` members on, where little crosses."""
+    last = min(at + LARGEST_PART, len(crossing) - 1)
+    near, far = np.searchsorted(narrow, (at + 1, last), side="left").tolist()
+    within = narrow[near : far + 1]
+    within = within[within <= last]
+    if not len(within):
+        first = at + -(-size // 2)
+        return first + int(crossing[first : last + 1].argmin())
+    beyond = within[within >= at + size]
+    return int(beyond[0] if len(beyond) else within[-1])
+
+
+def _crossing_bytes(program: Program, part: Part) -> npt.NDArray[np.int64]:
+    """By member, and at the end: bytes that are made before it in the part, and read from it on.
+
+    What is read further on than any window reaches crosses a cut wherever that is, and does not count.
+    """
+    made: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for at, group in enumerate(part.members):
+        for op in map(program.ops.__getitem__, group):
+            last.update((s, at) for s in op.reads if s in made)
+            made.update((s, at) for s in op.writes if s not in made)
+    change = np.zeros(len(part.members) + 1, dtype=np.int64)
+    for s, at in last.items():
+        if made[s] < at <= made[s] + LARGEST_PART:
+            change[made[s] + 1] += program.storage_bytes[s]
+            change[at + 1] -= program.storage_bytes[s]
+    return np.cumsum(change)
+
+
 def runs(parts: Sequence[Part]) -> list[list[Part]]:
     """Neighbours that can be joined."""
-    runs: list[list[Part]] = []
+    found: list[list[Part]] = []
+    before: object = None
     for part in parts:
-        if part.once:
-            if not runs or runs[-1][-1].family != part.family:
-                runs.append([])
-            runs[-1].append(part)
-    return runs
+        if part.family is None:
+            continue
+        alike = (part.family, None if part.once else part.unit)
+        if alike != before:
+            found.append([])
+        found[-1].append(part)
+        before = alike
+    return found
+
+
+def most_joined(parts: Sequence[Part]) -> int:
+    """How many neighbours can be joined at most."""
+    most = 1
+    for run in runs(parts):
+        first = n_ops = 0
+        for at, part in enumerate(run):
+            n_ops += len(part.members)
+            while n_ops > LARGEST_JOINED and first < at:
+                n_ops -= len(run[first].members)
+                first += 1
+            most = max(most, at - first + 1)
+    return most
 
 
 def join(program: Program, parts: Sequence[Part], size: int) -> list[Part]:
     """Runs of ``size`` neighbours as one."""
-    joined = [part for part in parts if not part.once]
+    joined = [part for part in parts if part.family is None]
     for run in runs(parts):
         group: list[Part] = []
         for part in run:
@@ -226,5 +315,8 @@ def join(program: Program, parts: Sequence[Part], size: int) -> list[Part]:
 def _merged(program: Program, group: Sequence[Part]) -> Part:
     if len(group) == 1:
         return group[0]
-    ops = sorted(op for part in group for (op,) in part.members)
-    return Part(_unit_of(program, ops), tuple((op,) for op in ops), True, group[0].family)
+    members = tuple(sorted(member for part in group for member in part.members))
+    first = group[0]
+    if not first.once:
+        return replace(first, members=members)
+    return Part(_unit_of(program, (op for (op,) in members)), members, True, first.family)

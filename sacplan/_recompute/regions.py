@@ -15,21 +15,23 @@ Regions that repeat give the same problem, which is solved once.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from sacplan._program.program import Phase, Program
 from sacplan._program.regions import Option, Region
 from sacplan._recompute import closure
 from sacplan._recompute.in_place_groups import Group, connected, discardable, in_place_groups
-from sacplan._recompute.partition import Part, join, partition, runs, unit_around
+from sacplan._recompute.partition import Part, join, most_joined, partition, unit_around
 from sacplan._recompute.pins import NO_PINS, Pins
 
-_VERTICES = 24  # of a region's hull, at most
+_VERTICES, _FEWEST = 24, 4  # of a region's hull, at most, and where there are very many ops
 _EFFORT = 6000  # ops that all options of one kind of region may have together, beyond the hull
 _COLUMNS = 1500  # options of all regions together, about, beyond the hull
 _BETWEEN = 8  # options between two vertices of a region's hull, at most
+_DISTINCT = 6000  # ops of one region of each kind together, from which on each has fewer options
 
 
 class Regions:
@@ -58,7 +60,7 @@ class Regions:
         self.costs = costs
         self._early = early
         self._kinds: dict[tuple[closure.ClosureProblem, closure.ClosureProblem | None], int] = {}
-        self._solved: dict[tuple[int, int], tuple[Option, ...]] = {}
+        self._solved: dict[tuple[int, _Effort], tuple[Option, ...]] = {}
         self._savers: dict[int, set[int]] = defaultdict(set)  # storage to the ops that autograd keeps it for
         for storage, op in zip(program.handle_storages, program.handle_ops, strict=True):
             self._savers[storage].add(op)
@@ -71,20 +73,24 @@ class Regions:
     @property
     def longest_run(self) -> int:
         """How many regions can be joined at most."""
-        return max((len(run) for run in runs(self._parts)), default=1)
+        return most_joined(self._parts)
 
     def joined(self, size: int) -> tuple[Region, ...]:
         """The regions, with up to ``size`` neighbours made into one; 1 leaves them as they are."""
-        parts = join(self.program, self._parts, size)
-        more = _COLUMNS // max(1, len(parts))
+        parts = [
+            replace(part, members=in_place_groups(self.program, part.members))
+            for part in join(self.program, self._parts, size)
+        ]
+        problems = [self._problem(part) for part in parts]
+        kinds = [self._kinds.setdefault(problem, len(self._kinds)) for problem in problems]
+        effort = _Effort.of(
+            len(parts), [problem for problem, _ in dict(zip(kinds, problems, strict=True)).values()]
+        )
         regions = []
-        for part in parts:
-            part = replace(part, members=in_place_groups(self.program, part.members))
-            problem, late = self._problem(part)
-            kind = self._kinds.setdefault((problem, late), len(self._kinds))
-            if (kind, more) not in self._solved:
-                self._solved[kind, more] = _options(problem, late, more)
-            options = self._solved[kind, more]
+        for part, kind, (problem, late) in zip(parts, kinds, problems, strict=True):
+            if (kind, effort) not in self._solved:
+                self._solved[kind, effort] = _options(problem, late, effort)
+            options = self._solved[kind, effort]
             units = tuple(self._units(part, option) for option in options)
             wide = tuple(not self._split.isdisjoint(found) for found in units)
             regions.append(Region(part.unit, part.members, kind, options, units, wide))
@@ -204,19 +210,44 @@ def closure_problem(
     return problem, place
 
 
+@dataclass(frozen=True, slots=True)
+class _Effort:
+    """How many options a region has.
+
+    Attributes:
+        vertices: of its hull, at most.
+        between: between two of these, at most.
+        more: that differ from these in one tensor, about.
+    """
+
+    vertices: int
+    between: int
+    more: int
+
+    @staticmethod
+    def of(n_regions: int, distinct: Sequence[closure.ClosureProblem]) -> _Effort:
+        """For so many regions with these problems.
+
+        The ops of all options together, which take the time, do not grow beyond a multiple of the ops of the regions.
+        """
+        n_ops = sum(len(problem.ops) for problem in distinct)
+        share = math.sqrt(min(1.0, _DISTINCT / max(1, n_ops)))
+        vertices = max(_FEWEST, round(share * _VERTICES))
+        return _Effort(vertices, round(share * _BETWEEN), _COLUMNS // max(1, n_regions))
+
+
 def _options(
-    problem: closure.ClosureProblem, late: closure.ClosureProblem | None, more: int
+    problem: closure.ClosureProblem, late: closure.ClosureProblem | None, effort: _Effort
 ) -> tuple[Option, ...]:
-    """What a region can do: the hull and points near it, and up to ``more`` that differ from these in one tensor."""
+    """What a region can do: the hull and points near it, and others that differ from these in one tensor."""
     if not problem.saved:
         return (Option(0.0, 0, ()),)
-    points = list(closure.tradeoff(problem, _VERTICES, _BETWEEN))
+    points = list(closure.tradeoff(problem, effort.vertices, effort.between))
     if late is not None:
-        points += [
-            closure.evaluate(problem, p.discarded) for p in closure.tradeoff(late, _VERTICES, _BETWEEN)
-        ]
+        found = closure.tradeoff(late, effort.vertices, effort.between)
+        points += [closure.evaluate(problem, point.discarded) for point in found]
     distinct = tuple({point.discarded: point for point in points}.values())
-    most = len(distinct) + min(more, max(0, _EFFORT // len(problem.ops) - len(distinct)))
+    most = len(distinct) + min(effort.more, max(0, _EFFORT // len(problem.ops) - len(distinct)))
     points = list(closure.with_neighbours(problem, distinct, most))
     return tuple(Option(p.recompute_ms, p.kept_bytes, tuple(sorted(p.discarded))) for p in points)
 

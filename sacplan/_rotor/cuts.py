@@ -17,7 +17,7 @@ does not save what crosses and the next cut is as good (see ``_without_bare_cuts
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -85,6 +85,20 @@ def find_cuts(program: Program) -> Cuts:
         and stage_of.get(program.writer.get(s, -1), len(ops)) < stage_of[op]
     }
     return Cuts(tuple(ops), tuple(boundary), lives.base, frozenset(shared), saved)
+
+
+def coarser(cuts: Cuts, most: int) -> Cuts:
+    """The same with neighbouring stages joined, evenly, where there are more than ``most`` beside the loss."""
+    count = len(cuts.boundary)
+    if count <= most:
+        return cuts
+    ends = [(part + 1) * count // most for part in range(most)]
+    ops = [
+        tuple(op for stage in cuts.ops[start:end] for op in stage)
+        for start, end in zip((0, *ends), ends, strict=False)
+    ]
+    boundary = tuple(cuts.boundary[end - 1] for end in ends)
+    return replace(cuts, ops=(*ops, cuts.ops[-1]), boundary=boundary)
 
 
 def _without_bare_cuts(

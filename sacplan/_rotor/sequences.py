@@ -15,6 +15,7 @@ from sacplan._program.liveness import Footprint
 from sacplan._program.program import Program
 from sacplan._recompute.in_place_groups import without_missing_versions
 from sacplan._recompute.rewrite import recomputed
+from sacplan._rotor.cuts import find_cuts
 from sacplan._rotor.rotor import RotorResult, rotor
 from sacplan._rotor.stages import Stages, drops_of, stages_of
 from sacplan.errors import InfeasibleBudget, PlanError
@@ -33,9 +34,16 @@ class Rotor:
 
     Attributes:
         slots: as for ``sacplan.rotor``.
+        stages: the most that the chain is solved with; of a longer one, neighbouring stages are joined. Time grows with
+            the third power of it, and memory with the square.
     """
 
     slots: int = 500
+    stages: int = 256
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stages, bool) or not isinstance(self.stages, int) or self.stages < 1:
+            raise PlanError(f"Rotor: stages is {self.stages!r}; give a whole number from 1 on (default 256)")
 
     @property
     def name(self) -> str:
@@ -58,12 +66,23 @@ def unit_of(program: Program) -> str:
     Raises:
         PlanError: the model is no chain.
     """
-    return _stages(program).unit
+    return _stages(program, Rotor()).unit
 
 
-def _stages(program: Program) -> Stages:
+def is_longer(program: Program, solver: Rotor) -> bool:
+    """Whether the model's chain has more stages than it is solved with.
+
+    Raises:
+        PlanError: the model is no chain.
+    """
+    return len(program.derived("cuts", lambda: find_cuts(program)).boundary) > solver.stages
+
+
+def _stages(program: Program, solver: Rotor) -> Stages:
     """Of a program; made once, so that several budgets share them."""
-    return program.derived("stages", lambda: stages_of(program))
+    if not is_longer(program, solver):
+        return program.derived("stages", lambda: stages_of(program))
+    return program.derived(("stages", solver.stages), lambda: stages_of(program, solver.stages))
 
 
 def sequences(program: Program, budget_bytes: int, solver: Rotor, kept: frozenset[int]) -> list[Planned]:
@@ -80,7 +99,7 @@ def sequences(program: Program, budget_bytes: int, solver: Rotor, kept: frozense
     Raises:
         PlanError: the model is no chain.
     """
-    stages = _stages(program)
+    stages = _stages(program, solver)
     tried = [_planned(program, stages, result, kept) for result in _results(stages, 0, solver)]
     if not tried:
         raise PlanError(

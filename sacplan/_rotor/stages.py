@@ -23,7 +23,7 @@ import numpy as np
 from sacplan._program.liveness import Bytes
 from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program, StorageKind
 from sacplan._rotor.chain import Chain
-from sacplan._rotor.cuts import Cuts, find_cuts
+from sacplan._rotor.cuts import Cuts, coarser, find_cuts
 from sacplan._rotor.rotor import Operation, OperationKind
 
 _NOT_INPUT = frozenset(
@@ -69,8 +69,8 @@ class Stages:
         return len(self.boundary)
 
 
-def stages_of(program: Program) -> Stages:
-    """The chain of a recorded step.
+def stages_of(program: Program, most: int | None = None) -> Stages:
+    """The chain of a recorded step; neighbouring stages are joined where there are more than ``most``.
 
     Stages, with L the number of them:
 
@@ -94,7 +94,9 @@ def stages_of(program: Program) -> Stages:
     Raises:
         PlanError: the model was not called exactly once, or its forward has no cut.
     """
-    cuts = find_cuts(program)
+    cuts = program.derived("cuts", lambda: find_cuts(program))
+    if most is not None:
+        cuts = coarser(cuts, most)
     stage_of = {op: i for i, ops in enumerate(cuts.ops) for op in ops}
     unit = _unit(program, cuts)
     inside = program.ops_in(unit)

@@ -1,0 +1,94 @@
+"""Recurrences that are unrolled in one module: planned in windows, with work that grows with the steps."""
+
+from __future__ import annotations
+
+import cProfile
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import sacplan
+from sacplan._program.program import Phase
+from sacplan._recompute.partition import LARGEST_PART, join, most_joined, partition
+from sacplan._recompute.pins import NO_PINS
+
+STEPS = (50, 100, 200)  # each twice the one before
+
+
+class Recurrence(nn.Module):
+    """A gated cell, written out: no modules to split it by."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+        self.gate, self.value = (nn.Parameter(torch.randn(32, 32) / 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x
+        for _ in range(self.steps):
+            z = torch.sigmoid(x + h @ self.gate)
+            h = z * h + (1 - z) * torch.tanh(x + h @ self.value)
+        return h
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = model(batch)
+    return out.pow(2).mean()
+
+
+@cache
+def profile_of(steps: int) -> sacplan.Profile:
+    torch.manual_seed(0)
+    return sacplan.profile(Recurrence(steps), torch.randn(16, 32), loss, device="cpu")
+
+
+@cache
+def planned(steps: int) -> tuple[sacplan.Plan, int]:
+    """The smallest plan, and how many calls of functions it took to find it."""
+    profile = profile_of(steps)
+    calls = cProfile.Profile(builtins=False)
+    calls.enable()
+    plan = sacplan.plan_smallest(profile, "greedy")
+    calls.disable()
+    return plan, sum(entry.callcount for entry in calls.getstats())
+
+
+def test_planning_does_no_more_for_each_step_of_a_longer_loop() -> None:
+    calls = [planned(steps)[1] for steps in STEPS]
+    for fewer, more in pairwise(calls):
+        assert more < 2.3 * fewer, calls
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_windows_are_alike_and_cut_between_steps(steps: int) -> None:
+    program = profile_of(steps).program
+    parts, _ = partition(program, NO_PINS)
+    wanted = [i for i, op in enumerate(program.ops) if op.phase is Phase.FORWARD and op.scope >= 0]
+    names = {tuple(program.ops[op].name for (op,) in part.members) for part in parts[1:-1]}
+    assert len(names) == 1
+    for size in (1, 2, most_joined(parts)):
+        joined = join(program, parts, size)
+        assert sorted(op for part in joined for group in part.members for op in group) == wanted
+        assert max(len(part.members) for part in joined) <= 2 * LARGEST_PART
+    # One tensor passes from each window to the next: the state.
+    for part, after in pairwise(parts):
+        made = {s for (op,) in part.members for s in program.ops[op].writes}
+        read = {s for (op,) in after.members for s in program.ops[op].reads}
+        assert len(made & read) == 1
+
+
+def test_the_smallest_peak_falls_behind_the_steps() -> None:
+    """Kept are the states between windows, so the share of the unplanned peak falls with the steps."""
+    shares = [planned(steps)[0].peak_bytes / profile_of(steps).peak_bytes for steps in STEPS]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < 0.25, shares
+
+
+def test_the_step_with_the_plan_takes_what_it_says() -> None:
+    plan = planned(STEPS[0])[0]
+    torch.manual_seed(0)
+    found = sacplan.verify(Recurrence(STEPS[0]), torch.randn(16, 32), plan, loss)
+    assert found.peak_bytes == plan.peak_bytes
