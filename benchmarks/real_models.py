@@ -62,6 +62,8 @@ _NAMES_BY_FAMILY = {
 FAMILY = {name: family for family, names in _NAMES_BY_FAMILY.items() for name in names.split()}
 """Of each entry; the names are those of ``zoo``, and one with an optimizer."""
 
+Case = tuple[torch.nn.Module, Any, Any, Any]
+
 _OPTIMIZERS = {"gpt2+adamw": torch.optim.AdamW}
 _WITHOUT_DROPOUT = (
     "mistral",
@@ -160,7 +162,13 @@ def rows_of(name: str, shares: tuple[float, ...] = SHARES, copies: int | None = 
         dropout=None if name in _WITHOUT_DROPOUT else 0.1,
         copies=copies or _COPIES.get(name, 4),
     )
-    optimizer = _OPTIMIZERS.get(name)
+    return list(steps_of(name, FAMILY[name], (model, batch, loss_fn, _OPTIMIZERS.get(name)), shares))
+
+
+@on_one_thread
+def steps_of(name: str, family: str, case: Case, shares: tuple[float, ...] = SHARES) -> Iterator[Row]:
+    """The same for any model: ``case`` is the model, its batch, its loss_fn and its optimizer."""
+    model, batch, loss_fn, optimizer = case
     began = time.perf_counter()
     profile = profile_of(model, batch, loss_fn, optimizer)
     seconds = time.perf_counter() - began
@@ -172,7 +180,7 @@ def rows_of(name: str, shares: tuple[float, ...] = SHARES, copies: int | None = 
         )  # fmt: skip
         return Row(
             model=name,
-            family=FAMILY[name],
+            family=family,
             trace=profile.trace,
             parameters=sum(p.numel() for p in model.parameters()),
             budget=budget,
@@ -185,9 +193,9 @@ def rows_of(name: str, shares: tuple[float, ...] = SHARES, copies: int | None = 
             seconds=seconds,
         )
 
-    rows = [row("none", None, seconds)]
-    rows.extend(row(words, plan, took) for words, plan, took in plans_of(profile, shares))
-    return rows
+    yield row("none", None, seconds)
+    for words, plan, took in plans_of(profile, shares):
+        yield row(words, plan, took)
 
 
 def summary(rows: list[Row], failed: list[str]) -> str:

@@ -1,0 +1,376 @@
+"""Every architecture that transformers can build small, trained for a step with plans and measured: the table.
+
+    python -m benchmarks.compatibility                  # all; into benchmarks/results, and the page of the docs
+    python -m benchmarks.compatibility llama vit        # these alone, printed
+    python -m benchmarks.compatibility --resume         # what an interrupted run has not done yet
+    python -m benchmarks.compatibility --table          # the page again, from the figures that are there
+
+Each architecture (``small_configs``: its config made small, a head to train, a batch from the signature of its
+forward) is profiled, planned for three budgets as ``real_models`` chooses them, and run for real on one CPU thread.
+The row says whether each predicted peak is the measured one, whether each planned step stays within its budget, and
+whether its loss, gradients and buffers are those of the unplanned step bit by bit.
+
+A row that has no figures says why: the architecture needs a package that is not here, no config made by rule builds
+it, its plain step does not train, or sacplan refused or failed (which counts against it).
+
+They run in processes of their own, with a limit on time and memory.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import sacplan
+from benchmarks import common, small_configs
+from benchmarks.common import MIB, RESULTS, describe, machine, real_step, write_results
+from benchmarks.real_models import Row, steps_of
+
+FIGURES = RESULTS / "compatibility.json"
+PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
+SECONDS = 180
+GIB_EACH = 10
+ARCHITECTURES_EACH = 50
+"""For a process: after as many it is replaced."""
+
+TRAINED, NOT_BUILT, FAILED = "trained", "not built", "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one architecture.
+
+    Attributes:
+        status: "trained", "not built" (transformers alone does not get so far here), or "failed" (sacplan did).
+        reason: why there are no figures.
+        steps: the unplanned step, then one for each budget.
+    """
+
+    model_type: str
+    status: str
+    reason: str = ""
+    model_class: str = ""
+    source: str = ""
+    seconds: float = 0.0
+    steps: tuple[Row, ...] = ()
+
+    @property
+    def trace(self) -> str:
+        return self.steps[0].trace
+
+    @property
+    def planned(self) -> tuple[Row, ...]:
+        return self.steps[1:]
+
+    @property
+    def exact(self) -> bool:
+        """Whether each predicted peak is the measured one to the byte."""
+        return all(s.predicted_bytes == s.measured_bytes for s in self.steps)
+
+    @property
+    def worst_error(self) -> float:
+        """Of the predicted peaks, as a share of the measured one."""
+        return max((s.error for s in self.steps), key=abs)
+
+    @property
+    def within_budget(self) -> int:
+        return sum(s.within_budget for s in self.planned)
+
+    @property
+    def bit_equal(self) -> int:
+        return sum(bool(s.bit_equal) for s in self.planned)
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing speaks against sacplan: a model that is not built is no fault of its."""
+        if self.status == TRAINED:
+            return self.within_budget == self.bit_equal == len(self.planned)
+        return self.status == NOT_BUILT
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Outcome:
+        known = {f: data[f] for f in cls.__dataclass_fields__}
+        fields = Row.__dataclass_fields__
+        steps = tuple(Row(**{f: step[f] for f in fields}) for step in data["steps"])
+        return cls(**{**known, "steps": steps})
+
+
+# --- one architecture ------------------------------------------------------------------------------------------------
+
+
+def outcome_of(model_type: str) -> Outcome:
+    """Build, profile, plan and run one architecture."""
+    began = time.perf_counter()
+    try:
+        case = small_configs.build(model_type)
+    except small_configs.NotBuilt as error:
+        return Outcome(model_type, NOT_BUILT, reason=str(error), seconds=time.perf_counter() - began)
+    about = {"model_class": case.model_class, "source": case.source}
+    try:
+        steps = tuple(steps_of(model_type, case.source, (case.model, case.batch, case.loss_fn, None)))
+    except Exception as error:  # whatever it is, it is what the row is about
+        text = " ".join(str(error).split())
+        kind = "" if isinstance(error, sacplan.SacplanError) else "not one of sacplan's errors: "
+        return Outcome(
+            model_type,
+            FAILED,
+            reason=f"{kind}{type(error).__name__}: {text[:300]}",
+            seconds=time.perf_counter() - began,
+            **about,
+        )
+    return Outcome(model_type, TRAINED, seconds=time.perf_counter() - began, steps=steps, **about)
+
+
+# --- all of them -----------------------------------------------------------------------------------------------------
+
+
+def _worker(connection: Connection) -> None:
+    """Answer model types with outcomes, until None comes."""
+    resource.setrlimit(resource.RLIMIT_AS, (GIB_EACH << 30, GIB_EACH << 30))
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    while (model_type := connection.recv()) is not None:
+        connection.send(outcome_of(model_type))
+
+
+class _Process:
+    """A worker, what it is at, and since when."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_worker, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.model_type = ""
+        self.began = 0.0
+        self.done = 0
+
+    def start(self, model_type: str) -> None:
+        self.model_type, self.began = model_type, time.monotonic()
+        self.connection.send(model_type)
+
+    def outcome(self, seconds: float) -> Outcome | None:
+        """What became of the architecture that it is at, or None while that is open."""
+        took = time.monotonic() - self.began
+        if self.connection.poll():
+            try:
+                self.done += 1
+                found: Outcome = self.connection.recv()
+                return found
+            except EOFError:
+                self.end()
+                reason = f"the process ended with exit code {self.process.exitcode}"
+                return Outcome(self.model_type, FAILED, reason, seconds=took)
+        if took > seconds:
+            self.end()
+            return Outcome(self.model_type, FAILED, f"not done after {seconds:.0f} s", seconds=took)
+        return None
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+    @property
+    def spent(self) -> bool:
+        """Whether another process should take over: this one is gone, or has collected enough of what models leave."""
+        return not self.process.is_alive() or self.done >= ARCHITECTURES_EACH
+
+
+def outcomes(model_types: Iterable[str], jobs: int = 2, seconds: float = SECONDS) -> Iterator[Outcome]:
+    """The outcome of each, as they come, from ``jobs`` processes at a time."""
+    waiting = list(reversed(list(model_types)))
+    idle: list[_Process] = []
+    busy: list[_Process] = []
+    while waiting or busy:
+        while waiting and len(busy) < jobs:
+            worker = idle.pop() if idle else _Process()
+            worker.start(waiting.pop())
+            busy.append(worker)
+        wait([worker.connection for worker in busy], timeout=1.0)
+        for worker in list(busy):
+            outcome = worker.outcome(seconds)
+            if outcome is None:
+                continue
+            busy.remove(worker)
+            if not worker.spent:
+                idle.append(worker)
+            elif worker.process.is_alive():
+                worker.end()
+            yield outcome
+    for worker in idle:
+        worker.end()
+
+
+def summary(found: Iterable[Outcome]) -> str:
+    """One line."""
+    found = list(found)
+    trained = [o for o in found if o.status == TRAINED]
+    steps = [s for o in trained for s in o.steps]
+    planned = [s for o in trained for s in o.planned]
+    worst = max((o.worst_error for o in trained), key=abs, default=0.0)
+    return (
+        f"{len(trained)} architectures trained, {len(steps)} steps: {sum(o.exact for o in trained)} exact to the byte "
+        f"in every step, worst error {worst:+.3%}; {sum(s.within_budget for s in planned)} of {len(planned)} planned "
+        f"steps within the budget, {sum(bool(s.bit_equal) for s in planned)} bit-equal; "
+        f"{sum(o.status == FAILED for o in found)} failed, {sum(o.status == NOT_BUILT for o in found)} not built"
+    )
+
+
+
+
+def read(path: Path = FIGURES) -> tuple[dict[str, Any], list[Outcome]]:
+    """A file of figures: what it says of the run, and its outcomes."""
+    data = json.loads(path.read_text())
+    rows = [Outcome.from_dict(row) for row in data.pop("rows")]
+    return data, rows
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+_HEAD = """\
+# Architectures of transformers
+
+<!-- Written by `python -m benchmarks.compatibility --table` from benchmarks/results/compatibility.json. -->
+
+Every architecture of `transformers` that can be built small from its config, without weights: a training step without a
+plan and at three budgets, on the CPU, predicted and measured. One command makes the figures and this page:
+
+```bash title="Takes about an hour on two cores"
+python -m benchmarks.compatibility
+```
+"""
+
+_COLUMNS = """\
+- **class**: what was trained. The first class of the architecture that a step runs with, those with a loss of their own first.
+- **trace**: `fake`, or `real` where sizes depend on data (routing, matching, masks drawn at random).
+- **peak**: measured, of the unplanned step, in MiB.
+- **predicted**: `exact` where the predicted peak of all four steps is the measured one to the byte; else the largest
+  difference.
+- **budgets**: as shares of the unplanned peak. 85, 70 and 55 %, or the smallest feasible one (`≥`) and two above it.
+- **within**: planned steps whose measured peak is at most the budget.
+- **bits**: planned steps whose loss, gradients and buffers are bit by bit those of the unplanned step.
+"""
+
+
+def page(about: dict[str, Any], found: list[Outcome]) -> str:
+    """The page of the docs."""
+    trained = [o for o in found if o.status == TRAINED]
+    failed = [o for o in found if o.status == FAILED]
+    rest = [o for o in found if o.status == NOT_BUILT]
+    lines = [_HEAD, f"{summary(found)}.", "", f"{describe(about['machine'])}; {about['date']}.", "", _COLUMNS]
+    heads = ("architecture", "class", "trace", "peak", "predicted", "budgets", "within", "bits")
+    lines += [_line(heads), _line(["---"] * len(heads))]
+    lines += [_line(_cells(o)) for o in trained]
+    if failed:
+        lines += ["", "## Refused or failed", "", _line(("architecture", "class", "why")), _line(["---"] * 3)]
+        lines += [_line((f"`{o.model_type}`", o.model_class, _escaped(o.reason))) for o in failed]
+    if rest:
+        lines += [
+            "",
+            "## Not built",
+            "",
+            "Not counted above. These need a package that was not installed, a config that the benchmark's rules do "
+            "not find,",
+            "or a step that `transformers` does not run in training.",
+            "",
+            _line(("architecture", "why")),
+            _line(["---"] * 2),
+        ]
+        lines += [_line((f"`{o.model_type}`", _escaped(o.reason))) for o in rest]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(o: Outcome) -> list[str]:
+    unplanned = o.steps[0]
+    budgets = [s.budget.replace("smallest ", "≥ ") for s in o.planned]
+    return [
+        f"`{o.model_type}`",
+        o.model_class,
+        o.trace,
+        f"{unplanned.measured_bytes / MIB:.1f}",
+        "exact" if o.exact else f"{o.worst_error:+.3%}",
+        ", ".join(budgets),
+        f"{o.within_budget} of {len(o.planned)}",
+        f"{o.bit_equal} of {len(o.planned)}",
+    ]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_").replace("`", "'")
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+# --- command line ----------------------------------------------------------------------------------------------------
+
+
+def _print(o: Outcome) -> None:
+    if o.status != TRAINED:
+        print(f"{o.model_type:>28} {o.status}: {o.reason}", flush=True)
+        return
+    error = "exact" if o.exact else f"{o.worst_error:+.3%}"
+    note = "" if o.good else "  <-- WRONG"
+    print(
+        f"{o.model_type:>28} {o.trace} {o.steps[0].measured_bytes / MIB:7.1f} MiB {error:>8}, within "
+        f"{o.within_budget} of {len(o.planned)}, equal {o.bit_equal}, {o.seconds:.1f} s{note}",
+        flush=True,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run; the exit status is 1 where a budget was broken, bits differ, or sacplan failed."""
+    parser = common.parser(__doc__)
+    parser.add_argument("names", nargs="*", help="model types (default: all)", metavar="name")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="keep the outcomes that the file already has")
+    parser.add_argument("--table", action="store_true", help="write the page from the file, run nothing")
+    arguments = parser.parse_args(argv)
+    if arguments.table:
+        PAGE.write_text(page(*read(arguments.json or FIGURES)))
+        return 0
+    unknown = sorted(set(arguments.names) - set(small_configs.architectures()))
+    if unknown:
+        parser.error(f"no architecture of transformers {transformers.__version__}: {', '.join(unknown)}")
+    path = arguments.json or (None if arguments.names else FIGURES)
+    found: dict[str, Outcome] = {}
+    if arguments.resume and path is not None and path.exists():
+        about, before = read(path)
+        if (about["machine"]["torch"], about["machine"]["transformers"]) == (
+            torch.__version__,
+            transformers.__version__,
+        ):
+            found = {o.model_type: o for o in before}
+    names = arguments.names or small_configs.architectures()
+    torch.set_num_threads(1)
+    print(describe(machine()))
+    for outcome in outcomes([n for n in names if n not in found], arguments.jobs):
+        found[outcome.model_type] = outcome
+        _print(outcome)
+        ordered = [found[name] for name in sorted(found)]
+        write_results(path, [asdict(o) for o in ordered], summary=summary(ordered))
+    ordered = [found[name] for name in sorted(found)]
+    print(summary(ordered))
+    if path == FIGURES:
+        PAGE.write_text(page(*read(path)))
+    return int(not all(o.good for o in ordered))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
