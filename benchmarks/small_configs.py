@@ -43,7 +43,7 @@ IMAGE = 64
 PATCH = 8
 MELS = 16
 FRAMES = 64
-SAMPLES = 1600
+SAMPLES = 6400
 
 _SEED = 0
 
@@ -128,30 +128,44 @@ Rule = Callable[[Any], Any]
 
 
 def _at_most(most: int) -> Rule:
-    return lambda value: min(value, most)
+    """The number, or each of several."""
 
-
-def _channels(values: Any) -> Any:
-    """Channel counts with their ratios, the largest one ``WIDTH``."""
-    largest = max(values)
-    if largest <= WIDTH:
-        return values
-    return type(values)(max(8, int(v * WIDTH / largest) // 8 * 8) for v in values)
-
-
-def _each(number: int) -> Rule:
     def rule(value: Any) -> Any:
-        return type(value)(min(v, number) for v in value) if isinstance(value, (list, tuple)) else min(value, number)
+        return type(value)(map(rule, value)) if isinstance(value, (list, tuple)) else min(value, most)
 
     return rule
 
 
-def _rope(value: Any) -> Any:
-    """Sections of a rotary embedding, made to fit the head's width."""
-    if isinstance(value, dict) and "mrope_section" in value:
+def _all(number: int) -> Rule:
+    return lambda value: type(value)([number] * len(value)) if isinstance(value, (list, tuple)) else number
+
+
+def _heads(value: Any) -> Any:
+    """Powers of two, which divide the widths."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_heads, value))
+    return min(HEADS_COUNT, 2 ** int(math.log2(max(1, value))))
+
+
+def _widths(value: Any) -> Any:
+    """At most ``WIDTH``; several keep their ratios."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return min(value, WIDTH) if isinstance(value, int) else value
+    largest = max(value)
+    if largest <= WIDTH:
+        return value
+    return type(value)(max(8, int(v * WIDTH / largest) // 8 * 8) for v in value)
+
+
+def _rope(value: dict[str, Any]) -> dict[str, Any]:
+    """Sections of a rotary embedding, made to fit the head's width, and a base where the class has none."""
+    value = dict(value)
+    if "mrope_section" in value:
         half = HEAD_DIM // 2
         side = 3 * half // 8
-        return {**value, "mrope_section": [half - 2 * side, side, side]}
+        value["mrope_section"] = [half - 2 * side, side, side]
+    if "rope_type" in value and value.get("rope_theta") is None:
+        value["rope_theta"] = 10000.0
     return value
 
 
@@ -164,20 +178,20 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"image_token_(id|index)|media_token_(id|index)|mask_token_id|mask_index", 3),
     (r"video_token_(id|index)", 4),
     (r"audio_token_(id|index)", 5),
-    (r"\w*(vision|image|boi|vision_bos)\w*(start|begin|boi)?_token_(id|index)", 6),
+    (r"\w*(vision|image|boi)\w*_token_(id|index)", 6),
     (r"\w+_token_(id|index)", 7),
-    (r"type_vocab_size|n_langs", None),
+    (r"type_vocab_sizes?|n_langs", None),
     (r"\w*vocab_size\w*|num_embeddings", VOCABULARY),
     # depths
-    (r"(\w+_)?(n|num)_(hidden_|encoder_|decoder_|attention_)?layers?|num_blocks|(\w+_)?depth|\w+_layers|layers", _each(LAYERS)),
-    (r"depths|layers_per_stage|stage_num_blocks|num_block_repeats|stage_layers", _each(1)),
-    (r"(deepstack_visual_indexes|fullatt_block_indexes|global_attn_indexes|global_attn_indices)", lambda v: type(v)([1])),
+    (r"(\w+_)?(n|num)_(hidden_|encoder_|decoder_|attention_)?layers?|num_blocks|(\w+_)?depth|\w+_layers|layers", _at_most(LAYERS)),
+    (r"depths|layers_per_stage|stage_num_blocks|num_block_repeats|stage_layers", _at_most(1)),
+    (r"deepstack_visual_indexes|fullatt_block_indexes|global_attn_index(e|ice)s", lambda v: type(v)([1])),
     (r"first_k_dense_replace|num_dense_layers", _at_most(1)),
     # heads
-    (r"(\w+_)?num_key_value_heads|num_kv_heads|n_head_kv|swa_num_key_value_heads", lambda v: 2 if v > 1 else 1),
-    (r"(\w+_)?(num_attention_heads|attention_heads|num_heads|n_heads?|heads)", _each(HEADS_COUNT)),
+    (r"(\w+_)?num_key_value_heads|num_kv_heads|n_head_kv", _at_most(2)),
+    (r"(\w+_)?(num_attention_heads|attention_heads|num_heads|n_heads?|heads)", _heads),
     (r"qk_(rope|nope)_head_dim", HEAD_DIM // 2),
-    (r"(\w+_)?head_dim|d_kv|d_head|attention_key_value_channels", HEAD_DIM),
+    (r"(\w+_)?head_dim|d_kv|d_head|rotary_dim", HEAD_DIM),
     (r"(q|kv)_lora_rank", 32),
     (r"rope_parameters|rope_scaling", _rope),
     # experts
@@ -185,31 +199,33 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"(num|n)_(local_|routed_)?experts|moe_num_experts", _at_most(4)),
     (r"n_group|topk_group", 1),
     (r"(\w+_)?expert_capacity", LENGTH),
-    # positions and images
+    # positions, images, sound
     (r"(\w+_)?max_position_embeddings|n_positions|max_seq_len|max_sequence_length|max_(source|target)_positions", _at_most(512)),
-    (r"image_size", lambda v: type(v)([IMAGE] * len(v)) if isinstance(v, (list, tuple)) else IMAGE),
-    (r"patch_size", lambda v: v if isinstance(v, (list, tuple)) else min(v, PATCH)),
+    (r"image_size", _all(IMAGE)),
+    (r"patch_size", _at_most(PATCH)),
+    (r"image_grid_pinpoints", [[IMAGE, IMAGE]]),
+    (r"mm_tokens_per_image|image_seq_length", (IMAGE // PATCH // 2) ** 2),
     (r"num_mel_bins|feature_size", MELS),
+    (r"mask_(time|feature)_length", 2),
     (r"num_frames", _at_most(4)),
-    (r"num_queries|num_detection_tokens|num_labels", _at_most(20)),
-    (r"sliding_window|local_attention|attention_window", _each(16)),
+    (r"num_queries|num_detection_tokens|num_labels|num_latents", _at_most(20)),
+    (r"sliding_window|local_attention|attention_window", _at_most(16)),
     # widths
-    (r"intermediate_size|\w*_intermediate_size|\w*ffn_dim|ffn_hidden_size|d_ff|d_inner|n_inner|mlp_dim|dim_feedforward|\w+_feedforward_dim|\w*ffn_hidden_dim", _at_most(2 * WIDTH)),
-    (r"hidden_sizes|neck_hidden_sizes|(encoder|decoder)_in_channels|embed_dims?|embedding_dims?|conv_dim|encoder_hidden_sizes", lambda v: _channels(v) if isinstance(v, (list, tuple)) else min(v, WIDTH)),
-    (
-        r"(\w+_)?(hidden_size|hidden_dim|d_model|n_embd|projection_dim|embed_dim|embedding_size|output_dim|out_hidden_size"
-        r"|proj_dim|channels|out_channels|width|dim|mask_feature_size|latent_dim|decoder_hidden_size|proj_size)",
-        lambda v: min(v, WIDTH) if isinstance(v, int) else v,
-    ),
+    (r"coordinate_size", 10),
+    (r"shape_size", 12),
+    (r"num_pos_feats", WIDTH // 2),
+    (r"intermediate_size|\w*_intermediate_size|\w*ffn_dim|ffn_hidden_size|d_ff|d_inner|n_inner|mlp_dim|dim_feedforward"
+     r"|\w+_feedforward_dim|\w*ffn_hidden_dim", _at_most(2 * WIDTH)),
+    (r"hidden_sizes|neck_hidden_sizes|(encoder|decoder)_in_channels|embed_dims?|embedding_dims?|conv_dim"
+     r"|encoder_hidden_sizes|(\w+_)?(hidden_size|hidden_dim|d_model|n_embd|projection_dim|embed_dim|embedding_size"
+     r"|output_dim|out_hidden_size|proj_dim|channels|out_channels|width|dim|mask_feature_size|latent_dim|proj_size)"
+     r"|upsample_groups|d_latents", _widths),
 )  # fmt: skip
 """Name of a field (a pattern that is its whole name) and what it becomes: a value, or a function of the default.
 
 The first pattern that fits counts; None leaves the field. A field whose default is None is left as well: the config
-works it out.
+works it out. So is one that is a share.
 """
-
-OVERRIDES: dict[str, dict[str, Any]] = {}
-"""By model type, of configs inside others too: fields that the rules get wrong."""
 
 
 def small_config(config_class: type[PretrainedConfig], defaults: PretrainedConfig | None = None) -> PretrainedConfig:
@@ -219,23 +235,31 @@ def small_config(config_class: type[PretrainedConfig], defaults: PretrainedConfi
         config_class: whose fields are asked for.
         defaults: values to start from, where the config is part of another one that sets some.
     """
-    defaults = config_class() if defaults is None else defaults
-    values = {}
+    model_type = config_class.model_type
+    overrides = OVERRIDES.get(model_type, {})
+    if defaults is None:
+        defaults = config_class(**overrides if model_type in _DEFAULTS_NEED_OVERRIDES else {})
+    values: dict[str, Any] = {}
     for name, declared in _fields(config_class).items():
-        value = getattr(defaults, name, None)
+        try:
+            value = getattr(defaults, name, None)
+        except ValueError:  # differs from layer to layer
+            value = declared
         if isinstance(value, PretrainedConfig):
             values[name] = small_config(type(value), value)
-        elif (declared is not None or name in _SMALL_THOUGH_NONE) and value is not None:
+        elif value is not None and (declared is not None or name == "rope_parameters"):
             rule = _rule(name)
-            if rule is not None:
+            if rule is not None and not isinstance(value, (float, bool)) and model_type not in UNSHRUNK:
                 values[name] = rule(value) if callable(rule) else rule
-    values |= _layer_types(defaults, values)
-    overrides = OVERRIDES.get(config_class.model_type, {})
-    return config_class(**values | {k: v for k, v in overrides.items() if k not in _BATCH_KEYS})
+    if model_type not in UNSHRUNK:
+        values |= _layer_types(defaults)
+    if "qk_rope_head_dim" in values:  # latent attention: the rotary part has a width of its own
+        values |= {k: v for k, v in _LATENT_ATTENTION.items() if k in _fields(config_class)}
+    made = {k: v() if callable(v) else v for k, v in overrides.items()}
+    return config_class(**values | made)
 
 
-_SMALL_THOUGH_NONE = frozenset({"rope_parameters"})
-_BATCH_KEYS: frozenset[str] = frozenset()
+_LATENT_ATTENTION = {"head_dim": HEAD_DIM // 2, "num_key_value_heads": HEADS_COUNT, "qk_head_dim": HEAD_DIM}
 
 
 @functools.cache
@@ -244,7 +268,7 @@ def _rule(name: str) -> Any:
 
 
 def _fields(config_class: type[PretrainedConfig]) -> dict[str, Any]:
-    """Fields that the class itself or its bases declare for the architecture, with their defaults."""
+    """Fields that the class declares for the architecture, with their defaults."""
     common = {f.name for f in dataclasses.fields(PretrainedConfig)}
     found = {}
     for field in dataclasses.fields(config_class):
@@ -257,20 +281,69 @@ def _fields(config_class: type[PretrainedConfig]) -> dict[str, Any]:
     return found
 
 
-def _layer_types(defaults: PretrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
+def _layer_types(defaults: PretrainedConfig) -> dict[str, Any]:
     """One layer of each kind that the architecture mixes, and at least ``LAYERS``."""
     found: dict[str, Any] = {}
     for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
         kinds = getattr(defaults, name, None)
-        if not isinstance(kinds, list) or not kinds or name not in _fields(type(defaults)):
-            continue
-        found[name] = list(dict.fromkeys(kinds))
+        if isinstance(kinds, list) and kinds and name in _fields(type(defaults)):
+            found[name] = list(dict.fromkeys(kinds))
     if not found:
         return {}
     layers = max(LAYERS, *map(len, found.values()))
     for name, kinds in found.items():
         found[name] = [kinds[i % len(kinds)] for i in range(layers)]
     return {**found, "num_hidden_layers": layers}
+
+
+def _resnet() -> PretrainedConfig:
+    """A backbone that needs no other package."""
+    return transformers.ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32, 32, 64], depths=[1, 1, 1, 1], layer_type="basic",
+        out_features=["stage2", "stage3", "stage4"],
+    )  # fmt: skip
+
+
+_OWN_BACKBONE = {"backbone_config": _resnet, "use_timm_backbone": False, "backbone": None}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+_HALF_MROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    }
+}
+_TIME_SERIES = {"prediction_length": 8, "context_length": 24, "lags_sequence": [1, 2, 3], "num_time_features": 1}
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "detr": _OWN_BACKBONE,
+    "conditional_detr": _OWN_BACKBONE,
+    "dab-detr": _OWN_BACKBONE,
+    "deformable_detr": _OWN_BACKBONE,
+    "table-transformer": _OWN_BACKBONE,
+    "glm4v_text": _MROPE,
+    "glm4v_moe_text": _HALF_MROPE,
+    "glm_ocr_text": _MROPE,
+    "glm_image_text": _MROPE,
+    "qwen2_5_vl_text": _MROPE,
+    "autoformer": _TIME_SERIES,
+    "informer": _TIME_SERIES,
+    "time_series_transformer": _TIME_SERIES,
+    "lilt": {"hidden_size": 96},
+    "aria": {"projector_patch_to_query_dict": {"64": 8}},
+}
+"""By model type, of configs inside others too: fields that the rules get wrong, or functions that make them."""
+
+_DEFAULTS_NEED_OVERRIDES: frozenset[str] = frozenset()
+"""Model types whose config class cannot be made without arguments."""
+
+UNSHRUNK: frozenset[str] = frozenset({
+    "bit", "efficientnet", "align_vision_model", "cvt", "textnet", "uvdoc_backbone", "uvdoc", "slanet", "pp_lcnet",
+    "pp_lcnet_v3", "pp_lcnet_v4",
+})  # fmt: skip
+"""Convolutional networks whose shape is a table in the config: small enough as they are."""
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
@@ -286,7 +359,7 @@ class _Inputs:
         self.overrides = BATCH_OVERRIDES.get(model_type, {})
         self.text = self.config.get_text_config()
         self.vocab = _first(self.text, "vocab_size", "n_vocab") or VOCABULARY
-        self.length = LENGTH
+        self.length = min(LENGTH, _first(self.text, "max_position_embeddings", "n_positions") or LENGTH)
 
     def shape_of(self, name: str) -> int:
         return self.shapes.get(name, 0)
@@ -330,7 +403,7 @@ LABELS: tuple[tuple[str, Callable[[_Inputs], Any]], ...] = (
     (r"ForCTC", lambda i: i.tokens(length=6)),
     (r"(CausalLM|LMHead\w*|MaskedLM|ConditionalGeneration\w*|SpeechSeq2Seq|Seq2SeqLM)$", lambda i: i.tokens()),
     (r"(Image|Video|Audio|Sequence|Text)Classification\w*$", lambda i: _classes(i, ROWS)),
-    (r"TokenClassification$", lambda i: _classes(i, ROWS, LENGTH)),
+    (r"TokenClassification$", lambda i: _classes(i, ROWS, i.length)),
     (r"SemanticSegmentation$", lambda i: _classes(i, ROWS, *i.images().shape[-2:])),
     (r"DepthEstimation$", lambda i: torch.rand(ROWS, *i.images().shape[-2:]) + 0.1),
     (r"ObjectDetection$", _boxes_of_objects),
@@ -346,6 +419,8 @@ def _pixel_values(i: _Inputs) -> torch.Tensor:
         times = _first(vision, "temporal_patch_size") or 1
         patch = vision.patch_size
         return torch.randn(ROWS * _GRID * _GRID, images.shape[1] * times * patch * patch)
+    if "spatial_shapes" in i.parameters:
+        return torch.randn(ROWS, _GRID * _GRID, images.shape[1] * vision.patch_size**2)
     frames = _first(i.config, "num_frames") or 2
     shape = (
         images,
@@ -411,6 +486,8 @@ INPUTS: dict[str, Callable[[_Inputs], Any]] = {
     "input_values": _waves,
     "image_grid_thw": lambda i: torch.tensor([[1, _GRID, _GRID]] * ROWS),
     "grid_thw": lambda i: torch.tensor([[1, _GRID, _GRID]] * ROWS),
+    "spatial_shapes": lambda i: torch.tensor([[_GRID, _GRID]] * ROWS),
+    "pixel_attention_mask": lambda i: torch.ones(ROWS, _GRID * _GRID, dtype=torch.long) if "spatial_shapes" in i.parameters else None,
     "image_sizes": lambda i: torch.tensor([list(i.images().shape[-2:])] * ROWS),
     "input_points": lambda i: torch.rand(ROWS, 1, 2, 2) * IMAGE,
     "input_labels": lambda i: torch.ones(ROWS, 1, 2, dtype=torch.long),
@@ -448,7 +525,7 @@ def _same_tokens(inputs: _Inputs, batch: dict[str, Any], labels: Any) -> bool:
     return (
         isinstance(labels, torch.Tensor)
         and "input_ids" in batch
-        and (labels.shape == (ROWS, LENGTH) and not labels.is_floating_point())
+        and (labels.ndim == 2 and not labels.is_floating_point())
         and not re.search("TokenClassification", inputs.name)
     )
 
