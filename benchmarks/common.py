@@ -151,12 +151,18 @@ def real_step(
     *,
     optimizer: Any = None,
     plan: sacplan.Plan | None = None,
+    before: Sequence[Any] = (),
     seed: int = 7,
 ) -> RealStep:
     """Compute one step on the model's own tensors, with a plan or without, and put the model back.
 
     The generators start from ``seed``. Compare values on one thread: with more, a CPU adds up the gradients of
     an index in an order of its own, plan or not.
+
+    Args:
+        model, batch, loss_fn, optimizer, plan: as for ``sacplan.verify``.
+        before: batches of steps that run before the measured one, with the same plan.
+        seed: what the generators start from.
     """
     losses: list[torch.Tensor] = []
     gradients: list[torch.Tensor | None] = []
@@ -172,6 +178,11 @@ def real_step(
     with preserved_state(model, made), contextlib.ExitStack() as stack:
         if plan is not None:
             stack.enter_context(sacplan.apply(model, plan))
+        for earlier in before:
+            _WatchedStep(model, earlier, watched_loss, made, seed=seed, gradients=gradients).run()
+            gradients.clear()
+            model.zero_grad(set_to_none=True)
+        tensors += [t for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
         step = _WatchedStep(model, batch, watched_loss, made, seed=seed, gradients=gradients)
         seen = measured_step(step, tensors)
         buffers = [b.detach().clone() for b in model.buffers()]

@@ -35,8 +35,8 @@ import transformers
 
 import sacplan
 from benchmarks import common, small_configs
-from benchmarks.common import MIB, RESULTS, describe, machine, real_step, write_results
-from benchmarks.real_models import Row, steps_of
+from benchmarks.common import MIB, RESULTS, describe, machine, write_results
+from benchmarks.real_models import Case, Row, steps_of
 
 FIGURES = RESULTS / "compatibility.json"
 PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
@@ -119,7 +119,7 @@ def outcome_of(model_type: str) -> Outcome:
         return Outcome(model_type, NOT_BUILT, reason=str(error), seconds=time.perf_counter() - began)
     about = {"model_class": case.model_class, "source": case.source}
     try:
-        steps = tuple(steps_of(model_type, case.source, (case.model, case.batch, case.loss_fn, None)))
+        steps = tuple(steps_of(model_type, case.source, Case(case.model, case.batch, case.loss_fn)))
     except Exception as error:  # whatever it is, it is what the row is about
         text = " ".join(str(error).split())
         kind = "" if isinstance(error, sacplan.SacplanError) else "not one of sacplan's errors: "
@@ -231,8 +231,6 @@ def summary(found: Iterable[Outcome]) -> str:
     )
 
 
-
-
 def read(path: Path = FIGURES) -> tuple[dict[str, Any], list[Outcome]]:
     """A file of figures: what it says of the run, and its outcomes."""
     data = json.loads(path.read_text())
@@ -256,7 +254,8 @@ python -m benchmarks.compatibility
 """
 
 _COLUMNS = """\
-- **class**: what was trained. The first class of the architecture that a step runs with, those with a loss of their own first.
+- **class**: what was trained. The first class of the architecture that a step runs with, those with a loss of their own
+  first.
 - **trace**: `fake`, or `real` where sizes depend on data (routing, matching, masks drawn at random).
 - **peak**: measured, of the unplanned step, in MiB.
 - **predicted**: `exact` where the predicted peak of all four steps is the measured one to the byte; else the largest
@@ -311,7 +310,13 @@ def _cells(o: Outcome) -> list[str]:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_").replace("`", "'")
+    return (
+        text.replace("|", "\\|")
+        .replace("<", "&lt;")
+        .replace("*", "\\*")
+        .replace("_", "\\_")
+        .replace("`", "'")
+    )
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -17,6 +17,14 @@ masks drawn at random), the profile is made again with trace="real", from the sa
 Gradient accumulation is planned as one step whose loss_fn does the micro-batches (`llama+accumulation`: each has
 its backward pass, the last one's is left to the caller). A profile of one micro-batch starts without gradients, so
 it is no plan for the second one, which has the gradients of the first beside it.
+
+Two things that training does and the recorded step did not are tried with every model (``step_variants``):
+
+- *A smaller last batch*, after the full one and under the same plan: three quarters of the rows, and text of an odd
+  length where the model takes it. It must need no more memory than the full one, and have the bits of the unplanned
+  step on that batch.
+- *A cache filled in the first forward*: each layer gets a table of cosines and sines that its first call computes.
+  The model is profiled and planned with the table empty. Measured are the step that fills it and the one after.
 """
 
 from __future__ import annotations
@@ -25,17 +33,18 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 import sacplan
-from benchmarks import common, zoo
+from benchmarks import common, step_variants, zoo
 from benchmarks.common import (
     MIB,
     RESULTS,
+    RealStep,
     describe,
     machine,
     on_one_thread,
@@ -62,7 +71,25 @@ _NAMES_BY_FAMILY = {
 FAMILY = {name: family for family, names in _NAMES_BY_FAMILY.items() for name in names.split()}
 """Of each entry; the names are those of ``zoo``, and one with an optimizer."""
 
-Case = tuple[torch.nn.Module, Any, Any, Any]
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is trained."""
+
+    model: torch.nn.Module
+    batch: Any
+    loss_fn: Any = None
+    optimizer: Any = None
+
+    def step(
+        self, batch: Any = None, *, plan: sacplan.Plan | None = None, before: Sequence[Any] = ()
+    ) -> RealStep:
+        """A real step on the batch or another, measured."""
+        batch = self.batch if batch is None else batch
+        return real_step(
+            self.model, batch, self.loss_fn, optimizer=self.optimizer, plan=plan, before=before, seed=_SEED
+        )
+
 
 _OPTIMIZERS = {"gpt2+adamw": torch.optim.AdamW}
 _WITHOUT_DROPOUT = (
@@ -84,6 +111,11 @@ class Row:
         wall_ms: of the measured step, under the profiler.
         bit_equal: loss, gradients and buffers as in the unplanned step; None for that one itself.
         seconds: for the profile (unplanned), or for the plan.
+        variant: "lazy cache" where each layer has one; measured is then the second step.
+        first_bytes: of the step that fills the caches.
+        smaller: the smaller batch, in words.
+        smaller_bytes: measured peak of a step on it, after one on the full batch.
+        smaller_bit_equal: as ``bit_equal``, on the smaller batch.
     """
 
     model: str
@@ -98,6 +130,11 @@ class Row:
     wall_ms: float
     bit_equal: bool | None
     seconds: float
+    variant: str = ""
+    first_bytes: int | None = None
+    smaller: str = ""
+    smaller_bytes: int | None = None
+    smaller_bit_equal: bool | None = None
 
     @property
     def error(self) -> float:
@@ -107,7 +144,24 @@ class Row:
     @property
     def within_budget(self) -> bool:
         """Whether the measured peak is at most the budget."""
-        return self.budget_bytes is None or self.measured_bytes <= self.budget_bytes
+        return (
+            self.budget_bytes is None or max(self.measured_bytes, self.first_bytes or 0) <= self.budget_bytes
+        )
+
+    @property
+    def smaller_fits(self) -> bool:
+        """Whether the smaller batch needs no more memory than the full one."""
+        return self.smaller_bytes is None or self.smaller_bytes <= self.measured_bytes
+
+    @property
+    def good(self) -> bool:
+        """Whether everything is as promised, whatever was predicted."""
+        return (
+            self.within_budget
+            and self.smaller_fits
+            and self.bit_equal is not False
+            and self.smaller_bit_equal is not False
+        )
 
 
 @on_one_thread
@@ -153,61 +207,144 @@ def int_budget(budget_bytes: float) -> str:
 
 @on_one_thread
 def rows_of(name: str, shares: tuple[float, ...] = SHARES, copies: int | None = None) -> list[Row]:
-    """The unplanned step of an entry, then one row for each budget."""
-    seed_everything(0)
-    model, batch, loss_fn = zoo.build(
-        name.removesuffix("+adamw"),
-        "small",
-        "cpu",
-        dropout=None if name in _WITHOUT_DROPOUT else 0.1,
-        copies=copies or _COPIES.get(name, 4),
-    )
-    return list(steps_of(name, FAMILY[name], (model, batch, loss_fn, _OPTIMIZERS.get(name)), shares))
+    """The unplanned step of an entry, then one row for each budget; the same with a lazily filled cache."""
+
+    def case() -> Case:
+        seed_everything(0)
+        model, batch, loss_fn = zoo.build(
+            name.removesuffix("+adamw"),
+            "small",
+            "cpu",
+            dropout=None if name in _WITHOUT_DROPOUT else 0.1,
+            copies=copies or _COPIES.get(name, 4),
+        )
+        return Case(model, batch, loss_fn, _OPTIMIZERS.get(name))
+
+    family = FAMILY[name]
+    return [
+        *steps_of(name, family, case(), shares, smaller=True),
+        *steps_with_a_lazy_cache(name, family, case(), shares),
+    ]
 
 
 @on_one_thread
-def steps_of(name: str, family: str, case: Case, shares: tuple[float, ...] = SHARES) -> Iterator[Row]:
-    """The same for any model: ``case`` is the model, its batch, its loss_fn and its optimizer."""
-    model, batch, loss_fn, optimizer = case
-    began = time.perf_counter()
-    profile = profile_of(model, batch, loss_fn, optimizer)
-    seconds = time.perf_counter() - began
-    plain = real_step(model, batch, loss_fn, optimizer=optimizer, seed=_SEED)
+def steps_of(
+    name: str, family: str, case: Case, shares: tuple[float, ...] = SHARES, *, smaller: bool = False
+) -> Iterator[Row]:
+    """The unplanned step of any model, then one row for each budget; with ``smaller``, a smaller batch after each."""
+    profile, seconds = _timed_profile(case)
+    batch, words = (
+        step_variants.smaller_batch(case.model, case.batch, case.loss_fn) if smaller else (None, "")
+    )
+    plain = case.step()
+    plain_smaller = case.step(batch, before=(case.batch,)) if smaller else None
 
-    def row(budget: str, plan: sacplan.Plan | None, seconds: float) -> Row:
-        seen = plain if plan is None else real_step(
-            model, batch, loss_fn, optimizer=optimizer, plan=plan, seed=_SEED
-        )  # fmt: skip
-        return Row(
-            model=name,
-            family=family,
-            trace=profile.trace,
-            parameters=sum(p.numel() for p in model.parameters()),
-            budget=budget,
-            budget_bytes=None if plan is None else plan.budget_bytes,
-            predicted_bytes=profile.peak_bytes if plan is None else plan.peak_bytes,
-            measured_bytes=seen.peak_bytes,
-            recompute_share=0.0 if plan is None else plan.recompute_ms / plan.step_ms,
-            wall_ms=seen.wall_ms,
-            bit_equal=None if plan is None else seen.same_bits(plain),
-            seconds=seconds,
+    def measured(row: Row, plan: sacplan.Plan | None) -> Row:
+        seen = plain if plan is None else case.step(plan=plan)
+        row = _with_step(row, seen, plain)
+        if plain_smaller is None:
+            return row
+        seen = plain_smaller if plan is None else case.step(batch, plan=plan, before=(case.batch,))
+        return replace(
+            row,
+            smaller=words,
+            smaller_bytes=seen.peak_bytes,
+            smaller_bit_equal=None if plan is None else seen.same_bits(plain_smaller),
         )
 
-    yield row("none", None, seconds)
-    for words, plan, took in plans_of(profile, shares):
-        yield row(words, plan, took)
+    yield measured(_predicted(name, family, case, profile, seconds), None)
+    for budget, plan, took in plans_of(profile, shares):
+        yield measured(_predicted(name, family, case, profile, took, budget, plan), plan)
+
+
+def steps_with_a_lazy_cache(
+    name: str, family: str, case: Case, shares: tuple[float, ...] = SHARES
+) -> Iterator[Row]:
+    """The same, where each layer has a cache that the first forward fills."""
+    empty = step_variants.rotate_lazily(case.model, case.batch, case.loss_fn)
+    profile, seconds = _timed_profile(case)
+    empty()
+    plain = case.step(before=(case.batch,))
+
+    def measured(row: Row, plan: sacplan.Plan | None) -> Row:
+        empty()
+        first = case.step(plan=plan)
+        empty()
+        seen = case.step(plan=plan, before=(case.batch,))
+        row = _with_step(row, seen, plain)
+        same = None if plan is None else bool(row.bit_equal) and first.same_bits(plain)
+        return replace(row, variant="lazy cache", first_bytes=first.peak_bytes, bit_equal=same)
+
+    yield measured(_predicted(name, family, case, profile, seconds), None)
+    for budget, plan, took in plans_of(profile, shares):
+        yield measured(_predicted(name, family, case, profile, took, budget, plan), plan)
+
+
+def _timed_profile(case: Case) -> tuple[sacplan.Profile, float]:
+    began = time.perf_counter()
+    profile = profile_of(case.model, case.batch, case.loss_fn, case.optimizer)
+    return profile, time.perf_counter() - began
+
+
+def _predicted(
+    name: str,
+    family: str,
+    case: Case,
+    profile: sacplan.Profile,
+    seconds: float,
+    budget: str = "none",
+    plan: sacplan.Plan | None = None,
+) -> Row:
+    """A row whose step has not run yet."""
+    return Row(
+        model=name,
+        family=family,
+        trace=profile.trace,
+        parameters=sum(p.numel() for p in case.model.parameters()),
+        budget=budget,
+        budget_bytes=None if plan is None else plan.budget_bytes,
+        predicted_bytes=profile.peak_bytes if plan is None else plan.peak_bytes,
+        measured_bytes=0,
+        recompute_share=0.0 if plan is None else plan.recompute_ms / plan.step_ms,
+        wall_ms=0.0,
+        bit_equal=None,
+        seconds=seconds,
+    )
+
+
+def _with_step(row: Row, seen: RealStep, plain: RealStep) -> Row:
+    same = None if row.budget_bytes is None else seen.same_bits(plain)
+    return replace(row, measured_bytes=seen.peak_bytes, wall_ms=seen.wall_ms, bit_equal=same)
 
 
 def summary(rows: list[Row], failed: list[str]) -> str:
-    """One line: the worst error, and how many rows are as they should be."""
+    """The worst error, and how many rows are as they should be: a sentence for each kind of step."""
+    said = [
+        f"{len({r.model for r in rows})} models",
+        _said("recorded steps", [r for r in rows if not r.variant]),
+        _said("with a lazily filled cache", [r for r in rows if r.variant]),
+    ]
+    smaller = [r for r in rows if r.smaller_bytes is not None]
+    planned = [r for r in smaller if r.budget_bytes is not None]
+    said.append(
+        f"smaller last batch: {sum(r.smaller_fits for r in smaller)} of {len(smaller)} need no more than the full "
+        f"one, {sum(bool(r.smaller_bit_equal) for r in planned)} of {len(planned)} bit-equal"
+    )
+    if failed:
+        said.append(f"FAILED: {', '.join(failed)}")
+    return "; ".join(said)
+
+
+def _said(kind: str, rows: list[Row]) -> str:
+    if not rows:
+        return f"{kind}: none"
     worst = max(rows, key=lambda r: abs(r.error))
     planned = [r for r in rows if r.budget_bytes is not None]
     return (
-        f"{len({r.model for r in rows})} models, {len(rows)} steps: worst error {worst.error:+.3%} ({worst.model}, "
-        f"{worst.budget}); {sum(abs(r.error) <= TOLERANCE for r in rows)} of {len(rows)} within {TOLERANCE:.1%}; "
-        f"{sum(r.within_budget for r in planned)} of {len(planned)} within the budget; "
+        f"{kind}: {len(rows)}, worst error {worst.error:+.3%} ({worst.model}, {worst.budget}), "
+        f"{sum(abs(r.error) <= TOLERANCE for r in rows)} within {TOLERANCE:.1%}, "
+        f"{sum(r.within_budget for r in planned)} of {len(planned)} within the budget, "
         f"{sum(bool(r.bit_equal) for r in planned)} of {len(planned)} bit-equal"
-        + (f"; FAILED: {', '.join(failed)}" if failed else "")
     )
 
 
@@ -224,7 +361,7 @@ def main(argv: list[str] | None = None) -> int:
     print("peaks in MiB; recompute is a share of the predicted time of the step")
     print(
         f"{'model':>18} {'family':>15} {'trace':>5} {'budget':>12} {'MiB':>8} {'predicted':>9} {'measured':>8} "
-        f"{'error':>8} {'recompute':>9} bits"
+        f"{'error':>8} {'recompute':>9} {'bits':>6} first or smaller"
     )
     json_path = arguments.json or (None if arguments.names else RESULTS / "real_models.json")
     began = time.perf_counter()
@@ -241,25 +378,41 @@ def main(argv: list[str] | None = None) -> int:
         rows.extend(found)
         for row in found:
             print(_line(row), flush=True)
-        data = [asdict(r) | {"error": r.error, "within_budget": r.within_budget} for r in rows]
+        data = [
+            asdict(r)
+            | {
+                "error": r.error,
+                "within_budget": r.within_budget,
+                "smaller_fits": r.smaller_fits,
+                "good": r.good,
+            }
+            for r in rows
+        ]
         write_results(
             json_path, data, summary=summary(rows, failed)
         )  # a sweep that is stopped leaves what it has
     if rows:
         print(summary(rows, failed))
         print(f"{time.perf_counter() - began:.0f} s")
-    good = all(r.within_budget and r.bit_equal is not False for r in rows)
-    return int(bool(failed) or not good)
+    return int(bool(failed) or not all(r.good for r in rows))
+
+
+_BITS = {None: "", True: "equal", False: "DIFFER"}
 
 
 def _line(row: Row) -> str:
     budget = "" if row.budget_bytes is None else f"{row.budget_bytes / MIB:8.3f}"
     over = "" if row.within_budget else f" OVER by {row.measured_bytes - (row.budget_bytes or 0)} B"
-    bits = {None: "", True: "equal", False: "DIFFER"}[row.bit_equal]
+    other = ""
+    if row.smaller_bytes is not None:
+        more = "" if row.smaller_fits else " MORE"
+        other = f"{row.smaller_bytes / MIB:8.3f}{more} {_BITS[row.smaller_bit_equal]} ({row.smaller})"
+    elif row.first_bytes is not None:
+        other = f"{row.first_bytes / MIB:8.3f} ({row.variant})"
     return (
         f"{row.model:>18} {row.family:>15} {row.trace:>5} {row.budget:>12} {budget:>8} "
         f"{row.predicted_bytes / MIB:9.3f} {row.measured_bytes / MIB:8.3f} {row.error:+8.3%} "
-        f"{row.recompute_share:9.1%} {bits}{over}"
+        f"{row.recompute_share:9.1%} {_BITS[row.bit_equal]:>6} {other}{over}"
     )
 
 

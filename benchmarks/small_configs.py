@@ -111,7 +111,9 @@ def architectures() -> tuple[str, ...]:
     return tuple(t for t in types if not _whole_of(t, types))
 
 
-_PART = re.compile(r"_(vision|text|audio|encoder|decoder|vision_model|text_model|text_text_model|vqmodel|\w*_model)$")
+_PART = re.compile(
+    r"_(vision|text|audio|encoder|decoder|vision_model|text_model|text_text_model|vqmodel|\w*_model)$"
+)
 
 
 def _whole_of(model_type: str, types: list[str]) -> bool:
@@ -183,7 +185,8 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"type_vocab_sizes?|n_langs", None),
     (r"\w*vocab_size\w*|num_embeddings", VOCABULARY),
     # depths
-    (r"(\w+_)?(n|num)_(hidden_|encoder_|decoder_|attention_)?layers?|num_blocks|(\w+_)?depth|\w+_layers|layers", _at_most(LAYERS)),
+    (r"(\w+_)?(n|num)_(hidden_|encoder_|decoder_|attention_)?layers?|num_blocks|(\w+_)?depth|\w+_layers|layers",
+     _at_most(LAYERS)),
     (r"depths|layers_per_stage|stage_num_blocks|num_block_repeats|stage_layers", _at_most(1)),
     (r"deepstack_visual_indexes|fullatt_block_indexes|global_attn_index(e|ice)s", lambda v: type(v)([1])),
     (r"first_k_dense_replace|num_dense_layers", _at_most(1)),
@@ -200,7 +203,8 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"n_group|topk_group", 1),
     (r"(\w+_)?expert_capacity", LENGTH),
     # positions, images, sound
-    (r"(\w+_)?max_position_embeddings|n_positions|max_seq_len|max_sequence_length|max_(source|target)_positions", _at_most(512)),
+    (r"(\w+_)?max_position_embeddings|n_positions|max_seq_len|max_sequence_length|max_(source|target)_positions",
+     _at_most(512)),
     (r"image_size", _all(IMAGE)),
     (r"patch_size", _at_most(PATCH)),
     (r"image_grid_pinpoints", [[IMAGE, IMAGE]]),
@@ -228,7 +232,9 @@ works it out. So is one that is a share.
 """
 
 
-def small_config(config_class: type[PretrainedConfig], defaults: PretrainedConfig | None = None) -> PretrainedConfig:
+def small_config(
+    config_class: type[PretrainedConfig], defaults: PretrainedConfig | None = None
+) -> PretrainedConfig:
     """A small config of a class.
 
     Args:
@@ -314,7 +320,12 @@ _HALF_MROPE = {
         "mrope_section": [2, 1, 1],
     }
 }
-_TIME_SERIES = {"prediction_length": 8, "context_length": 24, "lags_sequence": [1, 2, 3], "num_time_features": 1}
+_TIME_SERIES = {
+    "prediction_length": 8,
+    "context_length": 24,
+    "lags_sequence": [1, 2, 3],
+    "num_time_features": 1,
+}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
@@ -394,14 +405,15 @@ def _classes(inputs: _Inputs, *shape: int) -> torch.Tensor:
 
 
 def _boxes_of_objects(inputs: _Inputs) -> list[dict[str, torch.Tensor]]:
-    return [
-        {"class_labels": _classes(inputs, 3), "boxes": torch.rand(3, 4) * 0.2 + 0.3} for _ in range(ROWS)
-    ]
+    return [{"class_labels": _classes(inputs, 3), "boxes": torch.rand(3, 4) * 0.2 + 0.3} for _ in range(ROWS)]
 
 
 LABELS: tuple[tuple[str, Callable[[_Inputs], Any]], ...] = (
     (r"ForCTC", lambda i: i.tokens(length=6)),
-    (r"(CausalLM|LMHead\w*|MaskedLM|ConditionalGeneration\w*|SpeechSeq2Seq|Seq2SeqLM)$", lambda i: i.tokens()),
+    (
+        r"(CausalLM|LMHead\w*|MaskedLM|ConditionalGeneration\w*|SpeechSeq2Seq|Seq2SeqLM)$",
+        lambda i: i.tokens(),
+    ),
     (r"(Image|Video|Audio|Sequence|Text)Classification\w*$", lambda i: _classes(i, ROWS)),
     (r"TokenClassification$", lambda i: _classes(i, ROWS, i.length)),
     (r"SemanticSegmentation$", lambda i: _classes(i, ROWS, *i.images().shape[-2:])),
@@ -487,7 +499,9 @@ INPUTS: dict[str, Callable[[_Inputs], Any]] = {
     "image_grid_thw": lambda i: torch.tensor([[1, _GRID, _GRID]] * ROWS),
     "grid_thw": lambda i: torch.tensor([[1, _GRID, _GRID]] * ROWS),
     "spatial_shapes": lambda i: torch.tensor([[_GRID, _GRID]] * ROWS),
-    "pixel_attention_mask": lambda i: torch.ones(ROWS, _GRID * _GRID, dtype=torch.long) if "spatial_shapes" in i.parameters else None,
+    "pixel_attention_mask": lambda i: (
+        torch.ones(ROWS, _GRID * _GRID, dtype=torch.long) if "spatial_shapes" in i.parameters else None
+    ),
     "image_sizes": lambda i: torch.tensor([list(i.images().shape[-2:])] * ROWS),
     "input_points": lambda i: torch.rand(ROWS, 1, 2, 2) * IMAGE,
     "input_labels": lambda i: torch.ones(ROWS, 1, 2, dtype=torch.long),
@@ -517,7 +531,9 @@ def make_batch(inputs: _Inputs, *, labels: bool) -> dict[str, Any]:
     if "pixel_values" in batch and "input_ids" in batch:
         _place_images(inputs, batch)
     if made_labels is not None:
-        batch["labels"] = batch["input_ids"].clone() if _same_tokens(inputs, batch, made_labels) else made_labels
+        batch["labels"] = (
+            batch["input_ids"].clone() if _same_tokens(inputs, batch, made_labels) else made_labels
+        )
     return batch
 
 
