@@ -70,13 +70,20 @@ def parser(doc: str | None, results: str | None = None) -> argparse.ArgumentPars
     return found
 
 
-def write_results(path: Path | None, rows: Sequence[dict[str, Any]], **more: Any) -> None:
+def write_results(
+    path: Path | None, rows: Sequence[dict[str, Any]], *, row_a_line: bool = False, **more: Any
+) -> None:
     """Write rows as JSON, with the machine and the date; nothing without a path."""
     if path is None:
         return
-    data = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), **more, "rows": list(rows)}
+    data = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), **more}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    if row_a_line:
+        head = json.dumps(data, indent=1).removesuffix("\n}")
+        text = head + ',\n "rows": [\n  ' + ",\n  ".join(map(json.dumps, rows)) + "\n ]\n}\n"
+    else:
+        text = json.dumps({**data, "rows": list(rows)}, indent=1) + "\n"
+    path.write_text(text)
 
 
 def in_own_process(benchmark: str, *arguments: object, timeout: float | None = None) -> Any:

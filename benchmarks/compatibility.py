@@ -25,7 +25,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,22 @@ class Outcome:
         return all(s.predicted_bytes == s.measured_bytes for s in self.steps)
 
     @property
+    def worst(self) -> Row:
+        """The step whose predicted peak differs most from the measured one."""
+        return max(self.steps, key=lambda s: abs(s.error))
+
+    @property
     def worst_error(self) -> float:
         """Of the predicted peaks, as a share of the measured one."""
-        return max((s.error for s in self.steps), key=abs)
+        return self.worst.error
+
+    @property
+    def difference(self) -> str:
+        """Of predicted and measured peaks, in words: bytes where they are few, else a share."""
+        if self.exact:
+            return "exact"
+        nbytes = self.worst.predicted_bytes - self.worst.measured_bytes
+        return f"{nbytes:+d} B" if abs(nbytes) < 1024 else f"{self.worst_error:+.3%}"
 
     @property
     def within_budget(self) -> int:
@@ -99,12 +112,24 @@ class Outcome:
             return self.within_budget == self.bit_equal == len(self.planned)
         return self.status == NOT_BUILT
 
+    def as_dict(self) -> dict[str, Any]:
+        """For the file: what the steps share once."""
+        data = {f.name: getattr(self, f.name) for f in fields(self)}
+        data["steps"] = [{name: getattr(step, name) for name in _OF_A_STEP} for step in self.steps]
+        return data | {name: getattr(step, name) for step in self.steps[:1] for name in _OF_ALL_STEPS}
+
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Outcome:
-        known = {f: data[f] for f in cls.__dataclass_fields__}
-        fields = Row.__dataclass_fields__
-        steps = tuple(Row(**{f: step[f] for f in fields}) for step in data["steps"])
-        return cls(**{**known, "steps": steps})
+        data = dict(data)
+        shared = {name: data.pop(name) for name in _OF_ALL_STEPS if name in data}
+        about = {"model": data["model_type"], "family": data["source"], **shared}
+        return cls(**data | {"steps": tuple(Row(**about, **step) for step in data["steps"])})
+
+
+_OF_ALL_STEPS = ("trace", "parameters")
+_OF_A_STEP = (
+    "budget", "budget_bytes", "predicted_bytes", "measured_bytes", "recompute_share", "wall_ms", "bit_equal", "seconds",
+)  # fmt: skip
 
 
 # --- one architecture ------------------------------------------------------------------------------------------------
@@ -117,7 +142,7 @@ def outcome_of(model_type: str) -> Outcome:
         case = small_configs.build(model_type)
     except small_configs.NotBuilt as error:
         return Outcome(model_type, NOT_BUILT, reason=str(error), seconds=time.perf_counter() - began)
-    about = {"model_class": case.model_class, "source": case.source}
+    about: dict[str, Any] = {"model_class": case.model_class, "source": case.source}
     try:
         steps = tuple(steps_of(model_type, case.source, Case(case.model, case.batch, case.loss_fn)))
     except Exception as error:  # whatever it is, it is what the row is about
@@ -259,7 +284,7 @@ _COLUMNS = """\
 - **trace**: `fake`, or `real` where sizes depend on data (routing, matching, masks drawn at random).
 - **peak**: measured, of the unplanned step, in MiB.
 - **predicted**: `exact` where the predicted peak of all four steps is the measured one to the byte; else the largest
-  difference.
+  difference. Single bytes are numbers that PyTorch keeps as tensors.
 - **budgets**: as shares of the unplanned peak. 85, 70 and 55 %, or the smallest feasible one (`≥`) and two above it.
 - **within**: planned steps whose measured peak is at most the budget.
 - **bits**: planned steps whose loss, gradients and buffers are bit by bit those of the unplanned step.
@@ -302,7 +327,7 @@ def _cells(o: Outcome) -> list[str]:
         o.model_class,
         o.trace,
         f"{unplanned.measured_bytes / MIB:.1f}",
-        "exact" if o.exact else f"{o.worst_error:+.3%}",
+        o.difference,
         ", ".join(budgets),
         f"{o.within_budget} of {len(o.planned)}",
         f"{o.bit_equal} of {len(o.planned)}",
@@ -330,10 +355,9 @@ def _print(o: Outcome) -> None:
     if o.status != TRAINED:
         print(f"{o.model_type:>28} {o.status}: {o.reason}", flush=True)
         return
-    error = "exact" if o.exact else f"{o.worst_error:+.3%}"
     note = "" if o.good else "  <-- WRONG"
     print(
-        f"{o.model_type:>28} {o.trace} {o.steps[0].measured_bytes / MIB:7.1f} MiB {error:>8}, within "
+        f"{o.model_type:>28} {o.trace} {o.steps[0].measured_bytes / MIB:7.1f} MiB {o.difference:>8}, within "
         f"{o.within_budget} of {len(o.planned)}, equal {o.bit_equal}, {o.seconds:.1f} s{note}",
         flush=True,
     )
@@ -369,7 +393,7 @@ def main(argv: list[str] | None = None) -> int:
         found[outcome.model_type] = outcome
         _print(outcome)
         ordered = [found[name] for name in sorted(found)]
-        write_results(path, [asdict(o) for o in ordered], summary=summary(ordered))
+        write_results(path, [o.as_dict() for o in ordered], row_a_line=True, summary=summary(ordered))
     ordered = [found[name] for name in sorted(found)]
     print(summary(ordered))
     if path == FIGURES:

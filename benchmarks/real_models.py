@@ -29,12 +29,14 @@ Two things that training does and the recorded step did not are tried with every
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -348,6 +350,45 @@ def _said(kind: str, rows: list[Row]) -> str:
     )
 
 
+def claim(rows: list[Row]) -> str:
+    """What `docs/figures.md` says of the figures."""
+    recorded = [r for r in rows if not r.variant]
+    lazy = [r for r in rows if r.variant]
+    smaller = [r for r in recorded if r.smaller_bytes is not None]
+    said = (
+        f"{len({r.model for r in rows})} architectures of `transformers` at small size, run for real on the CPU, each "
+        f"without a plan and at three budgets: {_claim(recorded)}"
+    )
+    if lazy:
+        said += f". With a cache that each layer fills in its first forward: {_claim(lazy)}"
+    if smaller:
+        planned = [r for r in smaller if r.budget_bytes is not None]
+        said += (
+            f". A smaller last batch needs no more memory than the full one in "
+            f"{sum(r.smaller_fits for r in smaller)} of {len(smaller)} steps, with the bits of the unplanned step in "
+            f"{sum(bool(r.smaller_bit_equal) for r in planned)} of {len(planned)}"
+        )
+    return said
+
+
+def _claim(rows: list[Row]) -> str:
+    planned = [r for r in rows if r.budget_bytes is not None]
+    good = sum(r.within_budget and bool(r.bit_equal) for r in planned)
+    return (
+        f"predicted and measured peak of {len(rows)} steps differ by {100 * max(abs(r.error) for r in rows):.3f} % at "
+        f"most; {good} of {len(planned)} planned ones are within the budget, with the same loss and gradients bit by "
+        "bit"
+    )
+
+
+def read(path: Path = RESULTS / "real_models.json") -> list[Row]:
+    """The rows of a file of figures."""
+    names = {f.name for f in fields(Row)}
+    return [
+        Row(**{k: v for k, v in row.items() if k in names}) for row in json.loads(path.read_text())["rows"]
+    ]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the table; the exit status is 1 where a model failed, a budget was broken or bits differ."""
     parser = common.parser(__doc__)
@@ -393,6 +434,7 @@ def main(argv: list[str] | None = None) -> int:
         )  # a sweep that is stopped leaves what it has
     if rows:
         print(summary(rows, failed))
+        print(claim(rows))
         print(f"{time.perf_counter() - began:.0f} s")
     return int(bool(failed) or not all(r.good for r in rows))
 

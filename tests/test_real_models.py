@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,18 +14,22 @@ pytest.importorskip("peft")
 
 from benchmarks import zoo
 from benchmarks.common import real_step
-from benchmarks.real_models import FAMILY, TOLERANCE, plans_of, rows_of
+from benchmarks.real_models import FAMILY, TOLERANCE, claim, plans_of, read, rows_of
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["opt", "mixtral", "vit", "llama+lora", "llama+accumulation"])
 def test_predicted_peak_is_the_measured_one_and_bits_are_equal(name: str) -> None:
-    unplanned, planned = rows_of(name, shares=(0.8,), copies=2)
+    unplanned, planned, *lazy = rows_of(name, shares=(0.8,), copies=2)
     for row in (unplanned, planned):
         assert row.predicted_bytes == pytest.approx(row.measured_bytes, rel=TOLERANCE)
+        assert row.smaller_bytes < row.measured_bytes
     assert planned.budget == "80%"
     assert planned.measured_bytes <= planned.budget_bytes < unplanned.measured_bytes
     assert planned.bit_equal
+    assert planned.smaller_bit_equal
+    assert [row.variant for row in lazy] == ["lazy cache", "lazy cache"]
+    assert lazy[1].bit_equal
 
 
 @pytest.mark.slow
@@ -60,6 +66,15 @@ def test_dropout_is_put_where_the_config_has_none() -> None:
     assert model.config.attention_dropout == 0.25
     model, _, _ = zoo.build("gpt2", "small", "meta", dropout=0.25)
     assert model.config.attn_pdrop == 0.1  # its own
+
+
+def test_the_docs_say_what_the_figures_are() -> None:
+    rows = read()
+    root = Path(__file__).parents[1]
+    assert claim(rows) in (root / "docs" / "figures.md").read_text()
+    recorded = [row for row in rows if not row.variant]
+    worst = f"worst of {len(recorded)}: {max(abs(row.error) for row in recorded):.3%}"
+    assert worst.replace(": 0.", ": .").replace("%", " %") in (root / "README.md").read_text()
 
 
 def test_every_architecture_and_variant_is_an_entry() -> None:
