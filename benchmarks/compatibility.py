@@ -273,7 +273,7 @@ _HEAD = """\
 Every architecture of `transformers` that can be built small from its config, without weights: a training step without a
 plan and at three budgets, on the CPU, predicted and measured. One command makes the figures and this page:
 
-```bash title="Takes about an hour on two cores"
+```bash title="Not run by the tests: takes an hour"
 python -m benchmarks.compatibility
 ```
 """

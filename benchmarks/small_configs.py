@@ -247,12 +247,11 @@ def small_config(
         defaults = config_class(**overrides if model_type in _DEFAULTS_NEED_OVERRIDES else {})
     values: dict[str, Any] = {}
     for name, declared in _fields(config_class).items():
-        try:
-            value = getattr(defaults, name, None)
-        except ValueError:  # differs from layer to layer
-            value = declared
+        value = vars(defaults).get(name, declared)
         if isinstance(value, PretrainedConfig):
             values[name] = small_config(type(value), value)
+        elif name == "vocab_size" and value is None:  # a checkpoint brings it
+            values[name] = VOCABULARY
         elif value is not None and (declared is not None or name == "rope_parameters"):
             rule = _rule(name)
             if rule is not None and not isinstance(value, (float, bool)) and model_type not in UNSHRUNK:
@@ -291,7 +290,7 @@ def _layer_types(defaults: PretrainedConfig) -> dict[str, Any]:
     """One layer of each kind that the architecture mixes, and at least ``LAYERS``."""
     found: dict[str, Any] = {}
     for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
-        kinds = getattr(defaults, name, None)
+        kinds = vars(defaults).get(name)
         if isinstance(kinds, list) and kinds and name in _fields(type(defaults)):
             found[name] = list(dict.fromkeys(kinds))
     if not found:
@@ -320,6 +319,7 @@ _HALF_MROPE = {
         "mrope_section": [2, 1, 1],
     }
 }
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 _TIME_SERIES = {
     "prediction_length": 8,
     "context_length": 24,
@@ -344,6 +344,27 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "time_series_transformer": _TIME_SERIES,
     "lilt": {"hidden_size": 96},
     "aria": {"projector_patch_to_query_dict": {"64": 8}},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "hunyuan_v1_dense": _ROPE,
+    "hunyuan_v1_moe": _ROPE,
+    "hunyuan_vl_text": _ROPE,
+    "ministral": _ROPE,
+    "nemotron": {"num_key_value_heads": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "layoutlmv3": {"input_size": IMAGE},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mask2former": {"feature_size": WIDTH, "mask_feature_size": WIDTH},
+    "nemotron_h": {"n_groups": 1, "mamba_num_heads": 8, "mamba_head_dim": 16},
+    "patchtst": {"num_input_channels": 4, "prediction_length": 8},
+    "patchtsmixer": {"num_input_channels": 4, "prediction_length": 8},
+    "vipllava": {"vision_feature_layers": [-2, -1]},
+    "xmod": {"default_language": "en_XX"},
+    "esm": {"pad_token_id": 0, "mask_token_id": 3},
+    "cpmant": {"dim_head": HEAD_DIM, "dim_ff": 2 * WIDTH},
+    "ctrl": {"dff": 2 * WIDTH},
 }
 """By model type, of configs inside others too: fields that the rules get wrong, or functions that make them."""
 
@@ -428,9 +449,11 @@ def _pixel_values(i: _Inputs) -> torch.Tensor:
     images = i.images()
     vision = i.part("vision_config")
     if "image_grid_thw" in i.parameters or "grid_thw" in i.parameters:
-        times = _first(vision, "temporal_patch_size") or 1
-        patch = vision.patch_size
-        return torch.randn(ROWS * _GRID * _GRID, images.shape[1] * times * patch * patch)
+        times = _first(vision, "temporal_patch_size", "patch_temporal") or 1
+        patch, count = vision.patch_size, ROWS * _GRID * _GRID
+        flat = torch.randn(count, images.shape[1] * times * patch * patch)
+        squares = torch.randn(count, images.shape[1], patch, patch)
+        return (flat, squares, squares[None], flat[None])[i.shape_of("pixel_values")]
     if "spatial_shapes" in i.parameters:
         return torch.randn(ROWS, _GRID * _GRID, images.shape[1] * vision.patch_size**2)
     frames = _first(i.config, "num_frames") or 2
@@ -462,6 +485,29 @@ def _audio(i: _Inputs) -> torch.Tensor:
     return torch.randn(shapes[i.shape_of("input_features")])
 
 
+def _audio_mask(i: _Inputs) -> torch.Tensor:
+    shape = _audio(i).shape
+    return torch.ones(ROWS, shape[2 if i.shape_of("input_features") == 0 else 1], dtype=torch.long)
+
+
+def _videos(i: _Inputs) -> torch.Tensor | None:
+    """Videos, where they are the only input."""
+    if "pixel_values" in i.parameters or "input_ids" in i.parameters:
+        return None
+    frames = _first(i.config, "num_frames", "frames_per_clip") or 2
+    return i.images()[:, None].expand(-1, frames, -1, -1, -1).contiguous()
+
+
+def _series(i: _Inputs, *, past: bool) -> tuple[int, ...]:
+    """Steps of a time series, and its channels where it has them."""
+    channels = _first(i.config, "num_input_channels")
+    if channels is None:
+        return (
+            i.config.context_length + max(i.config.lags_sequence) if past else i.config.prediction_length,
+        )
+    return (i.config.context_length if past else i.config.prediction_length, channels)
+
+
 def _waves(i: _Inputs) -> torch.Tensor:
     audio = i.part("audio_config")
     mels = _first(audio, "num_mel_bins", "feature_size") or MELS
@@ -490,7 +536,7 @@ def _mask(i: _Inputs) -> torch.Tensor:
 INPUTS: dict[str, Callable[[_Inputs], Any]] = {
     "pixel_values": _pixel_values,
     "input_ids": lambda i: i.tokens(),
-    "attention_mask": _mask,
+    "attention_mask": lambda i: _mask(i) if "input_ids" in i.parameters else None,
     "bbox": _bbox,
     "image": lambda i: i.images(),
     "flattened_patches": lambda i: torch.rand(ROWS, 16, i.config.vision_config.patch_embed_hidden_size + 2),
@@ -506,6 +552,17 @@ INPUTS: dict[str, Callable[[_Inputs], Any]] = {
     "input_points": lambda i: torch.rand(ROWS, 1, 2, 2) * IMAGE,
     "input_labels": lambda i: torch.ones(ROWS, 1, 2, dtype=torch.long),
     "decoder_input_ids": lambda i: i.tokens(),
+    "qformer_input_ids": lambda i: i.tokens(),
+    "input_features_mask": _audio_mask,
+    "feature_attention_mask": _audio_mask,
+    "pixel_values_videos": _videos,
+    "visual_feats": lambda i: torch.randn(ROWS, 10, i.config.visual_feat_dim),
+    "visual_pos": lambda i: torch.rand(ROWS, 10, 4),
+    "past_values": lambda i: torch.rand(ROWS, *_series(i, past=True)),
+    "past_time_features": lambda i: torch.rand(ROWS, _series(i, past=True)[0], 1),
+    "past_observed_mask": lambda i: torch.ones(ROWS, *_series(i, past=True)),
+    "future_values": lambda i: torch.rand(ROWS, *_series(i, past=False)),
+    "future_time_features": lambda i: torch.rand(ROWS, _series(i, past=False)[0], 1),
     "return_loss": lambda i: True,
 }
 """Name of an argument of forward, and how to make it."""
@@ -527,9 +584,14 @@ def make_batch(inputs: _Inputs, *, labels: bool) -> dict[str, Any]:
             continue
         if name == "decoder_input_ids" and made_labels is not None:
             continue
-        batch[name] = make(inputs)
-    if "pixel_values" in batch and "input_ids" in batch:
-        _place_images(inputs, batch)
+        made = make(inputs)
+        if made is not None:
+            batch[name] = made
+    if "input_ids" in batch:
+        if "pixel_values" in batch:
+            _place(inputs, batch, "image")
+        if "input_features" in batch or "input_values" in batch:
+            _place(inputs, batch, "audio")
     if made_labels is not None:
         batch["labels"] = (
             batch["input_ids"].clone() if _same_tokens(inputs, batch, made_labels) else made_labels
@@ -546,17 +608,19 @@ def _same_tokens(inputs: _Inputs, batch: dict[str, Any], labels: Any) -> bool:
     )
 
 
-def _place_images(inputs: _Inputs, batch: dict[str, Any]) -> None:
-    """Put as many image tokens into each row as the model makes features of an image."""
-    token = _first(inputs.config, "image_token_id", "image_token_index")
-    features_of = getattr(inputs.model, "get_image_features", None)
+def _place(inputs: _Inputs, batch: dict[str, Any], kind: str) -> None:
+    """Put as many tokens of a kind ("image", "audio") into each row as the model makes features of its input."""
+    token = _first(inputs.config, f"{kind}_token_id", f"{kind}_token_index")
+    features_of = getattr(inputs.model, f"get_{kind}_features", None)
     if token is None or features_of is None:
         return
     accepted = inspect.signature(features_of).parameters
     with torch.no_grad():
         found = features_of(**{k: v for k, v in batch.items() if k in accepted})
     found = getattr(found, "pooler_output", found)
-    found = found if isinstance(found, (list, tuple)) else [found]
+    found = [
+        f for f in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(f, torch.Tensor)
+    ]
     count = sum(f.numel() // f.shape[-1] for f in found) // ROWS
     inputs.length = max(LENGTH, count + 16)
     batch["input_ids"] = ids = inputs.tokens()
@@ -565,7 +629,7 @@ def _place_images(inputs: _Inputs, batch: dict[str, Any]) -> None:
         batch["attention_mask"] = torch.ones_like(ids)
     if "mm_token_type_ids" in inputs.parameters:
         batch["mm_token_type_ids"] = (ids == token).long()
-    if "token_type_ids" in inputs.parameters:
+    if "token_type_ids" in inputs.parameters and kind == "image":
         batch["token_type_ids"] = (ids == token).long()
 
 
@@ -602,7 +666,7 @@ def build(model_type: str) -> SmallCase:
             model = model_class(small_config(config_class)).train()
             for batch in _batches(model, model_type, errors):
                 return SmallCase(model, batch, None, model_class.__name__, "rules")
-    raise NotBuilt(errors[0] if errors else "no model class")
+    raise NotBuilt("; then ".join(dict.fromkeys((*errors[:1], *errors[-1:]))) or "no model class")
 
 
 def _batches(model: torch.nn.Module, model_type: str, errors: list[str]) -> Iterator[dict[str, Any]]:

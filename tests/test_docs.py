@@ -40,6 +40,7 @@ PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 NOT_RUN = {
     ("alternatives.md", "python -m benchmarks.frontier", "takes ten minutes"),
     ("alternatives.md", "python -m benchmarks.rotor", "takes minutes"),
+    ("compatibility.md", "python -m benchmarks.compatibility", "takes an hour"),
     ("figures.md", "python -m benchmarks.gpu", "needs a CUDA device"),
     ("index.md", "make demo", "installs packages"),
     ("modes.md", "python -m benchmarks.modes", "takes minutes"),
