@@ -303,7 +303,7 @@ def _layer_types(defaults: PretrainedConfig) -> dict[str, Any]:
 
 def _resnet() -> PretrainedConfig:
     """A backbone that needs no other package."""
-    return transformers.ResNetConfig(
+    return transformers.ResNetConfig(  # type: ignore[call-arg]
         embedding_size=16, hidden_sizes=[16, 32, 32, 64], depths=[1, 1, 1, 1], layer_type="basic",
         out_features=["stage2", "stage3", "stage4"],
     )  # fmt: skip
@@ -385,7 +385,8 @@ class _Inputs:
     """Makes the tensors that a forward asks for by name."""
 
     def __init__(self, model: torch.nn.Module, model_type: str, shapes: dict[str, int]) -> None:
-        self.model, self.config, self.shapes = model, model.config, shapes
+        self.model, self.shapes = model, shapes
+        self.config: Any = model.config
         self.name = type(model).__name__
         self.parameters = inspect.signature(model.forward).parameters
         self.overrides = BATCH_OVERRIDES.get(model_type, {})
