@@ -352,6 +352,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": _ROPE,
     "hunyuan_vl_text": _ROPE,
     "ministral": _ROPE,
+    "longcat_flash": {"zero_expert_num": 2, "moe_topk": 2},
     "nemotron": {"num_key_value_heads": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "layoutlmv3": {"input_size": IMAGE},
@@ -386,11 +387,12 @@ class _Inputs:
 
     def __init__(self, model: torch.nn.Module, model_type: str, shapes: dict[str, int]) -> None:
         self.model, self.shapes = model, shapes
-        self.config: Any = model.config
+        config: Any = model.config
+        self.config = config
         self.name = type(model).__name__
         self.parameters = inspect.signature(model.forward).parameters
         self.overrides = BATCH_OVERRIDES.get(model_type, {})
-        self.text = self.config.get_text_config()
+        self.text = config.get_text_config()
         self.vocab = _first(self.text, "vocab_size", "n_vocab") or VOCABULARY
         self.length = min(LENGTH, _first(self.text, "max_position_embeddings", "n_positions") or LENGTH)
 
