@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import LossFn, seed_everything
-from sacplan._record.step import default_loss, preserved_state
+from sacplan._record.state import preserved_state
+from sacplan._record.step import default_loss
 
 Batch = dict[str, Any]
 
