@@ -25,6 +25,9 @@ from sacplan._recompute.executor.nodes import RecipeNode, here
 from sacplan._torch.allocations import allocation_events
 from tests.models import bit_equal
 
+# Plans are used in other steps than those that they were made for.
+pytestmark = pytest.mark.filterwarnings("ignore:the step is not the one")
+
 DIM, LENGTH, BATCH = 8, 5, 3
 
 

@@ -60,6 +60,7 @@ from sacplan._record.user_code import (
 from sacplan._rewrites.library_workspaces import library_workspaces
 from sacplan._rotor.chain import Chain
 from sacplan._rotor.stages import stages_of
+from sacplan._torch.ops import is_computation
 from sacplan._torch.private import GENERATOR_STATE_BYTES, FakeTensorMode
 from sacplan.errors import DeviceError, SacplanWarning, TraceError
 
@@ -475,8 +476,9 @@ def _record_settled_step(
     return program
 
 
-def _ops_run(program: Program) -> list[tuple[str, int, int]]:
-    return [(op.name, op.phase, op.scope) for op in program.ops]
+def _ops_run(program: Program) -> list[tuple[str, int]]:
+    forward = (op for op in program.ops if op.phase == Phase.FORWARD)
+    return [(op.name, op.scope) for op in forward if is_computation(op.name)]
 
 
 def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> Program:

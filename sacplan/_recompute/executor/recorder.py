@@ -122,6 +122,7 @@ class UnitRecorder(TorchDispatchMode):
         self._alignment = Alignment(recorded)
         self._places = Places()
         self._outer_frame: FrameType | None = None
+        self._in_backward = False
         self._frames: dict[FrameType, torch.nn.Module] = {}  # of the module calls around the last op
         self._names: Mapping[int, str] = {}
         self._table: dict[int, Slot] = {}
@@ -143,6 +144,7 @@ class UnitRecorder(TorchDispatchMode):
                 f"never=[{self._unit or '*'!r}]."
             )
         self._outer = current_saved_tensors_hooks()
+        self._in_backward = in_backward()  # as in a checkpoint around the unit
         self._outer_frame = sys._getframe(1)
         self._pack_hook = self._pack  # made once, so that it can be recognized
         schedule = self._schedule
@@ -207,7 +209,7 @@ class UnitRecorder(TorchDispatchMode):
             self._leave_schedule()
         found = _func(func)
         op, known = found.kept, None
-        inner = in_backward()
+        inner = in_backward() and not self._in_backward
         if (
             found.name is not None and not inner
         ):  # what a gradient inside a forward pass runs is never discarded
@@ -226,7 +228,7 @@ class UnitRecorder(TorchDispatchMode):
         assert self._looked_up is not None
         self._looked_up.append((func, op))
         self._known.append(known)
-        if self._switches and (inner or not self._ours_on_top()):
+        if self._switches and (in_backward() or not self._ours_on_top()):
             self._switches = False  # other hooks come and go inside the unit
         return op
 
