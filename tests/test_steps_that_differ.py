@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -214,6 +215,44 @@ def test_a_smaller_last_batch_needs_no_more_memory(name: str) -> None:
             smaller = {key: value[:-1] for key, value in batch.items()}
             full, last = (real_step(model, b, loss_fn).peak_bytes for b in (batch, smaller))
         assert last <= full <= plan.peak_bytes
+
+
+class SquareInPlace(torch.autograd.Function):
+    """Its backward pass reuses the memory of what it saved, which is its own to give away."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        found: torch.Tensor = x.mul_(2).mul_(grad)
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:the step is not the one")
+def test_a_custom_function_that_was_not_recorded_may_overwrite_what_it_saved() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.warm = nn.Linear(DIM, DIM), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x).sin()
+            w = (y * 3.0).cos()
+            return w + (SquareInPlace.apply(y) if self.warm else y**2)
+
+    model = nn.Sequential(Net())
+    x = torch.randn(16, DIM)
+    profile = sacplan.profile(model, x, loss_of, device="cpu")
+    plain = copy.deepcopy(model)
+    sacplan.apply(model, sacplan.policy("full", profile=profile, layers="0"))
+    assert same_bits(plain, model, x)
+    plain[0].warm = model[0].warm = True
+    for _ in range(3):
+        assert same_bits(plain, model, x)
 
 
 # --- what is said -----------------------------------------------------------------------------------------

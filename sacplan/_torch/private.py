@@ -59,6 +59,9 @@ def fake_empty_strided(
         return FakeTensor(mode, meta, _CPU)
 
 
+CUSTOM_FUNCTION_APPLY: CodeType = vars(torch.autograd.Function)["apply"].__func__.__code__
+"""Of what saves the tensors of a custom ``autograd.Function``."""
+
 _CALL_IMPL: CodeType = torch.nn.Module._call_impl.__code__
 _CALL_WITH_HOOKS = next(c for c in _CALL_IMPL.co_consts if isinstance(c, CodeType) and c.co_name == "inner")
 

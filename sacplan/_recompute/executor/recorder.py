@@ -51,6 +51,7 @@ from sacplan._recompute.executor.schedule import (
 from sacplan._recompute.executor.tensors import history_free_aliases, is_ordinary, sample, version_of, view_of
 from sacplan._torch.ops import is_computation, op_traits, tensors_in
 from sacplan._torch.private import (
+    CUSTOM_FUNCTION_APPLY,
     current_saved_tensors_hooks,
     in_backward,
     is_plain,
@@ -395,6 +396,8 @@ class UnitRecorder(TorchDispatchMode):
     def _pack(self, t: torch.Tensor) -> Any:
         plain = is_plain(t)
         slot = self._slot_of(t) if plain else None
+        if slot is not None and self._differs() and sys._getframe(1).f_code is CUSTOM_FUNCTION_APPLY:
+            slot = None  # what a custom function that was not recorded saves, it may overwrite
         if self._looked_up is not None:
             (self._kept_gaps if slot is None else self._handle_gaps).add(len(self._looked_up))
         if slot is not None:
@@ -407,6 +410,11 @@ class UnitRecorder(TorchDispatchMode):
             return Kept(t, plain, self._unit)
         finally:
             self.paused = paused
+
+    def _differs(self) -> bool:
+        """Whether this call is known not to run what was recorded."""
+        known = self._schedule.difference if self._schedule is not None and self._looked_up is None else None
+        return (known or self._alignment.difference) is not None
 
 
 @functools.cache
