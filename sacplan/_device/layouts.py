@@ -33,6 +33,7 @@ from sacplan._torch.private import (
     run_structured,
     suggested_memory_format,
     torchs_own_fake,
+    viewed,
 )
 
 aten = torch.ops.aten
@@ -121,6 +122,15 @@ def _in_larger_storage(mode: FakeTensorMode, own: torch.Tensor, elements: int) -
     """The same tensor at the beginning of a storage for ``elements``."""
     storage = meta_storage(elements * own.element_size())
     return fake_empty_strided(mode, own.shape, own.stride(), own.dtype, storage)
+
+
+# --- views: TensorUtils.cpp, computeStride -------------------------------------------------------------------
+
+
+@on_all_devices(aten.view.default, aten._unsafe_view.default)
+def _strides_where_sizes_are_one(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    """They decide what kernels take for channels last."""
+    return viewed(mode, a["self"], own.shape) if 1 in own.shape else own
 
 
 # --- losses: Loss.cpp, Loss.cu ------------------------------------------------------------------------------

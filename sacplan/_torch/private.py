@@ -386,6 +386,12 @@ def run_structured(mode: FakeTensorMode, op: torch._ops.OpOverload, args: Any, k
         return type(out)(FakeTensor(mode, t, _CPU) for t in out)
 
 
+def viewed(mode: FakeTensorMode, tensor: FakeTensor, shape: Sequence[int]) -> FakeTensor:
+    """``tensor.view(shape)`` with the strides of C++, which torch's formula for fake tensors has not where sizes are 1."""
+    with in_kernel_invocation_manager(mode):
+        return FakeTensor(mode, torch.ops.aten.view.default(tensor, shape), _CPU)
+
+
 def _ordinary_zeros(
     mode: FakeTensorMode, func: Any, size: Any, dtype: torch.dtype | None = None, **options: Any
 ) -> Any:
