@@ -126,7 +126,10 @@ def test_a_further_technique_is_a_class_and_a_member() -> None:
         sites: tuple[Site, ...]
         slices: int
 
-    decisions = (Recompute("layers.0", "aten.mm.default", 0, "attn", 2), Chunk((Site("", "aten.mm.default", 0, "attn"),), 4))
+    decisions = (
+        Recompute("layers.0", "aten.mm.default", 0, "attn", 2),
+        Chunk((Site("", "aten.mm.default", 0, "attn"),), 4),
+    )
     text = msgspec.json.encode(decisions)
     assert msgspec.json.decode(text, type=tuple[Recompute | Chunk, ...]) == decisions
     assert [one["technique"] for one in json.loads(text)] == ["recompute", "chunk"]

@@ -74,9 +74,7 @@ class Tags:
 
     __slots__ = ("__weakref__", "again", "met", "sites", "unknown")
 
-    def __init__(
-        self, sites: frozenset[NamedOp], unknown: frozenset[NamedOp], again: NamedOp | None
-    ) -> None:
+    def __init__(self, sites: frozenset[NamedOp], unknown: frozenset[NamedOp], again: NamedOp | None) -> None:
         self.sites = sites
         self.unknown = unknown  # by their places; no recorded call runs them, so none is met
         self.again = again  # one that is recomputed more than once, which cannot be compiled
