@@ -54,8 +54,8 @@ def test_it_measures_under_a_fake_mode_and_changes_nothing() -> None:
     ("arguments", "message"),
     [
         ({"device": "h100"}, "must be 'cuda' or 'cpu'"),
-        ({"device": "cpu", "matmul_size": 0}, "must be positive"),
-        ({"device": "cpu", "copy_bytes": 0}, "must be positive"),
+        ({"device": "cpu", "matmul_size": 0}, "matmul_size is 0; it must be from 1 to 1,048,576"),
+        ({"device": "cpu", "copy_bytes": 0}, "copy_bytes is 0; it must be from 4"),
         ({"device": "no such thing"}, "unknown device"),
     ],
 )

@@ -44,6 +44,7 @@ NOT_RUN = {
     ("figures.md", "python -m benchmarks.gpu", "needs a CUDA device"),
     ("index.md", "make demo", "installs packages"),
     ("modes.md", "python -m benchmarks.modes", "takes minutes"),
+    ("op_memory.md", "python -m benchmarks.op_memory", "takes minutes"),
     ("start.md", "pip install", "installs packages"),
 }
 """Page, beginning of the block, reason."""

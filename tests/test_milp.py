@@ -683,7 +683,7 @@ def test_policy_budget_is_a_share(share: float) -> None:
 
 
 def test_policy_statistics_are_checked() -> None:
-    with pytest.raises(PlanError, match="1 ops, but 2 runtimes"):
+    with pytest.raises(PlanError, match="1 func_names, 2 runtimes and 1 sizes"):
         get_optimal_checkpointing_policy_per_module(SACStats(("mm",), (1.0, 2.0), (8,)), 0.5)
     with pytest.raises(PlanError, match=r"op indices \[3\]"):
         get_optimal_checkpointing_policy_per_module(SACStats(("mm",), (1.0,), (8,), rand_ops=(3,)), 0.5)

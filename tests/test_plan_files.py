@@ -101,7 +101,7 @@ def test_who_made_it_with_what(profile: sacplan.Profile) -> None:
     assert (by["plan"].solver, by["plan"].options["gap"], by["plan"].options["seed"]) == ("milp", 0.01, 0)
     assert (by["plan"].objective, by["plan"].budget, by["plan"].keep) == ("flops", "99%", ("head",))
     assert (by["unplanned"].solver, by["unplanned"].budget) == ("none", 50)
-    assert (by["smallest"].budget, by["smallest"].options) == (None, {"slots": 500})
+    assert (by["smallest"].budget, by["smallest"].options) == (None, {"slots": 500, "stages": 256})
     assert by["rotor"].solver == "rotor"
     assert by["policy"].options == {"mode": "selective", "option": 2, "layers": None}
     assert by["policy"].objective is None
@@ -116,8 +116,8 @@ def test_plans_are_equal_whoever_made_them(plan: sacplan.Plan, profile: sacplan.
 def test_decisions_as_a_mapping_and_back(plan: sacplan.Plan) -> None:
     assert as_decisions(discarded_by(plan.decisions)) == plan.decisions
     first = plan.decisions[0]
-    assert first.site == (first.unit, first.op, first.occurrence)
-    assert plan.op_decisions[first.unit, first.op, first.occurrence] == "discard"
+    assert first.site == (first.unit, first.op, first.occurrence, first.place)
+    assert plan.op_decisions[first.site] == "discard"
     assert {first.times for first in plan.decisions} == {1, 2}
 
 
@@ -126,7 +126,10 @@ def test_a_further_technique_is_a_class_and_a_member() -> None:
         sites: tuple[Site, ...]
         slices: int
 
-    decisions = (Recompute("layers.0", "aten.mm.default", 0, 2), Chunk((Site("", "aten.mm.default", 0),), 4))
+    decisions = (
+        Recompute("layers.0", "aten.mm.default", 0, "attn", 2),
+        Chunk((Site("", "aten.mm.default", 0, "attn"),), 4),
+    )
     text = msgspec.json.encode(decisions)
     assert msgspec.json.decode(text, type=tuple[Recompute | Chunk, ...]) == decisions
     assert [one["technique"] for one in json.loads(text)] == ["recompute", "chunk"]
@@ -172,7 +175,7 @@ CHANGES = {
     "an unknown status": _set("status", to="guessed"),
     "no ranks at all": _set("ranks", "world_size", to=0),
     "a shape of text": _set("fingerprint", "parameters", 0, 1, to="wide"),
-    "another schema version": _set("schema_version", to=3),
+    "another schema version": _set("schema_version", to=4),
     "another kind of file": _set("what", to="profile"),
     "a checksum of another form": _set("sha256", to="0"),
 }
@@ -274,11 +277,11 @@ def loads_equal_or_raises(path: Path, plan: sacplan.Plan) -> bool:
         b"", b"null", b"[]", b"3", b'"plan"', b"{", b"not json", bytes(range(256)), b"\xff\xfe{\x00}\x00",
         b"\xef\xbb\xbf{}", b'{"what": "\xff"}', b'{"what": "\\ud800"}', b"\x00" * 1000, b"\x1f\x8b\x08 compressed",
         b"[" * 100_000, b'{"a":' * 100_000, b'{"what":' * 100_000,
-        b'{"what": "plan", "schema_version": 2, "decisions": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"what": "plan", "schema_version": 2, "x": ' + b'{"x": ' * 100_000 + b"1" + b"}" * 100_001,
-        b'{"what": "plan", "schema_version": ' + b"2" * 400 + b"}",
-        b'{"what": "plan", "schema_version": 2.0}', b'{"what": ["plan"], "schema_version": 2}',
-        b'{"what": "plan"}', b'{"schema_version": 2}',
+        b'{"what": "plan", "schema_version": 3, "decisions": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"what": "plan", "schema_version": 3, "x": ' + b'{"x": ' * 100_000 + b"1" + b"}" * 100_001,
+        b'{"what": "plan", "schema_version": ' + b"3" * 400 + b"}",
+        b'{"what": "plan", "schema_version": 3.0}', b'{"what": ["plan"], "schema_version": 3}',
+        b'{"what": "plan"}', b'{"schema_version": 3}',
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -311,7 +314,7 @@ def test_files_of_schema_1(path: Path) -> None:
     path.write_text('{"what": "plan", "schema_version": 1, "units": {"layers.0": {"discarded": []}}}')
     with pytest.raises(
         sacplan.PlanError,
-        match=r"schema_version 1; this sacplan reads 2\. Make the plan again with this version",
+        match=r"schema_version 1; this sacplan reads 3\. Make the plan again with this version",
     ):
         sacplan.Plan.load(path)
 

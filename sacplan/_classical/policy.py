@@ -9,14 +9,14 @@ import math
 from collections.abc import Sequence
 
 from sacplan._classical.graph import SACStats
-from sacplan._program.arguments import checked
+from sacplan._program.arguments import checked, fits
 from sacplan._solve.mip import LinearProgram, check_options
 from sacplan.errors import BudgetError, InfeasibleBudget, PlanError, SolverError
 
 _SCALE = 1000.0  # far above the solvers' tolerances
 
 
-@checked(PlanError)
+@checked(PlanError, "memory_budget")
 def get_optimal_checkpointing_policy_per_module(
     sac_stats: SACStats,
     memory_budget: float,
@@ -46,7 +46,7 @@ def get_optimal_checkpointing_policy_per_module(
         PlanError: statistics that contradict each other.
         SolverError: no policy found in the time.
     """
-    if isinstance(memory_budget, bool) or not 0 <= memory_budget <= 1:
+    if not fits(memory_budget, float) or not 0 <= memory_budget <= 1:
         raise BudgetError(f"memory budget {memory_budget!r} is not a share in [0, 1] of the module's memory")
     check_options(solver, gap, time_limit, seed)
     group = _op_groups(sac_stats)

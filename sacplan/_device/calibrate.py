@@ -68,10 +68,9 @@ def calibrate(
         where = device_here(base)
     size = _MATMUL_SIZE[base.kind] if matmul_size is None else matmul_size
     nbytes = _COPY_BYTES[base.kind] if copy_bytes is None else copy_bytes
-    if not (1 <= size <= 2**20 and 4 <= nbytes <= 2**40):
-        raise DeviceError(
-            f"calibrate: matmul_size {size} must be in 1 to 2**20, and copy_bytes {nbytes} in 4 to 2**40."
-        )
+    for name, given, least, most in (("matmul_size", size, 1, 2**20), ("copy_bytes", nbytes, 4, 2**40)):
+        if not least <= given <= most:
+            raise DeviceError(f"calibrate: {name} is {given}; it must be from {least} to {most:,}.")
     with outside_of_the_trace(where):
         try:
             flops = _products(base, where, size)

@@ -100,7 +100,7 @@ class SearchOptions(TypedDict, total=False):
     progress: Callable[[CapacityPoint], Any] | None
 
 
-@checked(PlanError, "model", "budget")
+@checked(PlanError, "model", "make_batch", "budget")
 def max_batch(
     model: torch.nn.Module,
     make_batch: Callable[[int], Any],
@@ -154,7 +154,7 @@ def max_batch(
     return _capacity(sizes, sizes.edges()[1])
 
 
-@checked(PlanError, "model", "budget")
+@checked(PlanError, "model", "make_batch", "budget")
 def throughput(
     model: torch.nn.Module,
     make_batch: Callable[[int], Any],

@@ -29,7 +29,7 @@ from sacplan.errors import PlanError
 MODES = ("none", "full", "selective")
 
 
-@checked(PlanError)
+@checked(PlanError, "option")
 def policy(
     mode: str,
     option: int | str | None = None,

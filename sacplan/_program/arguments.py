@@ -20,6 +20,8 @@ from sacplan.errors import SacplanError
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_SEQUENCES = (collections.abc.Sequence, collections.abc.Iterable)
+
 
 def checked(error: type[SacplanError], *skip: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator: arguments that do not fit their annotations raise ``error``, except those in ``skip``.
@@ -40,7 +42,7 @@ def checked(error: type[SacplanError], *skip: str) -> Callable[[Callable[P, R]],
             for name, hint in _hints(function).items():
                 if name in given and name not in skip and not fits(given[name], hint):
                     asked = signature.parameters[name].annotation
-                    raise error(f"{name_of}: {name} must be {asked}, not {type(given[name]).__name__}.")
+                    raise error(f"{name_of}: {_misfit(name, given[name], hint, asked)}.")
             return function(*args, **kwargs)
 
         return call
@@ -85,7 +87,7 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, kind) and not isinstance(value, (bool, np.bool_))
     if hint is bool:
         return isinstance(value, (bool, np.bool_))
-    if origin in (collections.abc.Sequence, collections.abc.Iterable):
+    if origin in _SEQUENCES:
         return _fits_items(value, inner[0])
     if origin is tuple and Ellipsis not in inner:
         return isinstance(value, tuple) and len(value) == len(inner) and all(map(fits, value, inner))
@@ -108,6 +110,14 @@ def _fits_items(value: Any, item: Any) -> bool:
     if isinstance(value, (bytes, Mapping, torch.Tensor)) or not isinstance(value, collections.abc.Iterable):
         return False
     return not isinstance(value, (list, tuple)) or all(fits(v, item) for v in value)
+
+
+def _misfit(name: str, value: Any, hint: Any, asked: Any) -> str:
+    """What is wrong with a value that does not fit; of a sequence, the first item that does not."""
+    if isinstance(value, (list, tuple)) and typing.get_origin(hint) in _SEQUENCES:
+        item = next(v for v in value if not fits(v, typing.get_args(hint)[0]))
+        return f"{name} has {item!r} in it; it must be {asked}"
+    return f"{name} must be {asked}, not {type(value).__name__}"
 
 
 def check_statistics(what: str, error: type[SacplanError], **figures: Any) -> None:

@@ -115,10 +115,12 @@ class FakeCopier:
         self._keep.append(value)
 
     def _copy_attributes(self) -> None:
-        """Python attributes of tensors, such as Megatron's ``main_grad``."""
+        """Python attributes of tensors, such as Megatron's ``main_grad``; not what makes a tensor a fake one."""
+        of_fakes = vars(fake_empty_strided(self._mode, (), (), torch.float32)).keys()
         for t in self._keep.copy():
-            if isinstance(t, torch.Tensor) and vars(t):
-                vars(self.memo[id(t)]).update(copy.deepcopy(vars(t), self.memo))
+            if isinstance(t, torch.Tensor) and not vars(t).keys() <= of_fakes:
+                found = {name: value for name, value in vars(t).items() if name not in of_fakes}
+                vars(self.memo[id(t)]).update(copy.deepcopy(found, self.memo))
 
     def optimizer(
         self, optimizer: Any, model: torch.nn.Module, fake_model: torch.nn.Module

@@ -72,6 +72,7 @@ class RecordedUnit:
     def __init__(self, fqn: str, sequences: Sequence[OpSequence], times: Mapping[CallSite, int]) -> None:
         self.fqn = fqn
         self.calls = tuple(_read(sequence, times) for sequence in sequences)
+        self._times = times
 
     def discarded_by_name(self) -> dict[tuple[str, int], int]:
         """What is discarded, by op and its occurrence in the whole call, and how often."""
@@ -84,6 +85,10 @@ class RecordedUnit:
                 if op.times:
                     found[op.site.op, occurrence] = op.times
         return found
+
+    def not_recorded(self) -> set[CallSite]:
+        """What is discarded, but runs in none of the recorded calls."""
+        return set(self._times) - {op.site for call in self.calls for op in call}
 
 
 def _read(sequence: OpSequence, times: Mapping[CallSite, int]) -> tuple[RecordedOp, ...]:

@@ -32,7 +32,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -47,6 +46,7 @@ from sacplan._torch.private import storage_key, with_outputs
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
+    from sacplan._recompute.executor.alignment import RecordedUnit
     from sacplan._recompute.executor.recipes import PlannedForward
 
 _NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
@@ -72,25 +72,28 @@ NamedOp = tuple[str, int]
 class Tags:
     """The ops that a unit discards; one object for equal ones, so that equal layers share code."""
 
-    __slots__ = ("__weakref__", "again", "met", "sites")
+    __slots__ = ("__weakref__", "again", "met", "sites", "unknown")
 
-    def __init__(self, sites: frozenset[NamedOp], again: NamedOp | None) -> None:
+    def __init__(self, sites: frozenset[NamedOp], unknown: frozenset[NamedOp], again: NamedOp | None) -> None:
         self.sites = sites
+        self.unknown = unknown  # by their places; no recorded call runs them, so none is met
         self.again = again  # one that is recomputed more than once, which cannot be compiled
         self.met: WeakKeyDictionary[Any, set[NamedOp]] = WeakKeyDictionary()  # in the graph that is traced
 
     def __reduce__(self) -> Any:
-        return _interned, (self.sites, self.again)
+        return _interned, (self.sites, self.unknown, self.again)
 
 
 @functools.lru_cache(maxsize=1024)
-def _interned(sites: frozenset[NamedOp], again: NamedOp | None) -> Tags:
-    return Tags(sites, again)
+def _interned(sites: frozenset[NamedOp], unknown: frozenset[NamedOp], again: NamedOp | None) -> Tags:
+    return Tags(sites, unknown, again)
 
 
-def tags_of(times: Mapping[NamedOp, int]) -> Tags:
-    """The tags of a unit, given how often each call site is discarded; made before anything is traced."""
-    return _interned(frozenset(times), next((site for site, n in times.items() if n > 1), None))
+def tags_of(recorded: RecordedUnit) -> Tags:
+    """The tags of a unit; made before anything is traced."""
+    times = recorded.discarded_by_name()
+    unknown = frozenset((site.op, site.occurrence) for site in recorded.not_recorded())
+    return _interned(frozenset(times), unknown, next((site for site, n in times.items() if n > 1), None))
 
 
 def checkpointed_for_compile(planned: PlannedForward, args: Any, kwargs: Any) -> Any:
@@ -123,7 +126,7 @@ def _contexts(tags: Tags) -> Any:
     policy = _Policy(tags.sites, met)
     forward, backward = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
     forward = with_outputs(forward, policy.note_output)
-    return _Checked(forward, tags.sites, met, _traced_module()), backward
+    return _Checked(forward, tags, met, _traced_module()), backward
 
 
 def _traced_module() -> str:
@@ -179,10 +182,10 @@ class _Checked(TorchDispatchMode):
     accepted in a graph, but only the one inside is ever active.
     """
 
-    def __init__(self, mode: Any, sites: frozenset[NamedOp], met: set[NamedOp], where: str) -> None:
+    def __init__(self, mode: Any, tags: Tags, met: set[NamedOp], where: str) -> None:
         super().__init__()
         self._mode = mode
-        self._sites = sites
+        self._tags = tags
         self._met = met
         self._where = where
 
@@ -200,7 +203,7 @@ class _Checked(TorchDispatchMode):
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         self._mode.__exit__(exc_type, exc_value, traceback)
-        missing = sorted(self._sites - self._met)
+        missing = sorted((self._tags.sites - self._met) | self._tags.unknown)
         if missing and exc_type is None and get_proxy_mode() is not None:
             shown = ", ".join(f"{name} #{occurrence}" for name, occurrence in missing[:3])
             more = ", ..." if len(missing) > 3 else ""

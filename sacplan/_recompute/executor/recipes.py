@@ -73,7 +73,7 @@ class PlannedForward:
         self.module = module
         self.fqn = recorded.fqn
         self.recorded = recorded
-        self.tags = tags_of(recorded.discarded_by_name())
+        self.tags = tags_of(recorded)
         self.differences = differences or Differences()
         self._elsewhere = elsewhere
         self._first_in_training: bool | None = None  # whether the first call was: evaluation runs other ops
