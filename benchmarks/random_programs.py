@@ -41,8 +41,10 @@ from torch import Tensor, nn
 import sacplan
 from benchmarks import common
 from benchmarks.common import describe, machine, write_results
+from sacplan._plan.make import unit_plans
 from sacplan._program.decisions import as_decisions
-from sacplan._program.program import Phase
+from sacplan._program.elements import CallSite
+from sacplan._program.program import Phase, Program
 
 BATCH, LENGTH, DIM = 3, 3, 4
 STEPS = 5
@@ -484,19 +486,20 @@ def decisions(
             unit: {site: rng.choice([1, 1, 1, 2]) for site in sites if rng.random() < share}
             for unit, sites in fitting.items()
         }
-        yield "random", _deciding(anything, times)
+        yield "random", _deciding(anything, recorded, times)
     if "everything" in kinds:
-        yield "everything", _deciding(anything, {u: dict.fromkeys(sites, 1) for u, sites in fitting.items()})
+        yield "everything", _deciding(anything, recorded, {u: dict.fromkeys(sites, 1) for u, sites in fitting.items()})
     if "adversarial" in kinds:
         anywhere = {site: 1 for sites in every.values() for site in sites}
-        yield "adversarial", _deciding(anything, dict.fromkeys(units, anywhere))
+        yield "adversarial", _deciding(anything, recorded, dict.fromkeys(units, anywhere))
 
 
-def _deciding(plan: sacplan.Plan, times: Mapping[str, Mapping[Any, int]]) -> sacplan.Plan:
+def _deciding(
+    plan: sacplan.Plan, recorded: Program, times: Mapping[str, Mapping[CallSite, int]]
+) -> sacplan.Plan:
     times = {unit: sites for unit, sites in times.items() if sites}
-    return structs.replace(
-        plan, decisions=as_decisions(times), units={unit: sacplan.UnitPlan(1.0, 0.0) for unit in times}
-    )
+    units, sequences = unit_plans(recorded, times, times)
+    return structs.replace(plan, decisions=as_decisions(times), units=units, sequences=sequences)
 
 
 # --- steps ----------------------------------------------------------------------------------------
