@@ -488,7 +488,8 @@ def decisions(
         }
         yield "random", _deciding(anything, recorded, times)
     if "everything" in kinds:
-        yield "everything", _deciding(anything, recorded, {u: dict.fromkeys(sites, 1) for u, sites in fitting.items()})
+        once = {unit: dict.fromkeys(sites, 1) for unit, sites in fitting.items()}
+        yield "everything", _deciding(anything, recorded, once)
     if "adversarial" in kinds:
         anywhere = {site: 1 for sites in every.values() for site in sites}
         yield "adversarial", _deciding(anything, recorded, dict.fromkeys(units, anywhere))
