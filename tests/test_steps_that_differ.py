@@ -199,6 +199,36 @@ def test_a_gradient_inside_of_the_forward_pass_moves_no_decision(trace: str) -> 
     assert handle.differences == ()
 
 
+def test_calls_of_a_unit_that_run_a_module_once_and_twice_are_both_as_recorded() -> None:
+    """What the one is known to do says nothing of where the other leaves it."""
+
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.times = nn.Linear(DIM, DIM), 1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([self.lin(x) for _ in range(self.times)]).exp().sum(0)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unit = Repeats()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for self.unit.times in (1, 2, 3, 1):
+                x = self.unit(x).tanh()
+            return x
+
+    model, x = Both(), torch.randn(64, DIM)
+    plan = sacplan.policy("full", profile=sacplan.profile(model, x, loss_of, device="cpu"), layers="unit")
+    plain = copy.deepcopy(model)
+    handle = sacplan.apply(model, plan)
+    for _ in range(3):
+        assert same_bits(plain, model, x)
+    assert handle.differences == ()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

@@ -494,10 +494,13 @@ def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> P
     recorder.track_model(step.model)
     recorder.track_tensors(t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor))
     recorder.track_tensors(cached_tensors(step.model))
-    with recorder:
-        output = step.run(before_optimizer=make_state)
-    del output  # alive until the step is over
-    return recorder.program()
+    try:
+        with recorder:
+            output = step.run(before_optimizer=make_state)
+        del output  # alive until the step is over
+        return recorder.program()
+    finally:
+        recorder.forget()  # a graph that the model keeps holds the recorder's hooks: a cycle that is never collected
 
 
 @contextlib.contextmanager

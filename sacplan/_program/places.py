@@ -7,7 +7,7 @@ leaves the call sites of all others as they are. The recorded program and the ex
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 Call = tuple[str, int]
@@ -89,38 +89,45 @@ class Places:
             self._move(calls)
         return self.place
 
-    def resume(self, around: Sequence[tuple[Hashable, str]], likely: Collection[tuple[Call, ...]]) -> None:
-        """After ``follow``: tell which calls the next op is in, before it is asked for with ``at``.
+    def candidates(self, names: Sequence[str], likely: Sequence[Call]) -> Iterator[tuple[Call, ...]]:
+        """After ``follow``, what the module calls of these names may be, the likely ones first.
 
-        Args:
-            around: as for ``at``.
-            likely: what the calls may be; else those that the last op was in, as far as the names are the same.
+        Any of those that the last op was in may be over, and have begun again.
         """
-        keys = tuple(around)
-        names = [name for _, name in keys]
-        for calls in likely:
-            if [name for name, _ in calls] == names:
-                self.follow(calls)
+        if [name for name, _ in likely] == list(names):
+            yield tuple(likely)
         common = 0
         for name, (known, _) in zip(names, self.calls, strict=False):
             if name != known:
                 break
             common += 1
-        placeholders = [(object(), name) for name, _ in self.calls[common:]]
-        self._keys = (*keys[:common], *placeholders)
+        for same in range(common, -1, -1):
+            yield (*self.calls[:same], *((name, self._seen[name]) for name in names[same:]))
 
-    def _move(self, calls: tuple[Call, ...]) -> None:
+    def place_in(self, calls: tuple[Call, ...]) -> str:
+        """The place of the next op, if it is in these calls."""
+        if calls == self.calls:
+            return self.place
+        common = self._common(calls)
+        return _named(calls[-1]) if common < len(calls) else f"after {_named(self.calls[common])}"
+
+    def resume(self, around: Sequence[tuple[Hashable, str]], calls: tuple[Call, ...]) -> None:
+        """After ``follow``: the calls around the next op, as for ``at``, are these."""
+        self.follow(calls)
+        self._keys = tuple(around)
+
+    def _common(self, calls: tuple[Call, ...]) -> int:
         common = 0
         for call, known in zip(calls, self.calls, strict=False):
             if call != known:
                 break
             common += 1
-        for name, number in calls[common:]:
+        return common
+
+    def _move(self, calls: tuple[Call, ...]) -> None:
+        self.place = self.place_in(calls)
+        for name, number in calls[self._common(calls) :]:
             self._seen[name] = max(self._seen[name], number + 1)
-        if common < len(calls):
-            self.place = _named(calls[-1])
-        else:
-            self.place = f"after {_named(self.calls[common])}"
         self.caller = _named(calls[-1]) if calls else ""
         self.calls = calls
 

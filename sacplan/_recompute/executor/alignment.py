@@ -129,6 +129,10 @@ class Alignment:
         aligned = self._by_caller.get(caller)
         return aligned.next(place, description) if aligned is not None else None
 
+    def expects(self, place: str, description: str) -> bool:
+        """Whether this op would be the next one, of a call without differences so far."""
+        return self.difference is None and self._expected(place, description) is not None
+
     def end(self) -> None:
         """The call is over."""
         if self.difference is not None or self._at == len(self._call):

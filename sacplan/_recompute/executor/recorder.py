@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sacplan._program.places import Places, StepDifference, described
+from sacplan._program.places import Call, Places, StepDifference, described
 from sacplan._program.program import CallSite
 from sacplan._recompute.executor.alignment import Alignment, RecordedUnit
 from sacplan._recompute.executor.draws import Draw, draw_of
@@ -126,6 +126,7 @@ class UnitRecorder(TorchDispatchMode):
         self._in_backward = False
         self._frames: dict[FrameType, torch.nn.Module] = {}  # of the module calls around the last op
         self._names: Mapping[int, str] = {}
+        self._likely: tuple[Call, ...] | None = None  # around the next op, of which the schedule was left
         self._table: dict[int, Slot] = {}
         self._outer: tuple[Any, Any] | None = None
         self._pack_hook: Any = None
@@ -216,7 +217,10 @@ class UnitRecorder(TorchDispatchMode):
         ):  # what a gradient inside a forward pass runs is never discarded
             ranks = [t.dim() for t in tensors_in((args, kwargs)) if is_plain(t)]
             description = described(found.name, ranks)
-            place = self._places.at(self._module_calls())
+            around = self._module_calls()
+            if self._likely is not None:
+                self._resume(around, description)
+            place = self._places.at(around)
             known = (self._places.calls, description)
             recorded = self._alignment.next(self._places.caller, place, description)
             if found.signature is None:
@@ -252,11 +256,19 @@ class UnitRecorder(TorchDispatchMode):
                     place = self._places.follow(known[0])
                     self._alignment.next(self._places.caller, place, known[1])
             expected = schedule.known[done] if done < len(schedule.known) else None
-            self._places.resume(self._module_calls(), () if expected is None else (expected[0],))
+            self._likely = () if expected is None else expected[0]
             self._handle_gaps = {gap for gap in schedule.handles if gap <= done}
             self._kept_gaps = {gap for gap in schedule.kept if gap <= done}
         self._ops, self._at = NO_OPS, 0
         self._set_hooks(True)
+
+    def _resume(self, around: list[tuple[FrameType, str]], description: str) -> None:
+        """Tell which module calls the first op after the schedule is in: if possible, those where it was recorded."""
+        assert self._likely is not None
+        candidates = list(self._places.candidates([name for _, name in around], self._likely))
+        expected = (c for c in candidates if self._alignment.expects(self._places.place_in(c), description))
+        self._places.resume(around, next(expected, candidates[0]))
+        self._likely = None
 
     def _learn(self) -> None:
         """The call is over."""
