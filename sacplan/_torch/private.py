@@ -387,7 +387,7 @@ def run_structured(mode: FakeTensorMode, op: torch._ops.OpOverload, args: Any, k
 
 
 def viewed(mode: FakeTensorMode, tensor: FakeTensor, shape: Sequence[int]) -> FakeTensor:
-    """``tensor.view(shape)`` with the strides of C++, which torch's formula for fake tensors has not where sizes are 1."""
+    """``tensor.view(shape)`` with the strides of C++: torch's formula for fake tensors has others where sizes are 1."""
     with in_kernel_invocation_manager(mode):
         return FakeTensor(mode, torch.ops.aten.view.default(tensor, shape), _CPU)
 
