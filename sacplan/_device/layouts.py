@@ -194,6 +194,28 @@ def _binary(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
     return _as_iterated(mode, own, a["self"], a["other"])
 
 
+@on_all_devices(
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.gelu_backward.default,
+    aten.sigmoid_backward.default,
+    aten.tanh_backward.default,
+)
+def _with_an_expanded_operand(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    """TensorIterator.cpp leaves it out of account, such as the gradient of a sum; torch's formula does not."""
+    operands = [v for v in a.values() if isinstance(v, torch.Tensor)]
+    if len(operands) != 2 or not any(0 in t.stride() for t in operands):
+        return own
+    return _as_iterated(mode, own, *operands)
+
+
+@on_cpu(aten.angle.default)  # UnaryOps.cpp
+def _contiguous_unary(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    return _contiguous(mode, own) if a["self"].is_complex() else own
+
+
 @on_all_devices(aten.ldexp.Tensor)
 def _ldexp(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
     """``self * 2**other``, of which the power is contiguous."""
