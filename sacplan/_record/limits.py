@@ -44,6 +44,10 @@ _LIMITS: tuple[tuple[str, str], ...] = (
         "with saved-tensor hooks, autograd hands out parameters without their Python attributes ({op}): keep the "
         "parameter itself on ctx",
     ),
+    (
+        r"its data is not allocated yet",
+        'an op reads the values of a tensor in a way that a fake step cannot follow: use trace="real"',
+    ),
     (r"not yet supported with fake tensors|[Ff]ake tensors? (is|are) not supported", 'use trace="real"'),
 )
 
