@@ -262,6 +262,15 @@ def test_a_call_that_does_something_else_is_planned_as_if_it_were_the_first() ->
 
 
 @pytest.mark.filterwarnings("ignore:the step is not the one")
+def test_flows_that_take_turns_are_known_from_their_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = applied(Outer(Flow()), {"units.0": everything()}, check=False)
+    for turn in range(3):
+        for flow in ("long", "gelu", "other", "short"):
+            planned.units[0].flow = flow
+            assert not calls_in_step("_module_calls", planned, monkeypatch) or not turn
+
+
+@pytest.mark.filterwarnings("ignore:the step is not the one")
 def test_a_write_that_no_call_before_made_is_seen() -> None:
     planned = applied(Outer(Flow()), {"units.0": everything()}, check=False)
     for flow in ("long", "other", "long"):

@@ -42,7 +42,9 @@ from sacplan._torch import ops, private
 from sacplan._torch.private import current_saved_tensors_hooks, keep_dynamo_out
 from sacplan.errors import PlanError
 
-_MAX_SCHEDULES = 8
+_MAX_KINDS = 8
+_MAX_SCHEDULES = 4
+"""Of the calls of one kind."""
 
 keep_dynamo_out(alignment, draws, handles, nodes, places, recorder, schedule, tensors, ops, private)
 
@@ -80,7 +82,7 @@ class PlannedForward:
         self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")  # set by somebody else
         self._is_method = isinstance(inspect.getattr_static(type(module), "forward"), FunctionType)
         self.first_step = FirstStep(check, check)
-        self._schedules: dict[Any, Schedule] = {}
+        self._schedules: dict[Any, tuple[Schedule, ...]] = {}
         self._parameters: list[tuple[dict[str, Any], str]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -129,7 +131,8 @@ class PlannedForward:
         if here.recorder is not None or not torch.is_grad_enabled():
             return self.call_original(*args, **kwargs)  # a unit inside a unit belongs to the outer one
         kind = self._kind_of_call(args, kwargs)
-        recorder = UnitRecorder(self.recorded, self._names, self.first_step, self._schedules.get(kind))
+        known = self._schedules.get(kind, ())
+        recorder = UnitRecorder(self.recorded, self._names, self.first_step, known)
         with recorder:
             out = self.call_original(*args, **kwargs)
         if recorder.difference is not None and self._first_in_training in (None, self.module.training):
@@ -137,10 +140,12 @@ class PlannedForward:
             self.differences.note(recorder.difference, may_warn=self._first_in_training is not None)
         if self._first_in_training is None:
             self._first_in_training = self.module.training
-        if recorder.learned is not None:
-            if len(self._schedules) == _MAX_SCHEDULES:
+        latest = recorder.learned or recorder.followed
+        if latest is not None and (not known or latest is not known[0]):
+            if len(self._schedules) == _MAX_KINDS and kind not in self._schedules:
                 self._schedules = {}
-            self._schedules[kind] = recorder.learned
+            others = tuple(schedule for schedule in known if schedule is not latest)
+            self._schedules[kind] = (latest, *others[: _MAX_SCHEDULES - 1])
         return out
 
     def _names(self) -> dict[int, str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -90,11 +90,12 @@ class UnitRecorder(TorchDispatchMode):
         recorded: the unit's calls in the recorded step, with what is discarded.
         names: gives the names, relative to the unit, of the modules in it, by ``id``.
         first_step: whether checksums are wanted.
-        schedule: what an earlier call did.
+        schedules: what earlier calls did, the likely one first.
 
     Attributes:
         paused: ops that run now are no part of the unit's forward.
-        learned: after the call, its schedule; None if it did what the given one says, or failed.
+        learned: after the call, its schedule; None if it did what one of the given says, or failed.
+        followed: that one.
         difference: after the call, where it first differs from the recorded step, if it does.
     """
 
@@ -105,17 +106,19 @@ class UnitRecorder(TorchDispatchMode):
         recorded: RecordedUnit,
         names: Callable[[], Mapping[int, str]],
         first_step: FirstStep | None = None,
-        schedule: Schedule | None = None,
+        schedules: Sequence[Schedule] = (),
     ) -> None:
         super().__init__()
         self.paused = False
         self.learned: Schedule | None = None
+        self.followed: Schedule | None = None
         self.difference: StepDifference | None = None
         self._unit = recorded.fqn
         self._recorded = recorded
         self._names_of_modules = names
         self._first_step = first_step or FirstStep(False, False)
-        self._schedule = schedule
+        self._schedule = schedules[0] if schedules else None
+        self._others = schedules[1:]
         self._ops: ScheduledOps = NO_OPS
         self._at = 0
         self._looked_up: list[tuple[Any, ScheduledOp | None]] | None = None  # None while the schedule holds
@@ -175,6 +178,9 @@ class UnitRecorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         expected, op = self._ops[self._at]
         if expected is func:
+            self._at += 1
+        elif func is not _DETACH and self._follows_another(func):
+            op = self._ops[self._at][1]
             self._at += 1
         else:
             op = self._look_up(func, args, kwargs)
@@ -244,6 +250,19 @@ class UnitRecorder(TorchDispatchMode):
         self._frames = module_calls(self._outer_frame, self._frames)
         return [(frame, names[id(m)]) for frame, m in self._frames.items() if id(m) in names]
 
+    def _follows_another(self, func: Any) -> bool:
+        """Whether another schedule began with the same ops, and goes on with this one; it is followed from here on."""
+        if self._looked_up is not None or self._schedule is None:
+            return False
+        done = self._at
+        for other in self._others:
+            if other.switches == self._switches and other.goes_on(self._ops, done, func):
+                self._schedule, self._ops = other, other.ops
+                if other.switches:
+                    self._set_hooks(other.hooks_before(done))
+                return True
+        return False
+
     def _leave_schedule(self) -> None:
         """Continue as if every op so far had been looked up."""
         done, schedule = self._at, self._schedule
@@ -272,10 +291,10 @@ class UnitRecorder(TorchDispatchMode):
 
     def _learn(self) -> None:
         """The call is over."""
-        schedule = self._schedule
         if self._looked_up is None:
-            if self._ops[self._at][0] is None:  # it did what the schedule says
-                self.difference = schedule.difference if schedule is not None else None
+            if self._ops[self._at][0] is None or self._follows_another(None):  # it did what the schedule says
+                self.followed = self._schedule
+                self.difference = self.followed.difference if self.followed is not None else None
                 return
             self._leave_schedule()
         assert self._looked_up is not None

@@ -77,6 +77,17 @@ class Schedule:
     kept: frozenset[int]
     difference: StepDifference | None = None
 
+    def goes_on(self, ops: ScheduledOps, done: int, func: Any) -> bool:
+        """Whether the first ``done`` ops are the same as those, and the next is ``func`` (None: the end)."""
+        if len(self.ops) <= done or self.ops[done][0] is not func:
+            return False
+        return all(one[0] is other[0] for one, other in zip(self.ops[:done], ops[:done], strict=True))
+
+    def hooks_before(self, done: int) -> bool:
+        """Whether the hooks are on after the first ``done`` ops."""
+        flags = (op.hooks for _, op in reversed(self.ops[:done]) if op is not None and op.hooks is not None)
+        return next(flags, False)
+
 
 def schedule_of(
     ops: ScheduledOps,
