@@ -454,7 +454,8 @@ def _record_settled_step(
         before, plain = program, plain_attributes(step.model)
         recording = recorder()
         recording.track_storages(left)
-        program = _record(step, recording, rules)
+        with preserved_rng():  # a layer that is dropped at random is dropped again
+            program = _record(step, recording, rules)
         left = recording.left_behind()
         if left:
             gc.collect(
