@@ -42,7 +42,6 @@ LEFT = {
     "aten._embedding_bag.default": "a CPU returns empty indices where a sum needs none; the fake kernel has them",
     "aten._fft_c2c.default": "an expanded input of equal strides: MKL's order of the dimensions; same bytes",
     "aten._fft_r2c.default": "an expanded input of equal strides: MKL's order of the dimensions; same bytes",
-    "aten.mul.Tensor": "a lazily conjugated operand beside an expanded one: order of the dimensions; same bytes",
     "aten.lift_fresh.default": "returns its argument, of which FakeTensorMode makes a fake tensor",
 }
 """What may differ, and why it does no harm."""

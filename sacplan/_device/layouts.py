@@ -204,9 +204,13 @@ def _binary(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
     aten.tanh_backward.default,
 )
 def _with_an_expanded_operand(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
-    """TensorIterator.cpp leaves it out of account, such as the gradient of a sum; torch's formula does not."""
+    """TensorIterator.cpp leaves it out of account, such as the gradient of a sum; torch's formula does not.
+
+    Where it has another type than the result it is copied first, and then counts.
+    """
     operands = [v for v in a.values() if isinstance(v, torch.Tensor)]
-    if len(operands) != 2 or not any(0 in t.stride() for t in operands):
+    expanded = any(0 in t.stride() for t in operands)
+    if len(operands) != 2 or not expanded or operands[0].dtype != operands[1].dtype:
         return own
     return _as_iterated(mode, own, *operands)
 
