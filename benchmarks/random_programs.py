@@ -618,7 +618,7 @@ def _differences_expected() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _drawing() -> Iterator[None]:
+def drawing() -> Iterator[None]:
     """Meanwhile, another thread draws from the default generator."""
     stop = threading.Event()
 
@@ -659,7 +659,7 @@ def _run_on_threads(program: RandomProgram, plan: sacplan.Plan, steps: int, outc
     for model in planned:
         sacplan.apply(model, plan)
     workers = [threading.Thread(target=train, args=(which,)) for which in range(2)]
-    with _drawing() if program.seed % 8 == 0 else contextlib.nullcontext(), _differences_expected():
+    with drawing() if program.seed % 8 == 0 else contextlib.nullcontext(), _differences_expected():
         for worker in workers:
             worker.start()
         for worker in workers:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
+from benchmarks.random_programs import drawing
 from sacplan._recompute.executor import draws
 from sacplan._recompute.executor.draws import Draw
 from sacplan.errors import RecipeError
@@ -76,23 +76,6 @@ def gradient(model: Noisy, x: torch.Tensor) -> torch.Tensor:
     model(x).sum().backward()
     assert model.weight.grad is not None
     return model.weight.grad
-
-
-@contextmanager
-def drawing() -> Iterator[None]:
-    stop = threading.Event()
-
-    def draw() -> None:
-        while not stop.is_set():
-            torch.rand(8)
-
-    thread = threading.Thread(target=draw)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 @pytest.mark.parametrize("kind", DRAWS)

@@ -458,9 +458,7 @@ def _record_settled_step(
             program = _record(step, recording, rules)
         left = recording.left_behind()
         if left:
-            gc.collect(
-                0
-            )  # what is only left in reference cycles; it was all made since the collector was switched off
+            gc.collect(0)  # what is only left in reference cycles: all made since the collector is off
             left = [ref for ref in left if ref() is not None]
         if not left and plain_attributes(step.model) == plain:
             return program

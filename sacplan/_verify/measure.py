@@ -62,7 +62,7 @@ def _clear(step: Step) -> None:
 
 
 def _run_cuda(step: Step, batch_tensors: Iterable[torch.Tensor], device: torch.device) -> Measured:
-    own = bytes_alive(step, [*batch_tensors, *cached_tensors(step.model)], round_bytes=CUDA_ROUND_BYTES)
+    own = bytes_alive(step, batch_tensors, round_bytes=CUDA_ROUND_BYTES)
     torch.cuda.synchronize(device)
     drop_cublas_workspaces()
     torch.cuda.reset_peak_memory_stats(device)
@@ -84,9 +84,7 @@ def drop_cublas_workspaces() -> None:
 
 
 def _run_cpu(step: Step, batch_tensors: Iterable[torch.Tensor]) -> Measured:
-    tensors = [*batch_tensors, *cached_tensors(step.model)]
-    before = bytes_alive(step, tensors)
-    del tensors
+    before = bytes_alive(step, batch_tensors)
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         began = time.perf_counter()
         step.run()
@@ -100,12 +98,12 @@ def _run_cpu(step: Step, batch_tensors: Iterable[torch.Tensor]) -> Measured:
 
 
 def bytes_alive(step: Step, batch_tensors: Iterable[torch.Tensor], *, round_bytes: int = 1) -> int:
-    """Bytes of the distinct storages of parameters, their gradients, buffers, optimizer state and batch.
+    """Bytes of the distinct storages of parameters, their gradients, buffers, caches, optimizer state and batch.
 
     Only those on the device of the parameters, each a multiple of ``round_bytes``.
     """
     parameters = list(step.model.parameters())
-    tensors = [*parameters, *step.model.buffers(), *batch_tensors]
+    tensors = [*parameters, *step.model.buffers(), *cached_tensors(step.model), *batch_tensors]
     tensors.extend(p.grad for p in parameters if p.grad is not None)
     if step.optimizer is not None:
         for state in step.optimizer.state.values():

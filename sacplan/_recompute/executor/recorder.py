@@ -123,6 +123,7 @@ class UnitRecorder(TorchDispatchMode):
         self._at = 0
         self._looked_up: list[tuple[Any, ScheduledOp | None]] | None = None  # None while the schedule holds
         self._known: list[Known | None] = []  # of what was looked up
+        self._named = -1  # position of the last op among those that are known
         self._alignment = Alignment(recorded)
         self._places = Places()
         self._outer_frame: FrameType | None = None
@@ -218,9 +219,7 @@ class UnitRecorder(TorchDispatchMode):
         found = _func(func)
         op, known = found.kept, None
         inner = in_backward() and not self._in_backward
-        if (
-            found.name is not None and not inner
-        ):  # what a gradient inside a forward pass runs is never discarded
+        if found.name is not None and not inner:  # a gradient inside a forward pass is not recomputed
             ranks = [t.dim() for t in tensors_in((args, kwargs)) if is_plain(t)]
             description = described(found.name, ranks)
             around = self._module_calls()
@@ -228,11 +227,12 @@ class UnitRecorder(TorchDispatchMode):
                 self._resume(around, description)
             place = self._places.at(around)
             known = (self._places.calls, description)
+            self._named += 1
             recorded = self._alignment.next(self._places.caller, place, description)
             if found.signature is None:
                 pass
             elif recorded is None:
-                site = CallSite(found.name, sum(known is not None for known in self._known), place)
+                site = CallSite(found.name, self._named, place)
                 op = ScheduledOp(Action.FOLLOW, found.signature, site)
             elif recorded.times:
                 op = ScheduledOp(Action.DISCARD, found.signature, recorded.site, recorded.times)
@@ -272,6 +272,7 @@ class UnitRecorder(TorchDispatchMode):
             self._known = list(schedule.known[:done])
             for known in self._known:
                 if known is not None:
+                    self._named += 1
                     place = self._places.follow(known[0])
                     self._alignment.next(self._places.caller, place, known[1])
             expected = schedule.known[done] if done < len(schedule.known) else None
