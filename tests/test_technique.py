@@ -42,7 +42,7 @@ class HalfPrecision:
         )
         return tuple(Half(*site) for site in dict.fromkeys(sites))  # type: ignore[misc]
 
-    def patch(self, program: Program, decisions: Sequence[Decision]) -> Patch:
+    def patch(self, program: Program, decisions: Sequence[Decision], device: Any) -> Patch:
         wanted = {decision.site for decision in decisions}
         calls = {call: unit for unit, *_ in wanted for call in program.calls[unit]}
         ops = {op for c, u in calls.items() for op, site in program.sites(c).items() if (u, *site) in wanted}

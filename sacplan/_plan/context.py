@@ -6,6 +6,7 @@ import math
 from functools import cached_property
 from typing import Literal
 
+from sacplan._device.devices import DeviceSpec
 from sacplan._plan.bound import Bound
 from sacplan._plan.effects import LocalEffects, RegionProblem, effects_of
 from sacplan._plan.techniques import DEFAULT_TECHNIQUES, TECHNIQUES
@@ -37,8 +38,10 @@ class PlanningContext:
         objective: Objective,
         pins: Pins = NO_PINS,
         techniques: tuple[str, ...] = DEFAULT_TECHNIQUES,
+        device: DeviceSpec | None = None,
     ) -> None:
         self.program = program
+        self.device = device
         self.techniques = techniques
         self.objective = objective
         self.pins = pins
@@ -98,13 +101,17 @@ def planning_context(
     objective: Objective = "time",
     pins: Pins = NO_PINS,
     techniques: tuple[str, ...] = DEFAULT_TECHNIQUES,
+    device: DeviceSpec | None = None,
 ) -> PlanningContext:
-    """The context of a program; made once, so that several budgets share it."""
+    """The context of a program; made once, so that several budgets share it.
+
+    ``device``: what the step runs on, for techniques that ask (see ``rewritten``).
+    """
     if objective not in ("time", "flops"):
         raise PlanError(f"unknown objective {objective!r}; known are 'time' and 'flops'.")
     return program.derived(
-        ("planning", objective, techniques, *pins.key),
-        lambda: PlanningContext(program, objective, pins, techniques),
+        ("planning", objective, techniques, device, *pins.key),
+        lambda: PlanningContext(program, objective, pins, techniques, device),
     )
 
 

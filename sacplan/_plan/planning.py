@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from sacplan._plan.context import Objective, planning_context
+from sacplan._plan.context import Objective, PlanningContext, planning_context
 from sacplan._plan.make import made_plan
 from sacplan._plan.plan import Plan, Status
 from sacplan._plan.provenance import Provenance, options_of
@@ -17,7 +17,7 @@ from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._program.program import Phase
 from sacplan._ranks.ranks import Ranks
-from sacplan._recompute.pins import Pins, resolve_pins
+from sacplan._recompute.pins import NO_PINS, Pins, resolve_pins
 from sacplan._rotor.sequences import Rotor, is_longer
 from sacplan._solve.greedy import Greedy
 from sacplan._solve.milp import Milp
@@ -147,7 +147,11 @@ class _Asked:
         return cls(profile, solvers, objective, pins, names)
 
     def search(self) -> Search:
-        return Search(planning_context(self.profile.program, self.objective, self.pins, self.techniques))
+        return Search(self.context(self.pins))
+
+    def context(self, pins: Pins) -> PlanningContext:
+        profile = self.profile
+        return planning_context(profile.program, self.objective, pins, self.techniques, profile.spec)
 
     def as_plan(
         self, found: Candidate, budget: float | str | None = None, budget_bytes: int | None = None
@@ -248,7 +252,7 @@ def _pinned_share(asked: _Asked, search: Search) -> str:
     """A sentence on how much smaller the smallest peak would be without pins, if it would be."""
     if not asked.pins:
         return ""
-    free = Search(planning_context(search.program, asked.objective, techniques=asked.techniques))
+    free = Search(asked.context(NO_PINS))
     free.minimise(asked.solvers, 0)
     smallest = free.smallest.footprint.peak_bytes
     if smallest >= search.smallest.footprint.peak_bytes:

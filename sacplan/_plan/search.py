@@ -163,7 +163,7 @@ class Search:
     ) -> Candidate:
         key = frozenset(decisions)
         if key not in self.tried:
-            program = rewritten(self.program, decisions)
+            program = rewritten(self.program, decisions, self.context.device)
             added = program.ops[len(self.program.ops) :]
             added_ms = sum(op.time_ms for op in added if op.recomputes < 0)
             self.tried[key] = Candidate(decisions, program.footprint, added_ms, status, gap, solver)

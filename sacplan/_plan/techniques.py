@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Decision
 from sacplan._program.program import Program
 from sacplan._program.technique import Technique
@@ -39,8 +40,11 @@ def by_technique(decisions: Sequence[Decision]) -> Iterator[tuple[Technique, lis
             yield technique, own
 
 
-def rewritten(program: Program, decisions: Sequence[Decision]) -> Program:
-    """The program of the step with the decisions of a plan: one technique after the other rewrites it."""
+def rewritten(program: Program, decisions: Sequence[Decision], device: DeviceSpec | None = None) -> Program:
+    """The program of the step with the decisions of a plan: one technique after the other rewrites it.
+
+    ``device``: what the step runs on; needed where a technique changes the sizes that kernels are called with.
+    """
     for technique, own in by_technique(decisions):
-        program = program.with_(technique.patch(program, own))
+        program = program.with_(technique.patch(program, own, device))
     return program

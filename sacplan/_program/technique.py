@@ -7,7 +7,7 @@ knows how it works: neither the solvers, which see numbers, nor the fold, which 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -15,6 +15,9 @@ from sacplan._program.decisions import Decision
 from sacplan._program.places import OpSequence, StepDifference
 from sacplan._program.program import Patch, Program
 from sacplan._program.regions import Option, Region
+
+if TYPE_CHECKING:
+    from sacplan._device.devices import DeviceSpec
 
 View = Sequence[tuple[int, int, int]]
 """(position, ``Event``, index) of some events of a program."""
@@ -71,8 +74,11 @@ class Technique(Protocol):
         """Options that were chosen as decisions of a plan."""
         ...
 
-    def patch(self, program: Program, decisions: Sequence[Decision]) -> Patch:
-        """The rewrite that decisions of a plan are. The program may be rewritten by other techniques already."""
+    def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
+        """The rewrite that decisions of a plan are. The program may be rewritten by other techniques already.
+
+        ``device``: what the step runs on. None where it is not known; a technique may then refuse.
+        """
         ...
 
     def install(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Decision, Recompute, as_decisions, discarded_by
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Patch, Program
@@ -50,7 +51,7 @@ class Recomputation:
                             found[unit][site] = 1
         return as_decisions(narrowed(program, found))
 
-    def patch(self, program: Program, decisions: Sequence[Decision]) -> Patch:
+    def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
         """Events of discarded storages, and ops that run again."""
         return recompute(program, discarded_by(decisions))
 
