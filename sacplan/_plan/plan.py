@@ -106,7 +106,9 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
         seen: set[Site] = set()
         for decision in self.decisions:
             if decision.unit not in self.units:
-                raise PlanError(f"there is a decision about {decision.site}, but no unit {decision.unit!r}.")
+                raise PlanError(f"there is a decision about {decision}, but no unit {decision.unit!r}.")
+            if not isinstance(decision, Recompute):
+                continue
             if decision.site in seen:
                 raise PlanError(
                     f"there are two decisions about {decision.site}; a plan has one for a call site."
@@ -150,7 +152,7 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
         found: dict[Site, str] = {}
         for fqn, unit in self.units.items():
             found.update((Site(fqn, *site), "keep") for site in unit.kept)
-        found.update((decision.site, "discard") for decision in self.decisions)
+        found.update((d.site, "discard") for d in self.decisions if isinstance(d, Recompute))
         return found
 
     def to_frame(self) -> pd.DataFrame:

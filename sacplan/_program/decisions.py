@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct
 
@@ -58,7 +58,36 @@ class Recompute(SiteDecision, frozen=True, tag="recompute", omit_defaults=True):
     times: Positive = 1
 
 
-Decision: TypeAlias = Recompute  # a further technique is a class above, and a member here: Recompute | Chunk
+class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
+    """Run some ops in slices of one dimension.
+
+    What a slice makes inside is gone before the next one begins. The size is split into ``slices`` slices of equal
+    length; the last one may be shorter. It is the size that a call has, not the recorded one.
+
+    Attributes:
+        unit: fqn of the module, ``""`` for the model itself.
+        span: which ops. ``"stretch"``: those at ``sites``, in one call of the unit, without gradients. ``"module"``:
+            the unit's forward, and its backward, in which the forward of each slice runs again. ``"rest"``: all that is
+            computed from the unit's input until it is reduced to numbers, forward and backward in one loop.
+        slices: how many.
+        dim, outer, inner: what is sliced. Dimension ``dim``, seen as (outer, size, inner), is sliced along the middle.
+            It is a dimension of the unit's input; for a stretch, of what the op at its last site makes.
+        sites: call sites of a stretch, in order.
+        accumulate: in what gradients of parameters are summed up over the slices: in the parameter's own type, or in
+            float32.
+    """
+
+    unit: str
+    span: Literal["stretch", "module", "rest"]
+    slices: Positive
+    dim: Count
+    outer: Positive = 1
+    inner: Positive = 1
+    sites: tuple[CallSite, ...] = ()
+    accumulate: Literal["parameter", "float32"] = "parameter"
+
+
+Decision: TypeAlias = Recompute | Chunk  # a further technique is a class above, and a member here
 
 Discarded = Mapping[str, Mapping[CallSite, int]]
 """Unit to the call sites that it discards, each with the number of times that its values are dropped."""

@@ -172,7 +172,8 @@ class Patch(msgspec.Struct, frozen=True):
         storage_bytes, storage_kinds: of new storages.
         initial: new storages that are alive when the step begins.
         tensors: new tensors.
-        handle_storages: of new handles.
+        handle_storages, handle_ops: of new handles; ops may be left out.
+        instance_handles: of new instances.
         changed_handles: by index, the storage and the tensor that a handle of the program is on instead.
         resized: storages of the program that have another size.
         parameter_bytes: modules whose parameters do.
@@ -186,6 +187,8 @@ class Patch(msgspec.Struct, frozen=True):
     initial: tuple[int, ...] = ()
     tensors: tuple[Tensor, ...] = ()
     handle_storages: tuple[int, ...] = ()
+    handle_ops: tuple[int, ...] = ()
+    instance_handles: tuple[int, ...] = ()
     changed_handles: Mapping[int, tuple[int, int]] = {}
     resized: Mapping[int, int] = {}
     parameter_bytes: Mapping[str, int] = {}

@@ -77,6 +77,12 @@ class Fold:
         known = self._program.handle_storages
         return known[handle] if handle < len(known) else self._patch.handle_storages[handle - len(known)]
 
+    def instance_storage(self, instance: int) -> int:
+        """The storage of an instance of the program or the patch."""
+        known = self._program.instance_handles
+        new = instance - len(known)
+        return self.handle_storage(known[instance] if new < 0 else self._patch.instance_handles[new])
+
     def hold(self, storage: int) -> None:
         """One more holds it."""
         self.holders[storage] += 1
@@ -108,9 +114,9 @@ class Fold:
         elif code == _RELEASE:
             self.release(self.handle_storage(arg))
         elif code == _UNPACK:
-            self.hold(self.handle_storage(self._program.instance_handles[arg]))
+            self.hold(self.instance_storage(arg))
         elif code == _DROP:
-            self.release(self.handle_storage(self._program.instance_handles[arg]))
+            self.release(self.instance_storage(arg))
         elif code == _ALLOC:
             self.hold(arg)
 

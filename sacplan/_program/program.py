@@ -129,7 +129,8 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
             tensors=self.tensors + patch.tensors,
             handle_storages=(*storages, *patch.handle_storages),
             handle_tensors=(*tensors, *unknown),
-            handle_ops=self.handle_ops + unknown,
+            handle_ops=self.handle_ops + (patch.handle_ops or unknown),
+            instance_handles=self.instance_handles + patch.instance_handles,
             parameter_bytes={**self.parameter_bytes, **patch.parameter_bytes},
         )
 
@@ -361,20 +362,24 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
                 made.update(op.writes, op.mutates)
         return False
 
-    @property
+    @cached_property
     def forward_ms(self) -> float:
         """Time of the forward pass, loss included."""
-        return sum(op.time_ms for op in self.ops if op.phase == Phase.FORWARD)
+        return sum(op.time_ms for op in self._run() if op.phase == Phase.FORWARD)
 
-    @property
+    @cached_property
     def step_ms(self) -> float:
         """Time of all ops of the step."""
-        return sum(op.time_ms for op in self.ops)
+        return sum(op.time_ms for op in self._run())
 
-    @property
+    @cached_property
     def flops(self) -> int:
         """Floating-point operations of the whole step."""
-        return sum(op.flops for op in self.ops)
+        return sum(op.flops for op in self._run())
+
+    def _run(self) -> Iterator[Op]:
+        """The ops that run: a rewrite may leave some out."""
+        return (self.ops[arg] for code, arg in self.events if code == Event.OP)
 
 
 def _program(*fields: Any) -> Program:
