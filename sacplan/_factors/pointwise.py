@@ -18,11 +18,12 @@ def broadcast(dims: Dims, to: Sequence[int], shape: Sequence[int]) -> Dims | Non
 # Those that PyTorch tags as pointwise need not be named.
 @register(
     "pointwise",
-    """_conj _prelu_kernel complex floor_divide hardshrink_backward hardswish polar rsub _prelu_kernel_backward _to_copy alias clone contiguous copy detach detach_copy elu_backward
-    empty_like fill full_like gelu_backward hardsigmoid_backward hardswish_backward
-    hardtanh_backward leaky_relu_backward lift_fresh log_sigmoid_backward log_sigmoid_forward
-    logical_and logical_not logical_or masked_fill mish_backward nan_to_num native_dropout_backward
-    ones_like rrelu_with_noise_backward sigmoid_backward silu_backward softplus_backward
+    """_conj _prelu_kernel _prelu_kernel_backward _to_copy alias clone complex contiguous copy detach
+    detach_copy elu_backward empty_like fill floor_divide full_like gelu_backward
+    hardshrink_backward hardsigmoid_backward hardswish hardswish_backward hardtanh_backward
+    leaky_relu_backward lift_fresh log_sigmoid_backward log_sigmoid_forward logical_and logical_not
+    logical_or masked_fill mish_backward nan_to_num native_dropout_backward ones_like polar
+    rrelu_with_noise_backward rsub sigmoid_backward silu_backward softplus_backward
     softshrink_backward tanh_backward threshold_backward zero zeros_like""",
 )
 def pointwise(call: Call) -> Rule | None:
