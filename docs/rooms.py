@@ -15,8 +15,8 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent.parent / "sacplan"
 
 ROOMS = (
-    "errors", "_torch", "_factors", "_program", "_device", "_rewrites", "_record", "_ranks", "_solve", "_recompute", "_rotor",
-    "_classical", "_profile", "_plan", "_apply", "_verify", "_report", "integrations", "_cli",
+    "errors", "_torch", "_factors", "_program", "_device", "_rewrites", "_record", "_ranks", "_solve", "_recompute",
+    "_rotor", "_classical", "_profile", "_plan", "_apply", "_verify", "_report", "integrations", "_cli",
 )  # fmt: skip
 """From the ground up: a room imports only from rooms before it."""
 

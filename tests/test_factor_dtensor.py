@@ -173,6 +173,8 @@ def test_no_contradiction(strategies: Any) -> None:
         assert rule is not None
         ours = placements_of(rule)
         for inputs, theirs in strategies(op, args, len(outputs)):
+            if set(inputs) == {str(Replicate())}:
+                continue
             if theirs == ours.get(inputs):
                 agreed += 1
             elif inputs in ours:

@@ -116,14 +116,14 @@ def is_tensor(value: Any) -> bool:
 
 def flat_tensors(value: Any) -> Iterator[Any]:
     """The tensors in arguments or results: nested tuples, lists and dicts."""
-    if is_tensor(value):
-        yield value
-    elif isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list)):
         for item in value:
             yield from flat_tensors(item)
     elif isinstance(value, dict):
         for item in value.values():
             yield from flat_tensors(item)
+    elif is_tensor(value):
+        yield value
 
 
 class Call:
@@ -132,6 +132,7 @@ class Call:
     Attributes:
         name: of the op, without the overload.
         arguments: by name, defaults included.
+        named_inputs: the tensors in arguments, each with the name of the argument that it stands in.
         inputs, outputs: the tensors, in order.
     """
 
@@ -140,17 +141,12 @@ class Call:
     ) -> None:
         self.name = _name_of(func)
         self.arguments = arguments_by_name(func, args, kwargs)
-        self.inputs: list[Any] = list(flat_tensors((tuple(args), dict(kwargs))))
-        self.outputs: list[Any] = list(flat_tensors(outputs))
-        self._positions = {name: i for i, name in enumerate(self.arguments)}
-        self._names = [
-            name
-            for name, value in (
-                *zip(self.arguments, args, strict=False),
-                *kwargs.items(),
-            )
-            for _ in flat_tensors(value)
+        given = (*zip(self.arguments, args, strict=False), *kwargs.items())
+        self.named_inputs: list[tuple[str, Any]] = [
+            (name, t) for name, value in given for t in flat_tensors(value)
         ]
+        self.inputs: list[Any] = [t for _, t in self.named_inputs]
+        self.outputs: list[Any] = list(flat_tensors(outputs))
         self._sizes: list[int] = []
         self._kinds: list[Kind] = []
         self._by_output: dict[tuple[int, int], Kind] = {}
@@ -159,11 +155,6 @@ class Call:
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
-
-    @property
-    def named_inputs(self) -> Iterator[tuple[str, Any]]:
-        """The tensor arguments with the name of the argument that each stands in."""
-        return zip(self._names, self.inputs, strict=True)
 
     # --- factors
 
@@ -194,7 +185,7 @@ class Call:
     def resize(self, argument: str, position: int | None, factors: Factors) -> None:
         """Say that an integer argument, or one of a list, is the size of these factors."""
         if factors:
-            self._resized.append(Resized(self._positions[argument], position, factors))
+            self._resized.append(Resized(self._position(argument), position, factors))
 
     def resize_all(self, argument: str, dims: Dims) -> None:
         """Say that an argument lists the sizes of these dimensions."""
@@ -204,14 +195,19 @@ class Call:
     def replace(self, argument: str, value: Any, factors: Factors) -> None:
         """Say that an argument has another value in slices of these factors."""
         if factors:
-            self._replaced.append(Replaced(self._positions[argument], value, factors))
+            self._replaced.append(Replaced(self._position(argument), value, factors))
+
+    def _position(self, argument: str) -> int:
+        return list(self.arguments).index(argument)
 
     def rule(self, inputs: Sequence[Dims], outputs: Sequence[Dims]) -> Rule:
         """The rule with these factors."""
-        kinds = tuple(
-            tuple(self._by_output.get((output, f), kind) for f, kind in enumerate(self._kinds))
-            for output in range(len(outputs))
-        )
+        kinds = (tuple(self._kinds),) * len(outputs)
+        if self._by_output:
+            kinds = tuple(
+                tuple(self._by_output.get((output, f), kind) for f, kind in enumerate(self._kinds))
+                for output in range(len(outputs))
+            )
         return Rule(
             tuple(inputs),
             tuple(outputs),
@@ -241,6 +237,7 @@ def register(*names: str) -> Callable[[FormulaT], FormulaT]:
     return add
 
 
+@functools.cache
 def _name_of(func: torch._ops.OpOverload) -> str:
     return str(func._schema.name).partition("::")[2]
 
