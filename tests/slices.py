@@ -53,7 +53,7 @@ def run_in_slices(call: OpCall, rule: Rule, within: FactorAxis, cuts: Sequence[i
     results: list[torch.Tensor | None] = [None] * len(whole)
     start = 0
     for stop in cuts:
-        parts = _run_slice(call, rule, within, start, stop)
+        parts = run_slice(call, rule, within, start, stop)
         assert len(parts) == len(rule.outputs)
         for i, (part, dims) in enumerate(zip(parts, rule.outputs, strict=True)):
             kind, axis = rule.kind(within.factor, i), from_factor(dims, rule.sizes, within)
@@ -91,7 +91,8 @@ _COMBINED = {
 }
 
 
-def _run_slice(call: OpCall, rule: Rule, within: FactorAxis, start: int, stop: int) -> list[torch.Tensor]:
+def run_slice(call: OpCall, rule: Rule, within: FactorAxis, start: int, stop: int) -> list[torch.Tensor]:
+    """What the op returns for one slice of its inputs."""
     dims_of_inputs = iter(rule.inputs)
 
     def cut(value: Any) -> Any:
@@ -106,7 +107,7 @@ def _run_slice(call: OpCall, rule: Rule, within: FactorAxis, start: int, stop: i
 
 
 def assert_well_formed(rule: Rule, call: OpCall, outputs: Sequence[torch.Tensor]) -> None:
-    """Sizes are products of factors, and a factor is in at most one dimension of a tensor."""
+    """Sizes are products of factors, and a factor is in at most one dimension of a tensor, and in some tensor."""
     inputs = list(flat_tensors((tuple(call.args), call.kwargs)))
     assert len(rule.inputs) == len(inputs)
     assert len(rule.outputs) == len(rule.kinds) == len(outputs)
@@ -117,6 +118,9 @@ def assert_well_formed(rule: Rule, call: OpCall, outputs: Sequence[torch.Tensor]
         used = [f for factors in dims for f in factors]
         assert len(set(used)) == len(used)
     assert all(len(kinds) == len(rule.sizes) for kinds in rule.kinds)
+    assert set(rule.sliceable) <= {
+        f for dims in rule.inputs + rule.outputs for factors in dims for f in factors
+    }
 
 
 Cut = Callable[[int], tuple[tuple[int, int, int], list[int]]]
