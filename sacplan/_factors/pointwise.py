@@ -27,18 +27,21 @@ def broadcast(dims: Dims, to: Sequence[int], shape: Sequence[int]) -> Dims | Non
     softshrink_backward tanh_backward threshold_backward zero zeros_like""",
 )
 def pointwise(call: Call) -> Rule | None:
-    """One factor for each dimension of the output."""
-    shape = call.outputs[0].shape
-    if any(tuple(o.shape) != tuple(shape) for o in call.outputs):
-        return None
+    """One factor for each dimension of the output; a buffer that the device's kernel does not need may be empty."""
+    shape = tuple(call.outputs[0].shape)
     dims = call.dims(shape)
-    inputs = []
-    for t in call.inputs:
-        found = broadcast(dims, shape, t.shape)
-        if found is None:
+    found = []
+    for i, t in enumerate((*call.inputs, *call.outputs)):
+        is_output = i >= len(call.inputs)
+        if is_output and tuple(t.shape) == shape:
+            found.append(dims)
+        elif not is_output and (broadcasts := broadcast(dims, shape, t.shape)) is not None:
+            found.append(broadcasts)
+        elif 0 in t.shape:
+            found.append(call.blocked(t.shape))
+        else:
             return None
-        inputs.append(found)
-    return call.rule(inputs, [dims] * len(call.outputs))
+    return call.rule(found[: len(call.inputs)], found[len(call.inputs) :])
 
 
 @register("scalar_tensor")
@@ -49,8 +52,10 @@ def _scalar(call: Call) -> Rule:
 @register("isin", "bucketize")
 def _looked_up(call: Call) -> Rule | None:
     """Elements are looked up one by one in a second tensor, which is needed whole."""
-    if len(call.inputs) != 2 or tuple(call.outputs[0].shape) != tuple(call.inputs[0].shape):
+    if tuple(call.outputs[0].shape) != tuple(call.inputs[0].shape):
         return None
+    if len(call.inputs) == 1:
+        return pointwise(call)
     dims = call.dims(call.outputs[0].shape)
     return call.rule([dims, call.blocked(call.inputs[1].shape)], [dims])
 
