@@ -84,6 +84,12 @@ def test_sizes_in_arguments() -> None:
     assert rows is not None
     assert from_factor(rule.outputs[0], rule.sizes, rows) == Axis(0, 4, 3, 1)
     assert resized_arguments(rule, (x, [12, -1]), rows, 2)[1] == [8, -1]
+    rule = rule_for(aten.new_empty_strided.default, x, [2, 6, 5], [5, 10, 1])  # dimensions 1, 0, 2 by stride
+    assert [
+        resized_arguments(rule, (x, [2, 6, 5], [5, 10, 1]), FactorAxis(f, 1, rule.sizes[f], 1), 1)[1:]
+        for f in rule.sliceable
+    ] == [[[1, 6, 5], [5, 5, 1]], [[2, 1, 5], [5, 10, 1]], [[2, 6, 1], [1, 2, 1]]]
+    assert rule_of(aten.new_empty_strided.default, (x, [2, 6], [12, 2]), {}, [x[..., 0]]) is None
     rule = rule_for(aten.slice.Tensor, x, 1, 0, 6)
     within = into_factor(rule.inputs[0], rule.sizes, Axis(1, 1, 6, 1))
     assert within is not None

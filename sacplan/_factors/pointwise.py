@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sacplan._factors.rule import Call, Dims, Kind, Rule, register
+from sacplan._factors.rule import Call, Dims, Factors, Rule, register
 
 
 def broadcast(dims: Dims, to: Sequence[int], shape: Sequence[int]) -> Dims | None:
@@ -60,11 +60,27 @@ def _looked_up(call: Call) -> Rule | None:
     return call.rule([dims, call.blocked(call.inputs[1].shape)], [dims])
 
 
-@register("full", "ones", "zeros", "new_empty", "new_zeros", "new_ones", "new_full")
+@register("full ones zeros new_empty new_zeros new_ones new_full")
 def _filled(call: Call) -> Rule:
     """A new tensor; of an input, only type and device matter."""
     shape = call.outputs[0].shape
     dims = call.dims(shape)
     call.resize_all("size", dims)
-    inputs = [dims if tuple(t.shape) == tuple(shape) else call.dims(t.shape, Kind.BLOCK) for t in call.inputs]
+    inputs = [dims if tuple(t.shape) == tuple(shape) else call.blocked(t.shape) for t in call.inputs]
     return call.rule(inputs, [dims])
+
+
+@register("new_empty_strided")
+def _strided(call: Call) -> Rule | None:
+    """The same, where a stride is the product of the sizes of the dimensions inside; else no slice is as dense."""
+    shape, strides = call.outputs[0].shape, call["stride"]
+    rule = _filled(call)
+    inside: Factors = ()
+    expected = 1
+    for dim in sorted(range(len(shape)), key=lambda d: (strides[d], shape[d], -d)):
+        if shape[dim] != 1 and strides[dim] != expected:
+            return None
+        call.resize("stride", dim, inside)
+        inside += rule.outputs[0][dim]
+        expected *= shape[dim]
+    return call.rule(rule.inputs, rule.outputs)

@@ -54,12 +54,12 @@ class TensorLike(Protocol):
 
 
 class Resized(NamedTuple):
-    """An integer argument that is a size.
+    """An integer argument that is a size, or a stride.
 
     Attributes:
         argument: its position.
         position: within it, if it is a list.
-        factors: the size is their product, or a multiple of it.
+        factors: it is their product, or a multiple of it.
     """
 
     argument: int
