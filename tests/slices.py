@@ -78,7 +78,7 @@ def run_in_slices(call: OpCall, rule: Rule, within: FactorAxis, cuts: Sequence[i
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    assert torch.equal(a, b), "an output that should not depend on the factor does"
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)  # does not depend on the factor
     return a
 
 

@@ -10,7 +10,7 @@ import enum
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ class Kind(enum.Enum):
     """What becomes of a factor in one output of an op, and how results of slices make the whole one."""
 
     PASS = "pass"
-    """The output is sliced as the inputs are. One without the factor does not depend on it: any slice gives it."""
+    """The output has the factor, and is sliced with the inputs; or it does not depend on it, and any slice gives it."""
     SUM = "sum"
     """The results of slices are added."""
     MAX = "max"
@@ -39,18 +39,6 @@ Factors = tuple[int, ...]
 
 Dims = tuple[Factors, ...]
 """Of one tensor: the factors of each dimension."""
-
-
-class TensorLike(Protocol):
-    """A tensor, or the description of one."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Its sizes."""
-
-    @property
-    def dtype(self) -> Any:
-        """Its type, as PyTorch's or by name."""
 
 
 class Resized(NamedTuple):
