@@ -32,6 +32,9 @@ GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes
 
 PLAIN_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
 
+DEFERRED_TYPES: set[type] = set()
+"""Tensors whose ops run later: a dispatch mode that sees one answers NotImplemented, and sees the ops when they run."""
+
 
 _DEVICE_OF = torch.ops.prim.device.default
 
@@ -217,6 +220,19 @@ def keep_dynamo_out(*modules: ModuleType) -> None:
         _dynamo.set_code_exec_strategy(
             code, _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
         )
+
+
+def stop_compiling(error: type[Exception], message: str) -> None:
+    """Raise an error from code that Dynamo traces, which otherwise makes a graph break of any exception."""
+    torch._dynamo.comptime.comptime(_raise_while_compiling)
+    raise error(message)  # where something else than Dynamo traces
+
+
+def _raise_while_compiling(context: Any) -> None:
+    from torch._dynamo.exc import UncapturedHigherOrderOpError  # which Dynamo neither swallows nor wraps
+
+    error, message = (context.get_local(name).as_python_constant() for name in ("error", "message"))
+    raise type(error.__name__, (error, UncapturedHigherOrderOpError), {})(message)
 
 
 def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
@@ -426,9 +442,29 @@ class _NoModules:
         pass
 
 
+class _FlopCounter(FlopCounterMode):
+    def __enter__(self) -> FlopCounterMode:
+        super().__enter__()
+        mode: Any = self.mode
+        mode.__class__ = _with_deferred(mode.__class__)
+        return self
+
+
+@functools.cache
+def _with_deferred(kind: Any) -> type[TorchDispatchMode]:
+    """The same mode, which sees ops on deferred tensors when they run."""
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not DEFERRED_TYPES.isdisjoint(types):
+            return NotImplemented
+        return kind.__torch_dispatch__(self, func, types, args, kwargs)
+
+    return type(kind.__name__, (kind,), {"__torch_dispatch__": dispatch})
+
+
 def flop_counter() -> FlopCounterMode:
     """A ``FlopCounterMode`` for the whole step: its hooks on modules fail where a custom function calls some."""
-    counter = FlopCounterMode(display=False)
+    counter = _FlopCounter(display=False)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     return counter
 
