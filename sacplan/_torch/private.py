@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -462,9 +463,17 @@ def _with_deferred(kind: Any) -> type[TorchDispatchMode]:
     return type(kind.__name__, (kind,), {"__torch_dispatch__": dispatch})
 
 
+def _product_flops(_: Any, left: Sequence[int], right: Sequence[int], **__: Any) -> int:
+    """Of a product that is added in place, by the shapes of its operands."""
+    return 2 * prod(left) * right[-1]
+
+
 def flop_counter() -> FlopCounterMode:
     """A ``FlopCounterMode`` for the whole step: its hooks on modules fail where a custom function calls some."""
-    counter = _FlopCounter(display=False)
+    in_place = dict.fromkeys(
+        (torch.ops.aten.addmm_, torch.ops.aten.baddbmm_), _product_flops
+    )  # torch lacks them
+    counter = _FlopCounter(display=False, custom_mapping=in_place)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     return counter
 

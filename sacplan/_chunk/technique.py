@@ -1,0 +1,63 @@
+"""The technique "chunk": run ops in slices, so that what they make inside is never there as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from sacplan._chunk.rest import CannotChunk, chunk_rest
+from sacplan._device.devices import DeviceSpec
+from sacplan._program.decisions import Chunk, Decision
+from sacplan._program.places import OpSequence
+from sacplan._program.program import Patch, Program
+from sacplan._program.regions import Option, Region
+from sacplan._program.technique import Installed, View
+from sacplan.errors import PlanError
+
+
+class Chunking:
+    """See ``sacplan._program.technique.Technique``."""
+
+    name = "chunk"
+    decision = Chunk
+
+    def options(self, program: Program, region: Region, costs: Sequence[float]) -> Sequence[Option]:
+        """None: what can run in slices is a region of its own."""
+        return ()
+
+    def option_patch(self, program: Program, region: Region, option: Option, view: View) -> Patch:
+        """The patch that the option came with."""
+        assert option.patch is not None
+        return option.patch
+
+    def decisions(self, program: Program, taken: Sequence[tuple[Region, Option]]) -> tuple[Decision, ...]:
+        """Those that the options came with."""
+        return tuple(option.decision for _, option in taken if option.decision is not None)
+
+    def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
+        """The loop instead of the ops that run in slices.
+
+        Raises:
+            PlanError: this step has no such ops.
+        """
+        if device is None:
+            raise PlanError("a plan with chunks is read with the device that it is for; it was not given.")
+        (chunk,) = (one for one in decisions if isinstance(one, Chunk))
+        try:
+            return program.derived((chunk, device), lambda: chunk_rest(program, chunk, device)).patch
+        except CannotChunk as error:
+            raise PlanError(f"{chunk} cannot be carried out on this step: {error}.") from error
+
+    def install(
+        self,
+        model: torch.nn.Module,
+        decisions: Sequence[Decision],
+        recorded: Mapping[str, Sequence[OpSequence]],
+        *,
+        check: bool,
+    ) -> Installed:
+        """Replace the forward of each unit."""
+        from sacplan._chunk.executor.install import InstalledChunks  # the executor is not needed to plan
+
+        return InstalledChunks(model, [one for one in decisions if isinstance(one, Chunk)])
