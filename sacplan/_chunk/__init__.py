@@ -1,0 +1,1 @@
+"""Chunks: a stretch of ops that runs in slices of one dimension."""
