@@ -188,21 +188,27 @@ class _Chunked:
     hidden: int
 
     @classmethod
-    def of(cls, region: LossRegion, spec: DeviceSpec) -> _Chunked:
+    def of(cls, region: LossRegion, spec: DeviceSpec, rows: int | None) -> _Chunked:
         dtype = region.dtype
         half = dtype in (torch.float16, torch.bfloat16)
         accumulate = _FLOAT32_BYTES if half else dtype.itemsize
         if half and spec.kind == "cpu":
-            rows = min(_slice_rows(region), region.tokens)
+            rows = min(rows or _slice_rows(region), region.tokens)
             return cls(rows, False, accumulate, accumulate, accumulate)
-        rows = max(1, min(_slice_rows(region) // 2, region.tokens))
+        rows = max(1, min(rows or _slice_rows(region) // 2, region.tokens))
         logits = dtype.itemsize if dtype == torch.float16 else accumulate
         return cls(rows, True, accumulate, logits, dtype.itemsize)
 
 
-def linear_cross_entropy(region: LossRegion, spec: DeviceSpec) -> Alternative:
-    """``F.linear_cross_entropy(hidden, weight, targets, options=LinearCrossEntropyOptions())`` (torch 2.13)."""
-    chunked = _Chunked.of(region, spec)
+def linear_cross_entropy(region: LossRegion, spec: DeviceSpec, rows: int | None = None) -> Alternative:
+    """``F.linear_cross_entropy(hidden, weight, targets, options=LinearCrossEntropyOptions())`` (torch 2.13).
+
+    Args:
+        region: the loss.
+        spec: the device.
+        rows: of a slice, ``batch_chunk_size=`` of the options; None: as torch decides.
+    """
+    chunked = _Chunked.of(region, spec, rows)
     prices = _Prices(region, spec)
     for rows in _slices(region, chunked.rows):
         _chunked_slice(prices, chunked, rows)
