@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import sacplan
@@ -22,6 +23,7 @@ from sacplan._chunk.alternatives import (
     linear_cross_entropy,
     plain,
 )
+from sacplan._device.cost import op_flops
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._torch.allocations import allocation_events
 
@@ -136,6 +138,46 @@ def test_the_peak_on_a_gpu_is_the_allocators(name: str, dtype: torch.dtype) -> N
     assert priced.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated() - others, rel=0.005)
 
 
+class InSlices(torch.autograd.Function):
+    """A loss that is built as Liger's is: gradients in the forward pass, those of the logits where these were."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, rows: int
+    ) -> Any:
+        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        losses = torch.zeros(len(hidden))
+        counted = targets != -100
+        buffer = torch.empty(rows, len(weight))
+        for start in range(0, len(hidden), rows):
+            part = hidden[start : start + rows]
+            logits = buffer[: len(part)]
+            torch.mm(part, weight.t(), out=logits)
+            logits.exp_().div_(logits.sum(1, keepdim=True))
+            torch.mm(logits, weight, out=grad_hidden[start : start + rows])
+            torch.addmm(grad_weight, logits.t(), part, out=grad_weight)
+        del buffer, logits
+        ctx.save_for_backward(grad_hidden.detach(), grad_weight.detach())
+        return losses.sum() / counted.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return *ctx.saved_tensors, None, None
+
+
+@pytest.mark.parametrize("region", [r for r in REGIONS if r.dtype == torch.float32 and not r.bias], ids=str)
+def test_ligers_peak_is_that_of_a_loss_built_alike(region: LossRegion) -> None:
+    tensors = operands(region)
+    priced = liger(region, CPU)
+
+    def step() -> None:
+        InSlices.apply(*tensors, rows_of(priced.note)).backward()
+        for tensor in tensors:
+            tensor.grad = None
+
+    assert priced.peak_bytes == pytest.approx(measured_on_cpu(step, tensors), rel=0.005)
+
+
 # --- sizes of slices ------------------------------------------------------------------------------------------
 
 
@@ -177,6 +219,26 @@ def test_where_memory_is_infinitely_fast_a_step_takes_its_flops(price: Callable[
     assert price(region, spec).time_ms == pytest.approx(counter.get_total_flops() / peak * 1e3)
 
 
+@needs_torch_2_13
+def test_flops_of_the_custom_op_are_those_of_the_plain_step() -> None:
+    region = LossRegion(100, 32, 300, torch.float32)
+    tensors = operands(region)
+    found = 0
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal found
+            out = func(*args, **(kwargs or {}))
+            found += op_flops(func, args, kwargs or {}, out)
+            return out
+
+    with Counter():
+        step_of("linear_cross_entropy", tensors)()
+    with FlopCounterMode(display=False) as counter:
+        step_of("plain", tensors)()
+    assert found == counter.get_total_flops() > 0
+
+
 class Head(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -185,6 +247,12 @@ class Head(torch.nn.Module):
 
     def forward(self, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.head(self.hidden), targets)
+
+
+class ChunkedHead(Head):
+    def forward(self, targets: torch.Tensor) -> torch.Tensor:
+        options = torch.nn.LinearCrossEntropyOptions()
+        return F.linear_cross_entropy(self.hidden, self.head.weight, targets, options=options)
 
 
 def test_the_plain_loss_takes_what_its_profile_says() -> None:
@@ -196,6 +264,17 @@ def test_the_plain_loss_takes_what_its_profile_says() -> None:
     priced = plain(LossRegion(8192, 1024, 50000, torch.bfloat16), H100)
     assert priced.peak_bytes == pytest.approx(found.peak_bytes, rel=0.005)
     assert priced.time_ms == pytest.approx(found.step_ms, rel=0.01)
+
+
+@needs_torch_2_13
+def test_where_the_backward_pass_makes_the_peak_a_profile_for_a_gpu_says_the_same() -> None:
+    with torch.device("meta"):
+        model, targets = ChunkedHead(), torch.zeros(8192, dtype=torch.long)
+    found = sacplan.profile(
+        model, targets, loss_fn=lambda model, batch: model(batch), device=H100.without_workspaces()
+    )
+    priced = linear_cross_entropy(LossRegion(8192, 1024, 50000, torch.bfloat16), H100)
+    assert priced.peak_bytes == pytest.approx(found.peak_bytes, rel=0.005)
 
 
 @pytest.mark.parametrize("price", [linear_cross_entropy, liger])
