@@ -1,0 +1,1 @@
+"""The technique ``"chunk"``: ops that run in slices of one dimension."""
