@@ -29,6 +29,7 @@ from sacplan._rewrites.in_place_versions import in_place_versions
 from sacplan._rewrites.settle import settled
 from sacplan._torch.ops import can_run_again, draws_numbers, op_traits, tensors_in
 from sacplan._torch.private import (
+    DEFERRED_TYPES,
     FakeTensorMode,
     active_fake_mode,
     autograd_sequence_number,
@@ -364,6 +365,8 @@ class Recorder(TorchDispatchMode):
     # --- ops ----------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not DEFERRED_TYPES.isdisjoint(types):
+            return NotImplemented
         device = fake_device_of(func, args)
         if device is not None:
             return device

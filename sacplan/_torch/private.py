@@ -32,6 +32,9 @@ GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes
 
 PLAIN_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
 
+DEFERRED_TYPES: set[type] = set()
+"""Tensors whose ops run later: a dispatch mode that sees one answers NotImplemented, and sees the ops when they run."""
+
 
 _DEVICE_OF = torch.ops.prim.device.default
 
@@ -426,9 +429,29 @@ class _NoModules:
         pass
 
 
+class _FlopCounter(FlopCounterMode):
+    def __enter__(self) -> FlopCounterMode:
+        counter = super().__enter__()
+        mode: Any = self.mode
+        mode.__class__ = _with_deferred(type(mode))
+        return counter
+
+
+@functools.cache
+def _with_deferred(kind: type[TorchDispatchMode]) -> type[TorchDispatchMode]:
+    """The same mode, which sees ops on deferred tensors when they run."""
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not DEFERRED_TYPES.isdisjoint(types):
+            return NotImplemented
+        return kind.__torch_dispatch__(self, func, types, args, kwargs)
+
+    return type(kind.__name__, (kind,), {"__torch_dispatch__": dispatch})
+
+
 def flop_counter() -> FlopCounterMode:
     """A ``FlopCounterMode`` for the whole step: its hooks on modules fail where a custom function calls some."""
-    counter = FlopCounterMode(display=False)
+    counter = _FlopCounter(display=False)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     return counter
 

@@ -4,8 +4,8 @@ From ``enter`` on everything that is computed from a module's input stays lazy. 
 same node, so that autograd asks it once, with all gradients: one loop over slices then computes the forward pass, the
 backward pass, and the scalars that are still referred to, such as the loss.
 
-``leave`` makes a module's outputs real. Their gradients are lazy again, so the inside of the module runs a second time in
-the entry's loop and is not kept.
+``leave`` makes a module's outputs real. Their gradients are lazy again, so the inside of the module runs a second time,
+in the entry's loop, and is not kept.
 
 Autograd keeps the region's input through saved-tensor hooks, which may discard it.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from sacplan._chunk.executor.lazy import Lazy, settle
+from sacplan._chunk.executor.lazy import Lazy
 from sacplan._chunk.executor.loop import compute
 from sacplan._chunk.executor.values import Region, Value, Window
 from sacplan._factors.axes import Axis
@@ -94,6 +94,3 @@ class _Exit(torch.autograd.Function):
             None if g is None else Lazy(Value(ctx.region, g, window=window, data=g))
             for g, window in zip(gradients, ctx.windows, strict=True)
         )
-
-
-__all__ = ["enter", "leave", "settle"]

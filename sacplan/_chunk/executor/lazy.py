@@ -1,8 +1,8 @@
 """Lazy tensors: autograd runs its own formulas on them, and what they compute runs later, in slices.
 
-A ``Lazy`` is a wrapper subclass without storage. Ops on it are deferred (``defer``): their shapes come from meta tensors,
-how they are sliced from the factor rules, and no dispatch mode sees them. What cannot be sliced is computed at once from
-whole tensors, which costs memory and is never wrong; ``Region.whole`` counts it.
+A ``Lazy`` is a wrapper subclass without storage. Ops on it are deferred (``defer``): their shapes come from meta
+tensors, how they are sliced from the factor rules, and no dispatch mode sees them. What cannot be sliced is computed at
+once from whole tensors, which costs memory and is never wrong; ``Region.whole`` counts it.
 
 An op in place makes another value for the same lazy tensor. That is only possible while no other tensor shares its
 memory, as far as code can tell; else it is a ``ChunkError``.
@@ -11,7 +11,7 @@ memory, as far as code can tell; else it is a ``ChunkError``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from sacplan._factors.axes import Axis, from_factor, into_factor
 from sacplan._factors.rule import Kind, Rule, rule_of
 from sacplan._recompute.executor.tensors import history_free_aliases
 from sacplan._torch.ops import op_traits, tensors_in
+from sacplan._torch.private import DEFERRED_TYPES
 from sacplan.errors import ChunkError
 
 aten = torch.ops.aten
@@ -44,7 +45,7 @@ class Lazy(torch.Tensor):
 
     value: Value
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, value: Value) -> Lazy:
@@ -59,13 +60,15 @@ class Lazy(torch.Tensor):
         pass
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Every op on it is deferred."""
         return defer(func, args, kwargs or {})
 
     # What reads memory without an op.
 
-    def __repr__(self, **options: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return repr(real(self))
 
     def __format__(self, spec: str) -> str:
@@ -76,7 +79,7 @@ class Lazy(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if not self.is_leaf:
-            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+            return super().__deepcopy__(memo)
         return memo.setdefault(id(self), real(self).clone())
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -98,6 +101,9 @@ class Lazy(torch.Tensor):
     def untyped_storage(self) -> Any:
         """As of a tensor."""
         return real(self).untyped_storage()
+
+
+DEFERRED_TYPES.add(Lazy)
 
 
 def real(lazy: Lazy) -> torch.Tensor:
@@ -174,7 +180,9 @@ def _mean_nll(func: Any, args: Sequence[Any]) -> tuple[Any, Any]:
         return defer(aten.div.Tensor, (total, slice_weight), {}), slice_weight
     arguments = [targets, weight, ignored, scores.dtype]
     held = [Held(t) for t in history_free_aliases([t for t in (targets, weight) if t is not None])]
-    node = Node(_total_weight, (*held, *([None] if weight is None else []), *arguments[2:]), {}, held, Stage.FREE)
+    node = Node(
+        _total_weight, (*held, *([None] if weight is None else []), *arguments[2:]), {}, held, Stage.FREE
+    )
     value = Value(total.value.region, torch.empty((), dtype=scores.dtype, device="meta"), node=node)
     value.device = scores.device
     node.outputs.append(weakref.ref(value))
@@ -200,8 +208,8 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     functional = _without_writing(func)
     if functional is None or not traits.in_place or len(written) > 1:
         raise ChunkError(
-            f"{func} writes to a tensor of shape {tuple(lazy.shape)} that is computed in slices later, and it cannot be "
-            "put off. Write to a clone() of it, or leave this chunk out of the plan."
+            f"{func} writes to a tensor of shape {tuple(lazy.shape)} that is computed in slices later, and it cannot "
+            "be put off. Write to a clone() of it, or leave this chunk out of the plan."
         )
     if lazy.value.aliased:
         raise ChunkError(
@@ -316,7 +324,7 @@ class _Call:
 
     def _whole(self, reason: str) -> Any:
         """Compute it at once."""
-        self.region.whole.append((str(self.func), reason))
+        self.region.note_whole(str(self.func), reason)
         return self.func(*_real(self.args), **_real(self.kwargs))
 
     def _moved(self, outputs: Sequence[torch.Tensor]) -> Window | None:

@@ -1,8 +1,8 @@
 """The loop over slices that computes everything that is asked for.
 
 ``compute`` finds the ops that the values need. Free ones run before the loop, or in it where nobody needs more than
-slices of what they make; late ones run after it. In the loop each intermediate slice is let go after its last use, sliced
-results are written into tensors with the strides that were recorded, and parts of reduced ones are combined.
+slices of what they make; late ones run after it. In the loop each intermediate slice is let go after its last use,
+sliced results are written into tensors with the strides that were recorded, and parts of reduced ones are combined.
 
 The same code runs live on real tensors, and on fake ones to see what it would allocate.
 """
@@ -170,17 +170,16 @@ class _Loop:
             window = next(windows)
             if isinstance(x, Value) and x in slices:
                 return slices[x]
-            if isinstance(x, Value) and x in self.begins:
-                t = self.begins[x]
-            else:
+            t = self.begins.get(x) if isinstance(x, Value) else None
+            if t is None:
                 t = _whole(x, self.known, node)
             return t if window is None else take(t, window.axis, *window.clip(start, stop))
 
         if node.move:
             (x,) = node.values
             out: Any = _moved(node, given(x), x, made[0], start, stop)
-        elif self._adds_product(node, made[0]):
-            self.results[made[0]].addmm_(*(given(x) for x in node.inputs))
+        elif (total := self._product_total(node, made[0])) is not None:
+            total.addmm_(*(given(x) for x in node.inputs))
             return
         else:
             out = _call(node, given, args)
@@ -192,15 +191,12 @@ class _Loop:
             if self.last[v] > i:
                 slices[v] = t
 
-    def _adds_product(self, node: Node, v: Value | None) -> bool:
-        """Whether a part can be added by the matrix product itself."""
-        return (
-            node.func is aten.mm.default
-            and v is not None
-            and v.combined is Kind.SUM
-            and v in self.results
-            and self.results[v].dtype == v.dtype
-        )
+    def _product_total(self, node: Node, v: Value | None) -> torch.Tensor | None:
+        """What the matrix product itself can add its part to."""
+        if node.func is not aten.mm.default or v is None or v.combined is not Kind.SUM:
+            return None
+        total = self.results.get(v)
+        return total if total is not None and total.dtype == v.dtype else None
 
     def _keep(self, v: Value, t: torch.Tensor, node: Node, length: int, start: int, stop: int) -> None:
         if v.window is not None:
@@ -289,7 +285,9 @@ def _common_cut(
 
 def _call(node: Node, given: Any, args: Sequence[Any]) -> Any:
     """Run the op on what ``given`` says its tensors are."""
-    args, kwargs = tree_map(lambda x: given(x) if isinstance(x, (Value, Held)) else x, (tuple(args), node.kwargs))
+    args, kwargs = tree_map(
+        lambda x: given(x) if isinstance(x, (Value, Held)) else x, (tuple(args), node.kwargs)
+    )
     if node.func in _VIEWS:
         return args[0].reshape(args[1])
     return node.func(*args, **kwargs)

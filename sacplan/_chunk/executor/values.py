@@ -71,21 +71,35 @@ class Region:
         size: of the axis.
         slices: how many there are at most; each has ``ceil(size / slices)`` elements, the last one perhaps less.
         accumulate: the type in which parts of half-precision values are added; None for their own.
+        on_whole: told what could not be sliced: op and reason.
 
     Attributes:
         length: of a slice.
         loops: how many loops over the slices have run.
-        whole: what could not be sliced: op and reason.
+        whole: what could not be sliced.
         pending: scalars that a loop computes along, since people look at them.
     """
 
-    def __init__(self, size: int, slices: int, accumulate: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        slices: int,
+        accumulate: torch.dtype | None = None,
+        on_whole: Callable[[str, str], None] | None = None,
+    ) -> None:
         self.size = size
         self.length = max(1, -(-size // slices))
         self.accumulate = accumulate
         self.loops = 0
         self.whole: list[tuple[str, str]] = []
+        self._on_whole = on_whole
         self._pending: list[weakref.ref[Value]] = []
+
+    def note_whole(self, op: str, reason: str) -> None:
+        """An op needs whole tensors."""
+        self.whole.append((op, reason))
+        if self._on_whole is not None:
+            self._on_whole(op, reason)
 
     def slices(self) -> Iterator[tuple[int, int]]:
         """Begin and end of each."""
