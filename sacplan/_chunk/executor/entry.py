@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from sacplan._chunk.executor import losses as losses  # registers what it rewrites
 from sacplan._chunk.executor.lazy import Lazy
 from sacplan._chunk.executor.loop import compute
 from sacplan._chunk.executor.values import Region, Value, Window

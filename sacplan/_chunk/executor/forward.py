@@ -48,7 +48,7 @@ class ChunkedForward(StandIn):
         self.decision = decision
         self.differences = differences or Differences()
         self.region: Region | None = None
-        self._called = False
+        self._calls = 0
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,6 +72,7 @@ class ChunkedForward(StandIn):
         if not torch.is_grad_enabled():
             return self.call_original(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
+        self._calls += 1  # what the first call alone does is worth no warning
         at = next((i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)), None)
         if at is None or isinstance(leaves[at], Lazy):  # inside of another region
             return self.call_original(*args, **kwargs)
@@ -89,7 +90,6 @@ class ChunkedForward(StandIn):
             args, kwargs = tree_unflatten(inputs, spec)
             with _replaced(places, given):
                 out = self.call_original(*args, **kwargs)
-        self._called = True
         if self.decision.span == "rest":
             return out
         results, spec = tree_flatten(out)
@@ -119,7 +119,7 @@ class ChunkedForward(StandIn):
         self._note(f"{op} on whole tensors ({reason})", "in slices")
 
     def _note(self, ran: str, planned: str) -> None:
-        self.differences.note(StepDifference(self.fqn, "", ran, planned), may_warn=self._called)
+        self.differences.note(StepDifference(self.fqn, "", ran, planned), may_warn=self._calls > 1)
 
 
 def _refuse_to_compile(fqn: str) -> None:

@@ -11,7 +11,7 @@ memory, as far as code can tell; else it is a ``ChunkError``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ aten = torch.ops.aten
 
 _ALIASES = frozenset((aten.detach.default, aten.alias.default))
 _READS = frozenset((aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default))
-_NLL = frozenset((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default))
 _FILLED = frozenset(
     (aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.empty_like.default)
 )
@@ -105,6 +104,9 @@ class Lazy(torch.Tensor):
 
 DEFERRED_TYPES.add(Lazy)
 
+REWRITTEN: dict[Any, Callable[[Any, Sequence[Any]], Any]] = {}
+"""By op: what makes its outputs of ops that can be sliced (``losses.py``)."""
+
 
 def real(lazy: Lazy) -> torch.Tensor:
     """The tensor itself, without history. It is kept for as long as anybody refers to the lazy one."""
@@ -151,8 +153,15 @@ def defer(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str,
     if func in _FILLED and not lazies[0].shape:
         return _filled(func, args, kwargs)
     lazy_gradients(lazies)
-    if func in _NLL and args[3] == 1:
-        return _mean_nll(func, args)
+    rewritten = REWRITTEN.get(func)
+    if rewritten is not None:
+        return rewritten(func, args)
+    return deferred(func, args, kwargs)
+
+
+def deferred(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The outputs of an op that is neither read nor rewritten, as lazy tensors."""
+    lazies = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Lazy)]
     return _Call(func, args, kwargs, lazies).deferred()
 
 
@@ -170,33 +179,6 @@ def _filled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.
         like = torch.empty((), dtype=args[0].dtype, device=args[0].device)
     made: torch.Tensor = func(like, *args[1:], **kwargs)
     return made
-
-
-def _mean_nll(func: Any, args: Sequence[Any]) -> tuple[Any, Any]:
-    """The mean as a sum over its weight. The weight depends on the targets alone: it is there before the loop."""
-    scores, targets, weight, _, ignored = args
-    total, slice_weight = defer(func, (scores, targets, weight, 2, ignored), {})
-    if isinstance(targets, Lazy):
-        return defer(aten.div.Tensor, (total, slice_weight), {}), slice_weight
-    arguments = [targets, weight, ignored, scores.dtype]
-    held = [Held(t) for t in history_free_aliases([t for t in (targets, weight) if t is not None])]
-    node = Node(
-        _total_weight, (*held, *([None] if weight is None else []), *arguments[2:]), {}, held, Stage.FREE
-    )
-    value = Value(total.value.region, torch.empty((), dtype=scores.dtype, device="meta"), node=node)
-    value.device = scores.device
-    node.outputs.append(weakref.ref(value))
-    whole = Lazy(value)
-    return defer(aten.div.Tensor, (total, whole), {}), whole
-
-
-def _total_weight(
-    targets: torch.Tensor, weight: torch.Tensor | None, ignored: int, dtype: torch.dtype
-) -> torch.Tensor:
-    counted = targets != ignored
-    if weight is None:
-        return counted.sum().to(dtype)
-    return weight[targets.clamp(0, weight.shape[0] - 1)].masked_fill_(~counted, 0).sum()
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -295,11 +277,9 @@ class _Call:
         for i, dims in enumerate(rule.outputs):
             kind = rule.kind(cut.axis.factor, i)
             axis = from_factor(dims, rule.sizes, cut.axis)
-            if kind is Kind.BLOCK or (axis is None and kind is Kind.PASS):
+            if kind is Kind.BLOCK or kind is Kind.WEIGHTED_MEAN:
                 return self._whole("it cannot be sliced along this axis")
             windows.append((None, kind) if axis is None else (Window(axis, cut.start), None))
-        if any(kind is Kind.WEIGHTED_MEAN for _, kind in windows):
-            return self._whole("a weighted mean")
         return self._made(made, Stage.LOOP, rule=rule, cut=cut, windows=windows)
 
     def _shapes(self) -> tuple[Any, Any, Any] | None:

@@ -216,6 +216,8 @@ class _Loop:
             shared = {storage_key(x.tensor.untyped_storage()) for x in node.inputs if isinstance(x, Held)}
             fresh = node.func is aten.mm.default or storage_key(t.untyped_storage()) not in shared
             self.results[v] = t.to(kind) if t.dtype != kind else t if fresh else t.clone()
+        elif v.combined is Kind.PASS:
+            return  # every slice gives the same
         elif v.combined in _SUMS:
             self.results[v].add_(t)
         else:
