@@ -34,7 +34,9 @@ def batch() -> torch.Tensor:
 
 
 @contextmanager
-def chunked(model: nn.Module, unit: str = "head", slices: int = 8, **how: object) -> Iterator[InstalledChunks]:
+def chunked(
+    model: nn.Module, unit: str = "head", slices: int = 8, **how: object
+) -> Iterator[InstalledChunks]:
     decision = Chunk(unit, how.pop("span", "rest"), slices, how.pop("dim", 1), **how)  # type: ignore[arg-type]
     installed = InstalledChunks(model, [decision])
     try:
@@ -57,7 +59,10 @@ def step(model: nn.Module, batch: object, loss_fn: Callable[..., torch.Tensor]) 
 
 
 def close(
-    got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], near: tuple[str, ...] = (), rtol: float = 1e-6
+    got: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    near: tuple[str, ...] = (),
+    rtol: float = 1e-6,
 ) -> None:
     """All bits are equal, but those of the loss and of what is near."""
     assert got.keys() == expected.keys()
@@ -71,9 +76,9 @@ def close(
 
 
 def loops_of(model: nn.Module, unit: str = "head") -> int:
-    region = model.get_submodule(unit).forward.region
-    assert not region.whole
-    return region.loops
+    tally = model.get_submodule(unit).forward.tally
+    assert not tally.whole
+    return tally.loops
 
 
 # --- losses outside of the model
@@ -175,3 +180,329 @@ def test_a_loss_whose_rows_are_only_close(model: LM, batch: torch.Tensor, loss_f
         got = step(model, batch, loss_fn)
         assert loops_of(model) == loops
     close(got, plain, near=("",), rtol=2e-6)
+
+
+# --- what people do with logits and losses
+
+
+def plain_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+
+
+def allocated(run: Callable[[], object]) -> tuple[int, int]:
+    """The largest single allocation, and the peak over what was alive before."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        run()
+    live = peak = largest = 0
+    for delta in allocation_events(profiler):
+        live += delta
+        peak, largest = max(peak, live), max(largest, delta)
+    return largest, peak
+
+
+def test_logits_that_nobody_reads_are_never_whole(model: LM, batch: torch.Tensor) -> None:
+    batch = tokens(2, 64, VOCAB)
+    logits_bytes = batch.numel() * VOCAB * 4
+    plain_largest, plain_peak = allocated(lambda: step(model, batch, plain_loss))
+    assert plain_largest == logits_bytes
+    with chunked(model, slices=16):
+        largest, peak = allocated(lambda: step(model, batch, plain_loss))
+    assert largest < logits_bytes / 3
+    assert plain_peak - peak > 2 * logits_bytes
+
+
+def test_logits_may_be_read_before_and_after_the_backward_pass(model: LM, batch: torch.Tensor) -> None:
+    model.eval()
+    expected = model(batch).detach()
+    with chunked(model):
+        logits = model(batch)
+        assert torch.equal(logits.detach() + 0, expected)
+        again = model(batch)
+        loss = F.cross_entropy(again.flatten(0, 1), batch.flatten())
+        predicted = again.argmax(-1)
+        accuracy = (predicted == batch).float().mean()
+        loss.backward()
+        assert torch.equal(predicted, expected.argmax(-1))
+        assert accuracy.item() == (expected.argmax(-1) == batch).float().mean().item()
+        assert torch.equal(torch.as_tensor(again.detach().numpy()), expected)
+        assert torch.equal(torch.tensor(again.tolist()), expected)
+        assert repr(again.detach()) == repr(expected)
+        assert torch.equal(copy.deepcopy(again.detach()), expected)
+        assert again[0, 3, 7].item() == expected[0, 3, 7].item()
+
+
+def test_logits_of_changed_weights_are_an_error(model: LM, batch: torch.Tensor) -> None:
+    with chunked(model):
+        logits = model(batch)
+        F.cross_entropy(logits.flatten(0, 1), batch.flatten()).backward()
+        with torch.no_grad():
+            model.head.weight.add_(1)
+        with pytest.raises(ChunkError, match="before optimizer.step"):
+            logits.sum().item()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_loss_is_a_number(model: LM, batch: torch.Tensor, when: str) -> None:
+    model.eval()
+    expected = plain_loss(model, batch).item()
+    with chunked(model):
+        loss = plain_loss(model, batch)
+        if when == "after":
+            loss.backward()
+        assert loss.item() == float(loss.detach()) == pytest.approx(expected, rel=2e-6)
+        assert f"{loss:.3f}" == f"{expected:.3f}"
+        assert f"{expected:.3f}"[:4] in str(loss)
+        assert (loss.detach() / 2).item() == loss.item() / 2
+        running = torch.zeros(())
+        running += loss.detach()
+        assert running == loss
+        if when == "before":
+            loss.backward()
+        assert loops_of(model) == (2 if when == "before" else 1)
+
+
+def test_without_gradients_nothing_is_lazy(model: LM, batch: torch.Tensor) -> None:
+    with chunked(model), torch.no_grad():
+        assert type(model(batch)) is torch.Tensor
+    with chunked(model), torch.inference_mode():
+        assert type(model(batch)) is torch.Tensor
+
+
+def test_two_micro_batches(model: LM, batch: torch.Tensor) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        (plain_loss(model, x[:1]) / 2).backward()
+        return plain_loss(model, x[1:]) / 2
+
+    plain = step(model, batch, loss_fn)
+    with chunked(model):
+        close(step(model, batch, loss_fn), plain, near=("head.",))
+
+
+def test_another_size_than_planned(model: LM) -> None:
+    """Slices are of the length that the call has."""
+    with chunked(model, slices=7):
+        for shape in ((1, 5), (3, 50), (2, 7), (1, 1)):
+            x = tokens(*shape, VOCAB)
+            got = step(model, x, plain_loss)
+            handle = model.head.__dict__.pop("forward")
+            close(got, step(model, x, plain_loss), near=("",), rtol=2e-6)
+            model.head.__dict__["forward"] = handle
+
+
+def test_an_axis_inside_of_a_dimension(batch: torch.Tensor) -> None:
+    """The head sees batch and sequence as one dimension, of which the sequence is sliced."""
+
+    class Flat(LM):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            h = self.norm(self.layers[0](self.embed(tokens)))
+            return self.head(h.flatten(0, 1)).view(*tokens.shape, -1)
+
+    torch.manual_seed(0)
+    model = Flat(layers=1, dim=32, heads=2, vocab=VOCAB)
+    plain = step(model, batch, shifted)
+    with chunked(model, dim=0, outer=2) as installed:
+        got = step(model, batch, shifted)
+        assert loops_of(model) == 1
+        assert not installed.differences
+    close(got, plain, near=("head.",))
+
+
+def test_an_input_that_does_not_fit_runs_plainly(model: LM, batch: torch.Tensor) -> None:
+    plain = step(model, batch, plain_loss)
+    with chunked(model, dim=1, outer=5) as installed:
+        got = step(model, batch, plain_loss)
+        assert all(torch.equal(got[n], t) for n, t in plain.items())
+        assert "on an input of shape (2, 48, 32)" in str(installed.differences[0])
+        installed.forget_differences()
+        assert not installed.differences
+
+
+def test_an_op_without_a_rule_sees_whole_tensors(model: LM, batch: torch.Tensor) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).cumsum(1).square().mean()
+
+    plain = step(model, batch, loss_fn)
+    with chunked(model) as installed:
+        got = step(model, batch, loss_fn)
+        assert "aten.cumsum.default on whole tensors" in str(installed.differences[0])
+    close(got, plain, near=("head.",), rtol=2e-6)
+
+
+# --- autograd
+
+
+def test_a_graph_that_is_retained(model: LM, batch: torch.Tensor) -> None:
+    def twice(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = plain_loss(model, x)
+        loss.backward(retain_graph=True)
+        return loss
+
+    plain = step(model, batch, twice)
+    with chunked(model):
+        close(step(model, batch, twice), plain, near=("head.",))
+
+
+def test_a_second_backward_pass_is_refused_as_ever(model: LM, batch: torch.Tensor) -> None:
+    with chunked(model):
+        loss = plain_loss(model, batch)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward..:UserWarning")
+def test_second_derivatives_are_refused_by_name(model: LM, batch: torch.Tensor) -> None:
+    with chunked(model), pytest.raises(ChunkError, match="create_graph"):
+        plain_loss(model, batch).backward(create_graph=True)
+
+
+def test_gradients_of_some_tensors_only(model: LM, batch: torch.Tensor) -> None:
+    model.eval()
+    wanted = [model.embed.weight, model.norm.bias]
+    plain = torch.autograd.grad(plain_loss(model, batch), wanted)
+    with chunked(model):
+        got = torch.autograd.grad(plain_loss(model, batch), wanted)
+    assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+
+
+@pytest.mark.parametrize("frozen", ["head", "all but the head"])
+def test_frozen_parameters(model: LM, batch: torch.Tensor, frozen: str) -> None:
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.startswith("head.") != (frozen == "head"))
+    plain = step(model, batch, plain_loss)
+    with chunked(model):
+        close(step(model, batch, plain_loss), plain, near=("head.",))
+
+
+def test_tied_weights(model: LM, batch: torch.Tensor) -> None:
+    model.head.weight = model.embed.weight
+    plain = step(model, batch, plain_loss)
+    with chunked(model):
+        close(step(model, batch, plain_loss), plain, near=("embed.",))
+
+
+class Tempered(LM):
+    """With parameters outside of the head that the region reads."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1, dim=32, heads=2, vocab=VOCAB)
+        self.temperature, self.bias = nn.Parameter(torch.tensor(0.1)), nn.Parameter(torch.randn(VOCAB) / 10)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.temperature.exp() + self.bias
+
+
+def test_parameters_outside_of_the_module_get_real_gradients(batch: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    model = Tempered()
+    seen = []
+    for p in (model.temperature, model.bias):
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(type(p.grad)))
+    plain = step(model, batch, plain_loss)
+    seen.clear()
+    with chunked(model):
+        for _ in range(2):  # what watches the gradients is gone after a step
+            got = step(model, batch, plain_loss)
+            close(got, plain, near=("head.", "temperature", "bias"), rtol=2e-6)
+    assert seen == [torch.Tensor] * 4
+    assert not model.bias._backward_hooks
+
+
+def test_two_losses_and_another_head(model: LM, batch: torch.Tensor) -> None:
+    """A part of the loss that is no business of the region gets real gradients."""
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        h = model.norm(model.embed(x))
+        aux = (h @ model.norm.weight).square().mean()
+        return F.cross_entropy(model.head(h).flatten(0, 1), x.flatten()) + 0.1 * aux * aux
+
+    plain = step(model, batch, loss_fn)
+    with chunked(model):
+        close(step(model, batch, loss_fn), plain, near=("head.",))
+
+
+def test_the_same_head_twice(model: LM, batch: torch.Tensor) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        h = model.norm(model.embed(x))
+        first, second = model.head(h), model.head(h.flip(1))
+        return F.cross_entropy(first.flatten(0, 1), x.flatten()) + F.cross_entropy(
+            second.flatten(0, 1), x.flatten()
+        )
+
+    plain = step(model, batch, loss_fn)
+    with chunked(model):
+        close(step(model, batch, loss_fn), plain, near=("head.",))
+
+
+def test_writing_in_place(model: LM, batch: torch.Tensor) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        logits = model(x)
+        doubled = logits * 2
+        logits.mul_(3).add_(1)
+        return F.cross_entropy((logits + doubled).flatten(0, 1), x.flatten())
+
+    plain = step(model, batch, loss_fn)
+    with chunked(model):
+        close(step(model, batch, loss_fn), plain, near=("head.",))
+
+        def through_a_view(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            logits = model(x) * 1
+            logits[:, :, 5:] = -1e4
+            return F.cross_entropy(logits.flatten(0, 1), x.flatten())
+
+        with pytest.raises(ChunkError, match="clone"):
+            step(model, batch, through_a_view)
+
+
+def test_hooks_fire_once_and_see_what_they_would(model: LM, batch: torch.Tensor) -> None:
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(*args: object) -> None:
+            tensor = args[-1]
+            while isinstance(tensor, tuple):
+                tensor = tensor[0]
+            seen.append((name, tuple(tensor.shape)))
+
+        return hook
+
+    head = model.head
+    handles = [
+        head.register_forward_pre_hook(note("pre")),
+        head.register_forward_hook(note("forward")),
+        head.register_full_backward_hook(note("backward")),
+        head.register_full_backward_pre_hook(note("backward pre")),
+        head.weight.register_hook(note("gradient")),
+        head.weight.register_post_accumulate_grad_hook(note("accumulated")),
+        model.norm.register_full_backward_hook(note("norm")),
+    ]
+    plain, expected = step(model, batch, plain_loss), list(seen)
+    seen.clear()
+    with chunked(model):
+        got = step(model, batch, plain_loss)
+        assert loops_of(model) == 1
+    close(got, plain, near=("head.",))
+    assert sorted(seen) == sorted(expected)
+    assert len({name for name, _ in seen}) == len(handles) == len(seen)
+
+
+def test_a_hook_that_changes_the_gradient_of_logits(model: LM, batch: torch.Tensor) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        logits = model(x)
+        logits.register_hook(lambda g: g.clamp(-1e-4, 1e-4))
+        logits.retain_grad()
+        return F.cross_entropy(logits.flatten(0, 1), x.flatten())
+
+    plain = step(model, batch, loss_fn)
+    with chunked(model):
+        close(step(model, batch, loss_fn), plain, near=("head.",))
+
+
+def test_saved_tensor_hooks_around(model: LM, batch: torch.Tensor) -> None:
+    plain = step(model, batch, plain_loss)
+    for hooks in (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t),
+        torch.autograd.graph.save_on_cpu(),
+    ):
+        with chunked(model), hooks:
+            close(step(model, batch, plain_loss), plain, near=("head.",))

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sacplan._chunk.executor.entry import enter, leave
 from sacplan._chunk.executor.lazy import Lazy
-from sacplan._chunk.executor.values import Region
+from sacplan._chunk.executor.values import Region, Tally
 from sacplan._factors.axes import Axis
 from sacplan._program.decisions import Chunk
 from sacplan._program.places import StepDifference
@@ -38,7 +38,7 @@ class ChunkedForward(StandIn):
         differences: what is told where a call cannot do what was planned.
 
     Attributes:
-        region: of the last call.
+        tally: of the last call's region.
     """
 
     def __init__(
@@ -47,22 +47,22 @@ class ChunkedForward(StandIn):
         super().__init__(module, decision.unit)
         self.decision = decision
         self.differences = differences or Differences()
-        self.region: Region | None = None
+        self.tally = Tally()
         self._calls = 0
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this module's calls."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "region")}
+        return {k: v for k, v in self.__dict__.items() if k != "_lock"}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """A copy has calls of its own."""
-        self.__dict__.update(state, region=None, _lock=threading.RLock())
+        self.__dict__.update(state, _lock=threading.RLock())
 
     def for_replica(self, replica: torch.nn.Module) -> StandIn:
         """The same for a replica of the module."""
         other = super().for_replica(replica)
-        other.__dict__.update(region=None, _lock=threading.RLock())
+        other.__dict__.update(_lock=threading.RLock())
         return other
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,8 @@ class ChunkedForward(StandIn):
             known.update((id(x), x) for i, x in enumerate(leaves) if i != at and _gets_gradient(x))
             if axis is None or not (leaves[at].requires_grad or known):
                 return self.call_original(*args, **kwargs)
-            self.region = region = self._new_region(axis.size)
+            region = self._new_region(axis.size)
+            self.tally = region.tally
             lazy, aliases = enter(region, axis, leaves[at], list(known.values()))
             given = dict(zip(known, aliases, strict=True))
             inputs = [lazy if i == at else given.get(id(x), x) for i, x in enumerate(leaves)]
@@ -102,6 +103,8 @@ class ChunkedForward(StandIn):
         dim, outer, inner = self.decision.dim, self.decision.outer, self.decision.inner
         if is_plain(tensor) and dim < tensor.dim():
             size, rest = divmod(tensor.shape[dim], outer * inner)
+            if size == 1 and not rest:
+                return None  # one slice
             if size and not rest:
                 return Axis(dim, outer, size, inner)
         kind = "" if is_plain(tensor) else f" of type {type(tensor).__name__}"

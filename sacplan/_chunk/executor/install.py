@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sacplan._chunk.executor.forward import ChunkedForward
+from sacplan._chunk.executor.lazy import import_meta_kernels
 from sacplan._program.decisions import Chunk
 from sacplan._program.places import StepDifference
 from sacplan._recompute.executor.alignment import Differences
@@ -26,6 +27,7 @@ class InstalledChunks:
     """
 
     def __init__(self, model: torch.nn.Module, decisions: Sequence[Chunk]) -> None:
+        import_meta_kernels()
         self._differences = Differences()
         planned: dict[str, ChunkedForward] = {}
         for decision in decisions:

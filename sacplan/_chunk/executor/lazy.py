@@ -2,7 +2,7 @@
 
 A ``Lazy`` is a wrapper subclass without storage. Ops on it are deferred (``defer``): their shapes come from meta
 tensors, how they are sliced from the factor rules, and no dispatch mode sees them. What cannot be sliced is computed at
-once from whole tensors, which costs memory and is never wrong; ``Region.whole`` counts it.
+once from whole tensors, which costs memory and is never wrong; ``Region.tally`` counts it.
 
 An op in place makes another value for the same lazy tensor. That is only possible while no other tensor shares its
 memory, as far as code can tell; else it is a ``ChunkError``.
@@ -10,6 +10,7 @@ memory, as far as code can tell; else it is a ``ChunkError``.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -126,6 +127,13 @@ def settle(values: Sequence[Value]) -> None:
 def root(region: Region, tensor: torch.Tensor, axis: Axis) -> Lazy:
     """A tensor that is there, to be taken in slices along ``axis``: what a region begins with."""
     return Lazy(Value(region, tensor, window=Window(axis), data=tensor))
+
+
+@functools.cache
+def import_meta_kernels() -> None:
+    """Let PyTorch import what computes shapes: the frames in which it does so live until Python collects garbage."""
+    t = torch.empty(1, device="meta")
+    torch.mul(t, t)
 
 
 # --- deferring
@@ -304,7 +312,8 @@ class _Call:
 
     def _whole(self, reason: str) -> Any:
         """Compute it at once."""
-        self.region.note_whole(str(self.func), reason)
+        if not all(x.value.there for x in self.lazies):
+            self.region.note_whole(str(self.func), reason)
         return self.func(*_real(self.args), **_real(self.kwargs))
 
     def _moved(self, outputs: Sequence[torch.Tensor]) -> Window | None:

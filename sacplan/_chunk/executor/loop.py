@@ -133,7 +133,7 @@ class _Loop:
         self.starting = True
 
     def run(self) -> dict[Value, torch.Tensor]:
-        self.region.loops += 1
+        self.region.tally.loops += 1
         for start, stop in self.region.slices():
             self._run_slice(start, stop)
             self.starting = False

@@ -50,7 +50,11 @@ def _nll(func: Any, args: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def _total_weight(
-    reduction: int, ignored: int, dtype: torch.dtype, targets: torch.Tensor, weight: torch.Tensor | None = None
+    reduction: int,
+    ignored: int,
+    dtype: torch.dtype,
+    targets: torch.Tensor,
+    weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if reduction == _NONE:
         return torch.zeros((), dtype=dtype, device=targets.device)

@@ -17,6 +17,7 @@ import enum
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,19 @@ class Stage(enum.Enum):
     LATE = enum.auto()
 
 
+@dataclass
+class Tally:
+    """What happened in a region.
+
+    Attributes:
+        loops: how many loops over the slices have run.
+        whole: what could not be sliced: op and reason.
+    """
+
+    loops: int = 0
+    whole: list[tuple[str, str]] = field(default_factory=list)
+
+
 class Region:
     """What is computed in slices of one axis.
 
@@ -75,8 +89,7 @@ class Region:
 
     Attributes:
         length: of a slice.
-        loops: how many loops over the slices have run.
-        whole: what could not be sliced.
+        tally: what happened in it.
         pending: scalars that a loop computes along, since people look at them.
     """
 
@@ -90,14 +103,13 @@ class Region:
         self.size = size
         self.length = max(1, -(-size // slices))
         self.accumulate = accumulate
-        self.loops = 0
-        self.whole: list[tuple[str, str]] = []
+        self.tally = Tally()
         self._on_whole = on_whole
         self._pending: list[weakref.ref[Value]] = []
 
     def note_whole(self, op: str, reason: str) -> None:
         """An op needs whole tensors."""
-        self.whole.append((op, reason))
+        self.tally.whole.append((op, reason))
         if self._on_whole is not None:
             self._on_whole(op, reason)
 
@@ -181,6 +193,14 @@ class Value:
     def free(self) -> bool:
         """Whether it does not depend on the slices."""
         return self.window is None and (self.node is None or self.node.stage is Stage.FREE)
+
+    @property
+    def there(self) -> bool:
+        """Whether it is computed, or a view of what is."""
+        if self.node is None:
+            return self.data is not None
+        func = self.node.func
+        return getattr(func, "is_view", False) and all(v.there for v in self.node.values)
 
     @property
     def begins(self) -> bool:
