@@ -46,6 +46,7 @@ class _Entry(torch.autograd.Function):
         ctx.save_for_backward(tensor)
         root = Value(region, tensor, window=Window(axis), source=_Source(ctx))
         ctx.region, ctx.root = region, weakref.ref(root)
+        weakref.finalize(root, region.remove_hooks).atexit = False
         return (Lazy(root), *[t.view_as(t) for t in others])
 
     @staticmethod

@@ -372,7 +372,7 @@ class _Call:
             value = Value(self.region, t, device=self.device, window=window, combined=combined, node=node)
             value.aliased = shared
             node.outputs.append(weakref.ref(value))
-            if stage is Stage.LOOP and window is None and not value.shape:
+            if window is None and not value.shape:
                 self.region.note_scalar(value)
             return Lazy(value)
 
@@ -418,8 +418,7 @@ def _keep_gradients_real(others: Sequence[torch.Tensor], region: Region) -> None
         return
     for t in others:
         if t.requires_grad and not _comes_from_an_entry(t):
-            handle = t.register_hook(_RealGradient())
-            weakref.finalize(region, handle.remove)
+            region.hooks.append(t.register_hook(_RealGradient()))
 
 
 class _RealGradient:

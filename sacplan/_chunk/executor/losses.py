@@ -45,6 +45,7 @@ def _nll(func: Any, args: Sequence[Any]) -> tuple[Any, Any]:
     like = torch.empty((), dtype=scores.dtype, device="meta")
     value = Value(loss.value.region, like, device=scores.device, node=node)
     node.outputs.append(weakref.ref(value))
+    value.region.note_scalar(value)
     total = Lazy(value)
     return (defer(aten.div.Tensor, (loss, total), {}) if reduction == _MEAN else loss), total
 

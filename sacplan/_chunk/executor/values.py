@@ -90,6 +90,7 @@ class Region:
     Attributes:
         length: of a slice.
         tally: what happened in it.
+        hooks: those on tensors outside, to be removed when the region is over.
         pending: scalars that a loop computes along, since people look at them.
     """
 
@@ -104,6 +105,7 @@ class Region:
         self.length = max(1, -(-size // slices))
         self.accumulate = accumulate
         self.tally = Tally()
+        self.hooks: list[Any] = []
         self._on_whole = on_whole
         self._pending: list[weakref.ref[Value]] = []
 
@@ -126,6 +128,11 @@ class Region:
     def note_scalar(self, value: Value) -> None:
         """A scalar that a loop computes along if anybody still refers to it."""
         self._pending.append(weakref.ref(value))
+
+    def remove_hooks(self) -> None:
+        """The region is over."""
+        while self.hooks:
+            self.hooks.pop().remove()
 
     @property
     def pending(self) -> list[Value]:
