@@ -179,7 +179,7 @@ class _Loop:
             (x,) = node.values
             out: Any = _moved(node, given(x), x, made[0], start, stop)
         elif (total := self._product_total(node, made[0])) is not None:
-            total.addmm_(*(given(x) for x in node.inputs))
+            torch.addmm(total, *(given(x) for x in node.inputs), out=total)
             return
         else:
             out = _call(node, given, args)
