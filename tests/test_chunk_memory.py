@@ -31,7 +31,10 @@ def fake(model: nn.Module, batch: torch.Tensor, decisions: list[Chunk], device: 
         found.append(InstalledChunks(copy, decisions))
         return found[-1]
 
-    how: dict[str, Any] = {"prepare": prepare if decisions else None, "saved": "observe" if decisions else "virtual"}
+    how: dict[str, Any] = {
+        "prepare": prepare if decisions else None,
+        "saved": "observe" if decisions else "virtual",
+    }
     seen = trace_step(model, batch, loss_fn, None, device, "cost-model", "fake", **how)
     assert all(not installed.differences for installed in found)
     return seen

@@ -27,6 +27,8 @@ from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
+from sacplan.errors import ChunkError
+
 GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes
 """State of a CPU generator. It counts as device memory in a CPU step; a GPU generator's state is on the host."""
 
@@ -220,6 +222,24 @@ def keep_dynamo_out(*modules: ModuleType) -> None:
         _dynamo.set_code_exec_strategy(
             code, _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
         )
+
+
+def stop_compiling(message: str) -> None:
+    """Raise a ``ChunkError`` from code that Dynamo traces, which otherwise makes a graph break of any exception."""
+    torch._dynamo.comptime.comptime(_raise_while_compiling)
+    raise ChunkError(message)  # where something else than Dynamo traces
+
+
+def _raise_while_compiling(context: Any) -> None:
+    raise _uncompilable()(context.get_local("message").as_python_constant())
+
+
+@functools.cache
+def _uncompilable() -> type[Exception]:
+    """An error that Dynamo neither swallows nor wraps."""
+    from torch._dynamo.exc import UncapturedHigherOrderOpError
+
+    return type("ChunkError", (ChunkError, UncapturedHigherOrderOpError), {})
 
 
 def _functions_of(module: ModuleType) -> Iterator[FunctionType]:

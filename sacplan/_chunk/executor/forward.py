@@ -25,8 +25,7 @@ from sacplan._program.decisions import Chunk
 from sacplan._program.places import StepDifference
 from sacplan._recompute.executor.alignment import Differences
 from sacplan._recompute.executor.copies import StandIn
-from sacplan._torch.private import is_plain
-from sacplan.errors import ChunkError
+from sacplan._torch.private import is_plain, stop_compiling
 
 
 class ChunkedForward(StandIn):
@@ -68,7 +67,12 @@ class ChunkedForward(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's outputs; lazy ones if its span is the rest of the step."""
         if torch.compiler.is_compiling():
-            _refuse_to_compile(self.fqn)
+            stop_compiling(
+                f"module {self.fqn!r} runs in slices, and so does the loss that is computed from it: torch.compile "
+                "cannot keep that. Compile the layers, each with .compile(), and not the whole model; or leave this "
+                "chunk out of the plan, and let the compiler's own chunker do it "
+                "(torch._inductor.config.auto_chunker.enable) where torch has it."
+            )
         if not torch.is_grad_enabled():
             return self.call_original(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
@@ -123,14 +127,6 @@ class ChunkedForward(StandIn):
 
     def _note(self, ran: str, planned: str) -> None:
         self.differences.note(StepDifference(self.fqn, "", ran, planned), may_warn=self._calls > 1)
-
-
-def _refuse_to_compile(fqn: str) -> None:
-    raise ChunkError(
-        f"module {fqn!r} runs in slices, and so does the loss that is computed from it: torch.compile cannot keep "
-        "that. Compile the layers, each with .compile(), and not the whole model; or leave this chunk out of the plan, "
-        "and let the compiler's own chunker do it (torch._inductor.config.auto_chunker.enable) where torch has it."
-    )
 
 
 _Places = list[tuple[dict[str, Any], str]]

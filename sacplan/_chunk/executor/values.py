@@ -84,7 +84,7 @@ class Region:
     Args:
         size: of the axis.
         slices: how many there are at most; each has ``ceil(size / slices)`` elements, the last one perhaps less.
-        accumulate: the type in which parts of half-precision values are added; None for their own.
+        accumulate: the type in which parts of half-precision matrices are added; None for their own.
         on_whole: told what could not be sliced: op and reason.
 
     Attributes:
@@ -121,9 +121,10 @@ class Region:
             yield start, min(self.size, start + self.length)
 
     def sum_type(self, value: Value) -> torch.dtype:
-        """The type in which a value's parts are added."""
-        half = value.dtype in (torch.bfloat16, torch.float16)
-        return self.accumulate if half and self.accumulate is not None else value.dtype
+        """The type in which a value's parts are added: float32 where it costs next to nothing, such as for a loss."""
+        if value.dtype not in (torch.bfloat16, torch.float16):
+            return value.dtype
+        return torch.float32 if len(value.shape) < 2 else self.accumulate or value.dtype
 
     def note_scalar(self, value: Value) -> None:
         """A scalar that a loop computes along if anybody still refers to it."""
