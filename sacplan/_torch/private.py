@@ -27,8 +27,6 @@ from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
-from sacplan.errors import ChunkError
-
 GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes
 """State of a CPU generator. It counts as device memory in a CPU step; a GPU generator's state is on the host."""
 
@@ -224,22 +222,17 @@ def keep_dynamo_out(*modules: ModuleType) -> None:
         )
 
 
-def stop_compiling(message: str) -> None:
-    """Raise a ``ChunkError`` from code that Dynamo traces, which otherwise makes a graph break of any exception."""
+def stop_compiling(error: type[Exception], message: str) -> None:
+    """Raise an error from code that Dynamo traces, which otherwise makes a graph break of any exception."""
     torch._dynamo.comptime.comptime(_raise_while_compiling)
-    raise ChunkError(message)  # where something else than Dynamo traces
+    raise error(message)  # where something else than Dynamo traces
 
 
 def _raise_while_compiling(context: Any) -> None:
-    raise _uncompilable()(context.get_local("message").as_python_constant())
+    from torch._dynamo.exc import UncapturedHigherOrderOpError  # which Dynamo neither swallows nor wraps
 
-
-@functools.cache
-def _uncompilable() -> type[Exception]:
-    """An error that Dynamo neither swallows nor wraps."""
-    from torch._dynamo.exc import UncapturedHigherOrderOpError
-
-    return type("ChunkError", (ChunkError, UncapturedHigherOrderOpError), {})
+    error, message = (context.get_local(name).as_python_constant() for name in ("error", "message"))
+    raise type(error.__name__, (error, UncapturedHigherOrderOpError), {})(message)
 
 
 def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
@@ -451,14 +444,14 @@ class _NoModules:
 
 class _FlopCounter(FlopCounterMode):
     def __enter__(self) -> FlopCounterMode:
-        counter = super().__enter__()
+        super().__enter__()
         mode: Any = self.mode
-        mode.__class__ = _with_deferred(type(mode))
-        return counter
+        mode.__class__ = _with_deferred(mode.__class__)
+        return self
 
 
 @functools.cache
-def _with_deferred(kind: type[TorchDispatchMode]) -> type[TorchDispatchMode]:
+def _with_deferred(kind: Any) -> type[TorchDispatchMode]:
     """The same mode, which sees ops on deferred tensors when they run."""
 
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -26,6 +26,7 @@ from sacplan._program.places import StepDifference
 from sacplan._recompute.executor.alignment import Differences
 from sacplan._recompute.executor.copies import StandIn
 from sacplan._torch.private import is_plain, stop_compiling
+from sacplan.errors import ChunkError
 
 
 class ChunkedForward(StandIn):
@@ -68,10 +69,11 @@ class ChunkedForward(StandIn):
         """The module's outputs; lazy ones if its span is the rest of the step."""
         if torch.compiler.is_compiling():
             stop_compiling(
+                ChunkError,
                 f"module {self.fqn!r} runs in slices, and so does the loss that is computed from it: torch.compile "
                 "cannot keep that. Compile the layers, each with .compile(), and not the whole model; or leave this "
                 "chunk out of the plan, and let the compiler's own chunker do it "
-                "(torch._inductor.config.auto_chunker.enable) where torch has it."
+                "(torch._inductor.config.auto_chunker.enable) where torch has it.",
             )
         if not torch.is_grad_enabled():
             return self.call_original(*args, **kwargs)

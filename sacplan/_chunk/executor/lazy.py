@@ -68,7 +68,7 @@ class Lazy(torch.Tensor):
 
     # What reads memory without an op.
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(real(self))
 
     def __format__(self, spec: str) -> str:
