@@ -10,7 +10,7 @@ from torch import nn
 
 from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._program.decisions import Chunk
-from tests.test_chunked_steps import close, step
+from tests.chunks import close, step
 
 transformers = pytest.importorskip("transformers")
 
@@ -64,7 +64,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     ),
     "bart": (
         "BartForConditionalGeneration",
-        {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+        {
+            "d_model": 32,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64,
+        }
         | {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64},
         "lm_head",
         ("model.shared",),
@@ -106,7 +112,9 @@ def test_the_loss_inside_of_the_model(name: str) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
 def test_an_adapter_on_the_head() -> None:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], lora_dropout=0.0, init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "lm_head"], lora_dropout=0.0, init_lora_weights=False
+    )
     model, batch = peft.get_peft_model(made("llama"), config), batch_of()
     plain = step(model, batch, own_loss)
     unit = "base_model.model.lm_head"

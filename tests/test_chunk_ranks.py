@@ -58,7 +58,9 @@ def sharded_with_head(model: LM) -> nn.Module:
 Wrap = Callable[[LM], nn.Module]
 
 
-def run(base: LM, wrap: Wrap, batch: torch.Tensor, order: str) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+def run(
+    base: LM, wrap: Wrap, batch: torch.Tensor, order: str
+) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     """Loss and gradients of the second of two steps, and how often each parameter's hook fired in it."""
     model = copy.deepcopy(base)
     if order == "chunks first":

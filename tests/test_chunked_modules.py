@@ -14,8 +14,8 @@ from torch import nn
 from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._program.decisions import Chunk
 from sacplan.errors import ChunkError, PlanError
+from tests.chunks import VOCAB, close, plain_loss, step
 from tests.models import LM, tokens
-from tests.test_chunked_steps import VOCAB, close, plain_loss, step
 
 CHUNKS = [Chunk("layers.0.mlp", "module", 4, 1), Chunk("layers.1.mlp", "module", 5, 1)]
 NEAR = ("layers.0.mlp", "layers.1.mlp")

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sacplan._chunk.executor.install import InstalledChunks
-from sacplan._program.decisions import Chunk
-from sacplan._torch.allocations import allocation_events
 from sacplan.errors import ChunkError
+from tests.chunks import VOCAB, allocations, chunked, close, loops_of, plain_loss, step
 from tests.models import LM, tokens
 
-VOCAB = 517
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
@@ -31,54 +27,6 @@ def model() -> LM:
 def batch() -> torch.Tensor:
     torch.manual_seed(1)
     return tokens(2, 48, VOCAB)
-
-
-@contextmanager
-def chunked(
-    model: nn.Module, unit: str = "head", slices: int = 8, **how: object
-) -> Iterator[InstalledChunks]:
-    decision = Chunk(unit, how.pop("span", "rest"), slices, how.pop("dim", 1), **how)  # type: ignore[arg-type]
-    installed = InstalledChunks(model, [decision])
-    try:
-        yield installed
-    finally:
-        installed.check_removable()
-        installed.remove()
-
-
-def step(model: nn.Module, batch: object, loss_fn: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Loss and gradients by name."""
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(3)
-    loss = loss_fn(model, batch)
-    loss.backward()
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert all(type(g) is torch.Tensor for g in found.values())
-    model.zero_grad(set_to_none=True)
-    return {"loss": loss.detach() + 0, **found}
-
-
-def close(
-    got: dict[str, torch.Tensor],
-    expected: dict[str, torch.Tensor],
-    near: tuple[str, ...] = (),
-    rtol: float = 1e-6,
-) -> None:
-    """All bits are equal, but those of the loss and of what is near."""
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        if name == "loss":
-            assert (got[name] - value).abs() <= 2e-6 * value.abs()
-        elif name.startswith(near):
-            assert (got[name] - value).norm() <= rtol * value.norm(), name
-        else:
-            assert torch.equal(got[name], value), name
-
-
-def loops_of(model: nn.Module, unit: str = "head") -> int:
-    tally = model.get_submodule(unit).forward.tally
-    assert not tally.whole
-    return tally.loops
 
 
 # --- losses outside of the model
@@ -185,30 +133,24 @@ def test_a_loss_whose_rows_are_only_close(model: LM, batch: torch.Tensor, loss_f
 # --- what people do with logits and losses
 
 
-def plain_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
-
-
-def allocated(run: Callable[[], object]) -> tuple[int, int]:
-    """The largest single allocation, and the peak over what was alive before."""
-    with torch.profiler.profile(profile_memory=True) as profiler:
-        run()
-    live = peak = largest = 0
-    for delta in allocation_events(profiler):
-        live += delta
-        peak, largest = max(peak, live), max(largest, delta)
-    return largest, peak
-
-
 def test_logits_that_nobody_reads_are_never_whole(model: LM, batch: torch.Tensor) -> None:
     batch = tokens(2, 64, VOCAB)
     logits_bytes = batch.numel() * VOCAB * 4
-    plain_largest, plain_peak = allocated(lambda: step(model, batch, plain_loss))
-    assert plain_largest == logits_bytes
+    plain_sizes, plain_peak = allocations(lambda: step(model, batch, plain_loss))
+    assert max(plain_sizes) == logits_bytes
     with chunked(model, slices=16):
-        largest, peak = allocated(lambda: step(model, batch, plain_loss))
-    assert largest < logits_bytes / 3
+        sizes, peak = allocations(lambda: step(model, batch, plain_loss))
+    assert max(sizes) < logits_bytes / 3
     assert plain_peak - peak > 2 * logits_bytes
+
+
+def test_autograd_takes_the_gradients_as_they_are(model: LM, batch: torch.Tensor) -> None:
+    """The head's gradient is allocated once: it is added up in place, and nobody copies it."""
+    weight_bytes = VOCAB * 32 * 4
+    with chunked(model, slices=16):
+        sizes, _ = allocations(lambda: step(model, batch, plain_loss))
+    plain_sizes, _ = allocations(lambda: step(model, batch, plain_loss))
+    assert sizes.count(weight_bytes) == plain_sizes.count(weight_bytes)
 
 
 def test_logits_may_be_read_before_and_after_the_backward_pass(model: LM, batch: torch.Tensor) -> None:

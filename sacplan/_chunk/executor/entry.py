@@ -45,7 +45,7 @@ class _Entry(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(tensor)
         root = Value(region, tensor, window=Window(axis), source=_Source(ctx))
-        ctx.region, ctx.root = region, weakref.ref(root)
+        ctx.region, ctx.root, ctx.makes_gradients_real = region, weakref.ref(root), True
         weakref.finalize(root, region.remove_hooks).atexit = False
         return (Lazy(root), *[t.view_as(t) for t in others])
 

@@ -129,6 +129,11 @@ def root(region: Region, tensor: torch.Tensor, axis: Axis) -> Lazy:
     return Lazy(Value(region, tensor, window=Window(axis), data=tensor))
 
 
+def free(region: Region, tensor: torch.Tensor) -> Lazy:
+    """A tensor that is there and does not depend on the slices, such as the gradient of a loss."""
+    return Lazy(Value(region, tensor, data=tensor))
+
+
 @functools.cache
 def import_meta_kernels() -> None:
     """Let PyTorch import what computes shapes: the frames in which it does so live until Python collects garbage."""
@@ -407,9 +412,7 @@ class _LazyGradient:
         self._region = region
 
     def __call__(self, gradient: torch.Tensor) -> Lazy | None:
-        if isinstance(gradient, Lazy):
-            return None
-        return Lazy(Value(self._region, gradient, data=gradient))
+        return None if isinstance(gradient, Lazy) else free(self._region, gradient)
 
 
 def _keep_gradients_real(others: Sequence[torch.Tensor], region: Region) -> None:
@@ -437,7 +440,7 @@ def _comes_from_an_entry(t: torch.Tensor) -> bool:
         node = waiting.pop()
         if node is None or hasattr(node, "variable"):
             return False
-        if node in seen or getattr(node, "region", None) is not None:
+        if node in seen or getattr(node, "makes_gradients_real", False):
             continue
         seen.add(node)
         edges = [edge for edge, _ in node.next_functions if edge is not None]
