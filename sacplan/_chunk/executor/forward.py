@@ -101,7 +101,7 @@ class ChunkedForward(StandIn):
             return out
         results, spec = tree_flatten(out)
         lazies = [x for x in results if isinstance(x, Lazy)]
-        made = iter(leave(region, lazies) if lazies else ())
+        made = iter(leave(lazy, leaves[at], lazies) if lazies else ())
         return tree_unflatten([next(made) if isinstance(x, Lazy) else x for x in results], spec)
 
     def _axis_of(self, tensor: torch.Tensor) -> Axis | None:
