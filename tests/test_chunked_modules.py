@@ -241,6 +241,22 @@ def test_compiling_is_refused_by_name(model: LM, batch: torch.Tensor) -> None:
     assert isinstance(refusal.value, ChunkError)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_loss_runs_uncompiled(model: LM, batch: torch.Tensor, backend: str) -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(backend=backend)
+    def loss_of(logits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), x.flatten())
+
+    plain = step(model, batch, plain_loss)
+    InstalledChunks(model, [Chunk("head", "rest", 8, 1)])
+    for _ in range(2):
+        got = step(model, batch, lambda model, x: loss_of(model(x), x))
+        assert model.head.forward.tally.loops == 1
+        close(got, plain, near=("head.",))
+
+
 def test_a_compiled_module_is_refused_by_name(model: LM) -> None:
     model.layers[0].mlp[0].compile(backend="eager")  # type: ignore[union-attr,operator,index]
     with pytest.raises(PlanError, match=r"layers\.0\.mlp\.0.* is compiled"):
@@ -253,6 +269,17 @@ def test_compiled_layers_below_a_chunked_head(model: LM, batch: torch.Tensor) ->
         layer.compile(backend="eager")
     InstalledChunks(model, [Chunk("head", "rest", 8, 1)])
     close(step(model, batch, plain_loss), plain, near=("head.",))
+
+
+@pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
+def test_dropout_draws_what_the_whole_would_draw(batch: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    model = LM(layers=2, dim=32, heads=2, vocab=VOCAB, dropout=0.2)
+    plain = step(model, batch, plain_loss)
+    installed = InstalledChunks(model, CHUNKS)
+    got = step(model, batch, plain_loss)
+    assert "bernoulli" in str(installed.differences[0])
+    close(got, plain, near=NEAR)
 
 
 def test_recomputation_below_a_chunked_head(model: LM, batch: torch.Tensor) -> None:

@@ -229,10 +229,16 @@ def stop_compiling(error: type[Exception], message: str) -> None:
 
 
 def _raise_while_compiling(context: Any) -> None:
-    from torch._dynamo.exc import UncapturedHigherOrderOpError  # which Dynamo neither swallows nor wraps
-
     error, message = (context.get_local(name).as_python_constant() for name in ("error", "message"))
-    raise type(error.__name__, (error, UncapturedHigherOrderOpError), {})(message)
+    raise _uncompilable(error, message)
+
+
+def _uncompilable(error: type[Exception], message: str) -> Exception:
+    """The same error as one that Dynamo neither swallows nor wraps."""
+    from torch._dynamo.exc import UncapturedHigherOrderOpError
+
+    found: Exception = type(error.__name__, (error, UncapturedHigherOrderOpError), {})(message)
+    return found
 
 
 def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
