@@ -396,6 +396,28 @@ def test_writing_in_place(model: LM, batch: torch.Tensor) -> None:
             step(model, batch, through_a_view)
 
 
+def test_writing_to_a_loss(model: LM, batch: torch.Tensor) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = plain_loss(model, x)
+        before = loss.detach()
+        half = before / 2
+        loss /= 4
+        assert before.item() == loss.item()
+        assert half.item() == pytest.approx(2 * loss.item())
+        return loss
+
+    model.eval()
+    plain = step(model, batch, loss_fn)
+    with chunked(model):
+        close(step(model, batch, loss_fn), plain, near=("head.",))
+        loss = plain_loss(model, batch)
+        loss /= 4
+        loss.backward()
+        logged = loss.detach()
+        logged.mul_(3)
+        assert loss.item() == logged.item() == pytest.approx(3 * plain["loss"].item())
+
+
 def test_hooks_fire_once_and_see_what_they_would(model: LM, batch: torch.Tensor) -> None:
     seen: list[tuple[str, tuple[int, ...]]] = []
 

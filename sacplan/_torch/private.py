@@ -230,10 +230,16 @@ def stop_compiling(error: type[Exception], message: str) -> None:
 
 
 def _raise_while_compiling(context: Any) -> None:
-    from torch._dynamo.exc import UncapturedHigherOrderOpError  # which Dynamo neither swallows nor wraps
-
     error, message = (context.get_local(name).as_python_constant() for name in ("error", "message"))
-    raise type(error.__name__, (error, UncapturedHigherOrderOpError), {})(message)
+    raise _uncompilable(error, message)
+
+
+def _uncompilable(error: type[Exception], message: str) -> Exception:
+    """The same error as one that Dynamo neither swallows nor wraps."""
+    from torch._dynamo.exc import UncapturedHigherOrderOpError
+
+    found: Exception = type(error.__name__, (error, UncapturedHigherOrderOpError), {})(message)
+    return found
 
 
 def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
@@ -470,9 +476,7 @@ def _product_flops(_: Any, left: Sequence[int], right: Sequence[int], **__: Any)
 
 def flop_counter() -> FlopCounterMode:
     """A ``FlopCounterMode`` for the whole step: its hooks on modules fail where a custom function calls some."""
-    in_place = dict.fromkeys(
-        (torch.ops.aten.addmm_, torch.ops.aten.baddbmm_), _product_flops
-    )  # torch lacks them
+    in_place = dict.fromkeys((torch.ops.aten.addmm_, torch.ops.aten.baddbmm_), _product_flops)  # torch lacks them
     counter = _FlopCounter(display=False, custom_mapping=in_place)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     return counter

@@ -195,30 +195,35 @@ def _filled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An op that writes in place."""
     traits = op_traits(func)
     written = [t for t in tensors_in(traits.written(args, kwargs)) if isinstance(t, Lazy)]
     if not written:
         return func(*_real(args), **_real(kwargs))
     lazy = written[0]
-    functional = _without_writing(func)
-    if functional is None or not traits.in_place or len(written) > 1:
-        raise ChunkError(
-            f"{func} writes to a tensor of shape {tuple(lazy.shape)} that is computed in slices later, and it cannot "
-            "be put off. Write to a clone() of it, or leave this chunk out of the plan."
-        )
-    if lazy.value.aliased:
+    alone = traits.in_place and not lazy.value.aliased
+    if alone and (functional := _without_writing(func)) is not None and not traits.random:
+        made = defer(functional, args, kwargs)
+        lazy.value = made.value if isinstance(made, Lazy) else _settled(lazy.value, made)
+    elif alone and lazy.value.sliced:
+        lazy.value.region.note_whole(str(func), "it can only be computed in place")
+        lazy.value = _settled(lazy.value, real(lazy).clone())
+        func(*_real(args), **_real(kwargs))
+    elif not any(t.value.sliced for t in written):
+        region = lazy.value.region
+        settle(list(dict.fromkeys([*(t.value for t in written if t.value.data is None), *region.pending])))
+        func(*_real(args), **_real(kwargs))  # every alias has the same memory
+    else:
         raise ChunkError(
             f"{func} writes to a tensor of shape {tuple(lazy.shape)} that is computed in slices later, and of which "
             "there are views. Write to a clone() of it, or use an op that returns a new tensor (torch.where, "
             "masked_fill); or leave this chunk out of the plan."
         )
-    made = defer(functional, args, kwargs)
-    if isinstance(made, Lazy):
-        lazy.value = made.value
-    else:
-        value = Value(lazy.value.region, made, window=lazy.value.window, data=made)
-        lazy.value = value
-    return lazy
+    return lazy if len(written) == 1 else written
+
+
+def _settled(before: Value, data: torch.Tensor) -> Value:
+    return Value(before.region, data, window=before.window, data=data)
 
 
 def _without_writing(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
