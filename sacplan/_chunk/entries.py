@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sacplan._chunk.rest import CannotChunk, Entry, Rewrite, chunk_rest
+from sacplan._chunk.rest import CannotChunk, Entry, Rewrite, training_chunk
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Chunk
 from sacplan._program.program import Phase, Program
@@ -89,7 +89,7 @@ def _first_axis(program: Program, unit: str, device: DeviceSpec) -> tuple[Chunk,
             continue
         chunk = Chunk(unit, "rest", min(_PROBE, size), dim)
         try:
-            return chunk, chunk_rest(program, chunk, device)
+            return chunk, training_chunk(program, chunk, device)
         except CannotChunk as error:
             why = error
     raise why
@@ -101,7 +101,7 @@ def _offered(program: Program, found: Chunk, device: DeviceSpec) -> LossChunks:
     slices = 2
     while slices <= min(size, _MOST_SLICES):
         chunk = Chunk(found.unit, "rest", slices, found.dim)
-        options.append((chunk, chunk_rest(program, chunk, device)))
+        options.append((chunk, training_chunk(program, chunk, device)))
         slices *= 2
     deferred = options[0][1].deferred
     forward = frozenset(i for i in deferred if program.ops[i].phase is Phase.FORWARD)

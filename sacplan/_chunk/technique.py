@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from sacplan._chunk.rest import CannotChunk, chunk_rest
+from sacplan._chunk.rest import CannotChunk, training_chunk
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Chunk, Decision
 from sacplan._program.places import OpSequence
@@ -45,7 +45,7 @@ class Chunking:
             raise PlanError("a plan with chunks is read with the device that it is for; it was not given.")
         (chunk,) = (one for one in decisions if isinstance(one, Chunk))
         try:
-            return program.derived((chunk, device), lambda: chunk_rest(program, chunk, device)).patch
+            return training_chunk(program, chunk, device).patch
         except CannotChunk as error:
             raise PlanError(f"{chunk} cannot be carried out on this step: {error}.") from error
 
