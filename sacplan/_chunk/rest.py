@@ -25,6 +25,7 @@ from sacplan._chunk.executor import losses  # noqa: F401  (registers how losses 
 from sacplan._chunk.executor.lazy import Lazy, defer, root
 from sacplan._chunk.executor.loop import compute
 from sacplan._chunk.executor.values import Region, Value, Window
+from sacplan._chunk.families import transferred
 from sacplan._chunk.rehearsal import Additions, Rehearsal, Seen
 from sacplan._device.devices import DeviceSpec
 from sacplan._factors.axes import Axis
@@ -133,9 +134,21 @@ def training_chunk(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrit
     Raises:
         CannotChunk: why there is none.
     """
-    return program.derived(
-        (chunk, device), lambda: _Rehearsed(program, Entry.of(program, chunk.unit), chunk, device).rewrite()
-    )
+    return program.derived((chunk, device), lambda: _training_chunk(program, chunk, device))
+
+
+def _training_chunk(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
+    entry = Entry.of(program, chunk.unit)
+    if chunk.span != "module":
+        return _Rehearsed(program, entry, chunk, device).rewrite()
+    how = msgspec.structs.replace(chunk, unit="")
+    rehearsed: dict[int, Rewrite] = program.derived((how, device), dict)
+    for scope, known in rehearsed.items():
+        found = transferred(program, known.patch, known.deferred, scope, entry.scope)
+        if found is not None:
+            return Rewrite(*found, known.added_ms)
+    rehearsed[entry.scope] = _Rehearsed(program, entry, chunk, device).rewrite()
+    return rehearsed[entry.scope]
 
 
 class _Rehearsed:
@@ -160,11 +173,10 @@ class _Rehearsed:
         self.span = range(self.scope.first_op, last)
         self.lazy: dict[int, Lazy] = {}  # tensors of the program that are not computed where they were
         self.inside: dict[int, Lazy] = {}  # views of what enters: lazy in the module, and real outside
-        self.saved: dict[
-            int, dict[int, Lazy]
-        ] = {}  # by deferred forward op: the lazy tensors that it read and made
+        self.saved: dict[int, dict[int, Lazy]] = {}  # by deferred forward op: what it read and made
         self.real: dict[int, torch.Tensor] = {}
         self.storages: set[int] = set()  # of lazy tensors
+        self.there: set[int] = {like.storage}  # of lazy tensors that are there, and taken in slices
         self.lazy_handles: set[int] = set()
         self.deferred: list[int] = []
         self.ran: dict[int, Seen] = {}  # what runs where an op was deferred
@@ -254,6 +266,7 @@ class _Rehearsed:
             known = t in self._known(op, own) or t in self.outputs
             if not known and tensor.shape == shape and "float" in tensor.dtype:
                 made = self._tensor(t, {})
+                self.there.add(tensor.storage)
                 self.lazy[t] = Lazy(Value(self.region, made, window=window, data=made))
 
     def _check_reads(self, index: int, op: Op, known: Mapping[int, Lazy]) -> None:
@@ -292,7 +305,7 @@ class _Rehearsed:
             (self.inside if storage == self.begins else self.lazy)[t] = made
             if made.value.combined is not None:
                 self.gradients[index] = tuple(made.shape), None
-            if storage != self.begins:
+            if storage not in self.there:
                 self.storages.add(storage)
         for t in op.inputs:
             if t not in known:
@@ -315,9 +328,11 @@ class _Rehearsed:
         """The module's outputs are computed, in a loop of their own; their gradients come in slices."""
         program = self.program
         outputs: dict[int, None] = {}
+        views: set[int] = set()  # that others take of the outputs, perhaps as the module did
         for op in program.ops[self.scope.end_op :]:
             if not (op.phase is Phase.BACKWARD and op.forward_of in self.span):
-                outputs.update(dict.fromkeys(t for t in op.inputs if t in self.lazy))
+                outputs.update(dict.fromkeys(t for t in op.inputs if t in self.lazy and t not in views))
+                views.update(op.outputs)
         if not outputs:
             raise CannotChunk(f"nobody reads what {self.entry.unit!r} returns")
         values = [self.lazy[t].value for t in outputs]
@@ -325,8 +340,8 @@ class _Rehearsed:
             raise CannotChunk(f"{self.entry.unit!r} returns something that is not sliced")
         made, self.left = self.rehearsal.seen(lambda: compute(values))
         maker = {t: i for i in self.deferred for t in program.ops[i].outputs}
+        self.lazy.clear()  # those that autograd keeps are found where they were saved
         for t, value, tensor in zip(outputs, values, made, strict=True):
-            del self.lazy[t]
             self.outputs[t] = self.real[t] = tensor
             self.gradients[maker[t]] = program.tensors[t].shape, value.window
 
@@ -338,9 +353,8 @@ class _Rehearsed:
             zip(self.program.handle_tensors, self.program.handle_ops, strict=True)
         ):
             own = op in self.span and op < self.scope.end_op
-            known = t in self.lazy or (own and t in self.inside)
-            known = known or self.program.handle_storages[handle] in self.storages
-            if known and t not in self.outputs:
+            inside = own and (t in self.inside or self.program.handle_storages[handle] in self.storages)
+            if (inside or (op in self.span and t in self.lazy)) and t not in self.outputs:
                 self.lazy_handles.add(handle)
         numbers = {
             t: lazy.value
@@ -388,8 +402,8 @@ class _Rehearsed:
         body = self._looped(loop, Phase.BACKWARD, -1)
         after = [(_DROP, instance), *((_RELEASE, handle) for handle in handles)]
         for i in self.boundary:
-            at = int(liveness.op_events[i])
-            if at < end:
+            at, writes = int(liveness.op_events[i]), program.ops[i].writes or program.ops[i].mutates
+            if at < end and writes:
                 events[at] = []
                 after.append((_OP, i))
         events[end] += [(_UNPACK, instance), *body, *after]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from sacplan._chunk.families import merged
 from sacplan._chunk.rest import CannotChunk, training_chunk
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Chunk, Decision
@@ -43,11 +44,14 @@ class Chunking:
         """
         if device is None:
             raise PlanError("a plan with chunks is read with the device that it is for; it was not given.")
-        (chunk,) = (one for one in decisions if isinstance(one, Chunk))
-        try:
-            return training_chunk(program, chunk, device).patch
-        except CannotChunk as error:
-            raise PlanError(f"{chunk} cannot be carried out on this step: {error}.") from error
+        chunks = [one for one in decisions if isinstance(one, Chunk)]
+        patches = []
+        for chunk in chunks:
+            try:
+                patches.append(training_chunk(program, chunk, device).patch)
+            except CannotChunk as error:
+                raise PlanError(f"{chunk} cannot be carried out on this step: {error}.") from error
+        return merged(program, patches)
 
     def install(
         self,
