@@ -84,6 +84,18 @@ def test_kernels_of_another_device(model: LM, device: str) -> None:
     assert chunked.program.flops == plain.program.flops
 
 
+def test_half_precision_gradients_are_added_in_float32_without_a_temporary_of_their_size(model: LM) -> None:
+    batch, weight_bytes = tokens(2, 64, VOCAB), VOCAB * 32 * 2
+    model.bfloat16()
+    own = fake(model, batch, [Chunk("head", "rest", 16, 1, accumulate="parameter")])
+    wide = fake(model, batch, [Chunk("head", "rest", 16, 1)])
+    assert wide.program.flops == own.program.flops
+    products = [op for op in wide.program.ops if op.name == "aten.mm.default" and op.writes]
+    sizes = [max(wide.program.storage_bytes[s] for s in op.writes) for op in products]
+    assert max(sizes) < weight_bytes / 3
+    assert wide.peak_bytes == pytest.approx(measured(model, batch, [Chunk("head", "rest", 16, 1)]), rel=0.005)
+
+
 class MLPs(nn.Module):
     """Layers whose inside is wider than what goes in and comes out."""
 
