@@ -119,7 +119,10 @@ def real(lazy: Lazy) -> torch.Tensor:
 
 
 def settle(values: Sequence[Value]) -> None:
-    """Compute values in one loop, and keep them."""
+    """Compute values in one loop, and keep them; if they are scalars, those that somebody else may read as well."""
+    if not any(value.shape for value in values):
+        pending = (v for region in {value.region for value in values} for v in region.pending)
+        values = list(dict.fromkeys((*values, *pending)))
     for value, data in zip(values, compute(values), strict=True):
         value.settle(data)
 
@@ -187,9 +190,7 @@ def _real(value: Any) -> Any:
 def _filled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """A scalar like a lazy one, such as what a backward pass begins with: it needs no value."""
     lazy_gradients([args[0]])
-    like = torch.empty_like(args[0].value.data) if args[0].value.data is not None else None
-    if like is None:
-        like = torch.empty((), dtype=args[0].dtype, device=args[0].device)
+    like = torch.empty((), dtype=args[0].dtype, device=args[0].device)
     made: torch.Tensor = func(like, *args[1:], **kwargs)
     return made
 
@@ -210,8 +211,8 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         lazy.value = _settled(lazy.value, real(lazy).clone())
         func(*_real(args), **_real(kwargs))
     elif not any(t.value.sliced for t in written):
-        region = lazy.value.region
-        settle(list(dict.fromkeys([*(t.value for t in written if t.value.data is None), *region.pending])))
+        pending = lazy.value.region.pending  # they may read what is written
+        settle(list(dict.fromkeys((*(t.value for t in written if t.value.data is None), *pending))))
         func(*_real(args), **_real(kwargs))  # every alias has the same memory
     else:
         raise ChunkError(
@@ -259,6 +260,8 @@ class _Call:
         if all(value.free for value in values):
             return self._made(made, Stage.FREE, rule=rule_of(self.func, args, kwargs, made))
         if not any(value.sliced for value in values):
+            if len({id(value.region) for value in values}) > 1:
+                self.region = Region(1, 1)  # no loop of one of them computes it along
             return self._made(made, Stage.LATE)
         reduced = [x for x in self.lazies if not (x.value.sliced or x.value.free)]
         if reduced:
