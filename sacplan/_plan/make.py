@@ -44,7 +44,9 @@ def made_plan(
             "need parameters that are freed. A unit of a plan must be inside of one of the profile's fsdp_units."
         )
     lower_bound_ms = _lower_bound(profile, decisions, pins, found.peak_bytes)
-    units, sequences = unit_plans(profile.program, discarded, dict.fromkeys(one.unit for one in decisions))
+    others = [one for one in decisions if not isinstance(one, Recompute)]
+    program = rewritten(profile.program, others, profile.spec)
+    units, sequences = unit_plans(program, discarded, dict.fromkeys(one.unit for one in decisions))
     return Plan(
         status=status,
         gap=None if gap is None else float(gap),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from sacplan._chunk.entries import LossChunks, loss_chunks
+from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
 from sacplan._plan.context import Objective, PlanningContext, planning_context
 from sacplan._plan.make import made_plan
 from sacplan._plan.plan import Plan, Status
@@ -16,7 +16,7 @@ from sacplan._plan.techniques import DEFAULT_TECHNIQUES, resolve_techniques
 from sacplan._profile.profile import Profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes, parse_budget
-from sacplan._program.program import Phase
+from sacplan._program.program import Phase, is_inside
 from sacplan._ranks.ranks import Ranks
 from sacplan._recompute.pins import NO_PINS, Pins, resolve_pins
 from sacplan._rotor.sequences import Rotor, is_longer
@@ -27,6 +27,7 @@ from sacplan._solve.uniform import Uniform
 from sacplan.errors import InfeasibleBudget, PlanError
 
 _OPTIMAL = 2e-3  # share of its cost that a plan may be above the bound for no other solver to be asked
+_FAMILIES = 3  # kinds of modules that run in slices
 _STAGES = 48  # of a chain that Rotor is asked about only for a message
 
 
@@ -138,43 +139,70 @@ class _Asked:
         return cls(profile, solvers, objective, pins, names)
 
     def searches(self) -> list[Search]:
-        """Without chunks, and with them where they may be used and there are any."""
+        """Without chunks, and with the loss in slices where that may be and can be."""
         found = [Search(self.context(self.pins))]
         if "chunk" in self.techniques:
-            chunks = loss_chunks(self.profile.program, self.profile.spec)
-            if isinstance(chunks, LossChunks):
-                found.append(Search(self.context(self._beside(chunks), chunks)))
+            loss = loss_chunks(self.profile.program, self.profile.spec)
+            if isinstance(loss, ChunkOptions):
+                found.append(self._with_chunks((loss,)))
         return found
 
-    def _beside(self, chunks: LossChunks) -> Pins:
-        """Pins that leave what runs in slices to the chunk."""
+    def _with_chunks(self, chunks: tuple[ChunkOptions, ...]) -> Search:
+        """Pins leave what may run in slices to the chunks, and the forward pass behind the loss's to them too."""
         profile, pins = self.profile, self.pins
-        beside = resolve_pins(profile.program, profile.fingerprint, pins.keep, (*pins.never, chunks.unit))
-        return replace(beside, kept_ops=beside.kept_ops | chunks.forward_ops)
+        ends = [each.unit for each in chunks if each.options[0][0].span == "rest"]
+        if ends:
+            pins = resolve_pins(profile.program, profile.fingerprint, pins.keep, (*pins.never, *ends))
+        kept = pins.kept_ops.union(*(each.ops for each in chunks))
+        return Search(self.context(replace(pins, kept_ops=kept), chunks))
 
-    def cheapest(self, searches: Sequence[Search], budget_bytes: int) -> Candidate | None:
+    def _with_modules(self, search: Search) -> Search | None:
+        """With the modules in slices, too, that make the smallest peak of a search."""
+        run = search.smallest.footprint
+        if "chunk" not in self.techniques or run.peak_phase == Phase.OPTIMIZER:
+            return None
+        modules = module_chunks(self.profile.program, run.peak_scope, self.profile.spec)
+        known = {each.unit for each in search.context.chunks}
+        if not modules or any(is_inside(a.unit, b) or a.unit == b for a in modules for b in known):
+            return None
+        return self._with_chunks((*search.context.chunks, *modules))
+
+    def cheapest(self, searches: list[Search], budget_bytes: int) -> Candidate | None:
         """The cheapest candidate that holds a budget; None if none does."""
         for search in searches:
-            if search.program.footprint.peak_bytes > budget_bytes:
-                for one in self.solvers:
-                    search.solve(one, budget_bytes)
-                    if search.above_bound(budget_bytes)[0] <= _OPTIMAL:
-                        break
+            self._solve(search, budget_bytes)
         found = _cheapest(searches, budget_bytes)
         if found is None:
+            known = len(searches)
             self.smallest(searches, budget_bytes)
+            for search in searches[known:]:
+                self._solve(search, budget_bytes)
             found = _cheapest(searches, budget_bytes)
         return found
 
-    def smallest(self, searches: Sequence[Search], budget_bytes: int) -> Candidate:
-        """The candidate with the smallest peak, or the first that holds a budget."""
+    def _solve(self, search: Search, budget_bytes: int) -> None:
+        if search.program.footprint.peak_bytes > budget_bytes:
+            for one in self.solvers:
+                search.solve(one, budget_bytes)
+                if search.above_bound(budget_bytes)[0] <= _OPTIMAL:
+                    break
+
+    def smallest(self, searches: list[Search], budget_bytes: int) -> Candidate:
+        """The candidate with the smallest peak, or one that holds a budget; searches that this takes are added."""
         for search in reversed(searches):
             search.minimise(self.solvers, budget_bytes)
             if search.smallest.footprint.peak_bytes <= budget_bytes:
                 break
-        return min((search.smallest for search in searches), key=lambda found: found.footprint.peak_bytes)
+        for _ in range(_FAMILIES):
+            best = min(searches, key=_smallest_bytes)
+            further = self._with_modules(best) if _smallest_bytes(best) > budget_bytes else None
+            if further is None:
+                break
+            further.minimise(self.solvers, budget_bytes)
+            searches.append(further)
+        return min(searches, key=_smallest_bytes).smallest
 
-    def context(self, pins: Pins, chunks: LossChunks | None = None) -> PlanningContext:
+    def context(self, pins: Pins, chunks: tuple[ChunkOptions, ...] = ()) -> PlanningContext:
         """What planning looks at, with these pins."""
         profile = self.profile
         return planning_context(profile.program, self.objective, pins, self.techniques, profile.spec, chunks)
@@ -205,6 +233,10 @@ class _Asked:
         )
 
 
+def _smallest_bytes(search: Search) -> int:
+    return search.smallest.footprint.peak_bytes
+
+
 def _cheapest(searches: Sequence[Search], budget_bytes: int) -> Candidate | None:
     found = ((search, search.best(budget_bytes)) for search in searches)
     holding = [
@@ -232,8 +264,8 @@ def resolve_solver(solver: str | Solver | Rotor) -> list[Solver | Rotor]:
     return known[solver]
 
 
-def _infeasible(asked: _Asked, searches: Sequence[Search], budget_bytes: int) -> InfeasibleBudget:
-    search = min(searches, key=lambda each: each.smallest.footprint.peak_bytes)
+def _infeasible(asked: _Asked, searches: list[Search], budget_bytes: int) -> InfeasibleBudget:
+    search = min(searches, key=_smallest_bytes)
     run = search.smallest.footprint
     if run.peak_phase == Phase.OPTIMIZER:
         binding = "optimizer step"
@@ -294,17 +326,15 @@ def _with_chunks(asked: _Asked, budget_bytes: int) -> str:
         return ""
     more = replace(asked, techniques=(*asked.techniques, "chunk"))
     searches = more.searches()
-    if len(searches) == 1:
-        return ""
-    found = more.cheapest(searches[1:], budget_bytes)
+    found = more.cheapest(searches, budget_bytes)
     named = f"techniques={more.techniques!r}"
-    if found is None:
-        smallest = searches[1].smallest.footprint.peak_bytes
-        if smallest >= asked.smallest(searches[:1], 0).footprint.peak_bytes:
-            return ""
-        return f"With {named} the smallest is {format_bytes(smallest)} ({smallest} bytes). "
-    share = searches[1].cost(found) / asked.profile.step_ms
-    return f"With {named} the budget holds, {share:.1%} slower than without a plan. "
+    if found is not None:
+        share = (found.footprint.recompute_ms + found.added_ms) / asked.profile.step_ms
+        return f"With {named} the budget holds, {share:.1%} slower than without a plan. "
+    smallest = min(map(_smallest_bytes, searches))
+    if smallest >= _smallest_bytes(searches[0]):
+        return ""
+    return f"With {named} the smallest is {format_bytes(smallest)} ({smallest} bytes). "
 
 
 def _pinned_share(asked: _Asked, search: Search) -> str:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from sacplan._chunk.executor.values import Cut, Held, Node, Region, Stage, Value, Window
 from sacplan._factors.axes import from_factor, into_factor, put, resized_arguments, take
 from sacplan._factors.rule import Kind
+from sacplan._recompute.executor.nodes import unrecorded
 from sacplan._torch.ops import tensors_in
 from sacplan._torch.private import storage_key
 
@@ -32,7 +33,7 @@ _SUMS = frozenset((Kind.SUM, Kind.MEAN))
 
 def compute(values: Sequence[Value]) -> list[torch.Tensor]:
     """The tensors of values, in one loop over slices for each region. The values stay as they are."""
-    with _as_deferred():
+    with _as_deferred(), unrecorded():
         return _Computation(values).run()
 
 
