@@ -33,6 +33,11 @@ class ChunkOptions:
     ops: frozenset[int]
     options: tuple[tuple[Chunk, Rewrite], ...]
 
+    def goes_with(self, other: ChunkOptions) -> bool:
+        """Whether both may be taken: neither begins where the other ends."""
+        ours, theirs = (each.options[-1][1].patch.events for each in (self, other))
+        return ours.keys().isdisjoint(theirs)
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:

@@ -231,7 +231,7 @@ class _Rehearsed:
             belongs = op.forward_of in self.span
             own = belongs and op.forward_of < self.scope.end_op
             if belongs and op.forward_of in self.gradients:
-                self._gradients_are_lazy(op, own)
+                self._gradients_are_lazy(i, op, own)
             known = self._known(op, own)
             lazy = [t for t in op.inputs if t in known]
             if belongs and lazy:
@@ -254,7 +254,7 @@ class _Rehearsed:
         saved = self.saved.get(op.forward_of, {}) if op.phase is Phase.BACKWARD else {}
         return ChainMap(saved, self.lazy, self.inside if own else {})
 
-    def _gradients_are_lazy(self, op: Op, own: bool) -> None:
+    def _gradients_are_lazy(self, index: int, op: Op, own: bool) -> None:
         """As the executor lets them be.
 
         Those of what is reduced, so that what autograd expands them to is sliced; and those of a module's outputs,
@@ -267,6 +267,7 @@ class _Rehearsed:
             if not known and tensor.shape == shape and "float" in tensor.dtype:
                 made = self._tensor(t, {})
                 self.there.add(tensor.storage)
+                self.held.setdefault(tensor.storage, index)
                 self.lazy[t] = Lazy(Value(self.region, made, window=window, data=made))
 
     def _check_reads(self, index: int, op: Op, known: Mapping[int, Lazy]) -> None:

@@ -14,7 +14,7 @@ off, which the rewritten program shows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from sacplan._plan.techniques import TECHNIQUES
 from sacplan._program.liveness import Fold
-from sacplan._program.program import Event, Program
+from sacplan._program.program import Event, Patch, Program
 from sacplan._program.regions import Option, Region
 from sacplan._solve.problem import DEVICE_MEMORY, Choice, OnceCost, Picks, Problem, Row
 
@@ -230,7 +230,11 @@ class _Effects:
         program, liveness = self.program, self.liveness
         patches = [option.patch for option in region.options if option.patch is not None]
         if patches:  # of ops that are no region's but its own, backward ones included
-            return [(p, *program.events[p]) for p in sorted({at for patch in patches for at in patch.events})]
+            positions = {at for patch in patches for at in patch.events}
+            positions.update(
+                at for patch in patches for s in self._held(patch) for at in liveness.events_of[s]
+            )
+            return [(p, *program.events[p]) for p in sorted(positions)]
         ops = [op for group in region.members for op in group]
         made = {s for op in ops for s in program.ops[op].writes}
         positions = {int(liveness.op_events[op]) for op in ops}
@@ -257,6 +261,8 @@ class _Effects:
             if position in patch.events and code != _OP and code not in _CALLS
         )
         made = {s for group in region.members for op in group for s in program.ops[op].writes}
+        if option.patch is not None:
+            made.update(self._held(patch))
         plain, planned = Fold(program, initial=touched - made), Fold(program, patch, touched - made)
         places, after, during = [], [], []
         again: list[tuple[int, int]] = []
@@ -287,6 +293,11 @@ class _Effects:
         all_during = all_after.copy()
         all_during[places] = during
         return _LocalEffect(all_after, all_during, tuple(again))
+
+    def _held(self, patch: Patch) -> Iterator[int]:
+        """Storages that a patch holds for longer, and that are not there from the beginning."""
+        initial = self.program.initial
+        return (s for s in patch.handle_storages if s < len(self.program.storage_bytes) and s not in initial)
 
     def _spread(self, effects: Sequence[_LocalEffect], where: Bytes, changes: Bytes) -> None:
         """Effects of one kind of region, on the intervals of the step, for one region.

@@ -16,7 +16,7 @@ from sacplan._plan.techniques import DEFAULT_TECHNIQUES, resolve_techniques
 from sacplan._profile.profile import Profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes, parse_budget
-from sacplan._program.program import Phase, is_inside
+from sacplan._program.program import Phase
 from sacplan._ranks.ranks import Ranks
 from sacplan._recompute.pins import NO_PINS, Pins, resolve_pins
 from sacplan._rotor.sequences import Rotor, is_longer
@@ -162,10 +162,11 @@ class _Asked:
         if "chunk" not in self.techniques or run.peak_phase == Phase.OPTIMIZER:
             return None
         modules = module_chunks(self.profile.program, run.peak_scope, self.profile.spec)
-        known = {each.unit for each in search.context.chunks}
-        if not modules or any(is_inside(a.unit, b) or a.unit == b for a in modules for b in known):
-            return None
-        return self._with_chunks((*search.context.chunks, *modules))
+        chunks = search.context.chunks
+        for module in modules:
+            if all(map(module.goes_with, chunks)):
+                chunks = (*chunks, module)
+        return self._with_chunks(chunks) if len(chunks) > len(search.context.chunks) else None
 
     def cheapest(self, searches: list[Search], budget_bytes: int) -> Candidate | None:
         """The cheapest candidate that holds a budget; None if none does."""
