@@ -153,18 +153,34 @@ _SETS_UP = frozenset({"c10d", "_c10d_functional", "fsdp"})
 
 
 @functools.cache
+def overload_named(name: str) -> torch._ops.OpOverload | None:
+    """The op of a name such as ``"aten.mm.default"``; None if it is of a library that is not imported here."""
+    try:
+        func = functools.reduce(getattr, name.split("."), torch.ops)
+    except (AttributeError, RuntimeError):
+        return None
+    return func if isinstance(func, torch._ops.OpOverload) else None
+
+
+@functools.cache
 def is_computation(name: str) -> bool:
     """Whether an op, by the name of its overload, makes or writes values: no view, and no part of a collective."""
-    parts = name.split(".")
-    if parts[0] in _SETS_UP:
+    if name.split(".")[0] in _SETS_UP:
         return False
-    try:
-        func = functools.reduce(getattr, parts, torch.ops)
-    except (AttributeError, RuntimeError):  # an op of a library that is not imported here
-        return True
-    if not isinstance(func, torch._ops.OpOverload) or op_traits(func).written_names:
+    func = overload_named(name)
+    if func is None or op_traits(func).written_names:
         return True
     return not func.is_view and any("Tensor" in str(r.type) for r in func._schema.returns)
+
+
+_ALIASES = frozenset(("aten._unsafe_view.default",))
+
+
+@functools.cache
+def is_alias(name: str) -> bool:
+    """Whether an op, by the name of its overload, gives another view of its argument's memory and writes nothing."""
+    func = overload_named(name)
+    return func is not None and (func.is_view or name in _ALIASES) and not op_traits(func).written_names
 
 
 def arguments_by_name(

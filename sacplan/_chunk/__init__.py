@@ -1,0 +1,1 @@
+"""The technique "chunk": run a stretch of ops in slices of one dimension."""

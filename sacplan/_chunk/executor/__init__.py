@@ -1,0 +1,1 @@
+"""Chunks on a model: ops are put off, and run in slices."""

@@ -1,0 +1,451 @@
+"""Which stretches of ops could run in slices, and about how much memory each would take.
+
+A candidate ends with an op that computes something, and is sliced along an axis of its result. From there the factor
+flows back to where a conflict, the window, or a cut ends it. Ops through which it does not flow run before the loop.
+What memory a candidate takes is estimated as a linear function of the length of a slice; ``body.py`` has exact figures.
+
+Layers repeat, so an op whose surroundings were seen before gets the candidates that were found there.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sacplan._chunk.dataflow import Dataflow, dtype_of, is_dense
+from sacplan._chunk.flow import Conflict, Flow, axis_of, flow_from
+from sacplan._device.devices import DeviceSpec
+from sacplan._factors.axes import Axis
+from sacplan._program.elements import ROOT_SCOPE
+from sacplan._program.program import Program
+
+_WINDOW = 160  # ops that a stretch reaches back at most
+_PERIODS = 1.6  # layers, where they repeat
+_BEYOND = 40  # ops after the loop at which Python may still hold what the stretch would have made
+_CONFLICTS = 12  # ops that are made to run before the loop, of one stretch
+_STARTS = 8
+_ENDS = 500  # ops at which stretches end, of different surroundings
+_HOT = 0.1  # share of what the step takes above which memory is worth saving
+
+
+class Exit(NamedTuple):
+    """What is needed after a stretch: an output of one of its ops, and the last version of its storage."""
+
+    op: int
+    output: int
+    storage: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shape:
+    """A stretch, with op numbers relative to its last op.
+
+    Attributes:
+        start, until: the first op; the last one at which memory is otherwise because of the stretch.
+        members: ops of the loop.
+        axis: what is sliced of the first output of the last op.
+        exits: ops and outputs that are needed afterwards.
+        others: by op from ``start`` to ``until``, whether it still runs by itself.
+        change: by op, bytes that are alive more (or fewer) while it runs.
+        fixed, by_length: by op of the loop, bytes that are alive beyond those outside: a constant, and a part for each
+            unit of length of a slice.
+        slice_ms: what each further slice costs; ``loop_ms``: what the loop costs once.
+    """
+
+    start: int
+    until: int
+    members: tuple[int, ...]
+    axis: Axis
+    exits: tuple[tuple[int, int], ...]
+    others: npt.NDArray[np.bool_]
+    change: npt.NDArray[np.int64]
+    fixed: npt.NDArray[np.float64]
+    by_length: npt.NDArray[np.float64]
+    slice_ms: float
+    loop_ms: float
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """A stretch of a program.
+
+    Attributes:
+        shape: see there.
+        end: its last op, where the loop runs.
+        start, until: see ``Shape``.
+        outside: the most that is alive at an op from ``start`` to ``until`` that is not in the loop.
+        base: bytes alive beside what the loop makes.
+    """
+
+    shape: Shape
+    end: int
+    start: int
+    until: int
+    outside: int
+    base: int
+
+    @property
+    def size(self) -> int:
+        """Into how many slices it could be cut."""
+        return self.shape.axis.size
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ops of the loop."""
+        return tuple(self.end + i for i in self.shape.members)
+
+    def peak(self, length: int) -> float:
+        """About the most that is alive, with slices of that length."""
+        shape = self.shape
+        return max(self.outside, self.base + float((shape.fixed + shape.by_length * length).max()))
+
+    def longest(self, budget: int) -> int:
+        """About the longest slice with which it stays within a budget; 0 if there is none."""
+        if self.outside > budget:
+            return 0
+        room = budget - self.base - self.shape.fixed
+        if (room < 0).any():
+            return 0
+        growing = self.shape.by_length > 0
+        if not growing.any():
+            return self.size
+        return int(min(self.size, np.floor((room[growing] / self.shape.by_length[growing]).min())))
+
+    def extra_ms(self, slices: int) -> float:
+        """About what it costs."""
+        return self.shape.loop_ms + (slices - 1) * self.shape.slice_ms
+
+
+def candidates(flow: Dataflow, spec: DeviceSpec) -> list[Candidate]:
+    """The stretches of a program that could lower its peak, in no particular order."""
+    return _Finder(flow, spec).find()
+
+
+class _Finder:
+    def __init__(self, flow: Dataflow, spec: DeviceSpec) -> None:
+        self.flow = flow
+        self.program: Program = flow.program
+        self.live = np.array(flow.live, dtype=np.int64)
+        self.total = self.live + np.array(flow.workspace, dtype=np.int64)
+        self.launch_ms = spec.kernel_launch_us * 1e-3
+        self.ms_per_byte = 1e3 / (spec.bandwidth_bytes_per_s * spec.bandwidth_efficiency)
+        self.bytes = [
+            int(np.prod(t.shape, dtype=np.int64)) * dtype_of(t).itemsize for t in self.program.tensors
+        ]
+        self.surroundings = self._surroundings()
+        self._units: dict[frozenset[int], bool] = {}
+
+    def find(self) -> list[Candidate]:
+        flow = self.flow
+        if not flow.n_ops:
+            return []
+        floor = self.program.liveness.initial_bytes
+        hot = np.flatnonzero(self.total > floor + _HOT * (int(self.total.max()) - floor)).tolist()
+        by_kind: dict[Any, list[int]] = defaultdict(list)
+        for end in range(flow.n_ops):
+            if flow.computes[end] and flow.rules[end] is not None and self.program.ops[end].writes:
+                window = self._window(end)
+                at = bisect.bisect_right(hot, end)
+                if at and hot[at - 1] >= end - window:
+                    key = (end - hot[at - 1], *self.surroundings[max(0, end - window) : end + _BEYOND])
+                    by_kind[hash(key)].append(end)
+        kinds = sorted(by_kind.values(), key=lambda ends: -int(self.total[ends].max()))[:_ENDS]
+        found = []
+        for ends in kinds:
+            last_hot = hot[bisect.bisect_right(hot, ends[0]) - 1]
+            for shape in self._shapes(ends[0], last_hot):
+                for end in ends:
+                    placed = self._placed(shape, end)
+                    if placed is not None:
+                        found.append(placed)
+        return found
+
+    # --- repeated layers ---
+
+    def _surroundings(self) -> list[int]:
+        """By op, a number that is the same for ops that do the same to tensors that are used in the same way."""
+        flow, tensors = self.flow, self.program.tensors
+        far = _WINDOW + _BEYOND
+
+        def near(distance: int) -> int:
+            return min(distance, far)
+
+        known: dict[Any, int] = {}
+        found = []
+        for i, op in enumerate(self.program.ops):
+            key = (
+                op.name,
+                op.arguments,
+                tuple(
+                    (
+                        near(i - flow.producer[t]) if flow.producer[t] >= 0 else -1,
+                        _layout(tensors[t]),
+                        near(flow.last_op[flow.storage[t]] - i),
+                    )
+                    for t in op.inputs
+                ),
+                tuple(
+                    (
+                        _layout(tensors[t]),
+                        tuple(near(c - i) for c in flow.consumers[t]),
+                        near(flow.last_op[flow.storage[t]] - i),
+                        flow.last_op[flow.storage[t]] == flow.n_ops,
+                    )
+                    for t in op.outputs
+                ),
+                op.replaces >= 0,
+                op.workspace_bytes,
+            )
+            found.append(known.setdefault(key, len(known)))
+        return found
+
+    def _window(self, end: int) -> int:
+        """How far back a stretch may reach: a bit more than a layer, where layers repeat."""
+        here = self.surroundings[max(0, end - 3) : end + 1]
+        for period in range(8, min(_WINDOW, end - 3)):
+            if self.surroundings[end - period - len(here) + 1 : end - period + 1] == here:
+                return min(_WINDOW, int(period * _PERIODS))
+        return _WINDOW
+
+    # --- shapes ---
+
+    def _shapes(self, end: int, last_hot: int) -> Iterator[Shape]:
+        flow = self.flow
+        seed = flow.outputs[end][0]
+        rule = flow.rules[end]
+        assert rule is not None
+        seen: set[Any] = set()
+        for axis in self._axes(rule, seed):
+            for found in self._flows(end, seed, axis):
+                starts = sorted(i for i in found.within if flow.computes[i] and i <= last_hot)
+                for start in starts:
+                    members = self._members(found, start, end)
+                    if not members or (axis, members) in seen:
+                        continue
+                    seen.add((axis, members))
+                    yield from self._finished(found, members, end, axis)
+
+    def _axes(self, rule: Any, seed: int) -> Iterator[Axis]:
+        for dim, factors in enumerate(rule.outputs[0]):
+            before, after = 1, int(np.prod([rule.sizes[f] for f in factors], dtype=np.int64))
+            for f in factors:
+                size = rule.sizes[f]
+                after //= max(1, size)
+                if size > 1:
+                    yield Axis(dim, before, size, after)
+                    for split in self.flow.splits.get(size, ()):
+                        inner_before, inner_after = 1, size
+                        for n in split:
+                            inner_after //= n
+                            if n > 1:
+                                yield Axis(dim, before * inner_before, n, inner_after * after)
+                            inner_before *= n
+                before *= size
+
+    def _flows(self, end: int, seed: int, axis: Axis) -> Iterator[Flow]:
+        """From as far back as may be, and from behind each op that was in the way."""
+        start = max(0, end - self._window(end))
+        for _ in range(_STARTS):
+            found, obstacles = self._flow(end, seed, axis, start)
+            if found is not None:
+                yield found
+            later = [op for op in obstacles if start <= op < end]
+            if not later:
+                return
+            start = min(later) + 1
+
+    def _flow(self, end: int, seed: int, axis: Axis, start: int) -> tuple[Flow | None, set[int]]:
+        whole: set[int] = set()
+        for _ in range(_CONFLICTS):
+            try:
+                return flow_from(self.flow, seed, axis, start, end, whole), whole
+            except Conflict as conflict:
+                if conflict.op < 0 or conflict.op in whole or conflict.op == end:
+                    break
+                whole.add(conflict.op)
+        return None, whole
+
+    def _members(self, found: Flow, start: int, end: int) -> tuple[int, ...]:
+        """The ops of the loop, if it begins at ``start``: views of what it does not make are left out."""
+        flow = self.flow
+        members: list[int] = []
+        made: set[int] = set()
+        for i in sorted(found.within):
+            if i < start:
+                continue
+            if not flow.computes[i] and not any(t in made for t in flow.inputs[i]):
+                continue
+            members.append(i)
+            made.update(flow.outputs[i])
+        return tuple(members)
+
+    def _finished(
+        self, found: Flow, members: tuple[int, ...], end: int, axis: Axis
+    ) -> Iterator[Shape]:
+        exits = self._exits(members, end)
+        if not exits or not self._has_unit(members) or not self._inputs_stay(members, end):
+            return
+        inside = set(members)
+        made = {s for i in members for s in self.program.ops[i].writes}
+        kept = {self.flow.origin[e.storage] for e in exits}
+        lost = [s for s in made if self.flow.origin[s] not in kept]
+        held = max((self.flow.last_op[s] for s in lost), default=end)
+        held = min(held, end + _BEYOND, self.flow.n_ops - 1)
+        fixed, by_length = self._loop_bytes(found, members, lost)
+        slice_ms, loop_ms = self._times(found, members, exits)
+        for until in dict.fromkeys((end, max(end, held))):
+            start = members[0]
+            change = np.zeros(until - start + 1, dtype=np.int64)
+            for s in lost:
+                first, last = max(self.flow.maker[s], start), min(self.flow.last_op[s], until)
+                change[first - start : last - start + 1] -= self.program.storage_bytes[s]
+            for s in self._input_storages(members):
+                last = self.flow.last_op[s]
+                if last < end and s not in made:
+                    change[max(last + 1, start) - start : end - start + 1] += self.program.storage_bytes[s]
+            others = np.array([i not in inside for i in range(start, until + 1)])
+            yield Shape(
+                start - end,
+                until - end,
+                tuple(i - end for i in members),
+                axis,
+                tuple((e.op - end, e.output) for e in exits),
+                others,
+                change,
+                fixed,
+                by_length,
+                slice_ms,
+                loop_ms,
+            )
+
+    def _exits(self, members: Sequence[int], end: int) -> list[Exit] | None:
+        """What is needed after the loop; None where it cannot be provided for."""
+        flow, program = self.flow, self.program
+        inside = set(members)
+        found = []
+        for i in members:
+            op = program.ops[i]
+            if op.replaces >= 0 and flow.maker[op.replaces] not in inside:
+                return None
+            for s in op.writes:
+                if not flow.read_after(s, end):
+                    continue
+                root = flow.maker[flow.origin[s]]
+                if root not in inside:
+                    return None
+                position = next(
+                    q for q, t in enumerate(flow.outputs[root]) if flow.storage[t] == flow.origin[s]
+                )
+                tensor = program.tensors[flow.outputs[root][position]]
+                if not is_dense(tensor) or tensor.offset:
+                    return None
+                found.append(Exit(root, position, s))
+        return found
+
+    def _input_storages(self, members: Sequence[int]) -> set[int]:
+        flow = self.flow
+        made = {t for i in members for t in flow.outputs[i]}
+        return {flow.storage[t] for i in members for t in flow.inputs[i] if t not in made}
+
+    def _inputs_stay(self, members: Sequence[int], end: int) -> bool:
+        """Whether no op in between overwrites what the loop reads."""
+        inside, program = set(members), self.program
+        inputs = self._input_storages(members)
+        for i in range(members[0], end):
+            if i not in inside:
+                op = program.ops[i]
+                if not inputs.isdisjoint(op.mutates) or op.replaces in inputs:
+                    return False
+        return True
+
+    def _has_unit(self, members: Sequence[int]) -> bool:
+        scopes = frozenset(self.program.ops[i].scope for i in members)
+        if scopes not in self._units:
+            self._units[scopes] = unit_scope(self.program, scopes) != ROOT_SCOPE
+        return self._units[scopes]
+
+    def _loop_bytes(
+        self, found: Flow, members: Sequence[int], lost: Sequence[int]
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """By op of the loop that computes, what is alive beyond what is outside: constant, and by length."""
+        flow, program = self.flow, self.program
+        size = next(iter(found.within.values())).size
+        made = {t for i in members for t in flow.outputs[i]}
+        last: dict[Any, int] = {}
+        for i in members:
+            for t in (*flow.inputs[i], *flow.outputs[i]):
+                last[flow.origin[flow.storage[t]]] = i
+        fixed, by_length = [], []
+        alive: dict[int, tuple[float, float]] = {}
+        for i in members:
+            rule, within = flow.rules[i], found.within[i]
+            assert rule is not None
+            for t, dims in zip(flow.inputs[i], rule.inputs, strict=True):
+                s = flow.origin[flow.storage[t]]
+                if t not in made and s not in alive:
+                    axis = axis_of(dims, rule.sizes, within)
+                    if axis is not None and axis.outer > 1:
+                        alive[s] = 0.0, self.bytes[t] / size  # a copy
+            for t in flow.outputs[i]:
+                s = flow.origin[flow.storage[t]]
+                if s not in alive and flow.computes[i]:
+                    cut = t in found.axes
+                    alive[s] = (0.0, self.bytes[t] / size) if cut else (float(self.bytes[t]), 0.0)
+            if flow.computes[i]:
+                fixed.append(sum(a for a, _ in alive.values()))
+                by_length.append(sum(b for _, b in alive.values()) + program.ops[i].workspace_bytes / size)
+            for s in [s for s in alive if last[s] == i]:
+                del alive[s]
+        return np.array(fixed), np.array(by_length)
+
+    def _times(self, found: Flow, members: Sequence[int], exits: Sequence[Exit]) -> tuple[float, float]:
+        """What a further slice costs: launches, and operands that each slice reads whole; and the loop once."""
+        flow = self.flow
+        slice_ms = len(exits) * self.launch_ms
+        for i in members:
+            if flow.computes[i]:
+                rule, within = flow.rules[i], found.within[i]
+                assert rule is not None
+                again = sum(
+                    self.bytes[t]
+                    for t, dims in zip(flow.inputs[i], rule.inputs, strict=True)
+                    if axis_of(dims, rule.sizes, within) is None
+                )
+                slice_ms += self.launch_ms + again * self.ms_per_byte
+        copied = sum(self.bytes[flow.outputs[e.op][e.output]] for e in exits)
+        return slice_ms, len(exits) * self.launch_ms + 2 * copied * self.ms_per_byte
+
+    # --- placed ---
+
+    def _placed(self, shape: Shape, end: int) -> Candidate | None:
+        start, until = end + shape.start, end + shape.until
+        if start < 0 or until >= self.flow.n_ops:
+            return None
+        held = self.live[start : until + 1] + shape.change
+        outside = 0
+        if shape.others.any():
+            workspace = self.total[start : until + 1] - self.live[start : until + 1]
+            outside = int((held + workspace)[shape.others].max())
+        placed = Candidate(shape, end, start, until, outside, int(held[end - start]))
+        return placed if placed.peak(1) < int(self.total[start : until + 1].max()) else None
+
+
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride, tensor.offset
+
+
+def unit_scope(program: Program, scopes: frozenset[int] | Sequence[int]) -> int:
+    """The smallest module call around some ops whose module is called once in the step; -1 if there is none.
+
+    A call site does not say in which call of a module it is.
+    """
+    scope = program.common_scope(scopes)
+    while scope != ROOT_SCOPE and len(program.calls.get(program.scopes[scope].fqn, ())) != 1:
+        scope = program.scopes[scope].parent
+    return scope
