@@ -31,6 +31,8 @@ def _embedding_backward(call: Call) -> Rule:
 def _gather(call: Call) -> Rule:
     """A dimension passes where the indices have all of it, and the gathered one, which each index looks up, too."""
     x, indices = call.inputs
+    if len(x.shape) != len(indices.shape):  # one of them has no dimensions
+        return call.rule([call.blocked(x.shape), call.blocked(indices.shape)], [call.blocked(indices.shape)])
     dim = call["dim"] % max(len(x.shape), 1)
     dims = list(call.dims(indices.shape))
     source = list(dims)
@@ -74,6 +76,13 @@ def _index_select(call: Call) -> Rule:
     return call.rule([dims, (chosen,) if indices.shape else ()], [(*dims[:dim], chosen, *dims[dim + 1 :])])
 
 
+@register("take")
+def _take(call: Call) -> Rule:
+    x, indices = call.inputs
+    dims = call.dims(indices.shape)
+    return call.rule([call.blocked(x.shape), dims], [dims])
+
+
 @register("index_add", "index_copy", "index_fill")
 def _index_add(call: Call) -> Rule:
     x = call["self"]
@@ -83,9 +92,9 @@ def _index_add(call: Call) -> Rule:
     def dims_of(name: str, t: Any) -> Dims:
         if name == "self":
             return dims
-        if len(t.shape) != len(x.shape) or name == "index":
-            return call.blocked(t.shape)
-        return (*dims[:dim], call.factor(t.shape[dim], Kind.BLOCK), *dims[dim + 1 :])
+        if name == "source" and x.shape and len(t.shape) == len(x.shape):
+            return (*dims[:dim], call.factor(t.shape[dim], Kind.BLOCK), *dims[dim + 1 :])
+        return call.blocked(t.shape)
 
     return call.rule([dims_of(name, t) for name, t in call.named_inputs], [dims])
 

@@ -18,7 +18,7 @@ def broadcast(dims: Dims, to: Sequence[int], shape: Sequence[int]) -> Dims | Non
 # Those that PyTorch tags as pointwise need not be named.
 @register(
     "pointwise",
-    """_conj _prelu_kernel_backward _to_copy alias clone contiguous copy detach detach_copy elu_backward
+    """_conj _prelu_kernel complex floor_divide hardshrink_backward hardswish polar rsub _prelu_kernel_backward _to_copy alias clone contiguous copy detach detach_copy elu_backward
     empty_like fill full_like gelu_backward hardsigmoid_backward hardswish_backward
     hardtanh_backward leaky_relu_backward lift_fresh log_sigmoid_backward log_sigmoid_forward
     logical_and logical_not logical_or masked_fill mish_backward nan_to_num native_dropout_backward
@@ -38,6 +38,11 @@ def pointwise(call: Call) -> Rule | None:
             return None
         inputs.append(found)
     return call.rule(inputs, [dims] * len(call.outputs))
+
+
+@register("scalar_tensor")
+def _scalar(call: Call) -> Rule:
+    return call.rule([], [()])
 
 
 @register("isin", "bucketize")

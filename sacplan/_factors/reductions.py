@@ -77,6 +77,23 @@ def along_a_dimension(call: Call) -> Rule:
     return call.rule([dims] * len(call.inputs), outputs)
 
 
+@register("glu")
+def _glu(call: Call) -> Rule:
+    """The halves of a dimension are multiplied."""
+    x, out = call.inputs[0], call.outputs[0]
+    dim = call["dim"] % len(x.shape)
+    dims = blocked_at(call, x.shape, frozenset([dim]))
+    return call.rule([dims], [(*dims[:dim], call.factor(out.shape[dim], Kind.BLOCK), *dims[dim + 1 :])])
+
+
+@register("glu_backward")
+def _glu_backward(call: Call) -> Rule:
+    grad, x = call.inputs
+    dim = call["dim"] % len(x.shape)
+    dims = blocked_at(call, x.shape, frozenset([dim]))
+    return call.rule([(*dims[:dim], call.factor(grad.shape[dim], Kind.BLOCK), *dims[dim + 1 :]), dims], [dims])
+
+
 @register("_fft_c2c", "_fft_r2c", "_fft_c2r")
 def _fft(call: Call) -> Rule:
     x, out = call.inputs[0], call.outputs[0]

@@ -148,11 +148,12 @@ def _unsqueeze(call: Call) -> Rule:
 
 @register("squeeze", "squeeze_copy")
 def _squeeze(call: Call) -> Rule:
+    """Dimensions of size 1 go; of another that it would squeeze, no slice may have length 1."""
     shape = call.inputs[0].shape
-    dims = call.dims(shape)
     given = call.arguments.get("dim")
     given = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
-    gone = {d % max(len(shape), 1) for d in given}
+    gone = frozenset(d % max(len(shape), 1) for d in given)
+    dims = blocked_at(call, shape, gone)
     return call.rule([dims], [tuple(f for d, f in enumerate(dims) if d not in gone or shape[d] != 1)])
 
 
