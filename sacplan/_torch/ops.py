@@ -153,16 +153,22 @@ _SETS_UP = frozenset({"c10d", "_c10d_functional", "fsdp"})
 
 
 @functools.cache
+def op_named(name: str) -> torch._ops.OpOverload | None:
+    """The op of this name and overload (``"aten.mm.default"``); None if its library is not imported here."""
+    try:
+        func = functools.reduce(getattr, name.split("."), torch.ops)
+    except (AttributeError, RuntimeError):
+        return None
+    return func if isinstance(func, torch._ops.OpOverload) else None
+
+
+@functools.cache
 def is_computation(name: str) -> bool:
     """Whether an op, by the name of its overload, makes or writes values: no view, and no part of a collective."""
-    parts = name.split(".")
-    if parts[0] in _SETS_UP:
+    if name.partition(".")[0] in _SETS_UP:
         return False
-    try:
-        func = functools.reduce(getattr, parts, torch.ops)
-    except (AttributeError, RuntimeError):  # an op of a library that is not imported here
-        return True
-    if not isinstance(func, torch._ops.OpOverload) or op_traits(func).written_names:
+    func = op_named(name)
+    if func is None or op_traits(func).written_names:
         return True
     return not func.is_view and any("Tensor" in str(r.type) for r in func._schema.returns)
 
