@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from sacplan._factors.axes import FactorAxis, from_factor, put, resized_arguments, take
-from sacplan._factors.rule import Kind, Rule, flat_tensors
+from sacplan._factors.rule import Kind, Rule, flat_tensors, rule_of
 
 
 @dataclass
@@ -20,9 +20,11 @@ class OpCall:
     func: Any
     args: Sequence[Any]
     kwargs: dict[str, Any]
+    kernel: Any = None
+    """What computes it, where this device has none."""
 
     def run(self) -> list[torch.Tensor]:
-        return list(flat_tensors(self.func(*copied(self.args), **copied(self.kwargs))))
+        return list(flat_tensors((self.kernel or self.func)(*copied(self.args), **copied(self.kwargs))))
 
 
 def copied(value: Any) -> Any:
@@ -96,7 +98,7 @@ def _run_slice(call: OpCall, rule: Rule, within: FactorAxis, start: int, stop: i
 
     args = resized_arguments(rule, call.args, within, stop - start)
     args, kwargs = tree_map(cut, (args, call.kwargs))
-    return OpCall(call.func, args, kwargs).run()
+    return replace(call, args=args, kwargs=kwargs).run()
 
 
 def assert_well_formed(rule: Rule, call: OpCall, outputs: Sequence[torch.Tensor]) -> None:
@@ -111,3 +113,23 @@ def assert_well_formed(rule: Rule, call: OpCall, outputs: Sequence[torch.Tensor]
         used = [f for factors in dims for f in factors]
         assert len(set(used)) == len(used)
     assert all(len(kinds) == len(rule.sizes) for kinds in rule.kinds)
+
+
+Cut = Callable[[int], tuple[tuple[int, int, int], list[int]]]
+"""From the size of a factor to what is sliced of it, (outer, size, inner), and where slices end."""
+
+
+def assert_slices_make_the_whole(call: OpCall, cut: Cut, tolerance: float = 2e-5) -> int:
+    """The number of factors that were sliced."""
+    whole = call.run()
+    rule = rule_of(call.func, call.args, call.kwargs, whole)
+    assert rule is not None
+    assert_well_formed(rule, call, whole)
+    for factor in rule.sliceable:
+        inside, ends = cut(rule.sizes[factor])
+        found = run_in_slices(call, rule, FactorAxis(factor, *inside), ends)
+        for a, b in zip(found, whole, strict=True):
+            exact = not (b.is_floating_point() or b.is_complex())
+            tolerances = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": tolerance, "atol": tolerance}
+            torch.testing.assert_close(a, b, equal_nan=True, check_stride=False, **tolerances)
+    return len(rule.sliceable)

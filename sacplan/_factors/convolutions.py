@@ -60,6 +60,38 @@ def _convolution_backward(call: Call) -> Rule:
     return call.rule([made.output(call, tuple(grad.shape[2:])), made.input, made.weight], outputs)
 
 
+@register("im2col")
+def _im2col(call: Call) -> Rule:
+    """(samples, channels, height, width) to (samples, channels x window, windows); there may be no samples."""
+    x, out = call.inputs[0], call.outputs[0]
+    planes = call.dims(x.shape[:-2])
+    window = call.factor(out.shape[-2] // x.shape[-3], Kind.BLOCK)
+    windows = call.factor(out.shape[-1], Kind.BLOCK)
+    return call.rule([planes + call.blocked(x.shape[-2:])], [(*planes[:-1], planes[-1] + window, windows)])
+
+
+@register("col2im")
+def _col2im(call: Call) -> Rule:
+    x, out = call.inputs[0], call.outputs[0]
+    planes = call.dims(out.shape[:-2])
+    window = call.factor(x.shape[-2] // out.shape[-3], Kind.BLOCK)
+    windows = call.factor(x.shape[-1], Kind.BLOCK)
+    return call.rule([(*planes[:-1], planes[-1] + window, windows)], [planes + call.blocked(out.shape[-2:])])
+
+
+@register("grid_sampler_2d", "grid_sampler_3d")
+def _grid_sampler(call: Call) -> Rule:
+    """Each place of the grid is looked up in the whole picture."""
+    x, grid = call.inputs
+    batch, channels = call.dims(x.shape[:2])
+    places = call.dims(grid.shape[1:-1])
+    inputs = [
+        (batch, channels, *call.blocked(x.shape[2:])),
+        (batch, *places, call.factor(grid.shape[-1], Kind.BLOCK)),
+    ]
+    return call.rule(inputs, [(batch, channels, *places)])
+
+
 _RESAMPLED = [f"upsample_{how}" for how in (
     "nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d",
 )]  # fmt: skip

@@ -148,7 +148,7 @@ def _index(call: Call) -> Rule | None:
     return call.rule([indexed.x, *indexed.indices], [indexed.found])
 
 
-@register("index_put", "_unsafe_index_put")
+@register("index_put", "_unsafe_index_put", "_index_put_impl_")
 def _index_put(call: Call) -> Rule | None:
     x, indices, values = call["self"], call["indices"], call["values"]
     if not _can_be_followed(indices):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sacplan._factors.reductions import blocked_at
 from sacplan._factors.rule import Call, Dims, Kind, Rule, register
 
 
@@ -84,19 +85,37 @@ def _batch_norm(call: Call) -> Rule:
     return call.rule(inputs, [whole, *statistics])
 
 
-@register("native_batch_norm_backward")
+@register("native_batch_norm_backward", "cudnn_batch_norm_backward", "miopen_batch_norm_backward")
 def _batch_norm_backward(call: Call) -> Rule:
+    """The kernels of libraries are for training, and return all three gradients."""
+    trains = bool(call.arguments.get("train", True))
     x = call["input"]
-    other = Kind.BLOCK if call["train"] else Kind.PASS
+    other = Kind.BLOCK if trains else Kind.PASS
     channels = call.factor(x.shape[1])
     batch, pixels = call.factor(x.shape[0], other), call.dims(x.shape[2:], other)
     whole = (batch, channels, *pixels)
-    wanted = [i for i, is_wanted in enumerate(call["output_mask"]) if is_wanted]
+    wanted = [i for i, is_wanted in enumerate(call.arguments.get("output_mask", (True,) * 3)) if is_wanted]
     for output, i in enumerate(wanted):
-        if i and not call["train"]:
+        if i and not trains:
             call.becomes([f for factors in (batch, *pixels) for f in factors], Kind.SUM, output)
-    inputs = [
-        whole if name in ("grad_out", "input") else (channels,) if t.shape[0] else call.blocked(t.shape)
-        for name, t in call.named_inputs
-    ]
-    return call.rule(inputs, [(channels,) if i else whole for i in wanted])
+
+    def dims_of(t: Any) -> Dims:
+        if len(t.shape) > 1:
+            return whole
+        return (channels,) if tuple(t.shape) == (x.shape[1],) else call.blocked(t.shape)
+
+    return call.rule([dims_of(t) for t in call.inputs], [(channels,) if i else whole for i in wanted])
+
+
+@register("_weight_norm_interface", "_weight_norm_interface_backward")
+def _weight_norm(call: Call) -> Rule:
+    """Each index of one dimension has a norm of its own; the other dimensions must be whole."""
+    direction = call.arguments.get("v", call.arguments.get("saved_v"))
+    dim = call["dim"] % len(direction.shape)
+    dims = blocked_at(call, direction.shape, frozenset(range(len(direction.shape))) - {dim})
+    norms = tuple(factors if d == dim else () for d, factors in enumerate(dims))
+
+    def dims_of(t: Any) -> Dims:
+        return dims if tuple(t.shape) == tuple(direction.shape) else norms
+
+    return call.rule([dims_of(t) for t in call.inputs], [dims_of(o) for o in call.outputs])

@@ -54,9 +54,9 @@ def _looked_up(call: Call) -> Rule | None:
     return call.rule([dims, call.blocked(call.inputs[1].shape)], [dims])
 
 
-@register("full", "ones", "zeros", "new_zeros", "new_ones", "new_full")
+@register("full", "ones", "zeros", "new_empty", "new_zeros", "new_ones", "new_full")
 def _filled(call: Call) -> Rule:
-    """A new tensor; of an input, only the type matters."""
+    """A new tensor; of an input, only type and device matter."""
     shape = call.outputs[0].shape
     dims = call.dims(shape)
     call.resize_all("size", dims)

@@ -55,3 +55,24 @@ register("dot", "vdot")(_product("k", "k", ""))
 register("addmm", "_addmm_activation")(_product_with_bias("ik", "kj", "ij"))
 register("baddbmm")(_product_with_bias("bik", "bkj", "bij"))
 register("addmv")(_product_with_bias("ik", "k", "i"))
+
+
+@register("_grouped_mm")
+def _grouped_product(call: Call) -> Rule | None:
+    """Groups of rows, of columns, or of what is summed over: where groups end, ``offs`` says, and slices would not."""
+    x, y = call.inputs[:2]
+    if call["bias"] is not None:
+        return None
+    words = {(3, 3): "eik ekj eij", (2, 3): "ik ekj ij", (3, 2): "eik kj ij", (2, 2): "ik kj eij"}
+    first, second, out = words[len(x.shape), len(y.shape)].split()
+    letters = _letters(call, (first, second), (x.shape, y.shape), out)
+    offsets = []
+    if call["offs"] is not None:
+        grouped = {(2, 3): "i", (3, 2): "j", (2, 2): "k"}[len(x.shape), len(y.shape)]
+        letters.setdefault("e", call.factor(call["offs"].shape[0]))
+        for letter in ("e", grouped):
+            call.becomes(letters[letter], Kind.BLOCK)
+        offsets = [(letters["e"],)]
+    return call.rule(
+        [_spelled(first, letters), _spelled(second, letters), *offsets], [_spelled(out, letters)]
+    )

@@ -91,7 +91,9 @@ def _glu_backward(call: Call) -> Rule:
     grad, x = call.inputs
     dim = call["dim"] % len(x.shape)
     dims = blocked_at(call, x.shape, frozenset([dim]))
-    return call.rule([(*dims[:dim], call.factor(grad.shape[dim], Kind.BLOCK), *dims[dim + 1 :]), dims], [dims])
+    return call.rule(
+        [(*dims[:dim], call.factor(grad.shape[dim], Kind.BLOCK), *dims[dim + 1 :]), dims], [dims]
+    )
 
 
 @register("_fft_c2c", "_fft_r2c", "_fft_c2r")
