@@ -15,14 +15,14 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent.parent / "sacplan"
 
 ROOMS = (
-    "errors", "_torch", "_program", "_device", "_rewrites", "_record", "_ranks", "_solve", "_recompute", "_rotor",
+    "errors", "_torch", "_factors", "_program", "_device", "_rewrites", "_record", "_ranks", "_solve", "_recompute", "_rotor",
     "_classical", "_profile", "_plan", "_apply", "_verify", "_report", "integrations", "_cli",
 )  # fmt: skip
 """From the ground up: a room imports only from rooms before it."""
 
 _FLOORS = (
     {"_torch": 0, "errors": 1},
-    {"_program": 1, "_solve": 3},
+    {"_factors": 0, "_program": 1, "_solve": 3},
     {"_device": 1},
     {"_rewrites": 1},
     {"_ranks": 1, "_record": 2},
@@ -40,6 +40,7 @@ _FLOORS = (
 _SAYS = {
     "errors": "what can go wrong",
     "_torch": "private APIs of PyTorch",
+    "_factors": "which dimensions go together",
     "_program": "program, patch, fold",
     "_solve": "problems of numbers",
     "_device": "kernels, allocator, times",

@@ -15,7 +15,7 @@ import sacplan._factors  # noqa: F401  (registers the rules)
 from sacplan._factors.rule import Rule, rule_of
 from sacplan._program.elements import Event, Op, Tensor
 from sacplan._program.program import Program
-from sacplan._torch.ops import is_alias, overload_named
+from sacplan._torch.ops import is_alias, op_named
 
 
 class Layout(NamedTuple):
@@ -69,7 +69,7 @@ def dtype_of(tensor: Tensor) -> torch.dtype:
 def _rule(
     name: str, arguments: str, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...]
 ) -> Rule | None:
-    func = overload_named(name)
+    func = op_named(name)
     if func is None:
         return None
     try:

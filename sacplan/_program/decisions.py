@@ -72,7 +72,8 @@ class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
         slices: how many.
         dim, outer, inner: what is sliced. Dimension ``dim``, seen as (outer, size, inner), is sliced along the middle.
             It is a dimension of the unit's input; for a stretch, of what the op at its last site makes.
-        sites: call sites of a stretch, in order.
+        sites: call sites of a stretch, in order, views aside. They run when the last one is reached.
+        exits: of a stretch, what is needed after it: (position in ``sites``, which tensor the op returns).
         accumulate: in what gradients of parameters are summed up over the slices: in the parameter's own type, or in
             float32.
     """
@@ -84,6 +85,7 @@ class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
     outer: Positive = 1
     inner: Positive = 1
     sites: tuple[CallSite, ...] = ()
+    exits: tuple[tuple[Count, Count], ...] = ()
     accumulate: Literal["parameter", "float32"] = "parameter"
 
 

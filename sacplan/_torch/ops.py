@@ -153,8 +153,8 @@ _SETS_UP = frozenset({"c10d", "_c10d_functional", "fsdp"})
 
 
 @functools.cache
-def overload_named(name: str) -> torch._ops.OpOverload | None:
-    """The op of a name such as ``"aten.mm.default"``; None if it is of a library that is not imported here."""
+def op_named(name: str) -> torch._ops.OpOverload | None:
+    """The op of this name and overload (``"aten.mm.default"``); None if its library is not imported here."""
     try:
         func = functools.reduce(getattr, name.split("."), torch.ops)
     except (AttributeError, RuntimeError):
@@ -165,9 +165,9 @@ def overload_named(name: str) -> torch._ops.OpOverload | None:
 @functools.cache
 def is_computation(name: str) -> bool:
     """Whether an op, by the name of its overload, makes or writes values: no view, and no part of a collective."""
-    if name.split(".")[0] in _SETS_UP:
+    if name.partition(".")[0] in _SETS_UP:
         return False
-    func = overload_named(name)
+    func = op_named(name)
     if func is None or op_traits(func).written_names:
         return True
     return not func.is_view and any("Tensor" in str(r.type) for r in func._schema.returns)
@@ -179,7 +179,7 @@ _ALIASES = frozenset(("aten._unsafe_view.default",))
 @functools.cache
 def is_alias(name: str) -> bool:
     """Whether an op, by the name of its overload, gives another view of its argument's memory and writes nothing."""
-    func = overload_named(name)
+    func = op_named(name)
     return func is not None and (func.is_view or name in _ALIASES) and not op_traits(func).written_names
 
 

@@ -1,0 +1,107 @@
+"""Slices along a factor: where it lies in a tensor, and how to cut there.
+
+Where a dimension merges batch and sequence, slices of the sequence lie inside the dimension: ``outer`` times, and with
+``inner`` elements to each step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from sacplan._factors.rule import Dims, Rule
+
+
+class Axis(NamedTuple):
+    """What is sliced of a tensor: its dimension ``dim`` is (``outer``, ``size``, ``inner``), and ``size`` is cut."""
+
+    dim: int
+    outer: int
+    size: int
+    inner: int
+
+
+class FactorAxis(NamedTuple):
+    """The same of a factor."""
+
+    factor: int
+    outer: int
+    size: int
+    inner: int
+
+
+def into_factor(dims: Dims, sizes: Sequence[int], axis: Axis) -> FactorAxis | None:
+    """Where in a factor an axis of a tensor lies; None if it is not within a single one."""
+    factors = dims[axis.dim]
+    before, after = 1, math.prod(sizes[f] for f in factors)
+    if after == 0 or axis.outer * axis.size * axis.inner != after:
+        return None
+    for factor in factors:
+        after //= sizes[factor]
+        outer, outer_rest = divmod(axis.outer, before)
+        inner, inner_rest = divmod(axis.inner, after)
+        if not outer_rest and not inner_rest and outer * axis.size * inner == sizes[factor]:
+            return FactorAxis(factor, outer, axis.size, inner)
+        before *= sizes[factor]
+    return None
+
+
+def from_factor(dims: Dims, sizes: Sequence[int], within: FactorAxis) -> Axis | None:
+    """Where in a tensor an axis of a factor lies; None if the tensor does not have the factor.
+
+    A factor is in at most one dimension of a tensor.
+    """
+    for dim, factors in enumerate(dims):
+        if within.factor in factors:
+            at = factors.index(within.factor)
+            before = math.prod(sizes[f] for f in factors[:at])
+            after = math.prod(sizes[f] for f in factors[at + 1 :])
+            return Axis(dim, before * within.outer, within.size, within.inner * after)
+    return None
+
+
+def take(t: torch.Tensor, axis: Axis, start: int, stop: int) -> torch.Tensor:
+    """The slice [``start``, ``stop``) along an axis: a view, or a copy where it is in several pieces."""
+    dim, outer, size, inner = axis
+    if outer == 1:
+        return t.narrow(dim, start * inner, (stop - start) * inner)
+    parts: torch.Tensor = t.unflatten(dim, (outer, size, inner)).narrow(dim + 1, start, stop - start)
+    return parts.flatten(dim, dim + 2)
+
+
+def put(buffer: torch.Tensor, axis: Axis, start: int, stop: int, x: torch.Tensor) -> None:
+    """Write a slice of a tensor."""
+    dim, outer, size, inner = axis
+    if outer == 1:
+        buffer.narrow(dim, start * inner, (stop - start) * inner).copy_(x)
+        return
+    parts = buffer.unflatten(dim, (outer, size, inner)).narrow(dim + 1, start, stop - start)
+    parts.copy_(x.unflatten(dim, (outer, stop - start, inner)))
+
+
+def resized_arguments(rule: Rule, args: Sequence[Any], within: FactorAxis, length: int) -> list[Any]:
+    """Positional arguments for a slice of ``length``: sizes in them are scaled, and what the rule replaces is replaced.
+
+    A size of -1 (what is left, or the same as before) stays.
+    """
+
+    def scaled(size: int) -> int:
+        return size if size == -1 else size // within.size * length
+
+    found = list(args)
+    for argument, position, factors in rule.resized:
+        if within.factor not in factors or argument >= len(found) or found[argument] is None:
+            continue
+        if position is None:
+            found[argument] = scaled(found[argument])
+        else:
+            sizes = list(found[argument])
+            sizes[position] = scaled(sizes[position])
+            found[argument] = sizes
+    for argument, value, factors in rule.replaced:
+        if within.factor in factors:
+            found[argument] = value
+    return found

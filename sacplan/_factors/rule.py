@@ -1,0 +1,281 @@
+"""Factor rules: what a rule says, and the table of formulas that make them.
+
+A formula is a small function of one call's shapes and arguments, registered by the names of ops, in the way of
+``torch.utils.flop_counter``. An op without one must see whole tensors.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from sacplan._torch.ops import arguments_by_name, draws_numbers
+
+
+class Kind(enum.Enum):
+    """What becomes of a factor in one output of an op, and how results of slices make the whole one."""
+
+    PASS = "pass"
+    """The output is sliced as the inputs are. One without the factor does not depend on it: any slice gives it."""
+    SUM = "sum"
+    """The results of slices are added."""
+    MAX = "max"
+    MIN = "min"
+    MEAN = "mean"
+    """The results are added, each times the length of its slice over that of the whole."""
+    WEIGHTED_MEAN = "weighted_mean"
+    """Slices compute sums (see ``Rule.replaced``); these are added, and divided by the second output of the whole."""
+    BLOCK = "block"
+    """A slice of the inputs does not determine any part of the output."""
+
+
+Factors = tuple[int, ...]
+"""Of one dimension: the factors whose product it is, the slowest first; none for size 1."""
+
+Dims = tuple[Factors, ...]
+"""Of one tensor: the factors of each dimension."""
+
+
+class TensorLike(Protocol):
+    """A tensor, or the description of one."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Its sizes."""
+
+    @property
+    def dtype(self) -> Any:
+        """Its type, as PyTorch's or by name."""
+
+
+class Resized(NamedTuple):
+    """An integer argument that is a size.
+
+    Attributes:
+        argument: its position.
+        position: within it, if it is a list.
+        factors: the size is their product, or a multiple of it.
+    """
+
+    argument: int
+    position: int | None
+    factors: Factors
+
+
+class Replaced(NamedTuple):
+    """An argument that has another value where one of ``factors`` is sliced."""
+
+    argument: int
+    value: Any
+    factors: Factors
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The factors of one call of an op.
+
+    Attributes:
+        inputs: of each tensor argument, in the order of positions, then keywords, lists flattened.
+        outputs: of each tensor returned.
+        sizes: by factor.
+        kinds: by output and factor.
+        resized: integer arguments that are sizes.
+        replaced: arguments that slices are given another value of.
+    """
+
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
+    sizes: tuple[int, ...]
+    kinds: tuple[tuple[Kind, ...], ...]
+    resized: tuple[Resized, ...] = ()
+    replaced: tuple[Replaced, ...] = ()
+
+    def kind(self, factor: int, output: int = 0) -> Kind:
+        """What becomes of a factor in an output."""
+        return self.kinds[output][factor]
+
+    def may_slice(self, factor: int) -> bool:
+        """Whether slices of a factor determine all outputs."""
+        return all(kinds[factor] is not Kind.BLOCK for kinds in self.kinds)
+
+    @property
+    def sliceable(self) -> tuple[int, ...]:
+        """The factors that may be sliced."""
+        return tuple(f for f, size in enumerate(self.sizes) if size > 1 and self.may_slice(f))
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether something is a tensor, or describes one."""
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def flat_tensors(value: Any) -> Iterator[Any]:
+    """The tensors in arguments or results: nested tuples, lists and dicts."""
+    if is_tensor(value):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from flat_tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from flat_tensors(item)
+
+
+class Call:
+    """One call of an op, as formulas see it, and the factors that they give it.
+
+    Attributes:
+        name: of the op, without the overload.
+        arguments: by name, defaults included.
+        inputs, outputs: the tensors, in order.
+    """
+
+    def __init__(
+        self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
+    ) -> None:
+        self.name = _name_of(func)
+        self.arguments = arguments_by_name(func, args, kwargs)
+        self.inputs: list[Any] = list(flat_tensors((tuple(args), dict(kwargs))))
+        self.outputs: list[Any] = list(flat_tensors(outputs))
+        self._positions = {name: i for i, name in enumerate(self.arguments)}
+        self._names = [
+            name
+            for name, value in (
+                *zip(self.arguments, args, strict=False),
+                *kwargs.items(),
+            )
+            for _ in flat_tensors(value)
+        ]
+        self._sizes: list[int] = []
+        self._kinds: list[Kind] = []
+        self._by_output: dict[tuple[int, int], Kind] = {}
+        self._resized: list[Resized] = []
+        self._replaced: list[Replaced] = []
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    @property
+    def named_inputs(self) -> Iterator[tuple[str, Any]]:
+        """The tensor arguments with the name of the argument that each stands in."""
+        return zip(self._names, self.inputs, strict=True)
+
+    # --- factors
+
+    def factor(self, size: int, kind: Kind = Kind.PASS) -> Factors:
+        """A new factor as the only one of a dimension; none for size 1."""
+        if size == 1:
+            return ()
+        self._sizes.append(size)
+        self._kinds.append(kind)
+        return (len(self._sizes) - 1,)
+
+    def dims(self, shape: Sequence[int], kind: Kind = Kind.PASS) -> Dims:
+        """New factors, one for each dimension."""
+        return tuple(self.factor(size, kind) for size in shape)
+
+    def blocked(self, shape: Sequence[int]) -> Dims:
+        """New factors for dimensions that must be whole."""
+        return self.dims(shape, Kind.BLOCK)
+
+    def becomes(self, factors: Collection[int], kind: Kind, *outputs: int) -> None:
+        """Say what becomes of factors in these outputs, or without any, in all."""
+        for factor in factors:
+            if not outputs:
+                self._kinds[factor] = kind
+            for output in outputs:
+                self._by_output[output, factor] = kind
+
+    def resize(self, argument: str, position: int | None, factors: Factors) -> None:
+        """Say that an integer argument, or one of a list, is the size of these factors."""
+        if factors:
+            self._resized.append(Resized(self._positions[argument], position, factors))
+
+    def resize_all(self, argument: str, dims: Dims) -> None:
+        """Say that an argument lists the sizes of these dimensions."""
+        for i, factors in enumerate(dims):
+            self.resize(argument, i, factors)
+
+    def replace(self, argument: str, value: Any, factors: Factors) -> None:
+        """Say that an argument has another value in slices of these factors."""
+        if factors:
+            self._replaced.append(Replaced(self._positions[argument], value, factors))
+
+    def rule(self, inputs: Sequence[Dims], outputs: Sequence[Dims]) -> Rule:
+        """The rule with these factors."""
+        kinds = tuple(
+            tuple(self._by_output.get((output, f), kind) for f, kind in enumerate(self._kinds))
+            for output in range(len(outputs))
+        )
+        return Rule(
+            tuple(inputs),
+            tuple(outputs),
+            tuple(self._sizes),
+            kinds,
+            tuple(self._resized),
+            tuple(self._replaced),
+        )
+
+
+Formula = Callable[[Call], Rule | None]
+FormulaT = TypeVar("FormulaT", bound=Formula)
+
+_FORMULAS: dict[str, Formula] = {}
+
+
+def register(*names: str) -> Callable[[FormulaT], FormulaT]:
+    """A decorator: the formula of these ops, by name (``"mm bmm"``) or by name and overload (``"max.dim"``)."""
+
+    def add(formula: FormulaT) -> FormulaT:
+        for name in " ".join(names).split():
+            if name in _FORMULAS:
+                raise ValueError(f"{name} has a formula already")
+            _FORMULAS[name] = formula
+        return formula
+
+    return add
+
+
+def _name_of(func: torch._ops.OpOverload) -> str:
+    return str(func._schema.name).partition("::")[2]
+
+
+@functools.cache
+def formula_of(func: torch._ops.OpOverload) -> Formula | None:
+    """The formula of an op; None if it has none.
+
+    An op that writes its first argument in place has that of the op without the underscore.
+    """
+    if func.namespace not in ("aten", "prims") or any(a.is_out for a in func._schema.arguments):
+        return None
+    name = _name_of(func)
+    plain = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    for found in (f"{name}.{func._overloadname}", name, f"{plain}.{func._overloadname}", plain):
+        if found in _FORMULAS:
+            return _FORMULAS[found]
+    return _FORMULAS["pointwise"] if torch.Tag.pointwise in func.tags else None
+
+
+def rule_of(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
+) -> Rule | None:
+    """The factors of one call of an op.
+
+    Args:
+        func: the op.
+        args, kwargs: as dispatch modes are given them. Tensors may be anything with ``shape`` and ``dtype``.
+        outputs: what the call returns, described in the same way.
+
+    Returns:
+        None if the op must see whole tensors: it has no formula, or draws random numbers.
+    """
+    formula = formula_of(func)
+    if formula is None or draws_numbers(func, args, kwargs):
+        return None
+    call = Call(func, args, kwargs, outputs)
+    return formula(call) if call.outputs else None
