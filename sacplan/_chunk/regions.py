@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from sacplan._program.elements import ROOT_SCOPE
 from sacplan._program.program import Program
 
 _WINDOW = 160  # ops that a stretch reaches back at most
+_REPEATED = 24  # ops in a row that are like earlier ones: layers repeat
 _PERIODS = 1.6  # layers, where they repeat
 _BEYOND = 40  # ops after the loop at which Python may still hold what the stretch would have made
 _CONFLICTS = 12  # ops that are made to run before the loop, of one stretch
@@ -72,57 +73,71 @@ class Shape:
 
 
 @dataclass(slots=True, eq=False)
-class Candidate:
-    """A stretch of a program.
+class Candidates:
+    """A stretch, at each place of a program where it is found.
 
     Attributes:
-        shape: see there.
-        end: its last op, where the loop runs.
-        start, until: see ``Shape``.
+        shape: the stretch.
+        ends: by place, its last op, where the loop runs.
         outside: the most that is alive at an op from ``start`` to ``until`` that is not in the loop.
         base: bytes alive beside what the loop makes.
+        exact: by number of slices, what the loop makes at its peak, where that is known.
+        ratio: by how much estimates of that were too low.
     """
 
     shape: Shape
-    end: int
-    start: int
-    until: int
-    outside: int
-    base: int
+    ends: npt.NDArray[np.int64]
+    outside: npt.NDArray[np.int64]
+    base: npt.NDArray[np.int64]
+    exact: dict[int, int] = field(default_factory=dict)
+    ratio: float = 1.0
 
     @property
     def size(self) -> int:
-        """Into how many slices it could be cut."""
+        """Into how many slices it can be cut at most."""
         return self.shape.axis.size
 
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The ops of the loop."""
-        return tuple(self.end + i for i in self.shape.members)
+    def inside(self, slices: int) -> float:
+        """What the loop makes, at its peak, with so many slices."""
+        if slices in self.exact:
+            return self.exact[slices]
+        length = -(-self.size // slices)
+        return self.ratio * float((self.shape.fixed + self.shape.by_length * length).max())
 
-    def peak(self, length: int) -> float:
-        """About the most that is alive, with slices of that length."""
-        shape = self.shape
-        return max(self.outside, self.base + float((shape.fixed + shape.by_length * length).max()))
+    def learn(self, slices: int, inside: int) -> None:
+        """What the loop makes exactly."""
+        self.ratio = max(self.ratio, inside / max(1.0, self.inside(slices) / self.ratio))
+        self.exact[slices] = inside
 
-    def longest(self, budget: int) -> int:
-        """About the longest slice with which it stays within a budget; 0 if there is none."""
-        if self.outside > budget:
-            return 0
-        room = budget - self.base - self.shape.fixed
-        if (room < 0).any():
-            return 0
-        growing = self.shape.by_length > 0
-        if not growing.any():
-            return self.size
-        return int(min(self.size, np.floor((room[growing] / self.shape.by_length[growing]).min())))
+    def fewest_slices(self, budget: int) -> npt.NDArray[np.int64]:
+        """By place, into how many slices it is cut to stay within a budget; 0 where that is not possible."""
+        room = (budget - self.base).astype(np.float64)
+        length = np.full(len(self.ends), float(self.size))
+        for fixed, by_length in zip(self.shape.fixed, self.shape.by_length, strict=True):
+            left = room / self.ratio - fixed
+            if by_length > 0:
+                length = np.minimum(length, np.floor(left / by_length))
+            else:
+                length[left < 0] = 0
+        fits = (length >= 1) & (self.outside <= budget)
+        slices = np.where(fits, -(-self.size // np.maximum(1, length)), 0).astype(np.int64)
+        for known, inside in self.exact.items():
+            may = (self.outside <= budget) & (inside <= room) & ((slices == 0) | (known < slices))
+            slices[may] = known
+        return slices
 
-    def extra_ms(self, slices: int) -> float:
+    def least_peak(self) -> npt.NDArray[np.int64]:
+        """By place, the peak with the smallest slices."""
+        inside = min([self.inside(self.size), *self.exact.values()])
+        return np.maximum(self.outside, self.base + int(inside))
+
+    def extra_ms(self, slices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """About what it costs."""
-        return self.shape.loop_ms + (slices - 1) * self.shape.slice_ms
+        found: npt.NDArray[np.float64] = self.shape.loop_ms + (slices - 1) * self.shape.slice_ms
+        return found
 
 
-def candidates(flow: Dataflow, spec: DeviceSpec) -> list[Candidate]:
+def candidates(flow: Dataflow, spec: DeviceSpec) -> list[Candidates]:
     """The stretches of a program that could lower its peak, in no particular order."""
     return _Finder(flow, spec).find()
 
@@ -153,17 +168,17 @@ class _Finder:
                 window = self._window(end)
                 at = bisect.bisect_right(hot, end)
                 if at and hot[at - 1] >= end - window:
-                    key = (end - hot[at - 1], *self.surroundings[max(0, end - window) : end + _BEYOND])
-                    by_kind[hash(key)].append(end)
+                    first = max(0, end - window)
+                    key = (end - first, end - hot[at - 1], *self.surroundings[first : end + _BEYOND])
+                    by_kind[key].append(end)
         kinds = sorted(by_kind.values(), key=lambda ends: -int(self.total[ends].max()))[:_ENDS]
         found = []
         for ends in kinds:
             last_hot = hot[bisect.bisect_right(hot, ends[0]) - 1]
             for shape in self._shapes(ends[0], last_hot):
-                for end in ends:
-                    placed = self._placed(shape, end)
-                    if placed is not None:
-                        found.append(placed)
+                placed = self._placed(shape, ends)
+                if len(placed.ends):
+                    found.append(placed)
         return found
 
     # --- repeated layers ---
@@ -207,10 +222,10 @@ class _Finder:
 
     def _window(self, end: int) -> int:
         """How far back a stretch may reach: a bit more than a layer, where layers repeat."""
-        here = self.surroundings[max(0, end - 3) : end + 1]
-        for period in range(8, min(_WINDOW, end - 3)):
-            if self.surroundings[end - period - len(here) + 1 : end - period + 1] == here:
-                return min(_WINDOW, int(period * _PERIODS))
+        here = self.surroundings[max(0, end + 1 - _REPEATED) : end + 1]
+        for period in range(1, min(_WINDOW, end + 2 - _REPEATED)):
+            if self.surroundings[end + 1 - period - _REPEATED : end + 1 - period] == here:
+                return min(_WINDOW, max(2 * _REPEATED, int(period * _PERIODS)))
         return _WINDOW
 
     # --- shapes ---
@@ -423,17 +438,21 @@ class _Finder:
 
     # --- placed ---
 
-    def _placed(self, shape: Shape, end: int) -> Candidate | None:
-        start, until = end + shape.start, end + shape.until
-        if start < 0 or until >= self.flow.n_ops:
-            return None
-        held = self.live[start : until + 1] + shape.change
-        outside = 0
-        if shape.others.any():
-            workspace = self.total[start : until + 1] - self.live[start : until + 1]
-            outside = int((held + workspace)[shape.others].max())
-        placed = Candidate(shape, end, start, until, outside, int(held[end - start]))
-        return placed if placed.peak(1) < int(self.total[start : until + 1].max()) else None
+    def _placed(self, shape: Shape, ends: Sequence[int]) -> Candidates:
+        rows = []
+        workspace = self.total - self.live
+        inside = float((shape.fixed + shape.by_length).max())
+        for end in ends:
+            start, until = end + shape.start, end + shape.until
+            if start < 0 or until >= self.flow.n_ops or not self._has_unit([end + i for i in shape.members]):
+                continue
+            held = self.live[start : until + 1] + shape.change
+            others = (held + workspace[start : until + 1])[shape.others]
+            outside, base = int(others.max(initial=0)), int(held[end - start])
+            if max(outside, base + inside) < int(self.total[start : until + 1].max()):
+                rows.append((end, outside, base))
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        return Candidates(shape, *columns)
 
 
 def _layout(tensor: Any) -> tuple[Any, ...]:

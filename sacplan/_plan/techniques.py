@@ -8,10 +8,11 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Decision
 from sacplan._program.program import Program
 from sacplan._program.technique import Technique
+from sacplan._chunk.technique import Chunking
 from sacplan._recompute.technique import Recomputation
 from sacplan.errors import PlanError
 
-TECHNIQUES: dict[str, Technique] = {technique.name: technique for technique in (Recomputation(),)}
+TECHNIQUES: dict[str, Technique] = {technique.name: technique for technique in (Recomputation(), Chunking())}
 
 DEFAULT_TECHNIQUES = ("recompute",)
 """What a plan for training may do unless it is told otherwise: gradients stay bit-equal."""
