@@ -6,7 +6,7 @@ import functools
 import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,6 +105,10 @@ def is_dense(tensor: Tensor) -> bool:
 class Dataflow:
     """The forward ops of a program. Values are its tensors. Implements ``flow.Ops``.
 
+    Args:
+        program: the program.
+        pinned: ops that must see whole tensors.
+
     Attributes:
         rules, inputs, outputs: by op. An op that returns the tensor that it is given has no inputs and outputs.
         producer: by tensor, the op that made it; -1: it was there, or it is on memory that was written in place.
@@ -119,14 +123,16 @@ class Dataflow:
         workspace: by op.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, pinned: Collection[int] = ()) -> None:
         self.program = program
         ops, tensors = program.ops, program.tensors
         n = self.n_ops = len(ops)
         n_storages = len(program.storage_bytes)
         self.storage = [t.storage for t in tensors]
         self.computes = [not is_alias(op.name) for op in ops]
-        self.rules: list[Rule | None] = [rule_of_op(program, op) for op in ops]
+        self.rules: list[Rule | None] = [
+            None if i in pinned else rule_of_op(program, op) for i, op in enumerate(ops)
+        ]
         self.inputs: list[tuple[int, ...]] = []
         self.outputs: list[tuple[int, ...]] = []
         self.producer = [-1] * len(tensors)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._factors.axes import Axis
 from sacplan._program.elements import ROOT_SCOPE
 from sacplan._program.program import Program
+from sacplan._recompute.pins import NO_PINS, Pins
 
 _WINDOW = 160  # ops that a stretch reaches back at most
 _REPEATED = 24  # ops in a row that are like earlier ones: layers repeat
@@ -137,14 +138,14 @@ class Candidates:
         return found
 
 
-def candidates(flow: Dataflow, spec: DeviceSpec) -> list[Candidates]:
+def candidates(flow: Dataflow, spec: DeviceSpec, pins: Pins = NO_PINS) -> list[Candidates]:
     """The stretches of a program that could lower its peak, in no particular order."""
-    return _Finder(flow, spec).find()
+    return _Finder(flow, spec, pins).find()
 
 
 class _Finder:
-    def __init__(self, flow: Dataflow, spec: DeviceSpec) -> None:
-        self.flow = flow
+    def __init__(self, flow: Dataflow, spec: DeviceSpec, pins: Pins) -> None:
+        self.flow, self.pins = flow, pins
         self.program: Program = flow.program
         self.live = np.array(flow.live, dtype=np.int64)
         self.total = self.live + np.array(flow.workspace, dtype=np.int64)
@@ -382,7 +383,7 @@ class _Finder:
     def _has_unit(self, members: Sequence[int]) -> bool:
         scopes = frozenset(self.program.ops[i].scope for i in members)
         if scopes not in self._units:
-            self._units[scopes] = unit_scope(self.program, scopes) != ROOT_SCOPE
+            self._units[scopes] = unit_scope(self.program, scopes, self.pins) != ROOT_SCOPE
         return self._units[scopes]
 
     def _loop_bytes(
@@ -459,7 +460,7 @@ def _layout(tensor: Any) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride, tensor.offset
 
 
-def unit_scope(program: Program, scopes: frozenset[int] | Sequence[int]) -> int:
+def unit_scope(program: Program, scopes: Iterable[int], pins: Pins = NO_PINS) -> int:
     """The smallest module call around some ops whose module is called once in the step; -1 if there is none.
 
     A call site does not say in which call of a module it is.
@@ -467,4 +468,6 @@ def unit_scope(program: Program, scopes: frozenset[int] | Sequence[int]) -> int:
     scope = program.common_scope(scopes)
     while scope != ROOT_SCOPE and len(program.calls.get(program.scopes[scope].fqn, ())) != 1:
         scope = program.scopes[scope].parent
+    if scope != ROOT_SCOPE and pins and not pins.may_be_a_unit(program, program.scopes[scope].fqn):
+        return ROOT_SCOPE
     return scope

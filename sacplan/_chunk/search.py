@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from sacplan._chunk.body import loop_bytes, stretches_patch
-from sacplan._chunk.dataflow import Dataflow, dataflow
+from sacplan._chunk.dataflow import Dataflow
 from sacplan._chunk.regions import Candidates, candidates, unit_scope
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Chunk
 from sacplan._program.elements import CallSite
 from sacplan._program.program import Program
+from sacplan._recompute.pins import NO_PINS, Pins
 
 _ROUNDS = 12  # of correcting estimates
 _TINY_MS = 1e-7  # what a stretch costs at least: the fewer, the better
@@ -53,11 +54,14 @@ class _Pick:
 
 
 class StretchSearch:
-    """Stretches for a program on a device. What is measured is remembered, so several budgets share it."""
+    """Stretches for a program on a device. What is measured is remembered, so several budgets share it.
 
-    def __init__(self, program: Program, spec: DeviceSpec) -> None:
-        self.program, self.spec = program, spec
-        self.flow: Dataflow = dataflow(program)
+    ``pins``: what is left alone. What it pins is in no loop, and modules that must not be units are none.
+    """
+
+    def __init__(self, program: Program, spec: DeviceSpec, pins: Pins = NO_PINS) -> None:
+        self.program, self.spec, self.pins = program, spec, pins
+        self.flow = Dataflow(program, pins.kept_ops)
         self.tried: dict[tuple[Chunk, ...], Found] = {}
         self._total = np.array(program.liveness.at_op, dtype=np.int64)
         self._candidates: list[Candidates] | None = None
@@ -69,7 +73,7 @@ class StretchSearch:
     def candidates(self) -> list[Candidates]:
         """What may be cut; found when it is first asked for."""
         if self._candidates is None:
-            self._candidates = candidates(self.flow, self.spec)
+            self._candidates = candidates(self.flow, self.spec, self.pins)
         return self._candidates
 
     def best(self, budget: int) -> Found | None:
@@ -218,7 +222,7 @@ class StretchSearch:
     def _decision(self, pick: _Pick) -> Chunk:
         program, shape = self.program, pick.candidates.shape
         members = [pick.end + i for i in shape.members if self.flow.computes[pick.end + i]]
-        scope = unit_scope(program, [program.ops[i].scope for i in members])
+        scope = unit_scope(program, [program.ops[i].scope for i in members], self.pins)
         if scope not in self._sites:
             self._sites[scope] = program.sites(scope)
         sites = self._sites[scope]
@@ -235,6 +239,6 @@ class StretchSearch:
         )
 
 
-def stretch_search(program: Program, spec: DeviceSpec) -> StretchSearch:
+def stretch_search(program: Program, spec: DeviceSpec, pins: Pins = NO_PINS) -> StretchSearch:
     """Of a program on a device, made once."""
-    return program.derived(("stretches", spec), lambda: StretchSearch(program, spec))
+    return program.derived(("stretches", spec, *pins.key), lambda: StretchSearch(program, spec, pins))

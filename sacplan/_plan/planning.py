@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from sacplan._chunk.search import Found, StretchSearch, stretch_search
 from sacplan._plan.context import Objective, PlanningContext, planning_context
 from sacplan._plan.make import made_plan
 from sacplan._plan.plan import Plan, Status
 from sacplan._plan.provenance import Provenance, options_of
 from sacplan._plan.search import Candidate, Search
-from sacplan._plan.techniques import DEFAULT_TECHNIQUES, resolve_techniques
+from sacplan._plan.techniques import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, resolve_techniques
 from sacplan._profile.profile import Profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes, parse_budget
@@ -38,7 +39,7 @@ def plan(
     *,
     keep: Sequence[str] = (),
     never: Sequence[str] = (),
-    techniques: Sequence[str] = DEFAULT_TECHNIQUES,
+    techniques: Sequence[str] | None = None,
     world_size: int | None = None,
     fsdp_units: Sequence[str] | None = None,
 ) -> Plan:
@@ -64,7 +65,9 @@ def plan(
         never: patterns of modules that are left alone: nothing in them is discarded, and neither they nor a module
             around or inside of them becomes a unit, so they run as without a plan. Of a module around one, only what
             inner modules compute can then be discarded.
-        techniques: what the plan may do; ``("recompute",)`` is all that there is today.
+        techniques: what the plan may do: ``"recompute"`` (the default in training), ``"chunk"`` (the default for a
+            profile with ``mode="inference"``, where it is the only one that helps; its stretches are found by a search
+            of their own, whatever the solver).
         world_size, fsdp_units: over how many ranks the step is spread, and how, as for ``sacplan.profile``. The
             default is what the profile says.
 
@@ -78,6 +81,11 @@ def plan(
     """
     asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units)
     budget_bytes = parse_budget(budget, asked.profile.peak_bytes)
+    if asked.is_about_stretches:
+        held = asked.stretches().solve(budget_bytes)
+        if held is None:
+            raise _infeasible(asked, asked.of_stretches(asked.stretches().smallest), budget_bytes)
+        return asked.as_plan(asked.of_stretches(held), budget, budget_bytes)
     search = asked.search()
     if asked.profile.peak_bytes > budget_bytes:
         for one in asked.solvers:
@@ -89,7 +97,7 @@ def plan(
         search.minimise(asked.solvers, budget_bytes)
         found = search.best(budget_bytes)
     if found is None:
-        raise _infeasible(asked, search, budget_bytes)
+        raise _infeasible(asked, search.smallest, budget_bytes, search)
     return asked.as_plan(found, budget, budget_bytes)
 
 
@@ -101,7 +109,7 @@ def plan_smallest(
     *,
     keep: Sequence[str] = (),
     never: Sequence[str] = (),
-    techniques: Sequence[str] = DEFAULT_TECHNIQUES,
+    techniques: Sequence[str] | None = None,
     world_size: int | None = None,
     fsdp_units: Sequence[str] | None = None,
 ) -> Plan:
@@ -111,6 +119,8 @@ def plan_smallest(
     those of ``plan``.
     """
     asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units)
+    if asked.is_about_stretches:
+        return asked.as_plan(asked.of_stretches(asked.stretches().minimise()))
     search = asked.search()
     search.minimise(asked.solvers, 0)
     return asked.as_plan(search.smallest)
@@ -134,17 +144,33 @@ class _Asked:
         objective: Objective,
         keep: Sequence[str],
         never: Sequence[str],
-        techniques: Sequence[str],
+        techniques: Sequence[str] | None,
         world_size: int | None,
         fsdp_units: Sequence[str] | None,
     ) -> _Asked:
         solvers = tuple(resolve_solver(solver))
-        names = resolve_techniques(techniques)
+        default = INFERENCE_TECHNIQUES if profile.mode == "inference" else DEFAULT_TECHNIQUES
+        names = resolve_techniques(default if techniques is None else techniques)
         if world_size is not None or fsdp_units is not None:
             ranks = Ranks.of(profile.ranks.world_size if world_size is None else world_size, fsdp_units)
             profile = profile.on_ranks(ranks)
         pins = resolve_pins(profile.program, profile.fingerprint, keep, never)
         return cls(profile, solvers, objective, pins, names)
+
+    @property
+    def is_about_stretches(self) -> bool:
+        """Whether the plan is one of ops that run in slices without gradients."""
+        return self.profile.mode == "inference" and "chunk" in self.techniques
+
+    def stretches(self) -> StretchSearch:
+        """What finds them."""
+        return stretch_search(self.profile.program, self.profile.spec, self.pins)
+
+    def of_stretches(self, found: Found) -> Candidate:
+        """Stretches as any other decisions."""
+        status, solver = ("feasible", "path") if found.decisions else ("unplanned", "none")
+        footprint = found.program.footprint
+        return Candidate(found.decisions, footprint, found.extra_ms, status, None, solver)
 
     def search(self) -> Search:
         return Search(self.context(self.pins))
@@ -197,8 +223,10 @@ def resolve_solver(solver: str | Solver | Rotor) -> list[Solver | Rotor]:
     return known[solver]
 
 
-def _infeasible(asked: _Asked, search: Search, budget_bytes: int) -> InfeasibleBudget:
-    run = search.smallest.footprint
+def _infeasible(
+    asked: _Asked, smallest: Candidate, budget_bytes: int, search: Search | None = None
+) -> InfeasibleBudget:
+    run = smallest.footprint
     if run.peak_phase == Phase.OPTIMIZER:
         binding = "optimizer step"
     else:
@@ -214,7 +242,12 @@ def _infeasible(asked: _Asked, search: Search, budget_bytes: int) -> InfeasibleB
             "batch does not help"
         )
     reached = f"{format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the {where}. "
-    if asked.profile.mode == "inference":
+    if search is None:
+        message = (
+            f"no plan found keeps the step under {format_bytes(budget_bytes)}, however finely its ops are sliced. The "
+            f"smallest peak reached is {reached}"
+        )
+    elif asked.profile.mode == "inference":
         message = (
             f"the step takes more than {format_bytes(budget_bytes)}, and in inference nothing is kept for a backward "
             f"pass, so there is nothing to recompute. Its peak is {reached}"
@@ -227,7 +260,9 @@ def _infeasible(asked: _Asked, search: Search, budget_bytes: int) -> InfeasibleB
     return InfeasibleBudget(
         message,
         f'Give at least budget="{run.peak_bytes}B", or {advice}.',
-        alternatives=lambda: _pinned_share(asked, search) + _with_rotor(asked, search, budget_bytes),
+        alternatives=None
+        if search is None
+        else lambda: _pinned_share(asked, search) + _with_rotor(asked, search, budget_bytes),
         budget_bytes=budget_bytes,
         smallest_feasible_bytes=run.peak_bytes,
         binding=binding,

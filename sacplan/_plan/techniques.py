@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from sacplan._chunk.technique import Chunking
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Decision
 from sacplan._program.program import Program
 from sacplan._program.technique import Technique
-from sacplan._chunk.technique import Chunking
 from sacplan._recompute.technique import Recomputation
 from sacplan.errors import PlanError
 
@@ -16,6 +16,9 @@ TECHNIQUES: dict[str, Technique] = {technique.name: technique for technique in (
 
 DEFAULT_TECHNIQUES = ("recompute",)
 """What a plan for training may do unless it is told otherwise: gradients stay bit-equal."""
+
+INFERENCE_TECHNIQUES = ("chunk",)
+"""The same for the forward pass alone: there is nothing to recompute."""
 
 
 def resolve_techniques(names: Iterable[str]) -> tuple[str, ...]:
