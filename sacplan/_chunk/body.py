@@ -119,7 +119,7 @@ def _placed(program: Program, decision: Chunk, sites: Sequence[int]) -> PlacedSt
     inputs: dict[int, None] = {}
     for i in range(sites[0], end + 1):
         op = program.ops[i]
-        reads = any(t in made for t in flow.inputs[i])
+        reads = any(t in made for t in op.inputs)
         if i in inside or (reads and is_alias(op.name)):
             members.append(i)
             inputs.update(dict.fromkeys(t for t in flow.inputs[i] if t not in made))
@@ -200,7 +200,6 @@ def _recorded(program: Program, stretch: PlacedStretch, spec: DeviceSpec) -> Loo
     d = stretch.decision
     loop = Stretch(d.dim, d.outer, d.inner, d.slices)
     buffers = []
-    flow = dataflow(program)
     for i in stretch.members:
         op = program.ops[i]
         func = op_named(op.name)
@@ -208,8 +207,7 @@ def _recorded(program: Program, stretch: PlacedStretch, spec: DeviceSpec) -> Loo
         if func is None or not loop.may_defer(func, args, kwargs):
             raise PlanError(f"{op.name} in unit {d.unit!r} cannot run in slices.")
         made = _tensors(loop.defer(func, args, kwargs, stretch.exits.get(i, ())))
-        if flow.outputs[i]:
-            tensors.update(zip(flow.outputs[i], made, strict=True))
+        tensors.update(zip(op.outputs, made, strict=True))
         buffers += [made[position] for position in stretch.exits.get(i, ())]
         del made, args, kwargs
     allocations = tuple(_allocation(b, cost) for b in buffers)
@@ -346,7 +344,7 @@ class _Patch:
             for s in op.writes:
                 if flow.origin[s] not in buffers or s not in exits.values():
                     self._drop(s)
-            if flow.computes[i] or not any(flow.origin[flow.storage[t]] in buffers for t in flow.inputs[i]):
+            if flow.computes[i] or not any(flow.origin[flow.storage[t]] in buffers for t in op.inputs):
                 self.events[position] = ()
         allocations = iter(record.allocations)
         for i in stretch.members:

@@ -16,10 +16,12 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sacplan._chunk.executor.slices import Lazy, Stretch, whole
@@ -71,13 +73,14 @@ class _Frame:
         self._alignment = Alignment(unit.recorded)
         self._places = Places()
         self._names = names
-        self._outer = outer
+        self._outer: FrameType | None = outer
         self._calls: dict[FrameType, torch.nn.Module] = {}
         self._differences = differences
         self._here = ""
 
     def locate(self, description: str) -> CallSite | None:
         """The site of the next op, if it is one of a stretch."""
+        assert self._outer is not None
         self._calls = module_calls(self._outer, self._calls)
         around = [(frame, self._names[id(m)]) for frame, m in self._calls.items() if id(m) in self._names]
         self._here = self._places.at(around)
@@ -101,12 +104,15 @@ class _Frame:
 
     def run(self, site: CallSite, description: str) -> None:
         """A stretch is complete."""
-        if not self.open.pop(self.unit.at[site]).run():
+        with enable_reentrant_dispatch():  # so that composite ops reach other modes as they would from here
+            sliced = self.open.pop(self.unit.at[site]).run()
+        if not sliced:
             self._note(description, "one that can be sliced as planned")
 
     def give_up(self, stretch: Stretch, description: str | None) -> None:
         """Compute what was deferred, since an op that runs now (None: the call ends) needs it."""
-        stretch.run_whole()
+        with nullcontext() if description is None else enable_reentrant_dispatch():
+            stretch.run_whole()
         self._given_up.update(i for i, one in self.open.items() if one is stretch)
         self._note(description, "none that touches what was put off")
 
@@ -121,6 +127,11 @@ class _Frame:
         self._alignment.end()
         if self._alignment.difference is not None:
             self._differences.note(self._alignment.difference, may_warn=True)
+
+    def let_go(self) -> None:
+        """Forget the frames of Python's stack, which hold this and all local variables."""
+        self._outer, self._calls, self._places = None, {}, Places()
+        self.open = {}
 
 
 class StretchMode(TorchDispatchMode):
@@ -289,6 +300,7 @@ class SlicedForward:
         finally:
             mode.paused = False
             mode.frames.remove(frame)
+            frame.let_go()
         return out
 
 
