@@ -33,6 +33,7 @@ _BEYOND = 40  # ops after the loop at which Python may still hold what the stret
 _CONFLICTS = 12  # ops that are made to run before the loop, of one stretch
 _STARTS = 8
 _ENDS = 500  # ops at which stretches end, of different surroundings
+_ROUNDING = 1e-6
 _HOT = 0.1  # share of what the step takes above which memory is worth saving
 
 
@@ -117,9 +118,9 @@ class Candidates:
         for fixed, by_length in zip(self.shape.fixed, self.shape.by_length, strict=True):
             left = room / self.ratio - fixed
             if by_length > 0:
-                length = np.minimum(length, np.floor(left / by_length))
+                length = np.minimum(length, np.floor(left / by_length + _ROUNDING))
             else:
-                length[left < 0] = 0
+                length[left < -_ROUNDING] = 0
         fits = (length >= 1) & (self.outside <= budget)
         slices = np.where(fits, -(-self.size // np.maximum(1, length)), 0).astype(np.int64)
         for known, inside in self.exact.items():
@@ -130,7 +131,7 @@ class Candidates:
     def least_peak(self) -> npt.NDArray[np.int64]:
         """By place, the peak with the smallest slices."""
         inside = min([self.inside(self.size), *self.exact.values()])
-        return np.maximum(self.outside, self.base + int(inside))
+        return np.maximum(self.outside, self.base + int(np.ceil(inside)))
 
     def extra_ms(self, slices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """About what it costs."""

@@ -23,6 +23,7 @@ from sacplan._program.program import Program
 from sacplan._recompute.pins import NO_PINS, Pins
 
 _ROUNDS = 12  # of correcting estimates
+_SLACK = 1.01  # times a limit that estimates say can be reached, where it cannot
 _TINY_MS = 1e-7  # what a stretch costs at least: the fewer, the better
 
 
@@ -97,14 +98,15 @@ class StretchSearch:
     def minimise(self) -> Found:
         """The smallest peak that is found."""
         if not self._reached_least:
+            slack = 1.0
             for _ in range(_ROUNDS):
-                least = self._least_peak()
-                before = self.smallest.peak_bytes
-                if least >= before:
+                least = int(slack * self._least_peak())
+                if least >= self.smallest.peak_bytes:
                     break
+                tried = len(self.tried)
                 self._close_loop(least)
-                if self.smallest.peak_bytes <= least:
-                    break
+                if len(self.tried) == tried:
+                    slack *= _SLACK
             self._reached_least = True
         return self.smallest
 

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -31,7 +31,7 @@ from sacplan._program.places import OpSequence, Places, StepDifference, describe
 from sacplan._recompute.executor.alignment import Alignment, Differences, RecordedUnit
 from sacplan._recompute.executor.copies import put_on, take_off
 from sacplan._torch.ops import is_alias, is_computation, op_traits, tensors_in
-from sacplan._torch.private import fake_device_of, is_plain, module_calls
+from sacplan._torch.private import dispatch_modes, fake_device_of, is_plain, module_calls
 from sacplan.errors import PlanError
 
 
@@ -104,14 +104,14 @@ class _Frame:
 
     def run(self, site: CallSite, description: str) -> None:
         """A stretch is complete."""
-        with enable_reentrant_dispatch():  # so that composite ops reach other modes as they would from here
+        with _as_outside():
             sliced = self.open.pop(self.unit.at[site]).run()
         if not sliced:
             self._note(description, "one that can be sliced as planned")
 
     def give_up(self, stretch: Stretch, description: str | None) -> None:
         """Compute what was deferred, since an op that runs now (None: the call ends) needs it."""
-        with nullcontext() if description is None else enable_reentrant_dispatch():
+        with nullcontext() if description is None else _as_outside():
             stretch.run_whole()
         self._given_up.update(i for i, one in self.open.items() if one is stretch)
         self._note(description, "none that touches what was put off")
@@ -132,6 +132,11 @@ class _Frame:
         """Forget the frames of Python's stack, which hold this and all local variables."""
         self._outer, self._calls, self._places = None, {}, Places()
         self.open = {}
+
+
+def _as_outside() -> AbstractContextManager[object]:
+    """Inside a dispatch mode composite ops reach the modes below it undecomposed; in this context they do not."""
+    return enable_reentrant_dispatch() if dispatch_modes() else nullcontext()
 
 
 class StretchMode(TorchDispatchMode):
