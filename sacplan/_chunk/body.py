@@ -21,7 +21,7 @@ from sacplan._device.cost import CostModel
 from sacplan._device.devices import DeviceSpec
 from sacplan._device.kernels import fake_device
 from sacplan._program.decisions import Chunk
-from sacplan._program.elements import ROOT_SCOPE, Event, Op, Patch, Phase, StorageKind, Tensor
+from sacplan._program.elements import ROOT_SCOPE, CallSite, Event, Op, Patch, Phase, StorageKind, Tensor
 from sacplan._program.program import Program
 from sacplan._record.calls import arguments_of
 from sacplan._record.device_recorder import device_recorder
@@ -100,7 +100,7 @@ def placed_stretches(program: Program, decision: Chunk) -> Iterator[PlacedStretc
     scopes = program.calls.get(decision.unit, ())
     found = False
     for scope in scopes:
-        ops = {site: op for op, site in program.sites(scope).items() if is_computation(site.op)}
+        ops = ops_by_site(program, scope)
         if decision.sites and all(site in ops for site in decision.sites):
             found = True
             yield _placed(program, decision, [ops[site] for site in decision.sites])
@@ -109,6 +109,15 @@ def placed_stretches(program: Program, decision: Chunk) -> Iterator[PlacedStretc
             f"no call of unit {decision.unit!r} runs all ops of a stretch that ends with "
             f"{decision.sites[-1] if decision.sites else 'nothing'}. Make a plan for this step with sacplan.plan."
         )
+
+
+def ops_by_site(program: Program, scope: int) -> Mapping[CallSite, int]:
+    """The ops of a module call that compute something; worked out once."""
+
+    def found() -> dict[CallSite, int]:
+        return {site: op for op, site in program.sites(scope).items() if is_computation(site.op)}
+
+    return program.derived(("ops by site", scope), found)
 
 
 def _placed(program: Program, decision: Chunk, sites: Sequence[int]) -> PlacedStretch:

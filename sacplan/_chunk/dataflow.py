@@ -112,6 +112,7 @@ class Dataflow:
     Attributes:
         rules, inputs, outputs: by op. An op that returns the tensor that it is given has no inputs and outputs.
         producer: by tensor, the op that made it; -1: it was there, or it is on memory that was written in place.
+        computed_by: by tensor, see ``flow.Ops``.
         consumers: by tensor, the ops that read it.
         computes: by op, whether it is no view.
         storage: by tensor.
@@ -168,6 +169,9 @@ class Dataflow:
                 self.rules[i] = None
         self.consumers = [tuple(dict.fromkeys(c)) for c in consumers]
         self.readers_of = readers
+        self.computed_by = [
+            self.maker[s] if self.producer[t] >= 0 else -1 for t, s in enumerate(self.storage)
+        ]
         self._first_use = self._first_uses()
         self.workspace = [op.workspace_bytes for op in ops]
         self._fill_memory()

@@ -25,12 +25,14 @@ class Ops(Protocol):
         rules: by op; None where it must see whole tensors.
         inputs, outputs: by op, values.
         producer: by value, the op that makes it, or -1.
+        computed_by: by value, the op that computes it: of a view, the one that made what is viewed; or -1.
     """
 
     rules: Sequence[Rule | None]
     inputs: Sequence[Sequence[int]]
     outputs: Sequence[Sequence[int]]
     producer: Sequence[int]
+    computed_by: Sequence[int]
 
     def readers(self, value: int, end: int) -> Sequence[int]:
         """The ops up to ``end`` that need a value, or a view of it, to compute something up to there."""
@@ -108,8 +110,10 @@ class _Flowing:
                 raise Conflict(-1)
         return flow
 
-    def _is_inside(self, op: int) -> bool:
-        return self.start <= op <= self.end and op not in self.plain
+    def _is_inside(self, value: int) -> bool:
+        """Whether the loop would make a value."""
+        op = self.ops.computed_by[value]
+        return self.start <= op <= self.end and op not in self.plain and self.ops.producer[value] not in self.plain
 
     def _spread(self, value: int) -> None:
         """From a value that is cut to the op that makes it, and to those that read it."""
@@ -146,7 +150,7 @@ class _Flowing:
             raise Conflict(op)
         self.flow.within[op] = within
         for v, dims in zip(ops.inputs[op], rule.inputs, strict=True):
-            if not self._is_inside(ops.producer[v]):
+            if not self._is_inside(v):
                 continue
             axis = axis_of(dims, rule.sizes, within)
             if axis is None:

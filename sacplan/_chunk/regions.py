@@ -32,7 +32,7 @@ _PERIODS = 1.6  # layers, where they repeat
 _BEYOND = 40  # ops after the loop at which Python may still hold what the stretch would have made
 _CONFLICTS = 12  # ops that are made to run before the loop, of one stretch
 _STARTS = 8
-_ENDS = 500  # ops at which stretches end, of different surroundings
+_FLOWS = 12_000  # attempts in all: what is done for a program without repeated layers is bounded
 _ROUNDING = 1e-6
 _HOT = 0.1  # share of what the step takes above which memory is worth saving
 
@@ -156,6 +156,8 @@ class _Finder:
             int(np.prod(t.shape, dtype=np.int64)) * dtype_of(t).itemsize for t in self.program.tensors
         ]
         self.surroundings = self._surroundings()
+        self.flows_left = _FLOWS
+        self._windows: dict[int, int] = {}
         self._units: dict[frozenset[int], bool] = {}
 
     def find(self) -> list[Candidate]:
@@ -173,15 +175,20 @@ class _Finder:
                     first = max(0, end - window)
                     key = (end - first, end - hot[at - 1], *self.surroundings[first : end + _BEYOND])
                     by_kind[key].append(end)
-        kinds = sorted(by_kind.values(), key=lambda ends: -int(self.total[ends].max()))[:_ENDS]
         found = []
-        for ends in kinds:
+        for ends in sorted(by_kind.values(), key=lambda ends: -self._worth(ends)):
+            if self.flows_left <= 0:
+                break
             last_hot = hot[bisect.bisect_right(hot, ends[0]) - 1]
             for shape in self._shapes(ends[0], last_hot):
                 placed = self._placed(shape, ends)
                 if len(placed.ends):
                     found.append(placed)
         return found
+
+    def _worth(self, ends: Sequence[int]) -> int:
+        """The most that is alive in the windows of some ops."""
+        return int(self.total[max(0, ends[0] - self._window(ends[0])) : ends[0] + 1].max())
 
     # --- repeated layers ---
 
@@ -224,6 +231,11 @@ class _Finder:
 
     def _window(self, end: int) -> int:
         """How far back a stretch may reach: a bit more than a layer, where layers repeat."""
+        if end not in self._windows:
+            self._windows[end] = self._new_window(end)
+        return self._windows[end]
+
+    def _new_window(self, end: int) -> int:
         here = self.surroundings[max(0, end + 1 - _REPEATED) : end + 1]
         for period in range(1, min(_WINDOW, end + 2 - _REPEATED)):
             if self.surroundings[end + 1 - period - _REPEATED : end + 1 - period] == here:
@@ -281,6 +293,7 @@ class _Finder:
         whole: set[int] = set()
         for _ in range(_CONFLICTS):
             try:
+                self.flows_left -= 1
                 return flow_from(self.flow, seed, axis, start, end, whole), whole
             except Conflict as conflict:
                 if conflict.op < 0 or conflict.op in whole or conflict.op == end:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sacplan._chunk.body import loop_bytes, stretches_patch
+from sacplan._chunk.body import loop_bytes, ops_by_site, stretches_patch
 from sacplan._chunk.dataflow import Dataflow
 from sacplan._chunk.regions import Candidates, candidates, unit_scope
 from sacplan._device.devices import DeviceSpec
@@ -118,7 +118,7 @@ class StretchSearch:
             picks = self._cheapest(asked)
             if picks is None:
                 return
-            decisions = tuple(map(self._decision, picks))
+            decisions = tuple(self.decision(pick.candidates, pick.end, pick.slices) for pick in picks)
             known = decisions in self.tried
             found = self._measure(decisions)
             if found.peak_bytes <= budget:
@@ -221,23 +221,24 @@ class StretchSearch:
         starts, untils, cut, which = (np.concatenate([np.zeros(0, dtype=np.int64), *row]) for row in rows)
         return starts, untils, np.concatenate(costs), cut, which
 
-    def _decision(self, pick: _Pick) -> Chunk:
-        program, shape = self.program, pick.candidates.shape
-        members = [pick.end + i for i in shape.members if self.flow.computes[pick.end + i]]
+    def decision(self, candidates: Candidates, end: int, slices: int) -> Chunk:
+        """The stretch that ends with an op, as a plan says it."""
+        program, shape = self.program, candidates.shape
+        members = [end + i for i in shape.members if self.flow.computes[end + i]]
         scope = unit_scope(program, [program.ops[i].scope for i in members], self.pins)
         if scope not in self._sites:
-            self._sites[scope] = program.sites(scope)
+            self._sites[scope] = {op: site for site, op in ops_by_site(program, scope).items()}
         sites = self._sites[scope]
         position = {op: i for i, op in enumerate(members)}
         return Chunk(
             unit=program.scopes[scope].fqn,
             span="stretch",
-            slices=pick.slices,
+            slices=slices,
             dim=shape.axis.dim,
             outer=shape.axis.outer,
             inner=shape.axis.inner,
             sites=tuple(sites[i] for i in members),
-            exits=tuple((position[pick.end + op], output) for op, output in shape.exits),
+            exits=tuple((position[end + op], output) for op, output in shape.exits),
         )
 
 

@@ -392,7 +392,7 @@ class _Graph:
 
     def __init__(self, stretch: Stretch) -> None:
         ops, like = stretch._ops, stretch._like
-        self.producer = stretch._producer
+        self.producer = self.computed_by = stretch._producer
         self.inputs = [op.inputs for op in ops]
         self.outputs = [op.outputs for op in ops]
         self._computes = [not is_alias(str(op.func)) for op in ops]

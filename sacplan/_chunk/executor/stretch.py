@@ -275,12 +275,8 @@ class SlicedForward:
     def __wrapped__(self) -> Callable[..., Any]:
         return self.original
 
+    @torch.compiler.disable  # ops of a compiled graph reach no mode: the unit is a graph break
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            raise PlanError(
-                f"unit {self.fqn!r} runs ops in slices, which torch.compile cannot keep. Compile modules outside of "
-                "the units of the plan, or remove the plan: handle.remove()."
-            )
         if torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         names = {
