@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -169,18 +170,20 @@ def test_other_sizes(planned: tuple[nn.Module, sacplan.Plan], shape: tuple[int, 
     model, plan = planned
     x = torch.randn(shape)
     expected = outputs(model, x)
-    with sacplan.apply(model, plan):
+    with warnings.catch_warnings(), sacplan.apply(model, plan):
+        warnings.simplefilter("ignore", sacplan.SacplanWarning)  # views become copies with more than one sample
         assert_close(outputs(model, x), expected)
 
 
-def test_a_larger_batch_is_sliced_too(planned: tuple[nn.Module, sacplan.Plan]) -> None:
-    model, plan = planned
-    x = torch.randn(4, 48, 32)
-    plain = profile_of(model, x)
+def test_a_larger_batch_is_sliced_too() -> None:
+    model = Transformer(32, 4, 2).eval()
+    profile = profile_of(model, torch.randn(2, 48, 32))
+    plan = sacplan.plan(profile, share(profile, 0.5))
+    x = torch.randn(5, 64, 32)
+    expected = outputs(model, x)
     with sacplan.apply(model, plan) as handle:
-        outputs(model, x)
+        assert_close(outputs(model, x), expected)
         assert handle.differences == ()
-    assert plain.peak_bytes > plan.baseline_peak_bytes
 
 
 def test_with_gradients_it_runs_as_without_a_plan(planned: tuple[nn.Module, sacplan.Plan]) -> None:

@@ -313,7 +313,25 @@ class _Finder:
                 continue
             members.append(i)
             made.update(flow.outputs[i])
-        return tuple(members)
+        return self._connected(members, end)
+
+    def _connected(self, members: Sequence[int], end: int) -> tuple[int, ...]:
+        """Those that the last op is connected with: how the others are cut does not follow from its axis."""
+        flow = self.flow
+        maker = {t: i for i in members for t in flow.outputs[i]}
+        beside: dict[int, list[int]] = defaultdict(list)
+        for i in members:
+            for t in flow.inputs[i]:
+                if t in maker:
+                    beside[i].append(maker[t])
+                    beside[maker[t]].append(i)
+        reached, queue = {end}, [end]
+        while queue:
+            for i in beside[queue.pop()]:
+                if i not in reached:
+                    reached.add(i)
+                    queue.append(i)
+        return tuple(sorted(reached))
 
     def _finished(
         self, found: Flow, members: tuple[int, ...], end: int, axis: Axis

@@ -179,6 +179,19 @@ def device_kernels(device: str | DeviceSpec | torch.device = "h100") -> Iterator
 
 
 @contextmanager
+def kernel_layouts(kind: str) -> Iterator[None]:
+    """Fake tensors get the strides that kernels of this kind of device make (``layouts.py``); no other kernels.
+
+    For sizes of results of a real step that are needed before they are computed. Does nothing where a device is active.
+    """
+    if active_device() is not None or kind not in ("cpu", "cuda"):
+        yield
+        return
+    with _layouts, _active(resolve_device(kind)):
+        yield
+
+
+@contextmanager
 def _active(spec: DeviceSpec) -> Iterator[None]:
     token = _device.set(spec)
     # Fake results are cached per process by op and shape, and would outlive the change of kernels.

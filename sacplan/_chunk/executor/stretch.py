@@ -17,6 +17,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -25,13 +26,14 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sacplan._chunk.executor.slices import Lazy, Stretch, whole
+from sacplan._device.kernels import kernel_layouts
 from sacplan._program.decisions import Chunk
 from sacplan._program.elements import CallSite, is_inside
 from sacplan._program.places import OpSequence, Places, StepDifference, described
 from sacplan._recompute.executor.alignment import Alignment, Differences, RecordedUnit
 from sacplan._recompute.executor.copies import put_on, take_off
-from sacplan._torch.ops import is_alias, is_computation, op_traits, tensors_in
-from sacplan._torch.private import dispatch_modes, fake_device_of, is_plain, module_calls
+from sacplan._torch.ops import is_alias, is_computation, is_composite, op_traits, tensors_in
+from sacplan._torch.private import dispatch_modes, fake_device_of, is_plain, module_calls, run_composite
 from sacplan.errors import PlanError
 
 
@@ -154,6 +156,9 @@ class StretchMode(TorchDispatchMode):
             return device
         if self.paused:
             return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and is_composite(func):
+            with self:  # elsewhere it would have come in parts
+                return run_composite(func, *args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
         name = str(func)
         site = self._locate(name, tensors) if is_computation(name) else None
@@ -287,10 +292,14 @@ class SlicedForward:
             return self._within(_here.mode, frame, args, kwargs)
         mode = _here.mode = StretchMode()
         try:
-            with mode:
+            with kernel_layouts(self._device_kind()), mode:
                 return self._within(mode, frame, args, kwargs)
         finally:
             _here.mode = None
+
+    def _device_kind(self) -> str:
+        first = next(chain(self.module.parameters(), self.module.buffers()), None)
+        return "cpu" if first is None else first.device.type
 
     def _within(self, mode: StretchMode, frame: _Frame, args: Any, kwargs: Any) -> Any:
         mode.frames.append(frame)
