@@ -21,10 +21,10 @@ def merged(x: Tensor) -> Tensor:
     return x.transpose(-3, -2).flatten(-2)
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+def attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     """Attention with its scores in memory."""
     scores = torch.matmul(q / math.sqrt(q.shape[-1]), k.transpose(-1, -2))
-    return torch.matmul(torch.softmax(scores + bias, -1), v)
+    return torch.matmul(torch.softmax(scores if bias is None else scores + bias, -1), v)
 
 
 class Attention(nn.Module):
@@ -73,7 +73,7 @@ class _Gated(nn.Module):
         self.qkv = nn.Linear(width, 3 * heads * head, bias=False)
         self.gate, self.out = nn.Linear(width, heads * head), nn.Linear(heads * head, width)
 
-    def forward(self, x: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         q, k, v = (heads_of(part, self.heads) for part in self.qkv(x).chunk(3, -1))
         return self.out(merged(attended(q, k, v, bias)) * torch.sigmoid(self.gate(x)))
 

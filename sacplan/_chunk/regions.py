@@ -156,9 +156,11 @@ class _Finder:
             int(np.prod(t.shape, dtype=np.int64)) * dtype_of(t).itemsize for t in self.program.tensors
         ]
         self.surroundings = self._surroundings()
+        self.windows = self._windows()
         self.flows_left = _FLOWS
-        self._windows: dict[int, int] = {}
         self._units: dict[frozenset[int], bool] = {}
+        scopes = {op.scope for op in self.program.ops}
+        self.all_have_units = not pins and unit_scope(self.program, scopes) != ROOT_SCOPE
 
     def find(self) -> list[Candidate]:
         flow = self.flow
@@ -169,7 +171,7 @@ class _Finder:
         by_kind: dict[Any, list[int]] = defaultdict(list)
         for end in range(flow.n_ops):
             if flow.computes[end] and flow.rules[end] is not None and self.program.ops[end].writes:
-                window = self._window(end)
+                window = self.windows[end]
                 at = bisect.bisect_right(hot, end)
                 if at and hot[at - 1] >= end - window:
                     first = max(0, end - window)
@@ -188,7 +190,7 @@ class _Finder:
 
     def _worth(self, ends: Sequence[int]) -> int:
         """The most that is alive in the windows of some ops."""
-        return int(self.total[max(0, ends[0] - self._window(ends[0])) : ends[0] + 1].max())
+        return int(self.total[max(0, ends[0] - self.windows[ends[0]]) : ends[0] + 1].max())
 
     # --- repeated layers ---
 
@@ -229,18 +231,16 @@ class _Finder:
             found.append(known.setdefault(key, len(known)))
         return found
 
-    def _window(self, end: int) -> int:
-        """How far back a stretch may reach: a bit more than a layer, where layers repeat."""
-        if end not in self._windows:
-            self._windows[end] = self._new_window(end)
-        return self._windows[end]
-
-    def _new_window(self, end: int) -> int:
-        here = self.surroundings[max(0, end + 1 - _REPEATED) : end + 1]
-        for period in range(1, min(_WINDOW, end + 2 - _REPEATED)):
-            if self.surroundings[end + 1 - period - _REPEATED : end + 1 - period] == here:
-                return min(_WINDOW, max(2 * _REPEATED, int(period * _PERIODS)))
-        return _WINDOW
+    def _windows(self) -> list[int]:
+        """By op, how far back a stretch may reach that ends there: a bit more than a layer, where layers repeat."""
+        found = []
+        seen: dict[tuple[int, ...], int] = {}
+        for end in range(self.flow.n_ops):
+            here = tuple(self.surroundings[max(0, end + 1 - _REPEATED) : end + 1])
+            period = end - seen.get(here, -_WINDOW)
+            seen[here] = end
+            found.append(min(_WINDOW, max(2 * _REPEATED, int(period * _PERIODS))))
+        return found
 
     # --- shapes ---
 
@@ -279,7 +279,7 @@ class _Finder:
 
     def _flows(self, end: int, seed: int, axis: Axis) -> Iterator[Flow]:
         """From as far back as may be, and from behind each op that was in the way."""
-        start = max(0, end - self._window(end))
+        start = max(0, end - self.windows[end])
         for _ in range(_STARTS):
             found, obstacles = self._flow(end, seed, axis, start)
             if found is not None:
@@ -472,20 +472,23 @@ class _Finder:
     # --- placed ---
 
     def _placed(self, shape: Shape, ends: Sequence[int]) -> Candidates:
-        rows = []
-        workspace = self.total - self.live
+        last = self.flow.n_ops - 1 - shape.until
+        at = np.array(
+            [
+                end
+                for end in ends
+                if -shape.start <= end <= last
+                and (self.all_have_units or self._has_unit([end + i for i in shape.members]))
+            ],
+            dtype=np.int64,
+        )
+        span = at[:, None] + np.arange(shape.start, shape.until + 1)
+        held = self.live[span] + shape.change
+        others = np.where(shape.others, held + self.total[span] - self.live[span], 0)
+        outside, base = others.max(axis=1, initial=0), held[:, -shape.start]
         inside = float((shape.fixed + shape.by_length).max())
-        for end in ends:
-            start, until = end + shape.start, end + shape.until
-            if start < 0 or until >= self.flow.n_ops or not self._has_unit([end + i for i in shape.members]):
-                continue
-            held = self.live[start : until + 1] + shape.change
-            others = (held + workspace[start : until + 1])[shape.others]
-            outside, base = int(others.max(initial=0)), int(held[end - start])
-            if max(outside, base + inside) < int(self.total[start : until + 1].max()):
-                rows.append((end, outside, base))
-        columns = np.array(rows, dtype=np.int64).reshape(-1, 3).T
-        return Candidates(shape, *columns)
+        helps = np.maximum(outside, base + inside) < self.total[span].max(axis=1, initial=0)
+        return Candidates(shape, at[helps], outside[helps], base[helps])
 
 
 def _layout(tensor: Any) -> tuple[Any, ...]:
