@@ -1,8 +1,8 @@
 """Inference in slices, measured: ``python -m benchmarks.chunked_inference [case ...]``.
 
 For each case and budget, in MiB of what the step allocates (parameters and inputs not counted): what a plan predicts,
-what the profiler measures on the CPU, how far the output is from that of the plain step. Then the smallest peak, planned
-for at exactly that. Writes ``benchmarks/results/chunked_inference.json``.
+what the profiler measures on the CPU, how far the output is from that of the plain step. Then the smallest peak,
+planned for at exactly that. Writes ``benchmarks/results/chunked_inference.json``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ def gpt(width: int, heads: int, tokens: int) -> Case:
     import transformers
 
     config = transformers.GPT2Config(
-        n_embd=width, n_layer=2, n_head=heads, n_positions=tokens, attn_implementation="eager", use_cache=False
+        n_embd=width,
+        n_layer=2,
+        n_head=heads,
+        n_positions=tokens,
+        attn_implementation="eager",
+        use_cache=False,
     )
     return transformers.GPT2Model(config), {"input_ids": torch.randint(0, 50000, (1, tokens))}
 

@@ -15,8 +15,8 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent.parent / "sacplan"
 
 ROOMS = (
-    "errors", "_torch", "_factors", "_program", "_device", "_rewrites", "_record", "_ranks", "_solve", "_recompute", "_rotor",
-    "_classical", "_profile", "_plan", "_apply", "_verify", "_report", "integrations", "_cli",
+    "errors", "_torch", "_factors", "_program", "_device", "_rewrites", "_record", "_ranks", "_solve", "_recompute",
+    "_chunk", "_rotor", "_classical", "_profile", "_plan", "_apply", "_verify", "_report", "integrations", "_cli",
 )  # fmt: skip
 """From the ground up: a room imports only from rooms before it."""
 
@@ -27,7 +27,7 @@ _FLOORS = (
     {"_rewrites": 1},
     {"_ranks": 1, "_record": 2},
     {"_recompute": 1},
-    {"_rotor": 0, "_classical": 2},
+    {"_rotor": 0, "_chunk": 1, "_classical": 2},
     {"_profile": 1},
     {"_plan": 1},
     {"_apply": 1},
@@ -48,6 +48,7 @@ _SAYS = {
     "_record": "step to program",
     "_ranks": "fully_shard, DDP",
     "_recompute": "the technique",
+    "_chunk": "slices",
     "_rotor": "chains",
     "_classical": "PyTorch's prototype",
     "_profile": "profile()",

@@ -106,7 +106,11 @@ class Transition(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.relu(self.up(self.norm(x))))
@@ -246,7 +250,9 @@ class UNet(nn.Module):
             taken = [now] + [width] * layers
             inputs = [size + skips.pop() for size in taken]
             self.up.append(
-                Level(inputs, width, time, i > 0, nn.Conv2d(width, width, 3, padding=1) if i else nn.Identity())
+                Level(
+                    inputs, width, time, i > 0, nn.Conv2d(width, width, 3, padding=1) if i else nn.Identity()
+                )
             )
             now = width
         self.norm, self.last = nn.GroupNorm(32, now, 1e-5), nn.Conv2d(now, 3, 3, padding=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,7 @@ def share(profile: sacplan.Profile, share_of_step: float) -> str:
 
 def outputs(model: nn.Module, batch: Any) -> list[torch.Tensor]:
     with torch.no_grad():
-        if isinstance(batch, dict):
-            out = model(**batch)
-        else:
-            out = model(*batch) if isinstance(batch, tuple) else model(batch)
+        out = model(*batch) if isinstance(batch, tuple) else model(batch)
     return [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
 
 
@@ -159,10 +156,10 @@ def plan_bytes(profile: sacplan.Profile) -> int:
 
 
 @pytest.fixture
-def planned() -> Iterator[tuple[nn.Module, sacplan.Plan]]:
+def planned() -> tuple[nn.Module, sacplan.Plan]:
     model = Transformer(32, 4, 2).eval()
     profile = profile_of(model, torch.randn(1, 48, 32))
-    yield model, sacplan.plan(profile, share(profile, 0.5))
+    return model, sacplan.plan(profile, share(profile, 0.5))
 
 
 @pytest.mark.parametrize("shape", [(1, 48, 32), (3, 48, 32), (1, 20, 32), (2, 7, 32), (1, 1, 32)])
@@ -171,7 +168,9 @@ def test_other_sizes(planned: tuple[nn.Module, sacplan.Plan], shape: tuple[int, 
     x = torch.randn(shape)
     expected = outputs(model, x)
     with warnings.catch_warnings(), sacplan.apply(model, plan):
-        warnings.simplefilter("ignore", sacplan.SacplanWarning)  # views become copies with more than one sample
+        warnings.simplefilter(
+            "ignore", sacplan.SacplanWarning
+        )  # views become copies with more than one sample
         assert_close(outputs(model, x), expected)
 
 
@@ -195,7 +194,8 @@ def test_with_gradients_it_runs_as_without_a_plan(planned: tuple[nn.Module, sacp
     with sacplan.apply(model, plan) as handle:
         model(x).sum().backward()
         assert handle.differences == ()
-    assert expected and all(map(torch.equal, expected, (p.grad for p in model.parameters())))
+    assert expected
+    assert all(map(torch.equal, expected, (p.grad for p in model.parameters())))
 
 
 def test_inference_mode(planned: tuple[nn.Module, sacplan.Plan]) -> None:
@@ -215,7 +215,8 @@ def test_copies_and_removal(planned: tuple[nn.Module, sacplan.Plan]) -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert_close(outputs(other, x), expected)
     handle.remove()
-    assert "forward" not in model.__dict__ and "forward" not in model[0].__dict__
+    assert "forward" not in model.__dict__
+    assert "forward" not in model[0].__dict__
     assert_close(outputs(model, x), expected)
 
 

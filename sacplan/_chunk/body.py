@@ -1,8 +1,8 @@
 """What a stretch that runs in slices does to a program: exactly, since the executor's own loop is recorded.
 
 The ops of a stretch are deferred on fake tensors, with the kernels of the device, and the loop runs under the package's
-recorder: for the first slice, one of those in the middle, and the last, which may be shorter. What the recorder saw takes
-the place of the ops. Layers repeat, so the loop of a stretch is recorded once for all that are like it.
+recorder: for the first slice, one of those in the middle, and the last, which may be shorter. What the recorder saw
+takes the place of the ops. Layers repeat, so the loop of a stretch is recorded once for all that are like it.
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ def _placed(program: Program, decision: Chunk, sites: Sequence[int]) -> PlacedSt
     exits: dict[int, tuple[int, ...]] = defaultdict(tuple)
     for position, output in decision.exits:
         if position >= len(sites):
-            raise PlanError(f"an exit of a stretch of unit {decision.unit!r} refers to a site that it does not have.")
+            raise PlanError(
+                f"an exit of a stretch of unit {decision.unit!r} refers to a site that it does not have."
+            )
         exits[sites[position]] += (output,)
     return PlacedStretch(decision, tuple(members), end, exits, tuple(inputs))
 
@@ -149,9 +151,7 @@ def _placed(program: Program, decision: Chunk, sites: Sequence[int]) -> PlacedSt
 # --- recording loops ------------------------------------------------------------------------------------
 
 
-def _records(
-    program: Program, placed: Sequence[PlacedStretch], spec: DeviceSpec
-) -> list[LoopRecord]:
+def _records(program: Program, placed: Sequence[PlacedStretch], spec: DeviceSpec) -> list[LoopRecord]:
     known: dict[Any, LoopRecord] = program.derived(("loops", spec), dict)
     keys = [_kind(program, stretch) for stretch in placed]
     new = {key: stretch for key, stretch in zip(keys, placed, strict=True) if key not in known}
@@ -174,7 +174,13 @@ def _kind(program: Program, stretch: PlacedStretch) -> Any:
 
     d = stretch.decision
     rows = tuple(
-        (op.name, op.arguments, tuple(map(named, op.inputs)), tuple(map(named, op.outputs)), stretch.exits.get(i))
+        (
+            op.name,
+            op.arguments,
+            tuple(map(named, op.inputs)),
+            tuple(map(named, op.outputs)),
+            stretch.exits.get(i),
+        )
         for i, op in ((i, program.ops[i]) for i in stretch.members)
     )
     return rows, d.slices, d.dim, d.outer, d.inner
@@ -236,7 +242,9 @@ def _recorded(program: Program, stretch: PlacedStretch, spec: DeviceSpec) -> Loo
 
     with recorder:
         if not loop.run(some):
-            raise PlanError(f"the stretch of unit {d.unit!r} that ends with {d.sites[-1]} cannot run in slices.")
+            raise PlanError(
+                f"the stretch of unit {d.unit!r} that ends with {d.sites[-1]} cannot run in slices."
+            )
     seen = recorder.program()
     number = {s: i for i, s in enumerate(_input_storages(program, stretch))}
     given = [number[s] for s, _ in inputs.bases]
@@ -259,7 +267,17 @@ def _allocation(buffer: torch.Tensor, cost: Any) -> Op:
 
 def _op(name: str, time_ms: float, flops: int, arguments: str) -> Op:
     return Op(
-        name, Phase.FORWARD, ROOT_SCOPE, time_ms, flops, 0, (), (), (), recomputable=False, arguments=arguments
+        name,
+        Phase.FORWARD,
+        ROOT_SCOPE,
+        time_ms,
+        flops,
+        0,
+        (),
+        (),
+        (),
+        recomputable=False,
+        arguments=arguments,
     )
 
 

@@ -45,7 +45,7 @@ def _decoded(value: Any, tensors: Sequence[Any]) -> Any:
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
-        (kind, inner), = value.items()
+        ((kind, inner),) = value.items()
         if kind == "tensor":
             return tensors[inner]
         if kind in ("dtype", "layout", "memory_format"):
@@ -66,9 +66,7 @@ def dtype_of(tensor: Tensor) -> torch.dtype:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _rule(
-    name: str, arguments: str, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...]
-) -> Rule | None:
+def _rule(name: str, arguments: str, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...]) -> Rule | None:
     func = op_named(name)
     if func is None:
         return None
@@ -127,7 +125,7 @@ class Dataflow:
     def __init__(self, program: Program, pinned: Collection[int] = ()) -> None:
         self.program = program
         ops, tensors = program.ops, program.tensors
-        n = self.n_ops = len(ops)
+        self.n_ops = len(ops)
         n_storages = len(program.storage_bytes)
         self.storage = [t.storage for t in tensors]
         self.computes = [not is_alias(op.name) for op in ops]
@@ -182,7 +180,8 @@ class Dataflow:
         for i in range(self.n_ops - 1, -1, -1):
             if not self.computes[i]:
                 found[i] = min(
-                    (found[c] for t in self.outputs[i] for c in self.consumers[t] if c > i), default=self.n_ops
+                    (found[c] for t in self.outputs[i] for c in self.consumers[t] if c > i),
+                    default=self.n_ops,
                 )
         return found
 

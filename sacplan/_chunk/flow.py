@@ -28,11 +28,25 @@ class Ops(Protocol):
         computed_by: by value, the op that computes it: of a view, the one that made what is viewed; or -1.
     """
 
-    rules: Sequence[Rule | None]
-    inputs: Sequence[Sequence[int]]
-    outputs: Sequence[Sequence[int]]
-    producer: Sequence[int]
-    computed_by: Sequence[int]
+    @property
+    def rules(self) -> Sequence[Rule | None]:
+        """See above."""
+
+    @property
+    def inputs(self) -> Sequence[Sequence[int]]:
+        """See above."""
+
+    @property
+    def outputs(self) -> Sequence[Sequence[int]]:
+        """See above."""
+
+    @property
+    def producer(self) -> Sequence[int]:
+        """See above."""
+
+    @property
+    def computed_by(self) -> Sequence[int]:
+        """See above."""
 
     def readers(self, value: int, end: int) -> Sequence[int]:
         """The ops up to ``end`` that need a value, or a view of it, to compute something up to there."""
@@ -113,7 +127,11 @@ class _Flowing:
     def _is_inside(self, value: int) -> bool:
         """Whether the loop would make a value."""
         op = self.ops.computed_by[value]
-        return self.start <= op <= self.end and op not in self.plain and self.ops.producer[value] not in self.plain
+        return (
+            self.start <= op <= self.end
+            and op not in self.plain
+            and self.ops.producer[value] not in self.plain
+        )
 
     def _spread(self, value: int) -> None:
         """From a value that is cut to the op that makes it, and to those that read it."""

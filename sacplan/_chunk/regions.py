@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -118,7 +118,7 @@ class Candidates:
         for fixed, by_length in zip(self.shape.fixed, self.shape.by_length, strict=True):
             left = room / self.ratio - fixed
             if by_length > 0:
-                length = np.minimum(length, np.floor(left / by_length + _ROUNDING))
+                length = np.minimum(length, np.floor(left / float(by_length) + _ROUNDING))
             else:
                 length[left < -_ROUNDING] = 0
         fits = (length >= 1) & (self.outside <= budget)
@@ -135,8 +135,7 @@ class Candidates:
 
     def extra_ms(self, slices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """About what it costs."""
-        found: npt.NDArray[np.float64] = self.shape.loop_ms + (slices - 1) * self.shape.slice_ms
-        return found
+        return np.asarray(self.shape.loop_ms + (slices - 1) * self.shape.slice_ms, dtype=np.float64)
 
 
 def candidates(flow: Dataflow, spec: DeviceSpec, pins: Pins = NO_PINS) -> list[Candidates]:
@@ -162,7 +161,8 @@ class _Finder:
         scopes = {op.scope for op in self.program.ops}
         self.all_have_units = not pins and unit_scope(self.program, scopes) != ROOT_SCOPE
 
-    def find(self) -> list[Candidate]:
+    def find(self) -> list[Candidates]:
+        """See ``candidates``."""
         flow = self.flow
         if not flow.n_ops:
             return []
@@ -292,14 +292,22 @@ class _Finder:
     def _flow(self, end: int, seed: int, axis: Axis, start: int) -> tuple[Flow | None, set[int]]:
         whole: set[int] = set()
         for _ in range(_CONFLICTS):
-            try:
-                self.flows_left -= 1
-                return flow_from(self.flow, seed, axis, start, end, whole), whole
-            except Conflict as conflict:
-                if conflict.op < 0 or conflict.op in whole or conflict.op == end:
-                    break
-                whole.add(conflict.op)
+            self.flows_left -= 1
+            found = self._flow_or_obstacle(end, seed, axis, start, whole)
+            if isinstance(found, Flow):
+                return found, whole
+            if found < 0 or found in whole or found == end:
+                break
+            whole.add(found)
         return None, whole
+
+    def _flow_or_obstacle(
+        self, end: int, seed: int, axis: Axis, start: int, whole: Collection[int]
+    ) -> Flow | int:
+        try:
+            return flow_from(self.flow, seed, axis, start, end, whole)
+        except Conflict as conflict:
+            return conflict.op
 
     def _members(self, found: Flow, start: int, end: int) -> tuple[int, ...]:
         """The ops of the loop, if it begins at ``start``: views of what it does not make are left out."""
@@ -333,9 +341,7 @@ class _Finder:
                     queue.append(i)
         return tuple(sorted(reached))
 
-    def _finished(
-        self, found: Flow, members: tuple[int, ...], end: int, axis: Axis
-    ) -> Iterator[Shape]:
+    def _finished(self, found: Flow, members: tuple[int, ...], end: int, axis: Axis) -> Iterator[Shape]:
         exits = self._exits(members, end)
         if not exits or not self._has_unit(members) or not self._inputs_stay(members, end):
             return

@@ -1,8 +1,9 @@
 """Which stretches run in slices, and in how many: the least time under a budget, or the smallest peak.
 
-A path goes from the first op to the last. It passes an op as it is, if what is alive there fits, or jumps over a stretch
-that does fit when it is cut finely enough. The cheapest path is the plan, as far as estimates go. Then the stretches are
-written into the program exactly (``body.py``); where estimates were off they are corrected, and the path is found again.
+A path goes from the first op to the last. It passes an op as it is, if what is alive there fits, or jumps over a
+stretch that does fit when it is cut finely enough. The cheapest path is the plan, as far as estimates go. Then the
+stretches are written into the program exactly (``body.py``); where estimates were off they are corrected, and the path
+is found again.
 """
 
 from __future__ import annotations
@@ -204,7 +205,11 @@ class StretchSearch:
     def _edges(
         self, budget: int
     ) -> tuple[
-        npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.int64], npt.NDArray[np.int64]
+        npt.NDArray[np.int64],
+        npt.NDArray[np.int64],
+        npt.NDArray[np.float64],
+        npt.NDArray[np.int64],
+        npt.NDArray[np.int64],
     ]:
         """The stretches that fit: where they start, where the path goes on, cost, slices, which candidates."""
         rows: list[list[npt.NDArray[np.int64]]] = [[], [], [], []]

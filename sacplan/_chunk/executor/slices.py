@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ _VIEWS = frozenset((torch.ops.aten.view.default, torch.ops.aten._unsafe_view.def
 class Lazy(torch.Tensor):
     """What a deferred op returns: sizes, no storage. Read by an op that is not deferred, it is computed."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _stretch: Stretch
     _value: int
     _real: torch.Tensor | None
@@ -52,10 +52,12 @@ class Lazy(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return func(*whole(args), **whole(kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Lazy({tuple(self.shape)}, {self.dtype})"
 
     def compute(self) -> torch.Tensor:
@@ -68,8 +70,8 @@ class Lazy(torch.Tensor):
             self._stretch.run_whole()
         if self._real is None:
             raise RecipeError(
-                f"a tensor of shape {tuple(self.shape)} was computed in slices and is gone, since nothing read it in the "
-                "step that was planned for. Make the profile of a step that reads it, or remove the plan."
+                f"a tensor of shape {tuple(self.shape)} was computed in slices and is gone, since nothing read it in "
+                "the step that was planned for. Make the profile of a step that reads it, or remove the plan."
             )
         return self._real
 
@@ -227,19 +229,22 @@ class Stretch:
             self._viewed.update(inputs)
         index = len(self._ops)
         if op_traits(func).in_place:
-            result, values = args[0], (self._new_value(self._like[inputs[0]], index),)
+            result = args[0]
+            values = [self._new_value(self._like[inputs[0]], index)]
             self._rebind(result, values[0])
         else:
             made = list(tensors_in(like))
-            values = tuple(self._new_value(t, index) for t in made)
-            if is_alias(str(func)) and any(t in self._bound for t in tensors_in((args, kwargs)) if type(t) is not Lazy):
+            values = [self._new_value(t, index) for t in made]
+            if is_alias(str(func)) and any(
+                t in self._bound for t in tensors_in((args, kwargs)) if type(t) is not Lazy
+            ):
                 result = func(*args, **kwargs)
                 for t, value in zip(tensors_in(result), values, strict=True):
                     self._bound[t] = value
             else:
                 given = iter([self._stand_in(value, i in kept) for i, value in enumerate(values)])
                 result = mapped(lambda _: next(given), like)
-        self._ops.append(_DeferredOp(func, refs, named, inputs, values))
+        self._ops.append(_DeferredOp(func, refs, named, inputs, tuple(values)))
         return result
 
     def _filled_names(self, named: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,7 +275,9 @@ class Stretch:
 
     # --- running ---
 
-    def run(self, ranges: Callable[[Sequence[tuple[int, int]]], Sequence[tuple[int, int]]] | None = None) -> bool:
+    def run(
+        self, ranges: Callable[[Sequence[tuple[int, int]]], Iterable[tuple[int, int]]] | None = None
+    ) -> bool:
         """Run the loop; whole, if it cannot be sliced as asked.
 
         Args:
@@ -325,8 +332,8 @@ class Stretch:
                 lazy = ref() if ref is not None else None
                 if lazy is not None:
                     lazy._real = t
+                del t
             del out, lazy
-            t = None
             for value in (*op.inputs, *op.outputs):
                 if last[value] == i:
                     values.pop(value, None)
@@ -436,7 +443,6 @@ class _Step:
     Attributes:
         cuts: (register, input, axis) of slices to take first.
         outputs: registers.
-        ends: registers that are free afterwards.
         puts: (output, buffer, axis or kind).
     """
 
@@ -446,7 +452,6 @@ class _Step:
     inputs: tuple[int, ...]
     cuts: tuple[tuple[int, int, Axis], ...]
     outputs: tuple[int, ...]
-    ends: tuple[int, ...]
     puts: tuple[tuple[int, torch.Tensor, Axis | Kind], ...]
 
 
@@ -458,7 +463,7 @@ class _Loop:
         registers: dict[Any, int] = {}
         wholes: dict[int, int] = {}
         uses: dict[int, int] = {}
-        rows = []
+        steps: list[_Step] = []
         buffers = {value: buffer for buffer, value in stretch._buffers}
         for i in sorted(flow.within):
             op, rule, within = stretch._ops[i], graph.rules[i], flow.within[i]
@@ -480,18 +485,19 @@ class _Loop:
                 if value in buffers:
                     how = flow.axes[value] if value in flow.axes else flow.partial[value]
                     puts.append((position, buffers[value], how))
-            uses.update(dict.fromkeys((*inputs, *outputs), len(rows)))
-            rows.append((op, rule, within, tuple(inputs), tuple(cuts), tuple(outputs), tuple(puts)))
+            uses.update(dict.fromkeys((*inputs, *outputs), len(steps)))
+            steps.append(_Step(op, rule, within, tuple(inputs), tuple(cuts), tuple(outputs), tuple(puts)))
         self._wholes = wholes
-        self._steps = [
-            _Step(*row[:6], tuple(r for r in dict.fromkeys((*row[3], *row[5])) if uses[r] == i and r not in wholes), row[6])
-            for i, row in enumerate(rows)
-        ]
+        self._steps = steps
+        self._ends: list[list[int]] = [[] for _ in steps]
+        for register, last in uses.items():
+            if register not in wholes:
+                self._ends[last].append(register)
 
     def run(self, start: int, stop: int, *, first: bool, share: float) -> None:
         """One slice; ``share``: of the whole."""
         held: dict[int, torch.Tensor] = {r: self._inputs[value] for r, value in self._wholes.items()}
-        for step in self._steps:
+        for step, ends in zip(self._steps, self._ends, strict=True):
             for register, value, axis in step.cuts:
                 held[register] = take(self._inputs[value], axis, start, stop)
             out = _call(step, held, stop - start)
@@ -504,7 +510,7 @@ class _Loop:
                     _add_part(buffer, results[position], how, first, share)
             held.update(zip(step.outputs, results, strict=True))
             del results
-            for register in step.ends:
+            for register in ends:
                 del held[register]
 
 

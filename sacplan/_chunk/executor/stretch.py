@@ -32,7 +32,7 @@ from sacplan._program.elements import CallSite, is_inside
 from sacplan._program.places import OpSequence, Places, StepDifference, described
 from sacplan._recompute.executor.alignment import Alignment, Differences, RecordedUnit
 from sacplan._recompute.executor.copies import put_on, take_off
-from sacplan._torch.ops import is_alias, is_computation, is_composite, op_traits, tensors_in
+from sacplan._torch.ops import is_alias, is_composite, is_computation, op_traits, tensors_in
 from sacplan._torch.private import dispatch_modes, fake_device_of, is_plain, module_calls, run_composite
 from sacplan.errors import PlanError
 
@@ -181,7 +181,13 @@ class StretchMode(TorchDispatchMode):
         return found
 
     def _at_site(
-        self, frame: _Frame, site: CallSite, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
+        self,
+        frame: _Frame,
+        site: CallSite,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        tensors: Sequence[torch.Tensor],
     ) -> Any:
         """An op of a stretch."""
         name = str(func)
@@ -196,7 +202,9 @@ class StretchMode(TorchDispatchMode):
             frame.run(site, name)
         return out
 
-    def _run(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], description: str) -> Any:
+    def _run(
+        self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], description: str
+    ) -> Any:
         """An op that is not deferred."""
         self._settle(func, args, kwargs, tensors, description)
         if any(isinstance(t, Lazy) for t in tensors):
@@ -224,7 +232,7 @@ class StretchMode(TorchDispatchMode):
         but: Stretch | None = None,
     ) -> None:
         """Give up the stretches whose tensors an op reads, or whose inputs it overwrites."""
-        written = ()
+        written: tuple[torch.Tensor, ...] = ()
         if isinstance(func, torch._ops.OpOverload):
             written = tuple(tensors_in(op_traits(func).written(args, kwargs)))
         for frame in self.frames:
@@ -280,13 +288,11 @@ class SlicedForward:
     def __wrapped__(self) -> Callable[..., Any]:
         return self.original
 
-    @torch.compiler.disable  # ops of a compiled graph reach no mode: the unit is a graph break
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # ops of a compiled graph reach no mode
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        names = {
-            id(m): n for n, m in self.module.named_modules() if n and n not in self._elsewhere
-        }
+        names = {id(m): n for n, m in self.module.named_modules() if n and n not in self._elsewhere}
         frame = _Frame(self._unit, names, sys._getframe(0), self._differences)
         if _here.mode is not None:
             return self._within(_here.mode, frame, args, kwargs)
