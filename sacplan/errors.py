@@ -43,6 +43,10 @@ class RecipeError(SacplanError, RuntimeError):
     """A discarded activation cannot be recomputed: something it needs was changed."""
 
 
+class ChunkError(SacplanError, RuntimeError):
+    """A chunk cannot do what the step asks of it: something it reads was changed, or a tensor cannot be lazy there."""
+
+
 class InfeasibleBudget(SacplanError):
     """No plan keeps the step under the budget.
 

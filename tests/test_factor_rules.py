@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
+import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,9 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._decomp import get_decompositions
 
-from sacplan._factors.axes import Axis, FactorAxis, from_factor, into_factor, put, resized_arguments, take
-from sacplan._factors.rule import Kind, Rule, register, rule_of
-from tests.slices import OpCall, assert_slices_make_the_whole, insides, run_in_slices
+from sacplan._factors.axes import FactorAxis
+from sacplan._factors.rule import _FORMULAS, Kind, formula_of, register, rule_of
+from sacplan._program.elements import Tensor
+from tests.slices import (
+    OpCall,
+    assert_slices_make_the_whole,
+    calls_of_the_database,
+    insides,
+    run_in_slices,
+)
 
 aten = torch.ops.aten
 DECOMPOSED = get_decompositions([aten._fused_rms_norm_backward.default])  # has no kernel for the CPU
@@ -152,7 +160,40 @@ def _(d: Draw) -> Any:
     return normal(*d.one_of(shape, d.sizes())), shape
 
 
+@sample(aten.scalar_tensor.default)
+def _(d: Draw) -> Any:
+    return (2.5,)
+
+
 # --- views
+
+
+@sample(aten.view.dtype)
+def _(d: Draw) -> Any:
+    return normal(*d.sizes()), torch.int32
+
+
+@sample(aten.view_as_real.default)
+def _(d: Draw) -> Any:
+    return (torch.complex(normal(3, 2), normal(3, 2)),)
+
+
+@sample(aten.select_scatter.default)
+def _(d: Draw) -> Any:
+    shape = d.sizes(3)
+    return normal(*shape), normal(shape[0], shape[2]), 1, -1
+
+
+@sample(aten.slice_scatter.default)
+def _(d: Draw) -> Any:
+    n, m = d.sizes(2)
+    return normal(n, 6, m), normal(n, 2, m), 1, 2, 4
+
+
+@sample(aten.pixel_unshuffle.default)
+def _(d: Draw) -> Any:
+    n, c, h, w = d.sizes(4)
+    return normal(n, c, 3 * h, 3 * w), 3
 
 
 def _other_shape(d: Draw, shape: Sequence[int]) -> list[int]:
@@ -385,6 +426,11 @@ def _(d: Draw) -> Any:
     return normal(4, 2, 6), d.dim([4, 2, 6])
 
 
+@sample(aten.glu_backward.default)
+def _(d: Draw) -> Any:
+    return normal(4, 1, 6), normal(4, 2, 6), -2
+
+
 @sample(aten._fft_r2c.default)
 def _(d: Draw) -> Any:
     shape = d.sizes()
@@ -416,6 +462,12 @@ def _(d: Draw) -> Any:
 def _(d: Draw) -> Any:
     b, i, j, k = d.sizes(4)
     return d.broadcast([b, i, j]), normal(b, i, k), normal(b, k, j), {"alpha": 0.5}
+
+
+@sample(aten.addmv.default)
+def _(d: Draw) -> Any:
+    i, k = d.sizes(2)
+    return d.broadcast([i]), normal(i, k), normal(k)
 
 
 @sample(aten.mv.default)
@@ -461,6 +513,24 @@ def _(d: Draw) -> Any:
     x, weight = normal(*shape), normal(shape[2])
     _, rstd = aten._fused_rms_norm(x, shape[2:], weight, 1e-5)
     return normal(*shape), x, shape[2:], rstd, weight, d.one_of([True, True], [True, False])
+
+
+def _weight(d: Draw) -> tuple[torch.Tensor, torch.Tensor, int]:
+    shape, dim = d.sizes(3), d.one_of(0, 2)
+    norms = [n if i == dim else 1 for i, n in enumerate(shape)]
+    return normal(*shape), normal(*norms), dim
+
+
+@sample(aten._weight_norm_interface.default)
+def _(d: Draw) -> Any:
+    return _weight(d)
+
+
+@sample(aten._weight_norm_interface_backward.default)
+def _(d: Draw) -> Any:
+    v, g, dim = _weight(d)
+    w, norms = aten._weight_norm_interface(v, g, dim)
+    return torch.randn_like(w), v, g, norms, dim
 
 
 def _grouped(d: Draw) -> tuple[int, int, int, int, int]:
@@ -527,6 +597,11 @@ def _(d: Draw) -> Any:
     of_indices = [max(1, n - d.one_of(0, 1)) for n in shape]
     of_indices[dim] = 1
     return normal(*shape), dim, integers(shape[dim], *of_indices), normal(*shape)
+
+
+@sample(aten.take.default)
+def _(d: Draw) -> Any:
+    return normal(3, 4), integers(12, *d.sizes())
 
 
 @sample(aten.index_select.default)
@@ -669,6 +744,12 @@ def _(d: Draw) -> Any:
     return normal(*d.sizes(2), 4, 4), [2, 2], [1, 1], [0, 0], [1, 1]
 
 
+@sample(aten.col2im.default)
+def _(d: Draw) -> Any:
+    n, c = d.sizes(2)
+    return normal(n, 4 * c, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]
+
+
 @sample(aten.grid_sampler_2d.default)
 def _(d: Draw) -> Any:
     n, c, h, w = d.sizes(4)
@@ -742,3 +823,143 @@ def test_slices_make_the_whole(name: str, data: st.DataObject) -> None:
         return inside, [*sorted(ends), inside[1]]
 
     assert_slices_make_the_whole(call, cut)
+
+
+# Sizes are primes, which name the dimensions; 4 = 2 x 2 where there are groups.
+PASSES: list[tuple[Any, tuple[Any, ...], str]] = [
+    (aten.mm.default, (normal(2, 3), normal(3, 5)), "2 3 5"),
+    (aten.addmm.default, (normal(5), normal(2, 3), normal(3, 5)), "2 5"),
+    (aten.add.Tensor, (normal(2, 3), normal(3)), "2 3"),
+    (aten.view.default, (normal(2, 3, 5), [6, 5]), "2 3 5"),
+    (aten.view.default, (normal(2, 15, 7), [2, 5, 3, 7]), "2 3 5 7"),
+    (aten.view.default, (normal(2, 6, 10), [2, 4, 15]), "2"),
+    (aten.repeat.default, (normal(2, 3), [5, 1, 7]), "2 3 5 7"),
+    (aten.split.Tensor, (normal(2, 3, 5), 2, 1), "2 5"),
+    (aten.cat.default, ([normal(2, 3), normal(2, 5)], 1), "2"),
+    (aten._softmax.default, (normal(2, 3, 5), -1, False), "2 3"),
+    (aten.sum.dim_IntList, (normal(2, 3, 5), [1]), "2 3 5"),
+    (aten.max.dim, (normal(2, 3, 5), 1), "2 5"),
+    (aten.native_layer_norm.default, (normal(2, 3, 5), [5], None, None, 1e-5), "2 3"),
+    (aten.native_group_norm.default, (normal(3, 4, 5, 7), None, None, 3, 4, 35, 2, 1e-5), "2 3"),
+    (aten.embedding.default, (normal(11, 3), integers(11, 2, 5)), "2 3 5"),
+    (aten.embedding_dense_backward.default, (normal(2, 5, 3), integers(11, 2, 5), 11, -1, False), "2 3 5"),
+    (aten.index.Tensor, (normal(7, 11, 3), [None, integers(11, 2, 5)]), "2 3 5 7"),
+    (
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        (normal(2, 3, 5, 8), normal(2, 3, 7, 8), normal(2, 3, 7, 8)),
+        "2 3 5",
+    ),
+    (
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        (normal(2, 3, 5, 8), normal(2, 3, 5, 8), normal(2, 3, 5, 8), 0.0, True),
+        "2 3",  # a causal mask says by position what a query may see
+    ),
+    (
+        aten.convolution.default,
+        (normal(2, 3, 8, 8), normal(5, 3, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+        "2 3 5",
+    ),
+    (
+        aten.convolution.default,
+        (normal(2, 3, 7, 11), normal(5, 3, 1, 1), normal(5), [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+        "2 5 7 11",
+    ),
+    (aten.nll_loss_forward.default, (normal(5, 7), integers(7, 5), None, 1, -100), "5"),
+    (aten.mse_loss_backward.default, (normal(), normal(2, 3), normal(2, 3), 1), ""),
+    (aten.mse_loss_backward.default, (normal(), normal(2, 3), normal(2, 3), 2), "2 3"),
+    (aten.squeeze.default, (normal(1, 3),), ""),
+]
+
+
+@pytest.mark.parametrize(("op", "args", "sizes"), PASSES)
+def test_what_may_be_sliced(op: Any, args: tuple[Any, ...], sizes: str) -> None:
+    rule = rule_of(op, args, {}, op(*args))
+    assert rule is not None
+    assert sorted(rule.sizes[f] for f in rule.sliceable) == [int(size) for size in sizes.split()]
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.native_dropout.default, (normal(4), 0.5, True)),
+        (aten.bernoulli.default, (positive(4).clamp(max=1),)),
+        (aten.randn_like.default, (normal(4),)),
+        (
+            aten._scaled_dot_product_attention_math.default,
+            (*(normal(1, 1, 4, 8) for _ in range(3)), None, 0.5),
+        ),
+        (aten.masked_select.default, (normal(4), normal(4) > 0)),
+        (aten.index.Tensor, (normal(4), [normal(4) > 0])),
+        (aten.linalg_inv_ex.default, (torch.eye(4),)),
+        (aten.view.dtype, (normal(4, 2), torch.int16)),
+    ],
+)
+def test_no_rule(op: Any, args: tuple[Any, ...]) -> None:
+    """Random numbers, sizes that depend on data, and what no formula knows."""
+    assert rule_of(op, args, {}, op(*args)) is None
+
+
+def test_descriptions_of_tensors_do() -> None:
+    """Values are not looked at, and types may be names, as in recorded programs."""
+    described = Tensor(0, "float32", (4, 6), (6, 1), 0)
+    indices = Tensor(1, "int64", (3,), (1,), 0)
+    found = rule_of(
+        aten.index.Tensor, [described, [None, indices]], {}, [Tensor(2, "float32", (4, 3), (3, 1), 0)]
+    )
+    assert found is not None
+    assert found.sizes[found.outputs[0][1][0]] == 3
+    mask = Tensor(1, "bool", (6,), (1,), 0)
+    assert rule_of(aten.index.Tensor, [described, [None, mask]], {}, [described]) is None
+
+
+def test_an_op_has_one_formula() -> None:
+    with pytest.raises(ValueError, match="mm has a formula"):
+        register("mm")(lambda call: None)
+
+
+def test_every_formula_is_tried() -> None:
+    """Above, or where a kernel is missing on the CPU, in ``test_factor_kernels.py``."""
+    tried = {formula_of(op) for op, _ in SAMPLES.values()}
+    missing = {name for name, formula in _FORMULAS.items() if formula not in tried}
+    assert missing == {
+        "_grouped_mm",
+        "new_empty_strided",
+    }  # the second: nothing to compare; see the axes' tests
+
+
+def test_every_formula_is_of_an_op() -> None:
+    for name in _FORMULAS.keys() - {"pointwise"}:
+        packet, _, overload = name.partition(".")
+        assert hasattr(aten, packet), name
+        assert not overload or overload in getattr(aten, packet).overloads(), name
+
+
+def test_rows_of_a_mean_are_added_by_weight() -> None:
+    """Slices sum, so that one without any target adds 0, not not-a-number."""
+    scores, targets = normal(4, 5), torch.tensor([1, -100, 2, 0])
+    args = (scores, targets, None, 1, -100)
+    rule = rule_of(aten.nll_loss_forward.default, args, {}, aten.nll_loss_forward(*args))
+    assert rule is not None
+    (rows,) = rule.sliceable
+    assert (rule.kind(rows, 0), rule.kind(rows, 1)) == (Kind.WEIGHTED_MEAN, Kind.SUM)
+    call = OpCall(aten.nll_loss_forward.default, args, {})
+    loss, weight = run_in_slices(call, rule, FactorAxis(rows, 1, 4, 1), [1, 2, 3, 4])
+    torch.testing.assert_close(loss, torch.nn.functional.nll_loss(scores, targets))
+    assert weight == 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_ops_of_the_database() -> None:
+    """Every op that runs, forward or backward, on PyTorch's own samples."""
+    calls = list(calls_of_the_database(samples_of_each=10))
+    cuts = random.Random(0)
+
+    def cut(size: int) -> tuple[tuple[int, int, int], list[int]]:
+        inside = cuts.choice([(1, size, 1), *insides(size)])
+        return inside, [*sorted({cuts.randint(1, inside[1] - 1)}), inside[1]]
+
+    sliced = Counter(
+        str(call.func) for call in calls for _ in range(assert_slices_make_the_whole(call, cut, 1e-3))
+    )
+    assert len(sliced) > 300

@@ -388,6 +388,15 @@ def test_the_stack_is_what_is_alive(gpu: SimpleNamespace) -> None:
     assert len(memory_figure(gpu.profile).axes) == 1
 
 
+def test_several_plans_stand_side_by_side(gpu: SimpleNamespace) -> None:
+    tighter = sacplan.plan_smallest(gpu.profile)
+    axes = memory_figure(gpu.profile, [gpu.plan, tighter]).axes
+    titles = [axis.get_title(loc="left").split(":")[0] for axis in axes]
+    assert titles == ["Without a plan", "Recompute", "Recompute"]
+    peaks = [{a.get_label(): a for a in axis.lines}["peak"].get_ydata()[0] * 2**20 for axis in axes]
+    assert peaks == pytest.approx([gpu.profile.peak_bytes, gpu.plan.peak_bytes, tighter.peak_bytes])
+
+
 def test_the_frontier_shows_every_row(gpu: SimpleNamespace) -> None:
     figure = frontier_figure(gpu.profile, gpu.frame, gpu.plan)
     (axis,) = figure.axes

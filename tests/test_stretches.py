@@ -76,7 +76,10 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("make", [attention, transformer, evoformer, unet])
+SLOW_EVOFORMER = pytest.param(evoformer, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("make", [attention, transformer, SLOW_EVOFORMER, unet])
 def test_a_plan_is_what_happens(make: Make) -> None:
     model, batch = make()
     model.eval()
@@ -100,7 +103,12 @@ def test_a_plan_is_what_happens(make: Make) -> None:
     assert refused.value.smallest_feasible_bytes == smallest.peak_bytes
 
 
-@pytest.mark.parametrize("make", [transformer, unet])
+def fused() -> tuple[nn.Module, Any]:
+    """The attention kernel that the device would choose, on what is not computed yet."""
+    return nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), torch.randn(2, 64, 32)
+
+
+@pytest.mark.parametrize("make", [transformer, fused])
 def test_on_a_gpu_a_plan_is_the_fake_step(make: Make) -> None:
     model, batch = make()
     profile = profile_of(model.eval(), batch, "h100")
@@ -355,7 +363,7 @@ def test_random_ops_are_in_no_loop() -> None:
         assert_close(outputs(model, x), expected)
 
 
-@pytest.mark.parametrize("make", [lambda: (Branches(), torch.randn(40, 16)), attention, evoformer])
+@pytest.mark.parametrize("make", [lambda: (Branches(), torch.randn(40, 16)), attention, SLOW_EVOFORMER])
 def test_every_candidate_is_what_happens(make: Make) -> None:
     """One by one, in slices that do not come out even: a plain step is the ground truth."""
     model, batch = make()

@@ -13,7 +13,7 @@ from sacplan._plan.techniques import by_technique
 from sacplan._program.arguments import checked
 from sacplan._program.places import StepDifference
 from sacplan._program.technique import Installed
-from sacplan._recompute.executor.recipes import PlannedForward
+from sacplan._recompute.executor.copies import StandIn
 from sacplan._record.step import own_checkpointing
 from sacplan.errors import PlanError, PlanMismatch
 
@@ -138,7 +138,7 @@ def _check_not_wrapped(model: torch.nn.Module) -> None:
 def _check_units(model: torch.nn.Module, plan: Plan) -> None:
     modules = dict(model.named_modules())
     for fqn, module in modules.items():
-        if isinstance(module.__dict__.get("forward"), PlannedForward):
+        if isinstance(module.__dict__.get("forward"), StandIn):
             raise PlanError(
                 f"a plan is applied to this model already (module {fqn!r}). Call .remove() on its handle first."
             )

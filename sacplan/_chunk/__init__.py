@@ -1,1 +1,1 @@
-"""The technique "chunk": run a stretch of ops in slices of one dimension."""
+"""The technique ``"chunk"``: ops that run in slices of one dimension."""

@@ -7,7 +7,8 @@ import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,7 +19,8 @@ from sacplan._program.program import Program
 from sacplan._torch.ops import is_alias, op_named
 
 
-class Layout(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Layout:
     """What a rule looks at."""
 
     shape: tuple[int, ...]

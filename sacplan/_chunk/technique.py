@@ -1,13 +1,13 @@
-"""The technique "chunk": run ops in slices of one dimension."""
+"""The technique "chunk": run ops in slices, so that what they make inside is never there as a whole."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import torch
 
 from sacplan._chunk.body import stretches_patch
+from sacplan._chunk.rest import CannotChunk, chunk_rest
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Chunk, Decision
 from sacplan._program.places import OpSequence
@@ -18,28 +18,40 @@ from sacplan.errors import PlanError
 
 
 class Chunking:
-    """See ``sacplan._program.technique.Technique``. Stretches are found by a search of their own (``search.py``)."""
+    """See ``sacplan._program.technique.Technique``."""
 
     name = "chunk"
     decision = Chunk
 
     def options(self, program: Program, region: Region, costs: Sequence[float]) -> Sequence[Option]:
-        """None: stretches are not chosen region by region."""
+        """None: what can run in slices is a region of its own."""
         return ()
 
     def option_patch(self, program: Program, region: Region, option: Option, view: View) -> Patch:
-        """There are no options."""
-        raise PlanError("chunks are not options of regions.")
+        """The patch that the option came with."""
+        assert option.patch is not None
+        return option.patch
 
     def decisions(self, program: Program, taken: Sequence[tuple[Region, Option]]) -> tuple[Decision, ...]:
-        """There are no options."""
-        return ()
+        """Those that the options came with."""
+        return tuple(option.decision for _, option in taken if option.decision is not None)
 
     def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
-        """Loops in the place of ops."""
+        """The loop instead of the ops that run in slices.
+
+        Raises:
+            PlanError: this step has no such ops.
+        """
         if device is None:
-            raise PlanError("what a loop over slices takes depends on the device, and none was given.")
-        return stretches_patch(program, cast(Sequence[Chunk], decisions), device)
+            raise PlanError("a plan with chunks is read with the device that it is for; it was not given.")
+        stretches = _stretches(decisions)
+        if stretches:
+            return stretches_patch(program, stretches, device)
+        (chunk,) = (one for one in decisions if isinstance(one, Chunk))
+        try:
+            return program.derived((chunk, device), lambda: chunk_rest(program, chunk, device)).patch
+        except CannotChunk as error:
+            raise PlanError(f"{chunk} cannot be carried out on this step: {error}.") from error
 
     def install(
         self,
@@ -50,6 +62,18 @@ class Chunking:
         check: bool,
     ) -> Installed:
         """Replace the forward of each unit."""
-        from sacplan._chunk.executor.stretch import InstalledStretches  # the executor is not needed to plan
+        from sacplan._chunk.executor.install import InstalledChunks  # the executor is not needed to plan
+        from sacplan._chunk.executor.stretch import InstalledStretches
 
-        return InstalledStretches(model, cast(Sequence[Chunk], decisions), recorded)
+        stretches = _stretches(decisions)
+        if stretches:
+            return InstalledStretches(model, stretches, recorded)
+        return InstalledChunks(model, [one for one in decisions if isinstance(one, Chunk)])
+
+
+def _stretches(decisions: Sequence[Decision]) -> list[Chunk]:
+    """Those for inference; a plan has no others beside them."""
+    found = [one for one in decisions if isinstance(one, Chunk) and one.span == "stretch"]
+    if found and len(found) != len(decisions):
+        raise PlanError("a plan has stretches, which run without gradients, or other chunks, but not both.")
+    return found

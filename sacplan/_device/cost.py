@@ -79,11 +79,31 @@ def _grouped_mm(a: Arguments) -> int:
     return int(2 * groups * left.shape[1] * left.shape[2] * columns)
 
 
+@flops("aten::addmm_", "aten::baddbmm_")
+def _product_in_place(a: Arguments) -> int:
+    """torch's registry has these out of place only."""
+    left, right = (a["mat1"], a["mat2"]) if "mat1" in a else (a["batch1"], a["batch2"])
+    return int(2 * left.numel() * right.shape[-1])
+
+
 @flops("aten::_cudnn_rnn")
 def _rnn(a: Arguments) -> int:
     """Each weight matrix times the rows of each step; input [T, N, C], [N, T, C], or packed [rows, C]."""
     rows = a["input"].numel() // max(1, a["input"].shape[-1])
     return int(2 * rows * sum(w.numel() for w in a["weight"] if w.dim() == 2))
+
+
+@flops("torch_nn::_linear_cross_entropy_batch_chunked")
+def _chunked_loss(a: Arguments) -> int:
+    """``F.linear_cross_entropy`` takes the gradients in its forward pass: a product for each, and the logits."""
+    gradients = bool(a["compute_input_grad"]) + bool(a["compute_linear_weight_grad"])
+    return int(2 * a["input"].numel() * a["linear_weight"].shape[0] * (1 + gradients))
+
+
+@flops("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction")
+def _chunked_losses(a: Arguments) -> int:
+    """The logits alone; the backward pass is seen op by op."""
+    return int(2 * a["input"].numel() * a["linear_weight"].shape[0])
 
 
 @flops("aten::_cudnn_rnn_backward")
@@ -117,7 +137,13 @@ _OVERWRITES = aten_names(
 # Read no more of their first argument than they write.
 _GATHERS = aten_names("embedding index _unsafe_index index_select gather take")
 # The index of a matrix operand where it is not the first argument.
-_MATRIX_ARG = {"aten::addmm": 1, "aten::baddbmm": 1, "aten::addbmm": 1}
+_MATRIX_ARG = {
+    "aten::addmm": 1,
+    "aten::addmm_": 1,
+    "aten::baddbmm_": 1,
+    "aten::baddbmm": 1,
+    "aten::addbmm": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)

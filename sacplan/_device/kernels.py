@@ -90,13 +90,19 @@ def _is_active() -> bool:
 
 
 def _is_emulated(args: Any) -> bool:
-    return _is_active() and any(isinstance(t, FakeTensor) for t in tensors_in(args))
+    return _is_active() and any(map(_is_fake, tensors_in(args)))
+
+
+def _is_fake(tensor: Any) -> bool:
+    """Whether it is a fake tensor, or stands for one that is not computed yet."""
+    deferred = getattr(type(tensor), "is_deferred", False)
+    return isinstance(tensor, FakeTensor) or (deferred and active_fake_mode() is not None)
 
 
 def _overridden(op: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         spec = _active_cuda()
-        if spec is None or not isinstance(args[0], FakeTensor):
+        if spec is None or not _is_fake(args[0]):
             return run_composite(op, *args, **kwargs)
         return kernel(spec, *args, **kwargs)
 

@@ -21,11 +21,15 @@ class _Attention:
 
     Batch and heads pass; where several heads share keys and values, groups of heads do. Queries pass unless the mask
     is causal, which says by position what a query may see.
+
+    Attributes:
+        understood: whether all masks have a shape that is broadcast.
     """
 
     def __init__(self, call: Call) -> None:
         q, k, v = call["query"], call["key"], call["value"]
         self._call = call
+        self.understood = True
         self._weights_shape = (*q.shape[:3], k.shape[2])
         self.batch, self.groups = call.factor(q.shape[0]), call.factor(k.shape[1])
         self.heads = self.groups + call.factor(q.shape[1] // k.shape[1], Kind.BLOCK)
@@ -40,6 +44,7 @@ class _Attention:
     def mask(self, t: Any) -> Dims:
         """The factors of a mask, which is broadcast, or empty."""
         found = broadcast(self.weights, self._weights_shape, t.shape)
+        self.understood &= found is not None or 0 in t.shape
         return self._call.blocked(t.shape) if found is None else found
 
     def statistics(self, t: Any) -> Dims:
@@ -64,14 +69,14 @@ class _Attention:
         known = {"query": self.query, "key": self.key, "value": self.value, **more}
         return [
             self.mask(t)
-            if name in ("attn_mask", "attn_bias")
+            if name in ("attn_mask", "attn_bias", "dropout_mask")
             else known.get(name) or self._call.blocked(t.shape)
             for name, t in self._call.named_inputs
         ]
 
 
 @register(*_KERNELS, "_scaled_dot_product_attention_math")
-def _attention(call: Call) -> Rule:
+def _attention(call: Call) -> Rule | None:
     attention = _Attention(call)
     inputs = attention.inputs()
     _, second, *others = call.outputs
@@ -83,7 +88,7 @@ def _attention(call: Call) -> Rule:
         may_cut = attention.rows_pass(second)
     if not may_cut:
         call.becomes(attention.rows, Kind.BLOCK)
-    return call.rule(inputs, outputs)
+    return call.rule(inputs, outputs) if attention.understood else None
 
 
 @register(*(f"{kernel}_backward" for kernel in _KERNELS))
@@ -107,4 +112,4 @@ def _attention_backward(call: Call) -> Rule | None:
         call.becomes(attention.rows, Kind.BLOCK, *range(len(outputs)))
     if "max_q" in call.arguments:
         call.resize("max_q", None, attention.rows)
-    return call.rule(inputs, outputs)
+    return call.rule(inputs, outputs) if attention.understood else None

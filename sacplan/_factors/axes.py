@@ -64,7 +64,10 @@ def from_factor(dims: Dims, sizes: Sequence[int], within: FactorAxis) -> Axis | 
 
 
 def take(t: torch.Tensor, axis: Axis, start: int, stop: int) -> torch.Tensor:
-    """The slice [``start``, ``stop``) along an axis: a view, or a copy where it is in several pieces."""
+    """The slice [``start``, ``stop``) along an axis: a view, or a copy where it is in several pieces.
+
+    What an op writes in place must be a view.
+    """
     dim, outer, size, inner = axis
     if outer == 1:
         return t.narrow(dim, start * inner, (stop - start) * inner)

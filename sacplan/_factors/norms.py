@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sacplan._factors.reductions import blocked_at
-from sacplan._factors.rule import Call, Dims, Kind, Rule, register
+from sacplan._factors.rule import Call, Dims, Factors, Kind, Rule, register
 
 
 def _normalized(call: Call, shape: Sequence[int]) -> tuple[Dims, Dims]:
@@ -80,9 +80,17 @@ def _batch_norm(call: Call) -> Rule:
     whole = (call.factor(x.shape[0], other), channels, *call.dims(x.shape[2:], other))
     inputs = [whole if name == "input" else (channels,) for name, _ in call.named_inputs]
     statistics = [  # empty where nothing trains
-        (channels,) if tuple(o.shape) == (x.shape[1],) else call.blocked(o.shape) for o in call.outputs[1:]
+        (channels,) if tuple(o.shape) == (x.shape[1],) else call.blocked(o.shape) for o in call.outputs[1:3]
     ]
+    statistics += [_reserved(call, o, channels) for o in call.outputs[3:]]
     return call.rule(inputs, [whole, *statistics])
+
+
+def _reserved(call: Call, t: Any, channels: Factors) -> Dims:
+    """What a library keeps for its backward kernel is of all channels."""
+    if t.shape[0]:
+        call.becomes(channels, Kind.BLOCK)
+    return call.blocked(t.shape)
 
 
 @register("native_batch_norm_backward", "cudnn_batch_norm_backward", "miopen_batch_norm_backward")
@@ -102,6 +110,8 @@ def _batch_norm_backward(call: Call) -> Rule:
     def dims_of(t: Any) -> Dims:
         if len(t.shape) > 1:
             return whole
+        if t is call.arguments.get("reserveSpace"):
+            return _reserved(call, t, channels)
         return (channels,) if tuple(t.shape) == (x.shape[1],) else call.blocked(t.shape)
 
     return call.rule([dims_of(t) for t in call.inputs], [(channels,) if i else whole for i in wanted])
@@ -110,7 +120,7 @@ def _batch_norm_backward(call: Call) -> Rule:
 @register("_weight_norm_interface", "_weight_norm_interface_backward")
 def _weight_norm(call: Call) -> Rule:
     """Each index of one dimension has a norm of its own; the other dimensions must be whole."""
-    direction = call.arguments.get("v", call.arguments.get("saved_v"))
+    direction = call["saved_v" if "saved_v" in call.arguments else "v"]
     dim = call["dim"] % len(direction.shape)
     dims = blocked_at(call, direction.shape, frozenset(range(len(direction.shape))) - {dim})
     norms = tuple(factors if d == dim else () for d, factors in enumerate(dims))

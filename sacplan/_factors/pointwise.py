@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sacplan._factors.rule import Call, Dims, Kind, Rule, register
+from sacplan._factors.rule import Call, Dims, Factors, Rule, register
 
 
 def broadcast(dims: Dims, to: Sequence[int], shape: Sequence[int]) -> Dims | None:
@@ -18,26 +18,30 @@ def broadcast(dims: Dims, to: Sequence[int], shape: Sequence[int]) -> Dims | Non
 # Those that PyTorch tags as pointwise need not be named.
 @register(
     "pointwise",
-    """_conj _prelu_kernel complex floor_divide hardshrink_backward hardswish polar rsub _prelu_kernel_backward _to_copy alias clone contiguous copy detach detach_copy elu_backward
-    empty_like fill full_like gelu_backward hardsigmoid_backward hardswish_backward
-    hardtanh_backward leaky_relu_backward lift_fresh log_sigmoid_backward log_sigmoid_forward
-    logical_and logical_not logical_or masked_fill mish_backward nan_to_num native_dropout_backward
-    ones_like rrelu_with_noise_backward sigmoid_backward silu_backward softplus_backward
+    """_conj _prelu_kernel _prelu_kernel_backward _to_copy alias clone complex contiguous copy detach
+    detach_copy elu_backward empty_like fill floor_divide full_like gelu_backward
+    hardshrink_backward hardsigmoid_backward hardswish hardswish_backward hardtanh_backward
+    leaky_relu_backward lift_fresh log_sigmoid_backward log_sigmoid_forward logical_and logical_not
+    logical_or masked_fill mish_backward nan_to_num native_dropout_backward ones_like polar
+    rrelu_with_noise_backward rsub sigmoid_backward silu_backward softplus_backward
     softshrink_backward tanh_backward threshold_backward zero zeros_like""",
 )
 def pointwise(call: Call) -> Rule | None:
-    """One factor for each dimension of the output."""
-    shape = call.outputs[0].shape
-    if any(tuple(o.shape) != tuple(shape) for o in call.outputs):
-        return None
+    """One factor for each dimension of the output; a buffer that the device's kernel does not need may be empty."""
+    shape = tuple(call.outputs[0].shape)
     dims = call.dims(shape)
-    inputs = []
-    for t in call.inputs:
-        found = broadcast(dims, shape, t.shape)
-        if found is None:
+    found = []
+    for i, t in enumerate((*call.inputs, *call.outputs)):
+        is_output = i >= len(call.inputs)
+        if is_output and tuple(t.shape) == shape:
+            found.append(dims)
+        elif not is_output and (broadcasts := broadcast(dims, shape, t.shape)) is not None:
+            found.append(broadcasts)
+        elif 0 in t.shape:
+            found.append(call.blocked(t.shape))
+        else:
             return None
-        inputs.append(found)
-    return call.rule(inputs, [dims] * len(call.outputs))
+    return call.rule(found[: len(call.inputs)], found[len(call.inputs) :])
 
 
 @register("scalar_tensor")
@@ -48,17 +52,35 @@ def _scalar(call: Call) -> Rule:
 @register("isin", "bucketize")
 def _looked_up(call: Call) -> Rule | None:
     """Elements are looked up one by one in a second tensor, which is needed whole."""
-    if len(call.inputs) != 2 or tuple(call.outputs[0].shape) != tuple(call.inputs[0].shape):
+    if tuple(call.outputs[0].shape) != tuple(call.inputs[0].shape):
         return None
+    if len(call.inputs) == 1:
+        return pointwise(call)
     dims = call.dims(call.outputs[0].shape)
     return call.rule([dims, call.blocked(call.inputs[1].shape)], [dims])
 
 
-@register("full", "ones", "zeros", "new_empty", "new_zeros", "new_ones", "new_full")
+@register("full ones zeros new_empty new_zeros new_ones new_full")
 def _filled(call: Call) -> Rule:
     """A new tensor; of an input, only type and device matter."""
     shape = call.outputs[0].shape
     dims = call.dims(shape)
     call.resize_all("size", dims)
-    inputs = [dims if tuple(t.shape) == tuple(shape) else call.dims(t.shape, Kind.BLOCK) for t in call.inputs]
+    inputs = [dims if tuple(t.shape) == tuple(shape) else call.blocked(t.shape) for t in call.inputs]
     return call.rule(inputs, [dims])
+
+
+@register("new_empty_strided")
+def _strided(call: Call) -> Rule | None:
+    """The same, where a stride is the product of the sizes of the dimensions inside; else no slice is as dense."""
+    shape, strides = call.outputs[0].shape, call["stride"]
+    rule = _filled(call)
+    inside: Factors = ()
+    expected = 1
+    for dim in sorted(range(len(shape)), key=lambda d: (strides[d], shape[d], -d)):
+        if shape[dim] != 1 and strides[dim] != expected:
+            return None
+        call.resize("stride", dim, inside)
+        inside += rule.outputs[0][dim]
+        expected *= shape[dim]
+    return call.rule(rule.inputs, rule.outputs)

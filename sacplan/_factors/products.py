@@ -69,7 +69,8 @@ def _grouped_product(call: Call) -> Rule | None:
     offsets = []
     if call["offs"] is not None:
         grouped = {(2, 3): "i", (3, 2): "j", (2, 2): "k"}[len(x.shape), len(y.shape)]
-        letters.setdefault("e", call.factor(call["offs"].shape[0]))
+        if "e" not in letters:
+            letters["e"] = call.factor(call["offs"].shape[0])
         for letter in ("e", grouped):
             call.becomes(letters[letter], Kind.BLOCK)
         offsets = [(letters["e"],)]

@@ -10,7 +10,7 @@ import enum
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ class Kind(enum.Enum):
     """What becomes of a factor in one output of an op, and how results of slices make the whole one."""
 
     PASS = "pass"
-    """The output is sliced as the inputs are. One without the factor does not depend on it: any slice gives it."""
+    """The output has the factor, and is sliced with the inputs; or it does not depend on it, and any slice gives it."""
     SUM = "sum"
     """The results of slices are added."""
     MAX = "max"
@@ -41,25 +41,13 @@ Dims = tuple[Factors, ...]
 """Of one tensor: the factors of each dimension."""
 
 
-class TensorLike(Protocol):
-    """A tensor, or the description of one."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Its sizes."""
-
-    @property
-    def dtype(self) -> Any:
-        """Its type, as PyTorch's or by name."""
-
-
 class Resized(NamedTuple):
-    """An integer argument that is a size.
+    """An integer argument that is a size, or a stride.
 
     Attributes:
         argument: its position.
         position: within it, if it is a list.
-        factors: the size is their product, or a multiple of it.
+        factors: it is their product, or a multiple of it.
     """
 
     argument: int
@@ -116,14 +104,14 @@ def is_tensor(value: Any) -> bool:
 
 def flat_tensors(value: Any) -> Iterator[Any]:
     """The tensors in arguments or results: nested tuples, lists and dicts."""
-    if is_tensor(value):
-        yield value
-    elif isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list)):
         for item in value:
             yield from flat_tensors(item)
     elif isinstance(value, dict):
         for item in value.values():
             yield from flat_tensors(item)
+    elif is_tensor(value):
+        yield value
 
 
 class Call:
@@ -132,6 +120,7 @@ class Call:
     Attributes:
         name: of the op, without the overload.
         arguments: by name, defaults included.
+        named_inputs: the tensors in arguments, each with the name of the argument that it stands in.
         inputs, outputs: the tensors, in order.
     """
 
@@ -140,17 +129,12 @@ class Call:
     ) -> None:
         self.name = _name_of(func)
         self.arguments = arguments_by_name(func, args, kwargs)
-        self.inputs: list[Any] = list(flat_tensors((tuple(args), dict(kwargs))))
-        self.outputs: list[Any] = list(flat_tensors(outputs))
-        self._positions = {name: i for i, name in enumerate(self.arguments)}
-        self._names = [
-            name
-            for name, value in (
-                *zip(self.arguments, args, strict=False),
-                *kwargs.items(),
-            )
-            for _ in flat_tensors(value)
+        given = (*zip(self.arguments, args, strict=False), *kwargs.items())
+        self.named_inputs: list[tuple[str, Any]] = [
+            (name, t) for name, value in given for t in flat_tensors(value)
         ]
+        self.inputs: list[Any] = [t for _, t in self.named_inputs]
+        self.outputs: list[Any] = list(flat_tensors(outputs))
         self._sizes: list[int] = []
         self._kinds: list[Kind] = []
         self._by_output: dict[tuple[int, int], Kind] = {}
@@ -159,11 +143,6 @@ class Call:
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
-
-    @property
-    def named_inputs(self) -> Iterator[tuple[str, Any]]:
-        """The tensor arguments with the name of the argument that each stands in."""
-        return zip(self._names, self.inputs, strict=True)
 
     # --- factors
 
@@ -194,7 +173,7 @@ class Call:
     def resize(self, argument: str, position: int | None, factors: Factors) -> None:
         """Say that an integer argument, or one of a list, is the size of these factors."""
         if factors:
-            self._resized.append(Resized(self._positions[argument], position, factors))
+            self._resized.append(Resized(self._position(argument), position, factors))
 
     def resize_all(self, argument: str, dims: Dims) -> None:
         """Say that an argument lists the sizes of these dimensions."""
@@ -204,14 +183,19 @@ class Call:
     def replace(self, argument: str, value: Any, factors: Factors) -> None:
         """Say that an argument has another value in slices of these factors."""
         if factors:
-            self._replaced.append(Replaced(self._positions[argument], value, factors))
+            self._replaced.append(Replaced(self._position(argument), value, factors))
+
+    def _position(self, argument: str) -> int:
+        return list(self.arguments).index(argument)
 
     def rule(self, inputs: Sequence[Dims], outputs: Sequence[Dims]) -> Rule:
         """The rule with these factors."""
-        kinds = tuple(
-            tuple(self._by_output.get((output, f), kind) for f, kind in enumerate(self._kinds))
-            for output in range(len(outputs))
-        )
+        kinds = (tuple(self._kinds),) * len(outputs)
+        if self._by_output:
+            kinds = tuple(
+                tuple(self._by_output.get((output, f), kind) for f, kind in enumerate(self._kinds))
+                for output in range(len(outputs))
+            )
         return Rule(
             tuple(inputs),
             tuple(outputs),
@@ -241,6 +225,7 @@ def register(*names: str) -> Callable[[FormulaT], FormulaT]:
     return add
 
 
+@functools.cache
 def _name_of(func: torch._ops.OpOverload) -> str:
     return str(func._schema.name).partition("::")[2]
 

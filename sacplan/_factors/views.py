@@ -131,14 +131,6 @@ def _transpose(call: Call) -> Rule:
     return call.rule([dims], [tuple(swapped)])
 
 
-@register("movedim.int")
-def _movedim(call: Call) -> Rule:
-    dims = list(call.dims(call.inputs[0].shape))
-    moved = list(dims)
-    moved.insert(call["destination"] % len(dims), moved.pop(call["source"] % len(dims)))
-    return call.rule([tuple(dims)], [tuple(moved)])
-
-
 @register("unsqueeze", "unsqueeze_copy")
 def _unsqueeze(call: Call) -> Rule:
     dims = call.dims(call.inputs[0].shape)

@@ -6,12 +6,13 @@ import math
 from functools import cached_property
 from typing import Literal
 
+from sacplan._chunk.entries import LossChunks
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.bound import Bound
 from sacplan._plan.effects import LocalEffects, RegionProblem, effects_of
 from sacplan._plan.techniques import DEFAULT_TECHNIQUES, TECHNIQUES
 from sacplan._program.program import Phase, Program
-from sacplan._program.regions import Region
+from sacplan._program.regions import Option, Region
 from sacplan._recompute.pins import NO_PINS, Pins
 from sacplan._recompute.regions import Regions
 from sacplan.errors import PlanError
@@ -39,9 +40,11 @@ class PlanningContext:
         pins: Pins = NO_PINS,
         techniques: tuple[str, ...] = DEFAULT_TECHNIQUES,
         device: DeviceSpec | None = None,
+        chunks: LossChunks | None = None,
     ) -> None:
         self.program = program
         self.device = device
+        self._chunks = chunks
         self.techniques = techniques
         self.objective = objective
         self.pins = pins
@@ -57,8 +60,36 @@ class PlanningContext:
 
     @cached_property
     def bound(self) -> Bound:
-        """Lower bounds in the unit of the costs; of schedules that keep what is pinned."""
-        return Bound(self.program.liveness, self.costs, self.pins.kept_ops)
+        """Lower bounds in the unit of the costs; of schedules that keep what is pinned.
+
+        Where there are chunks, of schedules of the step in the most slices.
+        """
+        if self._chunks is None:
+            return Bound(self.program.liveness, self.costs, self.pins.kept_ops)
+        patch = self._chunks.options[-1][1].patch
+        return Bound(self.program.with_(patch).liveness, self.costs, self.pins.kept_ops)
+
+    @cached_property
+    def _chunk_region(self) -> Region | None:
+        """The choice of slices, beside the regions that may recompute."""
+        chunks = self._chunks
+        if chunks is None:
+            return None
+        options = [Option(0.0, 0, (), "chunk")]
+        for decision, rewrite in chunks.options:
+            options.append(Option(self.added_cost(rewrite.added_ms), 0, (), "chunk", decision, rewrite.patch))
+        return Region(
+            unit=chunks.unit,
+            members=tuple((op,) for op in sorted(chunks.forward_ops)),
+            kind=-1,
+            options=tuple(options),
+            units=((), *((chunks.unit,),) * len(chunks.options)),
+            wide=(False,) * len(options),
+        )
+
+    def added_cost(self, added_ms: float) -> float:
+        """What ops cost that a technique adds and that run nothing again; what it saves does not count."""
+        return max(0.0, added_ms) * (1.0 if self.objective == "time" else _TIE)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -93,6 +124,8 @@ class PlanningContext:
                 known = (region.kind, tuple((o.technique, o.members, o.cost, o.kept_bytes) for o in more))
                 region = region.extended(more, self._kinds.setdefault(known, -1 - len(self._kinds)))
             found.append(region)
+        if self._chunk_region is not None:
+            found.append(self._chunk_region)
         return found
 
 
@@ -102,6 +135,7 @@ def planning_context(
     pins: Pins = NO_PINS,
     techniques: tuple[str, ...] = DEFAULT_TECHNIQUES,
     device: DeviceSpec | None = None,
+    chunks: LossChunks | None = None,
 ) -> PlanningContext:
     """The context of a program; made once, so that several budgets share it.
 
@@ -110,8 +144,8 @@ def planning_context(
     if objective not in ("time", "flops"):
         raise PlanError(f"unknown objective {objective!r}; known are 'time' and 'flops'.")
     return program.derived(
-        ("planning", objective, techniques, device, *pins.key),
-        lambda: PlanningContext(program, objective, pins, techniques, device),
+        ("planning", objective, techniques, device, chunks is None, *pins.key),
+        lambda: PlanningContext(program, objective, pins, techniques, device, chunks),
     )
 
 

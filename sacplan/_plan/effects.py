@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from sacplan._plan.techniques import TECHNIQUES
 from sacplan._program.liveness import Fold
-from sacplan._program.program import Event, Program
+from sacplan._program.program import Event, Patch, Program
 from sacplan._program.regions import Option, Region
 from sacplan._solve.problem import DEVICE_MEMORY, Choice, OnceCost, Picks, Problem, Row
 
@@ -159,7 +159,10 @@ class _Effects:
         found = []
         for region in self.regions:
             changes = np.zeros((len(region.options), len(self.base)), dtype=np.int64)
-            if len(region.options) > 1:
+            patches = [option.patch for option in region.options if option.patch is not None]
+            if patches:
+                changes[1:] = self._rewritten_changes(patches)
+            elif len(region.options) > 1:
                 events = self._events_for(region)
                 key = (region.kind, self._pattern(events))
                 if key not in patterns:
@@ -169,6 +172,44 @@ class _Effects:
                 self._spread(patterns[key], np.array([event[0] for event in events]), changes[1:])
             found.append(changes)
         return tuple(found)
+
+    def _rewritten_changes(self, patches: Sequence[Patch]) -> Bytes:
+        """What patches change at each interval, by folding the events that they are about."""
+        events, liveness = self.program.events, self.liveness
+        first = min(min(patch.events) for patch in patches)
+        last = min(max(max(patch.events) for patch in patches), len(events) - 1)
+        begun = Fold(self.program)
+        for code, arg in events[:first]:
+            begun.step(code, arg)
+        before = np.searchsorted(self._last_event, first, side="left") + 1
+        rows = []
+        for patch in patches:
+            fold, most = begun.with_patch(patch), dict[int, int]()
+            at = int(before)
+            for position in range(first, last + 1):
+                while at < len(self._last_event) and self._last_event[at - 1] < position:
+                    at += 1
+                ran = events[position][0] == _OP
+                for code, arg in patch.events.get(position, (events[position],)):
+                    fold.step(code, arg)
+                    if code == _OP:
+                        most[at] = max(most.get(at, 0), fold.noted)
+                if ran:
+                    most[at] = max(most.get(at, 0), fold.live)
+            for code, arg in patch.events.get(len(events), ()):
+                fold.step(code, arg)
+            left = fold.live - int(liveness.before_event[last + 1]) if last + 1 < len(events) else 0
+            row = np.zeros(len(self.base), dtype=np.int64)
+            row[at + 1 :] = left
+            for interval, n_bytes in most.items():
+                ops = np.arange(
+                    self._starts[interval - 1], self._starts[interval - 1] + self._lengths[interval - 1]
+                )
+                outside = liveness.at_op[ops] + np.where(liveness.op_events[ops] > last, left, 0)
+                inside = (liveness.op_events[ops] >= first) & (liveness.op_events[ops] <= last)
+                row[interval] = max(n_bytes, int(outside[~inside].max(initial=0))) - self.base[interval]
+            rows.append(row)
+        return np.array(rows)
 
     def without_dominated(self) -> tuple[tuple[Region, ...], tuple[Bytes, ...]]:
         """Leaves out options that another one undercuts, or nearly, in cost and, at every interval, in memory.

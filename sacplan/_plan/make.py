@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from sacplan._plan.context import planning_context
+from sacplan._plan.bound import Bound
+from sacplan._plan.context import op_costs, planning_context
 from sacplan._plan.plan import Plan, Status, UnitPlan
 from sacplan._plan.provenance import Provenance
+from sacplan._plan.techniques import rewritten
 from sacplan._profile.profile import Profile
-from sacplan._program.decisions import Decision, Discarded, discarded_by
+from sacplan._program.decisions import Decision, Discarded, Recompute, discarded_by
 from sacplan._program.liveness import Footprint
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Program
@@ -27,8 +29,9 @@ def made_plan(
     status: Status,
     gap: float | None = None,
     budget_bytes: int | None = None,
+    added_ms: float = 0.0,
 ) -> Plan:
-    """The plan with these decisions, whose step takes what ``found`` says.
+    """The plan with these decisions, whose step takes what ``found`` says, and so much longer.
 
     Raises:
         PlanError: a unit that cannot be one under ``fully_shard``.
@@ -40,7 +43,7 @@ def made_plan(
             f"unit {wide[0]!r} is around several modules that fully_shard gathers one by one: what it recomputes may "
             "need parameters that are freed. A unit of a plan must be inside of one of the profile's fsdp_units."
         )
-    bound = planning_context(profile.program, "time", pins).bound
+    lower_bound_ms = _lower_bound(profile, decisions, pins, found.peak_bytes)
     units, sequences = unit_plans(profile.program, discarded, dict.fromkeys(one.unit for one in decisions))
     return Plan(
         status=status,
@@ -50,7 +53,8 @@ def made_plan(
         budget_bytes=budget_bytes,
         recompute_ms=found.recompute_ms,
         recompute_flops=found.recompute_flops,
-        lower_bound_ms=float(min(bound.at(found.peak_bytes), found.recompute_ms)),
+        lower_bound_ms=min(lower_bound_ms, found.recompute_ms),
+        added_ms=added_ms,
         step_ms=profile.step_ms,
         step_flops=profile.program.flops,
         device=profile.device,
@@ -61,6 +65,15 @@ def made_plan(
         sequences=sequences,
         fingerprint=profile.fingerprint,
     )
+
+
+def _lower_bound(profile: Profile, decisions: Sequence[Decision], pins: Pins, peak_bytes: int) -> float:
+    """What no schedule of the step, with what the plan does to it besides, recomputes less than."""
+    others = [one for one in decisions if not isinstance(one, Recompute)]
+    if not others:
+        return planning_context(profile.program, "time", pins).bound.at(peak_bytes)
+    program = rewritten(profile.program, others, profile.spec)
+    return Bound(program.liveness, op_costs(program, "time"), pins.kept_ops).at(peak_bytes)
 
 
 def unit_plans(

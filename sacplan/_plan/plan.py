@@ -16,7 +16,7 @@ from sacplan._plan.provenance import Provenance
 from sacplan._program import files
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
-from sacplan._program.decisions import Decision, Recompute, Site, discarded_by
+from sacplan._program.decisions import Chunk, Decision, Recompute, Site, discarded_by
 from sacplan._program.files import Count, Milliseconds, Name, Positive, Share
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.places import OpSequence
@@ -62,7 +62,10 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
         baseline_peak_bytes: the same without it.
         budget_bytes: what was asked for; None for a plan that was not made for a budget.
         recompute_ms, recompute_flops: what runs a second time.
-        lower_bound_ms: no schedule with that peak recomputes less (see ``sacplan/_plan/bound.py``).
+        lower_bound_ms: no schedule with that peak recomputes less (see ``sacplan/_plan/bound.py``); of a plan with
+            chunks, no schedule with these.
+        added_ms: how much longer the step takes for its chunks: more launches, and weights that each slice reads. Less
+            than 0 if the slices together are quicker.
         step_ms, step_flops: the step without the plan.
         device: name of the device planned for.
         ranks: over how many ranks the step is spread, and how; peaks are those of one rank.
@@ -94,6 +97,7 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
     units: Mapping[str, UnitPlan]
     fingerprint: Fingerprint
     sequences: tuple[OpSequence, ...] = ()
+    added_ms: float = 0.0
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "units", MappingProxyType(dict(self.units)))
@@ -125,6 +129,20 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
         """Pickled by its fields; the view of ``units`` is made again."""
         fields = {name: getattr(self, name) for name in Plan.__struct_fields__}
         return _plan, (fields | {"units": dict(self.units)},)
+
+    @property
+    def gradients(self) -> Literal["bit-equal", "close"]:
+        """Whether gradients are those of the step without the plan, bit by bit, or differ by rounding.
+
+        Recomputation runs the same kernels on the same values. A chunk runs them on slices, and adds up gradients of
+        parameters slice by slice.
+        """
+        return "close" if self.chunks else "bit-equal"
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """What runs in slices."""
+        return tuple(one for one in self.decisions if isinstance(one, Chunk))
 
     @property
     def solver(self) -> str:
@@ -195,11 +213,17 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
         file = files.load(path, PlanFile, "plan", SCHEMA_VERSION, PlanError)
         return Plan(**{name: getattr(file, name) for name in Plan.__struct_fields__})
 
+    def _chunked(self) -> str:
+        if not self.chunks:
+            return ""
+        most = max(chunk.slices for chunk in self.chunks)
+        return f"chunks of up to {most} slices {self.added_ms:+.2f} ms, "
+
     def __repr__(self) -> str:
         return (
             f"Plan({self.fingerprint.model_class} on {self.device}: peak {format_bytes(self.peak_bytes)} of "
             f"{format_bytes(self.baseline_peak_bytes)} unplanned, recompute {self.recompute_ms:.2f} ms of a "
-            f"{self.step_ms:.2f} ms step, {len(self.units)} units, {self.status})"
+            f"{self.step_ms:.2f} ms step, {self._chunked()}{len(self.units)} units, {self.status})"
         )
 
 

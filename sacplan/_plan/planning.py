@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
+from sacplan._chunk.entries import LossChunks, loss_chunks
 from sacplan._chunk.search import Found, StretchSearch, stretch_search
 from sacplan._plan.context import Objective, PlanningContext, planning_context
 from sacplan._plan.make import made_plan
@@ -84,20 +85,12 @@ def plan(
     if asked.is_about_stretches:
         held = asked.stretches().solve(budget_bytes)
         if held is None:
-            raise _infeasible(asked, asked.of_stretches(asked.stretches().smallest), budget_bytes)
+            raise _infeasible_stretches(asked.stretches(), budget_bytes)
         return asked.as_plan(asked.of_stretches(held), budget, budget_bytes)
-    search = asked.search()
-    if asked.profile.peak_bytes > budget_bytes:
-        for one in asked.solvers:
-            search.solve(one, budget_bytes)
-            if search.above_bound(budget_bytes)[0] <= _OPTIMAL:
-                break
-    found = search.best(budget_bytes)
+    searches = asked.searches()
+    found = asked.cheapest(searches, budget_bytes)
     if found is None:
-        search.minimise(asked.solvers, budget_bytes)
-        found = search.best(budget_bytes)
-    if found is None:
-        raise _infeasible(asked, search.smallest, budget_bytes, search)
+        raise _infeasible(asked, searches, budget_bytes)
     return asked.as_plan(found, budget, budget_bytes)
 
 
@@ -121,9 +114,7 @@ def plan_smallest(
     asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units)
     if asked.is_about_stretches:
         return asked.as_plan(asked.of_stretches(asked.stretches().minimise()))
-    search = asked.search()
-    search.minimise(asked.solvers, 0)
-    return asked.as_plan(search.smallest)
+    return asked.as_plan(asked.smallest(asked.searches(), 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +163,47 @@ class _Asked:
         footprint = found.program.footprint
         return Candidate(found.decisions, footprint, found.extra_ms, status, None, solver)
 
-    def search(self) -> Search:
-        return Search(self.context(self.pins))
+    def searches(self) -> list[Search]:
+        """Without chunks, and with them where they may be used and there are any."""
+        found = [Search(self.context(self.pins))]
+        if "chunk" in self.techniques:
+            chunks = loss_chunks(self.profile.program, self.profile.spec)
+            if isinstance(chunks, LossChunks):
+                found.append(Search(self.context(self._beside(chunks), chunks)))
+        return found
 
-    def context(self, pins: Pins) -> PlanningContext:
+    def _beside(self, chunks: LossChunks) -> Pins:
+        """Pins that leave what runs in slices to the chunk."""
+        profile, pins = self.profile, self.pins
+        beside = resolve_pins(profile.program, profile.fingerprint, pins.keep, (*pins.never, chunks.unit))
+        return replace(beside, kept_ops=beside.kept_ops | chunks.forward_ops)
+
+    def cheapest(self, searches: Sequence[Search], budget_bytes: int) -> Candidate | None:
+        """The cheapest candidate that holds a budget; None if none does."""
+        for search in searches:
+            if search.program.footprint.peak_bytes > budget_bytes:
+                for one in self.solvers:
+                    search.solve(one, budget_bytes)
+                    if search.above_bound(budget_bytes)[0] <= _OPTIMAL:
+                        break
+        found = _cheapest(searches, budget_bytes)
+        if found is None:
+            self.smallest(searches, budget_bytes)
+            found = _cheapest(searches, budget_bytes)
+        return found
+
+    def smallest(self, searches: Sequence[Search], budget_bytes: int) -> Candidate:
+        """The candidate with the smallest peak, or the first that holds a budget."""
+        for search in reversed(searches):
+            search.minimise(self.solvers, budget_bytes)
+            if search.smallest.footprint.peak_bytes <= budget_bytes:
+                break
+        return min((search.smallest for search in searches), key=lambda found: found.footprint.peak_bytes)
+
+    def context(self, pins: Pins, chunks: LossChunks | None = None) -> PlanningContext:
+        """What planning looks at, with these pins."""
         profile = self.profile
-        return planning_context(profile.program, self.objective, pins, self.techniques, profile.spec)
+        return planning_context(profile.program, self.objective, pins, self.techniques, profile.spec, chunks)
 
     def as_plan(
         self, found: Candidate, budget: float | str | None = None, budget_bytes: int | None = None
@@ -201,7 +227,16 @@ class _Asked:
             status=cast(Status, found.status),
             gap=found.gap,
             budget_bytes=budget_bytes,
+            added_ms=found.added_ms,
         )
+
+
+def _cheapest(searches: Sequence[Search], budget_bytes: int) -> Candidate | None:
+    found = ((search, search.best(budget_bytes)) for search in searches)
+    holding = [
+        (search.cost(best), best.footprint.peak_bytes, best) for search, best in found if best is not None
+    ]
+    return min(holding, key=lambda each: each[:2])[2] if holding else None
 
 
 def resolve_solver(solver: str | Solver | Rotor) -> list[Solver | Rotor]:
@@ -223,10 +258,23 @@ def resolve_solver(solver: str | Solver | Rotor) -> list[Solver | Rotor]:
     return known[solver]
 
 
-def _infeasible(
-    asked: _Asked, smallest: Candidate, budget_bytes: int, search: Search | None = None
-) -> InfeasibleBudget:
-    run = smallest.footprint
+def _infeasible_stretches(search: StretchSearch, budget_bytes: int) -> InfeasibleBudget:
+    run = search.smallest.program.footprint
+    binding = run.peak_fqn or "the model itself"
+    return InfeasibleBudget(
+        f"no plan found keeps the step under {format_bytes(budget_bytes)}, however finely its ops are sliced. The "
+        f"smallest peak reached is {format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the forward of "
+        f"{binding}. ",
+        f'Give at least budget="{run.peak_bytes}B", or make the batch smaller.',
+        budget_bytes=budget_bytes,
+        smallest_feasible_bytes=run.peak_bytes,
+        binding=binding,
+    )
+
+
+def _infeasible(asked: _Asked, searches: Sequence[Search], budget_bytes: int) -> InfeasibleBudget:
+    search = min(searches, key=lambda each: each.smallest.footprint.peak_bytes)
+    run = search.smallest.footprint
     if run.peak_phase == Phase.OPTIMIZER:
         binding = "optimizer step"
     else:
@@ -242,12 +290,7 @@ def _infeasible(
             "batch does not help"
         )
     reached = f"{format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the {where}. "
-    if search is None:
-        message = (
-            f"no plan found keeps the step under {format_bytes(budget_bytes)}, however finely its ops are sliced. The "
-            f"smallest peak reached is {reached}"
-        )
-    elif asked.profile.mode == "inference":
+    if asked.profile.mode == "inference":
         message = (
             f"the step takes more than {format_bytes(budget_bytes)}, and in inference nothing is kept for a backward "
             f"pass, so there is nothing to recompute. Its peak is {reached}"
@@ -260,9 +303,11 @@ def _infeasible(
     return InfeasibleBudget(
         message,
         f'Give at least budget="{run.peak_bytes}B", or {advice}.',
-        alternatives=None
-        if search is None
-        else lambda: _pinned_share(asked, search) + _with_rotor(asked, search, budget_bytes),
+        alternatives=lambda: (
+            _pinned_share(asked, search)
+            + _with_rotor(asked, search, budget_bytes)
+            + _with_chunks(asked, budget_bytes)
+        ),
         budget_bytes=budget_bytes,
         smallest_feasible_bytes=run.peak_bytes,
         binding=binding,
@@ -281,6 +326,25 @@ def _with_rotor(asked: _Asked, search: Search, budget_bytes: int) -> str:
     if found is None:
         return ""
     return f"solver={named} holds the budget, with {found.footprint.recompute_ms:.4g} ms of recomputation. "
+
+
+def _with_chunks(asked: _Asked, budget_bytes: int) -> str:
+    """A sentence on what chunks would reach."""
+    if "chunk" in asked.techniques or asked.profile.mode == "inference":
+        return ""
+    more = replace(asked, techniques=(*asked.techniques, "chunk"))
+    searches = more.searches()
+    if len(searches) == 1:
+        return ""
+    found = more.cheapest(searches[1:], budget_bytes)
+    named = f"techniques={more.techniques!r}"
+    if found is None:
+        smallest = searches[1].smallest.footprint.peak_bytes
+        if smallest >= asked.smallest(searches[:1], 0).footprint.peak_bytes:
+            return ""
+        return f"With {named} the smallest is {format_bytes(smallest)} ({smallest} bytes). "
+    share = searches[1].cost(found) / asked.profile.step_ms
+    return f"With {named} the budget holds, {share:.1%} slower than without a plan. "
 
 
 def _pinned_share(asked: _Asked, search: Search) -> str:

@@ -41,7 +41,7 @@ class Candidate:
     Attributes:
         decisions: of a plan.
         footprint: of the rewritten program.
-        added_ms: time of ops that it has and that run nothing again.
+        added_ms: how much longer it takes, without what runs again.
         status: "optimal" or "feasible" in the solver's own model; "unplanned".
         gap: relative gap that the solver proved; None where it proved nothing.
         solver: its name.
@@ -110,7 +110,8 @@ class Search:
 
     def cost(self, candidate: Candidate) -> float:
         """What is minimised: what runs again, and the cost of other techniques' ops."""
-        return candidate.added_ms + sum(self.context.costs[op] for op in candidate.footprint.again)
+        again = sum(self.context.costs[op] for op in candidate.footprint.again)
+        return again + self.context.added_cost(candidate.added_ms)
 
     def best(self, budget_bytes: int) -> Candidate | None:
         """The cheapest that holds; the lower peak on a tie."""
@@ -164,9 +165,9 @@ class Search:
         key = frozenset(decisions)
         if key not in self.tried:
             program = rewritten(self.program, decisions, self.context.device)
-            added = program.ops[len(self.program.ops) :]
-            added_ms = sum(op.time_ms for op in added if op.recomputes < 0)
-            self.tried[key] = Candidate(decisions, program.footprint, added_ms, status, gap, solver)
+            found = program.footprint
+            added_ms = program.step_ms - self.program.step_ms - found.recompute_ms if decisions else 0.0
+            self.tried[key] = Candidate(decisions, found, added_ms, status, gap, solver)
         return self.tried[key]
 
     def _add_sequences(self, rotor: Rotor, budget_bytes: int) -> None:

@@ -12,7 +12,7 @@ from sacplan._program.technique import Technique
 from sacplan._recompute.technique import Recomputation
 from sacplan.errors import PlanError
 
-TECHNIQUES: dict[str, Technique] = {technique.name: technique for technique in (Recomputation(), Chunking())}
+TECHNIQUES: dict[str, Technique] = {technique.name: technique for technique in (Chunking(), Recomputation())}
 
 DEFAULT_TECHNIQUES = ("recompute",)
 """What a plan for training may do unless it is told otherwise: gradients stay bit-equal."""

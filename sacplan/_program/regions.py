@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from sacplan._program.decisions import Decision
+from sacplan._program.elements import Patch
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -15,12 +18,15 @@ class Option:
         kept_bytes: what is held from forward to backward on the region's account.
         members: indices into ``Region.members``; none: everything stays as it is.
         technique: the name of the technique.
+        decision, patch: what it is and what it does, where that is known beforehand.
     """
 
     cost: float
     kept_bytes: int
     members: tuple[int, ...]
     technique: str = "recompute"
+    decision: Decision | None = None
+    patch: Patch | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from sacplan._record.fake_rules import (
 )
 from sacplan._record.fake_values import NO_ANSWER, KnownValues, is_float
 from sacplan._torch.ops import OpTraits, op_traits, tensors_in
-from sacplan._torch.private import is_plain, storage_key
+from sacplan._torch.private import DEFERRED_TYPES, is_plain, storage_key
 from sacplan.errors import SacplanWarning
 
 
@@ -129,6 +129,8 @@ class DataRules(KnownValues, TorchDispatchMode):
         return not (needs_an_answer(func) or func in answer or func in assume or func in CHANGES_STORAGE)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not DEFERRED_TYPES.isdisjoint(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)

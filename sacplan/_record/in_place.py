@@ -55,6 +55,10 @@ _FILLS = {
     torch.ops.aten.index_fill.int_Scalar: "aten.index_fill_.int_Scalar",
 }
 CANDIDATES = frozenset((_ADD, *_FILLS))
+OUT_OF_PLACE = {"aten.add_.Tensor": "aten.add.Tensor"} | {
+    name: f"aten.{func.overloadpacket.__name__}.{func._overloadname}" for func, name in _FILLS.items()
+}
+"""By name in the plain step, the op that was recorded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from sacplan._rewrites.in_place_versions import in_place_versions
 from sacplan._rewrites.settle import settled
 from sacplan._torch.ops import can_run_again, draws_numbers, op_traits, tensors_in
 from sacplan._torch.private import (
+    DEFERRED_TYPES,
     FakeTensorMode,
     active_fake_mode,
     autograd_sequence_number,
@@ -313,6 +314,31 @@ class Recorder(TorchDispatchMode):
         for optimizer in self._optimizers:
             self._track_optimizer_state(optimizer)
 
+    # --- parts of a step ------------------------------------------------------------------------
+
+    def track_given(self, tensor: torch.Tensor) -> int:
+        """Count a tensor as alive from the start; its storage."""
+        self._track(tensor, StorageKind.OTHER, initial=True)
+        return self.storage_of(tensor)
+
+    def storage_of(self, tensor: torch.Tensor) -> int:
+        """The index of a tensor's storage, which has been seen."""
+        return self._ids[storage_key(tensor.untyped_storage())]
+
+    @property
+    def storage_sizes(self) -> Sequence[int]:
+        """Bytes of the storages seen so far."""
+        return self._storage_bytes
+
+    def seen(self) -> tuple[int, int]:
+        """How many ops and events there were so far."""
+        return len(self._ops), len(self._events)
+
+    def seen_since(self, n_ops: int, n_events: int) -> tuple[list[Op], list[tuple[int, int]]]:
+        """The ops and events behind those, as they ran; ops are counted from there."""
+        events = [(code, arg - n_ops if code == _OP else arg) for code, arg in self._events[n_events:]]
+        return self._ops[n_ops:], events
+
     # --- modules ------------------------------------------------------------------------------
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
@@ -369,6 +395,8 @@ class Recorder(TorchDispatchMode):
     # --- ops ----------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not DEFERRED_TYPES.isdisjoint(types):
+            return NotImplemented
         device = fake_device_of(func, args)
         if device is not None:
             return device

@@ -159,7 +159,7 @@ def check_model(model: Any) -> None:
                 f"{name!r} has no shape yet, it belongs to a lazy module. Call the model once on a batch first."
             )
     for fqn, module in model.named_modules():
-        if type(module.__dict__.get("forward")).__name__ == "PlannedForward":
+        if any(base.__name__ == "StandIn" for base in type(module.__dict__.get("forward")).__mro__):
             raise TraceError(
                 f"a plan is applied to {fqn or type(module).__name__!r}, so that the step is not the model's own. Call "
                 ".remove() on its handle first."

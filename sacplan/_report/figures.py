@@ -127,21 +127,30 @@ def save_figures(
 
 
 @checked(PlanError)
-def memory_figure(profile: Profile, plan: Plan | None = None) -> Figure:
+def memory_figure(profile: Profile, plan: Plan | Sequence[Plan] | None = None) -> Figure:
     """Memory over the step, stacked by kind, without the plan and with it.
+
+        sacplan.memory_figure(profile, [recomputed, recomputed_and_chunked])
 
     The x axis is predicted time: a step that recomputes takes longer. Every op is drawn; nothing is averaged.
 
     Args:
         profile: from ``sacplan.profile``.
-        plan: made from that profile; without one, the step as it is.
+        plan: made from that profile, or several, side by side under the names of their techniques; without one, the
+            step as it is.
 
     Raises:
-        PlanMismatch: the plan was made from another profile.
+        PlanMismatch: a plan was made from another profile.
         PlanError: matplotlib is not installed.
     """
-    panels = panels_of(profile, plan)
+    panels = panels_of(profile, *_plans(plan))
     return draw_memory(panels, panels, (5.6 * len(panels), 3.9))
+
+
+def _plans(plan: Plan | Sequence[Plan] | None) -> Sequence[Plan]:
+    if plan is None:
+        return ()
+    return plan if isinstance(plan, Sequence) else (plan,)
 
 
 def draw_memory(

@@ -71,7 +71,7 @@ def report_html(profile: Profile, plan: Plan | None = None, frontier: pd.DataFra
     if frontier is not None:
         check_frontier(frontier)
     with page_style():
-        panels = panels_of(profile, plan)
+        panels = panels_of(profile, *filter(None, [plan]))
         environment = Environment(
             loader=PackageLoader("sacplan._report", "."), autoescape=True, undefined=StrictUndefined,
             trim_blocks=True, lstrip_blocks=True,

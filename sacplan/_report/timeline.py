@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sacplan._plan.plan import Plan
+from sacplan._plan.techniques import by_technique
 from sacplan._profile.profile import Profile
 from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._report.inputs import planned
@@ -101,17 +102,20 @@ class Panel:
     budget_bytes: int | None
 
 
-def panels_of(profile: Profile, plan: Plan | None) -> list[Panel]:
-    """The step without a plan and, where there is one, with it.
+def panels_of(profile: Profile, *plans: Plan) -> list[Panel]:
+    """The step without a plan, and with each of the plans. Several are told apart by their techniques.
 
     Raises:
-        PlanMismatch: the plan was made from another profile.
+        PlanMismatch: a plan was made from another profile.
     """
-    programs = {"Without a plan": profile.program}
-    if plan is not None:
-        programs["With the plan"] = planned(profile, plan)
-    budget = None if plan is None else plan.budget_bytes
-    return [Panel(title, program, timeline_of(program), budget) for title, program in programs.items()]
+    first = plans[0].budget_bytes if plans else None
+    panels = [Panel("Without a plan", profile.program, timeline_of(profile.program), first)]
+    for plan in plans:
+        program = planned(profile, plan)
+        names = " + ".join(technique.name for technique, _ in by_technique(plan.decisions))
+        title = names.capitalize() if len(plans) > 1 and names else "With the plan"
+        panels.append(Panel(title, program, timeline_of(program), plan.budget_bytes))
+    return panels
 
 
 def buckets_of(timeline: Timeline, width_ms: float) -> Sequence[int]:

@@ -195,10 +195,14 @@ def arguments_by_name(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The arguments of one call, defaults included, in the order of the schema."""
-    arguments = func._schema.arguments
-    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    given = dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
-    return {a.name: (given if a.name in given else defaults).get(a.name) for a in arguments}
+    defaults = _defaults(func)
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+
+
+@functools.cache
+def _defaults(func: torch._ops.OpOverload) -> Mapping[str, Any]:
+    """What each argument is where it is not given, in the order of the schema; None where it must be."""
+    return {a.name: a.default_value if a.has_default_value() else None for a in func._schema.arguments}
 
 
 def can_run_again(func: Any, args: Any, kwargs: Any, out: Any) -> bool:

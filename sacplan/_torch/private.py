@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -35,6 +36,9 @@ GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes
 """State of a CPU generator. It counts as device memory in a CPU step; a GPU generator's state is on the host."""
 
 PLAIN_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
+
+DEFERRED_TYPES: set[type] = set()
+"""Tensors whose ops run later: a dispatch mode that sees one answers NotImplemented, and sees the ops when they run."""
 
 
 _DEVICE_OF = torch.ops.prim.device.default
@@ -221,6 +225,25 @@ def keep_dynamo_out(*modules: ModuleType) -> None:
         _dynamo.set_code_exec_strategy(
             code, _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
         )
+
+
+def stop_compiling(error: type[Exception], message: str) -> None:
+    """Raise an error from code that Dynamo traces, which otherwise makes a graph break of any exception."""
+    torch._dynamo.comptime.comptime(_raise_while_compiling)
+    raise error(message)  # where something else than Dynamo traces
+
+
+def _raise_while_compiling(context: Any) -> None:
+    error, message = (context.get_local(name).as_python_constant() for name in ("error", "message"))
+    raise _uncompilable(error, message)
+
+
+def _uncompilable(error: type[Exception], message: str) -> Exception:
+    """The same error as one that Dynamo neither swallows nor wraps."""
+    from torch._dynamo.exc import UncapturedHigherOrderOpError
+
+    found: Exception = type(error.__name__, (error, UncapturedHigherOrderOpError), {})(message)
+    return found
 
 
 def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
@@ -435,9 +458,35 @@ class _NoModules:
         pass
 
 
+class _FlopCounter(FlopCounterMode):
+    def __enter__(self) -> FlopCounterMode:
+        super().__enter__()
+        mode: Any = self.mode
+        mode.__class__ = _with_deferred(mode.__class__)
+        return self
+
+
+@functools.cache
+def _with_deferred(kind: Any) -> type[TorchDispatchMode]:
+    """The same mode, which sees ops on deferred tensors when they run."""
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not DEFERRED_TYPES.isdisjoint(types):
+            return NotImplemented
+        return kind.__torch_dispatch__(self, func, types, args, kwargs)
+
+    return type(kind.__name__, (kind,), {"__torch_dispatch__": dispatch})
+
+
+def _product_flops(_: Any, left: Sequence[int], right: Sequence[int], **__: Any) -> int:
+    """Of a product that is added in place, by the shapes of its operands."""
+    return 2 * prod(left) * right[-1]
+
+
 def flop_counter() -> FlopCounterMode:
     """A ``FlopCounterMode`` for the whole step: its hooks on modules fail where a custom function calls some."""
-    counter = FlopCounterMode(display=False)
+    in_place = dict.fromkeys((torch.ops.aten.addmm_, torch.ops.aten.baddbmm_), _product_flops)  # torch lacks them
+    counter = _FlopCounter(display=False, custom_mapping=in_place)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     return counter
 

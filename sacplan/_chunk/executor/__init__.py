@@ -1,1 +1,13 @@
-"""Chunks on a model: ops are put off, and run in slices."""
+"""Chunks on a model: tensors that are not computed until somebody asks, and the loop over slices that computes them.
+
+In a live step, ``forward.py`` stands in for a module's forward and ``entry.py`` is where autograd meets a region. A
+planner drives the same engine op by op, on fake tensors and without autograd, and sees in its recorder what the loop
+runs:
+
+    region = Region(size=4096, slices=16)
+    lazy = root(region, hidden, Axis(dim=1, outer=1, size=4096, inner=1))
+    logits = defer(aten.mm.default, (lazy, weight), {})         # nothing runs, and no dispatch mode sees it
+    ...                                                         # the other ops, forward and backward, in order
+    loss, gradient = compute([loss.value, gradient.value])      # one loop
+    region.tally.whole                                          # ops that had to see whole tensors, and why
+"""

@@ -33,6 +33,7 @@ class Lazy(torch.Tensor):
     """What a deferred op returns: sizes, no storage. Read by an op that is not deferred, it is computed."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    is_deferred = True
     _stretch: Stretch
     _value: int
     _real: torch.Tensor | None

@@ -12,28 +12,79 @@ original's weights. So the module also gets, on the instance, what ``copy`` and 
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from types import FunctionType
+from typing import Any
 
 import torch
+
+from sacplan.errors import PlanError
 
 _CARRIER = "_sacplan_plan"  # in a module's state
 
 
-class StandIn(Protocol):
-    """Takes the place of a module's forward.
+class _CannotBeScripted(PlanError, AttributeError):
+    """An ``AttributeError`` too, so that ``hasattr`` and ``getattr`` with a default see no such attribute."""
+
+
+class StandIn:
+    """Takes the place of a module's ``forward`` on the instance; undone by ``Handle.remove``.
+
+    Args:
+        module: the module.
+        fqn: its name in the model.
 
     Attributes:
-        module: the module.
         replaced: what somebody else had put in that place before.
     """
 
-    module: torch.nn.Module
-    replaced: Callable[..., Any] | None
+    def __init__(self, module: torch.nn.Module, fqn: str) -> None:
+        self.module = module
+        self.fqn = fqn
+        self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")
+        self._is_method = isinstance(inspect.getattr_static(type(module), "forward"), FunctionType)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module does instead."""
+        raise NotImplementedError
 
     def for_replica(self, replica: torch.nn.Module) -> StandIn:
         """One for a replica, which may run on another thread."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__, module=replica)
+        return other
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The forward that this one stands in for."""
+        if self.replaced is not None:
+            return self.replaced
+        found = inspect.getattr_static(
+            type(self.module), "forward"
+        )  # a function, or a static or class method, ...
+        bind = getattr(type(found), "__get__", None)
+        forward: Callable[..., Any] = found if bind is None else bind(found, self.module, type(self.module))
+        return forward
+
+    def call_original(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``original`` in a way that Dynamo of torch 2.11 can trace: it cannot trace the binding of a method."""
+        if self._is_method and self.replaced is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self.original(*args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.original
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """What ``torch.jit.script`` asks a forward for."""
+        raise _CannotBeScripted(
+            f"a plan is applied to unit {self.fqn!r}, and torch.jit.script cannot keep it. Script the model without "
+            "the plan: call handle.remove() first."
+        )
 
 
 def put_on(module: torch.nn.Module, stand_in: StandIn) -> None:

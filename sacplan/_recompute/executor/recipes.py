@@ -23,9 +23,7 @@ holds is not offloaded by the saved-tensor hooks around the model.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from types import FunctionType
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,13 +32,13 @@ from sacplan._program import places
 from sacplan._recompute.executor import alignment, draws, handles, nodes, recorder, schedule, tensors
 from sacplan._recompute.executor.alignment import Differences, RecordedUnit
 from sacplan._recompute.executor.compiled import checkpointed_for_compile, tags_of
+from sacplan._recompute.executor.copies import StandIn
 from sacplan._recompute.executor.handles import FirstStep
 from sacplan._recompute.executor.nodes import here
 from sacplan._recompute.executor.recorder import UnitRecorder
 from sacplan._recompute.executor.schedule import Schedule
 from sacplan._torch import ops, private
 from sacplan._torch.private import current_saved_tensors_hooks, keep_dynamo_out
-from sacplan.errors import PlanError
 
 _MAX_KINDS = 8
 _MAX_SCHEDULES = 4
@@ -49,11 +47,7 @@ _MAX_SCHEDULES = 4
 keep_dynamo_out(alignment, draws, handles, nodes, places, recorder, schedule, tensors, ops, private)
 
 
-class _CannotBeScripted(PlanError, AttributeError):
-    """An ``AttributeError`` too, so that ``hasattr`` and ``getattr`` with a default see no such attribute."""
-
-
-class PlannedForward:
+class PlannedForward(StandIn):
     """Stands in for a unit's ``forward`` on the instance (``copies.py``); undone by ``Handle.remove``.
 
     Args:
@@ -72,15 +66,12 @@ class PlannedForward:
         differences: Differences | None = None,
         check: bool = True,
     ) -> None:
-        self.module = module
-        self.fqn = recorded.fqn
+        super().__init__(module, recorded.fqn)
         self.recorded = recorded
         self.tags = tags_of(recorded)
         self.differences = differences or Differences()
         self._elsewhere = elsewhere
         self._first_in_training: bool | None = None  # whether the first call was: evaluation runs other ops
-        self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")  # set by somebody else
-        self._is_method = isinstance(inspect.getattr_static(type(module), "forward"), FunctionType)
         self.first_step = FirstStep(check, check)
         self._schedules: dict[Any, tuple[Schedule, ...]] = {}
         self._parameters: list[tuple[dict[str, Any], str]] | None = None
@@ -91,39 +82,10 @@ class PlannedForward:
 
     def for_replica(self, replica: torch.nn.Module) -> PlannedForward:
         """The same for a replica of the module, which shares what has been learned."""
-        other = PlannedForward.__new__(PlannedForward)
-        other.__dict__.update(self.__dict__, module=replica, _parameters=None)
+        other = super().for_replica(replica)
+        assert isinstance(other, PlannedForward)
+        other._parameters = None
         return other
-
-    @property
-    def original(self) -> Callable[..., Any]:
-        """The forward that this one stands in for."""
-        if self.replaced is not None:
-            return self.replaced
-        found = inspect.getattr_static(
-            type(self.module), "forward"
-        )  # a function, or a static or class method, ...
-        bind = getattr(type(found), "__get__", None)
-        forward: Callable[..., Any] = found if bind is None else bind(found, self.module, type(self.module))
-        return forward
-
-    def call_original(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``original`` in a way that Dynamo of torch 2.11 can trace: it cannot trace the binding of a method."""
-        if self._is_method and self.replaced is None:
-            return type(self.module).forward(self.module, *args, **kwargs)
-        return self.original(*args, **kwargs)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self.original
-
-    @property
-    def __globals__(self) -> dict[str, Any]:
-        """What ``torch.jit.script`` asks a forward for."""
-        raise _CannotBeScripted(
-            f"a plan is applied to unit {self.fqn!r}, and torch.jit.script cannot keep it. Script the model without "
-            "the plan: call handle.remove() first."
-        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and torch.is_grad_enabled():

@@ -52,6 +52,7 @@ from sacplan._recompute.executor.tensors import history_free_aliases, is_ordinar
 from sacplan._torch.ops import is_computation, op_traits, tensors_in
 from sacplan._torch.private import (
     CUSTOM_FUNCTION_APPLY,
+    DEFERRED_TYPES,
     current_saved_tensors_hooks,
     in_backward,
     is_plain,
@@ -175,6 +176,8 @@ class UnitRecorder(TorchDispatchMode):
         self._table.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not DEFERRED_TYPES.isdisjoint(types):
+            return NotImplemented
         if self.paused:
             return func(*args, **(kwargs or {}))
         expected, op = self._ops[self._at]

@@ -1,0 +1,110 @@
+"""Where a region begins, and where it ends: two autograd nodes.
+
+From ``enter`` on everything that is computed from a module's input stays lazy. The module's parameters go through the
+same node, so that autograd asks it once, with all gradients: one loop over slices then computes the forward pass, the
+backward pass, and the scalars that are still referred to, such as the loss.
+
+``leave`` makes a module's outputs real. Their gradients are lazy again, so the inside of the module runs a second time,
+in the entry's loop, and is not kept.
+
+Autograd keeps the region's input through saved-tensor hooks, which may discard it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sacplan._chunk.executor import losses as losses  # registers what it rewrites
+from sacplan._chunk.executor.lazy import Lazy
+from sacplan._chunk.executor.loop import compute
+from sacplan._chunk.executor.values import Region, Value, Window
+from sacplan._factors.axes import Axis
+from sacplan._torch.private import autograd_as_outside
+from sacplan.errors import ChunkError
+
+
+def enter(
+    region: Region, axis: Axis, tensor: torch.Tensor, others: Sequence[torch.Tensor]
+) -> tuple[Lazy, list[torch.Tensor]]:
+    """The input of a region as a lazy tensor, and aliases of the other tensors that get gradients."""
+    lazy, *aliases = _Entry.apply(region, axis, tensor, *others)
+    return lazy, aliases
+
+
+def leave(start: Lazy, tensor: torch.Tensor, lazies: Sequence[Lazy]) -> list[torch.Tensor]:
+    """The tensors of a region's outputs.
+
+    Args:
+        start: what ``enter`` returned for ``tensor``.
+        tensor: the region's input.
+        lazies: the outputs.
+    """
+    start.value.data = tensor.detach()  # so that nobody asks autograd for it, which may have discarded it
+    try:
+        return list(_Exit.apply(start.value.region, *lazies))
+    finally:
+        start.value.data = None
+
+
+class _Entry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, region: Region, axis: Axis, tensor: torch.Tensor, *others: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(tensor)
+        root = Value(region, tensor, window=Window(axis), source=_Source(ctx))
+        ctx.region, ctx.root, ctx.makes_gradients_real = region, weakref.ref(root), True
+        weakref.finalize(root, region.remove_hooks).atexit = False
+        return (Lazy(root), *[t.view_as(t) for t in others])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise ChunkError(
+                "the backward pass through a chunk was asked for a graph of its own (create_graph=True), but a chunk "
+                "can be differentiated once only. Leave this chunk out of the plan for second derivatives."
+            )
+        (tensor,) = ctx.saved_tensors
+        root = ctx.root()
+        if root is not None:
+            root.data = tensor.detach()  # results may be read after autograd has let go of it
+        needed = ctx.needs_input_grad[2:]
+        asked = [g if n else None for g, n in zip(gradients, needed, strict=True)]
+        lazies = [g.value for g in asked if isinstance(g, Lazy)]
+        pending = ctx.region.pending
+        computed = compute([*lazies, *pending])
+        for value, data in zip(pending, computed[len(lazies) :], strict=True):
+            value.settle(data)
+        results = iter(computed[: len(lazies)])
+        found = [next(results) if isinstance(g, Lazy) else g for g in asked]
+        return None, None, *found
+
+
+class _Source:
+    """The tensor that an entry node keeps for the backward pass."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __call__(self) -> torch.Tensor:
+        with autograd_as_outside():  # saved-tensor hooks may run a forward pass again
+            tensor: torch.Tensor = self._node.saved_tensors[0]
+        return tensor.detach()
+
+
+class _Exit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, region: Region, *lazies: Lazy) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.region, ctx.windows = region, [x.value.window for x in lazies]
+        return tuple(compute([x.value for x in lazies]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return None, *(
+            None if g is None else Lazy(Value(ctx.region, g, window=window, data=g))
+            for g, window in zip(gradients, ctx.windows, strict=True)
+        )

@@ -1,0 +1,455 @@
+"""Lazy tensors: autograd runs its own formulas on them, and what they compute runs later, in slices.
+
+A ``Lazy`` is a wrapper subclass without storage. Ops on it are deferred (``defer``): their shapes come from meta
+tensors, how they are sliced from the factor rules, and no dispatch mode sees them. What cannot be sliced is computed at
+once from whole tensors, which costs memory and is never wrong; ``Region.tally`` counts it.
+
+An op in place makes another value for the same lazy tensor. That is only possible while no other tensor shares its
+memory, as far as code can tell; else it is a ``ChunkError``.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sacplan._chunk.executor.loop import compute
+from sacplan._chunk.executor.values import Cut, Held, Node, Region, Stage, Value, Window
+from sacplan._factors.axes import Axis, from_factor, into_factor
+from sacplan._factors.rule import Kind, Rule, rule_of
+from sacplan._recompute.executor.tensors import history_free_aliases
+from sacplan._torch.ops import op_traits, tensors_in
+from sacplan._torch.private import DEFERRED_TYPES
+from sacplan.errors import ChunkError
+
+aten = torch.ops.aten
+
+_ALIASES = frozenset((aten.detach.default, aten.alias.default))
+_READS = frozenset((aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default))
+_FILLED = frozenset(
+    (aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.empty_like.default)
+)
+
+
+class Lazy(torch.Tensor):
+    """A tensor that is computed when somebody asks.
+
+    Attributes:
+        value: what it stands for.
+    """
+
+    value: Value
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, value: Value) -> Lazy:
+        """A lazy tensor without history."""
+        t: Lazy = torch.Tensor._make_wrapper_subclass(
+            cls, value.shape, strides=value.stride, dtype=value.dtype, device=value.device
+        )
+        t.value = value
+        return t
+
+    def __init__(self, value: Value) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Every op on it is deferred."""
+        return defer(func, args, kwargs or {})
+
+    # What reads memory without an op.
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(real(self))
+
+    def __format__(self, spec: str) -> str:
+        return format(real(self), spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return real(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)
+        return memo.setdefault(id(self), real(self).clone())
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of a tensor."""
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+            )
+        return real(self).numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As of a tensor."""
+        return real(self).tolist()
+
+    def data_ptr(self) -> int:
+        """As of a tensor."""
+        return real(self).data_ptr()
+
+    def untyped_storage(self) -> Any:
+        """As of a tensor."""
+        return real(self).untyped_storage()
+
+
+DEFERRED_TYPES.add(Lazy)
+
+REWRITTEN: dict[Any, Callable[[Any, Sequence[Any]], Any]] = {}
+"""By op: what makes its outputs of ops that can be sliced (``losses.py``)."""
+
+
+def real(lazy: Lazy) -> torch.Tensor:
+    """The tensor itself, without history. It is kept for as long as anybody refers to the lazy one."""
+    value = lazy.value
+    if value.data is None:
+        settle([value])
+    assert value.data is not None
+    return value.data
+
+
+def settle(values: Sequence[Value]) -> None:
+    """Compute values in one loop, and keep them."""
+    for value, data in zip(values, compute(values), strict=True):
+        value.settle(data)
+
+
+def root(region: Region, tensor: torch.Tensor, axis: Axis) -> Lazy:
+    """A tensor that is there, to be taken in slices along ``axis``: what a region begins with."""
+    return Lazy(Value(region, tensor, window=Window(axis), data=tensor))
+
+
+def free(region: Region, tensor: torch.Tensor) -> Lazy:
+    """A tensor that is there and does not depend on the slices, such as the gradient of a loss."""
+    return Lazy(Value(region, tensor, data=tensor))
+
+
+@functools.cache
+def import_meta_kernels() -> None:
+    """Let PyTorch import what computes shapes: the frames in which it does so live until Python collects garbage."""
+    t = torch.empty(1, device="meta")
+    torch.mul(t, t)
+
+
+# --- deferring
+
+
+def defer(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The outputs of an op as lazy tensors; or as tensors where they must be, or already are, computed.
+
+    Args:
+        func: an op as dispatch modes see it.
+        args, kwargs: its arguments; one of them at least is lazy.
+
+    Raises:
+        ChunkError: it writes in place to what another tensor shares.
+    """
+    lazies = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Lazy)]
+    if func in _ALIASES:
+        value = lazies[0].value
+        value.aliased = True
+        return Lazy(value)
+    if op_traits(func).written_names:
+        return _written(func, args, kwargs)
+    if func in _READS or all(x.value.data is not None and not x.value.sliced for x in lazies):
+        return func(*_real(args), **_real(kwargs))
+    if func in _FILLED and not lazies[0].shape:
+        return _filled(func, args, kwargs)
+    lazy_gradients(lazies)
+    rewritten = REWRITTEN.get(func)
+    if rewritten is not None:
+        return rewritten(func, args)
+    return deferred(func, args, kwargs)
+
+
+def deferred(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The outputs of an op that is neither read nor rewritten, as lazy tensors."""
+    lazies = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Lazy)]
+    return _Call(func, args, kwargs, lazies).deferred()
+
+
+def _real(value: Any) -> Any:
+    wanted = [x.value for x in tree_leaves(value) if isinstance(x, Lazy) and x.value.data is None]
+    settle(list(dict.fromkeys(wanted)))
+    return tree_map(lambda x: real(x) if isinstance(x, Lazy) else x, value)
+
+
+def _filled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """A scalar like a lazy one, such as what a backward pass begins with: it needs no value."""
+    lazy_gradients([args[0]])
+    like = torch.empty_like(args[0].value.data) if args[0].value.data is not None else None
+    if like is None:
+        like = torch.empty((), dtype=args[0].dtype, device=args[0].device)
+    made: torch.Tensor = func(like, *args[1:], **kwargs)
+    return made
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An op that writes in place."""
+    traits = op_traits(func)
+    written = [t for t in tensors_in(traits.written(args, kwargs)) if isinstance(t, Lazy)]
+    if not written:
+        return func(*_real(args), **_real(kwargs))
+    lazy = written[0]
+    alone = traits.in_place and not lazy.value.aliased
+    if alone and (functional := _without_writing(func)) is not None and not traits.random:
+        made = defer(functional, args, kwargs)
+        lazy.value = made.value if isinstance(made, Lazy) else _settled(lazy.value, made)
+    elif alone and lazy.value.sliced:
+        lazy.value.region.note_whole(str(func), "it can only be computed in place")
+        lazy.value = _settled(lazy.value, real(lazy).clone())
+        func(*_real(args), **_real(kwargs))
+    elif not any(t.value.sliced for t in written):
+        region = lazy.value.region
+        settle(list(dict.fromkeys([*(t.value for t in written if t.value.data is None), *region.pending])))
+        func(*_real(args), **_real(kwargs))  # every alias has the same memory
+    else:
+        raise ChunkError(
+            f"{func} writes to a tensor of shape {tuple(lazy.shape)} that is computed in slices later, and of which "
+            "there are views. Write to a clone() of it, or use an op that returns a new tensor (torch.where, "
+            "masked_fill); or leave this chunk out of the plan."
+        )
+    return lazy if len(written) == 1 else written
+
+
+def _settled(before: Value, data: torch.Tensor) -> Value:
+    return Value(before.region, data, window=before.window, data=data)
+
+
+def _without_writing(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The op that returns what this one writes to its first argument."""
+    name = func._schema.name.partition("::")[2]
+    special = {"zero_": aten.zeros_like.default}
+    if name in special:
+        return special[name]
+    packet = getattr(getattr(torch.ops, func.namespace), name.removesuffix("_"), None)
+    found: torch._ops.OpOverload | None = getattr(packet, func._overloadname, None)
+    return found
+
+
+class _Call:
+    """One op that is to be deferred."""
+
+    def __init__(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lazies: Sequence[Lazy]
+    ) -> None:
+        self.func, self.args, self.kwargs, self.lazies = func, args, kwargs, lazies
+        self.region = lazies[0].value.region
+        self.device = _device_of(args, kwargs) or lazies[0].device
+
+    def deferred(self) -> Any:
+        shapes = self._shapes()
+        if shapes is None:
+            return self._whole("its shape depends on data")
+        args, kwargs, made = shapes
+        outputs = list(tensors_in(made))
+        if not outputs:
+            return self._whole("it returns no tensor")
+        values = [x.value for x in self.lazies]
+        if all(value.free for value in values):
+            return self._made(made, Stage.FREE, rule=rule_of(self.func, args, kwargs, made))
+        if not any(value.sliced for value in values):
+            return self._made(made, Stage.LATE)
+        reduced = [x for x in self.lazies if not (x.value.sliced or x.value.free)]
+        if reduced:
+            settle(list(dict.fromkeys(x.value for x in reduced if x.value.data is None)))
+            settled = {id(x): x.value.data for x in reduced}
+            self.args, self.kwargs = tree_map(lambda x: settled.get(id(x), x), (self.args, self.kwargs))
+            return defer(self.func, self.args, self.kwargs)
+        regions = {id(value.region) for value in values if value.sliced}
+        if len(regions) > 1:
+            return self._whole("it reads tensors that are sliced in different ways")
+        self.region = next(value.region for value in values if value.sliced)
+        moved = self._moved(outputs)
+        if moved is not None:
+            if moved.start < 0 or moved.start + moved.axis.size > self.region.size:
+                return self._whole("it goes beyond what is sliced")
+            return self._made(made, Stage.LOOP, windows=[(moved, None)], move=True)
+        return self._sliced(args, kwargs, made)
+
+    def _sliced(self, args: Any, kwargs: Any, made: Any) -> Any:
+        rule = rule_of(self.func, args, kwargs, made)
+        if rule is None:
+            return self._whole("no rule")
+        cut = None
+        inputs = list(tensors_in((self.args, self.kwargs)))
+        for x, dims in zip(inputs, rule.inputs, strict=True):
+            if isinstance(x, Lazy) and x.value.window is not None:
+                found = into_factor(dims, rule.sizes, x.value.window.axis)
+                here = None if found is None else Cut(found, x.value.window.start)
+                if here is None or (cut is not None and here != cut):
+                    return self._whole("its arguments are sliced in different ways")
+                cut = here
+        assert cut is not None
+        windows: list[tuple[Window | None, Kind | None]] = []
+        for i, dims in enumerate(rule.outputs):
+            kind = rule.kind(cut.axis.factor, i)
+            axis = from_factor(dims, rule.sizes, cut.axis)
+            if kind is Kind.BLOCK or kind is Kind.WEIGHTED_MEAN:
+                return self._whole("it cannot be sliced along this axis")
+            windows.append((None, kind) if axis is None else (Window(axis, cut.start), None))
+        return self._made(made, Stage.LOOP, rule=rule, cut=cut, windows=windows)
+
+    def _shapes(self) -> tuple[Any, Any, Any] | None:
+        """Arguments and results as meta tensors; no mode sees how they are worked out."""
+        memo: dict[int, torch.Tensor] = {}
+
+        def meta(x: Any) -> Any:
+            if isinstance(x, torch.device):
+                return torch.device("meta")
+            if not isinstance(x, torch.Tensor):
+                return x
+            if id(x) not in memo:
+                memo[id(x)] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            return memo[id(x)]
+
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            args, kwargs = tree_map(meta, (tuple(self.args), dict(self.kwargs)))
+            try:
+                return args, kwargs, self.func(*args, **kwargs)
+            except (NotImplementedError, RuntimeError):
+                return None  # data decides, or the op has no meta kernel; if it is an error, the op itself says so
+
+    def _whole(self, reason: str) -> Any:
+        """Compute it at once."""
+        if not all(x.value.there for x in self.lazies):
+            self.region.note_whole(str(self.func), reason)
+        return self.func(*_real(self.args), **_real(self.kwargs))
+
+    def _moved(self, outputs: Sequence[torch.Tensor]) -> Window | None:
+        """The window of a slice along the axis that is sliced, or of the backward of one."""
+        if self.func not in (aten.slice.Tensor, aten.slice_backward.default):
+            return None
+        window = self.lazies[0].value.window
+        assert window is not None
+        axis, whole = window.axis, self.args[0]
+        if axis.outer != 1 or axis.inner != 1:
+            return None
+        if self.func is aten.slice.Tensor:
+            dim = (self.args[1] if len(self.args) > 1 else 0) % whole.dim()
+            size, step = whole.shape[dim], self.args[4] if len(self.args) > 4 else 1
+            begin = self.args[2] if len(self.args) > 2 and self.args[2] is not None else 0
+            begin = max(0, begin + size) if begin < 0 else min(begin, size)
+        else:
+            dim, begin, step = self.args[2] % whole.dim(), self.args[3], self.args[5]
+            size = self.args[1][dim]
+            begin = -(max(0, begin + size) if begin < 0 else min(begin, size))
+        if dim != axis.dim or step != 1 or outputs[0].shape[dim] == whole.shape[dim]:
+            return None
+        return Window(Axis(dim, 1, outputs[0].shape[dim], 1), window.start + begin)
+
+    def _made(
+        self,
+        made: Any,
+        stage: Stage,
+        *,
+        windows: Sequence[tuple[Window | None, Kind | None]] | None = None,
+        rule: Rule | None = None,
+        cut: Cut | None = None,
+        move: bool = False,
+    ) -> Any:
+        """Lazy tensors for the outputs, and the node that makes them."""
+        shared = _shares_memory(self.func)
+        held: dict[int, Value | Held] = {}
+        others = [x for x in tensors_in((self.args, self.kwargs)) if not isinstance(x, Lazy)]
+        _keep_gradients_real(others, self.region)
+        for x, alias in zip(others, history_free_aliases(others), strict=True):
+            held[id(x)] = Held(alias)
+        for x in self.lazies:
+            held[id(x)] = x.value
+            x.value.aliased |= shared
+        args, kwargs = tree_map(
+            lambda x: held[id(x)] if isinstance(x, torch.Tensor) else x,
+            (tuple(self.args), dict(self.kwargs)),
+        )
+        inputs = [held[id(x)] for x in tensors_in((self.args, self.kwargs))]
+        node = Node(self.func, args, kwargs, inputs, stage, rule=rule, cut=cut, move=move)
+
+        def lazy(t: Any) -> Any:
+            if not isinstance(t, torch.Tensor):
+                return t
+            window, combined = windows[len(node.outputs)] if windows is not None else (None, None)
+            value = Value(self.region, t, device=self.device, window=window, combined=combined, node=node)
+            value.aliased = shared
+            node.outputs.append(weakref.ref(value))
+            if window is None and not value.shape:
+                self.region.note_scalar(value)
+            return Lazy(value)
+
+        return tree_map(lazy, made)
+
+
+def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device | None:
+    return next((x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.device)), None)
+
+
+def _shares_memory(func: torch._ops.OpOverload) -> bool:
+    """Whether code may tell that an output is a view of an input."""
+    return func.is_view or any(r.alias_info is not None for r in func._schema.returns)
+
+
+# --- gradients that leave a region, or enter it
+
+
+def lazy_gradients(lazies: Sequence[Lazy]) -> None:
+    """Let the gradients of reduced values be lazy, so that what autograd expands them to is sliced too."""
+    if not torch.is_grad_enabled():
+        return
+    for x in lazies:
+        value = x.value
+        if value.combined is not None and not value.hooked and x.grad_fn is not None:
+            value.hooked = True
+            x.register_hook(_LazyGradient(value.region))
+
+
+class _LazyGradient:
+    def __init__(self, region: Region) -> None:
+        self._region = region
+
+    def __call__(self, gradient: torch.Tensor) -> Lazy | None:
+        return None if isinstance(gradient, Lazy) else free(self._region, gradient)
+
+
+def _keep_gradients_real(others: Sequence[torch.Tensor], region: Region) -> None:
+    """What is differentiated and did not come in through the entry gets a computed gradient: in a loop of its own."""
+    if not torch.is_grad_enabled():
+        return
+    for t in others:
+        if t.requires_grad and not _comes_from_an_entry(t):
+            region.hooks.append(t.register_hook(_RealGradient()))
+
+
+class _RealGradient:
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        return real(gradient) if isinstance(gradient, Lazy) else None
+
+
+_NODES_LOOKED_AT = 64
+
+
+def _comes_from_an_entry(t: torch.Tensor) -> bool:
+    """Whether all its history begins at an entry node, which makes gradients real."""
+    waiting: list[Any] = [t.grad_fn]
+    seen: set[Any] = set()
+    while waiting and len(seen) < _NODES_LOOKED_AT:
+        node = waiting.pop()
+        if node is None or hasattr(node, "variable"):
+            return False
+        if node in seen or getattr(node, "makes_gradients_real", False):
+            continue
+        seen.add(node)
+        edges = [edge for edge, _ in node.next_functions if edge is not None]
+        if not edges:
+            return False
+        waiting.extend(edges)
+    return not waiting

@@ -1,0 +1,326 @@
+"""The loop over slices that computes everything that is asked for.
+
+``compute`` finds the ops that the values need. Free ones run before the loop, or in it where nobody needs more than
+slices of what they make; late ones run after it. In the loop each intermediate slice is let go after its last use,
+sliced results are written into tensors with the strides that were recorded, and parts of reduced ones are combined.
+
+The same code runs live on real tensors, and on fake ones to see what it would allocate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from sacplan._chunk.executor.values import Cut, Held, Node, Region, Stage, Value, Window
+from sacplan._factors.axes import from_factor, into_factor, put, resized_arguments, take
+from sacplan._factors.rule import Kind
+from sacplan._torch.ops import tensors_in
+from sacplan._torch.private import storage_key
+
+aten = torch.ops.aten
+
+_VIEWS = frozenset((aten.view.default, aten._unsafe_view.default))
+_SUMS = frozenset((Kind.SUM, Kind.MEAN))
+
+
+def compute(values: Sequence[Value]) -> list[torch.Tensor]:
+    """The tensors of values, in one loop over slices for each region. The values stay as they are."""
+    with _as_deferred():
+        return _Computation(values).run()
+
+
+@contextlib.contextmanager
+def _as_deferred() -> Iterator[None]:
+    """Ops run as they were deferred: below autograd and autocast."""
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+        if torch._C._is_any_autocast_enabled():
+            stack.enter_context(torch._C._DisableAutocast())
+        yield
+
+
+class _Computation:
+    """What one call of ``compute`` does.
+
+    Attributes:
+        known: by value, the tensors that are there.
+    """
+
+    def __init__(self, values: Sequence[Value]) -> None:
+        self.values = list(values)
+        self.known: dict[Value, torch.Tensor] = {}
+        self.nodes = _needed(values)
+
+    def run(self) -> list[torch.Tensor]:
+        pulled = self._pulled()
+        loops: dict[Region, list[tuple[Node, Cut | None]]] = defaultdict(list)
+        for node in self.nodes:
+            if node in pulled:
+                region, cut = pulled[node]
+                loops[region].append((node, cut))
+            elif node.stage is Stage.LOOP:
+                loops[_region_of(node)].append((node, node.cut))
+            elif node.stage is Stage.FREE:
+                self._run_whole(node)
+        late = [node for node in self.nodes if node.stage is Stage.LATE]
+        wanted = {v for v in self.values if not v.begins}
+        wanted.update(v for node in late for v in node.values if not v.begins)
+        for region, nodes in loops.items():
+            self.known.update(_Loop(region, nodes, wanted, self.known).run())
+        last = {v: node for node in late for v in node.values}
+        for node in late:
+            self._run_whole(node)
+            for v in node.values:
+                if last[v] is node and v not in self.values:
+                    self.known.pop(v, None)
+        return [self.known[v] if v in self.known else v.whole() for v in self.values]
+
+    def _pulled(self) -> dict[Node, tuple[Region, Cut]]:
+        """Free nodes that run in a loop, since nobody needs more than slices of what they make."""
+        asked: dict[Value, set[tuple[Region, Window] | None]] = defaultdict(set)
+        for v in self.values:
+            asked[v].add(None)
+        found: dict[Node, tuple[Region, Cut]] = {}
+        for node in reversed(self.nodes):
+            region, cut = None, node.cut
+            if node.stage is Stage.LOOP:
+                region = _region_of(node)
+            elif node.stage is Stage.FREE:
+                here = _common_cut(node, asked)
+                if here is not None:
+                    found[node] = region, cut = here
+            windows = _windows(node, cut)
+            for i, x in enumerate(node.inputs):
+                if isinstance(x, Value) and x.free:
+                    window = windows[i]
+                    asked[x].add(None if window is None or region is None else (region, window))
+        return found
+
+    def _run_whole(self, node: Node) -> None:
+        out = _call(node, lambda x: _whole(x, self.known, node), node.args)
+        for v, t in zip(node.made, tensors_in(out), strict=True):
+            if v is not None:
+                self.known[v] = t
+
+
+class _Loop:
+    """One loop over the slices of a region."""
+
+    def __init__(
+        self,
+        region: Region,
+        nodes: Sequence[tuple[Node, Cut | None]],
+        wanted: set[Value],
+        known: Mapping[Value, torch.Tensor],
+    ) -> None:
+        self.region, self.nodes, self.known = region, nodes, known
+        self.begins = {v: v.whole() for node, _ in nodes for v in node.values if v.begins}
+        self.results: dict[Value, torch.Tensor] = {}
+        self.windows = [_windows(node, cut) for node, cut in nodes]
+        self.made = [node.made for node, _ in nodes]
+        self.wanted = wanted
+        self.last: dict[Value, int] = {}
+        for i, (node, _) in enumerate(nodes):
+            for v in (*self.made[i], *node.values):
+                if v is not None:
+                    self.last[v] = i
+        self.starting = True
+
+    def run(self) -> dict[Value, torch.Tensor]:
+        self.region.tally.loops += 1
+        for start, stop in self.region.slices():
+            self._run_slice(start, stop)
+            self.starting = False
+        return {v: t if t.dtype == v.dtype else t.to(v.dtype) for v, t in self._finished()}
+
+    def _finished(self) -> Iterator[tuple[Value, torch.Tensor]]:
+        while self.results:
+            yield self.results.popitem()
+
+    def _run_slice(self, start: int, stop: int) -> None:
+        slices: dict[Value, torch.Tensor] = {}
+        for i, (node, cut) in enumerate(self.nodes):
+            self._run_node(i, node, cut, slices, start, stop)
+            for v in (*node.values, *self.made[i]):
+                if v is not None and self.last[v] == i:
+                    slices.pop(v, None)
+
+    def _run_node(
+        self, i: int, node: Node, cut: Cut | None, slices: dict[Value, torch.Tensor], start: int, stop: int
+    ) -> None:
+        made = self.made[i]
+        args: Sequence[Any] = node.args
+        length = stop - start
+        if cut is not None:
+            begin, end = Window(cut.axis, cut.start).clip(start, stop)  # type: ignore[arg-type]
+            length = end - begin
+            if not length and any(v is not None and v.combined is not None for v in made):
+                return
+            assert node.rule is not None
+            args = resized_arguments(node.rule, args, cut.axis, length)
+        windows = iter(self.windows[i])
+
+        def given(x: Value | Held) -> torch.Tensor:
+            window = next(windows)
+            if isinstance(x, Value) and x in slices:
+                return slices[x]
+            t = self.begins.get(x) if isinstance(x, Value) else None
+            if t is None:
+                t = _whole(x, self.known, node)
+            return t if window is None else take(t, window.axis, *window.clip(start, stop))
+
+        if node.move:
+            (x,) = node.values
+            out: Any = _moved(node, given(x), x, made[0], start, stop)
+        elif (total := self._product_total(node, made[0])) is not None:
+            torch.addmm(total, *(given(x) for x in node.inputs), out=total)
+            return
+        else:
+            out = _call(node, given, args)
+        for v, t in zip(made, tensors_in(out), strict=True):
+            if v is None:
+                continue
+            if v in self.wanted:
+                self._keep(v, t, node, length, start, stop)
+            if self.last[v] > i:
+                slices[v] = t
+
+    def _product_total(self, node: Node, v: Value | None) -> torch.Tensor | None:
+        """What the matrix product itself can add its part to."""
+        if node.func is not aten.mm.default or v is None or v.combined is not Kind.SUM:
+            return None
+        total = self.results.get(v)
+        return total if total is not None and total.dtype == v.dtype else None
+
+    def _keep(self, v: Value, t: torch.Tensor, node: Node, length: int, start: int, stop: int) -> None:
+        if v.window is not None:
+            if v not in self.results:
+                self.results[v] = torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=v.device)
+            begin, end = v.window.clip(start, stop)
+            if begin < end:
+                put(self.results[v], v.window.axis, begin, end, t)
+            return
+        if v.combined is None:  # free, but made in the loop
+            raise AssertionError(f"{node.func} makes a whole tensor in the loop")
+        if v.combined is Kind.MEAN:
+            assert node.cut is not None
+            t = t * (length / node.cut.axis.size)
+        if v not in self.results:
+            kind = self.region.sum_type(v)
+            shared = {storage_key(x.tensor.untyped_storage()) for x in node.inputs if isinstance(x, Held)}
+            fresh = node.func is aten.mm.default or storage_key(t.untyped_storage()) not in shared
+            self.results[v] = t.to(kind) if t.dtype != kind else t if fresh else t.clone()
+        elif v.combined is Kind.PASS:
+            return  # every slice gives the same
+        elif v.combined in _SUMS:
+            self.results[v].add_(t)
+        else:
+            combine = torch.maximum if v.combined is Kind.MAX else torch.minimum
+            self.results[v] = combine(self.results[v], t)
+
+
+# --- nodes
+
+
+def _needed(values: Sequence[Value]) -> list[Node]:
+    """The nodes that values need, in order."""
+    found: dict[int, Node] = {}
+    waiting = [v for v in values if v.node is not None]
+    while waiting:
+        node = waiting.pop().node
+        if node is not None and node.number not in found:
+            found[node.number] = node
+            waiting.extend(node.values)
+    return [found[number] for number in sorted(found)]
+
+
+def _region_of(node: Node) -> Region:
+    return next(v.region for v in node.values if v.sliced)
+
+
+def _windows(node: Node, cut: Cut | None) -> list[Window | None]:
+    """Of each input, the part that one slice reads; None for all of it, or none of it."""
+    if node.move:
+        return [x.window if isinstance(x, Value) else None for x in node.inputs]
+    if cut is None or node.rule is None:
+        return [None] * len(node.inputs)
+    axes = (from_factor(dims, node.rule.sizes, cut.axis) for dims in node.rule.inputs)
+    return [None if axis is None else Window(axis, cut.start) for axis in axes]
+
+
+def _common_cut(
+    node: Node, asked: Mapping[Value, set[tuple[Region, Window] | None]]
+) -> tuple[Region, Cut] | None:
+    """Where to slice a free node so that every one of its outputs is asked for in just these slices."""
+    if node.rule is None:
+        return None
+    found: tuple[Region, Cut] | None = None
+    for i, v in enumerate(node.made):
+        wanted = asked.get(v, set()) if v is not None else set()
+        if v is None or not wanted:
+            continue
+        if len(wanted) != 1 or (one := next(iter(wanted))) is None:
+            return None
+        region, window = one
+        axis = into_factor(node.rule.outputs[i], node.rule.sizes, window.axis)
+        if axis is None or not node.rule.may_slice(axis.factor):
+            return None
+        here = region, Cut(axis, window.start)
+        if found is not None and here != found:
+            return None
+        found = here
+    if found is not None:
+        for i, v in enumerate(node.made):
+            factor = found[1].axis.factor
+            if v is not None and from_factor(node.rule.outputs[i], node.rule.sizes, found[1].axis) is None:
+                return None
+            if node.rule.kind(factor, i) is not Kind.PASS:
+                return None
+    return found
+
+
+def _call(node: Node, given: Any, args: Sequence[Any]) -> Any:
+    """Run the op on what ``given`` says its tensors are."""
+    args, kwargs = tree_map(
+        lambda x: given(x) if isinstance(x, (Value, Held)) else x, (tuple(args), node.kwargs)
+    )
+    if node.func in _VIEWS:
+        return args[0].reshape(args[1])
+    return node.func(*args, **kwargs)
+
+
+def _whole(x: Value | Held, known: Mapping[Value, torch.Tensor], node: Node) -> torch.Tensor:
+    if isinstance(x, Held):
+        return x.checked(node.func)
+    return known[x] if x in known else x.whole()
+
+
+def _moved(
+    node: Node, t: torch.Tensor, source: Value, target: Value | None, start: int, stop: int
+) -> torch.Tensor:
+    """One slice of a slice along the axis, or of the backward of one: an overlap of two windows."""
+    assert source.window is not None
+    assert target is not None
+    assert target.window is not None
+    dim = source.window.axis.dim
+    here, there = _reach(source.window, start, stop), _reach(target.window, start, stop)
+    if node.func is aten.slice.Tensor:
+        return t.narrow(dim, min(max(there[0] - here[0], 0), t.shape[dim]), there[1] - there[0])
+    shape = list(t.shape)
+    shape[dim] = there[1] - there[0]
+    out = t.new_zeros(shape)
+    if t.shape[dim]:
+        out.narrow(dim, here[0] - there[0], t.shape[dim]).copy_(t)
+    return out
+
+
+def _reach(window: Window, start: int, stop: int) -> tuple[int, int]:
+    """The part of a slice of the region that a window has, in the region's indices."""
+    begin = max(start, window.start)
+    return begin, max(begin, min(stop, window.start + window.axis.size))

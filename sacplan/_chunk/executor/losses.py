@@ -1,0 +1,98 @@
+"""Losses whose ops cannot run on slices as they are: they divide by something that belongs to the whole.
+
+Each is put together of ops that can be sliced. Importing this registers them.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sacplan._chunk.executor.lazy import REWRITTEN, Lazy, defer, deferred
+from sacplan._chunk.executor.values import Held, Node, Stage, Value
+from sacplan._recompute.executor.tensors import history_free_aliases
+
+aten = torch.ops.aten
+
+_NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction
+
+Rewrite = Callable[[Any, Sequence[Any]], Any]
+
+
+def _rewrites(*ops: Any) -> Callable[[Rewrite], Rewrite]:
+    def register(rewrite: Rewrite) -> Rewrite:
+        REWRITTEN.update(dict.fromkeys(ops, rewrite))
+        return rewrite
+
+    return register
+
+
+@_rewrites(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def _nll(func: Any, args: Sequence[Any]) -> tuple[Any, Any]:
+    """The mean is a sum over a weight that depends on the targets alone: it is there before the loop."""
+    scores, targets, weight, reduction, ignored = args
+    slice_reduction = _SUM if reduction == _MEAN else reduction
+    loss, total = deferred(func, (scores, targets, weight, slice_reduction, ignored), {})
+    if not (isinstance(loss, Lazy) and isinstance(scores, Lazy)) or isinstance(targets, Lazy):
+        return (defer(aten.div.Tensor, (loss, total), {}) if reduction == _MEAN else loss), total
+    held = [Held(t) for t in history_free_aliases([targets] if weight is None else [targets, weight])]
+    arguments = (reduction, ignored, scores.dtype, *held)
+    node = Node(_total_weight, arguments, {}, held, Stage.FREE)
+    like = torch.empty((), dtype=scores.dtype, device="meta")
+    value = Value(loss.value.region, like, device=scores.device, node=node)
+    node.outputs.append(weakref.ref(value))
+    value.region.note_scalar(value)
+    total = Lazy(value)
+    return (defer(aten.div.Tensor, (loss, total), {}) if reduction == _MEAN else loss), total
+
+
+def _total_weight(
+    reduction: int,
+    ignored: int,
+    dtype: torch.dtype,
+    targets: torch.Tensor,
+    weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if reduction == _NONE:
+        return torch.zeros((), dtype=dtype, device=targets.device)
+    counted = targets != ignored
+    if weight is None:
+        return counted.sum().to(dtype)
+    return weight[targets.clamp(0, weight.shape[0] - 1)].masked_fill_(~counted, 0).sum()
+
+
+@_rewrites(aten.mse_loss_backward.default)
+def _mse_backward(func: Any, args: Sequence[Any]) -> Any:
+    """The order of the kernel's own products, so that bits are equal."""
+    gradient, scores, targets, reduction = args
+    difference = defer_any(aten.sub.Tensor, scores, targets)
+    norm = 2.0 / math.prod(scores.shape) if reduction == _MEAN else 2.0
+    return defer_any(aten.mul.Tensor, defer_any(aten.mul.Tensor, difference, norm), gradient)
+
+
+@_rewrites(
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.soft_margin_loss_backward.default,
+    aten.binary_cross_entropy_backward.default,
+)
+def _elementwise_backward(func: Any, args: Sequence[Any]) -> Any:
+    """The gradient of a mean is that of a sum of which each element has a smaller gradient."""
+    arguments = list(args)
+    at = next(i for i, a in enumerate(func._schema.arguments) if a.name == "reduction")
+    if len(arguments) > at and arguments[at] != _MEAN:
+        return deferred(func, args, {})
+    if len(arguments) <= at:
+        arguments.append(_MEAN)
+    arguments[at] = _SUM
+    arguments[0] = defer_any(aten.div.Tensor, args[0], math.prod(args[1].shape))
+    return deferred(func, arguments, {})
+
+
+def defer_any(func: Any, *args: Any) -> Any:
+    """``defer`` where an argument is lazy, else the op itself."""
+    return defer(func, args, {}) if any(isinstance(x, Lazy) for x in args) else func(*args)

@@ -1,0 +1,302 @@
+"""What a lazy tensor stands for: a value, and the op that would make it.
+
+A region is what is computed in slices of one axis. Its values are
+
+- sliced: a slice of the axis gives a slice of the value (``Value.window``);
+- reduced: each slice gives a part, and the parts are combined (``Value.combined``);
+- late: made of reduced values, after the loop;
+- free: independent of the slices, so that it is computed before the loop or, where only slices are needed, in it.
+
+Values know the nodes that make them and nodes know their arguments, never the other way round: what nobody asks for any
+more is freed by reference counts.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from sacplan._factors.axes import Axis, FactorAxis
+from sacplan._factors.rule import Kind, Rule
+from sacplan._recompute.executor.tensors import version_of
+from sacplan.errors import ChunkError
+
+
+class Window(NamedTuple):
+    """The part of a region's axis that a tensor has.
+
+    Attributes:
+        axis: where it lies in the tensor.
+        start: the index in the region's axis at which it begins; a shifted tensor begins later.
+    """
+
+    axis: Axis
+    start: int = 0
+
+    def clip(self, start: int, stop: int) -> tuple[int, int]:
+        """The part of the slice [``start``, ``stop``) of the region, in the tensor's own indices."""
+        size = self.axis.size
+        return max(0, min(size, start - self.start)), max(0, min(size, stop - self.start))
+
+
+class Cut(NamedTuple):
+    """The same for the factor along which an op is sliced."""
+
+    axis: FactorAxis
+    start: int = 0
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Begin and end in the region's axis."""
+        return self.start, self.start + self.axis.size
+
+
+class Stage(enum.Enum):
+    """When a node runs."""
+
+    FREE = enum.auto()
+    LOOP = enum.auto()
+    LATE = enum.auto()
+
+
+@dataclass
+class Tally:
+    """What happened in a region.
+
+    Attributes:
+        loops: how many loops over the slices have run.
+        whole: what could not be sliced: op and reason.
+    """
+
+    loops: int = 0
+    whole: list[tuple[str, str]] = field(default_factory=list)
+
+
+class Region:
+    """What is computed in slices of one axis.
+
+    Args:
+        size: of the axis.
+        slices: how many there are at most; each has ``ceil(size / slices)`` elements, the last one perhaps less.
+        accumulate: the type in which parts of half-precision matrices are added; None for their own.
+        on_whole: told what could not be sliced: op and reason.
+
+    Attributes:
+        length: of a slice.
+        tally: what happened in it.
+        hooks: those on tensors outside, to be removed when the region is over.
+        pending: scalars that a loop computes along, since people look at them.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        slices: int,
+        accumulate: torch.dtype | None = None,
+        on_whole: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self.size = size
+        self.length = max(1, -(-size // slices))
+        self.accumulate = accumulate
+        self.tally = Tally()
+        self.hooks: list[Any] = []
+        self._on_whole = on_whole
+        self._pending: list[weakref.ref[Value]] = []
+
+    def note_whole(self, op: str, reason: str) -> None:
+        """An op needs whole tensors."""
+        self.tally.whole.append((op, reason))
+        if self._on_whole is not None:
+            self._on_whole(op, reason)
+
+    def slices(self) -> Iterator[tuple[int, int]]:
+        """Begin and end of each."""
+        for start in range(0, self.size, self.length):
+            yield start, min(self.size, start + self.length)
+
+    def sum_type(self, value: Value) -> torch.dtype:
+        """The type in which a value's parts are added: float32 where it costs next to nothing, such as for a loss."""
+        if value.dtype not in (torch.bfloat16, torch.float16):
+            return value.dtype
+        return torch.float32 if len(value.shape) < 2 else self.accumulate or value.dtype
+
+    def note_scalar(self, value: Value) -> None:
+        """A scalar that a loop computes along if anybody still refers to it."""
+        self._pending.append(weakref.ref(value))
+
+    def remove_hooks(self) -> None:
+        """The region is over."""
+        while self.hooks:
+            self.hooks.pop().remove()
+
+    @property
+    def pending(self) -> list[Value]:
+        """See above."""
+        alive = [value for value in (ref() for ref in self._pending) if value is not None]
+        self._pending = [weakref.ref(value) for value in alive if value.data is None]
+        return [value for value in alive if value.data is None]
+
+
+class Value:
+    """One tensor that is computed when somebody asks.
+
+    Attributes:
+        region: to which it belongs.
+        shape, stride, dtype, device: of the whole tensor.
+        window: the part of the region's axis that it has, if it is sliced.
+        combined: how the parts of a reduced value make the whole.
+        node: makes it; None for what a region begins with and for what is computed.
+        data: the whole tensor, once it is there.
+        source: gives the whole tensor where the region begins with one that somebody else keeps.
+        aliased: another tensor shares its memory, as far as code can tell.
+        hooked: its gradient is made lazy.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "aliased",
+        "combined",
+        "data",
+        "device",
+        "dtype",
+        "hooked",
+        "node",
+        "region",
+        "shape",
+        "source",
+        "stride",
+        "window",
+    )
+
+    def __init__(
+        self,
+        region: Region,
+        like: torch.Tensor,
+        *,
+        device: torch.device | None = None,
+        window: Window | None = None,
+        combined: Kind | None = None,
+        node: Node | None = None,
+        data: torch.Tensor | None = None,
+        source: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
+        self.region = region
+        self.shape, self.stride, self.dtype = tuple(like.shape), tuple(like.stride()), like.dtype
+        self.device = device or like.device
+        self.window, self.combined, self.node, self.data, self.source = window, combined, node, data, source
+        self.aliased = self.hooked = False
+
+    @property
+    def sliced(self) -> bool:
+        """Whether slices of the region give slices of it."""
+        return self.window is not None
+
+    @property
+    def free(self) -> bool:
+        """Whether it does not depend on the slices."""
+        return self.window is None and (self.node is None or self.node.stage is Stage.FREE)
+
+    @property
+    def there(self) -> bool:
+        """Whether it is computed, or a view of what is."""
+        if self.node is None:
+            return self.data is not None
+        func = self.node.func
+        return getattr(func, "is_view", False) and all(v.there for v in self.node.values)
+
+    @property
+    def begins(self) -> bool:
+        """Whether it is there without computing anything."""
+        return self.node is None
+
+    def whole(self) -> torch.Tensor:
+        """The tensor of a value that ``begins``."""
+        if self.data is not None:
+            return self.data
+        assert self.source is not None
+        return self.source()
+
+    def settle(self, data: torch.Tensor) -> None:
+        """It is computed: what made it is let go."""
+        self.data, self.node, self.source = data, None, None
+
+
+class Held:
+    """A tensor among the arguments of a node, as it was when the op was deferred."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.version = version_of(tensor)
+
+    def checked(self, func: Any) -> torch.Tensor:
+        """The tensor, unchanged; ``ChunkError`` if it is not."""
+        t = self.tensor
+        if version_of(t) != self.version:
+            raise ChunkError(
+                f"{func} runs in slices when its result is needed, but a tensor of shape {tuple(t.shape)} that it "
+                "reads was changed in place since. Read results, such as logits, before optimizer.step() changes the "
+                "weights; or leave this chunk out of the plan."
+            )
+        if t.numel() and not t.untyped_storage().nbytes():
+            raise ChunkError(
+                f"{func} runs in slices when its result is needed, but the memory of a tensor of shape "
+                f"{tuple(t.shape)} that it reads was freed (fully_shard frees gathered parameters after the forward "
+                "pass). Read results, such as logits, in the forward of the module that makes them; or leave this "
+                "chunk out of the plan."
+            )
+        return t
+
+
+class Node:
+    """An op that was deferred.
+
+    Attributes:
+        func: the op.
+        args, kwargs: its arguments, with ``Value`` and ``Held`` instead of tensors.
+        inputs: those, in order.
+        stage: when it runs.
+        number: later nodes have larger ones.
+        rule: its factors, if it is known.
+        cut: along which factor it is sliced, if it is.
+        move: it moves the window: a slice along the axis, or the backward of one.
+        outputs: the values that it makes, as far as anybody refers to them.
+    """
+
+    __slots__ = ("args", "cut", "func", "inputs", "kwargs", "move", "number", "outputs", "rule", "stage")
+
+    _numbers = itertools.count()
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        inputs: Sequence[Value | Held],
+        stage: Stage,
+        *,
+        rule: Rule | None = None,
+        cut: Cut | None = None,
+        move: bool = False,
+    ) -> None:
+        self.number = next(Node._numbers)
+        self.func, self.args, self.kwargs, self.inputs = func, args, kwargs, inputs
+        self.stage, self.rule, self.cut, self.move = stage, rule, cut, move
+        self.outputs: list[weakref.ref[Value]] = []
+
+    @property
+    def values(self) -> list[Value]:
+        """The inputs that are lazy."""
+        return [x for x in self.inputs if isinstance(x, Value)]
+
+    @property
+    def made(self) -> list[Value | None]:
+        """The outputs; None for those that nobody refers to."""
+        return [ref() for ref in self.outputs]

@@ -1,0 +1,159 @@
+"""Ops of a recorded step run again on fake tensors, so that what they take in other sizes is seen, not estimated.
+
+The executor's own code runs under the package's recorder and the device's kernels. What is seen is put into the program
+of the step: memory, time and workspaces of slices are those that a step with the plan has.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sacplan._device.cost import CostModel
+from sacplan._device.devices import DeviceSpec
+from sacplan._device.kernels import fake_device
+from sacplan._device.workspace import workspace_bytes
+from sacplan._program.program import Event, Op, Phase, Program, StorageKind
+from sacplan._record.recorder import Recorder
+
+_STORAGE_EVENTS = (Event.ALLOC, Event.FREE)
+
+
+@dataclass(slots=True)
+class Seen:
+    """What ran between two marks: ops, and the events in which ``Event.OP`` refers to them by position."""
+
+    ops: list[Op]
+    events: list[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class Additions:
+    """New ops and storages of a program, collected for a patch.
+
+    Attributes:
+        program: the program.
+        ops, storage_bytes, kinds: behind those of the program.
+    """
+
+    program: Program
+    ops: list[Op] = field(default_factory=list)
+    storage_bytes: list[int] = field(default_factory=list)
+    kinds: list[StorageKind] = field(default_factory=list)
+
+    def new_storage(self, n_bytes: int, kind: StorageKind) -> int:
+        """Its index."""
+        self.storage_bytes.append(n_bytes)
+        self.kinds.append(kind)
+        return len(self.program.storage_bytes) + len(self.storage_bytes) - 1
+
+    def new_op(self, op: Op) -> int:
+        """Its index."""
+        self.ops.append(op)
+        return len(self.program.ops) + len(self.ops) - 1
+
+
+class Rehearsal:
+    """One run on fake tensors.
+
+    Args:
+        program: whose ops run.
+        device: what it runs on.
+
+    Attributes:
+        device: see above.
+        known: by storage of the recorder, the storage of the program.
+    """
+
+    def __init__(self, program: Program, device: DeviceSpec) -> None:
+        self.program = program
+        self.known: dict[int, int] = {}
+        self._round = device.allocation_round_bytes
+        self._recorder = Recorder(
+            cost=_costs(device).cost,
+            workspace=functools.partial(workspace_bytes, device),
+            round_bytes=device.allocation_round_bytes,
+            saved="observe",
+        )
+        self.device = device
+        self._tensors: list[torch.Tensor] = []  # alive, so that nothing that is given is freed
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The device's kernels, and the recorder; gradients are off."""
+        with fake_device(self.device), self._recorder, torch.no_grad():
+            yield
+        self._recorder.forget()
+
+    def given(self, tensor: int) -> torch.Tensor:
+        """A fake tensor like one of the program's, which is alive before and after."""
+        like = self.program.tensors[tensor]
+        with self._recorder.paused():
+            made = torch.empty_strided(like.shape, like.stride, dtype=getattr(torch, like.dtype))
+        self.known[self._recorder.track_given(made)] = like.storage
+        self._tensors.append(made)
+        return made
+
+    def is_made(self, made: torch.Tensor, storage: int) -> None:
+        """From here on a storage that was made stands for one of the program's."""
+        self.known[self._recorder.storage_of(made)] = storage
+
+    @property
+    def n_ops(self) -> int:
+        """How many ops ran so far."""
+        return self._recorder.seen()[0]
+
+    def seen(self, run: Callable[[], Any]) -> tuple[Any, Seen]:
+        """What a function returns, and what ran for it."""
+        n_ops, n_events = self._recorder.seen()
+        out = run()
+        ops, events = self._recorder.seen_since(n_ops, n_events)
+        return out, Seen(ops, events)
+
+    def into(self, additions: Additions, seen: Seen, phase: Phase, scope: int) -> list[tuple[int, int]]:
+        """What was seen as events of the program; ops and storages that are new are added."""
+        sizes = self._recorder.storage_sizes
+
+        def storage(index: int) -> int:
+            if index not in self.known:
+                self.known[index] = additions.new_storage(sizes[index], StorageKind.TEMPORARY)
+            return self.known[index]
+
+        made: dict[int, int] = {}
+        events: list[tuple[int, int]] = []
+        for code, arg in seen.events:
+            if code == Event.OP:
+                op = seen.ops[arg]
+                made[arg] = additions.new_op(
+                    Op(
+                        op.name,
+                        phase,
+                        scope,
+                        op.time_ms,
+                        op.flops,
+                        op.workspace_bytes,
+                        tuple(map(storage, op.reads)),
+                        tuple(map(storage, op.writes)),
+                        tuple(map(storage, op.mutates)),
+                        False,
+                    )
+                )
+                events.append((code, made[arg]))
+            elif code in _STORAGE_EVENTS:
+                events.append((code, storage(arg)))
+        return events
+
+
+@functools.lru_cache(maxsize=4)
+def _costs(device: DeviceSpec) -> CostModel:
+    return CostModel(device)
+
+
+def time_of(ops: Mapping[int, Op] | list[Op]) -> float:
+    """Predicted time of ops, in ms."""
+    return sum(op.time_ms for op in (ops.values() if isinstance(ops, Mapping) else ops))

@@ -1,0 +1,183 @@
+"""Factor rules beside the sharding strategies of DTensor: what both know, they say alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sacplan._factors.rule import Dims, Kind, Rule, flat_tensors, rule_of
+
+if not dist.is_available():
+    pytest.skip("a build without torch.distributed", allow_module_level=True)
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
+from torch.utils._pytree import tree_map
+
+aten = torch.ops.aten
+
+Placements = tuple[str, ...]
+
+
+def x(*shape: int) -> torch.Tensor:
+    return torch.randn(shape)
+
+
+CALLS: list[tuple[Any, tuple[Any, ...]]] = [
+    (aten.mm.default, (x(4, 6), x(6, 8))),
+    (aten.bmm.default, (x(2, 4, 6), x(2, 6, 8))),
+    (aten.addmm.default, (x(8), x(4, 6), x(6, 8))),
+    (aten.baddbmm.default, (x(2, 4, 8), x(2, 4, 6), x(2, 6, 8))),
+    (aten.add.Tensor, (x(4, 6), x(6))),
+    (aten.gelu.default, (x(4, 6),)),
+    (aten.where.self, (x(4, 6) > 0, x(4, 6), x(4, 1))),
+    (aten.view.default, (x(4, 6, 8), [24, 8])),
+    (aten.view.default, (x(4, 8), [4, 2, 4])),
+    (aten.permute.default, (x(2, 4, 6), [2, 0, 1])),
+    (aten.transpose.int, (x(2, 4, 6), 1, -1)),
+    (aten.t.default, (x(4, 6),)),
+    (aten.unsqueeze.default, (x(4, 6), 1)),
+    (aten.expand.default, (x(4, 1, 6), [4, 8, 6])),
+    (aten.select.int, (x(4, 6, 8), 1, 0)),
+    (aten.slice.Tensor, (x(4, 6), 1, 0, 4)),
+    (aten.split.Tensor, (x(4, 6), 2, 1)),
+    (aten.cat.default, ([x(4, 6), x(4, 2)], 1)),
+    (aten.stack.default, ([x(4, 6), x(4, 6)], 1)),
+    (aten.sum.dim_IntList, (x(4, 6, 8), [1])),
+    (aten.sum.default, (x(4, 6),)),
+    (aten.mean.dim, (x(4, 6, 8), [-1])),
+    (aten.amax.default, (x(4, 6), [1])),
+    (aten.max.dim, (x(4, 6), 1)),
+    (aten.argmax.default, (x(4, 6), 1)),
+    (aten.cumsum.default, (x(4, 6), 1)),
+    (aten.topk.default, (x(4, 6), 2)),
+    (aten._softmax.default, (x(2, 4, 6), -1, False)),
+    (aten._log_softmax.default, (x(4, 6), 1, False)),
+    (aten._softmax_backward_data.default, (x(4, 6), x(4, 6), 1, torch.float32)),
+    (aten.native_layer_norm.default, (x(2, 4, 6), [6], x(6), x(6), 1e-5)),
+    (
+        aten.native_layer_norm_backward.default,
+        (x(2, 4, 6), x(2, 4, 6), [6], x(2, 4, 1), x(2, 4, 1), x(6), x(6), [True, True, True]),
+    ),
+    (aten.embedding.default, (x(10, 6), torch.randint(10, (2, 4)))),
+    (aten.embedding_dense_backward.default, (x(2, 4, 6), torch.randint(10, (2, 4)), 10, -1, False)),
+    (aten.gather.default, (x(4, 6), 1, torch.randint(6, (4, 2)))),
+    (aten.index_select.default, (x(4, 6), 1, torch.randint(6, (2,)))),
+    (aten.index.Tensor, (x(4, 6), [torch.randint(4, (2,))])),
+    (aten.scatter_add.default, (x(4, 6), 1, torch.randint(6, (4, 2)), x(4, 2))),
+    (
+        aten.convolution.default,
+        (x(4, 6, 8, 8), x(2, 6, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    ),
+    (aten.nll_loss_forward.default, (x(4, 6), torch.randint(6, (4,)), None, 2, -100)),
+    (aten.nll_loss_backward.default, (x(), x(4, 6), torch.randint(6, (4,)), None, 2, -100, x())),
+    (aten.linalg_vector_norm.default, (x(4, 6), 2, [1])),
+    (aten._scaled_dot_product_attention_math.default, (x(2, 4, 6, 8), x(2, 4, 6, 8), x(2, 4, 6, 8))),
+]
+
+
+@pytest.fixture(scope="module")
+def strategies() -> Iterator[Any]:
+    """From a call to what DTensor offers: placements of inputs and of outputs on two ranks."""
+    mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
+    propagator = DTensor._op_dispatcher.sharding_propagator
+
+    def meta(t: torch.Tensor) -> Any:
+        return TensorMeta(t.shape, t.stride(), t.dtype)
+
+    def strategy(t: torch.Tensor) -> Any:
+        placements = [Replicate(), *(Shard(d) for d, n in enumerate(t.shape) if n > 1)]
+        placements += [Replicate()] * (5 - len(placements))  # losses pair those of scores and targets
+        return OpStrategy(
+            [OpSpec(DTensorSpec(mesh, (p,), tensor_meta=meta(t)), input_specs=()) for p in placements]
+        )
+
+    def described(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return strategy(value)
+        if isinstance(value, list) and any(isinstance(item, torch.Tensor) for item in value):
+            return TupleStrategy([strategy(t) for t in value])
+        return value
+
+    def offered(op: Any, args: tuple[Any, ...], n_outputs: int) -> set[tuple[Placements, Placements]]:
+        single = getattr(propagator, "op_single_dim_strategy_funcs", {})
+        if op in single:
+            info = single[op]
+            given = tree_map(lambda v: meta(v) if isinstance(v, torch.Tensor) else v, args)
+            rows = [
+                tuple(Shard(p.dim) if hasattr(p, "dim") else p for p in row)
+                for row in getattr(info, "func", info)(op, given, {})
+            ]
+            return {(tuple(map(str, row[n_outputs:])), tuple(map(str, row[:n_outputs]))) for row in rows}
+        if op not in propagator.op_strategy_funcs:
+            return set()
+        found = propagator.op_strategy_funcs[op](OpSchema(op, tuple(map(described, args)), {}))
+        rows = set()
+        for spec in getattr(found, "strategies", ()):
+            outputs = spec.output_specs
+            outputs = (outputs,) if isinstance(outputs, DTensorSpec) else outputs
+            rows.add(
+                (
+                    tuple(str(s.placements[0]) for s in spec.input_specs or ()),
+                    tuple("" if s is None else str(s.placements[0]) for s in outputs),
+                )
+            )
+        return rows
+
+    return offered
+
+
+def placements_of(rule: Rule) -> dict[Placements, Placements]:
+    """What a slice of each factor means for ranks that hold one slice each; whole dimensions only."""
+    found = {}
+    for factor in rule.sliceable:
+        inputs = [_placement(dims, factor) for dims in rule.inputs]
+        outputs = [
+            _REDUCED[rule.kind(factor, i)] if (at := _placement(dims, factor)) == str(Replicate()) else at
+            for i, dims in enumerate(rule.outputs)
+        ]
+        if None not in inputs and None not in outputs:
+            found[tuple(map(str, inputs))] = tuple(map(str, outputs))
+    return found
+
+
+_REDUCED = dict.fromkeys(Kind) | {
+    Kind.PASS: str(Replicate()),
+    Kind.SUM: str(Partial("sum")),
+    Kind.MEAN: str(Partial("avg")),
+    Kind.MAX: str(Partial("max")),
+    Kind.MIN: str(Partial("min")),
+}
+
+
+def _placement(dims: Dims, factor: int) -> str | None:
+    """Sharding on the dimension that a factor is the slowest part of; None if it is a faster one."""
+    for dim, factors in enumerate(dims):
+        if factor in factors:
+            return str(Shard(dim)) if factors[0] == factor else None
+    return str(Replicate())
+
+
+def test_no_contradiction(strategies: Any) -> None:
+    """Where DTensor takes inputs as a slice does, it says the same of the outputs."""
+    agreed, wrong = 0, []
+    for op, args in CALLS:
+        outputs = list(flat_tensors(op(*args)))
+        rule = rule_of(op, args, {}, outputs)
+        assert rule is not None
+        ours = placements_of(rule)
+        for inputs, theirs in strategies(op, args, len(outputs)):
+            if set(inputs) == {str(Replicate())}:
+                continue
+            if theirs == ours.get(inputs):
+                agreed += 1
+            elif inputs in ours:
+                wrong.append((str(op), inputs, theirs, ours[inputs]))
+    assert not wrong
+    assert agreed > 60
