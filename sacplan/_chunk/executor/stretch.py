@@ -11,11 +11,10 @@ unit runs as if nothing had been applied.
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from types import FrameType
@@ -31,7 +30,7 @@ from sacplan._program.decisions import Chunk
 from sacplan._program.elements import CallSite, is_inside
 from sacplan._program.places import OpSequence, Places, StepDifference, described
 from sacplan._recompute.executor.alignment import Alignment, Differences, RecordedUnit
-from sacplan._recompute.executor.copies import put_on, take_off
+from sacplan._recompute.executor.copies import StandIn, put_on, take_off
 from sacplan._torch.ops import is_alias, is_composite, is_computation, op_traits, tensors_in
 from sacplan._torch.private import dispatch_modes, fake_device_of, is_plain, module_calls, run_composite
 from sacplan.errors import PlanError
@@ -246,7 +245,7 @@ class StretchMode(TorchDispatchMode):
                     frame.give_up(stretch, description)
 
 
-class SlicedForward:
+class SlicedForward(StandIn):
     """Stands in for a unit's ``forward`` on the instance (``copies.py``).
 
     Args:
@@ -263,30 +262,10 @@ class SlicedForward:
         elsewhere: frozenset[str],
         differences: Differences,
     ) -> None:
-        self.module = module
-        self.fqn = unit.recorded.fqn
-        self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")
+        super().__init__(module, unit.recorded.fqn)
         self._unit = unit
         self._elsewhere = elsewhere
         self._differences = differences
-
-    def for_replica(self, replica: torch.nn.Module) -> SlicedForward:
-        """The same for a replica of the module."""
-        return SlicedForward(replica, self._unit, self._elsewhere, self._differences)
-
-    @property
-    def original(self) -> Callable[..., Any]:
-        """The forward that this one stands in for."""
-        if self.replaced is not None:
-            return self.replaced
-        found = inspect.getattr_static(type(self.module), "forward")
-        bind = getattr(type(found), "__get__", None)
-        forward: Callable[..., Any] = found if bind is None else bind(found, self.module, type(self.module))
-        return forward
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self.original
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # ops of a compiled graph reach no mode
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
