@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
+from sacplan._chunk.search import Found, StretchSearch, stretch_search
 from sacplan._plan.context import Objective, PlanningContext, planning_context
 from sacplan._plan.make import made_plan
 from sacplan._plan.plan import Plan, Status
 from sacplan._plan.provenance import Provenance, options_of
 from sacplan._plan.search import Candidate, Search
-from sacplan._plan.techniques import DEFAULT_TECHNIQUES, resolve_techniques
+from sacplan._plan.techniques import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, resolve_techniques
 from sacplan._profile.profile import Profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes, parse_budget
@@ -40,7 +41,7 @@ def plan(
     *,
     keep: Sequence[str] = (),
     never: Sequence[str] = (),
-    techniques: Sequence[str] = DEFAULT_TECHNIQUES,
+    techniques: Sequence[str] | None = None,
     world_size: int | None = None,
     fsdp_units: Sequence[str] | None = None,
 ) -> Plan:
@@ -66,7 +67,9 @@ def plan(
         never: patterns of modules that are left alone: nothing in them is discarded, and neither they nor a module
             around or inside of them becomes a unit, so they run as without a plan. Of a module around one, only what
             inner modules compute can then be discarded.
-        techniques: what the plan may do; ``("recompute",)`` is all that there is today.
+        techniques: what the plan may do: ``"recompute"`` (the default in training), ``"chunk"`` (the default for a
+            profile with ``mode="inference"``, where it is the only one that helps; its stretches are found by a search
+            of their own, whatever the solver).
         world_size, fsdp_units: over how many ranks the step is spread, and how, as for ``sacplan.profile``. The
             default is what the profile says.
 
@@ -80,6 +83,11 @@ def plan(
     """
     asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units)
     budget_bytes = parse_budget(budget, asked.profile.peak_bytes)
+    if asked.is_about_stretches:
+        held = asked.stretches().solve(budget_bytes)
+        if held is None:
+            raise _infeasible_stretches(asked.stretches(), budget_bytes)
+        return asked.as_plan(asked.of_stretches(held), budget, budget_bytes)
     searches = asked.searches()
     found = asked.cheapest(searches, budget_bytes)
     if found is None:
@@ -95,7 +103,7 @@ def plan_smallest(
     *,
     keep: Sequence[str] = (),
     never: Sequence[str] = (),
-    techniques: Sequence[str] = DEFAULT_TECHNIQUES,
+    techniques: Sequence[str] | None = None,
     world_size: int | None = None,
     fsdp_units: Sequence[str] | None = None,
 ) -> Plan:
@@ -105,6 +113,8 @@ def plan_smallest(
     those of ``plan``.
     """
     asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units)
+    if asked.is_about_stretches:
+        return asked.as_plan(asked.of_stretches(asked.stretches().minimise()))
     return asked.as_plan(asked.smallest(asked.searches(), 0))
 
 
@@ -126,17 +136,33 @@ class _Asked:
         objective: Objective,
         keep: Sequence[str],
         never: Sequence[str],
-        techniques: Sequence[str],
+        techniques: Sequence[str] | None,
         world_size: int | None,
         fsdp_units: Sequence[str] | None,
     ) -> _Asked:
         solvers = tuple(resolve_solver(solver))
-        names = resolve_techniques(techniques)
+        default = INFERENCE_TECHNIQUES if profile.mode == "inference" else DEFAULT_TECHNIQUES
+        names = resolve_techniques(default if techniques is None else techniques)
         if world_size is not None or fsdp_units is not None:
             ranks = Ranks.of(profile.ranks.world_size if world_size is None else world_size, fsdp_units)
             profile = profile.on_ranks(ranks)
         pins = resolve_pins(profile.program, profile.fingerprint, keep, never)
         return cls(profile, solvers, objective, pins, names)
+
+    @property
+    def is_about_stretches(self) -> bool:
+        """Whether the plan is one of ops that run in slices without gradients."""
+        return self.profile.mode == "inference" and "chunk" in self.techniques
+
+    def stretches(self) -> StretchSearch:
+        """What finds them."""
+        return stretch_search(self.profile.program, self.profile.spec, self.pins)
+
+    def of_stretches(self, found: Found) -> Candidate:
+        """Stretches as any other decisions."""
+        status, solver = ("feasible", "path") if found.decisions else ("unplanned", "none")
+        footprint = found.program.footprint
+        return Candidate(found.decisions, footprint, found.extra_ms, status, None, solver)
 
     def searches(self) -> list[Search]:
         """Without chunks, and with the loss in slices where that may be and can be."""
@@ -263,6 +289,20 @@ def resolve_solver(solver: str | Solver | Rotor) -> list[Solver | Rotor]:
             "sacplan.Milp()."
         )
     return known[solver]
+
+
+def _infeasible_stretches(search: StretchSearch, budget_bytes: int) -> InfeasibleBudget:
+    run = search.smallest.program.footprint
+    binding = run.peak_fqn or "the model itself"
+    return InfeasibleBudget(
+        f"no plan found keeps the step under {format_bytes(budget_bytes)}, however finely its ops are sliced. The "
+        f"smallest peak reached is {format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the forward of "
+        f"{binding}. ",
+        f'Give at least budget="{run.peak_bytes}B", or make the batch smaller.',
+        budget_bytes=budget_bytes,
+        smallest_feasible_bytes=run.peak_bytes,
+        binding=binding,
+    )
 
 
 def _infeasible(asked: _Asked, searches: list[Search], budget_bytes: int) -> InfeasibleBudget:

@@ -20,6 +20,9 @@ _KEPT = 4  # rewritten programs
 DEFAULT_TECHNIQUES = ("recompute",)
 """What a plan for training may do unless it is told otherwise: gradients stay bit-equal."""
 
+INFERENCE_TECHNIQUES = ("chunk",)
+"""The same for the forward pass alone: there is nothing to recompute."""
+
 
 def resolve_techniques(names: Iterable[str]) -> tuple[str, ...]:
     """Checked names.

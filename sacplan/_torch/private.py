@@ -25,7 +25,11 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes
@@ -290,6 +294,11 @@ def current_saved_tensors_hooks() -> tuple[Any, Any] | None:
 def dispatch_modes() -> list[Any]:
     """The dispatch modes that are on, the outermost first."""
     return list(_get_current_dispatch_mode_stack())
+
+
+def modes_off() -> Any:
+    """A context without dispatch modes, fake ones included."""
+    return _disable_current_modes()
 
 
 def active_fake_mode() -> FakeTensorMode | None:
