@@ -44,8 +44,10 @@ def made_plan(
             "need parameters that are freed. A unit of a plan must be inside of one of the profile's fsdp_units."
         )
     lower_bound_ms = _lower_bound(profile, decisions, pins, found.peak_bytes)
-    others = [one for one in decisions if not isinstance(one, Recompute)]
-    program = rewritten(profile.program, others, profile.spec)
+    program = profile.program
+    if discarded:  # recipes are made of what other techniques leave where it is
+        others = [one for one in decisions if not isinstance(one, Recompute)]
+        program = rewritten(program, others, profile.spec)
     units, sequences = unit_plans(program, discarded, dict.fromkeys(one.unit for one in decisions))
     return Plan(
         status=status,
