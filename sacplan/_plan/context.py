@@ -64,10 +64,19 @@ class PlanningContext:
 
         Where there are chunks, of schedules of the step in the most slices.
         """
+        return Bound(self._floor_program.liveness, self.costs, self.pins.kept_ops)
+
+    @property
+    def floor_bytes(self) -> int:
+        """No plan of the context has a lower peak."""
+        return self._floor_program.liveness.floor_bytes
+
+    @cached_property
+    def _floor_program(self) -> Program:
+        """The step; where there are chunks, in the most slices."""
         if self._chunks is None:
-            return Bound(self.program.liveness, self.costs, self.pins.kept_ops)
-        patch = self._chunks.options[-1][1].patch
-        return Bound(self.program.with_(patch).liveness, self.costs, self.pins.kept_ops)
+            return self.program
+        return self.program.with_(self._chunks.options[-1][1].patch)
 
     @cached_property
     def _chunk_region(self) -> Region | None:
