@@ -35,6 +35,7 @@ from sacplan.errors import ChunkError
 
 _ALLOC, _OP, _PACK, _RELEASE = map(int, (Event.ALLOC, Event.OP, Event.PACK, Event.RELEASE))
 _UNPACK, _DROP = int(Event.UNPACK), int(Event.DROP)
+_ADDITIONS = ("aten.add.Tensor", "aten.add_.Tensor")
 _OF_MODEL = (StorageKind.PARAMETER, StorageKind.BUFFER)
 
 
@@ -147,6 +148,9 @@ class _Rest:
         self.lazy: dict[int, Lazy] = {}  # tensors of the program that are not computed where they were
         self.real: dict[int, torch.Tensor] = {}
         self.storages: set[int] = set()  # of the former
+        self.own: set[int] = set()  # ops that the module runs on its own parameters alone
+        self.own_storages: set[int] = set()
+        self.gradients: set[int] = set()  # storages that ops of the backward pass make where they did
         self.deferred: list[int] = []
         self.ran: dict[int, Seen] = {}  # what runs where an op was deferred
         self.held: dict[int, int] = {}  # storages that deferred ops read to the op that reads them first
@@ -175,21 +179,72 @@ class _Rest:
                 break
             if op.phase is Phase.BACKWARD and op.forward_of in self.reduced:
                 self._gradients_are_lazy(op)
-            lazy = [t for t in op.inputs if t in self.lazy]
+            lazy = [t for t in op.inputs if t in self.lazy and not self._is_real_here(t, op)]
             if not lazy:
-                if op.phase is not Phase.BACKWARD and self.storages.intersection(op.reads):
-                    raise CannotChunk(f"{op.name} reads what is sliced in another layout", i)
+                self._passed_by(i, op)
                 continue
             if op.phase is Phase.FORWARD:
-                self._check_reads(i, op)
-            if op.phase is Phase.BACKWARD and op.forward_of < first:
+                self._check_reads(i, op, lazy)
+            if op.phase is Phase.BACKWARD and self._is_behind(op):
+                self._check_exits(i, op, lazy)
                 self.exits.update(dict.fromkeys(t for t in lazy if t != self.entry.tensor))
                 self.boundary.append(i)
+                self.gradients.update(op.writes)
             else:
                 self._defer(i, op)
         if not self.exits:
             raise CannotChunk(
                 f"nothing that is computed from the input of {self.entry.unit!r} is differentiated"
+            )
+
+    def _is_real_here(self, tensor: int, op: Op) -> bool:
+        """Only what the module does with its input is lazy; others read the input itself."""
+        if tensor != self.entry.tensor:
+            return False
+        if op.phase is Phase.BACKWARD:
+            return op.forward_of not in self.ran
+        return not self._is_inside(op)
+
+    def _is_inside(self, op: Op) -> bool:
+        return self.entry.scope in (op.scope, *self.program.ancestors(op.scope))
+
+    def _passed_by(self, index: int, op: Op) -> None:
+        """An op that runs where it ran. What the module makes of its own parameters alone, such as casts, is noted."""
+        program = self.program
+        if op.phase is Phase.BACKWARD:
+            self.gradients.update(op.writes)
+            return
+        if self.storages.intersection(op.reads):
+            raise CannotChunk(f"{op.name} reads what is sliced in another layout", index)
+        kinds = (program.storage_kinds[s] is StorageKind.PARAMETER or s in self.own_storages for s in op.reads)
+        if op.reads and self._is_inside(op) and all(kinds):
+            self.own.add(index)
+            self.own_storages.update(op.writes)
+
+    def _is_behind(self, op: Op) -> bool:
+        """Whether an op of the backward pass reads gradients that the entry's node has made real."""
+        if op.forward_of not in self.ran and op.forward_of not in self.own:
+            return True
+        if op.name not in _ADDITIONS:
+            return False
+        # Where another gradient of the module's input meets the entry's.
+        tensors, like = self.program.tensors, self.program.tensors[self.entry.tensor]
+        others = [t for t in op.inputs if t not in self.lazy]
+        return any(tensors[t].shape == like.shape and tensors[t].storage in self.gradients for t in others)
+
+    def _check_exits(self, index: int, op: Op, lazy: list[int]) -> None:
+        """What leaves is a gradient of the input or of a parameter; another activation's needs a loop of its own."""
+        program = self.program
+        parameters = {
+            program.tensors[t].shape
+            for i in program.ops_in(self.entry.scope)
+            for t in program.ops[i].inputs
+            if program.storage_kinds[program.tensors[t].storage] is StorageKind.PARAMETER
+        }
+        shapes = parameters | {program.tensors[self.entry.tensor].shape}
+        if any(program.tensors[t].shape not in shapes for t in lazy):
+            raise CannotChunk(
+                f"{op.name} reads a gradient of an activation that did not enter {self.entry.unit!r}", index
             )
 
     def _gradients_are_lazy(self, op: Op) -> None:
@@ -200,19 +255,24 @@ class _Rest:
                 made = self._tensor(t)
                 self.lazy[t] = Lazy(Value(self.region, made, data=made))
 
-    def _check_reads(self, index: int, op: Op) -> None:
-        """Whatever else is differentiated would get its gradient from elsewhere than the entry."""
+    def _check_reads(self, index: int, op: Op, lazy: list[int]) -> None:
+        """Whatever else is differentiated would get its gradient from elsewhere than the entry.
+
+        Losses that are added to one that is sliced get theirs from the one behind.
+        """
         program = self.program
+        sliced = any(self.lazy[t].value.sliced for t in lazy)
         for t in op.inputs:
             s = program.tensors[t].storage
-            if t in self.lazy or s in self.storages or "float" not in program.tensors[t].dtype:
+            if t in self.lazy or s in self.storages or s in self.own_storages:
                 continue
-            if program.writer.get(s, -1) in self.differentiated:
+            if "float" not in program.tensors[t].dtype:
+                continue
+            if sliced and program.writer.get(s, -1) in self.differentiated:
                 raise CannotChunk(
                     f"{op.name} also reads an activation that did not enter {self.entry.unit!r}", index
                 )
-            scopes = (op.scope, *program.ancestors(op.scope))
-            if program.storage_kinds[s] is StorageKind.PARAMETER and self.entry.scope not in scopes:
+            if program.storage_kinds[s] is StorageKind.PARAMETER and not self._is_inside(op):
                 raise CannotChunk(f"{op.name} reads a parameter outside of {self.entry.unit!r}", index)
 
     def _defer(self, index: int, op: Op) -> None:
