@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 
@@ -33,7 +33,8 @@ from sacplan._record.in_place import OUT_OF_PLACE
 from sacplan._torch.ops import tensors_in
 from sacplan.errors import ChunkError
 
-_ALLOC, _OP, _PACK, _RELEASE = map(int, (Event.ALLOC, Event.OP, Event.PACK, Event.RELEASE))
+_ALLOC, _FREE, _OP = map(int, (Event.ALLOC, Event.FREE, Event.OP))
+_PACK, _RELEASE = int(Event.PACK), int(Event.RELEASE)
 _UNPACK, _DROP = int(Event.UNPACK), int(Event.DROP)
 _ADDITIONS = ("aten.add.Tensor", "aten.add_.Tensor")
 _OF_MODEL = (StorageKind.PARAMETER, StorageKind.BUFFER)
@@ -81,25 +82,40 @@ class Entry:
 
 
 class _Sampled(Region):
-    """A region of which the first, the second and the last slice stand for all; the others are as the second."""
+    """A region of which some slices stand for all.
+
+    Slices that read equally long parts of everything that is sliced run the same ops. Of several in a row the first two
+    run, since results are made in the one and added to in the other; and the last slice of all.
+
+    Attributes:
+        windows: where tensors begin and end that have only a part of the axis, as shifted ones do.
+        marks: ops seen before a slice, and how many slices it stands for.
+    """
 
     def __init__(self, size: int, slices: int, accumulate: torch.dtype | None, rehearsal: Rehearsal) -> None:
         super().__init__(size, slices, accumulate, _refuse)
         self._rehearsal = rehearsal
-        self.marks: list[tuple[int, int]] = []  # ops seen before a slice, and how many slices it stands for
+        self.windows: set[tuple[int, int]] = {(0, size)}
+        self.marks: list[tuple[int, int]] = []
 
     def slices(self) -> Iterator[tuple[int, int]]:
         """See above."""
-        every = list(super().slices())
-        sampled = [(every[0], 1)]
-        if len(every) > 2:
-            sampled.append((every[1], len(every) - 2))
-        if len(every) > 1:
-            sampled.append((every[-1], 1))
-        for bounds, times in sampled:
-            self.marks.append((self._rehearsal.n_ops, times))
-            yield bounds
+        *every, last = super().slices()
+        for _, same in groupby(every, self._lengths):
+            first, *others = same
+            yield from self._marked(first, 1)
+            if others:
+                yield from self._marked(others[0], len(others))
+        yield from self._marked(last, 1)
         self.marks.append((self._rehearsal.n_ops, 1))
+
+    def _marked(self, bounds: tuple[int, int], times: int) -> Iterator[tuple[int, int]]:
+        self.marks.append((self._rehearsal.n_ops, times))
+        yield bounds
+
+    def _lengths(self, bounds: tuple[int, int]) -> tuple[int, ...]:
+        start, stop = bounds
+        return tuple(max(0, min(stop, end) - max(start, begin)) for begin, end in sorted(self.windows))
 
 
 def _refuse(op: str, why: str) -> None:
@@ -148,6 +164,7 @@ class _Rest:
         self.lazy: dict[int, Lazy] = {}  # tensors of the program that are not computed where they were
         self.real: dict[int, torch.Tensor] = {}
         self.storages: set[int] = set()  # of the former
+        self.real_views: set[int] = set()  # of the former, those that another op has made meanwhile
         self.own: set[int] = set()  # ops that the module runs on its own parameters alone
         self.own_storages: set[int] = set()
         self.gradients: set[int] = set()  # storages that ops of the backward pass make where they did
@@ -186,10 +203,12 @@ class _Rest:
             if op.phase is Phase.FORWARD:
                 self._check_reads(i, op, lazy)
             if op.phase is Phase.BACKWARD and self._is_behind(op):
-                self._check_exits(i, op, lazy)
-                self.exits.update(dict.fromkeys(t for t in lazy if t != self.entry.tensor))
-                self.boundary.append(i)
                 self.gradients.update(op.writes)
+                lazy = [t for t in lazy if t != self.entry.tensor and not self._is_there(t)]
+                if lazy:
+                    self._check_exits(i, op, lazy)
+                    self.exits.update(dict.fromkeys(lazy))
+                    self.boundary.append(i)
             else:
                 self._defer(i, op)
         if not self.exits:
@@ -197,13 +216,19 @@ class _Rest:
                 f"nothing that is computed from the input of {self.entry.unit!r} is differentiated"
             )
 
+    def _is_there(self, tensor: int) -> bool:
+        """A gradient that was lazy only so that what autograd expands it to is sliced."""
+        value = self.lazy[tensor].value
+        return value.free and value.data is not None
+
     def _is_real_here(self, tensor: int, op: Op) -> bool:
-        """Only what the module does with its input is lazy; others read the input itself."""
-        if tensor != self.entry.tensor:
+        """Only what the module does with its input is lazy; others read the input itself, or the same view of it."""
+        program, entry = self.program, self.entry.tensor
+        if program.tensors[tensor].storage != program.tensors[entry].storage:
             return False
         if op.phase is Phase.BACKWARD:
             return op.forward_of not in self.ran
-        return not self._is_inside(op)
+        return tensor in self.real_views or (tensor == entry and not self._is_inside(op))
 
     def _is_inside(self, op: Op) -> bool:
         return self.entry.scope in (op.scope, *self.program.ancestors(op.scope))
@@ -216,6 +241,7 @@ class _Rest:
             return
         if self.storages.intersection(op.reads):
             raise CannotChunk(f"{op.name} reads what is sliced in another layout", index)
+        self.real_views.update(t for t in op.outputs if t in self.lazy)
         kinds = (program.storage_kinds[s] is StorageKind.PARAMETER or s in self.own_storages for s in op.reads)
         if op.reads and self._is_inside(op) and all(kinds):
             self.own.add(index)
@@ -294,6 +320,9 @@ class _Rest:
             storage = self.program.tensors[t].storage
             if isinstance(made, Lazy):
                 self.lazy[t] = made
+                self.real_views.discard(t)
+                if (window := made.value.window) is not None:
+                    self.region.windows.add((window.start, window.start + window.axis.size))
                 if made.value.combined is not None:
                     self.reduced.setdefault(index, set()).add(tuple(made.shape))
                 if storage != self.program.tensors[self.entry.tensor].storage:
@@ -302,7 +331,7 @@ class _Rest:
                 self.real[t] = made
                 self.rehearsal.is_made(made, storage)
         for t in op.inputs:
-            if t not in self.lazy:
+            if t not in self.lazy or self._is_there(t):
                 self.held.setdefault(self.program.tensors[t].storage, index)
         self.deferred.append(index)
         self.ran[index] = seen
@@ -363,11 +392,7 @@ class _Rest:
         body = self.rehearsal.into(additions, loop, Phase.BACKWARD, self.entry.scope)
         self._multiply(n_before, loop)
         after = [(_DROP, entry_instance), *((_RELEASE, handle) for handle in handles)]
-        for i in self.boundary:
-            at = int(liveness.op_events[i])
-            if at < end:
-                events[at] = []
-                after.append((_OP, i))
+        after += self._put_off(events, end)
         events[end] += [(_UNPACK, entry_instance), *body, *after]
         gone = frozenset(self.deferred)
         ops = tuple(additions.ops)
@@ -384,6 +409,29 @@ class _Rest:
             gone,
             sum(op.time_ms for op in ops) - sum(program.ops[i].time_ms for i in gone),
         )
+
+    def _put_off(self, events: dict[int, list[tuple[int, int]]], end: int) -> list[tuple[int, int]]:
+        """Ops that read what the loop makes run behind it; what they read and write is freed behind them."""
+        program, liveness = self.program, self.program.liveness
+        tensors = program.tensors
+        freed: set[int] = set()
+        found: list[tuple[int, tuple[int, int]]] = []
+        for i in self.boundary:
+            at = int(liveness.op_events[i])
+            if at < end:
+                events[at] = []
+                found.append((at, (_OP, i)))
+                op = program.ops[i]
+                freed.update((*op.reads, *op.writes, *(tensors[t].storage for t in op.inputs)))
+        if not found:
+            return []
+        first = found[0][0]
+        for s in freed:
+            for at in liveness.events_of[s]:
+                if first < at <= end and program.events[at] == (_FREE, s):
+                    events[at] = []
+                    found.append((at, program.events[at]))
+        return [event for _, event in sorted(found)]
 
     def _drop_events(self, events: dict[int, list[tuple[int, int]]], kept: set[int], end: int) -> None:
         """Nobody holds what is not computed; what leaves the loop is held from there on."""
