@@ -376,8 +376,12 @@ class _Rest:
 
     def _rewritten(self, exits: dict[int, torch.Tensor], loop: Seen) -> Rewrite:
         program, liveness, additions = self.program, self.program.liveness, self.additions
+        resized = {}  # a kernel may leave a scalar in memory that was large
         for t, made in exits.items():
-            self.rehearsal.is_made(made, program.tensors[t].storage)
+            storage = program.tensors[t].storage
+            n_bytes = self.rehearsal.is_made(made, storage)
+            if n_bytes != program.storage_bytes[storage]:
+                resized[storage] = n_bytes
         events: dict[int, list[tuple[int, int]]] = {}
         for i in self.deferred:
             op = program.ops[i]
@@ -405,6 +409,7 @@ class _Rest:
                 handle_storages=tuple(handles.values()),
                 handle_ops=(program.scopes[self.entry.scope].first_op,) + (-1,) * (len(handles) - 1),
                 instance_handles=(len(program.handle_storages),),
+                resized=resized,
             ),
             gone,
             sum(op.time_ms for op in ops) - sum(program.ops[i].time_ms for i in gone),
