@@ -106,9 +106,11 @@ class Rehearsal:
         self._tensors.append(made)
         return made
 
-    def is_made(self, made: torch.Tensor, storage: int) -> None:
-        """From here on a storage that was made stands for one of the program's."""
-        self.known[self._recorder.storage_of(made)] = storage
+    def is_made(self, made: torch.Tensor, storage: int) -> int:
+        """From here on a storage that was made stands for one of the program's; its bytes."""
+        index = self._recorder.storage_of(made)
+        self.known[index] = storage
+        return self._recorder.storage_sizes[index]
 
     @property
     def n_ops(self) -> int:

@@ -66,9 +66,18 @@ class PlanningContext:
 
         Where there are chunks, of schedules of the step in the most slices.
         """
+        return Bound(self._floor_program.liveness, self.costs, self.pins.kept_ops)
+
+    @property
+    def floor_bytes(self) -> int:
+        """No plan of the context has a lower peak."""
+        return self._floor_program.liveness.floor_bytes
+
+    @cached_property
+    def _floor_program(self) -> Program:
+        """The step; where there are chunks, in the most slices."""
         most = [chunks.options[-1][0] for chunks in self.chunks]
-        program = rewritten(self.program, most, self.device)
-        return Bound(program.liveness, self.costs, self.pins.kept_ops)
+        return rewritten(self.program, most, self.device)
 
     @cached_property
     def _chunk_regions(self) -> tuple[Region, ...]:
