@@ -74,13 +74,16 @@ class Entry:
         calls = program.calls.get(unit, ())
         if len(calls) != 1:
             raise CannotChunk(f"module {unit!r} is called {len(calls)} times in a step, and it must be once")
-        for i in program.ops_in(calls[0]):
-            for t in program.ops[i].inputs:
-                tensor = program.tensors[t]
-                of_model = program.storage_kinds[tensor.storage] in _OF_MODEL
-                if not of_model and "float" in tensor.dtype and tensor.shape:
-                    return Entry(unit, calls[0], t)
-        raise CannotChunk(f"module {unit!r} reads no floating-point activation")
+        inside = program.ops_in(calls[0])
+        read = (t for i in inside for t in program.ops[i].inputs)
+        for t in read:
+            tensor = program.tensors[t]
+            if program.storage_kinds[tensor.storage] in _OF_MODEL or not tensor.shape:
+                continue
+            if "float" in tensor.dtype and program.writer.get(tensor.storage, -1) not in inside:
+                return Entry(unit, calls[0], t)
+            break
+        raise CannotChunk(f"what module {unit!r} reads first is no floating-point activation from outside")
 
 
 class _Sampled(Region):
