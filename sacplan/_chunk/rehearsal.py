@@ -17,9 +17,8 @@ import torch
 from sacplan._device.cost import CostModel
 from sacplan._device.devices import DeviceSpec
 from sacplan._device.kernels import fake_device
-from sacplan._device.workspace import workspace_bytes
 from sacplan._program.program import Event, Op, Phase, Program, StorageKind
-from sacplan._record.recorder import Recorder
+from sacplan._record.device_recorder import device_recorder
 
 _STORAGE_EVENTS = (Event.ALLOC, Event.FREE)
 
@@ -80,13 +79,7 @@ class Rehearsal:
     def __init__(self, program: Program, device: DeviceSpec) -> None:
         self.program = program
         self.known: dict[int, int] = {}
-        self._round = device.allocation_round_bytes
-        self._recorder = Recorder(
-            cost=_costs(device).cost,
-            workspace=functools.partial(workspace_bytes, device),
-            round_bytes=device.allocation_round_bytes,
-            saved="observe",
-        )
+        self._recorder = device_recorder(device, _costs(device).cost, "observe")
         self.device = device
         self._tensors: list[torch.Tensor] = []  # alive, so that nothing that is given is freed
 

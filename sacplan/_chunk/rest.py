@@ -20,7 +20,7 @@ from itertools import groupby, pairwise
 import msgspec
 import torch
 
-from sacplan._chunk.calls import arguments, overload
+from sacplan._chunk.calls import Opaque, call_with
 from sacplan._chunk.executor import losses  # noqa: F401  (registers how losses are put together)
 from sacplan._chunk.executor.lazy import Lazy, defer, root
 from sacplan._chunk.executor.loop import compute
@@ -32,7 +32,7 @@ from sacplan._factors.axes import Axis
 from sacplan._program.decisions import Chunk
 from sacplan._program.program import Event, Op, Patch, Phase, Program, StorageKind
 from sacplan._record.in_place import OUT_OF_PLACE
-from sacplan._torch.ops import tensors_in
+from sacplan._torch.ops import op_named, tensors_in
 from sacplan.errors import ChunkError
 
 _ALLOC, _FREE, _OP = map(int, (Event.ALLOC, Event.FREE, Event.OP))
@@ -339,13 +339,13 @@ class _Rehearsed:
                 raise CannotChunk(f"{op.name} reads a parameter outside of {self.entry.unit!r}", index)
 
     def _defer(self, index: int, op: Op, known: Mapping[int, Lazy]) -> None:
-        func = overload(OUT_OF_PLACE.get(op.name, op.name))
+        func = op_named(OUT_OF_PLACE.get(op.name, op.name))
         if func is None:
             raise CannotChunk(f"this process has no op {op.name}", index)
         try:
-            args, kwargs = arguments(op, lambda t: self._tensor(t, known))
+            args, kwargs = call_with(op.arguments, [self._tensor(t, known) for t in op.inputs])
             out, seen = self.rehearsal.seen(lambda: defer(func, args, kwargs))
-        except (ValueError, ChunkError) as error:
+        except (Opaque, ChunkError) as error:
             raise CannotChunk(str(error), index) from error
         outputs = list(tensors_in(out))
         if len(outputs) != len(op.outputs):
