@@ -197,7 +197,7 @@ class _Rehearsed:
         self.deferred: list[int] = []
         self.ran: dict[int, Seen] = {}  # what runs where an op was deferred
         self.held: dict[int, int] = {}  # storages that deferred ops read to the op that reads them first
-        self.exits: dict[int, None] = {}  # tensors that somebody reads who is not deferred
+        self.exits: dict[int, Lazy] = {}  # tensors that somebody reads who is not deferred
         self.boundary: list[int] = []  # who does
         self.outputs: dict[int, torch.Tensor] = {}  # of the module
         self.left: Seen | None = None  # what runs when the module is left
@@ -260,8 +260,10 @@ class _Rehearsed:
             lazy = [t for t in lazy if known[t].value.data is None]
             if lazy:
                 self._check_exits(i, op, lazy)
-                self.exits.update(dict.fromkeys(lazy))
+                self.exits.update((t, known[t]) for t in lazy if t not in self.exits)
                 self.boundary.append(i)
+            for t in op.outputs:
+                self.lazy.pop(t, None)  # others see it from here on, of what has left
         if not self.exits:
             raise CannotChunk(
                 f"nothing that is computed from the input of {self.entry.unit!r} is differentiated"
@@ -277,7 +279,7 @@ class _Rehearsed:
         if op.name not in _ADDITIONS:
             return False
         tensors, like = self.program.tensors, self.program.tensors[self.entry.tensor]
-        others = (tensors[t] for t in op.inputs if t not in known)
+        others = (tensors[t] for t in op.inputs if t not in known or known[t].value.data is not None)
         return any(t.shape == like.shape and t.storage in self.upstream for t in others)
 
     def _check_exits(self, index: int, op: Op, lazy: Sequence[int]) -> None:
@@ -397,6 +399,11 @@ class _Rehearsed:
         made, self.left = self.rehearsal.seen(lambda: compute(values))
         maker = {t: i for i in self.deferred for t in program.ops[i].outputs}
         self.lazy.clear()  # those that autograd keeps are found where they were saved
+        if any(maker[t] not in self.differentiated for t in outputs):
+            # Such as a residual sum: what comes in would be read by several ops, inside and outside.
+            raise CannotChunk(
+                f"the gradient of what {self.entry.unit!r} returns goes through its last op as it is"
+            )
         for t, value, tensor in zip(outputs, values, made, strict=True):
             self.outputs[t] = self.real[t] = tensor
             self.gradients[maker[t]] = program.tensors[t].shape, value.window
@@ -417,10 +424,12 @@ class _Rehearsed:
             for t, lazy in self.lazy.items()
             if not tensors[t].shape and t not in self.exits and died[tensors[t].storage] > end
         }
-        gradients = [self.lazy[t].value for t in self.exits]
+        exits = list(self.exits)
+        gradients = [lazy.value for lazy in self.exits.values()]
         self.lazy.clear()  # what the step has let go of by then is not computed along
         self.inside.clear()
         self.saved.clear()
+        self.exits.clear()
 
         def run() -> dict[int, torch.Tensor]:
             """As an entry node does: numbers that are still referred to are computed along, and kept."""
@@ -429,7 +438,7 @@ class _Rehearsed:
             for value, data in zip(pending, made[len(gradients) :], strict=True):
                 value.settle(data)
             gradients.clear()
-            found = dict(zip(self.exits, made, strict=False))
+            found = dict(zip(exits, made, strict=False))
             found.update((t, value.data) for t, value in numbers.items() if value.data is not None)
             return found
 
