@@ -63,7 +63,7 @@ def _loss_chunks(program: Program, device: DeviceSpec) -> LossChunks | tuple[Ref
         if best is None or most * _SAME < best[0]:
             best = most, chunk
     if best is None:
-        return tuple(refused)
+        return tuple(refused or _called_often(program))
     return _offered(program, best[1], device)
 
 
@@ -78,6 +78,16 @@ def _last_modules(program: Program) -> Iterator[str]:
     ]
     for _, _, fqn in sorted(found, reverse=True)[:_TRIED]:
         yield fqn
+
+
+def _called_often(program: Program) -> Iterator[Refusal]:
+    """The last modules of a step in which all are called several times, such as one of several micro-batches."""
+    often = {fqn: calls for fqn, calls in program.calls.items() if fqn and len(calls) > 1}
+    for unit in sorted(often, key=lambda fqn: program.scopes[often[fqn][-1]].first_op, reverse=True)[:_TRIED]:
+        try:
+            Entry.of(program, unit)
+        except CannotChunk as error:
+            yield Refusal(unit, str(error))
 
 
 def _first_axis(program: Program, unit: str, device: DeviceSpec) -> tuple[Chunk, Rewrite]:

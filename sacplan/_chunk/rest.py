@@ -22,8 +22,8 @@ import torch
 from sacplan._chunk.calls import arguments, overload
 from sacplan._chunk.executor import losses  # noqa: F401  (registers how losses are put together)
 from sacplan._chunk.executor.lazy import Lazy, defer, root
-from sacplan._chunk.executor.loop import compute
-from sacplan._chunk.executor.values import Region, Value
+from sacplan._chunk.executor.loop import compute, needed_nodes
+from sacplan._chunk.executor.values import Held, Region, Value
 from sacplan._chunk.rehearsal import Additions, Rehearsal, Seen
 from sacplan._device.devices import DeviceSpec
 from sacplan._factors.axes import Axis
@@ -171,6 +171,9 @@ class _Rest:
         self.deferred: list[int] = []
         self.ran: dict[int, Seen] = {}  # what runs where an op was deferred
         self.held: dict[int, int] = {}  # storages that deferred ops read to the op that reads them first
+        self.expanded: set[int] = set()  # gradients that the step computes where it did
+        self.computed: list[int] = []  # ops that needed numbers out of a loop of their own
+        self.needed: set[int] = set()  # storages that the last loop reads
         self.exits: dict[int, None] = {}  # tensors that somebody reads who is not deferred
         self.boundary: list[int] = []  # who does
         self.reduced: dict[int, set[tuple[int, ...]]] = {}  # ops that reduce what is sliced, to shapes
@@ -217,9 +220,8 @@ class _Rest:
             )
 
     def _is_there(self, tensor: int) -> bool:
-        """A gradient that was lazy only so that what autograd expands it to is sliced."""
-        value = self.lazy[tensor].value
-        return value.free and value.data is not None
+        """A gradient that is lazy only so that what autograd expands it to is sliced."""
+        return tensor in self.expanded
 
     def _is_real_here(self, tensor: int, op: Op) -> bool:
         """Only what the module does with its input is lazy; others read the input itself, or the same view of it."""
@@ -242,7 +244,9 @@ class _Rest:
         if self.storages.intersection(op.reads):
             raise CannotChunk(f"{op.name} reads what is sliced in another layout", index)
         self.real_views.update(t for t in op.outputs if t in self.lazy)
-        kinds = (program.storage_kinds[s] is StorageKind.PARAMETER or s in self.own_storages for s in op.reads)
+        kinds = (
+            program.storage_kinds[s] is StorageKind.PARAMETER or s in self.own_storages for s in op.reads
+        )
         if op.reads and self._is_inside(op) and all(kinds):
             self.own.add(index)
             self.own_storages.update(op.writes)
@@ -280,6 +284,7 @@ class _Rest:
             if t not in self.lazy and tensor.shape in self.reduced[op.forward_of] and "float" in tensor.dtype:
                 made = self._tensor(t)
                 self.lazy[t] = Lazy(Value(self.region, made, data=made))
+                self.expanded.add(t)
 
     def _check_reads(self, index: int, op: Op, lazy: list[int]) -> None:
         """Whatever else is differentiated would get its gradient from elsewhere than the entry.
@@ -309,10 +314,13 @@ class _Rest:
             args, kwargs = arguments(op, self._tensor)
         except ValueError as error:
             raise CannotChunk(str(error), index) from error
+        loops = self.region.tally.loops
         try:
             out, seen = self.rehearsal.seen(lambda: defer(func, args, kwargs))
         except ChunkError as error:
             raise CannotChunk(str(error), index) from error
+        if self.region.tally.loops > loops:
+            self.computed.append(index)
         outputs = list(tensors_in(out))
         if len(outputs) != len(op.outputs):
             raise CannotChunk(f"{op.name} gave {len(outputs)} results instead of {len(op.outputs)}", index)
@@ -330,7 +338,7 @@ class _Rest:
             else:
                 self.real[t] = made
                 self.rehearsal.is_made(made, storage)
-        for t in op.inputs:
+        for t in op.inputs if any(isinstance(made, Lazy) for made in outputs) else ():
             if t not in self.lazy or self._is_there(t):
                 self.held.setdefault(self.program.tensors[t].storage, index)
         self.deferred.append(index)
@@ -357,11 +365,16 @@ class _Rest:
             if not tensors[t].shape and t not in self.exits and died[tensors[t].storage] > end
         }
         gradients = [self.lazy[t].value for t in self.exits]
+        self._check_let_go(end)
         self.lazy.clear()  # what the step has let go of by then is not computed along
 
         def run() -> dict[int, torch.Tensor]:
             """As an entry node does: numbers that are still referred to are computed along, and kept."""
             pending = [value for value in self.region.pending if value not in gradients]
+            held = (
+                x for node in needed_nodes([*gradients, *pending]) for x in node.inputs if isinstance(x, Held)
+            )
+            self.needed.update(self.rehearsal.stands_for(x.tensor) for x in held)
             made = compute([*gradients, *pending])
             for value, data in zip(pending, made[len(gradients) :], strict=True):
                 value.settle(data)
@@ -371,6 +384,21 @@ class _Rest:
             return found
 
         return self.rehearsal.seen(run)
+
+    def _check_let_go(self, end: int) -> None:
+        """Results that code still refers to when the loop is over, such as logits, are computed if it reads them."""
+        program, liveness = self.program, self.program.liveness
+        kept = {program.tensors[t].storage for t in self.exits}
+        for s in {program.tensors[t].storage for t, lazy in self.lazy.items() if lazy.value.sliced} - kept:
+            made_by = program.writer.get(s, -1)
+            if made_by not in self.ran or program.ops[made_by].phase is not Phase.FORWARD:
+                continue
+            freed = [at for at in liveness.events_of[s] if program.events[at] == (_FREE, s)]
+            if not freed or freed[-1] > end:
+                what = f"what {program.ops[made_by].name} makes, {program.storage_bytes[s]} bytes,"
+                raise CannotChunk(
+                    f"{what} is sliced, and referred to when the backward pass is over", made_by
+                )
 
     # --- the patch --------------------------------------------------------------------------------
 
@@ -390,12 +418,12 @@ class _Rest:
         end = int(liveness.op_events[self.deferred[-1]])
         kept = {program.tensors[t].storage for t in exits}
         self._drop_events(events, kept, end)
-        handles = self._hold(events, end)
+        handles, until_end = self._hold(events)
         n_before = len(additions.ops)
         entry_instance = len(program.instance_handles)
         body = self.rehearsal.into(additions, loop, Phase.BACKWARD, self.entry.scope)
         self._multiply(n_before, loop)
-        after = [(_DROP, entry_instance), *((_RELEASE, handle) for handle in handles)]
+        after = [(_DROP, entry_instance), *((_RELEASE, handle) for handle in until_end)]
         after += self._put_off(events, end)
         events[end] += [(_UNPACK, entry_instance), *body, *after]
         gone = frozenset(self.deferred)
@@ -474,20 +502,30 @@ class _Rest:
             return None
         return arg if not self.readers[arg] else None
 
-    def _hold(self, events: dict[int, list[tuple[int, int]]], end: int) -> dict[int, int]:
-        """By new handle, what is held until the loop is over: what enters, and what deferred ops read besides."""
+    def _hold(self, events: dict[int, list[tuple[int, int]]]) -> tuple[dict[int, int], list[int]]:
+        """By new handle, what is held: what enters, and what deferred ops read besides; and until the loop is over.
+
+        What only a loop before it reads is held until that one is over.
+        """
         program, liveness = self.program, self.program.liveness
         begins = program.tensors[self.entry.tensor].storage
         handles = {len(program.handle_storages): begins}
+        until_end = list(handles)
         at = liveness.entered[self.entry.scope]
         events[at] = [program.events[at], (_PACK, len(program.handle_storages))]
         initial = set(program.initial)
         for s, op in self.held.items():
-            if s not in initial and s != begins:
-                handle = len(program.handle_storages) + len(handles)
-                handles[handle] = s
-                events[int(liveness.op_events[op])].append((_PACK, handle))
-        return handles
+            if s in initial or s == begins:
+                continue
+            handle = len(program.handle_storages) + len(handles)
+            handles[handle] = s
+            events[int(liveness.op_events[op])].append((_PACK, handle))
+            over = next((i for i in self.computed if i >= op), None)
+            if over is None or s in self.needed:
+                until_end.append(handle)
+            else:
+                events[int(liveness.op_events[over])].append((_RELEASE, handle))
+        return handles, until_end
 
     def _multiply(self, n_before: int, loop: Seen) -> None:
         """Slices that were left out take the time of the one that stands for them."""

@@ -476,7 +476,9 @@ def _product_flops(_: Any, left: Sequence[int], right: Sequence[int], **__: Any)
 
 def flop_counter() -> FlopCounterMode:
     """A ``FlopCounterMode`` for the whole step: its hooks on modules fail where a custom function calls some."""
-    in_place = dict.fromkeys((torch.ops.aten.addmm_, torch.ops.aten.baddbmm_), _product_flops)  # torch lacks them
+    in_place = dict.fromkeys(
+        (torch.ops.aten.addmm_, torch.ops.aten.baddbmm_), _product_flops
+    )  # torch lacks them
     counter = _FlopCounter(display=False, custom_mapping=in_place)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     return counter
