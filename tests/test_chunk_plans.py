@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 import sacplan
 from benchmarks.chunk_models import TRAINING, Case, large_vocabulary
 from sacplan._chunk.entries import LossChunks, Refusal, loss_chunks
+from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._device.devices import resolve_device
 from tests.models import LM, cross_entropy, tokens
 
@@ -527,3 +529,32 @@ REFUSED: dict[str, tuple[Callable[[], LM], Loss, str]] = {
 def test_what_is_refused(name: str) -> None:
     make, loss_fn, why = REFUSED[name]
     assert why in reasons(Case(make(), batch_of(4, 24), loss_fn))
+
+
+@pytest.mark.parametrize("make_loss", [cross_entropy, in_bfloat16])
+def test_sums_in_half_precision_are_as_good_as_without_slices(make_loss: Loss) -> None:
+    """The head's gradient against float64, in 64 slices."""
+    torch.manual_seed(0)
+    model = LM(layers=1, dim=64, heads=2, vocab=4001, dropout=0.0)
+    if make_loss is cross_entropy:
+        model.bfloat16()
+    batch = tokens(2, 256, 4001)
+    profile = sacplan.profile(model, batch, make_loss, device="cpu")
+    found = loss_chunks(profile.program, profile.spec)
+    assert isinstance(found, LossChunks)
+    chunk = next(chunk for chunk, _ in found.options if chunk.slices == 64)
+    assert chunk.accumulate == "float32"
+
+    exact = step(copy.deepcopy(model).double(), batch, cross_entropy)[1]["head.weight"]
+    plain = step(model, batch, make_loss)[1]["head.weight"]
+    installed = InstalledChunks(model, [chunk])
+    got = step(model, batch, make_loss)[1]["head.weight"]
+    installed.remove()
+    assert far(got, exact) <= 1.1 * far(plain, exact)
+
+
+def test_sums_in_float32_are_in_the_parameter_s_type() -> None:
+    profile = sacplan.profile(lm(), batch_of(), cross_entropy, device="cpu")
+    found = loss_chunks(profile.program, profile.spec)
+    assert isinstance(found, LossChunks)
+    assert {chunk.accumulate for chunk, _ in found.options} == {"parameter"}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
 
 from sacplan._chunk.rest import CannotChunk, Entry, Rewrite, chunk_rest
 from sacplan._device.devices import DeviceSpec
@@ -14,6 +17,7 @@ _TRIED = 12  # modules, from the last one backwards
 _MOST_OPS = 400  # forward ops from the entry on
 _PROBE = 16  # slices with which entries are compared
 _MOST_SLICES = 128
+_HALF = ("bfloat16", "float16")
 _SAME = 1.02  # times the bytes of another entry: no better
 
 
@@ -97,7 +101,7 @@ def _first_axis(program: Program, unit: str, device: DeviceSpec) -> tuple[Chunk,
     for size, dim in sorted(((n, d) for d, n in enumerate(shape[:-1])), reverse=True):
         if size < 2:
             continue
-        chunk = Chunk(unit, "rest", min(_PROBE, size), dim)
+        chunk = Chunk(unit, "rest", min(_PROBE, size), dim, accumulate=_sums(program, unit))
         try:
             return chunk, chunk_rest(program, chunk, device)
         except CannotChunk as error:
@@ -105,12 +109,19 @@ def _first_axis(program: Program, unit: str, device: DeviceSpec) -> tuple[Chunk,
     raise why
 
 
+def _sums(program: Program, unit: str) -> Literal["parameter", "float32"]:
+    """In float32 where the head computes in half precision: else each slice rounds the sum once more."""
+    ops = (program.ops[i] for i in program.ops_in(Entry.of(program, unit).scope))
+    half = any(program.tensors[t].dtype in _HALF for op in ops for t in op.inputs)
+    return "float32" if half else "parameter"
+
+
 def _offered(program: Program, found: Chunk, device: DeviceSpec) -> LossChunks:
     size = program.tensors[Entry.of(program, found.unit).tensor].shape[found.dim]
     options = []
     slices = 2
     while slices <= min(size, _MOST_SLICES):
-        chunk = Chunk(found.unit, "rest", slices, found.dim)
+        chunk = msgspec.structs.replace(found, slices=slices)
         options.append((chunk, chunk_rest(program, chunk, device)))
         slices *= 2
     deferred = options[0][1].deferred
