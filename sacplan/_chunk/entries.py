@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
 
 from sacplan._chunk.rest import CannotChunk, Entry, Rewrite, training_chunk
 from sacplan._device.devices import DeviceSpec
@@ -16,6 +19,7 @@ _MOST_OPS = 400  # forward ops from the entry on
 _PROBE = 16  # slices with which entries are compared
 _MOST_SLICES = 128
 _MODULE_SLICES = (2, 4, 8, 16, 32, 64)
+_HALF = ("bfloat16", "float16")
 _SAME = 1.02  # times the bytes of another entry: no better
 
 
@@ -73,7 +77,7 @@ def _loss_chunks(program: Program, device: DeviceSpec) -> ChunkOptions | tuple[R
         if best is None or most * _SAME < best[0]:
             best = most, chunk
     if best is None:
-        return tuple(refused)
+        return tuple(refused or _called_often(program))
     powers = (2**i for i in range(1, _MOST_SLICES.bit_length()))
     return _offered(program, best[1], powers, device)
 
@@ -89,6 +93,16 @@ def _last_modules(program: Program) -> Iterator[str]:
     ]
     for _, _, fqn in sorted(found, reverse=True)[:_TRIED]:
         yield fqn
+
+
+def _called_often(program: Program) -> Iterator[Refusal]:
+    """The last modules of a step in which all are called several times, such as one of several micro-batches."""
+    often = {fqn: calls for fqn, calls in program.calls.items() if fqn and len(calls) > 1}
+    for unit in sorted(often, key=lambda fqn: program.scopes[often[fqn][-1]].first_op, reverse=True)[:_TRIED]:
+        try:
+            Entry.of(program, unit)
+        except CannotChunk as error:
+            yield Refusal(unit, str(error))
 
 
 # --- modules
@@ -119,7 +133,7 @@ def _module_chunks(program: Program, scope: int, device: DeviceSpec) -> tuple[Ch
     alike = []
     for unit, calls in program.calls.items():
         if len(calls) == 1 and unit.rpartition(".")[2] == name and len(program.ops_in(calls[0])) == n_ops:
-            chunk = Chunk(unit, "module", found.slices, found.dim)
+            chunk = msgspec.structs.replace(found, unit=unit)
             try:
                 alike.append(_offered(program, chunk, _MODULE_SLICES, device))
             except CannotChunk:
@@ -130,14 +144,21 @@ def _module_chunks(program: Program, scope: int, device: DeviceSpec) -> tuple[Ch
 # --- both
 
 
-def _first_axis(program: Program, unit: str, span: str, device: DeviceSpec) -> Chunk:
+def _sums(program: Program, unit: str) -> Literal["parameter", "float32"]:
+    """In float32 where a module computes in half precision: else each slice rounds the sum once more."""
+    ops = (program.ops[i] for i in program.ops_in(Entry.of(program, unit).scope))
+    half = any(program.tensors[t].dtype in _HALF for op in ops for t in op.inputs)
+    return "float32" if half else "parameter"
+
+
+def _first_axis(program: Program, unit: str, span: Literal["module", "rest"], device: DeviceSpec) -> Chunk:
     """A chunk along the longest dimension that can be sliced; the last one is that of features."""
     shape = program.tensors[Entry.of(program, unit).tensor].shape
     why = CannotChunk(f"what enters {unit!r} has shape {shape}")
     for size, dim in sorted(((n, d) for d, n in enumerate(shape[:-1])), reverse=True):
         if size < 2:
             continue
-        chunk = Chunk(unit, "module" if span == "module" else "rest", min(_PROBE, size), dim)
+        chunk = Chunk(unit, span, min(_PROBE, size), dim, accumulate=_sums(program, unit))
         try:
             training_chunk(program, chunk, device)
         except CannotChunk as error:
@@ -154,7 +175,7 @@ def _offered(
     options = []
     for slices in numbers:
         if slices <= size:
-            chunk = Chunk(found.unit, found.span, slices, found.dim)
+            chunk = msgspec.structs.replace(found, slices=slices)
             options.append((chunk, training_chunk(program, chunk, device)))
     return ChunkOptions(found.unit, options[0][1].deferred, tuple(options))
 

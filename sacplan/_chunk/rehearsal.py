@@ -105,6 +105,10 @@ class Rehearsal:
         self.known[index] = storage
         return self._recorder.storage_sizes[index]
 
+    def stands_for(self, tensor: torch.Tensor) -> int:
+        """The program's storage that a tensor's stands for, or -1."""
+        return self.known.get(self._recorder.storage_of(tensor), -1)
+
     @property
     def n_ops(self) -> int:
         """How many ops ran so far."""

@@ -23,8 +23,8 @@ import torch
 from sacplan._chunk.calls import Opaque, call_with
 from sacplan._chunk.executor import losses  # noqa: F401  (registers how losses are put together)
 from sacplan._chunk.executor.lazy import Lazy, defer, root
-from sacplan._chunk.executor.loop import compute
-from sacplan._chunk.executor.values import Region, Value, Window
+from sacplan._chunk.executor.loop import compute, needed_nodes
+from sacplan._chunk.executor.values import Held, Region, Value, Window
 from sacplan._chunk.families import transferred
 from sacplan._chunk.rehearsal import Additions, Rehearsal, Seen
 from sacplan._device.devices import DeviceSpec
@@ -197,6 +197,9 @@ class _Rehearsed:
         self.deferred: list[int] = []
         self.ran: dict[int, Seen] = {}  # what runs where an op was deferred
         self.held: dict[int, int] = {}  # storages that deferred ops read to the op that reads them first
+        self.expanded: set[int] = set()  # gradients that the step computes where it did
+        self.computed: list[int] = []  # ops that needed numbers out of a loop of their own
+        self.needed: set[int] = set()  # storages that the last loop reads
         self.exits: dict[int, Lazy] = {}  # tensors that somebody reads who is not deferred
         self.boundary: list[int] = []  # who does
         self.outputs: dict[int, torch.Tensor] = {}  # of the module
@@ -257,7 +260,7 @@ class _Rehearsed:
                 self._defer(i, op, known)
                 continue
             self.upstream.update(op.writes)
-            lazy = [t for t in lazy if known[t].value.data is None]
+            lazy = [t for t in lazy if t not in self.expanded]
             if lazy:
                 self._check_exits(i, op, lazy)
                 self.exits.update((t, known[t]) for t in lazy if t not in self.exits)
@@ -279,7 +282,7 @@ class _Rehearsed:
         if op.name not in _ADDITIONS:
             return False
         tensors, like = self.program.tensors, self.program.tensors[self.entry.tensor]
-        others = (tensors[t] for t in op.inputs if t not in known or known[t].value.data is not None)
+        others = (tensors[t] for t in op.inputs if t not in known or t in self.expanded)
         return any(t.shape == like.shape and t.storage in self.upstream for t in others)
 
     def _check_exits(self, index: int, op: Op, lazy: Sequence[int]) -> None:
@@ -316,6 +319,7 @@ class _Rehearsed:
             if not known and tensor.shape == shape and "float" in tensor.dtype:
                 made = self._tensor(t, {})
                 self.there.add(tensor.storage)
+                self.expanded.add(t)
                 self.held.setdefault(tensor.storage, index)
                 self.lazy[t] = Lazy(Value(self.region, made, window=window, data=made))
 
@@ -346,9 +350,12 @@ class _Rehearsed:
             raise CannotChunk(f"this process has no op {op.name}", index)
         try:
             args, kwargs = call_with(op.arguments, [self._tensor(t, known) for t in op.inputs])
+            loops = self.region.tally.loops
             out, seen = self.rehearsal.seen(lambda: defer(func, args, kwargs))
         except (Opaque, ChunkError) as error:
             raise CannotChunk(str(error), index) from error
+        if self.region.tally.loops > loops:
+            self.computed.append(index)
         outputs = list(tensors_in(out))
         if len(outputs) != len(op.outputs):
             raise CannotChunk(f"{op.name} gave {len(outputs)} results instead of {len(op.outputs)}", index)
@@ -365,7 +372,7 @@ class _Rehearsed:
                 self.gradients[index] = tuple(made.shape), None
             if storage not in self.there:
                 self.storages.add(storage)
-        for t in op.inputs:
+        for t in op.inputs if any(isinstance(made, Lazy) for made in outputs) else ():
             if t not in known:
                 self.held.setdefault(self.program.tensors[t].storage, index)
         self.deferred.append(index)
@@ -424,6 +431,7 @@ class _Rehearsed:
             for t, lazy in self.lazy.items()
             if not tensors[t].shape and t not in self.exits and died[tensors[t].storage] > end
         }
+        self._check_let_go(end)
         exits = list(self.exits)
         gradients = [lazy.value for lazy in self.exits.values()]
         self.lazy.clear()  # what the step has let go of by then is not computed along
@@ -434,6 +442,10 @@ class _Rehearsed:
         def run() -> dict[int, torch.Tensor]:
             """As an entry node does: numbers that are still referred to are computed along, and kept."""
             pending = [value for value in self.region.pending if value not in gradients]
+            nodes = needed_nodes([*gradients, *pending])
+            held = (x.tensor for node in nodes for x in node.inputs if isinstance(x, Held))
+            self.needed.update(map(self.rehearsal.stands_for, held))
+            del nodes
             made = compute([*gradients, *pending])
             for value, data in zip(pending, made[len(gradients) :], strict=True):
                 value.settle(data)
@@ -443,6 +455,21 @@ class _Rehearsed:
             return found
 
         return self.rehearsal.seen(run)
+
+    def _check_let_go(self, end: int) -> None:
+        """Results that code still refers to when the loop is over, such as logits, are computed if it reads them."""
+        program, liveness = self.program, self.program.liveness
+        kept = {program.tensors[t].storage for t in self.exits}
+        for s in {program.tensors[t].storage for t, lazy in self.lazy.items() if lazy.value.sliced} - kept:
+            made_by = program.writer.get(s, -1)
+            if made_by not in self.ran or program.ops[made_by].phase is not Phase.FORWARD:
+                continue
+            freed = [at for at in liveness.events_of[s] if program.events[at] == (_FREE, s)]
+            if not freed or freed[-1] > end:
+                what = f"what {program.ops[made_by].name} makes, {program.storage_bytes[s]} bytes,"
+                raise CannotChunk(
+                    f"{what} is sliced, and referred to when the backward pass is over", made_by
+                )
 
     # --- the patch --------------------------------------------------------------------------------
 
@@ -457,19 +484,17 @@ class _Rehearsed:
         events: dict[int, list[tuple[int, int]]] = {}
         for i in self.deferred:
             op = program.ops[i]
-            events[int(liveness.op_events[i])] = self.rehearsal.into(
-                additions, self.ran[i], op.phase, op.scope
-            )
+            events[int(liveness.op_events[i])] = self._placed(self.ran[i], op.phase, op.scope)
         end, left = int(liveness.op_events[self.deferred[-1]]), liveness.exited[self.entry.scope]
         made_at = {program.tensors[t].storage: end for t in exits}
         made_at |= {program.tensors[t].storage: left for t in self.outputs}
         self._drop_events(events, made_at)
-        handles = self._hold(events)
+        handles, until_end = self._hold(events)
         instance = len(program.instance_handles)
         if self.left is not None:
-            events[left] = [*self._looped(self.left, Phase.FORWARD, 0), program.events[left]]
-        body = self._looped(loop, Phase.BACKWARD, -1)
-        after = [(_DROP, instance), *((_RELEASE, handle) for handle in handles)]
+            events[left] = [*self._placed(self.left, Phase.FORWARD, self.entry.scope), program.events[left]]
+        body = self._placed(loop, Phase.BACKWARD, self.entry.scope)
+        after = [(_DROP, instance), *((_RELEASE, handle) for handle in until_end)]
         after += self._put_off(events, end)
         events[end] += [(_UNPACK, instance), *body, *after]
         gone = frozenset(self.deferred)
@@ -508,16 +533,19 @@ class _Rehearsed:
                     found.append((at, program.events[at]))
         return [event for _, event in sorted(found)]
 
-    def _looped(self, seen: Seen, phase: Phase, loop: int) -> list[tuple[int, int]]:
-        """The events of a loop; slices that were left out take the time of the one that stands for them."""
-        n_before = len(self.additions.ops)
-        found = self.rehearsal.into(self.additions, seen, phase, self.entry.scope)
-        if self.region.marks:
-            ops, offset = self.additions.ops, n_before - seen.first
-            for (begin, times), (stop, _) in pairwise(self.region.marks[loop]):
-                for at in range(begin + offset, stop + offset):
-                    op = ops[at]
-                    ops[at] = msgspec.structs.replace(op, time_ms=op.time_ms * times, flops=op.flops * times)
+    def _placed(self, seen: Seen, phase: Phase, scope: int) -> list[tuple[int, int]]:
+        """The events of what ran; slices that were left out take the time of the one that stands for them."""
+        offset = len(self.additions.ops) - seen.first
+        found = self.rehearsal.into(self.additions, seen, phase, scope)
+        ops, last = self.additions.ops, seen.first + len(seen.ops)
+        for marks in self.region.marks:
+            if seen.first <= marks[0][0] and marks[-1][0] <= last:
+                for (begin, times), (stop, _) in pairwise(marks):
+                    for at in range(begin + offset, stop + offset):
+                        op = ops[at]
+                        ops[at] = msgspec.structs.replace(
+                            op, time_ms=op.time_ms * times, flops=op.flops * times
+                        )
         return found
 
     def _drop_events(self, events: dict[int, list[tuple[int, int]]], made_at: dict[int, int]) -> None:
@@ -549,16 +577,26 @@ class _Rehearsed:
             return None
         return arg if not self.readers[arg] else None
 
-    def _hold(self, events: dict[int, list[tuple[int, int]]]) -> dict[int, int]:
-        """By new handle, what is held until the loop is over: what enters, and what deferred ops read besides."""
+    def _hold(self, events: dict[int, list[tuple[int, int]]]) -> tuple[dict[int, int], list[int]]:
+        """By new handle, what is held: what enters, and what deferred ops read besides; and until the loop is over.
+
+        What only a loop before it reads is held until that one is over.
+        """
         program, liveness = self.program, self.program.liveness
         handles = {len(program.handle_storages): self.begins}
+        until_end = list(handles)
         at = liveness.entered[self.entry.scope]
         events[at] = [program.events[at], (_PACK, len(program.handle_storages))]
         initial: Collection[int] = set(program.initial)
         for s, op in self.held.items():
-            if s not in initial and s != self.begins:
-                handle = len(program.handle_storages) + len(handles)
-                handles[handle] = s
-                events[int(liveness.op_events[op])].append((_PACK, handle))
-        return handles
+            if s in initial or s == self.begins:
+                continue
+            handle = len(program.handle_storages) + len(handles)
+            handles[handle] = s
+            events[int(liveness.op_events[op])].append((_PACK, handle))
+            over = next((i for i in self.computed if i >= op), None)
+            if over is None or s in self.needed:
+                until_end.append(handle)
+            else:
+                events[int(liveness.op_events[over])].append((_RELEASE, handle))
+        return handles, until_end

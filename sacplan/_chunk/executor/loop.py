@@ -57,7 +57,7 @@ class _Computation:
     def __init__(self, values: Sequence[Value]) -> None:
         self.values = list(values)
         self.known: dict[Value, torch.Tensor] = {}
-        self.nodes = _needed(values)
+        self.nodes = needed_nodes(values)
 
     def run(self) -> list[torch.Tensor]:
         pulled = self._pulled()
@@ -237,7 +237,7 @@ class _Loop:
 # --- nodes
 
 
-def _needed(values: Sequence[Value]) -> list[Node]:
+def needed_nodes(values: Sequence[Value]) -> list[Node]:
     """The nodes that values need, in order."""
     found: dict[int, Node] = {}
     waiting = [v for v in values if v.node is not None]

@@ -1,0 +1,200 @@
+"""Long sequences on one GPU: what the smallest peak is, what fits, and what it costs, with chunks and without.
+
+    python -m benchmarks.long_sequences [--models llama-3-8b gemma-2-2b] [--device h100] [--headroom 0.15]
+
+Llama-3-8B's shape, all 32 layers, and Gemma-2-2B's, whose vocabulary is twice as large; bfloat16, fused AdamW, one
+sequence, on the meta device: nothing is computed. The budget is the device's memory less the headroom that
+``sacplan.max_batch`` leaves. The longest sequence is searched among multiples of 1024 tokens, by the smallest peak that
+planning finds; it and the next one are looked at. A plan counts with the peak of a fake step that it is applied to.
+
+Planning is timed in turns, with and without chunks, on fresh copies of the profile's program in one process; the ratio
+is the median of those of a turn.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+import sacplan
+from benchmarks import common
+from benchmarks.chunk_models import PLANNED, Case
+from benchmarks.common import GIB, describe, machine, write_results
+from sacplan._chunk.entries import ChunkOptions, loss_chunks
+from sacplan._device.devices import resolve_device
+from sacplan._plan.capacity import DEFAULT_HEADROOM
+
+TOKENS = {"llama-3-8b": 32768, "gemma-2-2b": 8192}
+TECHNIQUES = {"recomputed": ("recompute",), "chunked": ("recompute", "chunk")}
+STEP = 1024  # tokens
+SLICES = 16
+ROUNDS = 3
+
+
+def profiled(case: Case, device: str) -> sacplan.Profile:
+    """The step of one sequence."""
+    return sacplan.profile(case.model, case.batch, case.loss_fn, device=device, optimizer=case.optimizer)
+
+
+def fresh(profile: sacplan.Profile) -> sacplan.Profile:
+    """The same profile without what planning has worked out."""
+    return replace(profile, recorded=msgspec.structs.replace(profile.recorded))
+
+
+def planned(
+    case: Case, profile: sacplan.Profile, budget_bytes: int, techniques: tuple[str, ...]
+) -> dict[str, Any]:
+    """The smallest peak, and the plan for the budget; or the least that it would have to be."""
+    smallest = sacplan.plan_smallest(profile, techniques=techniques)
+    row: dict[str, Any] = {"smallest_peak_bytes": smallest.peak_bytes}
+    plan = smallest
+    if smallest.peak_bytes <= budget_bytes:
+        plan = sacplan.plan(profile, f"{budget_bytes}B", techniques=techniques)
+    seen = sacplan.verify(case.model, case.batch, plan, case.loss_fn, case.optimizer)
+    return row | {
+        "within_budget": plan.peak_bytes <= budget_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "fake_peak_bytes": seen.peak_bytes,
+        "recompute_ms": plan.recompute_ms,
+        "added_ms": plan.added_ms,
+        "step_ms": plan.step_ms + plan.recompute_ms + plan.added_ms,
+        "slices": [chunk.slices for chunk in plan.chunks],
+    }
+
+
+def slices_cost(profile: sacplan.Profile) -> dict[str, Any]:
+    """What a fixed number of slices of the loss adds to the step without a plan."""
+    found = loss_chunks(profile.program, profile.spec)
+    assert isinstance(found, ChunkOptions), found
+    rewrite = next(rewrite for chunk, rewrite in found.options if chunk.slices == SLICES)
+    return {
+        "slices": SLICES,
+        "unit": found.unit,
+        "added_ms": rewrite.added_ms,
+        "share": rewrite.added_ms / profile.step_ms,
+    }
+
+
+def planning_time(profile: sacplan.Profile, budget_bytes: int, rounds: int = ROUNDS) -> dict[str, Any]:
+    """Seconds of planning for a budget that both can hold, in turns, and the ratio."""
+    seconds: dict[str, list[float]] = {name: [] for name in TECHNIQUES}
+    for _ in range(rounds):
+        for name, techniques in TECHNIQUES.items():
+            copy = fresh(profile)
+            began = time.perf_counter()
+            sacplan.plan(copy, f"{budget_bytes}B", techniques=techniques)
+            seconds[name].append(time.perf_counter() - began)
+    ratios = [b / a for a, b in zip(*seconds.values(), strict=True)]
+    return {
+        "budget_bytes": budget_bytes,
+        "seconds": {name: statistics.median(each) for name, each in seconds.items()},
+        "ratio": statistics.median(ratios),
+    }
+
+
+def longest(smallest_peak: Callable[[int], int], budget_bytes: int, known: tuple[int, int]) -> dict[str, Any]:
+    """The longest sequence whose smallest peak is in the budget, in ``STEP`` tokens.
+
+    Args:
+        smallest_peak: tokens to bytes.
+        budget_bytes: what has to hold it.
+        known: some number of tokens and its smallest peak; the next guess is on a line through looks at two.
+    """
+    looked = {known[0]: known[1]}
+
+    def look(tokens: int) -> int:
+        if tokens not in looked:
+            looked[tokens] = smallest_peak(tokens)
+        return looked[tokens]
+
+    look(known[0] // 2)
+    fits, does_not = 0, 0
+    while not does_not or does_not - fits > STEP:
+        near = sorted(looked, key=lambda n: abs(looked[n] - budget_bytes))[:2]
+        slope = (looked[near[0]] - looked[near[1]]) / (near[0] - near[1])
+        guess = near[0] + (budget_bytes - looked[near[0]]) / slope
+        tokens = max(STEP, int(guess) // STEP * STEP)
+        if tokens in looked:
+            tokens += STEP if looked[tokens] <= budget_bytes else -STEP
+        if does_not:
+            tokens = min(max(tokens, fits + STEP), does_not - STEP)
+        if tokens <= 0:
+            break
+        if look(tokens) <= budget_bytes:
+            fits = max(fits, tokens)
+        else:
+            does_not = min(does_not or tokens, tokens)
+    return {"tokens": fits, "looked_at": dict(sorted(looked.items()))}
+
+
+def measured(name: str, device: str, headroom: float) -> dict[str, Any]:
+    """One model."""
+    make, tokens = PLANNED[name], TOKENS[name]
+    spec = resolve_device(device)
+    budget_bytes = spec.memory_bytes - int(headroom * spec.memory_bytes)
+    case = make(tokens)
+    profile = profiled(case, device)
+    row: dict[str, Any] = {
+        "model": name,
+        "device": device,
+        "tokens": tokens,
+        "budget_bytes": budget_bytes,
+        "plain_peak_bytes": profile.peak_bytes,
+        "plain_step_ms": profile.step_ms,
+        "loss": slices_cost(profile),
+    }
+    for kind, techniques in TECHNIQUES.items():
+        row[kind] = planned(case, profile, budget_bytes, techniques)
+    both = int(1.05 * row["recomputed"]["smallest_peak_bytes"])
+    row["planning"] = planning_time(profile, both)
+    for kind, techniques in TECHNIQUES.items():
+
+        def smallest_peak(tokens: int, techniques: tuple[str, ...] = techniques) -> int:
+            found = profiled(make(tokens), device)
+            return sacplan.plan_smallest(found, techniques=techniques).peak_bytes
+
+        row[kind]["longest"] = longest(
+            smallest_peak, budget_bytes, (tokens, row[kind]["smallest_peak_bytes"])
+        )
+    return row
+
+
+def _line(row: dict[str, Any]) -> str:
+    lines = [
+        f"{row['model']}, {row['tokens']} tokens on {row['device']}: {row['plain_peak_bytes'] / GIB:.1f} GiB plain, budget "
+        f"{row['budget_bytes'] / GIB:.1f}; {SLICES} slices of the loss add {row['loss']['share']:.2%} of the step; "
+        f"planning takes {row['planning']['ratio']:.2f} times as long with chunks"
+    ]
+    for kind in TECHNIQUES:
+        r = row[kind]
+        held = f"{r['step_ms']:.0f} ms" if r["within_budget"] else "over budget"
+        lines.append(
+            f"  {kind:>10}: smallest {r['smallest_peak_bytes'] / GIB:6.2f} GiB, planned {r['peak_bytes'] / GIB:6.2f} "
+            f"({held}), longest {r['longest']['tokens']} tokens"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    parser = common.parser(__doc__, "long_sequences.json")
+    parser.add_argument("--models", nargs="+", default=list(PLANNED), choices=list(PLANNED))
+    parser.add_argument("--device", default="h100")
+    parser.add_argument("--headroom", type=float, default=DEFAULT_HEADROOM)
+    arguments = parser.parse_args()
+    print(describe(machine()))
+    rows = []
+    for name in arguments.models:
+        rows.append(measured(name, arguments.device, arguments.headroom))
+        print(_line(rows[-1]), flush=True)
+        write_results(arguments.json, rows, headroom=arguments.headroom)
+
+
+if __name__ == "__main__":
+    main()
