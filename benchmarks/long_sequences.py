@@ -47,7 +47,9 @@ def fresh(profile: sacplan.Profile) -> sacplan.Profile:
     return replace(profile, recorded=msgspec.structs.replace(profile.recorded))
 
 
-def planned(case: Case, profile: sacplan.Profile, budget_bytes: int, techniques: tuple[str, ...]) -> dict[str, Any]:
+def planned(
+    case: Case, profile: sacplan.Profile, budget_bytes: int, techniques: tuple[str, ...]
+) -> dict[str, Any]:
     """The smallest peak, and the plan for the budget; or the least that it would have to be."""
     smallest = sacplan.plan_smallest(profile, techniques=techniques)
     row: dict[str, Any] = {"smallest_peak_bytes": smallest.peak_bytes}
@@ -157,14 +159,16 @@ def measured(name: str, device: str, headroom: float) -> dict[str, Any]:
             found = profiled(make(tokens), device)
             return sacplan.plan_smallest(found, techniques=techniques).peak_bytes
 
-        row[kind]["longest"] = longest(smallest_peak, budget_bytes, (tokens, row[kind]["smallest_peak_bytes"]))
+        row[kind]["longest"] = longest(
+            smallest_peak, budget_bytes, (tokens, row[kind]["smallest_peak_bytes"])
+        )
     return row
 
 
 def _line(row: dict[str, Any]) -> str:
     lines = [
-        f"{row['model']}, {row['tokens']} tokens on {row['device']}: {row['plain_peak_bytes'] / GIB:.1f} GiB plain, budget "
-        f"{row['budget_bytes'] / GIB:.1f}; {SLICES} slices of the loss add {row['loss']['share']:.2%} of the step; "
+        f"{row['model']}, {row['tokens']} tokens on {row['device']}: {row['plain_peak_bytes'] / GIB:.1f} GiB plain, "
+        f"budget {row['budget_bytes'] / GIB:.1f}; {SLICES} slices of the loss add {row['loss']['share']:.2%} of the step; "
         f"planning takes {row['planning']['ratio']:.2f} times as long with chunks"
     ]
     for kind in TECHNIQUES:
