@@ -8,7 +8,7 @@ step each, round after round; the time is the median over the rounds, the ratio 
 a round. The peak is that of the step by the allocator (on a CPU: the profiler's allocation events), everything that the
 step has on the device included. `error` is the largest difference of a gradient from plain's, relative to the largest
 element of that gradient. A variant that does not run here is listed with the reason. `linear_cross_entropy/16` is
-told to take 16 slices.
+told to take 16 slices; `chunked/16` is a plan of sacplan with as many.
 
 ``VARIANTS`` maps names to functions that make a step of a model; a variant is one function.
 """
@@ -29,8 +29,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import sacplan
 from benchmarks import common
 from benchmarks.common import MIB, describe, machine, write_results
+from sacplan._chunk.entries import LossChunks, loss_chunks
+from sacplan._plan.make import made_plan
+from sacplan._plan.provenance import Provenance
+from sacplan._plan.techniques import rewritten
+from sacplan._recompute.pins import NO_PINS
 from sacplan._record.step import Step
 from sacplan._verify.measure import measured_step
 
@@ -117,12 +123,28 @@ def liger(model: Model, batch: Batch) -> LossFn:
     return loss
 
 
+def chunked(model: Model, batch: Batch) -> LossFn:
+    """A plan with a chunk at the head, and nothing recomputed; the loss is the plain one."""
+    profile = sacplan.profile(model, batch, plain_loss, device=batch[0].device.type)
+    found = loss_chunks(profile.program, profile.spec)
+    assert isinstance(found, LossChunks), found
+    (chunk,) = (chunk for chunk, _ in found.options if chunk.slices == SLICES)
+    footprint = rewritten(profile.program, (chunk,), profile.spec).footprint
+    made_by = Provenance.now(
+        profile, "chunked-loss", None, objective="time", budget=None, pins=NO_PINS, techniques=("chunk",)
+    )
+    plan = made_plan(profile, (chunk,), footprint, made_by, NO_PINS, status="feasible")
+    sacplan.apply(model, plan)
+    return plain_loss
+
+
 Variant = Callable[[Model, Batch], LossFn]
 VARIANTS: dict[str, Variant] = {
     "plain": plain,
     "linear_cross_entropy": linear_cross_entropy,
     f"linear_cross_entropy/{SLICES}": functools.partial(linear_cross_entropy, slices=SLICES),
     "liger": liger,
+    f"chunked/{SLICES}": chunked,
 }
 """A variant gets a model of its own, which it may change, and a batch; it returns the loss function of a step."""
 

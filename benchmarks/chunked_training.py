@@ -1,13 +1,13 @@
-"""Training with a large head: what plans with chunks reach beyond recomputation, measured, and what gradients they give.
+"""Training with a large head: what plans with chunks reach beyond recomputation, and what gradients they give.
 
     python -m benchmarks.chunked_training [--models llama gpt2 large-vocabulary]
 
 Twelve small language models of transformers with the loss inside, and one with the loss outside over 128,256 words;
-float32 on a CPU, dropout on. For each: the peak of the plain step; the smallest peak by recomputation alone; a plan with
-chunks for a budget half way between that and the smallest peak with chunks; and that smallest one. Peaks are predicted,
-those of a fake step, and measured by the profiler's allocation events of a real one. ``gradients`` compares loss and
-gradients with the plain step's: by how much those of the head, and of what is tied to it, are off (norm of the difference
-over norm), and how many of the others have other bits. Added time is that of the cost model.
+float32 on a CPU, dropout on. For each: the peak of the plain step; the smallest peak by recomputation alone; a plan
+with chunks for a budget half way between that and the smallest peak with chunks; and that smallest one. Peaks are
+predicted, those of a fake step, and measured by the profiler's allocation events of a real one. ``gradients`` compares
+with the plain step: by how much the loss and the gradients of the head, and of what is tied to it, are off (norm of the
+difference over norm), and how many of the other gradients have other bits. Added time is that of the cost model.
 """
 
 from __future__ import annotations

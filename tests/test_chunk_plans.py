@@ -101,7 +101,7 @@ def planned(name: str) -> tuple[Case, sacplan.Plan, sacplan.Plan, sacplan.Plan]:
     smallest = sacplan.plan_smallest(profile, techniques=BOTH)
     assert smallest.peak_bytes < 0.6 * alone.peak_bytes
     budget = (alone.peak_bytes + smallest.peak_bytes) // 2
-    with pytest.raises(sacplan.InfeasibleBudget, match="recompute.*chunk.*the budget holds"):
+    with pytest.raises(sacplan.InfeasibleBudget, match=r"recompute.*chunk.*the budget holds"):
         sacplan.plan(profile, f"{budget}B")
     between = sacplan.plan(profile, f"{budget}B", techniques=BOTH)
     return case, alone, smallest, between
@@ -163,7 +163,7 @@ def test_a_large_vocabulary() -> None:
 
 def test_a_budget_costs_no_more_than_it_needs() -> None:
     """Half way down little is recomputed: slices are nearly enough, and few of them."""
-    case, _, smallest, between = planned("gemma2")
+    _, _, smallest, between = planned("gemma2")
     assert between.recompute_ms < smallest.recompute_ms / 4
     assert between.chunks[0].slices < smallest.chunks[0].slices
     assert 0 < between.added_ms < smallest.added_ms

@@ -22,6 +22,8 @@ def test_variants_agree_with_the_plain_loss_and_take_less() -> None:
     logits = 4 * SIZE.tokens * SIZE.vocabulary
     assert rows["plain"]["peak_bytes"] > 3 * logits
     assert "GPU" in rows["liger"]["absent"]
+    assert 0 < rows["chunked/16"]["error"] < 1e-5
+    assert rows["chunked/16"]["peak_bytes"] < 1.5 * logits
     for name in ("linear_cross_entropy", "linear_cross_entropy/16"):
         if hasattr(F, "linear_cross_entropy"):
             assert 0 < rows[name]["error"] < 1e-5

@@ -1,0 +1,46 @@
+"""What the recorded figures of training with chunks show."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks.chunk_models import TRAINING
+from benchmarks.common import RESULTS
+
+MIB, GIB = 2**20, 2**30
+
+
+def rows(name: str, key: str) -> dict[str, Any]:
+    return {row[key]: row for row in json.loads((RESULTS / name).read_text())["rows"]}
+
+
+def test_training_with_a_large_head() -> None:
+    found = rows("chunked_training.json", "model")
+    assert found.keys() == {*TRAINING, "large-vocabulary"}
+    for row in found.values():
+        for kind in ("recomputed", "half_way", "smallest"):
+            plan = row[kind]
+            assert plan["fake_peak_bytes"] == plan["peak_bytes"]
+            assert plan["measured_peak_bytes"] == pytest.approx(plan["peak_bytes"], rel=0.005)
+        assert row["half_way"]["measured_peak_bytes"] <= row["half_way"]["budget_bytes"]
+        assert row["half_way"]["budget_bytes"] < row["recomputed"]["peak_bytes"]
+        for gradients in (row["gradients"], row["gradients_of_smallest"]):
+            assert gradients["loss"] <= 2e-6
+            assert gradients["head"] <= 1e-6
+            assert gradients["others_with_other_bits"] == 0
+    assert found["large-vocabulary"]["smallest"]["measured_peak_bytes"] <= 135 * MIB
+
+
+def test_a_loss_in_slices_takes_little_memory() -> None:
+    for size in ("small", "medium"):
+        found = [
+            row
+            for row in json.loads((RESULTS / "chunked_loss.json").read_text())["rows"]
+            if row["size"] == size
+        ]
+        by_name = {row["variant"]: row for row in found}
+        assert by_name["chunked/16"]["peak_bytes"] < 0.2 * by_name["plain"]["peak_bytes"]
+        assert by_name["chunked/16"]["error"] < 1e-5
