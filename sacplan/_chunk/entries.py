@@ -95,8 +95,14 @@ def _first_axis(program: Program, unit: str, device: DeviceSpec) -> tuple[Chunk,
     raise why
 
 
+def entry_size(program: Program, chunk: Chunk) -> int:
+    """How long the axis is of which slices are taken."""
+    shape = program.tensors[Entry.of(program, chunk.unit).tensor].shape
+    return shape[chunk.dim] // (chunk.outer * chunk.inner)
+
+
 def _offered(program: Program, found: Chunk, device: DeviceSpec) -> LossChunks:
-    size = program.tensors[Entry.of(program, found.unit).tensor].shape[found.dim]
+    size = entry_size(program, found)
     options = []
     slices = 2
     while slices <= min(size, _MOST_SLICES):

@@ -1,0 +1,123 @@
+"""Plans whose loss runs in slices: the policy, the searched ones, and everything that reads them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sacplan
+from sacplan._program.decisions import Chunk
+from sacplan.errors import PlanError
+from tests.models import LM
+
+VOCAB = 3001
+BOTH = ("recompute", "chunk")
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(VOCAB, (2, 64), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def model() -> LM:
+    torch.manual_seed(0)
+    return LM(layers=2, dim=32, heads=2, vocab=VOCAB, dropout=0.0)
+
+
+@pytest.fixture(scope="module")
+def profile(model: LM) -> sacplan.Profile:
+    return sacplan.profile(model, batch(), loss_fn, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def policy(profile: sacplan.Profile) -> sacplan.Plan:
+    return sacplan.policy("chunked-loss", slices=8, profile=profile)
+
+
+# --- the policy
+
+
+def test_the_policy_computes_the_loss_in_so_many_slices(
+    model: LM, profile: sacplan.Profile, policy: sacplan.Plan
+) -> None:
+    assert policy.decisions == (Chunk("head", "rest", 8, 1),)
+    assert (policy.status, policy.solver, policy.gradients) == ("policy", "policy-chunked-loss-8", "close")
+    assert policy.provenance.options == {"mode": "chunked-loss", "slices": 8}
+    assert policy.provenance.techniques == ("chunk",)
+    assert policy.recompute_ms == 0 != policy.added_ms
+    assert profile.peak_bytes - policy.peak_bytes > 128 * VOCAB * 4  # a copy of the logits and more
+    seen = sacplan.verify(model, batch(), policy, loss_fn)
+    assert seen.peak_bytes == policy.peak_bytes
+    assert seen.step_ms == pytest.approx(policy.step_ms + policy.added_ms)
+
+
+def test_a_chunked_loss_gives_the_gradients(model: LM, policy: sacplan.Plan) -> None:
+    plain, chunked = copy.deepcopy(model), copy.deepcopy(model)
+    loss_fn(plain, batch()).backward()
+    with sacplan.apply(chunked, policy) as handle:
+        loss_fn(chunked, batch()).backward()
+        assert not handle.differences
+    for (name, expected), got in zip(plain.named_parameters(), chunked.parameters(), strict=True):
+        assert expected.grad is not None
+        assert got.grad is not None
+        if name.startswith("head."):
+            torch.testing.assert_close(got.grad, expected.grad)
+        else:
+            assert torch.equal(got.grad, expected.grad), name
+
+
+def test_slices_belong_to_one_mode(profile: sacplan.Profile) -> None:
+    with pytest.raises(PlanError, match="mode 'full' takes no slices, got 4"):
+        sacplan.policy("full", slices=4, profile=profile)
+    for wrong in (None, 1, True, 2.0, "8"):
+        with pytest.raises(PlanError, match=r"slices=16"):
+            sacplan.policy("chunked-loss", slices=wrong, profile=profile)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="takes no layers"):
+        sacplan.policy("chunked-loss", slices=8, layers="blocks.*", profile=profile)
+    with pytest.raises(PlanError, match="takes no option"):
+        sacplan.policy("chunked-loss", 8, profile=profile)
+    with pytest.raises(PlanError, match="has only 64 rows"):
+        sacplan.policy("chunked-loss", slices=65, profile=profile)
+
+
+def test_what_is_pinned_is_no_part_of_a_chunked_loss(profile: sacplan.Profile, policy: sacplan.Plan) -> None:
+    layer = "layers.0"
+    beside = sacplan.policy(
+        "chunked-loss", slices=8, profile=profile, keep=[f"{layer}.*"], never=["layers.1"]
+    )
+    assert beside.decisions == policy.decisions
+    assert (beside.provenance.keep, beside.provenance.never) == ((f"{layer}.*",), ("layers.1",))
+    with pytest.raises(PlanError, match=r"from 'head' on, where never=\['head'\] pins what aten"):
+        sacplan.policy("chunked-loss", slices=8, profile=profile, never=["head"])
+    with pytest.raises(PlanError, match=r"where keep=\['aten._log_softmax'\] pins"):
+        sacplan.policy("chunked-loss", slices=8, profile=profile, keep=["aten._log_softmax"])
+
+
+def test_where_nothing_can_run_in_slices_the_policy_says_why() -> None:
+    class Cumulated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.head(x)
+            return y.cumsum(1).cumsum(0)
+
+    found = sacplan.profile(Cumulated(), torch.randn(4, 8, 8), device="cpu")
+    with pytest.raises(PlanError, match=r"there is no module .*from 'head' on: .*") as raised:
+        sacplan.policy("chunked-loss", slices=2, profile=found)
+    assert "cumsum" in str(raised.value)
+    alone = sacplan.profile(nn.Linear(8, 8), torch.randn(4, 8), device="cpu")
+    with pytest.raises(PlanError, match="No module with a name"):
+        sacplan.policy("chunked-loss", slices=2, profile=alone)
+    inference = sacplan.profile(Cumulated(), torch.randn(4, 8, 8), device="cpu", mode="inference")
+    with pytest.raises(PlanError, match="is for training"):
+        sacplan.policy("chunked-loss", slices=2, profile=inference)
