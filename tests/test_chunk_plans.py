@@ -121,3 +121,17 @@ def test_where_nothing_can_run_in_slices_the_policy_says_why() -> None:
     inference = sacplan.profile(Cumulated(), torch.randn(4, 8, 8), device="cpu", mode="inference")
     with pytest.raises(PlanError, match="is for training"):
         sacplan.policy("chunked-loss", slices=2, profile=inference)
+
+
+# --- what reads a plan
+
+
+def test_a_profile_shows_the_step_with_a_plan(profile: sacplan.Profile, policy: sacplan.Plan) -> None:
+    for plan in (policy, policy.decisions):
+        assert profile.footprint(plan).peak_bytes == policy.peak_bytes
+        assert profile.timeline(plan)["total_bytes"].max() == policy.peak_bytes
+    recomputed = sacplan.plan(profile, "97%")
+    assert recomputed.discarded
+    for same in (recomputed, recomputed.decisions, recomputed.discarded):
+        assert profile.footprint(same).peak_bytes == recomputed.peak_bytes
+    assert profile.timeline()["total_bytes"].max() == profile.peak_bytes

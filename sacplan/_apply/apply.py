@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from sacplan._plan.plan import Plan
-from sacplan._plan.techniques import by_technique
 from sacplan._program.arguments import checked
 from sacplan._program.places import StepDifference
 from sacplan._program.technique import Installed
 from sacplan._recompute.executor.copies import StandIn
 from sacplan._record.step import own_checkpointing
+from sacplan._techniques import by_technique
 from sacplan.errors import PlanError, PlanMismatch
 
 

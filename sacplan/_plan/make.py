@@ -8,7 +8,6 @@ from sacplan._plan.bound import Bound
 from sacplan._plan.context import op_costs, planning_context
 from sacplan._plan.plan import Plan, Status, UnitPlan
 from sacplan._plan.provenance import Provenance
-from sacplan._plan.techniques import rewritten
 from sacplan._profile.profile import Profile
 from sacplan._program.decisions import Decision, Discarded, Recompute, discarded_by
 from sacplan._program.liveness import Footprint
@@ -16,6 +15,7 @@ from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Program
 from sacplan._ranks.unit_limits import too_wide
 from sacplan._recompute.pins import NO_PINS, Pins
+from sacplan._techniques import rewritten
 from sacplan.errors import PlanError
 
 

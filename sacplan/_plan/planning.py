@@ -12,7 +12,6 @@ from sacplan._plan.make import made_plan
 from sacplan._plan.plan import Plan, Status
 from sacplan._plan.provenance import Provenance, options_of
 from sacplan._plan.search import Candidate, Search
-from sacplan._plan.techniques import DEFAULT_TECHNIQUES, resolve_techniques
 from sacplan._profile.profile import Profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes, parse_budget
@@ -24,6 +23,7 @@ from sacplan._solve.greedy import Greedy
 from sacplan._solve.milp import Milp
 from sacplan._solve.solvers import Solver
 from sacplan._solve.uniform import Uniform
+from sacplan._techniques import DEFAULT_TECHNIQUES, resolve_techniques
 from sacplan.errors import InfeasibleBudget, PlanError
 
 _OPTIMAL = 2e-3  # share of its cost that a plan may be above the bound for no other solver to be asked

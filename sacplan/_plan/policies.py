@@ -22,12 +22,12 @@ from sacplan._chunk.entries import LossChunks, entry_size, loss_chunks
 from sacplan._plan.make import made_plan
 from sacplan._plan.plan import Plan
 from sacplan._plan.provenance import Provenance
-from sacplan._plan.techniques import DEFAULT_TECHNIQUES, rewritten
 from sacplan._profile.profile import Profile
 from sacplan._program.arguments import checked
 from sacplan._program.decisions import Chunk, Decision, Discarded, as_decisions
 from sacplan._program.program import ROOT_SCOPE, CallSite, Op, Phase, Program, is_inside
 from sacplan._recompute.pins import Pins, resolve_pins
+from sacplan._techniques import DEFAULT_TECHNIQUES, rewritten
 from sacplan.errors import PlanError
 
 MODES = ("none", "full", "selective", "chunked-loss")

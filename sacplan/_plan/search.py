@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 
 from sacplan._plan.context import PlanningContext
 from sacplan._plan.effects import RegionProblem
-from sacplan._plan.techniques import TECHNIQUES, rewritten
 from sacplan._program.decisions import Decision, as_decisions
 from sacplan._program.liveness import Footprint
 from sacplan._program.program import Program
@@ -26,6 +25,7 @@ from sacplan._rotor.sequences import Rotor, sequences, unit_of
 from sacplan._solve.local import give_back
 from sacplan._solve.problem import DEVICE_MEMORY, Solution
 from sacplan._solve.solvers import Solver
+from sacplan._techniques import TECHNIQUES, rewritten
 from sacplan.errors import PlanError
 
 _IN_VAIN = 3  # sizes of regions in a row that make nothing cheaper, or no peak smaller
