@@ -70,6 +70,11 @@ class PlanningContext:
         return Bound(self.program.with_(patch).liveness, self.costs, self.pins.kept_ops)
 
     @cached_property
+    def floor_bytes(self) -> int:
+        """No plan has a lower peak."""
+        return floor_bytes(self.program, self._chunks)
+
+    @cached_property
     def _chunk_region(self) -> Region | None:
         """The choice of slices, beside the regions that may recompute."""
         chunks = self._chunks
@@ -147,6 +152,14 @@ def planning_context(
         ("planning", objective, techniques, device, chunks is None, *pins.key),
         lambda: PlanningContext(program, objective, pins, techniques, device, chunks),
     )
+
+
+def floor_bytes(program: Program, chunks: LossChunks | None) -> int:
+    """What is alive at some op whatever is recomputed, in any of these numbers of slices or in none."""
+    programs = [program]
+    if chunks is not None:
+        programs += [program.with_(rewrite.patch) for _, rewrite in chunks.options]
+    return min(each.liveness.floor_bytes for each in programs)
 
 
 def op_costs(program: Program, objective: Objective) -> tuple[float, ...]:

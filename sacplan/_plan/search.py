@@ -75,7 +75,7 @@ class Search:
         if isinstance(solver, Rotor):
             self._add_sequences(solver, budget_bytes)
             return
-        if budget_bytes < self.program.liveness.floor_bytes:
+        if budget_bytes < self.context.floor_bytes:
             return
         cheapest: float | None = None
         in_vain = 0
@@ -93,7 +93,7 @@ class Search:
 
     def minimise(self, solvers: Sequence[Solver | Rotor], budget_bytes: int) -> None:
         """The smallest peaks, in regions of all sizes, until one holds the budget."""
-        enough = max(budget_bytes, _AT_FLOOR * self.program.liveness.floor_bytes)
+        enough = max(budget_bytes, _AT_FLOOR * self.context.floor_bytes)
         for solver in solvers:
             if isinstance(solver, Rotor):
                 self._add_sequences(solver, 0)
