@@ -135,3 +135,42 @@ def test_a_profile_shows_the_step_with_a_plan(profile: sacplan.Profile, policy: 
     for same in (recomputed, recomputed.decisions, recomputed.discarded):
         assert profile.footprint(same).peak_bytes == recomputed.peak_bytes
     assert profile.timeline()["total_bytes"].max() == profile.peak_bytes
+
+
+# --- surveys
+
+
+def test_a_frontier_with_chunks_goes_lower(profile: sacplan.Profile) -> None:
+    plain = sacplan.frontier(profile, 2, ["greedy"])
+    chunked = sacplan.frontier(profile, 5, ["greedy"], techniques=BOTH)
+    solved, policies = chunked[chunked["status"] != "policy"], chunked[chunked["status"] == "policy"]
+    assert solved["peak_bytes"].min() < plain[plain["status"] != "policy"]["peak_bytes"].min()
+    assert (solved["peak_bytes"] <= solved["budget_bytes"]).all()
+    assert not plain["added_ms"].any()
+    costs = solved.sort_values("budget_bytes").eval("recompute_ms + added_ms").tolist()
+    assert len(set(costs)) > 2  # between the extremes, fewer slices where fewer will do
+    assert costs == sorted(costs, reverse=True)
+    assert set(policies["solver"]) - set(plain["solver"]) == {"loss in 16 slices"}
+    by_rule = policies.set_index("solver").loc["loss in 16 slices"]
+    assert by_rule["recompute_ms"] == 0
+    assert by_rule["added_share"] == by_rule["added_ms"] / profile.step_ms
+
+
+def test_larger_batches_fit_with_chunks(model: LM) -> None:
+    def make(n: int) -> torch.Tensor:
+        return torch.zeros(n, 32, dtype=torch.long)
+
+    how = {"loss_fn": loss_fn, "device": "cpu", "solver": "greedy", "at_most": 6}
+    plain = sacplan.max_batch(model, make, "2.5MiB", **how)  # type: ignore[arg-type]
+    chunked = sacplan.max_batch(model, make, "2.5MiB", techniques=BOTH, **how)  # type: ignore[arg-type]
+    assert chunked.batch_size > plain.batch_size
+    assert chunked.plan.peak_bytes <= 2.5 * 2**20
+    plan, point = chunked.plan, {p.batch_size: p for p in chunked.points}[chunked.batch_size]
+    assert plan.chunks
+    assert plan.provenance.techniques == BOTH
+    assert point.added_ms == plan.added_ms
+    assert chunked.step_ms == plan.step_ms + plan.recompute_ms + plan.added_ms
+    assert all(p.floor_bytes <= p.peak_bytes for p in chunked.points if p.peak_bytes is not None)
+    assert "ms for slices" in repr(chunked)
+    with pytest.raises(PlanError, match="unknown technique 'slice'"):
+        sacplan.max_batch(model, make, "2.5MiB", techniques=("slice",), device="cpu")

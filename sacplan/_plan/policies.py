@@ -114,7 +114,7 @@ def policy(
         provenance,
         pins,
         status="policy",
-        added_ms=with_plan.step_ms - program.step_ms - found.recompute_ms if decisions else 0.0,
+        added_ms=with_plan.step_ms - program.step_ms - found.recompute_ms,
     )
 
 
