@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import sacplan
+from sacplan._chunk.alternatives import LossRegion, liger, linear_cross_entropy, plain
 from sacplan._program.decisions import Chunk
-from sacplan.errors import PlanError
+from sacplan._report.page import report_html
+from sacplan._report.timeline import timeline_of
+from sacplan.errors import PlanError, PlanMismatch
 from tests.models import LM
 
 VOCAB = 3001
@@ -20,6 +26,18 @@ BOTH = ("recompute", "chunk")
 
 def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+
+
+class Cumulated(nn.Module):
+    """All that comes behind the head reads along both dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(x)
+        return y.cumsum(1).cumsum(0)
 
 
 def batch() -> torch.Tensor:
@@ -102,15 +120,6 @@ def test_what_is_pinned_is_no_part_of_a_chunked_loss(profile: sacplan.Profile, p
 
 
 def test_where_nothing_can_run_in_slices_the_policy_says_why() -> None:
-    class Cumulated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.head(x)
-            return y.cumsum(1).cumsum(0)
-
     found = sacplan.profile(Cumulated(), torch.randn(4, 8, 8), device="cpu")
     with pytest.raises(PlanError, match=r"there is no module .*from 'head' on: .*") as raised:
         sacplan.policy("chunked-loss", slices=2, profile=found)
@@ -174,3 +183,125 @@ def test_larger_batches_fit_with_chunks(model: LM) -> None:
     assert "ms for slices" in repr(chunked)
     with pytest.raises(PlanError, match="unknown technique 'slice'"):
         sacplan.max_batch(model, make, "2.5MiB", techniques=("slice",), device="cpu")
+
+
+# --- reports
+
+
+@pytest.fixture(scope="module")
+def both(profile: sacplan.Profile) -> sacplan.Plan:
+    """A plan that recomputes and runs the loss in slices."""
+    found = sacplan.plan_smallest(profile, "greedy", techniques=BOTH)
+    assert found.discarded
+    assert found.chunks
+    return found
+
+
+def test_what_is_alive_with_chunks_adds_up(
+    profile: sacplan.Profile, policy: sacplan.Plan, both: sacplan.Plan
+) -> None:
+    for plan in (policy, both):
+        assert sacplan.alive_at_peak(profile, plan, None)["bytes"].sum() == plan.peak_bytes
+        timeline = timeline_of(profile.with_plan(plan))
+        assert timeline.peak_bytes == plan.peak_bytes
+        assert timeline.end_ms == pytest.approx(plan.step_ms + plan.recompute_ms + plan.added_ms)
+    assert "generator state" not in set(sacplan.alive_at_peak(profile, policy, None)["kind"])
+
+
+def test_the_module_table_tells_slices_from_recomputation(
+    profile: sacplan.Profile, policy: sacplan.Plan, both: sacplan.Plan
+) -> None:
+    sliced, mixed = sacplan.module_table(profile, policy), sacplan.module_table(profile, both)
+    assert sliced.loc["head", "why"] == "in slices"
+    assert "never exist as a whole" in str(sliced.loc["(outside the model)", "why"])
+    assert not sliced["discarded_bytes"].any()
+    assert mixed["recompute_ms"].sum() == pytest.approx(both.recompute_ms)
+    assert mixed["discarded_bytes"].any()
+    assert mixed["forward_ms"].sum() == pytest.approx(profile.with_plan(both.chunks).forward_ms)
+
+
+def test_a_table_of_chunks(profile: sacplan.Profile, policy: sacplan.Plan, both: sacplan.Plan) -> None:
+    (row,) = sacplan.chunk_table(profile, policy).itertuples()
+    assert (row.Index, row.slices, row.rows, row.dim) == ("head", 8, 64, 1)
+    assert row.added_ms == pytest.approx(policy.added_ms)
+    assert row.peak_bytes == profile.peak_bytes
+    (row,) = sacplan.chunk_table(profile, both).itertuples()
+    assert row.peak_bytes == profile.footprint(both.discarded).peak_bytes
+    assert sacplan.chunk_table(profile, sacplan.policy("full", profile=profile)).empty
+    other = sacplan.profile(LM(layers=2, dim=64, heads=2, vocab=VOCAB), batch(), loss_fn, device="cpu")
+    with pytest.raises(PlanMismatch):
+        sacplan.chunk_table(other, policy)
+
+
+def test_the_loss_beside_what_libraries_offer(profile: sacplan.Profile, policy: sacplan.Plan) -> None:
+    found = sacplan.loss_table(profile, policy)
+    assert list(found.index) == ["as it is", "in 8 slices", "F.linear_cross_entropy", "Liger"]
+    region = LossRegion(128, 32, VOCAB, torch.float32)  # of the model above, by hand
+    priced = plain(region, profile.spec)
+    assert found.loc["as it is", "peak_bytes"] == pytest.approx(priced.peak_bytes, rel=0.02)
+    for expected in (linear_cross_entropy(region, profile.spec), liger(region, profile.spec)):
+        row = found.loc[expected.name]
+        assert (row["peak_bytes"], row["time_ms"]) == (expected.peak_bytes, expected.time_ms)
+    assert found.loc["F.linear_cross_entropy", "available"] == hasattr(F, "linear_cross_entropy")
+    sliced = found.loc["in 8 slices"]
+    assert sliced["time_ms"] - found.loc["as it is", "time_ms"] == pytest.approx(policy.added_ms)
+    fewer = profile.peak_bytes - policy.peak_bytes
+    assert fewer <= found.loc["as it is", "peak_bytes"] - sliced["peak_bytes"]
+    assert sacplan.loss_table(profile, sacplan.policy("full", profile=profile)).empty
+
+
+class Ragged(nn.Module):
+    """With a bias at the head, and ops that cannot run in slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 99)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.body(x)
+        h = F.dropout(h.flip(1).sort(-1).values, 0.1)
+        out: torch.Tensor = self.head(h)
+        return out
+
+
+def test_the_report_names_ops_that_need_whole_tensors() -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x).flatten(0, 1), torch.zeros(32, dtype=torch.long))
+
+    profile = sacplan.profile(Ragged(), torch.randn(4, 8, 8), loss, device="h100")
+    found = sacplan.blocked_ops(profile)
+    assert found.loc["aten.native_dropout.default", "why"] == "draws random numbers"
+    assert found["most_bytes"].is_monotonic_decreasing
+    assert len(sacplan.blocked_ops(profile, top=1)) == 1
+    plan = sacplan.policy("chunked-loss", slices=2, profile=profile)
+    region = LossRegion(32, 8, 99, torch.float32, bias=True)
+    assert (
+        sacplan.loss_table(profile, plan).loc["Liger", "peak_bytes"] == liger(region, profile.spec).peak_bytes
+    )
+    page = report_html(profile, plan)
+    for text in ("aten.native_dropout.default", "F.linear_cross_entropy", "gradients are close", "added ms"):
+        assert text in page
+    assert 'id="chunks"' not in report_html(profile, sacplan.plan(profile, "100%"))
+
+
+def test_the_page_says_why_nothing_runs_in_slices() -> None:
+    profile = sacplan.profile(Cumulated(), torch.randn(4, 8, 8), device="cpu")
+    page = report_html(profile, sacplan.plan(profile, "100%", techniques=BOTH))
+    assert "Why the loss does not" in page
+    assert "from head on: " in page
+
+
+def test_a_trace_and_figures_of_a_plan_with_chunks(
+    profile: sacplan.Profile, both: sacplan.Plan, tmp_path: Path
+) -> None:
+    path = sacplan.write_memory_trace(tmp_path / "t.json", profile, both)
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    memory = [sum(e["args"].values()) for e in events if e.get("name") == "memory"]
+    assert max(memory) == both.peak_bytes
+    frame = sacplan.frontier(profile, 3, ["greedy"], techniques=BOTH)
+    axis = sacplan.frontier_figure(profile, frame, both).axes[0]
+    drawn = {line.get_label(): line for line in axis.lines}
+    assert "chunks" in axis.get_ylabel()
+    assert "lower bound" not in drawn
+    costs = (frame["recompute_share"] + frame["added_share"])[frame["solver"] == "greedy"] * 100
+    assert np.sort(np.asarray(drawn["greedy"].get_ydata())) == pytest.approx(np.sort(costs))
