@@ -305,3 +305,15 @@ def test_a_trace_and_figures_of_a_plan_with_chunks(
     assert "lower bound" not in drawn
     costs = (frame["recompute_share"] + frame["added_share"])[frame["solver"] == "greedy"] * 100
     assert np.sort(np.asarray(drawn["greedy"].get_ydata())) == pytest.approx(np.sort(costs))
+
+
+def test_rotor_plans_without_the_chunks_that_it_may_use() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)]
+    model = nn.Sequential(nn.Embedding(VOCAB, 64), *layers, nn.Linear(64, VOCAB))
+    profile = sacplan.profile(model, batch(), loss_fn, device="cpu")
+    alone = sacplan.plan_smallest(profile, "rotor")
+    assert sacplan.plan_smallest(profile, "rotor", techniques=BOTH).decisions == alone.decisions
+    best = sacplan.plan_smallest(profile, techniques=BOTH)
+    assert best.chunks
+    assert best.peak_bytes < alone.peak_bytes

@@ -69,6 +69,11 @@ class PlanningContext:
         patch = self._chunks.options[-1][1].patch
         return Bound(self.program.with_(patch).liveness, self.costs, self.pins.kept_ops)
 
+    @property
+    def may_chunk(self) -> bool:
+        """Whether there is a choice of slices."""
+        return self._chunks is not None
+
     @cached_property
     def floor_bytes(self) -> int:
         """No plan has a lower peak."""

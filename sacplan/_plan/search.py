@@ -171,7 +171,12 @@ class Search:
         return self.tried[key]
 
     def _add_sequences(self, rotor: Rotor, budget_bytes: int) -> None:
-        """Rotor's sequences for a budget, or the one with the smallest peak."""
+        """Rotor's sequences for a budget, or the one with the smallest peak; none beside chunks.
+
+        Its one unit would be around what runs in slices.
+        """
+        if self.context.may_chunk:
+            return
         program, pins = self.program, self.context.pins
         if pins.widest_units is not None and not pins.may_be_a_unit(program, unit_of(program)):
             raise PlanError(
