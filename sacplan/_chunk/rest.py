@@ -207,13 +207,20 @@ class _Rest:
             s = program.tensors[t].storage
             if t in self.lazy or s in self.storages or "float" not in program.tensors[t].dtype:
                 continue
-            if program.writer.get(s, -1) in self.differentiated:
+            writer = program.writer.get(s, -1)
+            if writer in self.differentiated and not self._of_parameters(writer):
                 raise CannotChunk(
                     f"{op.name} also reads an activation that did not enter {self.entry.unit!r}", index
                 )
             scopes = (op.scope, *program.ancestors(op.scope))
             if program.storage_kinds[s] is StorageKind.PARAMETER and self.entry.scope not in scopes:
                 raise CannotChunk(f"{op.name} reads a parameter outside of {self.entry.unit!r}", index)
+
+    def _of_parameters(self, index: int) -> bool:
+        """Whether an op in the module reads its parameters only, as what casts them under autocast does."""
+        op = self.program.ops[index]
+        scopes = (op.scope, *self.program.ancestors(op.scope))
+        return self.entry.scope in scopes and all(self.program.storage_kinds[s] in _OF_MODEL for s in op.reads)
 
     def _defer(self, index: int, op: Op) -> None:
         func = overload(OUT_OF_PLACE.get(op.name, op.name))
