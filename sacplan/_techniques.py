@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from sacplan._chunk.technique import Chunking
 from sacplan._device.devices import DeviceSpec
@@ -14,8 +15,13 @@ from sacplan.errors import PlanError
 
 TECHNIQUES: dict[str, Technique] = {technique.name: technique for technique in (Chunking(), Recomputation())}
 
+_KEPT = 4  # rewritten programs
+
 DEFAULT_TECHNIQUES = ("recompute",)
 """What a plan for training may do unless it is told otherwise: gradients stay bit-equal."""
+
+INFERENCE_TECHNIQUES = ("chunk",)
+"""The same for the forward pass alone: there is nothing to recompute."""
 
 
 def resolve_techniques(names: Iterable[str]) -> tuple[str, ...]:
@@ -47,5 +53,19 @@ def rewritten(program: Program, decisions: Sequence[Decision], device: DeviceSpe
     ``device``: what the step runs on; needed where a technique changes the sizes that kernels are called with.
     """
     for technique, own in by_technique(decisions):
-        program = program.with_(technique.patch(program, own, device))
+        program = _rewritten_by(technique, program, tuple(own), device)
     return program
+
+
+def _rewritten_by(
+    technique: Technique, program: Program, decisions: tuple[Decision, ...], device: DeviceSpec | None
+) -> Program:
+    """Plans that differ in the last technique alone share the program that it gets: it is kept a while."""
+    if technique is next(reversed(TECHNIQUES.values())):
+        return program.with_(technique.patch(program, decisions, device))
+    known: dict[Any, Program] = program.derived(("rewritten", technique.name, device), dict)
+    if decisions not in known:
+        if len(known) == _KEPT:
+            del known[next(iter(known))]
+        known[decisions] = program.with_(technique.patch(program, decisions, device))
+    return known[decisions]

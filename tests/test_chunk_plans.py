@@ -279,7 +279,7 @@ def test_the_report_names_ops_that_need_whole_tensors() -> None:
         sacplan.loss_table(profile, plan).loc["Liger", "peak_bytes"] == liger(region, profile.spec).peak_bytes
     )
     page = report_html(profile, plan)
-    for text in ("aten.native_dropout.default", "F.linear_cross_entropy", "gradients are close", "added ms"):
+    for text in ("aten.native_dropout.default", "F.linear_cross_entropy", "Gradients are close", "added ms"):
         assert text in page
     assert 'id="chunks"' not in report_html(profile, sacplan.plan(profile, "100%"))
 
@@ -317,3 +317,17 @@ def test_rotor_plans_without_the_chunks_that_it_may_use() -> None:
     best = sacplan.plan_smallest(profile, techniques=BOTH)
     assert best.chunks
     assert best.peak_bytes < alone.peak_bytes
+
+
+def test_reports_in_inference(model: LM) -> None:
+    profile = sacplan.profile(model, batch(), device="cpu", mode="inference")
+    plan = sacplan.plan_smallest(profile)
+    rows = sacplan.chunk_table(profile, plan)
+    assert rows["count"].sum() == len(plan.chunks) > 0
+    assert rows["what"].str.startswith("a stretch of").all()
+    assert (rows["slices"] <= rows["rows"]).all()
+    assert sacplan.alive_at_peak(profile, plan, None)["bytes"].sum() == plan.peak_bytes
+    assert "in slices" in set(sacplan.module_table(profile, plan)["why"])
+    page = report_html(profile, plan, sacplan.frontier(profile, 2))
+    assert "The output is close" in page
+    assert "Gradients" not in page

@@ -31,15 +31,15 @@ def tokens(count: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (count, SEQUENCE), generator=torch.Generator().manual_seed(0))
 
 
-def close(got: list[torch.Tensor], expected: list[torch.Tensor], rtol: float) -> None:
+def close(got: list[Any], expected: list[Any], rtol: float) -> None:
     for one, other in zip(got, expected, strict=True):
         assert (one - other).norm() <= rtol * other.norm()
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"bf16": True, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}],
-    ids=["plain", "bf16, accumulated"],
+    [{}, {"bf16": True, "max_grad_norm": 0.5}],
+    ids=["plain", "bf16"],
 )
 def test_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
@@ -75,9 +75,11 @@ def test_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
     assert callback.differences == ()
     assert max(callback.peaks_bytes) == pytest.approx(callback.plan.peak_bytes, rel=0.02)
     assert "forward" not in vars(chunked.model.lm_head)
-    losses = [[torch.tensor(e["loss"]) for e in t.state.log_history if "loss" in e] for t in (chunked, plain)]
-    close(*losses, rtol=1e-3 if options else 2e-6)
-    close(*(list(t.model.parameters()) for t in (chunked, plain)), rtol=1e-3 if options else 1e-6)
+    loss, plain_loss = (
+        [torch.tensor(e["loss"]) for e in t.state.log_history if "loss" in e] for t in (chunked, plain)
+    )
+    close(loss, plain_loss, rtol=1e-3 if options else 2e-6)
+    close([*chunked.model.parameters()], [*plain.model.parameters()], rtol=1e-3 if options else 1e-6)
 
 
 def test_lightning() -> None:
@@ -101,7 +103,7 @@ def test_lightning() -> None:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def loader() -> Any:
-        return torch.utils.data.DataLoader(tokens(16), batch_size=4)
+        return torch.utils.data.DataLoader(list(tokens(16)), batch_size=4)  # type: ignore[arg-type]
 
     def trainer(*callbacks: Any) -> Any:
         return lightning.Trainer(

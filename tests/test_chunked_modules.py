@@ -10,12 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import sacplan
 from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._program.decisions import Chunk
 from sacplan.errors import ChunkError, PlanError
 from tests.chunks import VOCAB, close, plain_loss, step
 from tests.models import LM, tokens
+from tests.plans import discarding
 
 CHUNKS = [Chunk("layers.0.mlp", "module", 4, 1), Chunk("layers.1.mlp", "module", 5, 1)]
 NEAR = ("layers.0.mlp", "layers.1.mlp")
@@ -179,6 +182,26 @@ def test_parameters_are_put_back_after_an_error(model: LM, batch: torch.Tensor) 
     assert isinstance(model.head._parameters["weight"], nn.Parameter)
 
 
+def test_copies_of_a_module_that_recomputes_and_runs_in_slices(model: LM, batch: torch.Tensor) -> None:
+    """Two stand-ins on one module, put on and taken off in order."""
+    profile = sacplan.profile(model, batch, plain_loss, device="cpu")
+    gelu = [
+        s for s in profile.program.sites(profile.program.calls["layers.0.mlp"][0]).values() if "gelu" in s.op
+    ]
+    plan = discarding(sacplan.plan(profile, budget="200%"), {"layers.0.mlp": gelu}, profile)
+    plain = step(model, batch, plain_loss)
+    with sacplan.apply(model, plan):
+        installed = InstalledChunks(model, [Chunk("head", "rest", 8, 1), CHUNKS[0]])
+        other = copy.deepcopy(model)
+        for each in (model, other):
+            close(step(each, batch, plain_loss), plain, near=(*NEAR, "head."))
+            assert each.layers[0].mlp.forward.tally.loops == 2  # type: ignore[union-attr]
+        installed.check_removable()
+        installed.remove()
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    assert torch.equal(step(model, batch, plain_loss)["head.weight"], plain["head.weight"])
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_have_the_chunks_on_their_own_weights(model: LM, batch: torch.Tensor, how: str) -> None:
     InstalledChunks(model, [*CHUNKS, Chunk("head", "rest", 8, 1)])
@@ -238,6 +261,22 @@ def test_compiling_is_refused_by_name(model: LM, batch: torch.Tensor) -> None:
     assert isinstance(refusal.value, ChunkError)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_loss_runs_uncompiled(model: LM, batch: torch.Tensor, backend: str) -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(backend=backend)
+    def loss_of(logits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), x.flatten())
+
+    plain = step(model, batch, plain_loss)
+    InstalledChunks(model, [Chunk("head", "rest", 8, 1)])
+    for _ in range(2):
+        got = step(model, batch, lambda model, x: loss_of(model(x), x))
+        assert model.head.forward.tally.loops == 1
+        close(got, plain, near=("head.",))
+
+
 def test_a_compiled_module_is_refused_by_name(model: LM) -> None:
     model.layers[0].mlp[0].compile(backend="eager")  # type: ignore[union-attr,operator,index]
     with pytest.raises(PlanError, match=r"layers\.0\.mlp\.0.* is compiled"):
@@ -250,3 +289,57 @@ def test_compiled_layers_below_a_chunked_head(model: LM, batch: torch.Tensor) ->
         layer.compile(backend="eager")
     InstalledChunks(model, [Chunk("head", "rest", 8, 1)])
     close(step(model, batch, plain_loss), plain, near=("head.",))
+
+
+@pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
+def test_dropout_draws_what_the_whole_would_draw(batch: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    model = LM(layers=2, dim=32, heads=2, vocab=VOCAB, dropout=0.2)
+    plain = step(model, batch, plain_loss)
+    installed = InstalledChunks(model, CHUNKS)
+    got = step(model, batch, plain_loss)
+    assert "bernoulli" in str(installed.differences[0])
+    close(got, plain, near=NEAR)
+
+
+def test_recomputation_below_a_chunked_head(model: LM, batch: torch.Tensor) -> None:
+    """The head's input is no activation of a unit; what units discard is recomputed as ever."""
+    profile = sacplan.profile(model, batch, plain_loss, device="cpu")
+    units = {f"layers.{i}": tuple(profile.tradeoffs[f"layers.{i}"].points[-1].discarded) for i in range(2)}
+    plan = discarding(sacplan.plan(profile, budget="200%"), units, profile)
+    plain = step(model, batch, plain_loss)
+    with sacplan.apply(model, plan) as handle:
+        installed = InstalledChunks(model, [Chunk("head", "rest", 8, 1)])
+        got = step(model, batch, plain_loss)
+        assert model.head.forward.tally.loops == 1
+        assert not handle.differences
+        installed.remove()
+    close(got, plain, near=("head.",))
+
+
+@pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
+def test_a_unit_that_recomputes_around_a_module_in_slices(model: LM, batch: torch.Tensor) -> None:
+    """No plan has that; gradients are right all the same, also where the unit is the whole model."""
+    profile = sacplan.profile(model, batch, plain_loss, device="cpu")
+    program = profile.program
+    plain = step(model, batch, plain_loss)
+    for fqn in ("layers.0", ""):
+        sites = [s for op, s in program.sites(program.calls[fqn][0]).items() if program.ops[op].recomputable]
+        plan = discarding(sacplan.plan(profile, budget="200%"), {fqn: sites}, profile)
+        with sacplan.apply(model, plan):
+            installed = InstalledChunks(model, [*CHUNKS, Chunk("head", "rest", 8, 1)])
+            for _ in range(2):
+                close(step(model, batch, plain_loss), plain, near=(*NEAR, "head."))
+            installed.remove()
+
+
+@pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
+def test_checkpointing_around_a_module_in_slices(model: LM, batch: torch.Tensor) -> None:
+    """Of PyTorch: it makes a second region, whose tensors do not match those of the first."""
+    plain = step(model, batch, plain_loss)
+    installed = InstalledChunks(model, CHUNKS)
+    for layer in model.layers:
+        forward = layer.forward
+        layer.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+    close(step(model, batch, plain_loss), plain, near=NEAR)
+    installed.remove()

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sacplan._chunk.executor.forward import ChunkedForward
+from sacplan._chunk.executor.values import Region
 from sacplan.errors import ChunkError
 from tests.chunks import VOCAB, allocations, chunked, close, loops_of, plain_loss, step
 from tests.models import LM, tokens
@@ -203,6 +205,17 @@ def test_the_loss_is_a_number(model: LM, batch: torch.Tensor, when: str) -> None
         assert loops_of(model) == (2 if when == "before" else 1)
 
 
+def test_numbers_are_computed_together(model: LM, batch: torch.Tensor) -> None:
+    model.eval()
+    with chunked(model):
+        logits = model(batch)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.flatten())
+        entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+        hits = (logits.argmax(-1) == batch).float().mean()
+        assert all(0 <= x.item() < 10 for x in (loss, entropy, hits))
+        assert loops_of(model) == 1
+
+
 def test_without_gradients_nothing_is_lazy(model: LM, batch: torch.Tensor) -> None:
     with chunked(model), torch.no_grad():
         assert type(model(batch)) is torch.Tensor
@@ -363,17 +376,27 @@ def test_two_losses_and_another_head(model: LM, batch: torch.Tensor) -> None:
         close(step(model, batch, loss_fn), plain, near=("head.",))
 
 
-def test_the_same_head_twice(model: LM, batch: torch.Tensor) -> None:
+def test_the_same_head_twice(model: LM, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    tallies = []
+    new_region = ChunkedForward._new_region
+
+    def noted(self: ChunkedForward, size: int) -> Region:
+        region = new_region(self, size)
+        tallies.append(region.tally)
+        return region
+
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         h = model.norm(model.embed(x))
         first, second = model.head(h), model.head(h.flip(1))
-        return F.cross_entropy(first.flatten(0, 1), x.flatten()) + F.cross_entropy(
-            second.flatten(0, 1), x.flatten()
-        )
+        loss = F.cross_entropy(first.flatten(0, 1), x.flatten())
+        return (loss + F.cross_entropy(second.flatten(0, 1), x.flatten())) / 2
 
+    monkeypatch.setattr(ChunkedForward, "_new_region", noted)
     plain = step(model, batch, loss_fn)
     with chunked(model):
         close(step(model, batch, loss_fn), plain, near=("head.",))
+    assert [tally.loops for tally in tallies] == [1, 1]
+    assert not any(tally.whole for tally in tallies)
 
 
 def test_writing_in_place(model: LM, batch: torch.Tensor) -> None:
@@ -394,6 +417,28 @@ def test_writing_in_place(model: LM, batch: torch.Tensor) -> None:
 
         with pytest.raises(ChunkError, match="clone"):
             step(model, batch, through_a_view)
+
+
+def test_writing_to_a_loss(model: LM, batch: torch.Tensor) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = plain_loss(model, x)
+        before = loss.detach()
+        half = before / 2
+        loss /= 4
+        assert before.item() == loss.item()
+        assert half.item() == pytest.approx(2 * loss.item())
+        return loss
+
+    model.eval()
+    plain = step(model, batch, loss_fn)
+    with chunked(model):
+        close(step(model, batch, loss_fn), plain, near=("head.",))
+        loss = plain_loss(model, batch)
+        loss /= 4
+        loss.backward()
+        logged = loss.detach()
+        logged.mul_(3)
+        assert loss.item() == logged.item() == pytest.approx(3 * plain["loss"].item())
 
 
 def test_hooks_fire_once_and_see_what_they_would(model: LM, batch: torch.Tensor) -> None:

@@ -80,7 +80,7 @@ def test_policies() -> None:
     shown = run(f"policy {TARGET} chunked-loss --slices 8 -o plan.json").stdout
     assert "gradients    close, because those of parameters in head" in shown
     (row,) = [line for line in shown.splitlines() if line.startswith("head ")]
-    assert row.split()[1:3] == ["8", "64"]
+    assert row.split()[1:4] == ["1", "8", "64"]
     plan = sacplan.Plan.load("plan.json")
     assert (plan.status, plan.chunks[0].slices) == ("policy", 8)
     facts = json.loads(run(f"policy {TARGET} none --json").stdout)

@@ -1,70 +1,81 @@
-"""Where a chunk of all that follows may begin in a step of training, and in how many slices it may run."""
+"""What may run in slices in a step of training: where chunks begin, along which axis, and in how many slices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sacplan._chunk.rest import CannotChunk, Entry, Rewrite, chunk_rest
+from sacplan._chunk.rest import CannotChunk, Entry, Rewrite, training_chunk
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Chunk
-from sacplan._program.program import Phase, Program
+from sacplan._program.liveness import Fold
+from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program
 
 _TRIED = 12  # modules, from the last one backwards
 _MOST_OPS = 400  # forward ops from the entry on
 _PROBE = 16  # slices with which entries are compared
 _MOST_SLICES = 128
+_MODULE_SLICES = (2, 4, 8, 16, 32, 64)
 _SAME = 1.02  # times the bytes of another entry: no better
 
 
 @dataclass(frozen=True, slots=True)
-class LossChunks:
-    """One entry with the numbers of slices that are offered.
+class ChunkOptions:
+    """One place where a chunk may begin, with the numbers of slices that are offered.
 
     Attributes:
         unit: fqn of the module at which it begins.
-        forward_ops: what no longer runs where it ran.
+        ops: those that no longer run where they ran, forward and backward.
         options: the decision and its rewrite, by rising number of slices.
     """
 
     unit: str
-    forward_ops: frozenset[int]
+    ops: frozenset[int]
     options: tuple[tuple[Chunk, Rewrite], ...]
+
+    def goes_with(self, other: ChunkOptions) -> bool:
+        """Whether both may be taken: neither begins where the other ends."""
+        ours, theirs = (each.options[-1][1].patch.events for each in (self, other))
+        return ours.keys().isdisjoint(theirs)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why there is no entry at a module."""
+    """Why no chunk begins at a module."""
 
     unit: str
     why: str
 
 
-def loss_chunks(program: Program, device: DeviceSpec) -> LossChunks | tuple[Refusal, ...]:
-    """The entry from which on slices save most; or why none of the last modules is one.
+# --- the loss
+
+
+def loss_chunks(program: Program, device: DeviceSpec) -> ChunkOptions | tuple[Refusal, ...]:
+    """The entry from which on slices save most up to the loss; or why none of the last modules is one.
 
     Worked out once for a program.
     """
     return program.derived(("loss chunks", device), lambda: _loss_chunks(program, device))
 
 
-def _loss_chunks(program: Program, device: DeviceSpec) -> LossChunks | tuple[Refusal, ...]:
+def _loss_chunks(program: Program, device: DeviceSpec) -> ChunkOptions | tuple[Refusal, ...]:
     best: tuple[int, Chunk] | None = None
     refused: list[Refusal] = []
     for unit in _last_modules(program):
         try:
-            chunk, rewrite = _first_axis(program, unit, device)
+            chunk = _first_axis(program, unit, "rest", device)
         except CannotChunk as error:
             if best is not None:
                 break  # what begins before it reads the same and more
             refused.append(Refusal(unit, str(error)))
             continue
-        most = most_bytes(program, rewrite)
+        most = most_bytes(program, training_chunk(program, chunk, device))
         if best is None or most * _SAME < best[0]:
             best = most, chunk
     if best is None:
         return tuple(refused)
-    return _offered(program, best[1], device)
+    powers = (2**i for i in range(1, _MOST_SLICES.bit_length()))
+    return _offered(program, best[1], powers, device)
 
 
 def _last_modules(program: Program) -> Iterator[str]:
@@ -80,18 +91,59 @@ def _last_modules(program: Program) -> Iterator[str]:
         yield fqn
 
 
-def _first_axis(program: Program, unit: str, device: DeviceSpec) -> tuple[Chunk, Rewrite]:
+# --- modules
+
+
+def module_chunks(program: Program, scope: int, device: DeviceSpec) -> tuple[ChunkOptions, ...]:
+    """The largest module around a module call that can run in slices, and all that are alike; none: there is none.
+
+    Worked out once for a program.
+    """
+    return program.derived(("module chunks", scope, device), lambda: _module_chunks(program, scope, device))
+
+
+def _module_chunks(program: Program, scope: int, device: DeviceSpec) -> tuple[ChunkOptions, ...]:
+    found: Chunk | None = None
+    for around in (scope, *program.ancestors(scope)) if scope != ROOT_SCOPE else ():
+        unit = program.scopes[around].fqn
+        if not unit or len(program.calls[unit]) != 1 or len(program.ops_in(around)) > _MOST_OPS:
+            break
+        try:
+            found = _first_axis(program, unit, "module", device)
+        except CannotChunk:
+            continue  # as part of a larger one it may be
+    if found is None:
+        return ()
+    n_ops = len(program.ops_in(program.calls[found.unit][0]))
+    name = found.unit.rpartition(".")[2]
+    alike = []
+    for unit, calls in program.calls.items():
+        if len(calls) == 1 and unit.rpartition(".")[2] == name and len(program.ops_in(calls[0])) == n_ops:
+            chunk = Chunk(unit, "module", found.slices, found.dim)
+            try:
+                alike.append(_offered(program, chunk, _MODULE_SLICES, device))
+            except CannotChunk:
+                continue  # of that name and size, but not alike
+    return tuple(alike)
+
+
+# --- both
+
+
+def _first_axis(program: Program, unit: str, span: str, device: DeviceSpec) -> Chunk:
     """A chunk along the longest dimension that can be sliced; the last one is that of features."""
     shape = program.tensors[Entry.of(program, unit).tensor].shape
     why = CannotChunk(f"what enters {unit!r} has shape {shape}")
     for size, dim in sorted(((n, d) for d, n in enumerate(shape[:-1])), reverse=True):
         if size < 2:
             continue
-        chunk = Chunk(unit, "rest", min(_PROBE, size), dim)
+        chunk = Chunk(unit, "module" if span == "module" else "rest", min(_PROBE, size), dim)
         try:
-            return chunk, chunk_rest(program, chunk, device)
+            training_chunk(program, chunk, device)
         except CannotChunk as error:
             why = error
+        else:
+            return chunk
     raise why
 
 
@@ -101,23 +153,20 @@ def entry_size(program: Program, chunk: Chunk) -> int:
     return shape[chunk.dim] // (chunk.outer * chunk.inner)
 
 
-def _offered(program: Program, found: Chunk, device: DeviceSpec) -> LossChunks:
+def _offered(
+    program: Program, found: Chunk, numbers: Iterator[int] | tuple[int, ...], device: DeviceSpec
+) -> ChunkOptions:
     size = entry_size(program, found)
     options = []
-    slices = 2
-    while slices <= min(size, _MOST_SLICES):
-        chunk = Chunk(found.unit, "rest", slices, found.dim)
-        options.append((chunk, chunk_rest(program, chunk, device)))
-        slices *= 2
-    deferred = options[0][1].deferred
-    forward = frozenset(i for i in deferred if program.ops[i].phase is Phase.FORWARD)
-    return LossChunks(found.unit, forward, tuple(options))
+    for slices in numbers:
+        if slices <= size:
+            chunk = Chunk(found.unit, found.span, slices, found.dim)
+            options.append((chunk, training_chunk(program, chunk, device)))
+    return ChunkOptions(found.unit, options[0][1].deferred, tuple(options))
 
 
 def most_bytes(program: Program, rewrite: Rewrite) -> int:
     """The most that is alive from the entry until its loop is over, over what is alive at the entry."""
-    from sacplan._program.liveness import Fold
-
     patch = rewrite.patch
     first, last = min(patch.events), max(int(program.liveness.op_events[i]) for i in rewrite.deferred)
     fold = Fold(program, patch)
@@ -127,6 +176,6 @@ def most_bytes(program: Program, rewrite: Rewrite) -> int:
             begins = most = fold.live
         for code, arg in patch.events.get(position, (event,)):
             fold.step(code, arg)
-            if position >= first and code == 2:
+            if position >= first and code == Event.OP:
                 most = max(most, fold.noted)
     return most - begins

@@ -7,7 +7,7 @@ of the step: memory, time and workspaces of slices are those that a step with th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,10 +26,17 @@ _STORAGE_EVENTS = (Event.ALLOC, Event.FREE)
 
 @dataclass(slots=True)
 class Seen:
-    """What ran between two marks: ops, and the events in which ``Event.OP`` refers to them by position."""
+    """What ran for something.
+
+    Attributes:
+        ops: those, in order.
+        events: in which ``Event.OP`` refers to them by position.
+        first: how many ops had run before.
+    """
 
     ops: list[Op]
     events: list[tuple[int, int]]
+    first: int
 
 
 @dataclass(slots=True)
@@ -113,7 +120,7 @@ class Rehearsal:
         n_ops, n_events = self._recorder.seen()
         out = run()
         ops, events = self._recorder.seen_since(n_ops, n_events)
-        return out, Seen(ops, events)
+        return out, Seen(ops, events, n_ops)
 
     def into(self, additions: Additions, seen: Seen, phase: Phase, scope: int) -> list[tuple[int, int]]:
         """What was seen as events of the program; ops and storages that are new are added."""
@@ -152,8 +159,3 @@ class Rehearsal:
 @functools.lru_cache(maxsize=4)
 def _costs(device: DeviceSpec) -> CostModel:
     return CostModel(device)
-
-
-def time_of(ops: Mapping[int, Op] | list[Op]) -> float:
-    """Predicted time of ops, in ms."""
-    return sum(op.time_ms for op in (ops.values() if isinstance(ops, Mapping) else ops))

@@ -1,10 +1,10 @@
-"""A chunk of all that follows a module, in a step of training: what it makes of the recorded step.
+"""A chunk in a step of training: what it makes of the recorded step.
 
-From the module's input on, everything is computed in slices: the head's logits, the loss and their gradients, in one
-loop that runs when autograd asks for the gradient of that input. Which ops that is follows from the recording: forward
-ops that read what comes from the input, and the backward ops that belong to them. The executor's engine defers them on
-fake tensors here as it defers them in the step, and runs its loop; what the recorder sees of it takes their place in
-the program.
+From a module's input on, everything is computed in slices: to the module's outputs (span ``"module"``), or until it is
+reduced to numbers (``"rest"``: a head, the loss and their gradients). Which ops that is follows from the recording:
+forward ops that read what comes from the input, and the backward ops that belong to them. The executor's engine defers
+them on fake tensors here as it defers them in the step, and runs its loops; what the recorder sees of these takes the
+place of the ops in the program.
 
 What is in the way is a reason, not an error: an op that the engine would have to run as a whole, or a parameter from
 elsewhere, whose gradient would not come through the module.
@@ -12,18 +12,20 @@ elsewhere, whose gradient would not come through the module.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import ChainMap, Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
+import msgspec
 import torch
 
 from sacplan._chunk.calls import arguments, overload
 from sacplan._chunk.executor import losses  # noqa: F401  (registers how losses are put together)
 from sacplan._chunk.executor.lazy import Lazy, defer, root
 from sacplan._chunk.executor.loop import compute
-from sacplan._chunk.executor.values import Region, Value
+from sacplan._chunk.executor.values import Region, Value, Window
+from sacplan._chunk.families import transferred
 from sacplan._chunk.rehearsal import Additions, Rehearsal, Seen
 from sacplan._device.devices import DeviceSpec
 from sacplan._factors.axes import Axis
@@ -48,7 +50,7 @@ class CannotChunk(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a chunk of all that follows may begin.
+    """Where a chunk begins.
 
     Attributes:
         unit: fqn of a module that is called once.
@@ -80,12 +82,16 @@ class Entry:
 
 
 class _Sampled(Region):
-    """A region of which the first, the second and the last slice stand for all; the others are as the second."""
+    """A region of which the first, the second and the last slice stand for all; the others are as the second.
+
+    Attributes:
+        marks: by loop, how many ops had been seen before a slice, and how many slices it stands for.
+    """
 
     def __init__(self, size: int, slices: int, accumulate: torch.dtype | None, rehearsal: Rehearsal) -> None:
         super().__init__(size, slices, accumulate, _refuse)
         self._rehearsal = rehearsal
-        self.marks: list[tuple[int, int]] = []  # ops seen before a slice, and how many slices it stands for
+        self.marks: list[list[tuple[int, int]]] = []
 
     def slices(self) -> Iterator[tuple[int, int]]:
         """See above."""
@@ -95,10 +101,12 @@ class _Sampled(Region):
             sampled.append((every[1], len(every) - 2))
         if len(every) > 1:
             sampled.append((every[-1], 1))
+        marks: list[tuple[int, int]] = []
+        self.marks.append(marks)
         for bounds, times in sampled:
-            self.marks.append((self._rehearsal.n_ops, times))
+            marks.append((self._rehearsal.n_ops, times))
             yield bounds
-        self.marks.append((self._rehearsal.n_ops, 1))
+        marks.append((self._rehearsal.n_ops, 1))
 
 
 def _refuse(op: str, why: str) -> None:
@@ -120,16 +128,30 @@ class Rewrite:
     added_ms: float
 
 
-def chunk_rest(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
-    """The rewrite that a decision about all that follows a module is.
+def training_chunk(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
+    """The rewrite that a decision of span ``"module"`` or ``"rest"`` is; worked out once for a program.
 
     Raises:
-        CannotChunk: why not.
+        CannotChunk: why there is none.
     """
-    return _Rest(program, Entry.of(program, chunk.unit), chunk, device).rewrite()
+    return program.derived((chunk, device), lambda: _training_chunk(program, chunk, device))
 
 
-class _Rest:
+def _training_chunk(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
+    entry = Entry.of(program, chunk.unit)
+    if chunk.span != "module":
+        return _Rehearsed(program, entry, chunk, device).rewrite()
+    how = msgspec.structs.replace(chunk, unit="")
+    rehearsed: dict[int, Rewrite] = program.derived((how, device), dict)
+    for scope, known in rehearsed.items():
+        found = transferred(program, known.patch, known.deferred, scope, entry.scope)
+        if found is not None:
+            return Rewrite(*found, known.added_ms)
+    rehearsed[entry.scope] = _Rehearsed(program, entry, chunk, device).rewrite()
+    return rehearsed[entry.scope]
+
+
+class _Rehearsed:
     def __init__(self, program: Program, entry: Entry, chunk: Chunk, device: DeviceSpec) -> None:
         self.program = program
         self.entry = entry
@@ -144,68 +166,116 @@ class _Rest:
         self.axis = Axis(chunk.dim, chunk.outer, size, chunk.inner)
         accumulate = torch.float32 if chunk.accumulate == "float32" else None
         self.region = _Sampled(size, chunk.slices, accumulate, self.rehearsal)
+        self.begins = like.storage
+        self.scope = program.scopes[entry.scope]
+        # Forward ops whose backward belongs to the chunk: all from the entry on, or those of the module.
+        last = self.scope.end_op if chunk.span == "module" else len(program.ops)
+        self.span = range(self.scope.first_op, last)
         self.lazy: dict[int, Lazy] = {}  # tensors of the program that are not computed where they were
+        self.inside: dict[int, Lazy] = {}  # views of what enters: lazy in the module, and real outside
+        self.saved: dict[int, dict[int, Lazy]] = {}  # by deferred forward op: what it read and made
         self.real: dict[int, torch.Tensor] = {}
-        self.storages: set[int] = set()  # of the former
+        self.storages: set[int] = set()  # of lazy tensors
+        self.there: set[int] = {like.storage}  # of lazy tensors that are there, and taken in slices
+        self.lazy_handles: set[int] = set()
         self.deferred: list[int] = []
         self.ran: dict[int, Seen] = {}  # what runs where an op was deferred
         self.held: dict[int, int] = {}  # storages that deferred ops read to the op that reads them first
         self.exits: dict[int, None] = {}  # tensors that somebody reads who is not deferred
         self.boundary: list[int] = []  # who does
-        self.reduced: dict[int, set[tuple[int, ...]]] = {}  # ops that reduce what is sliced, to shapes
+        self.outputs: dict[int, torch.Tensor] = {}  # of the module
+        self.left: Seen | None = None  # what runs when the module is left
+        self.gradients: dict[int, tuple[tuple[int, ...], Window | None]] = {}  # see _gradients_are_lazy
         self.readers = Counter(s for op in program.ops for s in op.reads)
         self.differentiated = frozenset(op.forward_of for op in program.ops) - {-1}
         self.additions = Additions(program)
 
     def rewrite(self) -> Rewrite:
+        """Rehearse it."""
         with self.rehearsal.running():
             begins = self.rehearsal.given(self.entry.tensor)
-            self.lazy[self.entry.tensor] = root(self.region, begins, self.axis)
-            self._defer_all()
-            targets, loop = self._run_loop()
-        return self._rewritten(targets, loop)
+            self.inside[self.entry.tensor] = root(self.region, begins, self.axis)
+            self._forward()
+            if self.chunk.span == "module":
+                self._leave()
+            self._backward()
+            exits, loop = self._run_loop()
+        return self._rewritten(exits, loop)
 
     # --- which ops are deferred ------------------------------------------------------------------
 
-    def _defer_all(self) -> None:
-        program, first = self.program, self.program.scopes[self.entry.scope].first_op
-        for i in range(first, len(program.ops)):
+    def _forward(self) -> None:
+        program = self.program
+        for i in self.span:
+            op = program.ops[i]
+            if op.phase is not Phase.FORWARD:
+                continue
+            own = i < self.scope.end_op
+            known = self._known(op, own)
+            if any(t in known for t in op.inputs):
+                before = {t: known[t] for t in op.inputs if t in known}
+                self._check_reads(i, op, known)
+                self._defer(i, op, known)
+                self.saved[i] = before | {t: known[t] for t in op.outputs if t in known}
+            elif self.storages.intersection(op.reads):
+                raise CannotChunk(f"{op.name} reads what is sliced in another layout", i)
+
+    def _backward(self) -> None:
+        program, first = self.program, self.scope.first_op
+        for i in range(self.scope.end_op, len(program.ops)):
             op = program.ops[i]
             if op.phase is Phase.OPTIMIZER:
                 break
-            if op.phase is Phase.BACKWARD and op.forward_of in self.reduced:
-                self._gradients_are_lazy(op)
-            lazy = [t for t in op.inputs if t in self.lazy]
-            if not lazy:
-                if op.phase is not Phase.BACKWARD and self.storages.intersection(op.reads):
-                    raise CannotChunk(f"{op.name} reads what is sliced in another layout", i)
+            if op.phase is not Phase.BACKWARD:
                 continue
-            if op.phase is Phase.FORWARD:
-                self._check_reads(i, op)
-            if op.phase is Phase.BACKWARD and op.forward_of < first:
-                self.exits.update(dict.fromkeys(t for t in lazy if t != self.entry.tensor))
+            belongs = op.forward_of in self.span
+            own = belongs and op.forward_of < self.scope.end_op
+            if belongs and op.forward_of in self.gradients:
+                self._gradients_are_lazy(i, op, own)
+            known = self._known(op, own)
+            lazy = [t for t in op.inputs if t in known]
+            if belongs and lazy:
+                self._defer(i, op, known)
+            elif lazy:
+                self.exits.update(dict.fromkeys(lazy))
                 self.boundary.append(i)
-            else:
-                self._defer(i, op)
         if not self.exits:
             raise CannotChunk(
                 f"nothing that is computed from the input of {self.entry.unit!r} is differentiated"
             )
+        if program.ops[self.deferred[-1]].phase is not Phase.BACKWARD:
+            raise CannotChunk(f"no backward op belongs to the forward pass behind {self.entry.unit!r}", first)
 
-    def _gradients_are_lazy(self, op: Op) -> None:
-        """As the executor lets them be, so that what autograd expands them to is sliced."""
+    def _known(self, op: Op, own: bool) -> Mapping[int, Lazy]:
+        """The lazy tensors that an op may read; in the backward pass first those that its forward op had.
+
+        Two views of one layout are the same tensor of the program, and two lazy ones.
+        """
+        saved = self.saved.get(op.forward_of, {}) if op.phase is Phase.BACKWARD else {}
+        return ChainMap(saved, self.lazy, self.inside if own else {})
+
+    def _gradients_are_lazy(self, index: int, op: Op, own: bool) -> None:
+        """As the executor lets them be.
+
+        Those of what is reduced, so that what autograd expands them to is sliced; and those of a module's outputs,
+        which come in slices.
+        """
+        shape, window = self.gradients[op.forward_of]
         for t in op.inputs:
             tensor = self.program.tensors[t]
-            if t not in self.lazy and tensor.shape in self.reduced[op.forward_of] and "float" in tensor.dtype:
-                made = self._tensor(t)
-                self.lazy[t] = Lazy(Value(self.region, made, data=made))
+            known = t in self._known(op, own) or t in self.outputs
+            if not known and tensor.shape == shape and "float" in tensor.dtype:
+                made = self._tensor(t, {})
+                self.there.add(tensor.storage)
+                self.held.setdefault(tensor.storage, index)
+                self.lazy[t] = Lazy(Value(self.region, made, window=window, data=made))
 
-    def _check_reads(self, index: int, op: Op) -> None:
+    def _check_reads(self, index: int, op: Op, known: Mapping[int, Lazy]) -> None:
         """Whatever else is differentiated would get its gradient from elsewhere than the entry."""
         program = self.program
         for t in op.inputs:
             s = program.tensors[t].storage
-            if t in self.lazy or s in self.storages or "float" not in program.tensors[t].dtype:
+            if t in known or s in self.storages or "float" not in program.tensors[t].dtype:
                 continue
             writer = program.writer.get(s, -1)
             if writer in self.differentiated and not self._of_parameters(writer):
@@ -220,55 +290,82 @@ class _Rest:
         """Whether an op in the module reads its parameters only, as what casts them under autocast does."""
         op = self.program.ops[index]
         scopes = (op.scope, *self.program.ancestors(op.scope))
-        return self.entry.scope in scopes and all(self.program.storage_kinds[s] in _OF_MODEL for s in op.reads)
+        return self.entry.scope in scopes and all(
+            self.program.storage_kinds[s] in _OF_MODEL for s in op.reads
+        )
 
-    def _defer(self, index: int, op: Op) -> None:
+    def _defer(self, index: int, op: Op, known: Mapping[int, Lazy]) -> None:
         func = overload(OUT_OF_PLACE.get(op.name, op.name))
         if func is None:
             raise CannotChunk(f"this process has no op {op.name}", index)
         try:
-            args, kwargs = arguments(op, self._tensor)
-        except ValueError as error:
-            raise CannotChunk(str(error), index) from error
-        try:
+            args, kwargs = arguments(op, lambda t: self._tensor(t, known))
             out, seen = self.rehearsal.seen(lambda: defer(func, args, kwargs))
-        except ChunkError as error:
+        except (ValueError, ChunkError) as error:
             raise CannotChunk(str(error), index) from error
         outputs = list(tensors_in(out))
         if len(outputs) != len(op.outputs):
             raise CannotChunk(f"{op.name} gave {len(outputs)} results instead of {len(op.outputs)}", index)
         for t, made in zip(op.outputs, outputs, strict=True):
             storage = self.program.tensors[t].storage
-            if isinstance(made, Lazy):
-                self.lazy[t] = made
-                if made.value.combined is not None:
-                    self.reduced.setdefault(index, set()).add(tuple(made.shape))
-                if storage != self.program.tensors[self.entry.tensor].storage:
-                    self.storages.add(storage)
-            else:
+            if not isinstance(made, Lazy):
                 self.real[t] = made
                 self.rehearsal.is_made(made, storage)
+                continue
+            (self.inside if storage == self.begins else self.lazy)[t] = made
+            if made.value.combined is not None:
+                self.gradients[index] = tuple(made.shape), None
+            if storage not in self.there:
+                self.storages.add(storage)
         for t in op.inputs:
-            if t not in self.lazy:
+            if t not in known:
                 self.held.setdefault(self.program.tensors[t].storage, index)
         self.deferred.append(index)
         self.ran[index] = seen
 
-    def _tensor(self, index: int) -> torch.Tensor:
-        if index in self.lazy:
-            return self.lazy[index]
+    def _tensor(self, index: int, known: Mapping[int, Lazy]) -> torch.Tensor:
+        if index in known:
+            return known[index]
         if index not in self.real:
             if self.program.tensors[index].storage in self.storages:
                 raise CannotChunk("what is sliced is read in a layout that no op made")
             self.real[index] = self.rehearsal.given(index)
         return self.real[index]
 
-    # --- the loop ---------------------------------------------------------------------------------
+    # --- the loops --------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        """The module's outputs are computed, in a loop of their own; their gradients come in slices."""
+        program = self.program
+        outputs: dict[int, None] = {}
+        views: set[int] = set()  # that others take of the outputs, perhaps as the module did
+        for op in program.ops[self.scope.end_op :]:
+            if not (op.phase is Phase.BACKWARD and op.forward_of in self.span):
+                outputs.update(dict.fromkeys(t for t in op.inputs if t in self.lazy and t not in views))
+                views.update(op.outputs)
+        if not outputs:
+            raise CannotChunk(f"nobody reads what {self.entry.unit!r} returns")
+        values = [self.lazy[t].value for t in outputs]
+        if not all(value.sliced for value in values):
+            raise CannotChunk(f"{self.entry.unit!r} returns something that is not sliced")
+        made, self.left = self.rehearsal.seen(lambda: compute(values))
+        maker = {t: i for i in self.deferred for t in program.ops[i].outputs}
+        self.lazy.clear()  # those that autograd keeps are found where they were saved
+        for t, value, tensor in zip(outputs, values, made, strict=True):
+            self.outputs[t] = self.real[t] = tensor
+            self.gradients[maker[t]] = program.tensors[t].shape, value.window
 
     def _run_loop(self) -> tuple[dict[int, torch.Tensor], Seen]:
         """The exits, computed, and what ran for it."""
         died, tensors = self.program.liveness.died, self.program.tensors
         end = int(self.program.liveness.op_events[self.deferred[-1]])
+        for handle, (t, op) in enumerate(
+            zip(self.program.handle_tensors, self.program.handle_ops, strict=True)
+        ):
+            own = op in self.span and op < self.scope.end_op
+            inside = own and (t in self.inside or self.program.handle_storages[handle] in self.storages)
+            if (inside or (op in self.span and t in self.lazy)) and t not in self.outputs:
+                self.lazy_handles.add(handle)
         numbers = {
             t: lazy.value
             for t, lazy in self.lazy.items()
@@ -276,6 +373,8 @@ class _Rest:
         }
         gradients = [self.lazy[t].value for t in self.exits]
         self.lazy.clear()  # what the step has let go of by then is not computed along
+        self.inside.clear()
+        self.saved.clear()
 
         def run() -> dict[int, torch.Tensor]:
             """As an entry node does: numbers that are still referred to are computed along, and kept."""
@@ -294,28 +393,30 @@ class _Rest:
 
     def _rewritten(self, exits: dict[int, torch.Tensor], loop: Seen) -> Rewrite:
         program, liveness, additions = self.program, self.program.liveness, self.additions
-        for t, made in exits.items():
+        for t, made in (*exits.items(), *self.outputs.items()):
             self.rehearsal.is_made(made, program.tensors[t].storage)
         events: dict[int, list[tuple[int, int]]] = {}
         for i in self.deferred:
             op = program.ops[i]
-            at = int(liveness.op_events[i])
-            events[at] = self.rehearsal.into(additions, self.ran[i], op.phase, op.scope)
-        end = int(liveness.op_events[self.deferred[-1]])
-        kept = {program.tensors[t].storage for t in exits}
-        self._drop_events(events, kept, end)
-        handles = self._hold(events, end)
-        n_before = len(additions.ops)
-        entry_instance = len(program.instance_handles)
-        body = self.rehearsal.into(additions, loop, Phase.BACKWARD, self.entry.scope)
-        self._multiply(n_before, loop)
-        after = [(_DROP, entry_instance), *((_RELEASE, handle) for handle in handles)]
+            events[int(liveness.op_events[i])] = self.rehearsal.into(
+                additions, self.ran[i], op.phase, op.scope
+            )
+        end, left = int(liveness.op_events[self.deferred[-1]]), liveness.exited[self.entry.scope]
+        made_at = {program.tensors[t].storage: end for t in exits}
+        made_at |= {program.tensors[t].storage: left for t in self.outputs}
+        self._drop_events(events, made_at)
+        handles = self._hold(events)
+        instance = len(program.instance_handles)
+        if self.left is not None:
+            events[left] = [*self._looped(self.left, Phase.FORWARD, 0), program.events[left]]
+        body = self._looped(loop, Phase.BACKWARD, -1)
+        after = [(_DROP, instance), *((_RELEASE, handle) for handle in handles)]
         for i in self.boundary:
-            at = int(liveness.op_events[i])
-            if at < end:
+            at, writes = int(liveness.op_events[i]), program.ops[i].writes or program.ops[i].mutates
+            if at < end and writes:
                 events[at] = []
                 after.append((_OP, i))
-        events[end] += [(_UNPACK, entry_instance), *body, *after]
+        events[end] += [(_UNPACK, instance), *body, *after]
         gone = frozenset(self.deferred)
         ops = tuple(additions.ops)
         return Rewrite(
@@ -325,38 +426,43 @@ class _Rest:
                 storage_bytes=tuple(additions.storage_bytes),
                 storage_kinds=tuple(additions.kinds),
                 handle_storages=tuple(handles.values()),
-                handle_ops=(program.scopes[self.entry.scope].first_op,) + (-1,) * (len(handles) - 1),
+                handle_ops=(self.scope.first_op,) + (-1,) * (len(handles) - 1),
                 instance_handles=(len(program.handle_storages),),
             ),
             gone,
             sum(op.time_ms for op in ops) - sum(program.ops[i].time_ms for i in gone),
         )
 
-    def _drop_events(self, events: dict[int, list[tuple[int, int]]], kept: set[int], end: int) -> None:
-        """Nobody holds what is not computed; what leaves the loop is held from there on."""
+    def _looped(self, seen: Seen, phase: Phase, loop: int) -> list[tuple[int, int]]:
+        """The events of a loop; slices that were left out take the time of the one that stands for them."""
+        n_before = len(self.additions.ops)
+        found = self.rehearsal.into(self.additions, seen, phase, self.entry.scope)
+        if self.region.marks:
+            ops, offset = self.additions.ops, n_before - seen.first
+            for (begin, times), (stop, _) in pairwise(self.region.marks[loop]):
+                for at in range(begin + offset, stop + offset):
+                    op = ops[at]
+                    ops[at] = msgspec.structs.replace(op, time_ms=op.time_ms * times, flops=op.flops * times)
+        return found
+
+    def _drop_events(self, events: dict[int, list[tuple[int, int]]], made_at: dict[int, int]) -> None:
+        """Nobody holds what is not computed; what leaves a loop is held from there on."""
         program, liveness = self.program, self.program.liveness
-        first = program.scopes[self.entry.scope].first_op
-        lazy_handles = {
-            h
-            for h, (t, op) in enumerate(zip(program.handle_tensors, program.handle_ops, strict=True))
-            if program.handle_storages[h] in self.storages or (t in self.lazy and op >= first)
-        }
-        begins = program.tensors[self.entry.tensor].storage
         on_cpu = self.rehearsal.device.kind == "cpu"  # elsewhere they do not count
         numbers = {s for i in self.deferred if on_cpu and (s := self._number_after(i)) is not None}
         for s in numbers:
             for at in liveness.events_of[s]:
                 events.setdefault(at, [])
-        for s in (*self.storages, begins):
+        for s in (*self.storages, self.begins):
             for at in liveness.events_of[s]:
                 code, arg = program.events[at]
                 handle = arg if code in (_PACK, _RELEASE) else -1
                 if code in (_UNPACK, _DROP):
                     handle = program.instance_handles[arg]
                 if handle >= 0:
-                    if handle in lazy_handles:
+                    if handle in self.lazy_handles:
                         events.setdefault(at, [])
-                elif code != _OP and s in self.storages and not (s in kept and at > end):
+                elif code != _OP and s in self.storages and not (s in made_at and at > made_at[s]):
                     events.setdefault(at, [])
 
     def _number_after(self, op: int) -> int | None:
@@ -368,36 +474,16 @@ class _Rest:
             return None
         return arg if not self.readers[arg] else None
 
-    def _hold(self, events: dict[int, list[tuple[int, int]]], end: int) -> dict[int, int]:
+    def _hold(self, events: dict[int, list[tuple[int, int]]]) -> dict[int, int]:
         """By new handle, what is held until the loop is over: what enters, and what deferred ops read besides."""
         program, liveness = self.program, self.program.liveness
-        begins = program.tensors[self.entry.tensor].storage
-        handles = {len(program.handle_storages): begins}
+        handles = {len(program.handle_storages): self.begins}
         at = liveness.entered[self.entry.scope]
         events[at] = [program.events[at], (_PACK, len(program.handle_storages))]
-        initial = set(program.initial)
+        initial: Collection[int] = set(program.initial)
         for s, op in self.held.items():
-            if s not in initial and s != begins:
+            if s not in initial and s != self.begins:
                 handle = len(program.handle_storages) + len(handles)
                 handles[handle] = s
                 events[int(liveness.op_events[op])].append((_PACK, handle))
         return handles
-
-    def _multiply(self, n_before: int, loop: Seen) -> None:
-        """Slices that were left out take the time of the one that stands for them."""
-        ops, marks = self.additions.ops, self.region.marks
-        base = marks[0][0] if marks else 0
-        # Ops were counted by the recorder; those of the loop are the last len(loop.ops) of them.
-        offset = self.rehearsal.n_ops - len(loop.ops)
-        for (begin, times), (stop, _) in pairwise(marks):
-            if times == 1 or begin < base:
-                continue
-            for at in range(begin - offset, stop - offset):
-                op = ops[n_before + at]
-                ops[n_before + at] = _times(op, times)
-
-
-def _times(op: Op, times: int) -> Op:
-    import msgspec
-
-    return msgspec.structs.replace(op, time_ms=op.time_ms * times, flops=op.flops * times)

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from sacplan._chunk.rest import CannotChunk, chunk_rest
+from sacplan._chunk.body import stretches_patch
+from sacplan._chunk.families import merged
+from sacplan._chunk.rest import CannotChunk, training_chunk
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Chunk, Decision
 from sacplan._program.places import OpSequence
@@ -43,11 +45,17 @@ class Chunking:
         """
         if device is None:
             raise PlanError("a plan with chunks is read with the device that it is for; it was not given.")
-        (chunk,) = (one for one in decisions if isinstance(one, Chunk))
-        try:
-            return program.derived((chunk, device), lambda: chunk_rest(program, chunk, device)).patch
-        except CannotChunk as error:
-            raise PlanError(f"{chunk} cannot be carried out on this step: {error}.") from error
+        stretches = _stretches(decisions)
+        if stretches:
+            return stretches_patch(program, stretches, device)
+        chunks = [one for one in decisions if isinstance(one, Chunk)]
+        patches = []
+        for chunk in chunks:
+            try:
+                patches.append(training_chunk(program, chunk, device).patch)
+            except CannotChunk as error:
+                raise PlanError(f"{chunk} cannot be carried out on this step: {error}.") from error
+        return merged(program, patches)
 
     def install(
         self,
@@ -59,5 +67,17 @@ class Chunking:
     ) -> Installed:
         """Replace the forward of each unit."""
         from sacplan._chunk.executor.install import InstalledChunks  # the executor is not needed to plan
+        from sacplan._chunk.executor.stretch import InstalledStretches
 
+        stretches = _stretches(decisions)
+        if stretches:
+            return InstalledStretches(model, stretches, recorded)
         return InstalledChunks(model, [one for one in decisions if isinstance(one, Chunk)])
+
+
+def _stretches(decisions: Sequence[Decision]) -> list[Chunk]:
+    """Those for inference; a plan has no others beside them."""
+    found = [one for one in decisions if isinstance(one, Chunk) and one.span == "stretch"]
+    if found and len(found) != len(decisions):
+        raise PlanError("a plan has stretches, which run without gradients, or other chunks, but not both.")
+    return found

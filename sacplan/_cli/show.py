@@ -199,7 +199,14 @@ def _chunks_table(plan: Plan, profile: Profile) -> Table:
     from sacplan._report.chunks import chunk_rows
 
     rows = [
-        [row.module or "(the model)", str(row.slices), str(row.rows), f"{row.added_ms:+.2f}", row.what]
+        [
+            row.module or "(the model)",
+            str(row.count),
+            str(row.slices),
+            str(row.rows),
+            f"{row.added_ms:+.2f}",
+            row.what,
+        ]
         for row in chunk_rows(profile, plan)
     ]
     columns = (

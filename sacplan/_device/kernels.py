@@ -90,13 +90,19 @@ def _is_active() -> bool:
 
 
 def _is_emulated(args: Any) -> bool:
-    return _is_active() and any(isinstance(t, FakeTensor) for t in tensors_in(args))
+    return _is_active() and any(map(_is_fake, tensors_in(args)))
+
+
+def _is_fake(tensor: Any) -> bool:
+    """Whether it is a fake tensor, or stands for one that is not computed yet."""
+    deferred = getattr(type(tensor), "is_deferred", False)
+    return isinstance(tensor, FakeTensor) or (deferred and active_fake_mode() is not None)
 
 
 def _overridden(op: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         spec = _active_cuda()
-        if spec is None or not isinstance(args[0], FakeTensor):
+        if spec is None or not _is_fake(args[0]):
             return run_composite(op, *args, **kwargs)
         return kernel(spec, *args, **kwargs)
 
@@ -176,6 +182,19 @@ def device_kernels(device: str | DeviceSpec | torch.device = "h100") -> Iterator
         return
     with _layouts, _cuda_kernels, _active(spec), autocast.outer_autocast():
         yield spec
+
+
+@contextmanager
+def kernel_layouts(kind: str) -> Iterator[None]:
+    """Fake tensors get the strides that kernels of this kind of device make (``layouts.py``); no other kernels.
+
+    For sizes of results of a real step that are needed before they are computed. Does nothing where a device is active.
+    """
+    if active_device() is not None or kind not in ("cpu", "cuda"):
+        yield
+        return
+    with _layouts, _active(resolve_device(kind)):
+        yield
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def measured_workspace_bytes(
         TraceError: a profiler is on in this thread.
     """
     if not _worth_a_run(func, args, kwargs, out):
-        return 0
+        return _number_bytes(func, args, out)
     key = (
         torch.__version__,
         torch.get_num_threads(),
@@ -167,6 +167,24 @@ def _worth_a_run(
         # An operand of another type than the result is copied to it.
         return len({t.dtype for t in (*tensors, *tensors_in(out))}) > 1
     return True
+
+
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+
+
+def _number_bytes(func: torch._ops.OpOverload, args: Sequence[Any], out: Any) -> int:
+    """Of the tensors that an elementwise op makes of Python numbers, and of their copies in the type of the result."""
+    if torch.Tag.pointwise not in func.tags:
+        return 0
+    result = next(tensors_in(out), None)
+    found = 0
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        made = _NUMBERS.get(type(value))
+        if made is not None and isinstance(argument.type, torch.TensorType):
+            found += made.itemsize
+            if result is not None and result.dtype != made:
+                found += result.dtype.itemsize
+    return found
 
 
 def _fits_blas(t: torch.Tensor) -> bool:

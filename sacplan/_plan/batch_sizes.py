@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from sacplan._chunk.entries import LossChunks, loss_chunks
+from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._device.devices import DeviceSpec
-from sacplan._plan.context import floor_bytes
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import plan
 from sacplan._profile.profile import Profile, Trace, profile
@@ -27,7 +26,6 @@ from sacplan._program.budget import format_bytes
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._record.step import LossFn, resolve_batch
 from sacplan._solve.solvers import Solver
-from sacplan._techniques import DEFAULT_TECHNIQUES
 from sacplan.errors import InfeasibleBudget, PlanError, TraceError
 
 _SECOND = 8  # the size looked at after one: far enough for a slope, small enough to be quick
@@ -44,7 +42,7 @@ class CapacityPoint:
         batch_size: samples in the batch.
         feasible: whether a plan holds the budget.
         unplanned_peak_bytes: peak of the step without a plan.
-        floor_bytes: no plan of the techniques has a lower peak.
+        floor_bytes: no plan has a lower peak, unless it runs more than the loss in slices.
         peak_bytes: with the plan. Where none holds: the smallest peak that one was found for, or None where the
             floor is above the budget and none was looked for.
         step_ms: predicted time of the step, recomputation and chunks included; None where no plan holds.
@@ -82,7 +80,7 @@ class BatchSizes:
     solver: str | Solver = "best"
     at_most: int | None = None
     trace: Trace = "fake"
-    techniques: Sequence[str] = DEFAULT_TECHNIQUES
+    techniques: Sequence[str] | None = None
     progress: Callable[[CapacityPoint], Any] | None = None
     points: dict[int, CapacityPoint] = field(default_factory=dict)
     plans: dict[int, Plan] = field(default_factory=dict)
@@ -107,9 +105,10 @@ class BatchSizes:
             return self.points[n]
         traced = self._profile(n)
         self._check_batch_follows(n, traced.fingerprint)
-        floor = _floor_bytes(traced, self.techniques)
+        may_chunk = "chunk" in (self.techniques or ())
+        floor = _floor_bytes(traced, may_chunk)
         found, peak = None, None
-        if floor <= self.budget_bytes or n == 1:
+        if floor <= self.budget_bytes or may_chunk or n == 1:
             try:
                 found = plan(traced, f"{self.budget_bytes}B", self.solver, techniques=self.techniques)
                 peak = found.peak_bytes
@@ -245,7 +244,10 @@ class BatchSizes:
             self.look(max(middles)[1])
 
 
-def _floor_bytes(traced: Profile, techniques: Sequence[str]) -> int:
-    """What no plan of these techniques is under."""
-    chunks = loss_chunks(traced.program, traced.spec) if "chunk" in techniques else ()
-    return floor_bytes(traced.program, chunks if isinstance(chunks, LossChunks) else None)
+def _floor_bytes(traced: Profile, may_chunk: bool) -> int:
+    """What no plan is under, unless it runs other things than the loss in slices."""
+    programs = [traced.program]
+    chunks = loss_chunks(traced.program, traced.spec) if may_chunk else ()
+    if isinstance(chunks, ChunkOptions):
+        programs += [traced.with_plan((chunk,)) for chunk, _ in chunks.options[-1:]]
+    return min(program.liveness.floor_bytes for program in programs)

@@ -29,7 +29,7 @@ from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._record.step import LossFn
 from sacplan._solve.solvers import Solver
-from sacplan._techniques import DEFAULT_TECHNIQUES, resolve_techniques
+from sacplan._techniques import resolve_techniques
 from sacplan.errors import BudgetError, PlanError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class SearchOptions(TypedDict, total=False):
     trace: Trace
     headroom: float | str | None
     solver: str | Solver
-    techniques: Sequence[str]
+    techniques: Sequence[str] | None
     at_most: int | None
     progress: Callable[[CapacityPoint], Any] | None
 
@@ -206,7 +206,7 @@ def _sizes(
     *,
     headroom: float | str | None = None,
     solver: str | Solver = "best",
-    techniques: Sequence[str] = DEFAULT_TECHNIQUES,
+    techniques: Sequence[str] | None = None,
     at_most: int | None = None,
     **options: Any,
 ) -> BatchSizes:
@@ -219,7 +219,8 @@ def _sizes(
     if at_most is not None and (isinstance(at_most, bool) or not isinstance(at_most, int) or at_most < 1):
         raise PlanError(f"at_most={at_most!r} must be a batch size, 1 or more, or None for no limit.")
     resolve_solver(solver)
-    techniques = resolve_techniques(techniques)
+    if techniques is not None:
+        techniques = resolve_techniques(techniques)
     spec = resolve_device(device)
     budget_bytes = _budget_bytes(budget, headroom, spec)
     return BatchSizes(

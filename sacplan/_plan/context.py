@@ -6,7 +6,7 @@ import math
 from functools import cached_property
 from typing import Literal
 
-from sacplan._chunk.entries import LossChunks
+from sacplan._chunk.entries import ChunkOptions
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.bound import Bound
 from sacplan._plan.effects import LocalEffects, RegionProblem, effects_of
@@ -14,7 +14,7 @@ from sacplan._program.program import Phase, Program
 from sacplan._program.regions import Option, Region
 from sacplan._recompute.pins import NO_PINS, Pins
 from sacplan._recompute.regions import Regions
-from sacplan._techniques import DEFAULT_TECHNIQUES, TECHNIQUES
+from sacplan._techniques import DEFAULT_TECHNIQUES, TECHNIQUES, rewritten
 from sacplan.errors import PlanError
 
 Objective = Literal["time", "flops"]
@@ -26,6 +26,8 @@ _WIDE = 2e-3
 
 The executor looks at every op in a unit, also at those of layers that keep everything.
 """
+
+_CHUNK_KINDS = -(10**6)  # kinds of regions of chunks, downwards
 
 _SIZES = (3, 4, 6, 8, 12, 16, 24, 32)
 
@@ -40,11 +42,11 @@ class PlanningContext:
         pins: Pins = NO_PINS,
         techniques: tuple[str, ...] = DEFAULT_TECHNIQUES,
         device: DeviceSpec | None = None,
-        chunks: LossChunks | None = None,
+        chunks: tuple[ChunkOptions, ...] = (),
     ) -> None:
         self.program = program
         self.device = device
-        self._chunks = chunks
+        self.chunks = chunks
         self.techniques = techniques
         self.objective = objective
         self.pins = pins
@@ -64,38 +66,41 @@ class PlanningContext:
 
         Where there are chunks, of schedules of the step in the most slices.
         """
-        if self._chunks is None:
-            return Bound(self.program.liveness, self.costs, self.pins.kept_ops)
-        patch = self._chunks.options[-1][1].patch
-        return Bound(self.program.with_(patch).liveness, self.costs, self.pins.kept_ops)
-
-    @property
-    def may_chunk(self) -> bool:
-        """Whether there is a choice of slices."""
-        return self._chunks is not None
+        return Bound(self._in_slices.liveness, self.costs, self.pins.kept_ops)
 
     @cached_property
     def floor_bytes(self) -> int:
-        """No plan has a lower peak."""
-        return floor_bytes(self.program, self._chunks)
+        """No plan has a lower peak, in the most slices or in none."""
+        return min(program.liveness.floor_bytes for program in (self.program, self._in_slices))
 
     @cached_property
-    def _chunk_region(self) -> Region | None:
-        """The choice of slices, beside the regions that may recompute."""
-        chunks = self._chunks
-        if chunks is None:
-            return None
-        options = [Option(0.0, 0, (), "chunk")]
-        for decision, rewrite in chunks.options:
-            options.append(Option(self.added_cost(rewrite.added_ms), 0, (), "chunk", decision, rewrite.patch))
-        return Region(
-            unit=chunks.unit,
-            members=tuple((op,) for op in sorted(chunks.forward_ops)),
-            kind=-1,
-            options=tuple(options),
-            units=((), *((chunks.unit,),) * len(chunks.options)),
-            wide=(False,) * len(options),
-        )
+    def _in_slices(self) -> Program:
+        """The step in the most slices."""
+        most = [chunks.options[-1][0] for chunks in self.chunks]
+        return rewritten(self.program, most, self.device)
+
+    @cached_property
+    def _chunk_regions(self) -> tuple[Region, ...]:
+        """The choices of slices, beside the regions that may recompute."""
+        found = []
+        for kind, chunks in enumerate(self.chunks):
+            options = [Option(0.0, 0, (), "chunk")]
+            for decision, rewrite in chunks.options:
+                cost = self.added_cost(rewrite.added_ms)
+                options.append(Option(cost, 0, (), "chunk", decision, rewrite.patch))
+            first = chunks.options[0][0]
+            alike = next(i for i, other in enumerate(self.chunks) if other.options[0][0].span == first.span)
+            found.append(
+                Region(
+                    unit=chunks.unit,
+                    members=tuple((op,) for op in sorted(chunks.ops)),
+                    kind=_CHUNK_KINDS - (alike if first.span == "module" else kind),
+                    options=tuple(options),
+                    units=((), *((chunks.unit,),) * len(chunks.options)),
+                    wide=(False,) * len(options),
+                )
+            )
+        return tuple(found)
 
     def added_cost(self, added_ms: float) -> float:
         """What ops cost that a technique adds and that run nothing again; what it saves does not count."""
@@ -134,9 +139,7 @@ class PlanningContext:
                 known = (region.kind, tuple((o.technique, o.members, o.cost, o.kept_bytes) for o in more))
                 region = region.extended(more, self._kinds.setdefault(known, -1 - len(self._kinds)))
             found.append(region)
-        if self._chunk_region is not None:
-            found.append(self._chunk_region)
-        return found
+        return [*found, *self._chunk_regions]
 
 
 def planning_context(
@@ -145,7 +148,7 @@ def planning_context(
     pins: Pins = NO_PINS,
     techniques: tuple[str, ...] = DEFAULT_TECHNIQUES,
     device: DeviceSpec | None = None,
-    chunks: LossChunks | None = None,
+    chunks: tuple[ChunkOptions, ...] = (),
 ) -> PlanningContext:
     """The context of a program; made once, so that several budgets share it.
 
@@ -154,17 +157,9 @@ def planning_context(
     if objective not in ("time", "flops"):
         raise PlanError(f"unknown objective {objective!r}; known are 'time' and 'flops'.")
     return program.derived(
-        ("planning", objective, techniques, device, chunks is None, *pins.key),
+        ("planning", objective, techniques, device, tuple(each.unit for each in chunks), *pins.key),
         lambda: PlanningContext(program, objective, pins, techniques, device, chunks),
     )
-
-
-def floor_bytes(program: Program, chunks: LossChunks | None) -> int:
-    """What is alive at some op whatever is recomputed, in any of these numbers of slices or in none."""
-    programs = [program]
-    if chunks is not None:
-        programs += [program.with_(rewrite.patch) for _, rewrite in chunks.options]
-    return min(each.liveness.floor_bytes for each in programs)
 
 
 def op_costs(program: Program, objective: Objective) -> tuple[float, ...]:

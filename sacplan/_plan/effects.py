@@ -14,7 +14,7 @@ off, which the rewritten program shows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -159,10 +159,7 @@ class _Effects:
         found = []
         for region in self.regions:
             changes = np.zeros((len(region.options), len(self.base)), dtype=np.int64)
-            patches = [option.patch for option in region.options if option.patch is not None]
-            if patches:
-                changes[1:] = self._rewritten_changes(patches)
-            elif len(region.options) > 1:
+            if len(region.options) > 1:
                 events = self._events_for(region)
                 key = (region.kind, self._pattern(events))
                 if key not in patterns:
@@ -172,44 +169,6 @@ class _Effects:
                 self._spread(patterns[key], np.array([event[0] for event in events]), changes[1:])
             found.append(changes)
         return tuple(found)
-
-    def _rewritten_changes(self, patches: Sequence[Patch]) -> Bytes:
-        """What patches change at each interval, by folding the events that they are about."""
-        events, liveness = self.program.events, self.liveness
-        first = min(min(patch.events) for patch in patches)
-        last = min(max(max(patch.events) for patch in patches), len(events) - 1)
-        begun = Fold(self.program)
-        for code, arg in events[:first]:
-            begun.step(code, arg)
-        before = np.searchsorted(self._last_event, first, side="left") + 1
-        rows = []
-        for patch in patches:
-            fold, most = begun.with_patch(patch), dict[int, int]()
-            at = int(before)
-            for position in range(first, last + 1):
-                while at < len(self._last_event) and self._last_event[at - 1] < position:
-                    at += 1
-                ran = events[position][0] == _OP
-                for code, arg in patch.events.get(position, (events[position],)):
-                    fold.step(code, arg)
-                    if code == _OP:
-                        most[at] = max(most.get(at, 0), fold.noted)
-                if ran:
-                    most[at] = max(most.get(at, 0), fold.live)
-            for code, arg in patch.events.get(len(events), ()):
-                fold.step(code, arg)
-            left = fold.live - int(liveness.before_event[last + 1]) if last + 1 < len(events) else 0
-            row = np.zeros(len(self.base), dtype=np.int64)
-            row[at + 1 :] = left
-            for interval, n_bytes in most.items():
-                ops = np.arange(
-                    self._starts[interval - 1], self._starts[interval - 1] + self._lengths[interval - 1]
-                )
-                outside = liveness.at_op[ops] + np.where(liveness.op_events[ops] > last, left, 0)
-                inside = (liveness.op_events[ops] >= first) & (liveness.op_events[ops] <= last)
-                row[interval] = max(n_bytes, int(outside[~inside].max(initial=0))) - self.base[interval]
-            rows.append(row)
-        return np.array(rows)
 
     def without_dominated(self) -> tuple[tuple[Region, ...], tuple[Bytes, ...]]:
         """Leaves out options that another one undercuts, or nearly, in cost and, at every interval, in memory.
@@ -257,7 +216,8 @@ class _Effects:
     def _local_effect_of(
         self, key: tuple[object, ...], region: Region, option: Option, events: Sequence[tuple[int, int, int]]
     ) -> _LocalEffect:
-        of_option = (key, option.technique, option.members)
+        number = -1 if option.decision is None else region.options.index(option)  # members say nothing of it
+        of_option = (key, option.technique, option.members, number)
         if of_option not in self.known:
             self.known[of_option] = self._local_effect(region, option, events)
         return self.known[of_option]
@@ -268,6 +228,13 @@ class _Effects:
         What comes from outside is alive until its last event, whatever the region does.
         """
         program, liveness = self.program, self.liveness
+        patches = [option.patch for option in region.options if option.patch is not None]
+        if patches:  # of ops that are no region's but its own, backward ones included
+            positions = {at for patch in patches for at in patch.events}
+            positions.update(
+                at for patch in patches for s in self._held(patch) for at in liveness.events_of[s]
+            )
+            return [(p, *program.events[p]) for p in sorted(positions)]
         ops = [op for group in region.members for op in group]
         made = {s for op in ops for s in program.ops[op].writes}
         positions = {int(liveness.op_events[op]) for op in ops}
@@ -294,6 +261,8 @@ class _Effects:
             if position in patch.events and code != _OP and code not in _CALLS
         )
         made = {s for group in region.members for op in group for s in program.ops[op].writes}
+        if option.patch is not None:
+            made.update(self._held(patch))
         plain, planned = Fold(program, initial=touched - made), Fold(program, patch, touched - made)
         places, after, during = [], [], []
         again: list[tuple[int, int]] = []
@@ -306,7 +275,7 @@ class _Effects:
                 continue
             before = plain.live
             plain.step(code, arg)
-            most = 0
+            noted, most = planned.live, 0  # where the op does not run any more
             for new_code, new_arg in patch.events.get(position, ((code, arg),)):
                 planned.step(new_code, new_arg)
                 if new_code == _OP:
@@ -324,6 +293,11 @@ class _Effects:
         all_during = all_after.copy()
         all_during[places] = during
         return _LocalEffect(all_after, all_during, tuple(again))
+
+    def _held(self, patch: Patch) -> Iterator[int]:
+        """Storages that a patch holds for longer, and that are not there from the beginning."""
+        initial = self.program.initial
+        return (s for s in patch.handle_storages if s < len(self.program.storage_bytes) and s not in initial)
 
     def _spread(self, effects: Sequence[_LocalEffect], where: Bytes, changes: Bytes) -> None:
         """Effects of one kind of region, on the intervals of the step, for one region.

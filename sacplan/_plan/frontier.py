@@ -13,7 +13,6 @@ from sacplan._profile.profile import Profile
 from sacplan._program.arguments import checked
 from sacplan._rotor.sequences import Rotor, unit_of
 from sacplan._solve.solvers import Solver
-from sacplan._techniques import DEFAULT_TECHNIQUES
 from sacplan.errors import InfeasibleBudget, PlanError
 
 if TYPE_CHECKING:
@@ -42,14 +41,15 @@ def frontier(
     policies: bool = True,
     keep: Sequence[str] = (),
     never: Sequence[str] = (),
-    techniques: Sequence[str] = DEFAULT_TECHNIQUES,
+    techniques: Sequence[str] | None = None,
 ) -> pd.DataFrame:
     """Plans of every solver at budgets from the smallest feasible peak to the unplanned one, and named policies.
 
     Args:
         profile: from ``sacplan.profile``.
         points: how many budgets, evenly spaced; 2 to 1000.
-        solvers: names, or solver objects; by default milp, greedy and uniform, and rotor where the model is a chain.
+        solvers: names, or solver objects; by default milp, greedy and uniform, and rotor where the model is a chain; in
+            inference best.
         objective: what the solvers recompute the least of, see ``sacplan.plan``.
         policies: with one row for each of the modes that people use by hand (``sacplan.policy``): full, every
             second and third layer, by op, and with ``"chunk"`` among the techniques the loss in 16 slices. Those that
@@ -70,6 +70,8 @@ def frontier(
         raise PlanError(f"points={points}: a frontier has 2 to {MAX_POINTS} budgets.")
     if solvers is None:
         solvers = ("milp", "greedy", "uniform", *(("rotor",) if _may_use_rotor(profile, never) else ()))
+        if profile.mode == "inference":
+            solvers = ("best",)  # there is one search for stretches
     smallest = plan_smallest(
         profile, objective=objective, keep=keep, never=never, techniques=techniques
     ).peak_bytes
@@ -104,7 +106,7 @@ def _named_policies(
     profile: Profile,
     keep: Sequence[str] = (),
     never: Sequence[str] = (),
-    techniques: Sequence[str] = DEFAULT_TECHNIQUES,
+    techniques: Sequence[str] | None = None,
 ) -> list[tuple[str, Plan]]:
     try:
         n_layers = len(layers_of(profile.program))
@@ -115,7 +117,7 @@ def _named_policies(
         for name, (mode, option) in _POLICIES.items()
         if n_layers >= (option if isinstance(option, int) else 1)
     }
-    if "chunk" in techniques:
+    if "chunk" in (techniques or ()):
         asked[f"loss in {_SLICES} slices"] = {"mode": "chunked-loss", "slices": _SLICES}
     found = []
     for name, how in asked.items():

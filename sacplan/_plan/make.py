@@ -46,7 +46,11 @@ def made_plan(
     if all(isinstance(one, Recompute) for one in decisions):
         added_ms = 0.0  # what it was taken from differs by rounding
     lower_bound_ms = _lower_bound(profile, decisions, pins, found.peak_bytes)
-    units, sequences = unit_plans(profile.program, discarded, dict.fromkeys(one.unit for one in decisions))
+    program = profile.program
+    if discarded:  # recipes are made of what other techniques leave where it is
+        others = [one for one in decisions if not isinstance(one, Recompute)]
+        program = rewritten(program, others, profile.spec)
+    units, sequences = unit_plans(program, discarded, dict.fromkeys(one.unit for one in decisions))
     return Plan(
         status=status,
         gap=None if gap is None else float(gap),

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from sacplan._chunk.entries import LossChunks, loss_chunks
+from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
+from sacplan._chunk.search import Found, StretchSearch, stretch_search
 from sacplan._plan.context import Objective, PlanningContext, planning_context
 from sacplan._plan.make import made_plan
 from sacplan._plan.plan import Plan, Status
@@ -23,10 +24,11 @@ from sacplan._solve.greedy import Greedy
 from sacplan._solve.milp import Milp
 from sacplan._solve.solvers import Solver
 from sacplan._solve.uniform import Uniform
-from sacplan._techniques import DEFAULT_TECHNIQUES, resolve_techniques
+from sacplan._techniques import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, resolve_techniques
 from sacplan.errors import InfeasibleBudget, PlanError
 
 _OPTIMAL = 2e-3  # share of its cost that a plan may be above the bound for no other solver to be asked
+_FAMILIES = 3  # kinds of modules that run in slices
 _STAGES = 48  # of a chain that Rotor is asked about only for a message
 
 
@@ -39,7 +41,7 @@ def plan(
     *,
     keep: Sequence[str] = (),
     never: Sequence[str] = (),
-    techniques: Sequence[str] = DEFAULT_TECHNIQUES,
+    techniques: Sequence[str] | None = None,
     world_size: int | None = None,
     fsdp_units: Sequence[str] | None = None,
 ) -> Plan:
@@ -65,7 +67,9 @@ def plan(
         never: patterns of modules that are left alone: nothing in them is discarded, and neither they nor a module
             around or inside of them becomes a unit, so they run as without a plan. Of a module around one, only what
             inner modules compute can then be discarded.
-        techniques: what the plan may do; ``("recompute",)`` is all that there is today.
+        techniques: what the plan may do: ``"recompute"`` (the default in training), ``"chunk"`` (the default for a
+            profile with ``mode="inference"``, where it is the only one that helps; its stretches are found by a search
+            of their own, whatever the solver).
         world_size, fsdp_units: over how many ranks the step is spread, and how, as for ``sacplan.profile``. The
             default is what the profile says.
 
@@ -79,6 +83,11 @@ def plan(
     """
     asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units)
     budget_bytes = parse_budget(budget, asked.profile.peak_bytes)
+    if asked.is_about_stretches:
+        held = asked.stretches().solve(budget_bytes)
+        if held is None:
+            raise _infeasible_stretches(asked.stretches(), budget_bytes)
+        return asked.as_plan(asked.of_stretches(held), budget, budget_bytes)
     searches = asked.searches()
     found = asked.cheapest(searches, budget_bytes)
     if found is None:
@@ -94,7 +103,7 @@ def plan_smallest(
     *,
     keep: Sequence[str] = (),
     never: Sequence[str] = (),
-    techniques: Sequence[str] = DEFAULT_TECHNIQUES,
+    techniques: Sequence[str] | None = None,
     world_size: int | None = None,
     fsdp_units: Sequence[str] | None = None,
 ) -> Plan:
@@ -104,6 +113,8 @@ def plan_smallest(
     those of ``plan``.
     """
     asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units)
+    if asked.is_about_stretches:
+        return asked.as_plan(asked.of_stretches(asked.stretches().minimise()))
     return asked.as_plan(asked.smallest(asked.searches(), 0))
 
 
@@ -125,56 +136,100 @@ class _Asked:
         objective: Objective,
         keep: Sequence[str],
         never: Sequence[str],
-        techniques: Sequence[str],
+        techniques: Sequence[str] | None,
         world_size: int | None,
         fsdp_units: Sequence[str] | None,
     ) -> _Asked:
         solvers = tuple(resolve_solver(solver))
-        names = resolve_techniques(techniques)
+        default = INFERENCE_TECHNIQUES if profile.mode == "inference" else DEFAULT_TECHNIQUES
+        names = resolve_techniques(default if techniques is None else techniques)
         if world_size is not None or fsdp_units is not None:
             ranks = Ranks.of(profile.ranks.world_size if world_size is None else world_size, fsdp_units)
             profile = profile.on_ranks(ranks)
         pins = resolve_pins(profile.program, profile.fingerprint, keep, never)
         return cls(profile, solvers, objective, pins, names)
 
+    @property
+    def is_about_stretches(self) -> bool:
+        """Whether the plan is one of ops that run in slices without gradients."""
+        return self.profile.mode == "inference" and "chunk" in self.techniques
+
+    def stretches(self) -> StretchSearch:
+        """What finds them."""
+        return stretch_search(self.profile.program, self.profile.spec, self.pins)
+
+    def of_stretches(self, found: Found) -> Candidate:
+        """Stretches as any other decisions."""
+        status, solver = ("feasible", "path") if found.decisions else ("unplanned", "none")
+        footprint = found.program.footprint
+        return Candidate(found.decisions, footprint, found.extra_ms, status, None, solver)
+
     def searches(self) -> list[Search]:
-        """Without chunks, and with them where they may be used and there are any."""
+        """Without chunks, and with the loss in slices where that may be and can be."""
         found = [Search(self.context(self.pins))]
         if "chunk" in self.techniques:
-            chunks = loss_chunks(self.profile.program, self.profile.spec)
-            if isinstance(chunks, LossChunks):
-                found.append(Search(self.context(self._beside(chunks), chunks)))
+            loss = loss_chunks(self.profile.program, self.profile.spec)
+            if isinstance(loss, ChunkOptions):
+                found.append(self._with_chunks((loss,)))
         return found
 
-    def _beside(self, chunks: LossChunks) -> Pins:
-        """Pins that leave what runs in slices to the chunk."""
+    def _with_chunks(self, chunks: tuple[ChunkOptions, ...]) -> Search:
+        """Pins leave what may run in slices to the chunks, and the forward pass behind the loss's to them too."""
         profile, pins = self.profile, self.pins
-        beside = resolve_pins(profile.program, profile.fingerprint, pins.keep, (*pins.never, chunks.unit))
-        return replace(beside, kept_ops=beside.kept_ops | chunks.forward_ops)
+        ends = [each.unit for each in chunks if each.options[0][0].span == "rest"]
+        if ends:
+            pins = resolve_pins(profile.program, profile.fingerprint, pins.keep, (*pins.never, *ends))
+        kept = pins.kept_ops.union(*(each.ops for each in chunks))
+        return Search(self.context(replace(pins, kept_ops=kept), chunks))
 
-    def cheapest(self, searches: Sequence[Search], budget_bytes: int) -> Candidate | None:
+    def _with_modules(self, search: Search) -> Search | None:
+        """With the modules in slices, too, that make the smallest peak of a search."""
+        run = search.smallest.footprint
+        if "chunk" not in self.techniques or run.peak_phase == Phase.OPTIMIZER:
+            return None
+        modules = module_chunks(self.profile.program, run.peak_scope, self.profile.spec)
+        chunks = search.context.chunks
+        for module in modules:
+            if all(map(module.goes_with, chunks)):
+                chunks = (*chunks, module)
+        return self._with_chunks(chunks) if len(chunks) > len(search.context.chunks) else None
+
+    def cheapest(self, searches: list[Search], budget_bytes: int) -> Candidate | None:
         """The cheapest candidate that holds a budget; None if none does."""
         for search in searches:
-            if search.program.footprint.peak_bytes > budget_bytes:
-                for one in self.solvers:
-                    search.solve(one, budget_bytes)
-                    if search.above_bound(budget_bytes)[0] <= _OPTIMAL:
-                        break
+            self._solve(search, budget_bytes)
         found = _cheapest(searches, budget_bytes)
         if found is None:
+            known = len(searches)
             self.smallest(searches, budget_bytes)
+            for search in searches[known:]:
+                self._solve(search, budget_bytes)
             found = _cheapest(searches, budget_bytes)
         return found
 
-    def smallest(self, searches: Sequence[Search], budget_bytes: int) -> Candidate:
-        """The candidate with the smallest peak, or the first that holds a budget."""
+    def _solve(self, search: Search, budget_bytes: int) -> None:
+        if search.program.footprint.peak_bytes > budget_bytes:
+            for one in self.solvers:
+                search.solve(one, budget_bytes)
+                if search.above_bound(budget_bytes)[0] <= _OPTIMAL:
+                    break
+
+    def smallest(self, searches: list[Search], budget_bytes: int) -> Candidate:
+        """The candidate with the smallest peak, or one that holds a budget; searches that this takes are added."""
         for search in reversed(searches):
             search.minimise(self.solvers, budget_bytes)
             if search.smallest.footprint.peak_bytes <= budget_bytes:
                 break
-        return min((search.smallest for search in searches), key=lambda found: found.footprint.peak_bytes)
+        for _ in range(_FAMILIES):
+            best = min(searches, key=_smallest_bytes)
+            further = self._with_modules(best) if _smallest_bytes(best) > budget_bytes else None
+            if further is None:
+                break
+            further.minimise(self.solvers, budget_bytes)
+            searches.append(further)
+        return min(searches, key=_smallest_bytes).smallest
 
-    def context(self, pins: Pins, chunks: LossChunks | None = None) -> PlanningContext:
+    def context(self, pins: Pins, chunks: tuple[ChunkOptions, ...] = ()) -> PlanningContext:
         """What planning looks at, with these pins."""
         profile = self.profile
         return planning_context(profile.program, self.objective, pins, self.techniques, profile.spec, chunks)
@@ -205,6 +260,10 @@ class _Asked:
         )
 
 
+def _smallest_bytes(search: Search) -> int:
+    return search.smallest.footprint.peak_bytes
+
+
 def _cheapest(searches: Sequence[Search], budget_bytes: int) -> Candidate | None:
     found = ((search, search.best(budget_bytes)) for search in searches)
     holding = [
@@ -232,8 +291,22 @@ def resolve_solver(solver: str | Solver | Rotor) -> list[Solver | Rotor]:
     return known[solver]
 
 
-def _infeasible(asked: _Asked, searches: Sequence[Search], budget_bytes: int) -> InfeasibleBudget:
-    search = min(searches, key=lambda each: each.smallest.footprint.peak_bytes)
+def _infeasible_stretches(search: StretchSearch, budget_bytes: int) -> InfeasibleBudget:
+    run = search.smallest.program.footprint
+    binding = run.peak_fqn or "the model itself"
+    return InfeasibleBudget(
+        f"no plan found keeps the step under {format_bytes(budget_bytes)}, however finely its ops are sliced. The "
+        f"smallest peak reached is {format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the forward of "
+        f"{binding}. ",
+        f'Give at least budget="{run.peak_bytes}B", or make the batch smaller.',
+        budget_bytes=budget_bytes,
+        smallest_feasible_bytes=run.peak_bytes,
+        binding=binding,
+    )
+
+
+def _infeasible(asked: _Asked, searches: list[Search], budget_bytes: int) -> InfeasibleBudget:
+    search = min(searches, key=_smallest_bytes)
     run = search.smallest.footprint
     if run.peak_phase == Phase.OPTIMIZER:
         binding = "optimizer step"
@@ -294,17 +367,15 @@ def _with_chunks(asked: _Asked, budget_bytes: int) -> str:
         return ""
     more = replace(asked, techniques=(*asked.techniques, "chunk"))
     searches = more.searches()
-    if len(searches) == 1:
-        return ""
-    found = more.cheapest(searches[1:], budget_bytes)
+    found = more.cheapest(searches, budget_bytes)
     named = f"techniques={more.techniques!r}"
-    if found is None:
-        smallest = searches[1].smallest.footprint.peak_bytes
-        if smallest >= asked.smallest(searches[:1], 0).footprint.peak_bytes:
-            return ""
-        return f"With {named} the smallest is {format_bytes(smallest)} ({smallest} bytes). "
-    share = searches[1].cost(found) / asked.profile.step_ms
-    return f"With {named} the budget holds, {share:.1%} slower than without a plan. "
+    if found is not None:
+        share = (found.footprint.recompute_ms + found.added_ms) / asked.profile.step_ms
+        return f"With {named} the budget holds, {share:.1%} slower than without a plan. "
+    smallest = min(map(_smallest_bytes, searches))
+    if smallest >= _smallest_bytes(searches[0]):
+        return ""
+    return f"With {named} the smallest is {format_bytes(smallest)} ({smallest} bytes). "
 
 
 def _pinned_share(asked: _Asked, search: Search) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec import structs
 
-from sacplan._chunk.entries import LossChunks, entry_size, loss_chunks
+from sacplan._chunk.entries import ChunkOptions, entry_size, loss_chunks
 from sacplan._plan.make import made_plan
 from sacplan._plan.plan import Plan
 from sacplan._plan.provenance import Provenance
@@ -166,15 +166,15 @@ def _chunked_loss(profile: Profile, slices: int, pins: Pins) -> Chunk:
             "sacplan.profile(model, batch, loss_fn) records a step of training."
         )
     found = loss_chunks(profile.program, profile.spec)
-    if not isinstance(found, LossChunks):
+    if not isinstance(found, ChunkOptions):
         why = [f"from {refused.unit!r} on: {refused.why}" for refused in found[:_MOST_REASONS]]
         raise PlanError(
             "there is no module from which on the loss could be computed in slices. "
             + ("; ".join(why) + "." if why else "No module with a name is called once in the step.")
         )
     pinned = resolve_pins(profile.program, profile.fingerprint, (*pins.keep, *pins.never), ()).kept_ops
-    if not pinned.isdisjoint(found.forward_ops):
-        op = profile.program.ops[min(pinned & found.forward_ops)]
+    if not pinned.isdisjoint(found.ops):
+        op = profile.program.ops[min(pinned & found.ops)]
         given = (("keep", pins.keep), ("never", pins.never))
         said = " and ".join(f"{name}={list(patterns)!r}" for name, patterns in given if patterns)
         raise PlanError(

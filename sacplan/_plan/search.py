@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from sacplan._device.devices import DeviceSpec
 from sacplan._plan.context import PlanningContext
 from sacplan._plan.effects import RegionProblem
 from sacplan._program.decisions import Decision, as_decisions
@@ -156,7 +157,7 @@ class Search:
         gap = None
         if solution.bound is not None:
             gap = max(0.0, cost - solution.bound) / cost if cost else 0.0
-        decisions = decisions_of(self.program, effects.taken(solution.picks))
+        decisions = decisions_of(self.program, effects.taken(solution.picks), self.context.device)
         return self._measure(decisions, solution.status, gap, solver)
 
     def _measure(
@@ -175,7 +176,7 @@ class Search:
 
         Its one unit would be around what runs in slices.
         """
-        if self.context.may_chunk:
+        if self.context.chunks:
             return
         program, pins = self.program, self.context.pins
         if pins.widest_units is not None and not pins.may_be_a_unit(program, unit_of(program)):
@@ -187,10 +188,12 @@ class Search:
             self._measure(as_decisions(narrowed(program, found.discarded)), "feasible", None, rotor.name)
 
 
-def decisions_of(program: Program, taken: Sequence[tuple[Region, Option]]) -> tuple[Decision, ...]:
-    """Options that regions take, as decisions."""
+def decisions_of(
+    program: Program, taken: Sequence[tuple[Region, Option]], device: DeviceSpec | None = None
+) -> tuple[Decision, ...]:
+    """Options that regions take, as decisions. A technique names call sites of what those before it leave."""
     found: list[Decision] = []
     for technique in TECHNIQUES.values():
         own = [(region, option) for region, option in taken if option.technique == technique.name]
-        found += technique.decisions(program, own)
+        found += technique.decisions(rewritten(program, found, device), own)
     return tuple(found)

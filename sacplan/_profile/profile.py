@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from sacplan._device.cost import CostModel
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._device.kernels import fake_device
 from sacplan._device.timing import MeasuredTimes
-from sacplan._device.workspace import formula_bytes, measured_reserves, workspace_bytes
+from sacplan._device.workspace import measured_reserves
 from sacplan._profile import files
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
@@ -33,10 +32,11 @@ from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.liveness import Footprint
 from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._ranks.ranks import ONE_RANK, Ranks
+from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.fake_data import REAL_TENSOR, DataRules, data_rules
 from sacplan._record.limits import explained_limits
-from sacplan._record.recorder import NUMBER_BYTES, Recorder
+from sacplan._record.recorder import Recorder
 from sacplan._record.saved_tensors import SavedMode
 from sacplan._record.state import held_by_function, preserved_rng, preserved_state
 from sacplan._record.step import (
@@ -61,7 +61,7 @@ from sacplan._rotor.chain import Chain
 from sacplan._rotor.stages import stages_of
 from sacplan._techniques import rewritten
 from sacplan._torch.ops import is_computation
-from sacplan._torch.private import GENERATOR_STATE_BYTES, FakeTensorMode
+from sacplan._torch.private import FakeTensorMode
 from sacplan.errors import DeviceError, SacplanWarning, TraceError
 
 if TYPE_CHECKING:
@@ -360,19 +360,6 @@ def trace_step(
     return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules)
 
 
-def _recorder(spec: DeviceSpec, cost: Any, saved: Any, rules: DataRules | None = None) -> Recorder:
-    return Recorder(
-        cost=cost,
-        workspace=functools.partial(workspace_bytes, spec),
-        formula=functools.partial(formula_bytes, spec),
-        round_bytes=spec.allocation_round_bytes,
-        saved=saved,
-        state_bytes=GENERATOR_STATE_BYTES if spec.kind == "cpu" else 0,
-        number_bytes=NUMBER_BYTES if spec.kind == "cpu" else 0,
-        rules=rules,
-    )
-
-
 def _reserves(spec: DeviceSpec) -> Any:
     return measured_reserves() if spec.kind == "cpu" else contextlib.nullcontext()
 
@@ -420,7 +407,7 @@ def _run_fake(asked: _Asked, note: Callable[[FakeTensorMode], None]) -> tuple[Pr
         handle = asked.prepare(fake) if asked.prepare is not None else None
         try:
             program = _record_settled_step(
-                step, lambda: _recorder(spec, asked.cost, how, rules), handle, rules
+                step, lambda: device_recorder(spec, asked.cost, how, rules), handle, rules
             )
         except AssertionError as error:
             if REAL_TENSOR not in str(error):
@@ -449,7 +436,7 @@ def _trace_real(asked: _Asked) -> tuple[Program, tuple[str, ...]]:
         step = Step(model=model, batch=asked.batch, loss_fn=asked.loss_fn, optimizer=made, mode=asked.mode)
         handle = asked.prepare(model) if asked.prepare is not None else None
         try:
-            return _record_settled_step(step, lambda: _recorder(spec, asked.cost, how), handle), ()
+            return _record_settled_step(step, lambda: device_recorder(spec, asked.cost, how), handle), ()
         finally:
             if handle is not None:
                 handle.remove()

@@ -65,13 +65,6 @@ class Fold:
         for s in program.initial if initial is None else initial:
             self.hold(s)
 
-    def with_patch(self, patch: Patch) -> Fold:
-        """One that goes on from here, in a program with a patch that changes nothing before."""
-        other = Fold(self._program, patch, ())
-        other.live, other.noted = self.live, self.noted
-        other.holders.update(self.holders)
-        return other
-
     def size(self, storage: int) -> int:
         """Bytes of a storage of the program or the patch."""
         known = len(self._program.storage_bytes)

@@ -229,6 +229,12 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
         return footprint_of(self)
 
     @cached_property
+    def left_out(self) -> frozenset[int]:
+        """Ops that a rewrite took out of the events; none in a recorded program."""
+        ran = {arg for code, arg in self.events if code == Event.OP}
+        return frozenset() if len(ran) == len(self.ops) else frozenset(range(len(self.ops))) - ran
+
+    @cached_property
     def writer(self) -> dict[int, int]:
         """The op that made each storage (storages that no op made are absent)."""
         return {s: i for i, op in enumerate(self.ops) for s in op.writes}
@@ -327,7 +333,7 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
         places = Places()
         for i in self.ops_in(scope):
             op = self.ops[i]
-            if op.phase == Phase.FORWARD:
+            if op.phase == Phase.FORWARD and i not in self.left_out:
                 if is_computation(op.name):
                     places.at(calls(op.scope))
                 yield i, places

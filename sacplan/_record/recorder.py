@@ -266,6 +266,11 @@ class Recorder(TorchDispatchMode):
         """Whether it has been entered and not been left."""
         return self._active
 
+    @property
+    def n_ops(self) -> int:
+        """How many ops it has recorded."""
+        return len(self._ops)
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Ops inside are not recorded; what they leave behind is noticed when it is used, or tracked."""

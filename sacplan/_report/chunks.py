@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,10 @@ import torch
 
 from sacplan._chunk.alternatives import LossRegion, liger, linear_cross_entropy
 from sacplan._chunk.calls import arguments, overload
-from sacplan._chunk.entries import LossChunks, Refusal, entry_size, loss_chunks, most_bytes
+from sacplan._chunk.entries import ChunkOptions, Refusal, entry_size, loss_chunks, most_bytes
 from sacplan._chunk.executor import losses  # noqa: F401  (registers how losses are put together)
 from sacplan._chunk.executor.lazy import REWRITTEN
-from sacplan._chunk.rest import chunk_rest
+from sacplan._chunk.rest import training_chunk
 from sacplan._factors.rule import rule_of
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
@@ -23,8 +24,7 @@ from sacplan._program.decisions import Chunk
 from sacplan._program.liveness import Fold
 from sacplan._program.program import Event, Op, Phase, Program, StorageKind
 from sacplan._report.inputs import planned
-from sacplan._report.names import shown_module
-from sacplan._techniques import rewritten
+from sacplan._report.names import pattern_of, pattern_over, shown_module
 from sacplan._torch.ops import draws_numbers
 from sacplan.errors import PlanError
 
@@ -34,26 +34,27 @@ if TYPE_CHECKING:
 _WHAT = {
     "rest": "all that is computed from its input on: the loss, and their gradients",
     "module": "the module, forward and backward",
-    "stretch": "a stretch of its ops",
 }
 _CROSS_ENTROPY = ("aten.nll_loss_forward.", "aten.nll_loss2d_forward.", "aten.cross_entropy_loss.")
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRow:
-    """What one chunk does.
+    """What chunks do that are alike.
 
     Attributes:
-        module: at whose call it begins.
+        module: at whose call they begin, with ``*`` for numbers that differ.
+        count: how many.
         what: runs in slices.
         slices: how many.
         rows: how long the axis is of which slices are taken.
         dim: dimension of that axis.
-        added_ms: how much longer the step takes with this chunk alone.
-        peak_bytes: of the step with the rest of the plan and without this chunk.
+        added_ms: how much longer the step takes with these alone.
+        peak_bytes: of the step with the rest of the plan and without these.
     """
 
     module: str
+    count: int
     what: str
     slices: int
     rows: int
@@ -64,7 +65,7 @@ class ChunkRow:
 
 @checked(PlanError)
 def chunk_table(profile: Profile, plan: Plan) -> pd.DataFrame:
-    """What runs in slices under a plan; one row per chunk.
+    """What runs in slices under a plan; chunks of modules that are alike share a row.
 
         sacplan.chunk_table(profile, plan)
 
@@ -73,9 +74,9 @@ def chunk_table(profile: Profile, plan: Plan) -> pd.DataFrame:
         plan: made from that profile.
 
     Returns:
-        By ``module``: ``what`` runs in slices, ``slices``, ``rows`` (of the axis that is sliced), ``dim``,
-        ``added_ms`` (how much longer the step takes with this chunk alone), and ``peak_bytes`` of the step with the
-        rest of the plan and without this chunk.
+        By ``module``: ``count``, ``what`` runs in slices, ``slices``, ``rows`` (of the axis that is sliced), ``dim``,
+        ``added_ms`` (how much longer the step takes with the chunks of the row alone), and ``peak_bytes`` of the step
+        with the rest of the plan and without them.
 
     Raises:
         PlanMismatch: the plan was made from another profile.
@@ -90,27 +91,39 @@ def chunk_table(profile: Profile, plan: Plan) -> pd.DataFrame:
 def chunk_rows(profile: Profile, plan: Plan) -> list[ChunkRow]:
     """The rows of ``chunk_table``."""
     planned(profile, plan)  # is it of this profile?
-    return [_row(profile, plan, chunk) for chunk in plan.chunks]
+    alike: dict[tuple[object, ...], list[Chunk]] = defaultdict(list)
+    for chunk in plan.chunks:
+        what = chunk.span, len(chunk.sites), chunk.slices, chunk.dim
+        alike[pattern_of(chunk.unit), what, _rows(profile.program, chunk)].append(chunk)
+    return [_row(profile, plan, same) for same in alike.values()]
 
 
-def _row(profile: Profile, plan: Plan, chunk: Chunk) -> ChunkRow:
-    program, spec = profile.program, profile.spec
-    alone = rewritten(program, (chunk,), spec)
-    without = rewritten(program, [one for one in plan.decisions if one != chunk], spec)
+def _row(profile: Profile, plan: Plan, same: Sequence[Chunk]) -> ChunkRow:
+    program, first = profile.program, same[0]
+    with_these = profile.with_plan(same)
     return ChunkRow(
-        module=chunk.unit,
-        what=what_runs(chunk),
-        slices=chunk.slices,
-        rows=entry_size(program, chunk),
-        dim=chunk.dim,
-        added_ms=alone.step_ms - program.step_ms,
-        peak_bytes=without.footprint.peak_bytes,
+        module=pattern_over(chunk.unit for chunk in same),
+        count=len(same),
+        what=what_runs(first),
+        slices=first.slices,
+        rows=_rows(program, first),
+        dim=first.dim,
+        added_ms=with_these.step_ms - program.step_ms,
+        peak_bytes=profile.footprint([one for one in plan.decisions if one not in same]).peak_bytes,
     )
+
+
+def _rows(program: Program, chunk: Chunk) -> int:
+    if chunk.span != "stretch":
+        return entry_size(program, chunk)
+    (last, *_) = program.call_sites(chunk.unit)[chunk.sites[-1]]
+    shape = program.tensors[program.ops[last].outputs[0]].shape
+    return shape[chunk.dim] // (chunk.outer * chunk.inner)
 
 
 def what_runs(chunk: Chunk) -> str:
     """What a chunk runs in slices, in words."""
-    return _WHAT[chunk.span]
+    return f"a stretch of {len(chunk.sites)} ops" if chunk.span == "stretch" else _WHAT[chunk.span]
 
 
 # --- the same loss by other means -------------------------------------------------------------------------------
@@ -169,7 +182,7 @@ def loss_rows(profile: Profile, plan: Plan) -> list[LossRow]:
     if chunk is None:
         return []
     program, spec = profile.program, profile.spec
-    rewrite = chunk_rest(program, chunk, spec)
+    rewrite = training_chunk(program, chunk, spec)
     head = _head(program, rewrite.deferred)
     if head is None:
         return []
@@ -320,4 +333,4 @@ def loss_refusals(profile: Profile) -> tuple[Refusal, ...]:
     if profile.mode == "inference":
         return ()
     found = loss_chunks(profile.program, profile.spec)
-    return () if isinstance(found, LossChunks) else found
+    return () if isinstance(found, ChunkOptions) else found

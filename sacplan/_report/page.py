@@ -169,8 +169,12 @@ def _chunk_card(plan: Plan) -> list[tuple[str, str, str]]:
     if not plan.chunks:
         return []
     share = _share(plan.added_ms, plan.step_ms)
-    note = f"{share} of the step's time; gradients are {plan.gradients}"
+    note = f"{share} of the step's time; {_what_is_close(plan)}"
     return [("Chunks", f"{plan.added_ms:+.2f} ms", note)]
+
+
+def _what_is_close(plan: Plan) -> str:
+    return f"gradients are {plan.gradients}" if plan.provenance.mode == "train" else "the output is close"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +182,7 @@ class _Chunks:
     """What runs in slices, and why; the same loss by other means; what stands in the way."""
 
     rows: list[ChunkRow]
-    gradients: str
+    exactness: str
     losses: list[LossRow]
     refusals: list[str]
     blocked: list[BlockedRow]
@@ -188,9 +192,11 @@ def _chunks(profile: Profile, plan: Plan) -> _Chunks | None:
     """None for a plan that may not run anything in slices."""
     if "chunk" not in plan.provenance.techniques:
         return None
+    why = plan.why_gradients if profile.mode == "train" else "kernels may round slices otherwise"
+    close = _what_is_close(plan)
     return _Chunks(
         rows=chunk_rows(profile, plan),
-        gradients=f"{plan.gradients}: {plan.why_gradients}",
+        exactness=f"{close[0].upper()}{close[1:]}: {why}",
         losses=loss_rows(profile, plan),
         refusals=[f"from {refused.unit} on: {refused.why}" for refused in loss_refusals(profile)],
         blocked=blocked_rows(profile)[:_BLOCKED_ROWS],

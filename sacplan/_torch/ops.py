@@ -173,6 +173,24 @@ def is_computation(name: str) -> bool:
     return not func.is_view and any("Tensor" in str(r.type) for r in func._schema.returns)
 
 
+@functools.cache
+def is_composite(func: Any) -> bool:
+    """Whether an op is made of others whatever the device, and has formulas of autograd through them alone."""
+    return isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    )
+
+
+_ALIASES = frozenset(("aten._unsafe_view.default",))
+
+
+@functools.cache
+def is_alias(name: str) -> bool:
+    """Whether an op, by the name of its overload, gives another view of its argument's memory and writes nothing."""
+    func = op_named(name)
+    return func is not None and (func.is_view or name in _ALIASES) and not op_traits(func).written_names
+
+
 def arguments_by_name(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:

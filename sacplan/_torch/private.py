@@ -25,7 +25,11 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes
@@ -230,10 +234,16 @@ def stop_compiling(error: type[Exception], message: str) -> None:
 
 
 def _raise_while_compiling(context: Any) -> None:
-    from torch._dynamo.exc import UncapturedHigherOrderOpError  # which Dynamo neither swallows nor wraps
-
     error, message = (context.get_local(name).as_python_constant() for name in ("error", "message"))
-    raise type(error.__name__, (error, UncapturedHigherOrderOpError), {})(message)
+    raise _uncompilable(error, message)
+
+
+def _uncompilable(error: type[Exception], message: str) -> Exception:
+    """The same error as one that Dynamo neither swallows nor wraps."""
+    from torch._dynamo.exc import UncapturedHigherOrderOpError
+
+    found: Exception = type(error.__name__, (error, UncapturedHigherOrderOpError), {})(message)
+    return found
 
 
 def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
@@ -284,6 +294,11 @@ def current_saved_tensors_hooks() -> tuple[Any, Any] | None:
 def dispatch_modes() -> list[Any]:
     """The dispatch modes that are on, the outermost first."""
     return list(_get_current_dispatch_mode_stack())
+
+
+def modes_off() -> Any:
+    """A context without dispatch modes, fake ones included."""
+    return _disable_current_modes()
 
 
 def active_fake_mode() -> FakeTensorMode | None:

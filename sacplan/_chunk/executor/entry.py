@@ -23,6 +23,7 @@ from sacplan._chunk.executor.lazy import Lazy
 from sacplan._chunk.executor.loop import compute
 from sacplan._chunk.executor.values import Region, Value, Window
 from sacplan._factors.axes import Axis
+from sacplan._torch.private import autograd_as_outside
 from sacplan.errors import ChunkError
 
 
@@ -34,9 +35,19 @@ def enter(
     return lazy, aliases
 
 
-def leave(region: Region, lazies: Sequence[Lazy]) -> list[torch.Tensor]:
-    """The tensors of a region's outputs."""
-    return list(_Exit.apply(region, *lazies))
+def leave(start: Lazy, tensor: torch.Tensor, lazies: Sequence[Lazy]) -> list[torch.Tensor]:
+    """The tensors of a region's outputs.
+
+    Args:
+        start: what ``enter`` returned for ``tensor``.
+        tensor: the region's input.
+        lazies: the outputs.
+    """
+    start.value.data = tensor.detach()  # so that nobody asks autograd for it, which may have discarded it
+    try:
+        return list(_Exit.apply(start.value.region, *lazies))
+    finally:
+        start.value.data = None
 
 
 class _Entry(torch.autograd.Function):
@@ -79,8 +90,9 @@ class _Source:
         self._node = node
 
     def __call__(self) -> torch.Tensor:
-        tensor: torch.Tensor = self._node.saved_tensors[0].detach()
-        return tensor
+        with autograd_as_outside():  # saved-tensor hooks may run a forward pass again
+            tensor: torch.Tensor = self._node.saved_tensors[0]
+        return tensor.detach()
 
 
 class _Exit(torch.autograd.Function):

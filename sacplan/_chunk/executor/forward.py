@@ -17,16 +17,36 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from sacplan._chunk.executor import entry, lazy, loop, losses, values
 from sacplan._chunk.executor.entry import enter, leave
 from sacplan._chunk.executor.lazy import Lazy
 from sacplan._chunk.executor.values import Region, Tally
+from sacplan._factors import (
+    attention,
+    axes,
+    convolutions,
+    gathers,
+    norms,
+    pointwise,
+    products,
+    reductions,
+    rule,
+    views,
+)
+from sacplan._factors import losses as factor_losses
 from sacplan._factors.axes import Axis
 from sacplan._program.decisions import Chunk
 from sacplan._program.places import StepDifference
+from sacplan._recompute.executor import tensors
 from sacplan._recompute.executor.alignment import Differences
 from sacplan._recompute.executor.copies import StandIn
-from sacplan._torch.private import is_plain, stop_compiling
+from sacplan._torch import ops
+from sacplan._torch.private import is_plain, keep_dynamo_out, stop_compiling
 from sacplan.errors import ChunkError
+
+_FORMULAS = (attention, convolutions, gathers, factor_losses, norms, pointwise, products, reductions, views)
+# Else a compiled loss function, which Dynamo leaves to run as it is on lazy tensors, would compile parts of the engine.
+keep_dynamo_out(entry, lazy, loop, losses, values, axes, rule, *_FORMULAS, ops, tensors)
 
 
 class ChunkedForward(StandIn):
@@ -91,9 +111,9 @@ class ChunkedForward(StandIn):
                 return self.call_original(*args, **kwargs)
             region = self._new_region(axis.size)
             self.tally = region.tally
-            lazy, aliases = enter(region, axis, leaves[at], list(known.values()))
+            start, aliases = enter(region, axis, leaves[at], list(known.values()))
             given = dict(zip(known, aliases, strict=True))
-            inputs = [lazy if i == at else given.get(id(x), x) for i, x in enumerate(leaves)]
+            inputs = [start if i == at else given.get(id(x), x) for i, x in enumerate(leaves)]
             args, kwargs = tree_unflatten(inputs, spec)
             with _replaced(places, given):
                 out = self.call_original(*args, **kwargs)
@@ -101,7 +121,7 @@ class ChunkedForward(StandIn):
             return out
         results, spec = tree_flatten(out)
         lazies = [x for x in results if isinstance(x, Lazy)]
-        made = iter(leave(region, lazies) if lazies else ())
+        made = iter(leave(start, leaves[at], lazies) if lazies else ())
         return tree_unflatten([next(made) if isinstance(x, Lazy) else x for x in results], spec)
 
     def _axis_of(self, tensor: torch.Tensor) -> Axis | None:

@@ -119,7 +119,10 @@ def real(lazy: Lazy) -> torch.Tensor:
 
 
 def settle(values: Sequence[Value]) -> None:
-    """Compute values in one loop, and keep them."""
+    """Compute values in one loop, and keep them; if they are scalars, those that somebody else may read as well."""
+    if not any(value.shape for value in values):
+        pending = (v for region in {value.region for value in values} for v in region.pending)
+        values = list(dict.fromkeys((*values, *pending)))
     for value, data in zip(values, compute(values), strict=True):
         value.settle(data)
 
@@ -187,38 +190,41 @@ def _real(value: Any) -> Any:
 def _filled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """A scalar like a lazy one, such as what a backward pass begins with: it needs no value."""
     lazy_gradients([args[0]])
-    like = torch.empty_like(args[0].value.data) if args[0].value.data is not None else None
-    if like is None:
-        like = torch.empty((), dtype=args[0].dtype, device=args[0].device)
+    like = torch.empty((), dtype=args[0].dtype, device=args[0].device)
     made: torch.Tensor = func(like, *args[1:], **kwargs)
     return made
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An op that writes in place."""
     traits = op_traits(func)
     written = [t for t in tensors_in(traits.written(args, kwargs)) if isinstance(t, Lazy)]
     if not written:
         return func(*_real(args), **_real(kwargs))
     lazy = written[0]
-    functional = _without_writing(func)
-    if functional is None or not traits.in_place or len(written) > 1:
-        raise ChunkError(
-            f"{func} writes to a tensor of shape {tuple(lazy.shape)} that is computed in slices later, and it cannot "
-            "be put off. Write to a clone() of it, or leave this chunk out of the plan."
-        )
-    if lazy.value.aliased:
+    alone = traits.in_place and not lazy.value.aliased
+    if alone and (functional := _without_writing(func)) is not None and not traits.random:
+        made = defer(functional, args, kwargs)
+        lazy.value = made.value if isinstance(made, Lazy) else _settled(lazy.value, made)
+    elif alone and lazy.value.sliced:
+        lazy.value.region.note_whole(str(func), "it can only be computed in place")
+        lazy.value = _settled(lazy.value, real(lazy).clone())
+        func(*_real(args), **_real(kwargs))
+    elif not any(t.value.sliced for t in written):
+        pending = lazy.value.region.pending  # they may read what is written
+        settle(list(dict.fromkeys((*(t.value for t in written if t.value.data is None), *pending))))
+        func(*_real(args), **_real(kwargs))  # every alias has the same memory
+    else:
         raise ChunkError(
             f"{func} writes to a tensor of shape {tuple(lazy.shape)} that is computed in slices later, and of which "
             "there are views. Write to a clone() of it, or use an op that returns a new tensor (torch.where, "
             "masked_fill); or leave this chunk out of the plan."
         )
-    made = defer(functional, args, kwargs)
-    if isinstance(made, Lazy):
-        lazy.value = made.value
-    else:
-        value = Value(lazy.value.region, made, window=lazy.value.window, data=made)
-        lazy.value = value
-    return lazy
+    return lazy if len(written) == 1 else written
+
+
+def _settled(before: Value, data: torch.Tensor) -> Value:
+    return Value(before.region, data, window=before.window, data=data)
 
 
 def _without_writing(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
@@ -254,6 +260,8 @@ class _Call:
         if all(value.free for value in values):
             return self._made(made, Stage.FREE, rule=rule_of(self.func, args, kwargs, made))
         if not any(value.sliced for value in values):
+            if len({id(value.region) for value in values}) > 1:
+                self.region = Region(1, 1)  # no loop of one of them computes it along
             return self._made(made, Stage.LATE)
         reduced = [x for x in self.lazies if not (x.value.sliced or x.value.free)]
         if reduced:

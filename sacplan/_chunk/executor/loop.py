@@ -20,18 +20,20 @@ from torch.utils._pytree import tree_map
 from sacplan._chunk.executor.values import Cut, Held, Node, Region, Stage, Value, Window
 from sacplan._factors.axes import from_factor, into_factor, put, resized_arguments, take
 from sacplan._factors.rule import Kind
+from sacplan._recompute.executor.nodes import unrecorded
 from sacplan._torch.ops import tensors_in
 from sacplan._torch.private import storage_key
 
 aten = torch.ops.aten
 
 _VIEWS = frozenset((aten.view.default, aten._unsafe_view.default))
+_PRODUCT_PARTS, _FEW_ROWS = 8, 64  # of a product that is added in another type
 _SUMS = frozenset((Kind.SUM, Kind.MEAN))
 
 
 def compute(values: Sequence[Value]) -> list[torch.Tensor]:
     """The tensors of values, in one loop over slices for each region. The values stay as they are."""
-    with _as_deferred():
+    with _as_deferred(), unrecorded():
         return _Computation(values).run()
 
 
@@ -178,8 +180,8 @@ class _Loop:
         if node.move:
             (x,) = node.values
             out: Any = _moved(node, given(x), x, made[0], start, stop)
-        elif (total := self._product_total(node, made[0])) is not None:
-            torch.addmm(total, *(given(x) for x in node.inputs), out=total)
+        elif node.func is aten.mm.default and made[0] in self.wanted and made[0].combined is Kind.SUM:
+            self._add_product(made[0], *map(given, node.inputs))
             return
         else:
             out = _call(node, given, args)
@@ -191,12 +193,19 @@ class _Loop:
             if self.last[v] > i:
                 slices[v] = t
 
-    def _product_total(self, node: Node, v: Value | None) -> torch.Tensor | None:
-        """What the matrix product itself can add its part to."""
-        if node.func is not aten.mm.default or v is None or v.combined is not Kind.SUM:
-            return None
-        total = self.results.get(v)
-        return total if total is not None and total.dtype == v.dtype else None
+    def _add_product(self, v: Value, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add a matrix product to what earlier slices gave, without a temporary of its size."""
+        kind = self.region.sum_type(v)
+        if kind != v.dtype:
+            if v not in self.results:
+                self.results[v] = torch.zeros(v.shape, dtype=kind, device=v.device)
+            rows = max(_FEW_ROWS, -(-v.shape[0] // _PRODUCT_PARTS))
+            for total, part in zip(self.results[v].split(rows), left.split(rows), strict=True):
+                total.add_(torch.mm(part, right))
+        elif v in self.results:
+            torch.addmm(self.results[v], left, right, out=self.results[v])
+        else:
+            self.results[v] = torch.mm(left, right)
 
     def _keep(self, v: Value, t: torch.Tensor, node: Node, length: int, start: int, stop: int) -> None:
         if v.window is not None:
@@ -214,7 +223,7 @@ class _Loop:
         if v not in self.results:
             kind = self.region.sum_type(v)
             shared = {storage_key(x.tensor.untyped_storage()) for x in node.inputs if isinstance(x, Held)}
-            fresh = node.func is aten.mm.default or storage_key(t.untyped_storage()) not in shared
+            fresh = storage_key(t.untyped_storage()) not in shared
             self.results[v] = t.to(kind) if t.dtype != kind else t if fresh else t.clone()
         elif v.combined is Kind.PASS:
             return  # every slice gives the same

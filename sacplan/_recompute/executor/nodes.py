@@ -15,6 +15,7 @@ value, and otherwise a copy of it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
@@ -472,6 +473,20 @@ here = _Here()
 """The recorder that is active on this thread."""
 
 _lock = threading.RLock()  # autograd has a thread for each device, and recipes are shared
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """What runs inside is no part of the forward pass of a unit."""
+    recorder = here.recorder
+    if recorder is None:
+        yield
+        return
+    paused, recorder.paused = recorder.paused, True
+    try:
+        yield
+    finally:
+        recorder.paused = paused
 
 
 class Recomputation:

@@ -1,0 +1,451 @@
+"""What a stretch that runs in slices does to a program: exactly, since the executor's own loop is recorded.
+
+The ops of a stretch are deferred on fake tensors, with the kernels of the device, and the loop runs under the package's
+recorder: for the first slice, one of those in the middle, and the last, which may be shorter. What the recorder saw
+takes the place of the ops. Layers repeat, so the loop of a stretch is recorded once for all that are like it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from sacplan._chunk.dataflow import Dataflow, call_with, dataflow, dtype_of
+from sacplan._chunk.executor.slices import Stretch
+from sacplan._device.cost import CostModel
+from sacplan._device.devices import DeviceSpec
+from sacplan._device.kernels import fake_device
+from sacplan._program.decisions import Chunk
+from sacplan._program.elements import ROOT_SCOPE, CallSite, Event, Op, Patch, Phase, StorageKind, Tensor
+from sacplan._program.program import Program
+from sacplan._record.calls import arguments_of
+from sacplan._record.device_recorder import device_recorder
+from sacplan._torch.ops import is_alias, is_computation, op_named
+from sacplan.errors import PlanError
+
+_OP, _FREE, _ALLOC = int(Event.OP), int(Event.FREE), int(Event.ALLOC)
+_EMPTY = torch.ops.aten.empty_strided.default
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedStretch:
+    """A decision in one call of its unit.
+
+    Attributes:
+        members: the ops of the loop, views of what they make included.
+        end: the op at which the loop runs.
+        exits: by op, which of the tensors that it returns are needed afterwards.
+        inputs: the tensors that the loop reads, in the order of first use.
+    """
+
+    decision: Chunk
+    members: tuple[int, ...]
+    end: int
+    exits: Mapping[int, tuple[int, ...]]
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopRecord:
+    """A loop as it was recorded. Storages are numbered: those of the inputs, then the exits, then those made inside.
+
+    Attributes:
+        allocations: what makes the buffers of the exits.
+        ops, events, tensors: of the loop; ops and tensors are numbered from 0.
+        storage_bytes, storage_kinds: of what is made inside.
+        peak_bytes: the most that is alive of it, workspaces included.
+    """
+
+    allocations: tuple[Op, ...]
+    ops: tuple[Op, ...]
+    events: tuple[tuple[int, int], ...]
+    tensors: tuple[Tensor, ...]
+    storage_bytes: tuple[int, ...]
+    storage_kinds: tuple[StorageKind, ...]
+    peak_bytes: int
+
+
+def stretches_patch(program: Program, decisions: Sequence[Chunk], spec: DeviceSpec) -> Patch:
+    """The rewrite of a program that stretches are.
+
+    Raises:
+        PlanError: a stretch that the program does not have, or that cannot run in slices as it says.
+    """
+    placed = sorted(
+        (one for decision in decisions for one in placed_stretches(program, decision)), key=lambda s: s.end
+    )
+    patch = _Patch(program)
+    for stretch, record in zip(placed, _records(program, placed, spec), strict=True):
+        patch.add(stretch, record)
+    return patch.patch()
+
+
+def loop_bytes(program: Program, decisions: Sequence[Chunk], spec: DeviceSpec) -> list[int]:
+    """By decision, what its loop makes at its peak, beside its inputs and the buffers of its exits."""
+    placed = [next(placed_stretches(program, decision)) for decision in decisions]
+    return [record.peak_bytes for record in _records(program, placed, spec)]
+
+
+def placed_stretches(program: Program, decision: Chunk) -> Iterator[PlacedStretch]:
+    """A decision in each call of its unit that has its sites.
+
+    Raises:
+        PlanError: no call has.
+    """
+    scopes = program.calls.get(decision.unit, ())
+    found = False
+    for scope in scopes:
+        ops = ops_by_site(program, scope)
+        if decision.sites and all(site in ops for site in decision.sites):
+            found = True
+            yield _placed(program, decision, [ops[site] for site in decision.sites])
+    if not found:
+        raise PlanError(
+            f"no call of unit {decision.unit!r} runs all ops of a stretch that ends with "
+            f"{decision.sites[-1] if decision.sites else 'nothing'}. Make a plan for this step with sacplan.plan."
+        )
+
+
+def ops_by_site(program: Program, scope: int) -> Mapping[CallSite, int]:
+    """The ops of a module call that compute something; worked out once."""
+
+    def found() -> dict[CallSite, int]:
+        return {site: op for op, site in program.sites(scope).items() if is_computation(site.op)}
+
+    return program.derived(("ops by site", scope), found)
+
+
+def _placed(program: Program, decision: Chunk, sites: Sequence[int]) -> PlacedStretch:
+    flow = dataflow(program)
+    inside, end = set(sites), sites[-1]
+    members: list[int] = []
+    made: dict[int, None] = {}
+    inputs: dict[int, None] = {}
+    for i in range(sites[0], end + 1):
+        op = program.ops[i]
+        reads = any(t in made for t in op.inputs)
+        if i in inside or (reads and is_alias(op.name)):
+            members.append(i)
+            inputs.update(dict.fromkeys(t for t in flow.inputs[i] if t not in made))
+            made.update(dict.fromkeys(flow.outputs[i]))
+        elif reads:
+            raise PlanError(
+                f"a stretch of unit {decision.unit!r} that ends with {decision.sites[-1]} makes what {op.name} reads "
+                "before that."
+            )
+    exits: dict[int, tuple[int, ...]] = defaultdict(tuple)
+    for position, output in decision.exits:
+        if position >= len(sites):
+            raise PlanError(
+                f"an exit of a stretch of unit {decision.unit!r} refers to a site that it does not have."
+            )
+        exits[sites[position]] += (output,)
+    return PlacedStretch(decision, tuple(members), end, exits, tuple(inputs))
+
+
+# --- recording loops ------------------------------------------------------------------------------------
+
+
+def _records(program: Program, placed: Sequence[PlacedStretch], spec: DeviceSpec) -> list[LoopRecord]:
+    known: dict[Any, LoopRecord] = program.derived(("loops", spec), dict)
+    keys = [_kind(program, stretch) for stretch in placed]
+    new = {key: stretch for key, stretch in zip(keys, placed, strict=True) if key not in known}
+    if new:
+        with fake_device(spec), torch.no_grad():
+            for key, stretch in new.items():
+                known[key] = _recorded(program, stretch, spec)
+    return [known[key] for key in keys]
+
+
+def _kind(program: Program, stretch: PlacedStretch) -> Any:
+    """Equal for stretches whose loops do the same."""
+    names: dict[int, int] = {}
+    storages: dict[int, int] = {}
+
+    def named(t: int) -> Any:
+        tensor = program.tensors[t]
+        layout = tensor.dtype, tensor.shape, tensor.stride, tensor.offset
+        return names.setdefault(t, len(names)), storages.setdefault(tensor.storage, len(storages)), layout
+
+    d = stretch.decision
+    rows = tuple(
+        (
+            op.name,
+            op.arguments,
+            tuple(map(named, op.inputs)),
+            tuple(map(named, op.outputs)),
+            stretch.exits.get(i),
+        )
+        for i, op in ((i, program.ops[i]) for i in stretch.members)
+    )
+    return rows, d.slices, d.dim, d.outer, d.inner
+
+
+class _Inputs:
+    """Fake tensors for those that a loop reads; tensors on one storage share it."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._bases: dict[tuple[int, str], torch.Tensor] = {}
+
+    def make(self, index: int) -> torch.Tensor:
+        t = self._program.tensors[index]
+        key = t.storage, t.dtype
+        if key not in self._bases:
+            dtype = dtype_of(t)
+            reach = 1 + t.offset + sum((n - 1) * s for n, s in zip(t.shape, t.stride, strict=True))
+            elements = max(reach, self._program.storage_bytes[t.storage] // dtype.itemsize)
+            self._bases[key] = torch.empty(elements, dtype=dtype)
+        return self._bases[key].as_strided(t.shape, t.stride, t.offset)
+
+    @property
+    def bases(self) -> Mapping[tuple[int, str], torch.Tensor]:
+        return self._bases
+
+
+def _recorded(program: Program, stretch: PlacedStretch, spec: DeviceSpec) -> LoopRecord:
+    cost = CostModel(spec).cost
+    inputs = _Inputs(program)
+    tensors: dict[int, torch.Tensor] = {t: inputs.make(t) for t in stretch.inputs}
+    d = stretch.decision
+    loop = Stretch(d.dim, d.outer, d.inner, d.slices)
+    buffers = []
+    for i in stretch.members:
+        op = program.ops[i]
+        func = op_named(op.name)
+        args, kwargs = call_with(op.arguments, [tensors[t] for t in op.inputs])
+        if func is None or not loop.may_defer(func, args, kwargs):
+            raise PlanError(f"{op.name} in unit {d.unit!r} cannot run in slices.")
+        made = _tensors(loop.defer(func, args, kwargs, stretch.exits.get(i, ())))
+        tensors.update(zip(op.outputs, made, strict=True))
+        buffers += [made[position] for position in stretch.exits.get(i, ())]
+        del made, args, kwargs
+    allocations = tuple(_allocation(b, cost) for b in buffers)
+    bases = list(inputs.bases.values())
+    recorder = device_recorder(spec, cost, "observe")
+    recorder.track_tensors((*bases, *buffers))
+    tensors.clear()
+    marks: list[int] = []
+    n_slices = 0
+
+    def some(slices: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        nonlocal n_slices
+        n_slices = len(slices)
+        for one in dict.fromkeys((slices[0], slices[min(1, n_slices - 1)], slices[-1])):
+            marks.append(recorder.n_ops)
+            yield one
+
+    with recorder:
+        if not loop.run(some):
+            raise PlanError(
+                f"the stretch of unit {d.unit!r} that ends with {d.sites[-1]} cannot run in slices."
+            )
+    seen = recorder.program()
+    number = {s: i for i, s in enumerate(_input_storages(program, stretch))}
+    given = [number[s] for s, _ in inputs.bases]
+    given += range(len(number), len(number) + len(buffers))
+    return _as_record(seen, given, marks, n_slices, allocations)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for t in value if isinstance(t, torch.Tensor)]
+
+
+def _allocation(buffer: torch.Tensor, cost: Any) -> Op:
+    args = (tuple(buffer.shape), tuple(buffer.stride()))
+    kwargs = {"dtype": buffer.dtype, "device": buffer.device}
+    flops, time_ms = cost(_EMPTY, args, kwargs, buffer)
+    return _op(str(_EMPTY), time_ms, flops, arguments_of(args, kwargs))
+
+
+def _op(name: str, time_ms: float, flops: int, arguments: str) -> Op:
+    return Op(
+        name,
+        Phase.FORWARD,
+        ROOT_SCOPE,
+        time_ms,
+        flops,
+        0,
+        (),
+        (),
+        (),
+        recomputable=False,
+        arguments=arguments,
+    )
+
+
+def _input_storages(program: Program, stretch: PlacedStretch) -> list[int]:
+    return list(dict.fromkeys(program.tensors[t].storage for t in stretch.inputs))
+
+
+def _as_record(
+    seen: Program,
+    given: Sequence[int],
+    marks: Sequence[int],
+    n_slices: int,
+    allocations: tuple[Op, ...],
+) -> LoopRecord:
+    """What was recorded, on storages numbered as in ``LoopRecord``.
+
+    Args:
+        seen: the program that the recorder made.
+        given: the numbers of the storages that the recorder was told of first.
+        marks: the ops with which the slices began that ran.
+        n_slices: how many there are.
+        allocations: of the exits.
+    """
+    n_given = max(given, default=-1) + 1
+    new = range(len(given), len(seen.storage_bytes))
+    number = dict(enumerate(given)) | {s: n_given + i for i, s in enumerate(new)}
+    ops = []
+    for i, op in enumerate(seen.ops):
+        times = n_slices - 2 if len(marks) == 3 and marks[1] <= i < marks[2] else 1
+        ops.append(
+            msgspec.structs.replace(
+                op,
+                time_ms=op.time_ms * times,
+                flops=op.flops * times,
+                reads=tuple(number[s] for s in op.reads),
+                writes=tuple(number[s] for s in op.writes),
+                mutates=tuple(number[s] for s in op.mutates),
+                replaces=number[op.replaces] if op.replaces >= 0 else -1,
+                recomputable=False,
+            )
+        )
+    given_bytes = sum(seen.storage_bytes[: len(given)])
+    return LoopRecord(
+        allocations=allocations,
+        ops=tuple(ops),
+        events=tuple((code, number[arg] if code in (_ALLOC, _FREE) else arg) for code, arg in seen.events),
+        tensors=tuple(msgspec.structs.replace(t, storage=number[t.storage]) for t in seen.tensors),
+        storage_bytes=tuple(seen.storage_bytes[s] for s in new),
+        storage_kinds=tuple(seen.storage_kinds[s] for s in new),
+        peak_bytes=seen.footprint.peak_bytes - given_bytes,
+    )
+
+
+# --- the patch ------------------------------------------------------------------------------------------
+
+
+class _Patch:
+    """Collects the rewrites of stretches."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.flow: Dataflow = dataflow(program)
+        self.events: dict[int, tuple[tuple[int, int], ...]] = {}
+        self.ops: list[Op] = []
+        self.tensors: list[Tensor] = []
+        self.storage_bytes: list[int] = []
+        self.storage_kinds: list[StorageKind] = []
+        self.freed = self._freed()
+
+    def _freed(self) -> dict[int, int]:
+        return {arg: at for at, (code, arg) in enumerate(self.program.events) if code == _FREE}
+
+    def patch(self) -> Patch:
+        return Patch(
+            events=self.events,
+            ops=tuple(self.ops),
+            tensors=tuple(self.tensors),
+            storage_bytes=tuple(self.storage_bytes),
+            storage_kinds=tuple(self.storage_kinds),
+        )
+
+    def add(self, stretch: PlacedStretch, record: LoopRecord) -> None:
+        program, flow = self.program, self.flow
+        positions = program.liveness.op_events
+        end = int(positions[stretch.end])
+        exits = self._exits(stretch)
+        buffers = {flow.origin[s] for s in exits.values()}
+        for i in stretch.members:
+            op = program.ops[i]
+            position = int(positions[i])
+            for s in op.writes:
+                if flow.origin[s] not in buffers or s not in exits.values():
+                    self._drop(s)
+            if flow.computes[i] or not any(flow.origin[flow.storage[t]] in buffers for t in op.inputs):
+                self.events[position] = ()
+        allocations = iter(record.allocations)
+        for i in stretch.members:
+            for output in stretch.exits.get(i, ()):
+                at = int(positions[i])
+                made = self._buffer(i, flow.outputs[i][output], exits[i, output], next(allocations))
+                self.events[at] = (*self.events[at], (_OP, made))
+        after = self._inputs_freed(stretch, end)
+        storages = [*_input_storages(program, stretch), *exits.values()]
+        self.events[end] = (*self.events[end], *self._loop(stretch, record, storages), *after)
+
+    def _drop(self, storage: int) -> None:
+        at = self.freed.get(storage)
+        if at is not None:
+            self.events[at] = ()
+
+    def _exits(self, stretch: PlacedStretch) -> dict[tuple[int, int], int]:
+        """By (op, output), the last version of the storage of an exit."""
+        program, flow = self.program, self.flow
+        found = {}
+        for i in stretch.members:
+            for output in stretch.exits.get(i, ()):
+                if output >= len(flow.outputs[i]):
+                    raise PlanError(f"{program.ops[i].name} does not return as many tensors as a plan says.")
+                found[i, output] = flow.storage[flow.outputs[i][output]]
+        latest = {flow.origin[s]: s for i in stretch.members for s in program.ops[i].writes}
+        return {key: latest.get(flow.origin[s], s) for key, s in found.items()}
+
+    def _buffer(self, op: int, tensor: int, storage: int, allocation: Op) -> int:
+        """An op that makes the buffer of an exit where the op stood that gives it."""
+        view = self.program.tensors[tensor]
+        self.tensors.append(msgspec.structs.replace(view, storage=storage))
+        index = len(self.program.tensors) + len(self.tensors) - 1
+        self.ops.append(
+            msgspec.structs.replace(
+                allocation, scope=self.program.ops[op].scope, writes=(storage,), outputs=(index,)
+            )
+        )
+        return len(self.program.ops) + len(self.ops) - 1
+
+    def _inputs_freed(self, stretch: PlacedStretch, end: int) -> list[tuple[int, int]]:
+        """The inputs that would be free before the loop ends: they are then freed after it."""
+        found = []
+        for s in _input_storages(self.program, stretch):
+            at = self.freed.get(s)
+            if at is not None and at < end:
+                self.events[at] = ()
+                found.append((_FREE, s))
+        return found
+
+    def _loop(
+        self, stretch: PlacedStretch, record: LoopRecord, storages: Sequence[int]
+    ) -> Iterator[tuple[int, int]]:
+        program = self.program
+        first_new = len(program.storage_bytes) + len(self.storage_bytes)
+        self.storage_bytes += record.storage_bytes
+        self.storage_kinds += record.storage_kinds
+        number = [*storages, *range(first_new, first_new + len(record.storage_bytes))]
+        first_tensor = len(program.tensors) + len(self.tensors)
+        self.tensors += [msgspec.structs.replace(t, storage=number[t.storage]) for t in record.tensors]
+        first_op = len(program.ops) + len(self.ops)
+        scope = program.ops[stretch.end].scope
+        for op in record.ops:
+            self.ops.append(
+                msgspec.structs.replace(
+                    op,
+                    scope=scope,
+                    reads=tuple(number[s] for s in op.reads),
+                    writes=tuple(number[s] for s in op.writes),
+                    mutates=tuple(number[s] for s in op.mutates),
+                    replaces=number[op.replaces] if op.replaces >= 0 else -1,
+                    inputs=tuple(first_tensor + t for t in op.inputs),
+                    outputs=tuple(first_tensor + t for t in op.outputs),
+                )
+            )
+        for code, arg in record.events:
+            yield code, first_op + arg if code == _OP else number[arg]

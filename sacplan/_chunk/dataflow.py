@@ -1,0 +1,235 @@
+"""The ops of a recorded step as a factor flows through them: rules, who makes what, who reads it."""
+
+from __future__ import annotations
+
+import functools
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import sacplan._factors  # noqa: F401  (registers the rules)
+from sacplan._factors.rule import Rule, rule_of
+from sacplan._program.elements import Event, Op, Tensor
+from sacplan._program.program import Program
+from sacplan._torch.ops import is_alias, op_named
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a rule looks at."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Opaque(Exception):
+    """An argument that a file has no form for."""
+
+
+def call_with(arguments: str, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """``Op.arguments`` with these tensors: positional arguments, keywords.
+
+    Raises:
+        Opaque: one of them cannot be made again.
+    """
+    args, kwargs = json.loads(arguments)
+    return _decoded(args, tensors), {name: _decoded(value, tensors) for name, value in kwargs.items()}
+
+
+def _decoded(value: Any, tensors: Sequence[Any]) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((kind, inner),) = value.items()
+        if kind == "tensor":
+            return tensors[inner]
+        if kind in ("dtype", "layout", "memory_format"):
+            return getattr(torch, inner)
+        if kind == "device":
+            return torch.device(inner)
+        if kind == "complex":
+            return complex(*inner)
+        if kind == "object":
+            raise Opaque(inner)
+    return {key: _decoded(item, tensors) for key, item in value.items()}
+
+
+def dtype_of(tensor: Tensor) -> torch.dtype:
+    """The type of a recorded tensor."""
+    found: torch.dtype = getattr(torch, tensor.dtype)
+    return found
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _rule(name: str, arguments: str, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...]) -> Rule | None:
+    func = op_named(name)
+    if func is None:
+        return None
+    try:
+        args, kwargs = call_with(arguments, inputs)
+    except Opaque:
+        return None
+    rule = rule_of(func, args, kwargs, list(outputs))
+    if rule is not None and (len(rule.inputs), len(rule.outputs)) != (len(inputs), len(outputs)):
+        return None  # it takes tensors that were not recorded, such as wrapped ones
+    return rule
+
+
+def rule_of_op(program: Program, op: Op) -> Rule | None:
+    """The factors of a recorded op; None if it must see whole tensors."""
+
+    def layouts(tensors: Sequence[int]) -> tuple[Layout, ...]:
+        return tuple(Layout(t.shape, dtype_of(t)) for t in map(program.tensors.__getitem__, tensors))
+
+    return _rule(op.name, op.arguments, layouts(op.inputs), layouts(op.outputs))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor fills its memory without gaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride, tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class Dataflow:
+    """The forward ops of a program. Values are its tensors. Implements ``flow.Ops``.
+
+    Args:
+        program: the program.
+        pinned: ops that must see whole tensors.
+
+    Attributes:
+        rules, inputs, outputs: by op. An op that returns the tensor that it is given has no inputs and outputs.
+        producer: by tensor, the op that made it; -1: it was there, or it is on memory that was written in place.
+        computed_by: by tensor, see ``flow.Ops``.
+        consumers: by tensor, the ops that read it.
+        computes: by op, whether it is no view.
+        storage: by tensor.
+        maker: by storage, the op that allocated it or made this version of it; -1: none.
+        origin: by storage, the one whose memory it is a version of.
+        readers_of: by storage, the ops that read it, in order.
+        last_op: by storage, the last op at which it is alive; ``n_ops`` if it outlives the step.
+        live: by op, bytes alive while it runs, its workspace left out.
+        workspace: by op.
+    """
+
+    def __init__(self, program: Program, pinned: Collection[int] = ()) -> None:
+        self.program = program
+        ops, tensors = program.ops, program.tensors
+        self.n_ops = len(ops)
+        n_storages = len(program.storage_bytes)
+        self.storage = [t.storage for t in tensors]
+        self.computes = [not is_alias(op.name) for op in ops]
+        self.rules: list[Rule | None] = [
+            None if i in pinned else rule_of_op(program, op) for i, op in enumerate(ops)
+        ]
+        self.inputs: list[tuple[int, ...]] = []
+        self.outputs: list[tuple[int, ...]] = []
+        self.producer = [-1] * len(tensors)
+        consumers: list[list[int]] = [[] for _ in tensors]
+        self.maker = [-1] * n_storages
+        self.origin = list(range(n_storages))
+        readers: list[list[int]] = [[] for _ in range(n_storages)]
+        viewed: set[int] = set()
+        for i, op in enumerate(ops):
+            inputs, outputs = op.inputs, op.outputs
+            if outputs and set(outputs) <= set(inputs) and not op.mutates:
+                inputs = outputs = ()
+            self.inputs.append(inputs)
+            self.outputs.append(outputs)
+            for s in op.writes:
+                self.maker[s] = i
+            if op.replaces >= 0:
+                self.origin[op.writes[0]] = self.origin[op.replaces]
+                if op.replaces in viewed:
+                    self.rules[i] = None
+            for t in inputs:
+                consumers[t].append(i)
+                if self.producer[t] < 0 and self.maker[self.storage[t]] >= 0:
+                    self.rules[i] = None  # it reads through a view what was written since
+            for t in outputs:
+                if self.producer[t] < 0:
+                    self.producer[t] = i
+                if not self.computes[i]:
+                    viewed.add(self.storage[t])
+            for s in op.reads:
+                readers[s].append(i)
+            if op.mutates or len({self.storage[t] for t in outputs}) < len(outputs) * self.computes[i]:
+                self.rules[i] = None
+        self.consumers = [tuple(dict.fromkeys(c)) for c in consumers]
+        self.readers_of = readers
+        self.computed_by = [
+            self.maker[s] if self.producer[t] >= 0 else -1 for t, s in enumerate(self.storage)
+        ]
+        self._first_use = self._first_uses()
+        self.workspace = [op.workspace_bytes for op in ops]
+        self._fill_memory()
+
+    def _first_uses(self) -> list[int]:
+        """By op, the first op that computes something from what it gives: itself, unless it is a view."""
+        found = list(range(self.n_ops))
+        for i in range(self.n_ops - 1, -1, -1):
+            if not self.computes[i]:
+                found[i] = min(
+                    (found[c] for t in self.outputs[i] for c in self.consumers[t] if c > i),
+                    default=self.n_ops,
+                )
+        return found
+
+    def _fill_memory(self) -> None:
+        program = self.program
+        at_op = program.liveness.at_op.tolist()
+        self.live = [total - workspace for total, workspace in zip(at_op, self.workspace, strict=True)]
+        self.last_op = [self.n_ops] * len(program.storage_bytes)
+        now = -1
+        for code, arg in program.events:
+            if code == Event.OP:
+                now = arg
+            elif code == Event.FREE:
+                self.last_op[arg] = now
+        for i, op in enumerate(program.ops):
+            if op.replaces >= 0:
+                self.last_op[op.replaces] = i - 1  # its bytes are those of the new version from then on
+        self.initial = frozenset(program.initial)
+
+    def readers(self, value: int, end: int) -> Sequence[int]:
+        """See ``flow.Ops``."""
+        return [c for c in self.consumers[value] if c <= end and self._first_use[c] <= end]
+
+    def may_write(self, op: int) -> bool:
+        """See ``flow.Ops``."""
+        return not self.program.ops[op].mutates
+
+    def read_after(self, storage: int, op: int) -> bool:
+        """Whether a storage is needed after an op."""
+        readers = self.readers_of[storage]
+        return self.last_op[storage] == self.n_ops or bisect_right(readers, op) < len(readers)
+
+    @functools.cached_property
+    def splits(self) -> dict[int, set[tuple[int, ...]]]:
+        """By size, the products that a dimension of that size is somewhere: of batch and sequence, for example."""
+        found: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+        for rule in set(self.rules) - {None}:
+            assert rule is not None
+            for dims in (*rule.inputs, *rule.outputs):
+                for factors in dims:
+                    if len(factors) > 1:
+                        sizes = tuple(rule.sizes[f] for f in factors)
+                        found[functools.reduce(int.__mul__, sizes)].add(sizes)
+        return found
+
+
+def dataflow(program: Program) -> Dataflow:
+    """Of a program, made once."""
+    return program.derived("dataflow", lambda: Dataflow(program))

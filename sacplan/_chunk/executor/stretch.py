@@ -1,0 +1,361 @@
+"""Stretches on a model: the forward of a unit runs under a dispatch mode that defers the ops of its stretches.
+
+The mode finds the recorded op that each op is (``alignment.py``), as for recipes. Ops at the sites of a stretch are
+deferred (``slices.py``), and the loop runs when the last of them is reached. A step that departs from the recorded one
+may read a tensor of a stretch too early, overwrite what the loop will read, or never reach the last op: then what was
+deferred is computed whole, and a ``StepDifference`` is noted.
+
+Units may nest: there is one mode for a thread, with a frame for each unit that runs. Where gradients are computed, a
+unit runs as if nothing had been applied.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import enable_reentrant_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sacplan._chunk.executor.slices import Lazy, Stretch, whole
+from sacplan._device.kernels import kernel_layouts
+from sacplan._program.decisions import Chunk
+from sacplan._program.elements import CallSite, is_inside
+from sacplan._program.places import OpSequence, Places, StepDifference, described
+from sacplan._recompute.executor.alignment import Alignment, Differences, RecordedUnit
+from sacplan._recompute.executor.copies import StandIn, put_on, take_off
+from sacplan._torch.ops import is_alias, is_composite, is_computation, op_traits, tensors_in
+from sacplan._torch.private import dispatch_modes, fake_device_of, is_plain, module_calls, run_composite
+from sacplan.errors import PlanError
+
+
+class _Here(threading.local):
+    mode: StretchMode | None = None
+
+
+_here = _Here()
+
+
+class UnitStretches:
+    """What a plan does in the calls of a unit.
+
+    Args:
+        recorded: its calls in the recorded step.
+        decisions: its stretches.
+    """
+
+    def __init__(self, recorded: RecordedUnit, decisions: Sequence[Chunk]) -> None:
+        self.recorded = recorded
+        self.decisions = tuple(decisions)
+        self.at: dict[CallSite, int] = {}
+        self.kept: dict[CallSite, tuple[int, ...]] = defaultdict(tuple)
+        for i, decision in enumerate(decisions):
+            self.at.update(dict.fromkeys(decision.sites, i))
+            for position, output in decision.exits:
+                self.kept[decision.sites[position]] += (output,)
+
+
+class _Frame:
+    """One call of a unit that runs now."""
+
+    def __init__(
+        self, unit: UnitStretches, names: Mapping[int, str], outer: FrameType, differences: Differences
+    ) -> None:
+        self.unit = unit
+        self.open: dict[int, Stretch] = {}
+        self._given_up: set[int] = set()
+        self._alignment = Alignment(unit.recorded)
+        self._places = Places()
+        self._names = names
+        self._outer: FrameType | None = outer
+        self._calls: dict[FrameType, torch.nn.Module] = {}
+        self._differences = differences
+        self._here = ""
+
+    def locate(self, description: str) -> CallSite | None:
+        """The site of the next op, if it is one of a stretch."""
+        assert self._outer is not None
+        self._calls = module_calls(self._outer, self._calls)
+        around = [(frame, self._names[id(m)]) for frame, m in self._calls.items() if id(m) in self._names]
+        self._here = self._places.at(around)
+        recorded = self._alignment.next(self._places.caller, self._here, description)
+        return recorded.site if recorded is not None and recorded.site in self.unit.at else None
+
+    def stretch_of(self, site: CallSite) -> Stretch | None:
+        """The stretch of a site, begun if need be; None if it is over, or was given up."""
+        number = self.unit.at[site]
+        if number in self._given_up:
+            return None
+        if number not in self.open:
+            decision = self.unit.decisions[number]
+            self.open[number] = Stretch(decision.dim, decision.outer, decision.inner, decision.slices)
+        stretch = self.open[number]
+        return None if stretch.is_over else stretch
+
+    def is_last(self, site: CallSite) -> bool:
+        """Whether a stretch ends with a site."""
+        return self.unit.decisions[self.unit.at[site]].sites[-1] == site
+
+    def run(self, site: CallSite, description: str) -> None:
+        """A stretch is complete."""
+        with _as_outside():
+            sliced = self.open.pop(self.unit.at[site]).run()
+        if not sliced:
+            self._note(description, "one that can be sliced as planned")
+
+    def give_up(self, stretch: Stretch, description: str | None) -> None:
+        """Compute what was deferred, since an op that runs now (None: the call ends) needs it."""
+        with nullcontext() if description is None else _as_outside():
+            stretch.run_whole()
+        self._given_up.update(i for i, one in self.open.items() if one is stretch)
+        self._note(description, "none that touches what was put off")
+
+    def _note(self, ran: str | None, recorded: str) -> None:
+        found = StepDifference(self.unit.recorded.fqn, self._here, ran, recorded)
+        self._differences.note(found, may_warn=True)
+
+    def end(self) -> None:
+        """The call is over."""
+        for stretch in [s for s in self.open.values() if not s.is_over]:
+            self.give_up(stretch, None)
+        self._alignment.end()
+        if self._alignment.difference is not None:
+            self._differences.note(self._alignment.difference, may_warn=True)
+
+    def let_go(self) -> None:
+        """Forget the frames of Python's stack, which hold this and all local variables."""
+        self._outer, self._calls, self._places = None, {}, Places()
+        self.open = {}
+
+
+def _as_outside() -> AbstractContextManager[object]:
+    """Inside a dispatch mode composite ops reach the modes below it undecomposed; in this context they do not."""
+    return enable_reentrant_dispatch() if dispatch_modes() else nullcontext()
+
+
+class StretchMode(TorchDispatchMode):
+    """On while calls of units run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames: list[_Frame] = []
+        self.paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = fake_device_of(func, args)
+        if device is not None:
+            return device
+        if self.paused:
+            return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and is_composite(func):
+            with self:  # elsewhere it would have come in parts
+                return run_composite(func, *args, **kwargs)
+        tensors = list(tensors_in((args, kwargs)))
+        name = str(func)
+        site = self._locate(name, tensors) if is_computation(name) else None
+        if is_alias(name):
+            stretch = self._stretch_with(tensors)
+            if stretch is not None and stretch.may_defer(func, args, kwargs):
+                return stretch.defer(func, args, kwargs)
+        elif site is not None:
+            return self._at_site(*site, func, args, kwargs, tensors)
+        return self._run(func, args, kwargs, tensors, name)
+
+    def _locate(self, name: str, tensors: Sequence[torch.Tensor]) -> tuple[_Frame, CallSite] | None:
+        """The unit in whose stretch the next op is, and its site there."""
+        found = None
+        description = described(name, [t.dim() for t in tensors if isinstance(t, Lazy) or is_plain(t)])
+        for frame in self.frames:
+            site = frame.locate(description)
+            if site is not None:
+                found = frame, site
+        return found
+
+    def _at_site(
+        self,
+        frame: _Frame,
+        site: CallSite,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        tensors: Sequence[torch.Tensor],
+    ) -> Any:
+        """An op of a stretch."""
+        name = str(func)
+        stretch = frame.stretch_of(site)
+        if stretch is not None and not stretch.may_defer(func, args, kwargs):
+            frame.give_up(stretch, name)
+        if stretch is None or stretch.is_over:
+            return self._run(func, args, kwargs, tensors, name)
+        self._settle(func, args, kwargs, tensors, name, but=stretch)
+        out = stretch.defer(func, args, kwargs, frame.unit.kept.get(site, ()))
+        if frame.is_last(site):
+            frame.run(site, name)
+        return out
+
+    def _run(
+        self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], description: str
+    ) -> Any:
+        """An op that is not deferred."""
+        self._settle(func, args, kwargs, tensors, description)
+        if any(isinstance(t, Lazy) for t in tensors):
+            args, kwargs = whole(args), whole(kwargs)
+        return func(*args, **kwargs)
+
+    def _stretch_with(self, tensors: Sequence[torch.Tensor]) -> Stretch | None:
+        """The stretch that makes one of these tensors."""
+        for t in tensors:
+            if isinstance(t, Lazy):
+                return None if t._stretch.is_over else t._stretch
+            for frame in self.frames:
+                for stretch in frame.open.values():
+                    if stretch.waits_for(t):
+                        return stretch
+        return None
+
+    def _settle(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        tensors: Sequence[torch.Tensor],
+        description: str,
+        but: Stretch | None = None,
+    ) -> None:
+        """Give up the stretches whose tensors an op reads, or whose inputs it overwrites."""
+        written: tuple[torch.Tensor, ...] = ()
+        if isinstance(func, torch._ops.OpOverload):
+            written = tuple(tensors_in(op_traits(func).written(args, kwargs)))
+        for frame in self.frames:
+            for stretch in list(frame.open.values()):
+                if stretch is but or stretch.is_over:
+                    continue
+                reads = any(
+                    t._stretch is stretch if isinstance(t, Lazy) else stretch.waits_for(t) for t in tensors
+                )
+                if reads or any(stretch.uses_memory_of(t) for t in written if is_plain(t)):
+                    frame.give_up(stretch, description)
+
+
+class SlicedForward(StandIn):
+    """Stands in for a unit's ``forward`` on the instance (``copies.py``).
+
+    Args:
+        module: the unit.
+        unit: its stretches.
+        elsewhere: names, relative to the unit, of modules in it that the recorded step knows under a name outside.
+        differences: what is told where a call does not do what was recorded.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        unit: UnitStretches,
+        elsewhere: frozenset[str],
+        differences: Differences,
+    ) -> None:
+        super().__init__(module, unit.recorded.fqn)
+        self._unit = unit
+        self._elsewhere = elsewhere
+        self._differences = differences
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # ops of a compiled graph reach no mode
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        names = {id(m): n for n, m in self.module.named_modules() if n and n not in self._elsewhere}
+        frame = _Frame(self._unit, names, sys._getframe(0), self._differences)
+        if _here.mode is not None:
+            return self._within(_here.mode, frame, args, kwargs)
+        mode = _here.mode = StretchMode()
+        try:
+            with kernel_layouts(self._device_kind()), mode:
+                return self._within(mode, frame, args, kwargs)
+        finally:
+            _here.mode = None
+
+    def _device_kind(self) -> str:
+        first = next(chain(self.module.parameters(), self.module.buffers()), None)
+        return "cpu" if first is None else first.device.type
+
+    def _within(self, mode: StretchMode, frame: _Frame, args: Any, kwargs: Any) -> Any:
+        mode.frames.append(frame)
+        try:
+            out = self.original(*args, **kwargs)
+            mode.paused = True
+            frame.end()
+        finally:
+            mode.paused = False
+            mode.frames.remove(frame)
+            frame.let_go()
+        return out
+
+
+class InstalledStretches:
+    """The units of a model that run in slices.
+
+    Args:
+        model: the model.
+        decisions: the stretches.
+        recorded: unit to the ops of its calls in the recorded step.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        decisions: Sequence[Chunk],
+        recorded: Mapping[str, Sequence[OpSequence]],
+    ) -> None:
+        self._differences = Differences()
+        names = {id(module): fqn for fqn, module in model.named_modules()}
+        by_unit: dict[str, list[Chunk]] = defaultdict(list)
+        for decision in decisions:
+            by_unit[decision.unit].append(decision)
+        planned = []
+        for fqn, own in by_unit.items():
+            unit = model.get_submodule(fqn)
+            elsewhere = frozenset(
+                n for n, m in unit.named_modules() if n and not is_inside(names[id(m)], fqn)
+            )
+            stretches = UnitStretches(RecordedUnit(fqn, recorded.get(fqn, ()), {}), own)
+            planned.append(SlicedForward(unit, stretches, elsewhere, self._differences))
+        for stand_in in planned:
+            put_on(stand_in.module, stand_in)
+        self._planned = planned
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The modules whose forward is replaced."""
+        return tuple(planned.fqn for planned in self._planned)
+
+    @property
+    def differences(self) -> tuple[StepDifference, ...]:
+        """Where calls of the units first did not do what was recorded."""
+        return tuple(self._differences.by_unit.values())
+
+    def forget_differences(self) -> None:
+        """A new step begins."""
+        self._differences.clear()
+
+    def check_removable(self) -> None:
+        """``PlanError`` where somebody replaced a forward again."""
+        for planned in self._planned:
+            if planned.module.__dict__.get("forward") is not planned:
+                raise PlanError(
+                    f"the forward of module {planned.fqn!r} was replaced after the plan was applied. Undo that "
+                    "first, then remove the plan."
+                )
+
+    def remove(self) -> None:
+        """Give every module its own forward back."""
+        for planned in self._planned:
+            take_off(planned.module, planned)
+        self._planned = []

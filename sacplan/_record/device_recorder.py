@@ -1,0 +1,29 @@
+"""A recorder for a device: its cost model, its kernels' workspaces, its allocator."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from sacplan._device.devices import DeviceSpec
+from sacplan._device.workspace import formula_bytes, workspace_bytes
+from sacplan._record.fake_data import DataRules
+from sacplan._record.recorder import NUMBER_BYTES, Recorder
+from sacplan._record.saved_tensors import SavedMode
+from sacplan._torch.private import GENERATOR_STATE_BYTES
+
+
+def device_recorder(
+    spec: DeviceSpec, cost: Any, saved: SavedMode, rules: DataRules | None = None
+) -> Recorder:
+    """A recorder of a step on that device. ``cost``, ``saved`` and ``rules`` are the recorder's."""
+    return Recorder(
+        cost=cost,
+        workspace=functools.partial(workspace_bytes, spec),
+        formula=functools.partial(formula_bytes, spec),
+        round_bytes=spec.allocation_round_bytes,
+        saved=saved,
+        state_bytes=GENERATOR_STATE_BYTES if spec.kind == "cpu" else 0,
+        number_bytes=NUMBER_BYTES if spec.kind == "cpu" else 0,
+        rules=rules,
+    )
