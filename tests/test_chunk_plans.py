@@ -331,3 +331,11 @@ def test_reports_in_inference(model: LM) -> None:
     page = report_html(profile, plan, sacplan.frontier(profile, 2))
     assert "The output is close" in page
     assert "Gradients" not in page
+
+
+def test_plans_leave_what_is_pinned_out_of_slices(profile: sacplan.Profile) -> None:
+    for pins in ({"never": ["head"]}, {"keep": ["aten._log_softmax"]}):
+        found = sacplan.plan_smallest(profile, "greedy", techniques=BOTH, **pins)  # type: ignore[arg-type]
+        assert "head" not in [chunk.unit for chunk in found.chunks]
+        assert found.peak_bytes > profile.peak_bytes // 2
+    assert sacplan.plan_smallest(profile, "greedy", techniques=BOTH, never=["layers.0"]).chunks

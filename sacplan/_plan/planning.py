@@ -64,9 +64,9 @@ def plan(
             ``"aten.topk.default"``, ``"aten.*attention*"``, ``"mylib::scan"``. Any other is matched with the names of
             modules; without ``*``, ``?`` or ``[`` it is the name itself. All that runs in a module that matches
             counts. ``*`` also matches dots.
-        never: patterns of modules that are left alone: nothing in them is discarded, and neither they nor a module
-            around or inside of them becomes a unit, so they run as without a plan. Of a module around one, only what
-            inner modules compute can then be discarded.
+        never: patterns of modules that are left alone: nothing in them is discarded or runs in slices, and neither they
+            nor a module around or inside of them becomes a unit, so they run as without a plan. Of a module around one,
+            only what inner modules compute can then be discarded.
         techniques: what the plan may do: ``"recompute"`` (the default in training), ``"chunk"`` (the default for a
             profile with ``mode="inference"``, where it is the only one that helps; its stretches are found by a search
             of their own, whatever the solver).
@@ -169,7 +169,7 @@ class _Asked:
         found = [Search(self.context(self.pins))]
         if "chunk" in self.techniques:
             loss = loss_chunks(self.profile.program, self.profile.spec)
-            if isinstance(loss, ChunkOptions):
+            if isinstance(loss, ChunkOptions) and self.pins.named_ops.isdisjoint(loss.ops):
                 found.append(self._with_chunks((loss,)))
         return found
 
@@ -190,7 +190,7 @@ class _Asked:
         modules = module_chunks(self.profile.program, run.peak_scope, self.profile.spec)
         chunks = search.context.chunks
         for module in modules:
-            if all(map(module.goes_with, chunks)):
+            if self.pins.named_ops.isdisjoint(module.ops) and all(map(module.goes_with, chunks)):
                 chunks = (*chunks, module)
         return self._with_chunks(chunks) if len(chunks) > len(search.context.chunks) else None
 

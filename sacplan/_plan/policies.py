@@ -172,9 +172,8 @@ def _chunked_loss(profile: Profile, slices: int, pins: Pins) -> Chunk:
             "there is no module from which on the loss could be computed in slices. "
             + ("; ".join(why) + "." if why else "No module with a name is called once in the step.")
         )
-    pinned = resolve_pins(profile.program, profile.fingerprint, (*pins.keep, *pins.never), ()).kept_ops
-    if not pinned.isdisjoint(found.ops):
-        op = profile.program.ops[min(pinned & found.ops)]
+    if not pins.named_ops.isdisjoint(found.ops):
+        op = profile.program.ops[min(pins.named_ops & found.ops)]
         given = (("keep", pins.keep), ("never", pins.never))
         said = " and ".join(f"{name}={list(patterns)!r}" for name, patterns in given if patterns)
         raise PlanError(
