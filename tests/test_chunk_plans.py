@@ -144,6 +144,9 @@ def test_a_profile_shows_the_step_with_a_plan(profile: sacplan.Profile, policy: 
     for same in (recomputed, recomputed.decisions, recomputed.discarded):
         assert profile.footprint(same).peak_bytes == recomputed.peak_bytes
     assert profile.timeline()["total_bytes"].max() == profile.peak_bytes
+    for wrong in ("70%", 7, ["head"]):
+        with pytest.raises(PlanError, match="this takes a plan"):
+            profile.footprint(wrong)  # type: ignore[arg-type]
 
 
 # --- surveys

@@ -27,7 +27,7 @@ from sacplan._device.workspace import measured_reserves
 from sacplan._profile import files
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
-from sacplan._program.decisions import Decision, Discarded, as_decisions
+from sacplan._program.decisions import AnyDecision, Decision, Discarded, as_decisions
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.liveness import Footprint
 from sacplan._program.program import Phase, Program, StorageKind
@@ -62,7 +62,7 @@ from sacplan._rotor.stages import stages_of
 from sacplan._techniques import rewritten
 from sacplan._torch.ops import is_computation
 from sacplan._torch.private import FakeTensorMode
-from sacplan.errors import DeviceError, SacplanWarning, TraceError
+from sacplan.errors import DeviceError, PlanError, SacplanWarning, TraceError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -205,15 +205,19 @@ class Profile:
         """The step with a plan, with decisions of one, or with these call sites discarded (unit to call sites).
 
         Raises:
-            PlanError: a chunk that cannot be carried out on this step.
+            PlanError: something else, or a chunk that cannot be carried out on this step.
         """
         decisions: tuple[Decision, ...]
         if isinstance(plan, Mapping):
             decisions = as_decisions(plan)
-        elif isinstance(plan, Iterable):
-            decisions = tuple(plan)
         else:
-            decisions = plan.decisions
+            found: Any = plan if isinstance(plan, Iterable) else getattr(plan, "decisions", (plan,))
+            decisions = tuple(found)
+        wrong = [one for one in decisions if not isinstance(one, AnyDecision)]
+        if wrong:
+            raise PlanError(
+                f"this takes a plan, decisions of one (plan.decisions), or plan.discarded, not {plan!r:.100}."
+            )
         return rewritten(self.program, decisions, self.spec)
 
     def footprint(self, plan: Decided) -> Footprint:

@@ -277,9 +277,14 @@ def blocked_ops(profile: Profile, top: int | None = 10) -> pd.DataFrame:
     Returns:
         By ``op``: ``module`` of its largest call, ``calls``, ``most_bytes`` (what the largest call reads and returns),
         ``why``.
+
+    Raises:
+        PlanError: ``top`` is less than 1.
     """
     import pandas as pd
 
+    if top is not None and top < 1:
+        raise PlanError(f"top={top}: ask for at least 1 row, or None for all.")
     rows = [asdict(row) for row in blocked_rows(profile)[:top]]
     return pd.DataFrame(rows, columns=list(BlockedRow.__dataclass_fields__)).set_index("op")
 
