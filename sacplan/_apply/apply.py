@@ -22,7 +22,7 @@ class Handle:
     """A plan on a model. Also a context manager that removes it at the end.
 
     Attributes:
-        units: fqns of the modules that discard something.
+        units: fqns of the modules that discard something, or run something in slices.
     """
 
     def __init__(self, installed: Sequence[Installed]) -> None:
@@ -67,14 +67,14 @@ class Handle:
 
 @checked(PlanError)
 def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
-    """Make the model discard and recompute what the plan says.
+    """Make the model discard and recompute, or run in slices, what the plan says.
 
         handle = sacplan.apply(model, plan)
         ...train...
         handle.remove()
 
     Parameter names, ``state_dict``, classes and module names do not change; losses and gradients are
-    bit-equal. Apply before ``torch.compile``, and before or after ``fully_shard``. In ``torch.no_grad``
+    bit-equal, or with chunks close (``plan.gradients``). Apply before ``torch.compile``, and before or after ``fully_shard``. In ``torch.no_grad``
     the model runs as if nothing had been applied.
 
     Args:

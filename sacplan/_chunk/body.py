@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 import torch
 
-from sacplan._chunk.dataflow import Dataflow, call_with, dataflow, dtype_of
+from sacplan._chunk.calls import call_with, dtype_of
+from sacplan._chunk.dataflow import Dataflow, dataflow
 from sacplan._chunk.executor.slices import Stretch
 from sacplan._device.cost import CostModel
 from sacplan._device.devices import DeviceSpec

@@ -1,61 +1,51 @@
-"""Recorded ops as calls that can be made again: the overload by its name, the arguments from JSON."""
+"""Recorded ops as calls that can be made again: their arguments, from JSON."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from sacplan._program.program import Op
-
-_NAMED: dict[str, Callable[[str], Any]] = {
-    "dtype": lambda name: getattr(torch, name),
-    "device": lambda name: torch.device("cpu" if name.startswith(("meta", "cuda")) else name),
-    "layout": lambda name: getattr(torch, name),
-    "memory_format": lambda name: getattr(torch, name),
-}
+from sacplan._program.elements import Tensor
 
 
-@functools.cache
-def overload(name: str) -> torch._ops.OpOverload | None:
-    """The op of a name such as ``"aten.mm.default"``; None where this process has none."""
-    namespace, _, rest = name.partition(".")
-    packet, _, overload_name = rest.rpartition(".")
-    if not packet:
-        return None
-    found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload_name, None)
-    return found if isinstance(found, torch._ops.OpOverload) else None
+class Opaque(Exception):
+    """An argument that a file has no form for."""
 
 
-def arguments(op: Op, tensor: Callable[[int], Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments of a recorded op.
-
-    Args:
-        op: the op.
-        tensor: from a tensor of the program to what stands for it.
+def call_with(arguments: str, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """``Op.arguments`` with these tensors: positional arguments, keywords. Devices become the CPU, as in a fake step.
 
     Raises:
-        ValueError: an argument that a recording does not hold, such as a generator.
+        Opaque: one of them cannot be made again.
     """
+    args, kwargs = json.loads(arguments)
+    return _decoded(args, tensors), {name: _decoded(value, tensors) for name, value in kwargs.items()}
 
-    def value(item: Any) -> Any:
-        if isinstance(item, list):
-            return [value(each) for each in item]
-        if not isinstance(item, dict):
-            return item
-        if len(item) == 1:
-            ((key, content),) = item.items()
-            if key == "tensor":
-                return tensor(op.inputs[content])
-            if key in _NAMED:
-                return _NAMED[key](content)
-            if key == "complex":
-                return complex(*content)
-            if key == "object":
-                raise ValueError(f"an argument of {op.name} is a {content}, which a recording does not hold")
-        return {key: value(each) for key, each in item.items()}
 
-    args, kwargs = op.call
-    return value(args), {name: value(each) for name, each in kwargs.items()}
+def _decoded(value: Any, tensors: Sequence[Any]) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((kind, inner),) = value.items()
+        if kind == "tensor":
+            return tensors[inner]
+        if kind in ("dtype", "layout", "memory_format"):
+            return getattr(torch, inner)
+        if kind == "device":
+            return torch.device("cpu")
+        if kind == "complex":
+            return complex(*inner)
+        if kind == "object":
+            raise Opaque(f"one of its arguments is a {inner}, which a recording does not hold")
+    return {key: _decoded(item, tensors) for key, item in value.items()}
+
+
+def dtype_of(tensor: Tensor) -> torch.dtype:
+    """The type of a recorded tensor."""
+    found: torch.dtype = getattr(torch, tensor.dtype)
+    return found

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 import sacplan._factors  # noqa: F401  (registers the rules)
+from sacplan._chunk.calls import Opaque, call_with, dtype_of
 from sacplan._factors.rule import Rule, rule_of
 from sacplan._program.elements import Event, Op, Tensor
 from sacplan._program.program import Program
@@ -25,46 +24,6 @@ class Layout:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-class Opaque(Exception):
-    """An argument that a file has no form for."""
-
-
-def call_with(arguments: str, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """``Op.arguments`` with these tensors: positional arguments, keywords.
-
-    Raises:
-        Opaque: one of them cannot be made again.
-    """
-    args, kwargs = json.loads(arguments)
-    return _decoded(args, tensors), {name: _decoded(value, tensors) for name, value in kwargs.items()}
-
-
-def _decoded(value: Any, tensors: Sequence[Any]) -> Any:
-    if isinstance(value, list):
-        return [_decoded(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if len(value) == 1:
-        ((kind, inner),) = value.items()
-        if kind == "tensor":
-            return tensors[inner]
-        if kind in ("dtype", "layout", "memory_format"):
-            return getattr(torch, inner)
-        if kind == "device":
-            return torch.device(inner)
-        if kind == "complex":
-            return complex(*inner)
-        if kind == "object":
-            raise Opaque(inner)
-    return {key: _decoded(item, tensors) for key, item in value.items()}
-
-
-def dtype_of(tensor: Tensor) -> torch.dtype:
-    """The type of a recorded tensor."""
-    found: torch.dtype = getattr(torch, tensor.dtype)
-    return found
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -134,6 +134,7 @@ def transferred(
                     for at, events in patch.events.items()
                 },
                 ops=tuple(map(op, patch.ops)),
+                resized={storage(s): n_bytes for s, n_bytes in patch.resized.items()},
                 handle_storages=tuple(map(storage, patch.handle_storages)),
                 handle_ops=tuple(-1 if i < 0 else kin.ops[i] for i in patch.handle_ops),
             ),
@@ -152,6 +153,7 @@ def merged(program: Program, patches: Sequence[Patch]) -> Patch:
     if len(patches) == 1:
         return patches[0]
     events: dict[int, Events] = {}
+    resized: dict[int, int] = {}
     ops: list[Op] = []
     lists: dict[str, list[int]] = {
         name: []
@@ -166,6 +168,7 @@ def merged(program: Program, patches: Sequence[Patch]) -> Patch:
             (n_handles, len(lists["handle_storages"])),
             (n_instances, len(lists["instance_handles"])),
         )
+        resized.update(patch.resized)
         for at, found in patch.events.items():
             if at in events:
                 raise ValueError(f"two patches look at event {at}")
@@ -186,6 +189,7 @@ def merged(program: Program, patches: Sequence[Patch]) -> Patch:
         lists["instance_handles"] += (by.moved(handle, by.handle) for handle in patch.instance_handles)
     return Patch(
         events=events,
+        resized=resized,
         ops=tuple(ops),
         storage_bytes=tuple(lists["storage_bytes"]),
         storage_kinds=tuple(map(StorageKind, lists["storage_kinds"])),

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sacplan._chunk.dataflow import Dataflow, dtype_of, is_dense
+from sacplan._chunk.calls import dtype_of
+from sacplan._chunk.dataflow import Dataflow, is_dense
 from sacplan._chunk.flow import Conflict, Flow, axis_of, flow_from
 from sacplan._device.devices import DeviceSpec
 from sacplan._factors.axes import Axis

@@ -17,9 +17,8 @@ import torch
 from sacplan._device.cost import CostModel
 from sacplan._device.devices import DeviceSpec
 from sacplan._device.kernels import fake_device
-from sacplan._device.workspace import workspace_bytes
 from sacplan._program.program import Event, Op, Phase, Program, StorageKind
-from sacplan._record.recorder import Recorder
+from sacplan._record.device_recorder import device_recorder
 
 _STORAGE_EVENTS = (Event.ALLOC, Event.FREE)
 
@@ -80,13 +79,7 @@ class Rehearsal:
     def __init__(self, program: Program, device: DeviceSpec) -> None:
         self.program = program
         self.known: dict[int, int] = {}
-        self._round = device.allocation_round_bytes
-        self._recorder = Recorder(
-            cost=_costs(device).cost,
-            workspace=functools.partial(workspace_bytes, device),
-            round_bytes=device.allocation_round_bytes,
-            saved="observe",
-        )
+        self._recorder = device_recorder(device, _costs(device).cost, "observe")
         self.device = device
         self._tensors: list[torch.Tensor] = []  # alive, so that nothing that is given is freed
 
@@ -106,9 +99,11 @@ class Rehearsal:
         self._tensors.append(made)
         return made
 
-    def is_made(self, made: torch.Tensor, storage: int) -> None:
-        """From here on a storage that was made stands for one of the program's."""
-        self.known[self._recorder.storage_of(made)] = storage
+    def is_made(self, made: torch.Tensor, storage: int) -> int:
+        """From here on a storage that was made stands for one of the program's; its bytes."""
+        index = self._recorder.storage_of(made)
+        self.known[index] = storage
+        return self._recorder.storage_sizes[index]
 
     @property
     def n_ops(self) -> int:

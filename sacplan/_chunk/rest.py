@@ -13,14 +13,14 @@ elsewhere, whose gradient would not come through the module.
 from __future__ import annotations
 
 from collections import ChainMap, Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import msgspec
 import torch
 
-from sacplan._chunk.calls import arguments, overload
+from sacplan._chunk.calls import Opaque, call_with
 from sacplan._chunk.executor import losses  # noqa: F401  (registers how losses are put together)
 from sacplan._chunk.executor.lazy import Lazy, defer, root
 from sacplan._chunk.executor.loop import compute
@@ -32,11 +32,13 @@ from sacplan._factors.axes import Axis
 from sacplan._program.decisions import Chunk
 from sacplan._program.program import Event, Op, Patch, Phase, Program, StorageKind
 from sacplan._record.in_place import OUT_OF_PLACE
-from sacplan._torch.ops import tensors_in
+from sacplan._torch.ops import op_named, tensors_in
 from sacplan.errors import ChunkError
 
-_ALLOC, _OP, _PACK, _RELEASE = map(int, (Event.ALLOC, Event.OP, Event.PACK, Event.RELEASE))
+_ALLOC, _FREE, _OP = map(int, (Event.ALLOC, Event.FREE, Event.OP))
+_PACK, _RELEASE = int(Event.PACK), int(Event.RELEASE)
 _UNPACK, _DROP = int(Event.UNPACK), int(Event.DROP)
+_ADDITIONS = ("aten.add.Tensor", "aten.add_.Tensor")
 _OF_MODEL = (StorageKind.PARAMETER, StorageKind.BUFFER)
 
 
@@ -72,41 +74,52 @@ class Entry:
         calls = program.calls.get(unit, ())
         if len(calls) != 1:
             raise CannotChunk(f"module {unit!r} is called {len(calls)} times in a step, and it must be once")
-        for i in program.ops_in(calls[0]):
-            for t in program.ops[i].inputs:
-                tensor = program.tensors[t]
-                of_model = program.storage_kinds[tensor.storage] in _OF_MODEL
-                if not of_model and "float" in tensor.dtype and tensor.shape:
-                    return Entry(unit, calls[0], t)
-        raise CannotChunk(f"module {unit!r} reads no floating-point activation")
+        inside = program.ops_in(calls[0])
+        read = (t for i in inside for t in program.ops[i].inputs)
+        for t in read:
+            tensor = program.tensors[t]
+            if program.storage_kinds[tensor.storage] in _OF_MODEL or not tensor.shape:
+                continue
+            if "float" in tensor.dtype and program.writer.get(tensor.storage, -1) not in inside:
+                return Entry(unit, calls[0], t)
+            break
+        raise CannotChunk(f"what module {unit!r} reads first is no floating-point activation from outside")
 
 
 class _Sampled(Region):
-    """A region of which the first, the second and the last slice stand for all; the others are as the second.
+    """A region of which some slices stand for all.
+
+    Slices that read equally long parts of everything that is sliced run the same ops. Of several in a row the first two
+    run, since results are made in the one and added to in the other; and the last slice of all.
 
     Attributes:
+        windows: where tensors begin and end that have only a part of the axis, as shifted ones do.
         marks: by loop, how many ops had been seen before a slice, and how many slices it stands for.
     """
 
     def __init__(self, size: int, slices: int, accumulate: torch.dtype | None, rehearsal: Rehearsal) -> None:
         super().__init__(size, slices, accumulate, _refuse)
         self._rehearsal = rehearsal
+        self.windows: set[tuple[int, int]] = {(0, size)}
         self.marks: list[list[tuple[int, int]]] = []
 
     def slices(self) -> Iterator[tuple[int, int]]:
         """See above."""
-        every = list(super().slices())
-        sampled = [(every[0], 1)]
-        if len(every) > 2:
-            sampled.append((every[1], len(every) - 2))
-        if len(every) > 1:
-            sampled.append((every[-1], 1))
+        *every, last = super().slices()
+        sampled: list[tuple[tuple[int, int], int]] = []
+        for _, same in groupby(every, self._lengths):
+            first, *others = same
+            sampled += [(first, 1), *((each, len(others)) for each in others[:1])]
         marks: list[tuple[int, int]] = []
         self.marks.append(marks)
-        for bounds, times in sampled:
+        for bounds, times in (*sampled, (last, 1)):
             marks.append((self._rehearsal.n_ops, times))
             yield bounds
         marks.append((self._rehearsal.n_ops, 1))
+
+    def _lengths(self, bounds: tuple[int, int]) -> tuple[int, ...]:
+        start, stop = bounds
+        return tuple(max(0, min(stop, end) - max(start, begin)) for begin, end in sorted(self.windows))
 
 
 def _refuse(op: str, why: str) -> None:
@@ -178,10 +191,13 @@ class _Rehearsed:
         self.storages: set[int] = set()  # of lazy tensors
         self.there: set[int] = {like.storage}  # of lazy tensors that are there, and taken in slices
         self.lazy_handles: set[int] = set()
+        self.own: set[int] = set()  # ops that the module runs on its own parameters alone, such as casts
+        self.own_storages: set[int] = set()
+        self.upstream: set[int] = set()  # storages that ops of the backward pass make where they did
         self.deferred: list[int] = []
         self.ran: dict[int, Seen] = {}  # what runs where an op was deferred
         self.held: dict[int, int] = {}  # storages that deferred ops read to the op that reads them first
-        self.exits: dict[int, None] = {}  # tensors that somebody reads who is not deferred
+        self.exits: dict[int, Lazy] = {}  # tensors that somebody reads who is not deferred
         self.boundary: list[int] = []  # who does
         self.outputs: dict[int, torch.Tensor] = {}  # of the module
         self.left: Seen | None = None  # what runs when the module is left
@@ -219,6 +235,9 @@ class _Rehearsed:
                 self.saved[i] = before | {t: known[t] for t in op.outputs if t in known}
             elif self.storages.intersection(op.reads):
                 raise CannotChunk(f"{op.name} reads what is sliced in another layout", i)
+            elif own and op.reads and all(map(self._is_own, op.reads)):
+                self.own.add(i)
+                self.own_storages.update(op.writes)
 
     def _backward(self) -> None:
         program, first = self.program, self.scope.first_op
@@ -228,23 +247,53 @@ class _Rehearsed:
                 break
             if op.phase is not Phase.BACKWARD:
                 continue
-            belongs = op.forward_of in self.span
+            belongs = op.forward_of in self.ran or op.forward_of in self.own
             own = belongs and op.forward_of < self.scope.end_op
             if belongs and op.forward_of in self.gradients:
                 self._gradients_are_lazy(i, op, own)
             known = self._known(op, own)
             lazy = [t for t in op.inputs if t in known]
-            if belongs and lazy:
+            if belongs and lazy and not self._meets(op, known):
                 self._defer(i, op, known)
-            elif lazy:
-                self.exits.update(dict.fromkeys(lazy))
+                continue
+            self.upstream.update(op.writes)
+            lazy = [t for t in lazy if known[t].value.data is None]
+            if lazy:
+                self._check_exits(i, op, lazy)
+                self.exits.update((t, known[t]) for t in lazy if t not in self.exits)
                 self.boundary.append(i)
+            for t in op.outputs:
+                self.lazy.pop(t, None)  # others see it from here on, of what has left
         if not self.exits:
             raise CannotChunk(
                 f"nothing that is computed from the input of {self.entry.unit!r} is differentiated"
             )
         if program.ops[self.deferred[-1]].phase is not Phase.BACKWARD:
             raise CannotChunk(f"no backward op belongs to the forward pass behind {self.entry.unit!r}", first)
+
+    def _is_own(self, storage: int) -> bool:
+        return self.program.storage_kinds[storage] is StorageKind.PARAMETER or storage in self.own_storages
+
+    def _meets(self, op: Op, known: Mapping[int, Lazy]) -> bool:
+        """Whether another gradient of the module's input is added to the one that the entry's node makes."""
+        if op.name not in _ADDITIONS:
+            return False
+        tensors, like = self.program.tensors, self.program.tensors[self.entry.tensor]
+        others = (tensors[t] for t in op.inputs if t not in known or known[t].value.data is not None)
+        return any(t.shape == like.shape and t.storage in self.upstream for t in others)
+
+    def _check_exits(self, index: int, op: Op, lazy: Sequence[int]) -> None:
+        """What leaves is a gradient of the input or of a parameter; another activation's needs a loop of its own."""
+        program = self.program
+        tensors = (
+            program.tensors[t] for i in program.ops_in(self.entry.scope) for t in program.ops[i].inputs
+        )
+        shapes = {t.shape for t in tensors if program.storage_kinds[t.storage] is StorageKind.PARAMETER}
+        shapes.add(program.tensors[self.entry.tensor].shape)
+        if any(program.tensors[t].shape not in shapes for t in lazy):
+            raise CannotChunk(
+                f"{op.name} reads a gradient of an activation that did not enter {self.entry.unit!r}", index
+            )
 
     def _known(self, op: Op, own: bool) -> Mapping[int, Lazy]:
         """The lazy tensors that an op may read; in the backward pass first those that its forward op had.
@@ -271,14 +320,19 @@ class _Rehearsed:
                 self.lazy[t] = Lazy(Value(self.region, made, window=window, data=made))
 
     def _check_reads(self, index: int, op: Op, known: Mapping[int, Lazy]) -> None:
-        """Whatever else is differentiated would get its gradient from elsewhere than the entry."""
+        """Whatever else is differentiated would get its gradient from elsewhere than the entry.
+
+        Losses that are added to one that is sliced get theirs from the one behind.
+        """
         program = self.program
+        sliced = any(known[t].value.sliced for t in op.inputs if t in known)
         for t in op.inputs:
             s = program.tensors[t].storage
-            if t in known or s in self.storages or "float" not in program.tensors[t].dtype:
+            if t in known or s in self.storages or s in self.own_storages:
                 continue
-            writer = program.writer.get(s, -1)
-            if writer in self.differentiated and not self._of_parameters(writer):
+            if "float" not in program.tensors[t].dtype:
+                continue
+            if sliced and program.writer.get(s, -1) in self.differentiated:
                 raise CannotChunk(
                     f"{op.name} also reads an activation that did not enter {self.entry.unit!r}", index
                 )
@@ -286,22 +340,14 @@ class _Rehearsed:
             if program.storage_kinds[s] is StorageKind.PARAMETER and self.entry.scope not in scopes:
                 raise CannotChunk(f"{op.name} reads a parameter outside of {self.entry.unit!r}", index)
 
-    def _of_parameters(self, index: int) -> bool:
-        """Whether an op in the module reads its parameters only, as what casts them under autocast does."""
-        op = self.program.ops[index]
-        scopes = (op.scope, *self.program.ancestors(op.scope))
-        return self.entry.scope in scopes and all(
-            self.program.storage_kinds[s] in _OF_MODEL for s in op.reads
-        )
-
     def _defer(self, index: int, op: Op, known: Mapping[int, Lazy]) -> None:
-        func = overload(OUT_OF_PLACE.get(op.name, op.name))
+        func = op_named(OUT_OF_PLACE.get(op.name, op.name))
         if func is None:
             raise CannotChunk(f"this process has no op {op.name}", index)
         try:
-            args, kwargs = arguments(op, lambda t: self._tensor(t, known))
+            args, kwargs = call_with(op.arguments, [self._tensor(t, known) for t in op.inputs])
             out, seen = self.rehearsal.seen(lambda: defer(func, args, kwargs))
-        except (ValueError, ChunkError) as error:
+        except (Opaque, ChunkError) as error:
             raise CannotChunk(str(error), index) from error
         outputs = list(tensors_in(out))
         if len(outputs) != len(op.outputs):
@@ -313,6 +359,8 @@ class _Rehearsed:
                 self.rehearsal.is_made(made, storage)
                 continue
             (self.inside if storage == self.begins else self.lazy)[t] = made
+            if (window := made.value.window) is not None:
+                self.region.windows.add((window.start, window.start + window.axis.size))
             if made.value.combined is not None:
                 self.gradients[index] = tuple(made.shape), None
             if storage not in self.there:
@@ -351,6 +399,11 @@ class _Rehearsed:
         made, self.left = self.rehearsal.seen(lambda: compute(values))
         maker = {t: i for i in self.deferred for t in program.ops[i].outputs}
         self.lazy.clear()  # those that autograd keeps are found where they were saved
+        if any(maker[t] not in self.differentiated for t in outputs):
+            # Such as a residual sum: what comes in would be read by several ops, inside and outside.
+            raise CannotChunk(
+                f"the gradient of what {self.entry.unit!r} returns goes through its last op as it is"
+            )
         for t, value, tensor in zip(outputs, values, made, strict=True):
             self.outputs[t] = self.real[t] = tensor
             self.gradients[maker[t]] = program.tensors[t].shape, value.window
@@ -371,10 +424,12 @@ class _Rehearsed:
             for t, lazy in self.lazy.items()
             if not tensors[t].shape and t not in self.exits and died[tensors[t].storage] > end
         }
-        gradients = [self.lazy[t].value for t in self.exits]
+        exits = list(self.exits)
+        gradients = [lazy.value for lazy in self.exits.values()]
         self.lazy.clear()  # what the step has let go of by then is not computed along
         self.inside.clear()
         self.saved.clear()
+        self.exits.clear()
 
         def run() -> dict[int, torch.Tensor]:
             """As an entry node does: numbers that are still referred to are computed along, and kept."""
@@ -383,7 +438,7 @@ class _Rehearsed:
             for value, data in zip(pending, made[len(gradients) :], strict=True):
                 value.settle(data)
             gradients.clear()
-            found = dict(zip(self.exits, made, strict=False))
+            found = dict(zip(exits, made, strict=False))
             found.update((t, value.data) for t, value in numbers.items() if value.data is not None)
             return found
 
@@ -393,8 +448,12 @@ class _Rehearsed:
 
     def _rewritten(self, exits: dict[int, torch.Tensor], loop: Seen) -> Rewrite:
         program, liveness, additions = self.program, self.program.liveness, self.additions
+        resized = {}  # a kernel may leave a scalar in memory that was large
         for t, made in (*exits.items(), *self.outputs.items()):
-            self.rehearsal.is_made(made, program.tensors[t].storage)
+            storage = program.tensors[t].storage
+            n_bytes = self.rehearsal.is_made(made, storage)
+            if n_bytes != program.storage_bytes[storage]:
+                resized[storage] = n_bytes
         events: dict[int, list[tuple[int, int]]] = {}
         for i in self.deferred:
             op = program.ops[i]
@@ -411,11 +470,7 @@ class _Rehearsed:
             events[left] = [*self._looped(self.left, Phase.FORWARD, 0), program.events[left]]
         body = self._looped(loop, Phase.BACKWARD, -1)
         after = [(_DROP, instance), *((_RELEASE, handle) for handle in handles)]
-        for i in self.boundary:
-            at, writes = int(liveness.op_events[i]), program.ops[i].writes or program.ops[i].mutates
-            if at < end and writes:
-                events[at] = []
-                after.append((_OP, i))
+        after += self._put_off(events, end)
         events[end] += [(_UNPACK, instance), *body, *after]
         gone = frozenset(self.deferred)
         ops = tuple(additions.ops)
@@ -428,10 +483,30 @@ class _Rehearsed:
                 handle_storages=tuple(handles.values()),
                 handle_ops=(self.scope.first_op,) + (-1,) * (len(handles) - 1),
                 instance_handles=(len(program.handle_storages),),
+                resized=resized,
             ),
             gone,
             sum(op.time_ms for op in ops) - sum(program.ops[i].time_ms for i in gone),
         )
+
+    def _put_off(self, events: dict[int, list[tuple[int, int]]], end: int) -> list[tuple[int, int]]:
+        """Ops that add to what the loop makes run behind it; what they read and write is freed behind them."""
+        program, liveness = self.program, self.program.liveness
+        freed: set[int] = set()
+        found: list[tuple[int, tuple[int, int]]] = []
+        for i in self.boundary:
+            at, op = int(liveness.op_events[i]), program.ops[i]
+            if at < end and (op.writes or op.mutates):  # a view takes nothing
+                events[at] = []
+                found.append((at, (_OP, i)))
+                freed.update((*op.reads, *op.writes, *(program.tensors[t].storage for t in op.inputs)))
+        first = found[0][0] if found else end
+        for s in freed:
+            for at in liveness.events_of[s]:
+                if first < at <= end and program.events[at] == (_FREE, s):
+                    events[at] = []
+                    found.append((at, program.events[at]))
+        return [event for _, event in sorted(found)]
 
     def _looped(self, seen: Seen, phase: Phase, loop: int) -> list[tuple[int, int]]:
         """The events of a loop; slices that were left out take the time of the one that stands for them."""

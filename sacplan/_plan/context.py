@@ -66,16 +66,16 @@ class PlanningContext:
 
         Where there are chunks, of schedules of the step in the most slices.
         """
-        return Bound(self._in_slices.liveness, self.costs, self.pins.kept_ops)
+        return Bound(self._floor_program.liveness, self.costs, self.pins.kept_ops)
 
-    @cached_property
+    @property
     def floor_bytes(self) -> int:
-        """No plan has a lower peak, in the most slices or in none."""
-        return min(program.liveness.floor_bytes for program in (self.program, self._in_slices))
+        """No plan of the context has a lower peak."""
+        return self._floor_program.liveness.floor_bytes
 
     @cached_property
-    def _in_slices(self) -> Program:
-        """The step in the most slices."""
+    def _floor_program(self) -> Program:
+        """The step; where there are chunks, in the most slices."""
         most = [chunks.options[-1][0] for chunks in self.chunks]
         return rewritten(self.program, most, self.device)
 

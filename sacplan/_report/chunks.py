@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sacplan._chunk.alternatives import LossRegion, liger, linear_cross_entropy
-from sacplan._chunk.calls import arguments, overload
+from sacplan._chunk.calls import Opaque, call_with
 from sacplan._chunk.entries import ChunkOptions, Refusal, entry_size, loss_chunks, most_bytes
 from sacplan._chunk.executor import losses  # noqa: F401  (registers how losses are put together)
 from sacplan._chunk.executor.lazy import REWRITTEN
@@ -25,7 +25,7 @@ from sacplan._program.liveness import Fold
 from sacplan._program.program import Event, Op, Phase, Program, StorageKind
 from sacplan._report.inputs import planned
 from sacplan._report.names import pattern_of, pattern_over, shown_module
-from sacplan._torch.ops import draws_numbers
+from sacplan._torch.ops import draws_numbers, op_named
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def blocked_rows(profile: Profile) -> list[BlockedRow]:
         if op.phase is Phase.OPTIMIZER or not op.outputs:
             continue
         shapes = tuple(program.tensors[t].shape for t in (*op.inputs, *op.outputs))
-        key = (op.name, repr(op.call), shapes)
+        key = (op.name, op.arguments, shapes)
         if key not in known:
             known[key] = _why_blocked(program, op)
         why = known[key]
@@ -316,7 +316,7 @@ def blocked_rows(profile: Profile) -> list[BlockedRow]:
 
 
 def _why_blocked(program: Program, op: Op) -> str | None:
-    func = overload(op.name)
+    func = op_named(op.name)
     if func in REWRITTEN:
         return None
     outputs = [program.tensors[t] for t in op.outputs]
@@ -325,8 +325,8 @@ def _why_blocked(program: Program, op: Op) -> str | None:
     if func is None:
         return "unknown to this process"
     try:
-        args, kwargs = arguments(op, lambda t: program.tensors[t])
-    except ValueError:  # an argument that the recording does not hold: a generator
+        args, kwargs = call_with(op.arguments, [program.tensors[t] for t in op.inputs])
+    except Opaque:  # an argument that the recording does not hold: a generator
         return "draws random numbers"
     if draws_numbers(func, args, kwargs):
         return "draws random numbers"

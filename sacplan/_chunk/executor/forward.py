@@ -2,7 +2,7 @@
 
 ``"rest"``: what the module computes stays lazy, and so does all that is computed from it until autograd asks the
 module's entry node for gradients. ``"module"``: the module's own outputs are real, and its inside is not kept. Both
-begin at the module's first tensor argument. Without gradients the module runs as if nothing had been applied.
+begin at the module's first floating-point argument. Without gradients the module runs as if nothing had been applied.
 
 On a call whose input cannot be sliced as planned, the module runs plainly, and a difference is noted.
 """
@@ -99,7 +99,7 @@ class ChunkedForward(StandIn):
             return self.call_original(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         self._calls += 1  # what the first call alone does is worth no warning
-        at = next((i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)), None)
+        at = next((i for i, x in enumerate(leaves) if _is_activation(x)), None)
         if at is None or isinstance(leaves[at], Lazy):  # inside of another region
             return self.call_original(*args, **kwargs)
         axis = self._axis_of(leaves[at])
@@ -161,6 +161,10 @@ def _parameters(module: torch.nn.Module) -> _Places:
         (m.__dict__, name) for m in module.modules() for name in m.__dict__.get("_former_parameters", ())
     ]
     return [(where, name) for where, name in places if _gets_gradient(where.get(name))]
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _gets_gradient(value: Any) -> bool:
