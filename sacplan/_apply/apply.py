@@ -74,8 +74,8 @@ def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
         handle.remove()
 
     Parameter names, ``state_dict``, classes and module names do not change; losses and gradients are
-    bit-equal, or with chunks close (``plan.gradients``). Apply before ``torch.compile``, and before or after ``fully_shard``. In ``torch.no_grad``
-    the model runs as if nothing had been applied.
+    bit-equal, or with chunks close (``plan.gradients``). Apply before ``torch.compile``, and before or after
+    ``fully_shard``. In ``torch.no_grad`` a model with a plan for training runs as if nothing had been applied.
 
     Args:
         model: the one planned for.
