@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from sacplan._plan.techniques import rewritten
 from torch import nn
 
 import sacplan
@@ -35,7 +36,6 @@ from benchmarks.common import MIB, describe, machine, write_results
 from sacplan._chunk.entries import LossChunks, loss_chunks
 from sacplan._plan.make import made_plan
 from sacplan._plan.provenance import Provenance
-from sacplan._plan.techniques import rewritten
 from sacplan._recompute.pins import NO_PINS
 from sacplan._record.step import Step
 from sacplan._verify.measure import measured_step

@@ -16,7 +16,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "sacplan"
 
 ROOMS = (
     "errors", "_torch", "_factors", "_program", "_device", "_rewrites", "_record", "_ranks", "_solve", "_recompute",
-    "_chunk", "_rotor", "_classical", "_profile", "_plan", "_apply", "_verify", "_report", "integrations", "_cli",
+    "_chunk", "_techniques", "_rotor", "_classical", "_profile", "_plan", "_apply", "_verify", "_report",
+    "integrations", "_cli",
 )  # fmt: skip
 """From the ground up: a room imports only from rooms before it."""
 
@@ -27,7 +28,8 @@ _FLOORS = (
     {"_rewrites": 1},
     {"_ranks": 1, "_record": 2},
     {"_recompute": 1},
-    {"_chunk": 0, "_rotor": 1, "_classical": 2},
+    {"_chunk": 0},
+    {"_techniques": 0, "_rotor": 1, "_classical": 2},
     {"_profile": 1},
     {"_plan": 1},
     {"_apply": 1},
@@ -49,6 +51,7 @@ _SAYS = {
     "_ranks": "fully_shard, DDP",
     "_recompute": "the technique",
     "_chunk": "ops in slices",
+    "_techniques": "all of them",
     "_rotor": "chains",
     "_classical": "PyTorch's prototype",
     "_profile": "profile()",

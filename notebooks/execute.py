@@ -1,8 +1,8 @@
 """Execute a notebook: ``python notebooks/execute.py IN.ipynb OUT.ipynb``. Fails if a cell fails.
 
 Runs in the folder it is started from (the root of the repository, so that ``examples`` can be imported). What
-differs from run to run without a reason is left out of OUT: times of execution, the version of Python, and log lines
-of torch's profiler.
+differs from run to run without a reason is left out of OUT: times of execution, the version of Python, log lines
+of torch's profiler, and a warning of tqdm's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-_QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # written to stderr from C++, with times
+_QUIET = {
+    "KINETO_LOG_LEVEL": "99",  # these are written to stderr from C++, with times
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore:IProgress not found",  # tqdm's, where there are no widgets; it has a path in it
+}
 
 
 def main(source: Path, target: Path) -> None:

@@ -24,6 +24,7 @@ from ._plan.planning import plan, plan_smallest
 from ._plan.policies import policy
 from ._profile.profile import Profile, profile
 from ._report.alive import alive_at_peak
+from ._report.chunks import blocked_ops, chunk_table, loss_table
 from ._report.figures import frontier_figure, memory_figure, save_figures, tradeoff_figure
 from ._report.modules import module_table
 from ._report.page import write_report
@@ -88,7 +89,9 @@ __all__ = [
     "aggregate_stats",
     "alive_at_peak",
     "apply",
+    "blocked_ops",
     "calibrate",
+    "chunk_table",
     "devices",
     "fake_device",
     "fit_tradeoff",
@@ -96,6 +99,7 @@ __all__ = [
     "frontier_figure",
     "get_optimal_checkpointing_policy_per_module",
     "get_peak_memory_runtime_baseline",
+    "loss_table",
     "max_batch",
     "memory_figure",
     "module_table",

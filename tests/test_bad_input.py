@@ -127,6 +127,9 @@ def given(tmp_path_factory):
         ),
         "alive_at_peak": (sacplan.alive_at_peak, {"profile": profile}),
         "module_table": (sacplan.module_table, {"profile": profile}),
+        "chunk_table": (sacplan.chunk_table, {"profile": profile, "plan": plan}),
+        "loss_table": (sacplan.loss_table, {"profile": profile, "plan": plan}),
+        "blocked_ops": (sacplan.blocked_ops, {"profile": profile}),
         "write_memory_trace": (
             sacplan.write_memory_trace,
             {"path": folder / "trace.json", "profile": profile},
@@ -146,7 +149,8 @@ FUNCTIONS = [
     "profile", "plan", "plan_smallest", "policy", "frontier", "apply", "verify", "max_batch", "throughput",
     "aggregate_stats", "parse_module_info", "get_peak_memory_runtime_baseline", "sac_milp",
     "get_optimal_checkpointing_policy_per_module", "fit_tradeoff", "rotor", "alive_at_peak",
-    "module_table", "write_memory_trace", "fake_device", "Milp", "Rotor", "MemTracker", "Plan.load",
+    "module_table", "chunk_table", "loss_table", "blocked_ops",
+    "write_memory_trace", "fake_device", "Milp", "Rotor", "MemTracker", "Plan.load",
     "Plan.save", "Profile.load", "Profile.save",
 ]  # fmt: skip
 THEIR_OWN = {"loss_fn": ("class",), "optimizer": ("class",), "batch": ("tensor",), "make_batch": ()}

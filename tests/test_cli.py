@@ -524,7 +524,15 @@ _LARGE = ("hf:gpt2", "hf:bert", "hf:meta-llama")
 @pytest.mark.parametrize("line", [x for x in _LINES if not any(name in x for name in _LARGE)])
 def test_examples_run(saved: Path, line: str) -> None:
     """Those with a person's own files; on an H100 the workspaces are more than all of this model, so on a CPU."""
-    takes_device = line.split()[1] in ("profile", "plan", "frontier", "report", "max-batch", "throughput")
+    takes_device = line.split()[1] in (
+        "profile",
+        "plan",
+        "policy",
+        "frontier",
+        "report",
+        "max-batch",
+        "throughput",
+    )
     saved_profile = "profile.json.gz" in line and "-o profile" not in line
     command = line.replace("--device h100", "")
     if takes_device and not saved_profile:

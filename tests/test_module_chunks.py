@@ -15,8 +15,8 @@ from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
 from sacplan._chunk.families import merged
 from sacplan._chunk.rest import CannotChunk, training_chunk
 from sacplan._plan.planning import _Asked
-from sacplan._plan.techniques import rewritten
 from sacplan._program.decisions import Chunk
+from sacplan._techniques import rewritten
 from tests.test_chunk_memory import fake
 
 BOTH = ("recompute", "chunk")

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 import sacplan
 from sacplan._chunk.search import stretch_search
-from sacplan._plan.techniques import rewritten
 from sacplan._program.decisions import Chunk
 from sacplan._recompute.pins import resolve_pins
+from sacplan._techniques import rewritten
 from tests.chunk_models import Attention, Evoformer, Transformer, UNet
 
 Make = Callable[[], tuple[nn.Module, Any]]

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from sacplan._plan.plan import Plan
-from sacplan._plan.techniques import by_technique
 from sacplan._program.arguments import checked
 from sacplan._program.places import StepDifference
 from sacplan._program.technique import Installed
 from sacplan._recompute.executor.copies import StandIn
 from sacplan._record.step import own_checkpointing
+from sacplan._techniques import by_technique
 from sacplan.errors import PlanError, PlanMismatch
 
 
@@ -22,7 +22,7 @@ class Handle:
     """A plan on a model. Also a context manager that removes it at the end.
 
     Attributes:
-        units: fqns of the modules that discard something.
+        units: fqns of the modules that discard something, or run something in slices.
     """
 
     def __init__(self, installed: Sequence[Installed]) -> None:
@@ -67,15 +67,15 @@ class Handle:
 
 @checked(PlanError)
 def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
-    """Make the model discard and recompute what the plan says.
+    """Make the model discard and recompute, or run in slices, what the plan says.
 
         handle = sacplan.apply(model, plan)
         ...train...
         handle.remove()
 
     Parameter names, ``state_dict``, classes and module names do not change; losses and gradients are
-    bit-equal. Apply before ``torch.compile``, and before or after ``fully_shard``. In ``torch.no_grad``
-    the model runs as if nothing had been applied.
+    bit-equal, or with chunks close (``plan.gradients``). Apply before ``torch.compile``, and before or after
+    ``fully_shard``. In ``torch.no_grad`` a model with a plan for training runs as if nothing had been applied.
 
     Args:
         model: the one planned for.

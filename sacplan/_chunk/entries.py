@@ -73,7 +73,7 @@ def _loss_chunks(program: Program, device: DeviceSpec) -> ChunkOptions | tuple[R
                 break  # what begins before it reads the same and more
             refused.append(Refusal(unit, str(error)))
             continue
-        most = _most_bytes(program, training_chunk(program, chunk, device))
+        most = most_bytes(program, training_chunk(program, chunk, device))
         if best is None or most * _SAME < best[0]:
             best = most, chunk
     if best is None:
@@ -168,10 +168,16 @@ def _first_axis(program: Program, unit: str, span: Literal["module", "rest"], de
     raise why
 
 
+def entry_size(program: Program, chunk: Chunk) -> int:
+    """How long the axis is of which slices are taken."""
+    shape = program.tensors[Entry.of(program, chunk.unit).tensor].shape
+    return shape[chunk.dim] // (chunk.outer * chunk.inner)
+
+
 def _offered(
     program: Program, found: Chunk, numbers: Iterator[int] | tuple[int, ...], device: DeviceSpec
 ) -> ChunkOptions:
-    size = program.tensors[Entry.of(program, found.unit).tensor].shape[found.dim]
+    size = entry_size(program, found)
     options = []
     for slices in numbers:
         if slices <= size:
@@ -180,7 +186,7 @@ def _offered(
     return ChunkOptions(found.unit, options[0][1].deferred, tuple(options))
 
 
-def _most_bytes(program: Program, rewrite: Rewrite) -> int:
+def most_bytes(program: Program, rewrite: Rewrite) -> int:
     """The most that is alive from the entry until its loop is over, over what is alive at the entry."""
     patch = rewrite.patch
     first, last = min(patch.events), max(int(program.liveness.op_events[i]) for i in rewrite.deferred)

@@ -48,6 +48,7 @@ def root(
 for _entry in (
     steps.profile,
     steps.plan,
+    steps.policy,
     steps.verify,
     surveys.frontier,
     surveys.report,

@@ -74,7 +74,7 @@ def _search(
     import sacplan
 
     check_output(output, "plan", force=force)
-    sources.check_early(asked.budget, asked.solver)
+    allowed = sources.check_early(asked.budget, asked.solver, asked.technique)
     spec = sources.device_of(asked.device)
     with stage("loading"):
         target = load_target(name, hf)
@@ -95,6 +95,7 @@ def _search(
             optimizer=target.optimizer,
             headroom=asked.headroom,
             solver=asked.solver,
+            **allowed,
             at_most=asked.at_most,
             progress=lambda p: say(f"batch {p.batch_size} {'fits' if p.feasible else 'does not fit'}"),
         )
@@ -130,12 +131,18 @@ def _tables(found: Capacity, hf: dict[str, Any]) -> list[Table]:
             ),
             ("samples/s", f"{found.samples_per_s:.2f} (predicted)"),
             ("planned", show.size(found.plan.peak_bytes)),
-            ("step", f"{found.step_ms:.2f} ms, {found.plan.recompute_ms:.2f} ms of it recomputation"),
+            ("step", f"{found.step_ms:.2f} ms, {_of_it(found)}"),
+            *show.chunk_pairs(found.plan),
         ]
     )
-    titles = ("batch", "unplanned", "planned", "step ms", "recompute ms", "samples/s")
+    titles = ("batch", "unplanned", "planned", "step ms", "recompute ms", "added ms", "samples/s")
     rows = [_row(point, found.batch_size) for point in found.points]
     return [summary, table([*map(number, titles), ""], rows)]
+
+
+def _of_it(found: Capacity) -> str:
+    said = f"{found.plan.recompute_ms:.2f} ms of it recomputation"
+    return f"{said}, {found.plan.added_ms:.2f} ms for chunks" if found.plan.chunks else said
 
 
 def _row(point: CapacityPoint, answer: int) -> list[str]:
@@ -148,6 +155,7 @@ def _row(point: CapacityPoint, answer: int) -> list[str]:
         show.rounded_size(point.peak_bytes) if point.feasible and point.peak_bytes is not None else "",
         figure(point.step_ms),
         figure(point.recompute_ms),
+        figure(point.added_ms),
         figure(point.samples_per_s),
         "does not fit" if not point.feasible else "the answer" if point.batch_size == answer else "",
     ]

@@ -46,6 +46,28 @@ Debug = Annotated[bool, option("--debug", help="Show the traceback of an error."
 Objective = Annotated[Literal["time", "flops"], typer.Option(help="What to recompute the least of.")]
 BUDGET = "Peak of the whole step: 22GiB, 24GB, or a share of the unplanned peak, 70%."
 Solver = Annotated[str, typer.Option(metavar="NAME", help="best, milp, greedy, uniform or rotor.")]
+Techniques = Annotated[
+    list[str] | None,
+    option(
+        "--technique",
+        metavar="NAME",
+        help="What a plan may do: recompute, or chunk (run ops in slices; gradients are then close, not bit-equal). "
+        "May be repeated. Default: recompute.",
+    ),
+]
+Keep = Annotated[
+    list[str] | None,
+    option(
+        metavar="PATTERN",
+        help="Never discard what these ops or modules made ('aten.topk', '*.router'). May be repeated.",
+    ),
+]
+Never = Annotated[
+    list[str] | None,
+    option(
+        metavar="PATTERN", help="Leave these modules alone altogether ('vision_tower.*'). May be repeated."
+    ),
+]
 Points = Annotated[int, typer.Option(min=2, metavar="N", help="How many budgets the frontier has.")]
 Device = Annotated[
     str | None,
@@ -172,6 +194,7 @@ class CapacityOptions:
     ] = None
     at_most: Annotated[int | None, option(min=1, metavar="N", help="Try no larger batch.")] = None
     solver: Solver = "best"
+    technique: Techniques = None
 
 
 def written(options: dict[str, Any]) -> str:

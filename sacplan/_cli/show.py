@@ -139,12 +139,17 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "recompute_ms": plan.recompute_ms,
         "recompute_flops": plan.recompute_flops,
         "lower_bound_ms": plan.lower_bound_ms,
+        "added_ms": plan.added_ms,
         "step_ms": plan.step_ms,
         "step_flops": plan.step_flops,
         "status": plan.status,
         "gap": plan.gap,
         "solver": plan.solver,
         "discard_ratios": plan.discard_ratios,
+        "techniques": list(plan.provenance.techniques),
+        "chunks": msgspec.to_builtins(plan.chunks),
+        "gradients": plan.gradients,
+        "why_gradients": plan.why_gradients,
     }
 
 
@@ -163,17 +168,65 @@ def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[
                 f"{plan.step_ms:.2f} ms; {_share(plan.recompute_flops, plan.step_flops)} of its FLOPs",
             ),
             ("lower bound", f"{plan.lower_bound_ms:.2f} ms, for any schedule with that peak"),
+            *chunk_pairs(plan),
             ("solver", f"{plan.solver}, {plan.status}"),
         ]
     )
-    return [summary, _units_table(plan)] if plan.units else [summary]
+    tables = [summary]
+    if plan.chunks:
+        tables.append(_chunks_table(plan, profile))
+    if plan.discarded or (plan.units and not plan.chunks):
+        tables.append(_units_table(plan))
+    return tables
+
+
+def chunk_pairs(plan: Plan) -> list[tuple[str, str]]:
+    """What chunks cost, and what they do to gradients; nothing for a plan that may not run anything in slices."""
+    if "chunk" not in plan.provenance.techniques:
+        return []
+    cost = (
+        f"{plan.added_ms:+.2f} ms, {_share(plan.added_ms, plan.step_ms)} of the step"
+        if plan.chunks
+        else "none"
+    )
+    found = [("chunks", cost)]
+    if plan.provenance.mode == "train":
+        found.append(("gradients", f"{plan.gradients}, because {plan.why_gradients}"))
+    return found
+
+
+def _chunks_table(plan: Plan, profile: Profile) -> Table:
+    from sacplan._report.chunks import chunk_rows
+
+    rows = [
+        [
+            row.module or "(the model)",
+            str(row.count),
+            str(row.slices),
+            str(row.rows),
+            f"{row.added_ms:+.2f}",
+            row.what,
+        ]
+        for row in chunk_rows(profile, plan)
+    ]
+    columns = (
+        "in slices from",
+        number("slices"),
+        number("of rows"),
+        number("added ms"),
+        "what runs in slices",
+    )
+    return table(columns, rows)
 
 
 def _units_table(plan: Plan) -> Table:
     """Units that do the same are one row."""
     groups: dict[Any, list[str]] = {}
     discarded = plan.discarded
+    chunked = {chunk.unit for chunk in plan.chunks}
     for fqn in plan.units:
+        if fqn in chunked and fqn not in discarded:
+            continue
         groups.setdefault((re.sub(r"\d+", "*", fqn), tuple(discarded.get(fqn, ()))), []).append(fqn)
     rows = []
     for (_, sites), names in groups.items():

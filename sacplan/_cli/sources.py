@@ -168,14 +168,20 @@ def verified(target: Target, plan: Plan, run: o.Run) -> Verification:
         return sacplan.verify(target.model, target.batch, plan, loss_fn, optimizer, run=run)
 
 
-def check_early(budget: str | None, solver: str) -> None:
-    """Whatever is wrong regardless of the model is said before the model is recorded."""
+def check_early(budget: str | None, solver: str, techniques: list[str] | None) -> dict[str, Any]:
+    """Whatever is wrong regardless of the model is said before the model is recorded.
+
+    Returns:
+        ``techniques=`` for functions of the library, where any were asked for.
+    """
     from sacplan._plan.planning import resolve_solver
     from sacplan._program.budget import parse_budget
+    from sacplan._techniques import resolve_techniques
 
     if budget is not None:
         parse_budget(budget, 2**40)
     resolve_solver(solver)
+    return {"techniques": resolve_techniques(techniques)} if techniques else {}
 
 
 def planned(source: Source, budget: str, solver: str = "best", **how: Any) -> Plan:

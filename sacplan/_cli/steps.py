@@ -1,10 +1,10 @@
-"""Commands about one step: ``profile``, ``plan`` and ``verify``."""
+"""Commands about one step: ``profile``, ``plan``, ``policy`` and ``verify``."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,9 @@ from sacplan._cli.origin import save
 from sacplan._cli.output import Answer, stage
 from sacplan._cli.targets import is_json_file, load_target
 from sacplan.errors import PlanMismatch, RecipeError
+
+if TYPE_CHECKING:
+    from sacplan import Plan
 
 
 @command(
@@ -56,6 +59,7 @@ def profile(
     examples=[
         "sacplan plan train.py:make --budget 70% -o plan.json",
         "sacplan plan profile.json.gz --budget 70% --objective flops --json",
+        "sacplan plan train.py:make --budget 60% --technique recompute --technique chunk",
         "sacplan plan train.py --budget 90% --keep aten.gelu --never 'layers.0*'",
         "sacplan plan hf:meta-llama/Meta-Llama-3-8B --seq 4096 --optimizer adamw-fused --budget 70GiB -o llama.json",
         "sacplan plan hf:meta-llama/Meta-Llama-3-8B --device h100 --world-size 8 --fsdp-unit 'model.layers.*' "
@@ -69,36 +73,76 @@ def plan(
     output: Annotated[Path | None, o.output("the plan (.json)")] = None,
     solver: o.Solver = "best",
     objective: o.Objective = "time",
-    keep: Annotated[
-        list[str] | None,
-        o.option(
-            metavar="PATTERN",
-            help="Never discard what these ops or modules made ('aten.topk', '*.router'). May be repeated.",
-        ),
-    ] = None,
-    never: Annotated[
-        list[str] | None,
-        o.option(
-            metavar="PATTERN",
-            help="Leave these modules alone altogether ('vision_tower.*'). May be repeated.",
-        ),
-    ] = None,
+    keep: o.Keep = None,
+    never: o.Never = None,
+    technique: o.Techniques = None,
     step: o.StepOptions,
     hf: o.HfOptions,
     force: o.Force = False,
 ) -> Answer:
     """Choose what each module discards and recomputes, so that the whole step stays under a budget."""
     check_output(output, "plan", force=force)
-    sources.check_early(budget, solver)
+    allowed = sources.check_early(budget, solver, technique)
     read = sources.profile_of(source, step, hf)
-    made = sources.planned(
-        read, budget, solver, objective=objective, keep=tuple(keep or ()), never=tuple(never or ())
-    )
+    pins = {"keep": tuple(keep or ()), "never": tuple(never or ())}
+    made = sources.planned(read, budget, solver, objective=objective, **pins, **allowed)
+    return _plan_made("plan", made, read, output)
+
+
+@command(
+    "policy",
+    "A plan by rule, without a budget.",
+    examples=[
+        "sacplan policy train.py:make full -o plan.json",
+        "sacplan policy train.py:make selective --every 2 --json",
+        "sacplan policy hf:gpt2 chunked-loss --slices 16 --batch 16 -o plan.json",
+    ],
+)
+def policy(
+    source: o.Source,
+    rule: Annotated[
+        str, typer.Argument(metavar="RULE", help="none, full, selective or chunked-loss.", show_default=False)
+    ],
+    *,
+    output: Annotated[Path | None, o.output("the plan (.json)")] = None,
+    every: Annotated[
+        str | None,
+        o.option(
+            metavar="K",
+            help="Of selective: a number, to checkpoint every K-th layer; or op, or op-keep-matmuls.",
+        ),
+    ] = None,
+    slices: Annotated[
+        int | None, o.option(min=2, metavar="N", help="Of chunked-loss: in how many slices the loss runs.")
+    ] = None,
+    layers: Annotated[
+        str | None,
+        o.option(metavar="PATTERN", help="The layers ('model.layers.*'). Default: they are found."),
+    ] = None,
+    keep: o.Keep = None,
+    never: o.Never = None,
+    step: o.StepOptions,
+    hf: o.HfOptions,
+    force: o.Force = False,
+) -> Answer:
+    """Make a plan as people do by hand: checkpoint every layer, every K-th one, some ops; or run the loss in slices."""
+    import sacplan
+
+    check_output(output, "plan", force=force)
+    read = sources.profile_of(source, step, hf)
+    pins = {"keep": tuple(keep or ()), "never": tuple(never or ())}
+    with stage("planning"):
+        made = sacplan.policy(rule, every, profile=read.profile, layers=layers, slices=slices, **pins)
+    return _plan_made("policy", made, read, output)
+
+
+def _plan_made(name: str, made: Plan, read: sources.Source, output: Path | None) -> Answer:
+    """Saved, and shown."""
     save(made, output, read.origin)
     target = show.target_facts(read.target, output)
     facts = {**target, **show.plan_facts(made), "assumptions": list(read.profile.assumptions)}
     shown = show.plan_tables(made, read.profile, target.get("hf", {}))
-    return Answer({"command": "plan", **facts}, shown, show.remarks(read.profile, "plan", output))
+    return Answer({"command": name, **facts}, shown, show.remarks(read.profile, "plan", output))
 
 
 @command(

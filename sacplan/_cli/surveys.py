@@ -22,6 +22,7 @@ _FRONTIER: dict[str, Column | str] = {
     "peak_bytes": number("peak"),
     "recompute_ms": number("recompute ms"),
     "recompute_share": number("of step"),
+    "added_ms": number("added ms"),
     "lower_bound_ms": number("lower bound"),
     "recompute_flops_share": number("of FLOPs"),
     "units": number("units"),
@@ -45,6 +46,7 @@ def frontier(
         bool, typer.Option("--policies/--no-policies", help="With the policies that people use by hand.")
     ] = True,
     objective: o.Objective = "time",
+    technique: o.Techniques = None,
     output: Annotated[Path | None, o.output("the table (.csv)")] = None,
     step: o.StepOptions,
     hf: o.HfOptions,
@@ -52,9 +54,10 @@ def frontier(
 ) -> Answer:
     """Plans of every solver at several budgets, and the policies that people use by hand."""
     check_output(output, "curve", force=force)
+    allowed = sources.check_early(None, "best", technique)
     read = sources.profile_of(source, step, hf)
     profile = read.profile
-    frame = sources.curve(profile, points, objective=objective, policies=policies)
+    frame = sources.curve(profile, points, objective=objective, policies=policies, **allowed)
     if output is not None:
         with replacing(output) as part:
             frame.to_csv(part, index=False)
@@ -113,6 +116,7 @@ def report(
         str | None,
         o.option(metavar="SIZE", help=f"Make a plan for it. {o.BUDGET}"),
     ] = None,
+    technique: o.Techniques = None,
     frontier: Annotated[
         bool, typer.Option("--frontier/--no-frontier", help="With all solvers at several budgets.")
     ] = True,
@@ -121,7 +125,7 @@ def report(
     hf: o.HfOptions,
     force: o.Force = False,
 ) -> Answer:
-    """Show what a plan does to a step: memory before and after, the frontier, and module by module."""
+    """Show what a plan does to a step: memory before and after, the frontier, chunks, and module by module."""
     import sacplan
 
     if output is None and png is None and memory_trace is None:
@@ -133,7 +137,7 @@ def report(
     _check_directory(png, force=force)
     if plan_file is not None and budget is not None:
         raise TargetError(f"give a plan ({plan_file}) or a --budget to make one for, not both.")
-    sources.check_early(budget, "best")
+    allowed = sources.check_early(budget, "best", technique)
     plan = None if plan_file is None else sources.saved_plan(plan_file)
     read = sources.profile_of(source, step, hf)
     profile = read.profile
@@ -142,8 +146,10 @@ def report(
             f"{plan_file} is for {show.ranks_text(plan.ranks)}, but {source} is of {show.ranks_text(profile.ranks)}."
         )
     if budget is not None:
-        plan = sources.planned(read, budget)
-    curve = sources.curve(profile, points) if frontier and (output or png) else None
+        plan = sources.planned(read, budget, **allowed)
+    elif plan is not None:
+        allowed = allowed or {"techniques": plan.provenance.techniques}
+    curve = sources.curve(profile, points, **allowed) if frontier and (output or png) else None
     written: list[Path] = []
     with stage("writing"):
         if output is not None:

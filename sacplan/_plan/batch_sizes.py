@@ -11,14 +11,14 @@ where that was not searched for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._device.devices import DeviceSpec
-from sacplan._plan.context import planning_context
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import plan
 from sacplan._profile.profile import Profile, Trace, profile
@@ -42,11 +42,12 @@ class CapacityPoint:
         batch_size: samples in the batch.
         feasible: whether a plan holds the budget.
         unplanned_peak_bytes: peak of the step without a plan.
-        floor_bytes: no plan has a lower peak.
+        floor_bytes: no plan has a lower peak, unless it runs more than the loss in slices.
         peak_bytes: with the plan. Where none holds: the smallest peak that one was found for, or None where the
             floor is above the budget and none was looked for.
-        step_ms: predicted time of the step, recomputation included; None where no plan holds.
+        step_ms: predicted time of the step, recomputation and chunks included; None where no plan holds.
         recompute_ms: what the plan runs a second time; None likewise.
+        added_ms: how much longer the step takes besides, for its chunks; None likewise.
         samples_per_s: ``batch_size`` over ``step_ms``; None likewise.
     """
 
@@ -57,6 +58,7 @@ class CapacityPoint:
     peak_bytes: int | None
     step_ms: float | None
     recompute_ms: float | None
+    added_ms: float | None
     samples_per_s: float | None
 
 
@@ -78,6 +80,7 @@ class BatchSizes:
     solver: str | Solver = "best"
     at_most: int | None = None
     trace: Trace = "fake"
+    techniques: Sequence[str] | None = None
     progress: Callable[[CapacityPoint], Any] | None = None
     points: dict[int, CapacityPoint] = field(default_factory=dict)
     plans: dict[int, Plan] = field(default_factory=dict)
@@ -102,18 +105,19 @@ class BatchSizes:
             return self.points[n]
         traced = self._profile(n)
         self._check_batch_follows(n, traced.fingerprint)
-        floor = planning_context(traced.program).program.liveness.floor_bytes
+        may_chunk = "chunk" in (self.techniques or ())
+        floor = _floor_bytes(traced, may_chunk)
         found, peak = None, None
-        if floor <= self.budget_bytes or n == 1:
+        if floor <= self.budget_bytes or may_chunk or n == 1:
             try:
-                found = plan(traced, f"{self.budget_bytes}B", self.solver)
+                found = plan(traced, f"{self.budget_bytes}B", self.solver, techniques=self.techniques)
                 peak = found.peak_bytes
             except InfeasibleBudget as error:
                 if n == 1:
                     raise self._nothing_fits(error) from error
                 peak = error.smallest_feasible_bytes
                 self.above_floor = peak / floor
-        step_ms = None if found is None else found.step_ms + found.recompute_ms
+        step_ms = None if found is None else found.step_ms + found.recompute_ms + found.added_ms
         point = CapacityPoint(
             batch_size=n,
             feasible=found is not None,
@@ -122,6 +126,7 @@ class BatchSizes:
             peak_bytes=peak,
             step_ms=step_ms,
             recompute_ms=None if found is None else found.recompute_ms,
+            added_ms=None if found is None else found.added_ms,
             samples_per_s=n / step_ms * 1e3 if step_ms else None,
         )
         self.points[n] = point
@@ -237,3 +242,12 @@ class BatchSizes:
             if not middles:
                 return
             self.look(max(middles)[1])
+
+
+def _floor_bytes(traced: Profile, may_chunk: bool) -> int:
+    """What no plan is under, unless it runs other things than the loss in slices."""
+    programs = [traced.program]
+    chunks = loss_chunks(traced.program, traced.spec) if may_chunk else ()
+    if isinstance(chunks, ChunkOptions):
+        programs += [traced.with_plan((chunk,)) for chunk, _ in chunks.options[-1:]]
+    return min(program.liveness.floor_bytes for program in programs)

@@ -13,7 +13,7 @@ looked at: the result fits, one sample more does not, nor does any larger size t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -29,6 +29,7 @@ from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._record.step import LossFn
 from sacplan._solve.solvers import Solver
+from sacplan._techniques import resolve_techniques
 from sacplan.errors import BudgetError, PlanError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Capacity:
     Attributes:
         batch_size: the answer.
         plan: for that size; ``status`` "unplanned" where it fits as it is.
-        samples_per_s, step_ms: predicted, recomputation included.
+        samples_per_s, step_ms: predicted, recomputation and chunks included.
         budget_bytes: for the peak of the step.
         headroom_bytes: what the device has besides.
         device: its name.
@@ -79,12 +80,13 @@ class Capacity:
 
     def __repr__(self) -> str:
         at_most = " (at_most)" if self.bounded_by == "at_most" else ""
+        chunked = f" and {self.plan.added_ms:+.2f} ms for slices" if self.plan.chunks else ""
         return (
             f"Capacity({self.plan.fingerprint.model_class} on {self.device}: batch size {self.batch_size}, "
             f"{self.samples_per_s:.2f} samples/s, step {self.step_ms:.2f} ms with {self.plan.recompute_ms:.2f} ms "
-            f"recomputed, peak {format_bytes(self.plan.peak_bytes)} of {format_bytes(self.budget_bytes)}, headroom "
-            f"{format_bytes(self.headroom_bytes)}; largest without a plan {self.unplanned_batch_size}, with one "
-            f"{self.largest_batch_size}{at_most}; {len(self.points)} sizes looked at)"
+            f"recomputed{chunked}, peak {format_bytes(self.plan.peak_bytes)} of {format_bytes(self.budget_bytes)}, "
+            f"headroom {format_bytes(self.headroom_bytes)}; largest without a plan {self.unplanned_batch_size}, with "
+            f"one {self.largest_batch_size}{at_most}; {len(self.points)} sizes looked at)"
         )
 
 
@@ -96,6 +98,7 @@ class SearchOptions(TypedDict, total=False):
     trace: Trace
     headroom: float | str | None
     solver: str | Solver
+    techniques: Sequence[str] | None
     at_most: int | None
     progress: Callable[[CapacityPoint], Any] | None
 
@@ -128,7 +131,7 @@ def max_batch(
               at, without a plan: those have to fit here.
             - ``headroom``: what is left free of the device's memory where no budget is given: a share (``0.05``,
               ``"5%"``) or bytes (``"2GiB"``). By default ``DEFAULT_HEADROOM``, 15%. See below.
-            - ``solver``: as for ``sacplan.plan``.
+            - ``solver``, ``techniques``: as for ``sacplan.plan``.
             - ``at_most``: no larger size is looked at.
             - ``progress``: called with each ``CapacityPoint``, as soon as it is known.
 
@@ -203,6 +206,7 @@ def _sizes(
     *,
     headroom: float | str | None = None,
     solver: str | Solver = "best",
+    techniques: Sequence[str] | None = None,
     at_most: int | None = None,
     **options: Any,
 ) -> BatchSizes:
@@ -215,9 +219,20 @@ def _sizes(
     if at_most is not None and (isinstance(at_most, bool) or not isinstance(at_most, int) or at_most < 1):
         raise PlanError(f"at_most={at_most!r} must be a batch size, 1 or more, or None for no limit.")
     resolve_solver(solver)
+    if techniques is not None:
+        techniques = resolve_techniques(techniques)
     spec = resolve_device(device)
     budget_bytes = _budget_bytes(budget, headroom, spec)
-    return BatchSizes(model, make_batch, budget_bytes, spec, solver=solver, at_most=at_most, **options)
+    return BatchSizes(
+        model,
+        make_batch,
+        budget_bytes,
+        spec,
+        solver=solver,
+        techniques=techniques,
+        at_most=at_most,
+        **options,
+    )
 
 
 def _budget_bytes(budget: float | str | None, headroom: float | str | None, spec: DeviceSpec) -> int:

@@ -10,11 +10,11 @@ from sacplan._chunk.entries import ChunkOptions
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.bound import Bound
 from sacplan._plan.effects import LocalEffects, RegionProblem, effects_of
-from sacplan._plan.techniques import DEFAULT_TECHNIQUES, TECHNIQUES, rewritten
 from sacplan._program.program import Phase, Program
 from sacplan._program.regions import Option, Region
 from sacplan._recompute.pins import NO_PINS, Pins
 from sacplan._recompute.regions import Regions
+from sacplan._techniques import DEFAULT_TECHNIQUES, TECHNIQUES, rewritten
 from sacplan.errors import PlanError
 
 Objective = Literal["time", "flops"]

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sacplan._plan.techniques import TECHNIQUES
 from sacplan._program.liveness import Fold
 from sacplan._program.program import Event, Patch, Program
 from sacplan._program.regions import Option, Region
 from sacplan._solve.problem import DEVICE_MEMORY, Choice, OnceCost, Picks, Problem, Row
+from sacplan._techniques import TECHNIQUES
 
 Bytes = npt.NDArray[np.int64]
 

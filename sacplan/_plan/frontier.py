@@ -1,9 +1,9 @@
-"""``frontier``: replayed peak against recomputation, for every solver over a range of budgets."""
+"""``frontier``: replayed peak against what a plan costs, for every solver over a range of budgets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sacplan._plan.context import Objective
 from sacplan._plan.plan import Plan
@@ -28,6 +28,7 @@ _POLICIES: dict[str, tuple[str, int | str | None]] = {
     "op": ("selective", "op"),
     "op, all matmuls kept": ("selective", "op-keep-matmuls"),
 }
+_SLICES = 16  # of the loss, as a policy
 
 
 @checked(PlanError)
@@ -40,24 +41,28 @@ def frontier(
     policies: bool = True,
     keep: Sequence[str] = (),
     never: Sequence[str] = (),
+    techniques: Sequence[str] | None = None,
 ) -> pd.DataFrame:
     """Plans of every solver at budgets from the smallest feasible peak to the unplanned one, and named policies.
 
     Args:
         profile: from ``sacplan.profile``.
         points: how many budgets, evenly spaced; 2 to 1000.
-        solvers: names, or solver objects; by default milp, greedy and uniform, and rotor where the model is a chain.
+        solvers: names, or solver objects; by default milp, greedy and uniform, and rotor where the model is a chain; in
+            inference best.
         objective: what the solvers recompute the least of, see ``sacplan.plan``.
         policies: with one row for each of the modes that people use by hand (``sacplan.policy``): full, every
-            second and third layer, by op. Those that the model has no layers for are left out, and those that would
-            discard nothing.
+            second and third layer, by op, and with ``"chunk"`` among the techniques the loss in 16 slices. Those that
+            the model has no layers for are left out, and those that would change nothing.
         keep, never: what no plan here touches, see ``sacplan.plan``.
+        techniques: what the plans may do, see ``sacplan.plan``. Policies do what their name says.
 
     Returns:
         One row per solver and budget that it can hold: ``solver``, ``budget_bytes`` (for a policy, its peak),
         ``peak_bytes``, ``recompute_ms``, ``lower_bound_ms`` (that no schedule with this peak undercuts),
         ``recompute_share`` (of the step's predicted time), ``recompute_flops``, ``recompute_flops_share`` (of the
-        step's FLOPs), ``units``, ``status``. The last row of each solver is the unplanned step.
+        step's FLOPs), ``added_ms`` and ``added_share`` (how much longer the step takes besides, for its chunks),
+        ``units``, ``status``. The last row of each solver is the unplanned step.
     """
     import pandas as pd
 
@@ -65,18 +70,24 @@ def frontier(
         raise PlanError(f"points={points}: a frontier has 2 to {MAX_POINTS} budgets.")
     if solvers is None:
         solvers = ("milp", "greedy", "uniform", *(("rotor",) if _may_use_rotor(profile, never) else ()))
-    smallest = plan_smallest(profile, objective=objective, keep=keep, never=never).peak_bytes
+        if profile.mode == "inference":
+            solvers = ("best",)  # there is one search for stretches
+    smallest = plan_smallest(
+        profile, objective=objective, keep=keep, never=never, techniques=techniques
+    ).peak_bytes
     rows = []
     for solver in solvers:
         name = solver if isinstance(solver, str) else solver.name
         for i in range(points):
             budget = smallest + (profile.peak_bytes - smallest) * i // (points - 1)
             try:
-                found = plan(profile, f"{budget}B", solver, objective, keep=keep, never=never)
+                found = plan(
+                    profile, f"{budget}B", solver, objective, keep=keep, never=never, techniques=techniques
+                )
             except InfeasibleBudget:
                 continue
             rows.append({"solver": name, "budget_bytes": budget} | _figures(found))
-    for name, found in _named_policies(profile, keep, never) if policies else ():
+    for name, found in _named_policies(profile, keep, never, techniques) if policies else ():
         rows.append({"solver": name, "budget_bytes": found.peak_bytes} | _figures(found))
     return pd.DataFrame(rows)
 
@@ -92,19 +103,27 @@ def _may_use_rotor(profile: Profile, never: Sequence[str]) -> bool:
 
 
 def _named_policies(
-    profile: Profile, keep: Sequence[str] = (), never: Sequence[str] = ()
+    profile: Profile,
+    keep: Sequence[str] = (),
+    never: Sequence[str] = (),
+    techniques: Sequence[str] | None = None,
 ) -> list[tuple[str, Plan]]:
     try:
         n_layers = len(layers_of(profile.program))
     except PlanError:  # a model without layers
-        return []
+        n_layers = 0
+    asked: dict[str, dict[str, Any]] = {
+        name: {"mode": mode, "option": option}
+        for name, (mode, option) in _POLICIES.items()
+        if n_layers >= (option if isinstance(option, int) else 1)
+    }
+    if "chunk" in (techniques or ()):
+        asked[f"loss in {_SLICES} slices"] = {"mode": "chunked-loss", "slices": _SLICES}
     found = []
-    for name, (mode, option) in _POLICIES.items():
-        if isinstance(option, int) and option > n_layers:
-            continue
+    for name, how in asked.items():
         try:
-            found.append((name, policy(mode, option, profile=profile, keep=keep, never=never)))
-        except PlanError:  # patterns and options are known to be right: it would discard nothing
+            found.append((name, policy(**how, profile=profile, keep=keep, never=never)))
+        except PlanError:  # patterns and options are known to be right: it would change nothing
             continue
     return found
 
@@ -117,6 +136,8 @@ def _figures(found: Plan) -> dict[str, object]:
         "recompute_share": found.recompute_ms / found.step_ms if found.step_ms else 0.0,
         "recompute_flops": found.recompute_flops,
         "recompute_flops_share": found.recompute_flops / found.step_flops if found.step_flops else 0.0,
+        "added_ms": found.added_ms,
+        "added_share": found.added_ms / found.step_ms if found.step_ms else 0.0,
         "units": len(found.units),
         "status": found.status,
     }

@@ -8,7 +8,6 @@ from sacplan._plan.bound import Bound
 from sacplan._plan.context import op_costs, planning_context
 from sacplan._plan.plan import Plan, Status, UnitPlan
 from sacplan._plan.provenance import Provenance
-from sacplan._plan.techniques import rewritten
 from sacplan._profile.profile import Profile
 from sacplan._program.decisions import Decision, Discarded, Recompute, discarded_by
 from sacplan._program.liveness import Footprint
@@ -16,6 +15,7 @@ from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Program
 from sacplan._ranks.unit_limits import too_wide
 from sacplan._recompute.pins import NO_PINS, Pins
+from sacplan._techniques import rewritten
 from sacplan.errors import PlanError
 
 
@@ -43,6 +43,8 @@ def made_plan(
             f"unit {wide[0]!r} is around several modules that fully_shard gathers one by one: what it recomputes may "
             "need parameters that are freed. A unit of a plan must be inside of one of the profile's fsdp_units."
         )
+    if all(isinstance(one, Recompute) for one in decisions):
+        added_ms = 0.0  # what it was taken from differs by rounding
     lower_bound_ms = _lower_bound(profile, decisions, pins, found.peak_bytes)
     program = profile.program
     if discarded:  # recipes are made of what other techniques leave where it is

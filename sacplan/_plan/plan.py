@@ -132,12 +132,16 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
 
     @property
     def gradients(self) -> Literal["bit-equal", "close"]:
-        """Whether gradients are those of the step without the plan, bit by bit, or differ by rounding.
-
-        Recomputation runs the same kernels on the same values. A chunk runs them on slices, and adds up gradients of
-        parameters slice by slice.
-        """
+        """Whether gradients are those of the step without the plan, bit by bit, or differ by rounding."""
         return "close" if self.chunks else "bit-equal"
+
+    @property
+    def why_gradients(self) -> str:
+        """Why gradients are what ``gradients`` says, in words."""
+        if not self.chunks:
+            return "what is recomputed runs the same kernels on the same values"
+        units = ", ".join(dict.fromkeys(chunk.unit or "the model" for chunk in self.chunks))
+        return f"those of parameters in {units} are added up slice by slice, and kernels may round slices otherwise"
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:

@@ -13,7 +13,6 @@ from sacplan._plan.make import made_plan
 from sacplan._plan.plan import Plan, Status
 from sacplan._plan.provenance import Provenance, options_of
 from sacplan._plan.search import Candidate, Search
-from sacplan._plan.techniques import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, resolve_techniques
 from sacplan._profile.profile import Profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes, parse_budget
@@ -25,6 +24,7 @@ from sacplan._solve.greedy import Greedy
 from sacplan._solve.milp import Milp
 from sacplan._solve.solvers import Solver
 from sacplan._solve.uniform import Uniform
+from sacplan._techniques import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, resolve_techniques
 from sacplan.errors import InfeasibleBudget, PlanError
 
 _OPTIMAL = 2e-3  # share of its cost that a plan may be above the bound for no other solver to be asked
@@ -64,9 +64,9 @@ def plan(
             ``"aten.topk.default"``, ``"aten.*attention*"``, ``"mylib::scan"``. Any other is matched with the names of
             modules; without ``*``, ``?`` or ``[`` it is the name itself. All that runs in a module that matches
             counts. ``*`` also matches dots.
-        never: patterns of modules that are left alone: nothing in them is discarded, and neither they nor a module
-            around or inside of them becomes a unit, so they run as without a plan. Of a module around one, only what
-            inner modules compute can then be discarded.
+        never: patterns of modules that are left alone: nothing in them is discarded or runs in slices, and neither they
+            nor a module around or inside of them becomes a unit, so they run as without a plan. Of a module around one,
+            only what inner modules compute can then be discarded.
         techniques: what the plan may do: ``"recompute"`` (the default in training), ``"chunk"`` (the default for a
             profile with ``mode="inference"``, where it is the only one that helps; its stretches are found by a search
             of their own, whatever the solver).
@@ -169,7 +169,7 @@ class _Asked:
         found = [Search(self.context(self.pins))]
         if "chunk" in self.techniques:
             loss = loss_chunks(self.profile.program, self.profile.spec)
-            if isinstance(loss, ChunkOptions):
+            if isinstance(loss, ChunkOptions) and self.pins.named_ops.isdisjoint(loss.ops):
                 found.append(self._with_chunks((loss,)))
         return found
 
@@ -190,7 +190,7 @@ class _Asked:
         modules = module_chunks(self.profile.program, run.peak_scope, self.profile.spec)
         chunks = search.context.chunks
         for module in modules:
-            if all(map(module.goes_with, chunks)):
+            if self.pins.named_ops.isdisjoint(module.ops) and all(map(module.goes_with, chunks)):
                 chunks = (*chunks, module)
         return self._with_chunks(chunks) if len(chunks) > len(search.context.chunks) else None
 

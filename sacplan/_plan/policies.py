@@ -1,6 +1,6 @@
-"""The checkpointing modes in use today, as plans: none, full, every k-th layer, by op.
+"""What people do by hand today, as plans: checkpoint nothing, all, every k-th layer, by op; the loss in slices.
 
-The modes and their names are those of torchtitan (``torchtitan/distributed/activation_checkpoint.py``)
+The checkpointing modes and their names are those of torchtitan (``torchtitan/distributed/activation_checkpoint.py``)
 and torchtune (PR #785). What differs is how they are executed: as recipes (``_recompute/executor/recipes.py``), so only
 what the backward pass asks for runs again, and nothing is cached that autograd never wanted. Nothing is
 optimised here; the plan carries the replayed peak and recomputation like any other.
@@ -14,28 +14,33 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from typing import Any
 
+from msgspec import structs
+
+from sacplan._chunk.entries import ChunkOptions, entry_size, loss_chunks
 from sacplan._plan.make import made_plan
 from sacplan._plan.plan import Plan
 from sacplan._plan.provenance import Provenance
 from sacplan._profile.profile import Profile
 from sacplan._program.arguments import checked
-from sacplan._program.decisions import Discarded, as_decisions
+from sacplan._program.decisions import Chunk, Decision, Discarded, as_decisions
 from sacplan._program.program import ROOT_SCOPE, CallSite, Op, Phase, Program, is_inside
 from sacplan._recompute.pins import Pins, resolve_pins
-from sacplan._recompute.rewrite import recomputed
+from sacplan._techniques import DEFAULT_TECHNIQUES, rewritten
 from sacplan.errors import PlanError
 
-MODES = ("none", "full", "selective")
+MODES = ("none", "full", "selective", "chunked-loss")
 
 
-@checked(PlanError, "option")
+@checked(PlanError, "option", "slices")
 def policy(
     mode: str,
     option: int | str | None = None,
     *,
     profile: Profile,
     layers: str | None = None,
+    slices: int | None = None,
     keep: Sequence[str] = (),
     never: Sequence[str] = (),
 ) -> Plan:
@@ -43,10 +48,13 @@ def policy(
 
         plan = sacplan.policy("selective", 2, profile=profile)   # checkpoint every second layer
         plan = sacplan.policy("full", profile=profile, layers="model.layers.*")
+        plan = sacplan.policy("chunked-loss", slices=16, profile=profile)
 
     Args:
         mode: ``"none"`` discards nothing. ``"full"`` discards in every layer all that may run again; what
-            enters the layer is kept. ``"selective"`` does what ``option`` says.
+            enters the layer is kept. ``"selective"`` does what ``option`` says. ``"chunked-loss"`` discards
+            nothing, but computes the loss and its gradients in slices, from the module on with which that saves
+            most: in most models the head.
         option: of ``"selective"``, and only of it:
 
             - an integer ``k`` (or its digits, ``"2"``): *checkpoint* every k-th layer as ``"full"`` does, that
@@ -63,29 +71,51 @@ def policy(
             run, and others that neither contain nor are inside of one taken already (encoder and decoder).
             A recorded step knows no classes, so two modules are of the same kind if at least half of the names of
             the modules called in one or the other are in both.
+        slices: of ``"chunked-loss"``, and only of it: how many, 2 or more; one fewer or several where that does not
+            divide the rows.
         keep, never: patterns as in ``sacplan.plan``: what these ops and modules make is kept whatever the mode says.
             They change neither which layers there are nor how matmuls are counted. A layer with a module of ``never``
             in it is no unit; its inner modules around which there is nothing left alone are units in its place.
+            What is pinned must not be part of a chunked loss.
 
     Returns:
-        A plan with status ``"policy"``, without a budget. Its peak and recomputation are replayed.
+        A plan with status ``"policy"``, without a budget. Its peak, its recomputation and ``added_ms`` are replayed.
 
     Raises:
-        PlanError: an unknown mode or option, no layers, a mode that would discard nothing in them, or a pattern
-            that matches nothing.
+        PlanError: an unknown mode or option, no layers, a mode that would discard nothing in them, a pattern
+            that matches nothing, or a loss that cannot run in these slices; says why.
     """
     if mode not in MODES:
         raise PlanError(f"unknown mode {mode!r}; known are {_listed(MODES)}.")
     if mode != "selective" and option is not None:
         raise PlanError(f"mode {mode!r} takes no option, got {option!r}. Options belong to mode 'selective'.")
     program = profile.program
+    if mode == "chunked-loss":
+        n_slices = _read_slices(slices, layers)
+    elif slices is not None:
+        raise PlanError(f"mode {mode!r} takes no slices, got {slices!r}. They belong to mode 'chunked-loss'.")
     pins = resolve_pins(program, profile.fingerprint, keep, never)
-    discarded = {} if mode == "none" else _discarded_by(mode, option, program, layers, pins)
+    decisions: tuple[Decision, ...] = ()
     name = f"policy-{mode}" + (f"-{option}" if option is not None else "")
-    asked = {"mode": mode, "option": option, "layers": layers}
-    provenance = Provenance.now(profile, name, asked, pins=pins)
-    found = recomputed(program, discarded).footprint
-    return made_plan(profile, as_decisions(discarded), found, provenance, pins, status="policy")
+    asked: dict[str, Any] = {"mode": mode, "option": option, "layers": layers}
+    techniques = DEFAULT_TECHNIQUES
+    if mode == "chunked-loss":
+        decisions = (_chunked_loss(profile, n_slices, pins),)
+        name, asked, techniques = f"{name}-{n_slices}", {"mode": mode, "slices": n_slices}, ("chunk",)
+    elif mode != "none":
+        decisions = as_decisions(_discarded_by(mode, option, program, layers, pins))
+    provenance = Provenance.now(profile, name, asked, pins=pins, techniques=techniques)
+    with_plan = rewritten(program, decisions, profile.spec)
+    found = with_plan.footprint
+    return made_plan(
+        profile,
+        decisions,
+        found,
+        provenance,
+        pins,
+        status="policy",
+        added_ms=with_plan.step_ms - program.step_ms - found.recompute_ms,
+    )
 
 
 def _discarded_by(
@@ -110,6 +140,50 @@ def _discarded_by(
             + "Name other modules with layers=, or use mode 'none'."
         )
     return discarded
+
+
+# --- the loss in slices -----------------------------------------------------------------------------------
+
+_MOST_REASONS = 4  # in a message
+
+
+def _read_slices(slices: object, layers: str | None) -> int:
+    if layers is not None:
+        raise PlanError(f"mode 'chunked-loss' takes no layers, got {layers!r}: there is one loss.")
+    if isinstance(slices, bool) or not isinstance(slices, int) or slices < 2:
+        raise PlanError(
+            f"mode 'chunked-loss' needs a number of slices, 2 or more, and slices is {slices!r}. Give for example "
+            "slices=16, or a budget: sacplan.plan(profile, budget, techniques=('recompute', 'chunk'))."
+        )
+    return slices
+
+
+def _chunked_loss(profile: Profile, slices: int, pins: Pins) -> Chunk:
+    """The chunk that begins where slices save most, in so many."""
+    if profile.mode == "inference":
+        raise PlanError(
+            "mode 'chunked-loss' is for training, and this profile is of inference, which computes no gradients. "
+            "sacplan.profile(model, batch, loss_fn) records a step of training."
+        )
+    found = loss_chunks(profile.program, profile.spec)
+    if not isinstance(found, ChunkOptions):
+        why = [f"from {refused.unit!r} on: {refused.why}" for refused in found[:_MOST_REASONS]]
+        raise PlanError(
+            "there is no module from which on the loss could be computed in slices. "
+            + ("; ".join(why) + "." if why else "No module with a name is called once in the step.")
+        )
+    if not pins.named_ops.isdisjoint(found.ops):
+        op = profile.program.ops[min(pins.named_ops & found.ops)]
+        given = (("keep", pins.keep), ("never", pins.never))
+        said = " and ".join(f"{name}={list(patterns)!r}" for name, patterns in given if patterns)
+        raise PlanError(
+            f"the loss would run in slices from {found.unit!r} on, where {said} pins what {op.name} makes. "
+            "Leave that pattern out."
+        )
+    rows = entry_size(profile.program, found.options[0][0])
+    if slices > rows:
+        raise PlanError(f"slices={slices}, but what enters {found.unit!r} has only {rows} rows.")
+    return structs.replace(found.options[0][0], slices=slices)
 
 
 # --- options ----------------------------------------------------------------------------------------------

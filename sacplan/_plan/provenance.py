@@ -13,11 +13,11 @@ from msgspec import Meta, Struct
 
 import sacplan
 from sacplan._plan.context import Objective
-from sacplan._plan.techniques import DEFAULT_TECHNIQUES
 from sacplan._profile.profile import Profile
 from sacplan._program.files import Name
 from sacplan._recompute.pins import NO_PINS, Pins
 from sacplan._record.step import Mode
+from sacplan._techniques import DEFAULT_TECHNIQUES
 
 Scalar = bool | int | float | str | None
 _SCALARS = (bool, int, float, str, type(None))

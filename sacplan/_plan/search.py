@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.context import PlanningContext
 from sacplan._plan.effects import RegionProblem
-from sacplan._plan.techniques import TECHNIQUES, rewritten
 from sacplan._program.decisions import Decision, as_decisions
 from sacplan._program.liveness import Footprint
 from sacplan._program.program import Program
@@ -27,6 +26,7 @@ from sacplan._rotor.sequences import Rotor, sequences, unit_of
 from sacplan._solve.local import give_back
 from sacplan._solve.problem import DEVICE_MEMORY, Solution
 from sacplan._solve.solvers import Solver
+from sacplan._techniques import TECHNIQUES, rewritten
 from sacplan.errors import PlanError
 
 _IN_VAIN = 3  # sizes of regions in a row that make nothing cheaper, or no peak smaller
@@ -172,7 +172,12 @@ class Search:
         return self.tried[key]
 
     def _add_sequences(self, rotor: Rotor, budget_bytes: int) -> None:
-        """Rotor's sequences for a budget, or the one with the smallest peak."""
+        """Rotor's sequences for a budget, or the one with the smallest peak; none beside chunks.
+
+        Its one unit would be around what runs in slices.
+        """
+        if self.context.chunks:
+            return
         program, pins = self.program, self.context.pins
         if pins.widest_units is not None and not pins.may_be_a_unit(program, unit_of(program)):
             raise PlanError(

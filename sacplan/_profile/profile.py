@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -27,12 +27,11 @@ from sacplan._device.workspace import measured_reserves
 from sacplan._profile import files
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
-from sacplan._program.decisions import Discarded
+from sacplan._program.decisions import AnyDecision, Decision, Discarded, as_decisions
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.liveness import Footprint
 from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._ranks.ranks import ONE_RANK, Ranks
-from sacplan._recompute.rewrite import recomputed
 from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.fake_data import REAL_TENSOR, DataRules, data_rules
@@ -60,9 +59,10 @@ from sacplan._record.user_code import (
 from sacplan._rewrites.library_workspaces import library_workspaces
 from sacplan._rotor.chain import Chain
 from sacplan._rotor.stages import stages_of
+from sacplan._techniques import rewritten
 from sacplan._torch.ops import is_computation
 from sacplan._torch.private import FakeTensorMode
-from sacplan.errors import DeviceError, SacplanWarning, TraceError
+from sacplan.errors import DeviceError, PlanError, SacplanWarning, TraceError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,6 +79,19 @@ _RUNTIMES = {
     "benchmark": "benchmark",
     "operator-level-benchmark": "benchmark",
 }
+
+
+class HasDecisions(Protocol):
+    """A plan."""
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """See ``Plan``."""
+        ...
+
+
+Decided: TypeAlias = HasDecisions | Iterable[Decision] | Discarded
+"""A plan, its decisions, or what one discards (unit to call sites)."""
 
 
 @dataclass(frozen=True)
@@ -188,22 +201,41 @@ class Profile:
         """
         return self.program.derived("stages", lambda: stages_of(self.program)).chain
 
-    def footprint(self, discarded: Discarded) -> Footprint:
-        """Peak and recomputation of the step with these call sites discarded (unit to call sites)."""
-        return recomputed(self.program, discarded).footprint
+    def with_plan(self, plan: Decided) -> Program:
+        """The step with a plan, with decisions of one, or with these call sites discarded (unit to call sites).
+
+        Raises:
+            PlanError: something else, or a chunk that cannot be carried out on this step.
+        """
+        decisions: tuple[Decision, ...]
+        if isinstance(plan, Mapping):
+            decisions = as_decisions(plan)
+        else:
+            found: Any = plan if isinstance(plan, Iterable) else getattr(plan, "decisions", (plan,))
+            decisions = tuple(found)
+        wrong = [one for one in decisions if not isinstance(one, AnyDecision)]
+        if wrong:
+            raise PlanError(
+                f"this takes a plan, decisions of one (plan.decisions), or plan.discarded, not {plan!r:.100}."
+            )
+        return rewritten(self.program, decisions, self.spec)
+
+    def footprint(self, plan: Decided) -> Footprint:
+        """Peak and recomputation of the step with a plan; for ``plan`` see ``with_plan``."""
+        return self.with_plan(plan).footprint
 
     def to_frame(self) -> pd.DataFrame:
         """Statistics of each module, in execution order."""
         return self.graph.to_frame()
 
-    def timeline(self, discarded: Discarded | None = None) -> pd.DataFrame:
-        """What is alive at each op, in bytes by kind, without a plan or with what a plan has ``discarded``.
+    def timeline(self, plan: Decided | None = None) -> pd.DataFrame:
+        """What is alive at each op, in bytes by kind, without a plan or with one (see ``with_plan``).
 
         Columns: ``op``, ``phase``, ``module``, ``recomputed``, ``total_bytes``, and one for each kind.
         """
         import pandas as pd
 
-        program = recomputed(self.program, discarded or {})
+        program = self.program if plan is None else self.with_plan(plan)
         ops, scopes = program.ops, program.scopes
         rows = []
         for moment in program.liveness.moments[1:]:

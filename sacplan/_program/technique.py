@@ -54,7 +54,7 @@ class Installed(Protocol):
 
 
 class Technique(Protocol):
-    """One technique; ``sacplan/_plan/techniques.py`` lists them."""
+    """One technique; ``sacplan/_techniques.py`` lists them."""
 
     name: str
     """As in ``plan(techniques=...)``, ``Option.technique`` and the tag of its decisions."""

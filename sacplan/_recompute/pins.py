@@ -43,6 +43,7 @@ class Pins:
         keep, never: as given.
         kept_ops: recorded forward ops that must not run again: pinned, or with no module around them that may be
             a unit.
+        named_ops: of these, those that the patterns themselves name.
         widest_units: by scope, the outermost module call, itself or around it, that may be a unit; ``ROOT_SCOPE`` where
             there is none. None where all may, which is to say that nothing is in ``never``.
     """
@@ -51,6 +52,7 @@ class Pins:
     never: tuple[str, ...] = ()
     kept_ops: frozenset[int] = frozenset()
     widest_units: tuple[int, ...] | None = None
+    named_ops: frozenset[int] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self.keep or self.never)
@@ -109,13 +111,13 @@ def resolve_pins(
     alone = _scopes_of(program, left_alone)
     widest_units = _widest_units(program, alone) if never else None
     pinned = alone | _scopes_of(program, kept_modules)
-    for i, op in enumerate(program.ops):
-        if op.phase == Phase.FORWARD and (
-            op.scope in pinned
-            or (widest_units is not None and (op.scope == ROOT_SCOPE or widest_units[op.scope] == ROOT_SCOPE))
-        ):
-            kept_ops.add(i)
-    return Pins(keep, never, frozenset(kept_ops), widest_units)
+    forward = [i for i, op in enumerate(program.ops) if op.phase == Phase.FORWARD]
+    named_ops = kept_ops.union(i for i in forward if program.ops[i].scope in pinned)
+    kept_ops = set(named_ops)
+    if widest_units is not None:
+        scopes = ((i, program.ops[i].scope) for i in forward)
+        kept_ops.update(i for i, s in scopes if s == ROOT_SCOPE or widest_units[s] == ROOT_SCOPE)
+    return Pins(keep, never, frozenset(kept_ops), widest_units, frozenset(named_ops))
 
 
 def _patterns(argument: str, patterns: Sequence[str]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.program import Phase
 from sacplan._report.curves import Curve, distinct_curves
-from sacplan._report.inputs import check_frontier
+from sacplan._report.inputs import check_frontier, has_chunks
 from sacplan._report.palette import (
     DASHES,
     FAINT,
@@ -201,7 +201,9 @@ def draw_memory(
 
 @checked(PlanError)
 def frontier_figure(profile: Profile, frame: pd.DataFrame, plan: Plan | None = None) -> Figure:
-    """Peak of the step against recomputation: solvers as lines, named policies as crosses, the bound dotted.
+    """Peak of the step against what it costs: solvers as lines, named policies as crosses, the bound dotted.
+
+    The cost is that of recomputation and, where plans have chunks, of these; there is no bound over all slices then.
 
     Args:
         profile: from ``sacplan.profile``.
@@ -219,7 +221,8 @@ def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size
     frame = check_frontier(frame)
     unit, unit_bytes = _unit(int(frame["peak_bytes"].max()))
     step_ms = profile.step_ms or 1.0
-    frame = frame.assign(peak=frame["peak_bytes"] / unit_bytes, share=frame["recompute_share"] * 100)
+    chunks = has_chunks(frame)
+    frame = frame.assign(peak=frame["peak_bytes"] / unit_bytes, share=frame["cost_share"] * 100)
     is_policy = frame["status"] == "policy"
     solved, policies = frame[~is_policy], frame[is_policy]
     bound = solved.groupby("peak")["lower_bound_ms"].max()
@@ -228,14 +231,15 @@ def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size
         axis = figure.subplots()
         labels: list[Label] = []
         if plan is not None:
-            peak, share = plan.peak_bytes / unit_bytes, plan.recompute_ms / step_ms * 100
+            peak, share = plan.peak_bytes / unit_bytes, (plan.recompute_ms + plan.added_ms) / step_ms * 100
             bound.loc[peak] = plan.lower_bound_ms
             axis.plot(
                 peak, share, "o", markersize=11, fillstyle="none", color=MARK, label="the plan", zorder=3
             )
             labels.append((peak, share, "this plan", MARK))
         bound = bound.sort_index() / step_ms * 100
-        axis.plot(bound.index, bound, color=FAINT, linestyle=":", linewidth=1.4, label="lower bound")
+        if not chunks:
+            axis.plot(bound.index, bound, color=FAINT, linestyle=":", linewidth=1.4, label="lower bound")
         ends: list[Label] = []
         width, height = np.ptp(frame["peak"]), np.ptp(frame["share"])
         for i, (solver, rows) in enumerate(solved.groupby("solver", sort=False)):
@@ -260,12 +264,12 @@ def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size
         axis.plot(policies["peak"], policies["share"], "x", color=INK, markersize=5, label="policies")
         labels += ends
         labels += [(row.peak, row.share, row.solver, FAINT) for row in policies.itertuples()]
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(bottom=min(0.0, float(frame["share"].min())))
         axis.set_xlabel(f"peak of the step, {unit}")
-        axis.set_ylabel("recomputation, % of the step's time")
-        axis.legend(
-            handles=[line for line in axis.lines if line.get_label() == "lower bound"], loc="upper right"
-        )
+        axis.set_ylabel(f"recomputation{' and chunks' if chunks else ''}, % of the step's time")
+        if not chunks:
+            bounds = [line for line in axis.lines if line.get_label() == "lower bound"]
+            axis.legend(handles=bounds, loc="upper right")
         figure.draw_without_rendering()
         _place(axis, labels)
     return figure

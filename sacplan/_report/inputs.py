@@ -7,20 +7,13 @@ from typing import TYPE_CHECKING
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import format_bytes
-from sacplan._program.decisions import Discarded
 from sacplan._program.program import Program
-from sacplan._recompute.rewrite import recomputed
 from sacplan.errors import PlanError, PlanMismatch
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _FRONTIER_COLUMNS = ("solver", "peak_bytes", "recompute_share", "lower_bound_ms", "status")
-
-
-def discarded_by_plan(plan: Plan | None) -> Discarded:
-    """What a plan discards; without a plan, nothing."""
-    return {} if plan is None else plan.discarded
 
 
 def planned(profile: Profile, plan: Plan | None) -> Program:
@@ -36,7 +29,7 @@ def planned(profile: Profile, plan: Plan | None) -> Program:
             f"the plan is of a {plan.fingerprint.model_class} with other parameters or another batch than the profile "
             f"of {profile.fingerprint.model_class}. Report on the profile that it was made from."
         )
-    program = recomputed(profile.program, discarded_by_plan(plan))
+    program = profile.with_plan(plan)
     found = program.footprint.peak_bytes
     if found != plan.peak_bytes:
         raise PlanMismatch(
@@ -48,9 +41,26 @@ def planned(profile: Profile, plan: Plan | None) -> Program:
 
 
 def check_frontier(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame; ``PlanError`` unless it is one that ``sacplan.frontier`` returns."""
+    """The frame with ``cost_share``, of the step: recomputed, or added by chunks.
+
+    Raises:
+        PlanError: it is none that ``sacplan.frontier`` returns.
+    """
     missing = [c for c in _FRONTIER_COLUMNS if c not in getattr(frame, "columns", ())]
     if missing or not len(frame):
         what = f"has no column {', '.join(map(repr, missing))}" if missing else "has no rows"
         raise PlanError(f"the frontier {what}. Give the frame that sacplan.frontier(profile) returns.")
-    return frame
+    added = frame.get("added_share", 0.0)  # older frames have none
+    return frame.assign(cost_share=frame["recompute_share"] + added)
+
+
+def has_chunks(frame: pd.DataFrame) -> bool:
+    """Whether any plan of a frontier runs something in slices."""
+    return "added_share" in frame and bool(frame["added_share"].any())
+
+
+def in_slices(profile: Profile, plan: Plan | None) -> Program:
+    """The program of the step with what a plan does besides recomputing: what it then recomputes is a part of this."""
+    if plan is None or not plan.chunks:
+        return profile.program
+    return profile.with_plan(plan.chunks)

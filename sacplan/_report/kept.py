@@ -38,11 +38,12 @@ class KeptAndDiscarded:
     """What a step with a plan holds from the forward to the backward pass.
 
     Args:
-        program: the step without the plan.
+        program: the step without the plan, but for what runs in slices.
         planned: the step with it.
         discarded: what the plan discards.
 
     Attributes:
+        asked: storages that autograd asks for.
         kept: storages made in the forward pass that are held for the backward pass or for a recipe.
         discarded: those that autograd asked for and that are held nowhere.
         again: the ops that ran a second time, one entry for each run.
@@ -59,6 +60,7 @@ class KeptAndDiscarded:
             {p.handle_storages[arg] for code, arg in p.events if code == Event.PACK}
             for p in (program, planned)
         )
+        self.asked = frozenset(asked)
         self.kept = frozenset(held & self.made.keys())
         self.discarded = frozenset((asked - held) & self.made.keys())
 

@@ -11,9 +11,9 @@ from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
-from sacplan._program.program import Phase
+from sacplan._program.program import Event, Phase
 from sacplan._report.alive import alive_at
-from sacplan._report.inputs import discarded_by_plan, planned
+from sacplan._report.inputs import in_slices, planned
 from sacplan._report.kept import Cost, KeptAndDiscarded
 from sacplan._report.names import OUTSIDE, module_of, pattern_of, pattern_over, short_op
 from sacplan.errors import PlanError
@@ -63,8 +63,9 @@ def module_table(profile: Profile, plan: Plan | None = None) -> pd.DataFrame:
 
     Returns:
         By module, in the order of execution: ``kept_bytes`` (for the backward pass, or to recompute from),
-        ``discarded_bytes``, ``recompute_ms``, ``recompute_share``, ``forward_ms`` and ``why``. Costs in ``why`` are of
-        the whole row: µs of recomputation that nothing else needs, per MiB.
+        ``discarded_bytes`` (to be recomputed; ``why`` says what runs in slices), ``recompute_ms``,
+        ``recompute_share``, ``forward_ms`` and ``why``. Costs in ``why`` are of the whole row: µs of recomputation that
+        nothing else needs, per MiB.
 
     Raises:
         PlanMismatch: the plan was made from another profile.
@@ -124,15 +125,16 @@ class _Own:
 
 class _Rows:
     def __init__(self, profile: Profile, plan: Plan | None) -> None:
-        self.program = program = profile.program
+        self.program = program = in_slices(profile, plan)
         self.plan = plan
         with_plan = planned(profile, plan)
         self.at_peak = alive_at(with_plan, with_plan.footprint.peak_op)
-        self.state = state = KeptAndDiscarded(program, with_plan, discarded_by_plan(plan))
+        self.state = state = KeptAndDiscarded(program, with_plan, plan.discarded if plan else {})
         self.own = {scope.fqn: _Own() for scope in program.scopes}
-        for i, op in enumerate(program.ops):
-            if op.phase == Phase.FORWARD:
-                self._of(i).forward_ms += op.time_ms
+        for code, i in program.events:  # ops that run in slices are there, and do not run
+            if code == Event.OP and program.ops[i].phase == Phase.FORWARD:
+                self._of(i).forward_ms += program.ops[i].time_ms
+        self.sliced = self._sliced(profile)
         for i in state.again:
             self._of(i).recompute_ms += program.ops[i].time_ms
         for s in sorted(state.kept):
@@ -149,6 +151,19 @@ class _Rows:
         self._peaks: dict[tuple[object, ...], int] = {}
         costs = sorted((o.cost.us_per_mib, fqn) for fqn, o in self.own.items() if o.cost)
         self.cheapest = next((cost for cost, fqn in costs if self._lowers(fqn)), None)
+
+    def _sliced(self, profile: Profile) -> dict[str, int]:
+        """By module whose ops run in slices, bytes that autograd would keep of them and that never exist as a whole."""
+        recorded, found = profile.program, dict[str, int]()
+        runs = {i for code, i in self.program.events if code == Event.OP}
+        asked = set(recorded.handle_storages) - self.state.asked
+        for i, op in enumerate(recorded.ops):
+            if op.phase == Phase.FORWARD and i not in runs:
+                module = module_of(recorded, i)
+                n_bytes = sum(recorded.storage_bytes[s] for s in op.writes if s in asked)
+                name = OUTSIDE if module is None else module
+                found[name] = found.get(name, 0) + n_bytes
+        return found
 
     def _lowers(self, module: str) -> bool:
         """Whether discarding what the module keeps as well would lower the peak; worked out once for modules alike."""
@@ -183,9 +198,14 @@ class _Rows:
         own = self.own[module]
         kept, discarded = (self.state.n_bytes(storages) for storages in (own.kept, own.discarded))
         reasons = []
+        sliced = self.sliced.get(module, 0)
+        if sliced:
+            reasons.append(f"in slices: its {format_bytes(sliced)} never exist as a whole")
+        elif module in self.sliced:
+            reasons.append("in slices")
         if own.paid is not None:
             reasons.append(self._why_discarded(own.paid))
-        if kept > _MINOR * discarded:
+        if kept > _MINOR * (discarded + sliced):
             reasons.append(self._why_kept(module) if own.discardable else self._why_fixed(own.kept))
         if reasons:
             return "; ".join(reasons)

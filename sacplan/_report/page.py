@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +17,23 @@ from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.program import Phase, StorageKind
 from sacplan._report.alive import WORKSPACE, AliveGroup, peak_groups
+from sacplan._report.chunks import (
+    BlockedRow,
+    ChunkRow,
+    LossRow,
+    blocked_rows,
+    chunk_rows,
+    loss_refusals,
+    loss_rows,
+)
 from sacplan._report.curves import distinct_curves
 from sacplan._report.figures import BUCKETS, GIB, MIB, draw_frontier, draw_memory, draw_tradeoffs
-from sacplan._report.inputs import check_frontier
+from sacplan._report.inputs import check_frontier, has_chunks
 from sacplan._report.modules import RowGroup, grouped, module_rows
 from sacplan._report.names import numbers_of, pattern_of, short_op, shown_module
 from sacplan._report.palette import STACK, css_name, css_variables
 from sacplan._report.svg import inline_svg, page_style
-from sacplan._report.timeline import Panel, Timeline, buckets_of, panels_of
+from sacplan._report.timeline import Panel, buckets_of, panels_of
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -31,6 +41,7 @@ if TYPE_CHECKING:
 
 _CHART, _SMALL_CHART = (4.7, 3.3), (3.1, 2.3)  # inches; the page stretches them to 1.1 to 1.9 times that
 _ALIVE_ROWS = 10
+_BLOCKED_ROWS = 6
 _MOST_ROWS = 250  # of the table of modules; those that matter least are summed up
 _COLOURS = {kind.name.lower().replace("_", " "): css_name(kind) for kind in StorageKind} | {
     WORKSPACE: css_name(StorageKind.TEMPORARY)
@@ -45,7 +56,8 @@ def write_report(
 
         sacplan.write_report("report.html", profile, plan, sacplan.frontier(profile))
 
-    It shows the headline figures, memory over the step with what is alive at the peak, the frontier, what each
+    It shows the headline figures, memory over the step with what is alive at the peak, the frontier, what runs in
+    slices (and what else there is for the loss, and which ops are in the way) where the plan may do that, what each
     module keeps and discards and why, and what each kind of module could trade.
 
     Args:
@@ -88,6 +100,7 @@ def report_html(profile: Profile, plan: Plan | None = None, frontier: pd.DataFra
             panels=[_panel(profile, panel, panels) for panel in panels],
             made=_made,
             frontier=None if frontier is None else _frontier(profile, frontier, plan),
+            chunks=None if plan is None else _chunks(profile, plan),
             modules=_modules(profile, plan),
             tradeoffs=_tradeoffs(profile),
         )
@@ -100,9 +113,18 @@ def _summary(profile: Profile, plan: Plan | None) -> str:
     if not plan.units:
         return f"One training step: {peak} at its peak; the plan discards nothing."
     less = 1 - plan.peak_bytes / profile.peak_bytes
+    costs = []
+    if plan.discarded or not plan.chunks:
+        costs.append(
+            f"recomputes for {plan.recompute_ms:.2f} ms ({_share(plan.recompute_ms, plan.step_ms)} of the step)"
+        )
+    if plan.chunks:
+        costs.append(
+            f"takes {plan.added_ms:.2f} ms ({_share(plan.added_ms, plan.step_ms)}) longer for its chunks"
+        )
     return (
         f"The plan takes the peak of the step from {peak} to {format_bytes(plan.peak_bytes)} ({less:.0%} less) "
-        f"and recomputes for {plan.recompute_ms:.2f} ms ({_share(plan.recompute_ms, plan.step_ms)} of the step)."
+        f"and {' and '.join(costs)}."
     )
 
 
@@ -127,23 +149,67 @@ def _cards(profile: Profile, plan: Plan | None, panels: Sequence[Panel]) -> list
         cards.append(("Budget", format_bytes(plan.budget_bytes), note))
     share, flops = _share(plan.recompute_ms, plan.step_ms), _share(plan.recompute_flops, plan.step_flops)
     gap = "" if plan.gap is None else f", gap {plan.gap:.2g}"
+    slices = " and these slices" if plan.chunks else ""
     return [
         *cards,
         ("Recomputation", f"{plan.recompute_ms:.2f} ms", f"{share} of the step's time, {flops} of its FLOPs"),
-        ("Lower bound", f"{plan.lower_bound_ms:.2f} ms", "no schedule with this peak recomputes less"),
+        *_chunk_card(plan),
+        (
+            "Lower bound",
+            f"{plan.lower_bound_ms:.2f} ms",
+            f"no schedule with this peak{slices} recomputes less",
+        ),
         ("Step", f"{planned:.2f} ms", f"{step:.2f} ms without the plan; predicted"),
         ("Solver", plan.solver, f"{plan.status}{gap}"),
         device,
     ]
 
 
+def _chunk_card(plan: Plan) -> list[tuple[str, str, str]]:
+    if not plan.chunks:
+        return []
+    share = _share(plan.added_ms, plan.step_ms)
+    note = f"{share} of the step's time; {_what_is_close(plan)}"
+    return [("Chunks", f"{plan.added_ms:+.2f} ms", note)]
+
+
+def _what_is_close(plan: Plan) -> str:
+    return f"gradients are {plan.gradients}" if plan.provenance.mode == "train" else "the output is close"
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """What runs in slices, and why; the same loss by other means; what stands in the way."""
+
+    rows: list[ChunkRow]
+    exactness: str
+    losses: list[LossRow]
+    refusals: list[str]
+    blocked: list[BlockedRow]
+
+
+def _chunks(profile: Profile, plan: Plan) -> _Chunks | None:
+    """None for a plan that may not run anything in slices."""
+    if "chunk" not in plan.provenance.techniques:
+        return None
+    why = plan.why_gradients if profile.mode == "train" else "kernels may round slices otherwise"
+    close = _what_is_close(plan)
+    return _Chunks(
+        rows=chunk_rows(profile, plan),
+        exactness=f"{close[0].upper()}{close[1:]}: {why}",
+        losses=loss_rows(profile, plan),
+        refusals=[f"from {refused.unit} on: {refused.why}" for refused in loss_refusals(profile)],
+        blocked=blocked_rows(profile)[:_BLOCKED_ROWS],
+    )
+
+
 def _peak(profile: Profile, panel: Panel) -> dict[str, str]:
     """When the peak is, what runs then and what is alive."""
-    program, model, timeline = profile.program, profile.fingerprint.model_class, panel.timeline
+    program, model, timeline = panel.program, profile.fingerprint.model_class, panel.timeline
     at = timeline.peak
     op = int(timeline.ops[at])
     return {
-        "what": "The peak" if panel.program is program else "With the plan, the peak",
+        "what": "The peak" if program is profile.program else "With the plan, the peak",
         "phase": Phase(int(timeline.phases[at])).name.lower(),
         "ms": f"{timeline.start_ms[at]:.1f}",
         "op": short_op(program.ops[op].name),
@@ -175,16 +241,16 @@ def _panel(profile: Profile, panel: Panel, scale: Sequence[Panel]) -> dict[str, 
     figure = draw_memory([panel], scale, _CHART, sampled=True)
     return {
         "svg": Markup(inline_svg(figure, said, panel.title)),
-        "moments": _moments(profile, panel.timeline, max(p.timeline.end_ms for p in scale) or 1.0),
+        "moments": _moments(profile, panel, max(p.timeline.end_ms for p in scale) or 1.0),
         "alive": [(g, _COLOURS.get(g.kind, css_name(StorageKind.OTHER))) for g in groups[:_ALIVE_ROWS]],
         "rest": groups[_ALIVE_ROWS:],
         "peak_bytes": peak_bytes,
     }
 
 
-def _moments(profile: Profile, timeline: Timeline, x_max: float) -> dict[str, Any]:
+def _moments(profile: Profile, panel: Panel, x_max: float) -> dict[str, Any]:
     """What the page says under the pointer: bytes by kind and what runs, for each bucket of time."""
-    program, model = profile.program, profile.fingerprint.model_class
+    program, timeline, model = panel.program, panel.timeline, profile.fingerprint.model_class
     entries = list(buckets_of(timeline, x_max / BUCKETS))
     kinds = [k for k in STACK if timeline.kind_bytes[:, k].any()]
     texts: dict[str, int] = {}
@@ -210,7 +276,8 @@ def _frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None) -> dict[
     said = "Peak of the step against recomputation, for every solver and policy; the figures are in the table below."
     return {
         "svg": Markup(inline_svg(draw_frontier(profile, frame, plan, _CHART), said, "frontier")),
-        "rows": list(frame.sort_values(["solver", "peak_bytes"], kind="stable").itertuples()),
+        "chunks": has_chunks(frame),
+        "rows": list(check_frontier(frame).sort_values(["solver", "peak_bytes"], kind="stable").itertuples()),
     }
 
 

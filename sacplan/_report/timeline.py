@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sacplan._plan.plan import Plan
-from sacplan._plan.techniques import by_technique
 from sacplan._profile.profile import Profile
 from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._report.inputs import planned
+from sacplan._techniques import by_technique
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -49,9 +49,11 @@ def write_memory_trace(path: str | Path, profile: Profile, plan: Plan | None = N
     Raises:
         PlanMismatch: the plan was made from another profile.
     """
-    timeline = timeline_of(planned(profile, plan))
+    program, model = planned(profile, plan), profile.fingerprint.model_class
+    timeline = timeline_of(program)
     data = {
-        "traceEvents": [*_names(profile), *_op_slices(profile, timeline), *_module_slices(profile, timeline),
+        "traceEvents": [*_names(profile), *_op_slices(program, timeline, model),
+                        *_module_slices(program, timeline, model),
                         *_counters(timeline)],
         "displayTimeUnit": "ms",
         "otherData": {
@@ -81,8 +83,7 @@ def _stamps(timeline: Timeline) -> list[float]:
     return [round(ms * 1e3, 3) for ms in (*timeline.start_ms.tolist(), timeline.end_ms)]
 
 
-def _op_slices(profile: Profile, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    program, model = profile.program, profile.fingerprint.model_class
+def _op_slices(program: Program, timeline: Timeline, model: str) -> Iterator[dict[str, Any]]:
     stamps = _stamps(timeline)
     for i, (index, again) in enumerate(zip(timeline.ops.tolist(), timeline.recomputed.tolist(), strict=True)):
         op = program.ops[index]
@@ -106,9 +107,8 @@ def _op_slices(profile: Profile, timeline: Timeline) -> Iterator[dict[str, Any]]
         yield event
 
 
-def _module_slices(profile: Profile, timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _module_slices(program: Program, timeline: Timeline, model: str) -> Iterator[dict[str, Any]]:
     """Phases, and in them the module calls whose ops run: begin and end events that nest."""
-    program, model = profile.program, profile.fingerprint.model_class
     stamps = _stamps(timeline)
     common = {"pid": _PROCESS, "tid": _MODULES}
     stack: list[tuple[str, int]] = []

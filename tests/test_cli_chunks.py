@@ -1,0 +1,109 @@
+"""The command line with chunks: ``--technique``, ``policy``, and what is said about slices and gradients."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import sacplan
+from sacplan._cli.app import app
+
+TRAIN = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Words(nn.Module):
+    def __init__(self, words=2048, width=16):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.embed(tokens)))
+
+
+def loss_fn(model, tokens):
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def make(n=2):
+    tokens = torch.zeros(n, 64, dtype=torch.long)
+    return {"model": Words(), "batch": tokens, "loss_fn": loss_fn, "make_batch": lambda n: tokens[:1].repeat(n, 1)}
+"""
+
+BOTH = "--technique recompute --technique chunk"
+TARGET = "train.py:make --device cpu"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def run(line: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, line.split())
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_a_plan_may_use_chunks() -> None:
+    alone = run(f"plan {TARGET} --budget 60%", code=3)
+    assert "With techniques=('recompute', 'chunk') the budget holds" in alone.stderr
+    facts = json.loads(run(f"plan {TARGET} --budget 60% {BOTH} --json -o plan.json").stdout)
+    plan = sacplan.Plan.load("plan.json")
+    (chunk,) = plan.chunks
+    assert facts["techniques"] == ["recompute", "chunk"]
+    assert facts["chunks"][0]["slices"] == chunk.slices
+    assert (facts["gradients"], facts["added_ms"]) == ("close", plan.added_ms)
+    seen = json.loads(run("verify train.py:make plan.json --json").stdout)
+    assert seen["peak_bytes"] == plan.peak_bytes
+
+
+def test_without_chunks_nothing_is_said_about_them() -> None:
+    shown = run(f"plan {TARGET} --budget 100%").stdout
+    assert "gradients" not in shown
+    assert "chunks" not in shown
+    allowed = run(f"plan {TARGET} --budget 100% {BOTH}").stdout
+    assert "gradients    bit-equal, because" in allowed
+    assert "chunks       none" in allowed
+
+
+def test_policies() -> None:
+    shown = run(f"policy {TARGET} chunked-loss --slices 8 -o plan.json").stdout
+    assert "gradients    close, because those of parameters in head" in shown
+    (row,) = [line for line in shown.splitlines() if line.startswith("head ")]
+    assert row.split()[1:4] == ["1", "8", "64"]
+    plan = sacplan.Plan.load("plan.json")
+    assert (plan.status, plan.chunks[0].slices) == ("policy", 8)
+    facts = json.loads(run(f"policy {TARGET} none --json").stdout)
+    assert (facts["command"], facts["solver"], facts["chunks"]) == ("policy", "policy-none", [])
+    assert "needs a number of slices" in run(f"policy {TARGET} chunked-loss", code=2).stderr
+    assert "takes no slices" in run(f"policy {TARGET} none --slices 4", code=2).stderr
+    assert "known are 'none', 'full'" in run(f"policy {TARGET} half", code=2).stderr
+
+
+def test_a_report_of_a_plan_with_chunks() -> None:
+    run(f"policy {TARGET} chunked-loss --slices 8 -o plan.json")
+    run("report train.py:make plan.json --device cpu -o page.html --points 2")
+    page = Path("page.html").read_text(encoding="utf-8")
+    assert "Costs are those of recomputation and of chunks" in page
+    assert "F.linear_cross_entropy" in page
+
+
+def test_surveys_with_chunks() -> None:
+    rows = json.loads(run(f"frontier {TARGET} --technique chunk --points 2 --json").stdout)["rows"]
+    assert any(row["added_ms"] for row in rows)
+    found = json.loads(run(f"max-batch {TARGET} --budget 2MiB --at-most 2 {BOTH} --json").stdout)
+    assert found["plan"]["chunks"]
+    assert found["batch_size"] > found["unplanned_batch_size"]
+    assert (
+        "unknown technique 'slices'" in run(f"plan {TARGET} --budget 1GiB --technique slices", code=2).stderr
+    )
