@@ -33,7 +33,7 @@ from torch import nn
 import sacplan
 from benchmarks import common
 from benchmarks.common import MIB, describe, machine, write_results
-from sacplan._chunk.entries import LossChunks, loss_chunks
+from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._plan.make import made_plan
 from sacplan._plan.provenance import Provenance
 from sacplan._recompute.pins import NO_PINS
@@ -127,7 +127,7 @@ def chunked(model: Model, batch: Batch) -> LossFn:
     """A plan with a chunk at the head, and nothing recomputed; the loss is the plain one."""
     profile = sacplan.profile(model, batch, plain_loss, device=batch[0].device.type)
     found = loss_chunks(profile.program, profile.spec)
-    assert isinstance(found, LossChunks), found
+    assert isinstance(found, ChunkOptions), found
     (chunk,) = (chunk for chunk, _ in found.options if chunk.slices == SLICES)
     footprint = rewritten(profile.program, (chunk,), profile.spec).footprint
     made_by = Provenance.now(
