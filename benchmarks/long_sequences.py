@@ -167,7 +167,7 @@ def measured(name: str, device: str, headroom: float) -> dict[str, Any]:
 
 def _line(row: dict[str, Any]) -> str:
     lines = [
-        f"{row['model']}, {row['tokens']} tokens on {row['device']}: {row['plain_peak_bytes'] / GIB:.1f} GiB plain, "
+        f"{row['model']}, {row['tokens']} tokens on {row['device']}: {row['plain_peak_bytes'] / GIB:.1f} GiB, "
         f"budget {row['budget_bytes'] / GIB:.1f}; {SLICES} slices of the loss add {row['loss']['share']:.2%}; "
         f"planning takes {row['planning']['ratio']:.2f} times as long with chunks"
     ]

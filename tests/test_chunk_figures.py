@@ -44,3 +44,18 @@ def test_a_loss_in_slices_takes_little_memory() -> None:
         by_name = {row["variant"]: row for row in found}
         assert by_name["chunked/16"]["peak_bytes"] < 0.2 * by_name["plain"]["peak_bytes"]
         assert by_name["chunked/16"]["error"] < 1e-5
+
+
+def test_long_sequences() -> None:
+    found = rows("long_sequences.json", "model")
+    for row in found.values():
+        alone, chunked = row["recomputed"], row["chunked"]
+        assert chunked["within_budget"]
+        assert chunked["fake_peak_bytes"] == chunked["peak_bytes"] <= row["budget_bytes"]
+        assert chunked["smallest_peak_bytes"] < 0.75 * alone["smallest_peak_bytes"]
+        assert chunked["longest"]["tokens"] > 1.2 * alone["longest"]["tokens"]
+        assert row["loss"]["share"] <= 0.05
+    llama = found["llama-3-8b"]
+    assert llama["tokens"] == 32768
+    assert llama["chunked"]["smallest_peak_bytes"] <= 70 * GIB
+    assert llama["planning"]["ratio"] <= 2
