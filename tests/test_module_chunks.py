@@ -205,3 +205,18 @@ def test_patches_about_the_same_ops_are_not_merged(case: tuple[Net, torch.Tensor
     patch = training_chunk(profile.program, mlps(2)[0], profile.spec).patch
     with pytest.raises(ValueError, match="look at event"):
         merged(profile.program, [patch, patch])
+
+
+def test_gradients_in_half_precision_are_added_up_as_asked() -> None:
+    torch.manual_seed(0)
+    model, batch = Net().to(torch.bfloat16), torch.randint(0, VOCAB, (2, 96))
+    profile = sacplan.profile(model, batch, loss_fn, device="cpu")
+    peaks = {}
+    for accumulate in ("float32", "parameter"):
+        plan = sacplan.plan_smallest(profile, techniques=BOTH, accumulate=accumulate)  # type: ignore[arg-type]
+        assert {chunk.accumulate for chunk in plan.chunks} == {accumulate}
+        assert sacplan.verify(model, batch, plan, loss_fn).peak_bytes == plan.peak_bytes
+        peaks[accumulate] = plan.peak_bytes
+    assert peaks["parameter"] < peaks["float32"]
+    with pytest.raises(sacplan.PlanError, match="known are 'parameter' and 'float32'"):
+        sacplan.plan_smallest(profile, accumulate="double")  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import msgspec
 
 from sacplan._chunk.rest import CannotChunk, Entry, Rewrite, training_chunk
 from sacplan._device.devices import DeviceSpec
-from sacplan._program.decisions import Chunk
+from sacplan._program.decisions import Accumulate, Chunk
 from sacplan._program.liveness import Fold
 from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program
 
@@ -54,20 +54,25 @@ class Refusal:
 # --- the loss
 
 
-def loss_chunks(program: Program, device: DeviceSpec) -> ChunkOptions | tuple[Refusal, ...]:
+def loss_chunks(
+    program: Program, device: DeviceSpec, accumulate: Accumulate = "float32"
+) -> ChunkOptions | tuple[Refusal, ...]:
     """The entry from which on slices save most up to the loss; or why none of the last modules is one.
 
     Worked out once for a program.
     """
-    return program.derived(("loss chunks", device), lambda: _loss_chunks(program, device))
+    key = ("loss chunks", device, accumulate)
+    return program.derived(key, lambda: _loss_chunks(program, device, accumulate))
 
 
-def _loss_chunks(program: Program, device: DeviceSpec) -> ChunkOptions | tuple[Refusal, ...]:
+def _loss_chunks(
+    program: Program, device: DeviceSpec, accumulate: Accumulate
+) -> ChunkOptions | tuple[Refusal, ...]:
     best: tuple[int, Chunk] | None = None
     refused: list[Refusal] = []
     for unit in _last_modules(program):
         try:
-            chunk = _first_axis(program, unit, "rest", device)
+            chunk = _first_axis(program, unit, "rest", device, accumulate)
         except CannotChunk as error:
             if best is not None:
                 break  # what begins before it reads the same and more
@@ -108,22 +113,27 @@ def _called_often(program: Program) -> Iterator[Refusal]:
 # --- modules
 
 
-def module_chunks(program: Program, scope: int, device: DeviceSpec) -> tuple[ChunkOptions, ...]:
+def module_chunks(
+    program: Program, scope: int, device: DeviceSpec, accumulate: Accumulate = "float32"
+) -> tuple[ChunkOptions, ...]:
     """The largest module around a module call that can run in slices, and all that are alike; none: there is none.
 
     Worked out once for a program.
     """
-    return program.derived(("module chunks", scope, device), lambda: _module_chunks(program, scope, device))
+    key = ("module chunks", scope, device, accumulate)
+    return program.derived(key, lambda: _module_chunks(program, scope, device, accumulate))
 
 
-def _module_chunks(program: Program, scope: int, device: DeviceSpec) -> tuple[ChunkOptions, ...]:
+def _module_chunks(
+    program: Program, scope: int, device: DeviceSpec, accumulate: Accumulate
+) -> tuple[ChunkOptions, ...]:
     found: Chunk | None = None
     for around in (scope, *program.ancestors(scope)) if scope != ROOT_SCOPE else ():
         unit = program.scopes[around].fqn
         if not unit or len(program.calls[unit]) != 1 or len(program.ops_in(around)) > _MOST_OPS:
             break
         try:
-            found = _first_axis(program, unit, "module", device)
+            found = _first_axis(program, unit, "module", device, accumulate)
         except CannotChunk:
             continue  # as part of a larger one it may be
     if found is None:
@@ -144,21 +154,27 @@ def _module_chunks(program: Program, scope: int, device: DeviceSpec) -> tuple[Ch
 # --- both
 
 
-def _sums(program: Program, unit: str) -> Literal["parameter", "float32"]:
-    """In float32 where a module computes in half precision: else each slice rounds the sum once more."""
+def _sums(program: Program, unit: str, accumulate: Accumulate) -> Accumulate:
+    """As asked for where a module computes in half precision."""
     ops = (program.ops[i] for i in program.ops_in(Entry.of(program, unit).scope))
     half = any(program.tensors[t].dtype in _HALF for op in ops for t in op.inputs)
-    return "float32" if half else "parameter"
+    return accumulate if half else "parameter"
 
 
-def _first_axis(program: Program, unit: str, span: Literal["module", "rest"], device: DeviceSpec) -> Chunk:
+def _first_axis(
+    program: Program,
+    unit: str,
+    span: Literal["module", "rest"],
+    device: DeviceSpec,
+    accumulate: Accumulate,
+) -> Chunk:
     """A chunk along the longest dimension that can be sliced; the last one is that of features."""
     shape = program.tensors[Entry.of(program, unit).tensor].shape
     why = CannotChunk(f"what enters {unit!r} has shape {shape}")
     for size, dim in sorted(((n, d) for d, n in enumerate(shape[:-1])), reverse=True):
         if size < 2:
             continue
-        chunk = Chunk(unit, span, min(_PROBE, size), dim, accumulate=_sums(program, unit))
+        chunk = Chunk(unit, span, min(_PROBE, size), dim, accumulate=_sums(program, unit, accumulate))
         try:
             training_chunk(program, chunk, device)
         except CannotChunk as error:

@@ -157,7 +157,7 @@ def planning_context(
     if objective not in ("time", "flops"):
         raise PlanError(f"unknown objective {objective!r}; known are 'time' and 'flops'.")
     return program.derived(
-        ("planning", objective, techniques, device, tuple(each.unit for each in chunks), *pins.key),
+        ("planning", objective, techniques, device, tuple(each.options[0][0] for each in chunks), *pins.key),
         lambda: PlanningContext(program, objective, pins, techniques, device, chunks),
     )
 

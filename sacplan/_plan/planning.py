@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import cast, get_args
 
 from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
 from sacplan._chunk.search import Found, StretchSearch, stretch_search
@@ -16,6 +16,7 @@ from sacplan._plan.search import Candidate, Search
 from sacplan._profile.profile import Profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes, parse_budget
+from sacplan._program.decisions import Accumulate
 from sacplan._program.program import Phase
 from sacplan._ranks.ranks import Ranks
 from sacplan._recompute.pins import NO_PINS, Pins, resolve_pins
@@ -44,6 +45,7 @@ def plan(
     techniques: Sequence[str] | None = None,
     world_size: int | None = None,
     fsdp_units: Sequence[str] | None = None,
+    accumulate: Accumulate = "float32",
 ) -> Plan:
     """Choose what each module discards, so that the whole step stays under a budget.
 
@@ -72,6 +74,9 @@ def plan(
             of their own, whatever the solver).
         world_size, fsdp_units: over how many ranks the step is spread, and how, as for ``sacplan.profile``. The
             default is what the profile says.
+        accumulate: in what chunks add up the gradients of parameters of modules that compute in half precision:
+            ``"float32"``, rounded once at the end, or ``"parameter"``, their own type, which takes less memory while a
+            loop runs and rounds once for each slice.
 
     With pins ``Plan.lower_bound_ms`` is what no schedule undercuts that keeps what is pinned.
 
@@ -81,7 +86,7 @@ def plan(
         TraceError: the model cannot be spread over ranks so.
         InfeasibleBudget: no plan found holds it; carries the smallest peak that one does.
     """
-    asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units)
+    asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units, accumulate)
     budget_bytes = parse_budget(budget, asked.profile.peak_bytes)
     if asked.is_about_stretches:
         held = asked.stretches().solve(budget_bytes)
@@ -106,13 +111,14 @@ def plan_smallest(
     techniques: Sequence[str] | None = None,
     world_size: int | None = None,
     fsdp_units: Sequence[str] | None = None,
+    accumulate: Accumulate = "float32",
 ) -> Plan:
     """The plan with the smallest peak that the search finds, whatever it recomputes.
 
     Its ``peak_bytes`` is the ``smallest_feasible_bytes`` that ``InfeasibleBudget`` reports. The other arguments are
     those of ``plan``.
     """
-    asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units)
+    asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units, accumulate)
     if asked.is_about_stretches:
         return asked.as_plan(asked.of_stretches(asked.stretches().minimise()))
     return asked.as_plan(asked.smallest(asked.searches(), 0))
@@ -127,6 +133,7 @@ class _Asked:
     objective: Objective
     pins: Pins
     techniques: tuple[str, ...]
+    accumulate: Accumulate
 
     @classmethod
     def of(
@@ -139,6 +146,7 @@ class _Asked:
         techniques: Sequence[str] | None,
         world_size: int | None,
         fsdp_units: Sequence[str] | None,
+        accumulate: Accumulate = "float32",
     ) -> _Asked:
         solvers = tuple(resolve_solver(solver))
         default = INFERENCE_TECHNIQUES if profile.mode == "inference" else DEFAULT_TECHNIQUES
@@ -147,7 +155,10 @@ class _Asked:
             ranks = Ranks.of(profile.ranks.world_size if world_size is None else world_size, fsdp_units)
             profile = profile.on_ranks(ranks)
         pins = resolve_pins(profile.program, profile.fingerprint, keep, never)
-        return cls(profile, solvers, objective, pins, names)
+        if accumulate not in get_args(Accumulate):
+            known = " and ".join(map(repr, get_args(Accumulate)))
+            raise PlanError(f"accumulate is {accumulate!r}; known are {known}.")
+        return cls(profile, solvers, objective, pins, names, accumulate)
 
     @property
     def is_about_stretches(self) -> bool:
@@ -168,7 +179,7 @@ class _Asked:
         """Without chunks, and with the loss in slices where that may be and can be."""
         found = [Search(self.context(self.pins))]
         if "chunk" in self.techniques:
-            loss = loss_chunks(self.profile.program, self.profile.spec)
+            loss = loss_chunks(self.profile.program, self.profile.spec, self.accumulate)
             if isinstance(loss, ChunkOptions) and self.pins.named_ops.isdisjoint(loss.ops):
                 found.append(self._with_chunks((loss,)))
         return found
@@ -187,7 +198,7 @@ class _Asked:
         run = search.smallest.footprint
         if "chunk" not in self.techniques or run.peak_phase == Phase.OPTIMIZER:
             return None
-        modules = module_chunks(self.profile.program, run.peak_scope, self.profile.spec)
+        modules = module_chunks(self.profile.program, run.peak_scope, self.profile.spec, self.accumulate)
         chunks = search.context.chunks
         for module in modules:
             if self.pins.named_ops.isdisjoint(module.ops) and all(map(module.goes_with, chunks)):

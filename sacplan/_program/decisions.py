@@ -58,6 +58,10 @@ class Recompute(SiteDecision, frozen=True, tag="recompute", omit_defaults=True):
     times: Positive = 1
 
 
+Accumulate: TypeAlias = Literal["parameter", "float32"]
+"""In what gradients of parameters in half precision are summed up over slices, see ``Chunk``."""
+
+
 class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
     """Run some ops in slices of one dimension.
 
@@ -88,7 +92,7 @@ class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
     inner: Positive = 1
     sites: tuple[CallSite, ...] = ()
     exits: tuple[tuple[Count, Count], ...] = ()
-    accumulate: Literal["parameter", "float32"] = "float32"
+    accumulate: Accumulate = "float32"
 
 
 Decision: TypeAlias = Recompute | Chunk  # a further technique is a class above, and a member here
