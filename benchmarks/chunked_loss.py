@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sacplan._plan.techniques import rewritten
+from sacplan._techniques import rewritten
 from torch import nn
 
 import sacplan

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sacplan._plan.techniques import rewritten
+from sacplan._techniques import rewritten
 from torch import nn
 
 import sacplan

@@ -44,6 +44,7 @@ TARGET = "train.py:make --device cpu"
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")  # no table is cut
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 

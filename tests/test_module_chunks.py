@@ -207,6 +207,7 @@ def test_patches_about_the_same_ops_are_not_merged(case: tuple[Net, torch.Tensor
         merged(profile.program, [patch, patch])
 
 
+@pytest.mark.slow
 def test_gradients_in_half_precision_are_added_up_as_asked() -> None:
     torch.manual_seed(0)
     model, batch = Net().to(torch.bfloat16), torch.randint(0, VOCAB, (2, 96))

@@ -319,8 +319,9 @@ def test_plans_for_inference() -> None:
         seen = sacplan.verify(model, batch, plan, run=run)  # type: ignore[arg-type]
         assert seen.peak_bytes == plan.peak_bytes == profile.peak_bytes
     with pytest.raises(sacplan.InfeasibleBudget, match="inference") as info:
-        sacplan.plan(profile, "90%")
+        sacplan.plan(profile, "90%", techniques=("recompute",))
     assert info.value.smallest_feasible_bytes == profile.peak_bytes
+    assert sacplan.plan_smallest(profile).chunks
 
 
 def test_inference_takes_no_optimizer() -> None:

@@ -56,6 +56,7 @@ def planned(steps: int) -> tuple[sacplan.Plan, int]:
     return plan, sum(entry.callcount for entry in calls.getstats())
 
 
+@pytest.mark.slow
 def test_planning_does_no_more_for_each_step_of_a_longer_loop() -> None:
     calls = [planned(steps)[1] for steps in STEPS]
     for fewer, more in pairwise(calls):
@@ -80,6 +81,7 @@ def test_windows_are_alike_and_cut_between_steps(steps: int) -> None:
         assert len(made & read) == 1
 
 
+@pytest.mark.slow
 def test_the_smallest_peak_falls_behind_the_steps() -> None:
     """Kept are the states between windows, so the share of the unplanned peak falls with the steps."""
     shares = [planned(steps)[0].peak_bytes / profile_of(steps).peak_bytes for steps in STEPS]
