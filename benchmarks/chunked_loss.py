@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sacplan._techniques import rewritten
 from torch import nn
 
 import sacplan
@@ -38,6 +37,7 @@ from sacplan._plan.make import made_plan
 from sacplan._plan.provenance import Provenance
 from sacplan._recompute.pins import NO_PINS
 from sacplan._record.step import Step
+from sacplan._techniques import rewritten
 from sacplan._verify.measure import measured_step
 
 SLICES = 16

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sacplan._techniques import rewritten
 from torch import nn
 
 import sacplan
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._profile.profile import trace_step
+from sacplan._techniques import rewritten
 
 WIDTH, CLASSES = 8, 60
 
