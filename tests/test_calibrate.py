@@ -42,6 +42,7 @@ def test_a_profile_and_a_file_take_it(spec: DeviceSpec, tmp_path: Path) -> None:
     assert profile.peak_bytes == sacplan.profile(model, batch, device="cpu").peak_bytes
 
 
+@pytest.mark.slow
 def test_it_measures_under_a_fake_mode_and_changes_nothing() -> None:
     state, precision = torch.get_rng_state(), torch.get_float32_matmul_precision()
     with fake_device("h100"):

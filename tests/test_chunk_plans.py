@@ -426,6 +426,7 @@ def test_steps_of_many_kinds_on_a_gpu(name: str) -> None:
     check_predicted(case, least(case, "h100"), real=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_fn", [in_bfloat16, model_in_bfloat16])
 def test_autocast(loss_fn: Loss) -> None:
     case = Case(lm(), batch_of(), loss_fn)

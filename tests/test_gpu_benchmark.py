@@ -42,6 +42,7 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "vit" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_is_reported_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +58,7 @@ def test_a_row_that_fails_is_reported_and_the_others_go_on(
     assert fine["measured_peak_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_without_transformers_its_rows_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "benchmarks.zoo", raising=False)

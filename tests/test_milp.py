@@ -299,6 +299,7 @@ def linear_program(graph: Graph, units: tuple[str, ...], budget: int) -> float:
     return float(found.fun) if found.status == 0 else math.inf
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(SEEDS)
 def test_continuous_equals_a_linear_program_per_antichain(seed: int) -> None:

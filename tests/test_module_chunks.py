@@ -150,6 +150,7 @@ def test_effects_add_up_with_those_of_recomputation(case: tuple[Net, torch.Tenso
     assert tried >= 8
 
 
+@pytest.mark.slow
 def test_slices_of_layers_reach_what_recomputation_and_the_loss_do_not(
     case: tuple[Net, torch.Tensor],
 ) -> None:

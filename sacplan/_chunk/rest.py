@@ -443,9 +443,10 @@ class _Rehearsed:
             """As an entry node does: numbers that are still referred to are computed along, and kept."""
             pending = [value for value in self.region.pending if value not in gradients]
             nodes = needed_nodes([*gradients, *pending])
-            held = (x.tensor for node in nodes for x in node.inputs if isinstance(x, Held))
-            self.needed.update(map(self.rehearsal.stands_for, held))
-            del nodes
+            inputs = [x for node in nodes for x in node.inputs]
+            held = [x.tensor if isinstance(x, Held) else x.data for x in inputs]
+            self.needed.update(self.rehearsal.stands_for(t) for t in held if t is not None)
+            del nodes, inputs, held
             made = compute([*gradients, *pending])
             for value, data in zip(pending, made[len(gradients) :], strict=True):
                 value.settle(data)
@@ -589,8 +590,8 @@ class _Rehearsed:
         events[at] = [program.events[at], (_PACK, len(program.handle_storages))]
         initial: Collection[int] = set(program.initial)
         for s, op in self.held.items():
-            if s in initial or s == self.begins:
-                continue
+            if s in initial or s == self.begins or (s in self.there and s not in self.needed):
+                continue  # the last: gradients from which all was computed before the loop
             handle = len(program.handle_storages) + len(handles)
             handles[handle] = s
             events[int(liveness.op_events[op])].append((_PACK, handle))
