@@ -32,7 +32,7 @@ from sacplan._factors.axes import Axis
 from sacplan._program.decisions import Chunk
 from sacplan._program.program import Event, Op, Patch, Phase, Program, StorageKind
 from sacplan._record.in_place import OUT_OF_PLACE
-from sacplan._torch.ops import op_named, tensors_in
+from sacplan._torch.ops import is_computation, op_named, tensors_in
 from sacplan.errors import ChunkError
 
 _ALLOC, _FREE, _OP = map(int, (Event.ALLOC, Event.FREE, Event.OP))
@@ -241,6 +241,11 @@ class _Rehearsed:
             elif own and op.reads and all(map(self._is_own, op.reads)):
                 self.own.add(i)
                 self.own_storages.update(op.writes)
+            elif self.chunk.span == "module" and own and is_computation(op.name):
+                # What a kernel makes besides, such as a mask, it may make otherwise for what is lazy.
+                raise CannotChunk(
+                    f"{op.name} in {self.entry.unit!r} computes something that is not sliced", i
+                )
 
     def _backward(self) -> None:
         program, first = self.program, self.scope.first_op
