@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sacplan._chunk.alternatives import LossRegion, liger, linear_cross_entropy
+from sacplan._chunk.alternatives import Alternative, LossRegion, liger, linear_cross_entropy
 from sacplan._chunk.calls import Opaque, call_with
 from sacplan._chunk.entries import ChunkOptions, Refusal, entry_size, loss_chunks, most_bytes
 from sacplan._chunk.executor import losses  # noqa: F401  (registers how losses are put together)
@@ -129,25 +129,6 @@ def what_runs(chunk: Chunk) -> str:
 # --- the same loss by other means -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LossRow:
-    """One way to compute a head, its loss and their gradients.
-
-    Attributes:
-        name: what people call it.
-        peak_bytes: everything alive at once: hidden states, weights, targets, gradients, temporaries.
-        time_ms: predicted, of forward and backward pass.
-        available: whether it can run here.
-        note: how it slices, or why it is not available.
-    """
-
-    name: str
-    peak_bytes: int
-    time_ms: float
-    available: bool
-    note: str
-
-
 @checked(PlanError)
 def loss_table(profile: Profile, plan: Plan) -> pd.DataFrame:
     """The loss of a plan that runs in slices, beside the plain one and what other libraries offer for it.
@@ -172,10 +153,10 @@ def loss_table(profile: Profile, plan: Plan) -> pd.DataFrame:
     import pandas as pd
 
     rows = [asdict(row) for row in loss_rows(profile, plan)]
-    return pd.DataFrame(rows, columns=list(LossRow.__dataclass_fields__)).set_index("name")
+    return pd.DataFrame(rows, columns=list(Alternative.__dataclass_fields__)).set_index("name")
 
 
-def loss_rows(profile: Profile, plan: Plan) -> list[LossRow]:
+def loss_rows(profile: Profile, plan: Plan) -> list[Alternative]:
     """The rows of ``loss_table``."""
     planned(profile, plan)
     chunk = next((one for one in plan.chunks if one.span == "rest"), None)
@@ -193,9 +174,9 @@ def loss_rows(profile: Profile, plan: Plan) -> list[LossRow]:
     note = f"slices of {-(-entry_size(program, chunk) // chunk.slices)} rows"
     others = [linear_cross_entropy(region, spec), liger(region, spec)]
     return [
-        LossRow("as it is", plain_bytes, plain_ms, True, "whole logits"),
-        LossRow(f"in {chunk.slices} slices", sliced_bytes, plain_ms + rewrite.added_ms, True, note),
-        *(LossRow(o.name, o.peak_bytes, o.time_ms, o.available, o.note) for o in others),
+        Alternative("as it is", plain_bytes, plain_ms, True, "whole logits"),
+        Alternative(f"in {chunk.slices} slices", sliced_bytes, plain_ms + rewrite.added_ms, True, note),
+        *others,
     ]
 
 

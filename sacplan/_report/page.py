@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from sacplan._chunk.alternatives import Alternative
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._program.arguments import checked
@@ -20,7 +21,6 @@ from sacplan._report.alive import WORKSPACE, AliveGroup, peak_groups
 from sacplan._report.chunks import (
     BlockedRow,
     ChunkRow,
-    LossRow,
     blocked_rows,
     chunk_rows,
     loss_refusals,
@@ -183,7 +183,7 @@ class _Chunks:
 
     rows: list[ChunkRow]
     exactness: str
-    losses: list[LossRow]
+    losses: list[Alternative]
     refusals: list[str]
     blocked: list[BlockedRow]
 

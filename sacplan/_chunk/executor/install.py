@@ -9,13 +9,11 @@ import torch
 from sacplan._chunk.executor.forward import ChunkedForward
 from sacplan._chunk.executor.lazy import import_meta_kernels
 from sacplan._program.decisions import Chunk
-from sacplan._program.places import StepDifference
-from sacplan._recompute.executor.alignment import Differences
-from sacplan._recompute.executor.copies import put_on, take_off
+from sacplan._recompute.executor.copies import InstalledStandIns
 from sacplan.errors import PlanError
 
 
-class InstalledChunks:
+class InstalledChunks(InstalledStandIns):
     """The units of a model that run in slices in training.
 
     Args:
@@ -28,7 +26,7 @@ class InstalledChunks:
 
     def __init__(self, model: torch.nn.Module, decisions: Sequence[Chunk]) -> None:
         import_meta_kernels()
-        self._differences = Differences()
+        super().__init__()
         planned: dict[str, ChunkedForward] = {}
         for decision in decisions:
             if decision.unit in planned:
@@ -38,38 +36,7 @@ class InstalledChunks:
             unit = model.get_submodule(decision.unit)
             _check_compiled(decision.unit, unit)
             planned[decision.unit] = ChunkedForward(unit, decision, self._differences)
-        for stand_in in planned.values():
-            put_on(stand_in.module, stand_in)
-        self._planned = planned
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        """The modules whose forward is replaced."""
-        return tuple(self._planned)
-
-    @property
-    def differences(self) -> tuple[StepDifference, ...]:
-        """Where calls of the units could not do what was planned."""
-        return tuple(self._differences.by_unit.values())
-
-    def forget_differences(self) -> None:
-        """A new step begins."""
-        self._differences.clear()
-
-    def check_removable(self) -> None:
-        """``PlanError`` where somebody replaced a forward again."""
-        for fqn, planned in self._planned.items():
-            if planned.module.__dict__.get("forward") is not planned:
-                raise PlanError(
-                    f"the forward of module {fqn!r} was replaced after the plan was applied. Undo that first, then "
-                    "remove the plan."
-                )
-
-    def remove(self) -> None:
-        """Give every module its own forward back. Pending backward passes stay correct."""
-        for planned in self._planned.values():
-            take_off(planned.module, planned)
-        self._planned = {}
+        self._put_on(planned.values())
 
 
 def _check_compiled(fqn: str, unit: torch.nn.Module) -> None:

@@ -30,10 +30,9 @@ from sacplan._program.decisions import Chunk
 from sacplan._program.elements import CallSite, is_inside
 from sacplan._program.places import OpSequence, Places, StepDifference, described
 from sacplan._recompute.executor.alignment import Alignment, Differences, RecordedUnit
-from sacplan._recompute.executor.copies import StandIn, put_on, take_off
+from sacplan._recompute.executor.copies import InstalledStandIns, StandIn
 from sacplan._torch.ops import is_alias, is_composite, is_computation, op_traits, tensors_in
 from sacplan._torch.private import dispatch_modes, fake_device_of, is_plain, module_calls, run_composite
-from sacplan.errors import PlanError
 
 
 class _Here(threading.local):
@@ -299,7 +298,7 @@ class SlicedForward(StandIn):
         return out
 
 
-class InstalledStretches:
+class InstalledStretches(InstalledStandIns):
     """The units of a model that run in slices.
 
     Args:
@@ -314,7 +313,7 @@ class InstalledStretches:
         decisions: Sequence[Chunk],
         recorded: Mapping[str, Sequence[OpSequence]],
     ) -> None:
-        self._differences = Differences()
+        super().__init__()
         names = {id(module): fqn for fqn, module in model.named_modules()}
         by_unit: dict[str, list[Chunk]] = defaultdict(list)
         for decision in decisions:
@@ -327,35 +326,4 @@ class InstalledStretches:
             )
             stretches = UnitStretches(RecordedUnit(fqn, recorded.get(fqn, ()), {}), own)
             planned.append(SlicedForward(unit, stretches, elsewhere, self._differences))
-        for stand_in in planned:
-            put_on(stand_in.module, stand_in)
-        self._planned = planned
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        """The modules whose forward is replaced."""
-        return tuple(planned.fqn for planned in self._planned)
-
-    @property
-    def differences(self) -> tuple[StepDifference, ...]:
-        """Where calls of the units first did not do what was recorded."""
-        return tuple(self._differences.by_unit.values())
-
-    def forget_differences(self) -> None:
-        """A new step begins."""
-        self._differences.clear()
-
-    def check_removable(self) -> None:
-        """``PlanError`` where somebody replaced a forward again."""
-        for planned in self._planned:
-            if planned.module.__dict__.get("forward") is not planned:
-                raise PlanError(
-                    f"the forward of module {planned.fqn!r} was replaced after the plan was applied. Undo that "
-                    "first, then remove the plan."
-                )
-
-    def remove(self) -> None:
-        """Give every module its own forward back."""
-        for planned in self._planned:
-            take_off(planned.module, planned)
-        self._planned = []
+        self._put_on(planned)

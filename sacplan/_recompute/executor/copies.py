@@ -14,12 +14,14 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
 import torch
 
+from sacplan._program.places import StepDifference
+from sacplan._recompute.executor.alignment import Differences
 from sacplan.errors import PlanError
 
 _CARRIER = "_sacplan_plan"  # in a module's state
@@ -85,6 +87,52 @@ class StandIn:
             f"a plan is applied to unit {self.fqn!r}, and torch.jit.script cannot keep it. Script the model without "
             "the plan: call handle.remove() first."
         )
+
+
+class InstalledStandIns:
+    """Stand-ins on the modules of a model: what is the same whatever they do.
+
+    Attributes:
+        units: fqns of the modules whose forward is replaced.
+    """
+
+    def __init__(self) -> None:
+        self._differences = Differences()
+        self._planned: list[StandIn] = []
+
+    def _put_on(self, planned: Iterable[StandIn]) -> None:
+        self._planned = list(planned)
+        for stand_in in self._planned:
+            put_on(stand_in.module, stand_in)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """See above."""
+        return tuple(planned.fqn for planned in self._planned)
+
+    @property
+    def differences(self) -> tuple[StepDifference, ...]:
+        """Where calls of the units first did not do what was recorded."""
+        return tuple(self._differences.by_unit.values())
+
+    def forget_differences(self) -> None:
+        """A new step begins."""
+        self._differences.clear()
+
+    def check_removable(self) -> None:
+        """``PlanError`` where somebody replaced a forward again."""
+        for planned in self._planned:
+            if planned.module.__dict__.get("forward") is not planned:
+                raise PlanError(
+                    f"the forward of module {planned.fqn!r} was replaced after the plan was applied. Undo that "
+                    "first, then remove the plan."
+                )
+
+    def remove(self) -> None:
+        """Give every module its own forward back. Pending backward passes stay correct."""
+        for planned in self._planned:
+            take_off(planned.module, planned)
+        self._planned = []
 
 
 def put_on(module: torch.nn.Module, stand_in: StandIn) -> None:

@@ -8,14 +8,14 @@ import torch
 
 from sacplan._program.decisions import Discarded
 from sacplan._program.elements import is_inside
-from sacplan._program.places import OpSequence, StepDifference
-from sacplan._recompute.executor.alignment import Differences, RecordedUnit
-from sacplan._recompute.executor.copies import put_on, take_off
+from sacplan._program.places import OpSequence
+from sacplan._recompute.executor.alignment import RecordedUnit
+from sacplan._recompute.executor.copies import InstalledStandIns
 from sacplan._recompute.executor.recipes import PlannedForward
 from sacplan.errors import PlanError
 
 
-class InstalledRecipes:
+class InstalledRecipes(InstalledStandIns):
     """The units of a model whose forward leaves recipes.
 
     Args:
@@ -37,7 +37,7 @@ class InstalledRecipes:
     ) -> None:
         planned = []
         names = {id(module): fqn for fqn, module in model.named_modules()}
-        self._differences = Differences()
+        super().__init__()
         for fqn, sites in discarded.items():
             unit = model.get_submodule(fqn)
             _check_compiled(fqn, unit)
@@ -46,38 +46,7 @@ class InstalledRecipes:
             )
             ops = RecordedUnit(fqn, recorded.get(fqn, ()), sites)
             planned.append(PlannedForward(unit, ops, elsewhere, self._differences, check))
-        for stand_in in planned:
-            put_on(stand_in.module, stand_in)
-        self._planned = planned
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        """The modules whose forward is replaced."""
-        return tuple(planned.fqn for planned in self._planned)
-
-    @property
-    def differences(self) -> tuple[StepDifference, ...]:
-        """Where calls of the units first did not do what was recorded."""
-        return tuple(self._differences.by_unit.values())
-
-    def forget_differences(self) -> None:
-        """A new step begins."""
-        self._differences.clear()
-
-    def check_removable(self) -> None:
-        """``PlanError`` where somebody replaced a forward again."""
-        for planned in self._planned:
-            if planned.module.__dict__.get("forward") is not planned:
-                raise PlanError(
-                    f"the forward of module {planned.fqn!r} was replaced after the plan was applied. Undo that "
-                    "first, then remove the plan."
-                )
-
-    def remove(self) -> None:
-        """Give every module its own forward back. Pending backward passes stay correct."""
-        for planned in self._planned:
-            take_off(planned.module, planned)
-        self._planned = []
+        self._put_on(planned)
 
 
 def _check_compiled(fqn: str, unit: torch.nn.Module) -> None:
