@@ -194,6 +194,7 @@ class _Rehearsed:
         self.own: set[int] = set()  # ops that the module runs on its own parameters alone, such as casts
         self.own_storages: set[int] = set()
         self.upstream: set[int] = set()  # storages that ops of the backward pass make where they did
+        self.met = 0  # times that a gradient of the input was added to one from elsewhere
         self.deferred: list[int] = []
         self.ran: dict[int, Seen] = {}  # what runs where an op was deferred
         self.held: dict[int, int] = {}  # storages that deferred ops read to the op that reads them first
@@ -264,6 +265,14 @@ class _Rehearsed:
             if belongs and lazy and not self._meets(op, known):
                 self._defer(i, op, known)
                 continue
+            if belongs and lazy:
+                self.met += 1
+                if (
+                    self.met > 1
+                ):  # they are added up one by one here, and first among themselves with an entry's node
+                    raise CannotChunk(
+                        f"{self.entry.unit!r} reads its input several times, and so do others", i
+                    )
             self.upstream.update(op.writes)
             lazy = [t for t in lazy if t not in self.expanded]
             if lazy:
