@@ -238,7 +238,12 @@ class _Asked:
                 break
             further.minimise(self.solvers, budget_bytes)
             searches.append(further)
-        return min(searches, key=_smallest_bytes).smallest
+        best = min(searches, key=_smallest_bytes)
+        known = None
+        while best.context.chunks and known != _smallest_bytes(best) > budget_bytes:
+            known = _smallest_bytes(best)
+            self._solve(best, known - 1)  # what a budget right below it would find
+        return best.smallest
 
     def context(self, pins: Pins, chunks: tuple[ChunkOptions, ...] = ()) -> PlanningContext:
         """What planning looks at, with these pins."""
