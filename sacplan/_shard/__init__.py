@@ -1,0 +1,4 @@
+"""Sharding: the ops of a step spread over a mesh of ranks.
+
+``mesh.py`` and ``placements.py`` say where tensors lie, ``strategies.py`` how an op may run, from its factor rule.
+"""

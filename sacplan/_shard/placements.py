@@ -1,0 +1,122 @@
+"""Where a tensor lies on the ranks of a mesh: one placement for each axis.
+
+A dimension that is cut is seen as (outer, ranks, inner), as slices in ``_factors/axes.py`` are: each rank has one of the
+middle. ``outer`` is in units of the whole tensor, so the placements on two axes do not depend on each other, even where
+both cut the same dimension. As in DTensor, only sizes that the ranks divide are cut.
+
+In files and messages: ``"R"`` replicated, ``"S1"`` cut along dimension 1, ``"S1/8"`` the same with an outer size of 8,
+``"P"`` one summand on each rank; ``"Pmax"``, ``"Pmin"``. A layout has a comma between axes: ``"S0,R"``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from sacplan.errors import PlanError
+
+
+class Placement(NamedTuple):
+    """Where a tensor lies on one axis of a mesh.
+
+    Attributes:
+        kind: ``"R"``: whole on each rank. ``"S"``: cut. ``"P"``: the whole is the sum (or ``reduce``) over ranks.
+        dim, outer: of a cut, see above.
+        reduce: of a partial value: ``"sum"``, ``"max"`` or ``"min"``.
+    """
+
+    kind: str
+    dim: int = -1
+    outer: int = 1
+    reduce: str = ""
+
+    def __str__(self) -> str:
+        if self.kind == "S":
+            return f"S{self.dim}" + (f"/{self.outer}" if self.outer > 1 else "")
+        return self.kind + ("" if self.reduce in ("", "sum") else self.reduce)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank has a part."""
+        return self.kind == "S"
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether ranks have to reduce it first."""
+        return self.kind == "P"
+
+
+REPLICATED = Placement("R")
+PARTIAL = Placement("P", reduce="sum")
+
+Layout: TypeAlias = tuple[Placement, ...]
+"""By axis of the mesh, the slowest first."""
+
+
+def cut(dim: int, outer: int = 1) -> Placement:
+    """Cut along a dimension."""
+    return Placement("S", dim, outer)
+
+
+_PLACEMENT = re.compile(r"R|S(\d+)(?:/(\d+))?|P(max|min|sum)?")
+
+
+def parse_layout(text: str) -> Layout:
+    """``"S0,R"`` as placements.
+
+    Raises:
+        PlanError: it cannot be read.
+    """
+    found = []
+    for word in text.split(","):
+        match = _PLACEMENT.fullmatch(word)
+        if match is None:
+            raise PlanError(f"placement {word!r} in {text!r} cannot be read; it is R, S0, S1, ..., or P.")
+        dim, outer, reduce = match.groups()
+        if word[0] == "S":
+            found.append(cut(int(dim), int(outer or 1)))
+        else:
+            found.append(REPLICATED if word == "R" else Placement("P", reduce=reduce or "sum"))
+    return tuple(found)
+
+
+def format_layout(layout: Layout) -> str:
+    """The inverse of ``parse_layout``."""
+    return ",".join(map(str, layout))
+
+
+def fits(shape: Sequence[int], layout: Layout, ranks: Sequence[int]) -> bool:
+    """Whether each rank gets a part of the same size, and axes that cut one dimension do not overlap."""
+    cuts: dict[int, list[tuple[int, int]]] = {}
+    for placement, n in zip(layout, ranks, strict=True):
+        if placement.is_cut:
+            if not 0 <= placement.dim < len(shape) or shape[placement.dim] % (placement.outer * n):
+                return False
+            cuts.setdefault(placement.dim, []).append((placement.outer, n))
+    for among in cuts.values():
+        end = 1
+        for outer, n in sorted(among):
+            if outer % end:
+                return False
+            end = outer * n
+    return all(shape[dim] % (max(o * n for o, n in among)) == 0 for dim, among in cuts.items())
+
+
+def local_shape(shape: Sequence[int], layout: Layout, ranks: Sequence[int]) -> tuple[int, ...]:
+    """The shape of what one rank has of a tensor of this shape."""
+    sizes = list(shape)
+    for placement, n in zip(layout, ranks, strict=True):
+        if placement.is_cut:
+            sizes[placement.dim] //= n
+    return tuple(sizes)
+
+
+def local_axis(layout: Layout, ranks: Sequence[int], axis: int) -> int:
+    """The ``outer`` of the cut on ``axis`` within what a rank has: without the cuts of other axes that come before it."""
+    placement = layout[axis]
+    outer = placement.outer
+    for i, (other, n) in enumerate(zip(layout, ranks, strict=True)):
+        if i != axis and other.is_cut and other.dim == placement.dim and other.outer < placement.outer:
+            outer //= n
+    return outer
