@@ -15,9 +15,9 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent.parent / "sacplan"
 
 ROOMS = (
-    "errors", "_torch", "_factors", "_program", "_device", "_rewrites", "_record", "_ranks", "_solve", "_recompute",
-    "_chunk", "_techniques", "_rotor", "_classical", "_profile", "_plan", "_apply", "_verify", "_report",
-    "integrations", "_cli",
+    "errors", "_torch", "_factors", "_program", "_device", "_rewrites", "_record", "_shard", "_ranks", "_solve",
+    "_recompute", "_chunk", "_techniques", "_rotor", "_classical", "_profile", "_placing", "_plan", "_apply", "_verify",
+    "_report", "integrations", "_cli",
 )  # fmt: skip
 """From the ground up: a room imports only from rooms before it."""
 
@@ -26,11 +26,14 @@ _FLOORS = (
     {"_factors": 0, "_program": 1, "_solve": 3},
     {"_device": 1},
     {"_rewrites": 1},
-    {"_ranks": 1, "_record": 2},
+    {"_record": 2},
+    {"_shard": 0},
+    {"_ranks": 1},
     {"_recompute": 1},
     {"_chunk": 0},
     {"_techniques": 0, "_rotor": 1, "_classical": 2},
     {"_profile": 1},
+    {"_placing": 0},
     {"_plan": 1},
     {"_apply": 1},
     {"_verify": 1},
@@ -48,6 +51,7 @@ _SAYS = {
     "_device": "kernels, allocator, times",
     "_rewrites": "versions, workspaces",
     "_record": "step to program",
+    "_shard": "ops over a mesh",
     "_ranks": "fully_shard, DDP",
     "_recompute": "the technique",
     "_chunk": "ops in slices",
@@ -55,6 +59,7 @@ _SAYS = {
     "_rotor": "chains",
     "_classical": "PyTorch's prototype",
     "_profile": "profile()",
+    "_placing": "which placements",
     "_plan": "plan()",
     "_apply": "apply()",
     "_verify": "verify()",

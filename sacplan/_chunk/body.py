@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import torch
 
-from sacplan._chunk.calls import call_with, dtype_of
 from sacplan._chunk.dataflow import Dataflow, dataflow
 from sacplan._chunk.executor.slices import Stretch
 from sacplan._device.cost import CostModel
 from sacplan._device.devices import DeviceSpec
 from sacplan._device.kernels import fake_device
+from sacplan._program.calls import call_with, dtype_of
 from sacplan._program.decisions import Chunk
 from sacplan._program.elements import ROOT_SCOPE, CallSite, Event, Op, Patch, Phase, StorageKind, Tensor
 from sacplan._program.program import Program

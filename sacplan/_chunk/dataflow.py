@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 import sacplan._factors  # noqa: F401  (registers the rules)
-from sacplan._chunk.calls import Opaque, call_with, dtype_of
 from sacplan._factors.rule import Rule, rule_of
+from sacplan._program.calls import Opaque, call_with, dtype_of
 from sacplan._program.elements import Event, Op, Tensor
 from sacplan._program.program import Program
 from sacplan._torch.ops import is_alias, op_named

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sacplan._chunk.calls import dtype_of
 from sacplan._chunk.dataflow import Dataflow, is_dense
 from sacplan._chunk.flow import Conflict, Flow, axis_of, flow_from
 from sacplan._device.devices import DeviceSpec
 from sacplan._factors.axes import Axis
+from sacplan._program.calls import dtype_of
 from sacplan._program.elements import ROOT_SCOPE
 from sacplan._program.program import Program
 from sacplan._recompute.pins import NO_PINS, Pins

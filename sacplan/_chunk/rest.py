@@ -20,18 +20,18 @@ from itertools import groupby, pairwise
 import msgspec
 import torch
 
-from sacplan._chunk.calls import Opaque, call_with
 from sacplan._chunk.executor import losses  # noqa: F401  (registers how losses are put together)
 from sacplan._chunk.executor.lazy import Lazy, defer, root
 from sacplan._chunk.executor.loop import compute, needed_nodes
 from sacplan._chunk.executor.values import Held, Region, Value, Window
 from sacplan._chunk.families import transferred
-from sacplan._chunk.rehearsal import Additions, Rehearsal, Seen
 from sacplan._device.devices import DeviceSpec
 from sacplan._factors.axes import Axis
+from sacplan._program.calls import Opaque, call_with
 from sacplan._program.decisions import Chunk
 from sacplan._program.program import Event, Op, Patch, Phase, Program, StorageKind
 from sacplan._record.in_place import OUT_OF_PLACE
+from sacplan._record.rehearsal import Additions, Rehearsal, Seen
 from sacplan._torch.ops import is_computation, op_named, tensors_in
 from sacplan.errors import ChunkError
 

@@ -78,6 +78,7 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
         backward_order: scopes in the order in which their backward began.
         leaf_fqns: modules without children.
         parameter_bytes: module to the bytes of its parameters, those of its children included.
+        gradients: storage of a parameter to the tensor that is its gradient when the backward pass is over.
     """
 
     storage_bytes: tuple[int, ...]
@@ -94,6 +95,7 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
     backward_order: tuple[int, ...]
     leaf_fqns: frozenset[str] = frozenset()
     parameter_bytes: dict[str, int] = {}
+    gradients: dict[int, int] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled without what was derived from it."""
@@ -192,6 +194,8 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
             ("op", (at for scope in self.scopes for at in (scope.first_op, scope.end_op)), 0, n_ops + 1),
             ("module call", (op.scope for op in self.ops), -1, len(self.scopes)),
             ("module call", self.backward_order, 0, len(self.scopes)),
+            ("storage", self.gradients, 0, n_storages),
+            ("tensor", self.gradients.values(), 0, len(self.tensors)),
         )
         for what, indices, least, limit in places:
             if any(not least <= index < limit for index in indices):

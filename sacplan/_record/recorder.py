@@ -136,6 +136,7 @@ class Recorder(TorchDispatchMode):
         self._fqns: dict[int, str] = {}
         self._modules: dict[int, torch.nn.Module] = {}
         self._parameters: dict[int, torch.Tensor] = {}
+        self._gradients: dict[int, int] = {}  # storage of a parameter to the tensor that is its gradient
         self._optimizers: list[torch.optim.Optimizer] = []
         self._in_optimizer = False
         self._removers: list[Any] = []
@@ -285,6 +286,7 @@ class Recorder(TorchDispatchMode):
         self._mark_late_kinds()
         self._ops.clear()
         self._op_of_number.clear()
+        self._gradients.clear()
         self._events.clear()
         self._scopes.clear()
         self._scope_marks.clear()
@@ -307,10 +309,16 @@ class Recorder(TorchDispatchMode):
         if self._error is None:
             self._error = error
 
-    def _mark_late_kinds(self) -> None:
+    def _track_gradients(self) -> None:
         for p in self._parameters.values():
             if p.grad is not None:
                 self._track(p.grad, StorageKind.GRADIENT)
+                if is_plain(p) and is_plain(p.grad):
+                    gradient = self._tensor_index(p.grad, self.storage_of(p.grad))
+                    self._gradients[self.storage_of(p)] = gradient
+
+    def _mark_late_kinds(self) -> None:
+        self._track_gradients()
         for optimizer in self._optimizers:
             self._track_optimizer_state(optimizer)
 
@@ -380,9 +388,7 @@ class Recorder(TorchDispatchMode):
     def _enter_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._paused:
             return
-        for p in self._parameters.values():
-            if p.grad is not None:
-                self._track(p.grad, StorageKind.GRADIENT)
+        self._track_gradients()
         self._in_optimizer = True
 
     def _exit_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -623,6 +629,7 @@ class Recorder(TorchDispatchMode):
                 fqn: sum(sizes[id(p)] for p in self._modules[key].parameters())
                 for key, fqn in self._fqns.items()
             },
+            gradients=dict(self._gradients),
         )
         named = frozenset(s for s, kind in enumerate(kinds) if kind is not None)
         split = recorded.with_(in_place_versions(recorded))

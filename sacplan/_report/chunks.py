@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from sacplan._chunk.alternatives import Alternative, LossRegion, liger, linear_cross_entropy
-from sacplan._chunk.calls import Opaque, call_with
 from sacplan._chunk.entries import ChunkOptions, Refusal, entry_size, loss_chunks, most_bytes
 from sacplan._chunk.executor import losses  # noqa: F401  (registers how losses are put together)
 from sacplan._chunk.executor.lazy import REWRITTEN
@@ -20,6 +19,7 @@ from sacplan._factors.rule import rule_of
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._program.arguments import checked
+from sacplan._program.calls import Opaque, call_with
 from sacplan._program.decisions import Chunk
 from sacplan._program.liveness import Fold
 from sacplan._program.program import Event, Op, Phase, Program, StorageKind

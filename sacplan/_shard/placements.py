@@ -1,8 +1,8 @@
 """Where a tensor lies on the ranks of a mesh: one placement for each axis.
 
-A dimension that is cut is seen as (outer, ranks, inner), as slices in ``_factors/axes.py`` are: each rank has one of the
-middle. ``outer`` is in units of the whole tensor, so the placements on two axes do not depend on each other, even where
-both cut the same dimension. As in DTensor, only sizes that the ranks divide are cut.
+A dimension that is cut is seen as (outer, ranks, inner), as slices in ``_factors/axes.py`` are: each rank has one of
+the middle. ``outer`` is in units of the whole tensor, so the placements on two axes do not depend on each other, even
+where both cut the same dimension. As in DTensor, only sizes that the ranks divide are cut.
 
 In files and messages: ``"R"`` replicated, ``"S1"`` cut along dimension 1, ``"S1/8"`` the same with an outer size of 8,
 ``"P"`` one summand on each rank; ``"Pmax"``, ``"Pmin"``. A layout has a comma between axes: ``"S0,R"``.
@@ -113,7 +113,7 @@ def local_shape(shape: Sequence[int], layout: Layout, ranks: Sequence[int]) -> t
 
 
 def local_axis(layout: Layout, ranks: Sequence[int], axis: int) -> int:
-    """The ``outer`` of the cut on ``axis`` within what a rank has: without the cuts of other axes that come before it."""
+    """The ``outer`` of the cut on an axis within what a rank has: other axes' cuts before it are taken out."""
     placement = layout[axis]
     outer = placement.outer
     for i, (other, n) in enumerate(zip(layout, ranks, strict=True)):
