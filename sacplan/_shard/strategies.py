@@ -1,16 +1,27 @@
 """How an op may run on the ranks of one axis of a mesh: its strategies, from its factor rule.
 
 An op that is spread along a factor takes inputs that are cut along the dimensions that carry it and gives outputs that
-are cut likewise, or, where the factor is summed over, one summand on each rank. Strategies on a mesh of several axes
-are tuples of these.
+are cut likewise, or, where the factor is summed over, one summand on each rank. A linear op passes summands on
+(``linear.py``). Strategies on a mesh of several axes are one of these for each axis, chosen independently.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from sacplan._factors.axes import FactorAxis
-from sacplan._shard.placements import Placement
+import torch
+from torch._ops import OpOverload
+
+from sacplan._factors.axes import Axis, FactorAxis, from_factor, into_factor, resized_arguments
+from sacplan._factors.pointwise import pointwise
+from sacplan._factors.rule import Call, Kind, Rule, flat_tensors, rule_of
+from sacplan._shard.linear import may_be_partial, passed_on
+from sacplan._shard.mesh import Mesh
+from sacplan._shard.placements import PARTIAL, REPLICATED, Placement, cut
+from sacplan._torch.ops import aten_names, draws_numbers, op_traits
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +32,277 @@ class AxisStrategy:
         inputs: of each tensor argument, in the order of ``Op.inputs`` (positions, then keywords, lists flattened).
         outputs: of each tensor returned.
         cut: what each rank has a part of; None where all ranks do the same, or each has a summand of the inputs.
+        averages: the outputs whose local result is divided by the number of ranks, because it is a mean, or the
+            gradient of one, over what is cut.
+        reduces: the outputs that are all-reduced as a part of the call. These collectives are all that it has.
+        draws: it draws random numbers. Ranks that have parts (``cut``) must draw different ones, and those that
+            do the same must draw the same.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     cut: FactorAxis | None = None
+    averages: tuple[int, ...] = ()
+    reduces: tuple[int, ...] = ()
+    draws: bool = False
+
+
+# Ops of one element each that draw for it, and have no rule.
+_DRAWING = aten_names(
+    """bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ native_dropout normal_ rand_like randint_like
+    randn_like random_ uniform_"""
+)
+
+# Where summands of a product are added to a bias, each rank gives one of the bias, too: its argument's name.
+_ADDED = {"addmm": "self", "baddbmm": "self", "addmv": "self", "convolution": "bias"}
+
+# Gradients of a mean: the kernels divide by the number of elements that they see.
+_OF_MEANS = frozenset(
+    f"{name}_backward"
+    for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
+)
+_MEAN = 1  # at::Reduction
+
+
+def _rule(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Rule | None:
+    rule = rule_of(func, args, kwargs, outputs)
+    if rule is None and func.namespace == "aten":
+        call = Call(func, args, kwargs, outputs)
+        if func._schema.name in _DRAWING and call.outputs:
+            return pointwise(call)
+    return rule
+
+
+def axis_strategies(
+    func: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    outputs: Any,
+    ranks: int,
+    available: Sequence[Collection[Placement]] = (),
+    nested: Collection[int] = (),
+) -> tuple[AxisStrategy, ...]:
+    """How one call of an op may run on the ranks of one axis.
+
+    Args:
+        func: the op.
+        args, kwargs: as dispatch modes are given them, with global shapes. Tensors may be anything with ``shape`` and
+            ``dtype``.
+        outputs: what the call returns, described in the same way.
+        ranks: of the axis.
+        available: by tensor argument, the placements that it may have on this axis. Cuts inside a dimension
+            (``outer`` above 1) and inputs that are partial are offered only where an argument may have them. Without
+            it, all partial inputs are offered, and no cut inside a dimension of an input.
+        nested: further ``outer`` at which factors are cut: for a second axis that cuts what a first one of n ranks
+            has cut, n.
+
+    Returns:
+        The first has all tensors replicated; then cuts, by factor; then those that pass summands on. Arguments that
+        are written in place may have to be where they already are (see ``written_inputs``), which is not looked at.
+    """
+    call = Call(func, args, kwargs, outputs)
+    draws = draws_numbers(func, args, kwargs)
+    whole = AxisStrategy((REPLICATED,) * len(call.inputs), (REPLICATED,) * len(call.outputs), draws=draws)
+    found = [whole]
+    rule = _rule(func, args, kwargs, outputs)
+    if rule is not None:
+        for within in _cuts(rule, call, ranks, available, nested):
+            strategy = _along(rule, call, within, draws)
+            if strategy is not None and _is_offered(strategy, available, nested):
+                found.append(strategy)
+    if not draws:
+        found.extend(_passing(func, call, available))
+    if op_traits(func).in_place:
+        found = [s for s in found if s.inputs[:1] == s.outputs[:1]]
+    return tuple(dict.fromkeys(found))
+
+
+def _cuts(
+    rule: Rule, call: Call, ranks: int, available: Sequence[Collection[Placement]], nested: Collection[int]
+) -> dict[FactorAxis, None]:
+    """Where factors are cut: evenly, and where an argument may be cut already."""
+    found: dict[FactorAxis, None] = {}
+    for factor, size in enumerate(rule.sizes):
+        for outer in (1, *nested):
+            if size and size % (outer * ranks) == 0:
+                found[FactorAxis(factor, outer, ranks, size // (outer * ranks))] = None
+    for t, dims, placements in zip(call.inputs, rule.inputs, available, strict=False):
+        for p in placements:
+            if not p.is_cut or p.dim >= len(t.shape) or t.shape[p.dim] % (p.outer * ranks):
+                continue
+            axis = Axis(p.dim, p.outer, ranks, t.shape[p.dim] // (p.outer * ranks))
+            within = into_factor(dims, rule.sizes, axis) if axis.inner else None
+            if within is not None:
+                found[within] = None
+    return found
+
+
+def _is_offered(
+    strategy: AxisStrategy, available: Sequence[Collection[Placement]], nested: Collection[int]
+) -> bool:
+    inside = [(i, p) for i, p in enumerate(strategy.inputs) if p.outer > 1 and p.outer not in nested]
+    return not inside or any(p in available[i] for i, p in inside if i < len(available))
+
+
+def _along(rule: Rule, call: Call, within: FactorAxis, draws: bool) -> AxisStrategy | None:
+    """The strategy that gives each rank a part of a factor; None if parts do not make the whole."""
+
+    def placement(dims: Any) -> Placement:
+        axis = from_factor(dims, rule.sizes, within)
+        return REPLICATED if axis is None else cut(axis.dim, axis.outer)
+
+    inputs, outputs = [placement(dims) for dims in rule.inputs], [placement(dims) for dims in rule.outputs]
+    kinds = [rule.kind(within.factor, i) for i in range(len(outputs))]
+    if call.name in _OF_MEANS and call["reduction"] == _MEAN:
+        return (
+            AxisStrategy(tuple(inputs), tuple(outputs), within, averages=(0,)) if outputs[0].is_cut else None
+        )
+    added = _added(call, kinds, inputs)
+    if added is not None:
+        inputs[added], outputs[0] = PARTIAL, PARTIAL
+        return AxisStrategy(tuple(inputs), tuple(outputs), within)
+    averages: list[int] = []
+    reduces: list[int] = []
+    for i, kind in enumerate(kinds):
+        if kind is Kind.BLOCK:
+            return None
+        if outputs[i].is_cut or kind is Kind.PASS:
+            continue
+        if not may_be_partial(call.outputs[i]):
+            return None
+        outputs[i] = _PARTIAL[kind]
+        if kind is Kind.MEAN:
+            averages.append(i)
+        if kind is Kind.WEIGHTED_MEAN:
+            reduces.append(i + 1)
+    for i in reduces:
+        outputs[i] = REPLICATED
+    return AxisStrategy(tuple(inputs), tuple(outputs), within, tuple(averages), tuple(reduces), draws)
+
+
+_PARTIAL = {
+    Kind.SUM: PARTIAL,
+    Kind.MEAN: PARTIAL,
+    Kind.WEIGHTED_MEAN: PARTIAL,
+    Kind.MAX: Placement("P", reduce="max"),
+    Kind.MIN: Placement("P", reduce="min"),
+}
+
+
+def _added(call: Call, kinds: Sequence[Kind], inputs: Sequence[Placement]) -> int | None:
+    """The position of a bias that a product is added to, where what the product sums over is cut."""
+    name = _ADDED.get(call.name)
+    names = [name for name, _ in call.named_inputs]
+    if name not in names or kinds != [Kind.BLOCK]:
+        return None
+    at = names.index(name)
+    return at if all(p.is_cut != (i == at) for i, p in enumerate(inputs)) else None
+
+
+def _passing(
+    func: OpOverload, call: Call, available: Sequence[Collection[Placement]]
+) -> Iterator[AxisStrategy]:
+    """Strategies of a linear op on summands."""
+    for together, moves in passed_on(func, call):
+        for reduce in ("sum", "max", "min") if moves else ("sum",):
+            p = Placement("P", reduce=reduce)
+            has_it = any(p in available[i] for i in together if i < len(available))
+            if has_it or (not available and reduce == "sum"):
+                inputs = tuple(p if i in together else REPLICATED for i in range(len(call.inputs)))
+                yield AxisStrategy(inputs, (p,) * len(call.outputs))
+
+
+def written_inputs(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tensor arguments, by position among them, that a call writes: where they lie they must stay."""
+    written = {id(t) for t in flat_tensors(op_traits(func).written(args, kwargs))}
+    return tuple(i for i, t in enumerate(flat_tensors([*args, *kwargs.values()])) if id(t) in written)
+
+
+Reduce: TypeAlias = Callable[[torch.Tensor, int], torch.Tensor]
+"""From a summand and an axis of the mesh to the sum over the ranks of the axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCall:
+    """How one rank runs its part of a call.
+
+    Attributes:
+        func: the op.
+        rule: its factors, of the global call.
+        cuts: by axis of the mesh, what is cut.
+        scales: outputs and what their local results are multiplied by.
+        weighed: axes over which the total weight of a weighted mean is summed.
+    """
+
+    func: OpOverload
+    rule: Rule | None
+    cuts: tuple[FactorAxis | None, ...]
+    scales: tuple[tuple[int, float], ...] = ()
+    weighed: tuple[int, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what the op returns is the rank's part as it is."""
+        return not self.scales and not self.weighed
+
+    def args(self, args: Sequence[Any]) -> list[Any]:
+        """Positional arguments with sizes of the rank's part: ``args`` have local tensors and global sizes."""
+        found = list(args)
+        for within in self.cuts:
+            if within is not None and self.rule is not None:
+                found = resized_arguments(self.rule, found, within, 1)
+        return found
+
+    def finish(self, outputs: Any, reduce: Reduce) -> Any:
+        """The rank's part, from what the op returned.
+
+        A mean is scaled in place. A weighted mean, which was computed as a sum, is divided by the total weight.
+        """
+        tensors = list(flat_tensors(outputs))
+        for i, scale in self.scales:
+            tensors[i].mul_(scale)
+        if not self.weighed:
+            return outputs
+        total, weight = tensors
+        for axis in self.weighed:
+            weight = reduce(weight, axis)
+        return total / weight, weight
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], reduce: Reduce, at: Sequence[int]) -> Any:
+        """Run it on local tensors.
+
+        Args:
+            args, kwargs: with local tensors and global sizes.
+            reduce: all-reduces over an axis.
+            at: the rank's position on each axis.
+        """
+        return self.finish(self.func(*self.args(args), **kwargs), reduce)
+
+
+def local_call(
+    func: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    outputs: Any,
+    chosen: Sequence[AxisStrategy],
+    mesh: Mesh,
+) -> LocalCall:
+    """How one rank of a mesh runs a call with a strategy for each axis.
+
+    Args:
+        func, args, kwargs, outputs: as ``axis_strategies`` takes them, with global shapes.
+        chosen: by axis of the mesh.
+        mesh: whose ranks run it.
+    """
+    scales = []
+    for i in range(len(chosen[0].outputs) if chosen else 0):
+        ranks = math.prod(n for s, n in zip(chosen, mesh.ranks, strict=True) if i in s.averages)
+        if ranks > 1:
+            scales.append((i, 1 / ranks))
+    return LocalCall(
+        func,
+        _rule(func, args, kwargs, outputs) if any(s.cut for s in chosen) else None,
+        tuple(s.cut for s in chosen),
+        tuple(scales),
+        tuple(axis for axis, s in enumerate(chosen) if s.reduces),
+    )

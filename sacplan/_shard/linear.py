@@ -1,0 +1,119 @@
+"""Ops that pass summands on: where the whole of an argument is a sum over ranks, so is that of what they return.
+
+A table of ops and of the arguments that may be summands together, all others being whole on each rank. The gradient's
+formula of any op is linear in the gradient that it is given.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import torch
+
+from sacplan._factors.rule import Call
+
+Together: TypeAlias = tuple[tuple[str, ...], ...]
+"""Names of the arguments that may be summands together, in each of several ways."""
+
+
+def _on_self(names: str) -> dict[str, Together]:
+    """The ops in a list separated by white space: their first argument may be partial."""
+    return dict.fromkeys(names.split(), (("self",),))
+
+
+_GRADIENTS = ("grad_output", "grad_out", "grad_out_", "grad", "grad_w", "grad_in")
+
+# Each element that these return is one of an argument, or of several lists: they pass maxima and minima, too.
+_MOVES = _on_self(
+    """_reshape_alias _unsafe_view alias alias_copy clone contiguous detach detach_copy diagonal diagonal_copy expand
+    expand_copy flip index.Tensor index_select lift_fresh gather narrow permute permute_copy pixel_shuffle
+    pixel_unshuffle repeat reshape roll select.int select_copy.int slice.Tensor slice_copy.Tensor split.Tensor
+    split_with_sizes squeeze squeeze_copy t t_copy take transpose.int transpose_copy.int unbind.int unfold
+    unsafe_split unsafe_split_with_sizes unsqueeze unsqueeze_copy view.default view_copy.default
+    _to_copy"""
+) | {
+    "cat": (("tensors",),),
+    "stack": (("tensors",),),
+    "embedding": (("weight",),),
+    "copy": (("self", "src"),),
+}
+
+_LINEAR = _on_self(
+    """_adaptive_avg_pool2d _adaptive_avg_pool3d _conj avg_pool2d avg_pool3d col2im constant_pad_nd cumsum div.Scalar
+    div.Tensor im2col masked_fill mean mul.Scalar neg sum tril triu view_as_complex view_as_real zero"""
+) | {
+    "add.Tensor": (("self", "other"),),
+    "sub.Tensor": (("self", "other"),),
+    "rsub.Tensor": (("self", "other"),),
+    "lerp.Scalar": (("self", "end"),),
+    "where.self": (("self", "other"),),
+    "scatter_add": (("self", "src"),),
+    "scatter.src": (("self", "src"),),
+    "slice_scatter": (("self", "src"),),
+    "select_scatter": (("self", "src"),),
+    "index_add": (("self", "source"),),
+    "index_put": (("self", "values"),),
+    "_unsafe_index_put": (("self", "values"),),
+    "mul.Tensor": (("self",), ("other",)),
+    "mm": (("self",), ("mat2",)),
+    "bmm": (("self",), ("mat2",)),
+    "mv": (("self",), ("vec",)),
+    "dot": (("self",), ("tensor",)),
+    "addmm": (("self", "mat1"), ("self", "mat2")),
+    "baddbmm": (("self", "batch1"), ("self", "batch2")),
+    "addmv": (("self", "mat"), ("self", "vec")),
+    "addcmul": (("self", "tensor1"), ("self", "tensor2")),
+    "addcdiv": (("self", "tensor1"),),
+    "convolution": (("input", "bias"), ("weight", "bias")),
+}  # fmt: skip
+
+# Arguments that must be zero: else each rank would add the same once more.
+_ZERO = {"constant_pad_nd": "value", "masked_fill": "value"}
+
+
+@functools.cache
+def _names(func: torch._ops.OpOverload) -> tuple[str, ...]:
+    """What a table may call an op, one that writes in place by the name of the other one."""
+    name = str(func._schema.name).partition("::")[2]
+    plain = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    return (f"{plain}.{func._overloadname}", plain)
+
+
+def _together(func: torch._ops.OpOverload, call: Call) -> tuple[Together, bool]:
+    """Which arguments may be summands together, and whether they may be maxima as well."""
+    if func.namespace not in ("aten", "prims") or any(a.is_out for a in func._schema.arguments):
+        return (), False
+    for name in _names(func):
+        if name in _MOVES:
+            return _MOVES[name], True
+        if name in _LINEAR:
+            zero = _ZERO.get(name)
+            return (_LINEAR[name] if zero is None or call[zero] == 0 else ()), False
+    if call.name.endswith(("_backward", "_backward_data")):
+        return tuple((name,) for name in _GRADIENTS if name in call.arguments), False
+    return (), False
+
+
+def may_be_partial(t: torch.Tensor) -> bool:
+    """Whether a tensor may be one summand on each rank."""
+    return t.dtype.is_floating_point or t.dtype.is_complex
+
+
+def passed_on(func: torch._ops.OpOverload, call: Call) -> Iterator[tuple[frozenset[int], bool]]:
+    """The tensor arguments, by position among them, that may be summands together, and whether also maxima.
+
+    Casts to a type of less precision are left out: a sum is rounded once, not every summand.
+    """
+    together, moves = _together(func, call)
+    for names in together:
+        found = frozenset(i for i, (name, _) in enumerate(call.named_inputs) if name in names)
+        given = {name for name in names if call.arguments.get(name) is not None}
+        if not given or given != {call.named_inputs[i][0] for i in found}:
+            continue  # a number cannot be a summand
+        summands = [call.inputs[i] for i in found]
+        if all(map(may_be_partial, (*summands, *call.outputs))) and all(
+            torch.promote_types(t.dtype, o.dtype) == o.dtype for t in summands for o in call.outputs
+        ):
+            yield found, moves
