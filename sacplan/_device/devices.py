@@ -4,7 +4,8 @@ To add a device, add a row to ``devices.csv`` beside this file; nothing else nam
 
 Sources of the table: ``torch/_inductor/analysis/device_info.py`` (peaks; its L4 bandwidth is wrong and not
 used), the vendors' datasheets (dense figures, halved where only the sparse one is printed), and reports of
-``torch.cuda.get_device_properties(...).total_memory`` for the capacities. Peaks are those of the datasheet.
+``torch.cuda.get_device_properties(...).total_memory`` for the capacities. Peaks are those of the datasheet. For links
+see ``links.py``.
 The share of them that kernels reach, ``compute_efficiency`` and ``bandwidth_efficiency``, is an assumption;
 ``sacplan.calibrate`` measures it on the local device.
 """
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from sacplan._device.links import LINKS, Link
 from sacplan._program.files import read_json, write_json
 from sacplan.errors import DeviceError
 
@@ -75,6 +77,11 @@ class DeviceSpec:
     matmul_workspace_bytes: int | None = None
     """What the matrix library (cuBLAS) keeps for each thread that multiplies, and ``profile`` counts. None:
     torch's default for the architecture and release, see ``library_workspace_bytes``. 0: nothing."""
+    inner_link: Link = LINKS["PCIe 4.0"]
+    """Between the ranks of a node."""
+    outer_link: Link = LINKS["Ethernet 10 Gbit"]
+    """Between nodes, for each rank: a network adapter that several share counts once, divided by them."""
+    ranks_per_node: int = 8
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -84,6 +91,7 @@ class DeviceSpec:
             "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
             "sm_count": self.sm_count,
             "allocation_round_bytes": self.allocation_round_bytes,
+            "ranks_per_node": self.ranks_per_node,
             **{f"flops[{k!r}]": v for k, v in self.flops.items()},
         }
         for what, value in figures.items():
@@ -138,11 +146,15 @@ class DeviceSpec:
 
     @classmethod
     def load(cls, path: str | Path) -> DeviceSpec:
-        """Read what ``save`` wrote."""
+        """Read what ``save`` wrote. A file from before there were links gets those of the table."""
         fields = read_json(path, "device", SCHEMA_VERSION).get("spec", {})
         if isinstance(fields.get("capability"), list):
             fields["capability"] = tuple(fields["capability"])
         try:
+            fields = _links_of(fields) | fields
+            for what in ("inner_link", "outer_link"):
+                if isinstance(fields.get(what), dict):
+                    fields[what] = Link(**fields[what])
             return cls(**fields)
         except TypeError as error:
             raise DeviceError(f"{path} is not a whole DeviceSpec: {error}. Save it again.") from error
@@ -169,9 +181,21 @@ def _read_row(fields: Mapping[str, str]) -> _Row:
         capability=(int(major_minor[0]), int(major_minor[1])) if fields["capability"] else None,
         sm_count=int(fields["sm_count"]),
         allocation_round_bytes=512,
+        inner_link=LINKS[fields["inner_link"]],
+        outer_link=LINKS[fields["outer_link"]],
+        ranks_per_node=int(fields["ranks_per_node"]),
         source=fields["source"],
     )
     return _Row(spec, tuple(fields["aliases"].split()), fields["board"])
+
+
+def _links_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The links of a device of this name or kind, where the table has them."""
+    row = _table().get(str(fields.get("name", "")).removesuffix(WITHOUT_WORKSPACES))
+    like = row.spec if row is not None else _cpu() if fields.get("kind") == "cpu" else None
+    if like is None:
+        return {}
+    return {what: getattr(like, what) for what in ("inner_link", "outer_link", "ranks_per_node")}
 
 
 @functools.cache
@@ -200,6 +224,8 @@ def _cpu() -> DeviceSpec:
         sm_count=cores,
         allocation_round_bytes=1,
         kernel_launch_us=2.0,
+        inner_link=LINKS["shared memory"],
+        outer_link=LINKS["Ethernet 10 Gbit"],
         source="assumed: AVX2 at 2.5 GHz, 10 GB/s a core up to 100 GB/s; use runtime='benchmark' to measure",
     )
 
@@ -300,7 +326,10 @@ def resolve_device(device: str | DeviceSpec | torch.device) -> DeviceSpec:
 
 
 def devices() -> pd.DataFrame:
-    """The device table, one row per device: GiB, GB/s, dense TFLOP/s by dtype, multiprocessors, source."""
+    """The device table, one row per device: GiB, GB/s, dense TFLOP/s by dtype, multiprocessors, links, source.
+
+    GB/s of links are what collectives reach in one direction, for each rank.
+    """
     import pandas as pd
 
     rows = [
@@ -312,6 +341,11 @@ def devices() -> pd.DataFrame:
             **{f"{d}_tflops": spec.flops[d] / 1e12 if d in spec.flops else None for d in _DTYPES},
             "sm_count": spec.sm_count,
             "capability": None if spec.capability is None else "{}.{}".format(*spec.capability),
+            "ranks_per_node": spec.ranks_per_node,
+            "inner_link": spec.inner_link.name,
+            "inner_gb_per_s": spec.inner_link.bandwidth_bytes_per_s / 1e9,
+            "outer_link": spec.outer_link.name,
+            "outer_gb_per_s": spec.outer_link.bandwidth_bytes_per_s / 1e9,
             "source": spec.source,
         }
         for spec in (_cpu(), *(row.spec for row in _table().values()))

@@ -1,0 +1,256 @@
+"""What it takes to move tensors between the ranks of a mesh: collectives, and ways from layout to layout.
+
+    costs = Costs.of(mesh, spec)
+    costs.collective_ms("all_gather", 2**20, axis=0)
+    costs.redistribution_ms(2**20, (512, 512), parse_layout("S0,R"), parse_layout("R,S1"))
+
+A collective takes a latency for each of its steps and a time for what each rank sends (alpha and beta), by the
+algorithms of NCCL (``src/graph/tuning.cc``), the faster one where it has two:
+
+- all-gather, reduce-scatter: ring; where each rank is in a node of its own also by halves (PAT), in log2(ranks) steps.
+- all-reduce: ring (a reduce-scatter and an all-gather), or a tree: a chain in each node, a binary tree of
+  nodes, up and down at 90 % of the bandwidth.
+- broadcast: ring. All-to-all: each rank sends to each other in turn.
+
+A ring that goes through several nodes has an adapter for each of its ranks in a node, and is as fast as these
+together, or as the links inside are.
+
+**The way from one layout to another does not depend on the device.** Where a plan is made and where it runs may differ
+in links, and all must take the same steps. The cheapest way is looked for by what is moved, in elements, where an axis
+counts eight times what the next faster one does: so its tensors are moved while they are small. Times are those
+of the steps of this way.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+from sacplan._device.devices import DeviceSpec
+from sacplan._device.links import Link
+from sacplan._shard.mesh import Mesh
+from sacplan._shard.placements import PARTIAL, REPLICATED, Layout, Placement, fits
+from sacplan.errors import PlanError
+
+Collective: TypeAlias = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+
+TREE_BANDWIDTH = 0.9
+"""Share of a ring's bandwidth that a tree reaches (NCCL)."""
+
+SLOWER = 8
+"""How much more an element counts on an axis than on the next one when ways are compared: NVLink to InfiniBand."""
+
+_LOCAL = 1 / 64
+"""How much an element counts that is copied and stays on its rank."""
+
+
+class Step(NamedTuple):
+    """One step from layout to layout: the placement on one axis changes."""
+
+    axis: int
+    source: Placement
+    target: Placement
+
+    @property
+    def collective(self) -> Collective | None:
+        """What it takes; None where each rank has what it needs."""
+        return _COLLECTIVES.get((self.source.kind, self.target.kind))
+
+
+_COLLECTIVES: dict[tuple[str, str], Collective] = {
+    ("P", "S"): "reduce_scatter",
+    ("P", "R"): "all_reduce",
+    ("S", "R"): "all_gather",
+    ("S", "S"): "all_to_all",
+}
+
+
+def sent(kind: Collective, n: int) -> float:
+    """The share of the whole buffer that each of ``n`` ranks sends."""
+    if kind == "all_reduce":
+        return 2 * (n - 1) / n
+    if kind == "all_to_all":
+        return (n - 1) / n**2
+    return 1.0 if kind == "broadcast" and n > 1 else (n - 1) / n
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Times of collectives and redistributions on a mesh of such devices.
+
+    Attributes:
+        mesh: the ranks; nodes are filled in their order, ``spec.ranks_per_node`` each.
+        spec: the device of a rank; its links.
+    """
+
+    mesh: Mesh
+    spec: DeviceSpec
+
+    @classmethod
+    def of(cls, mesh: Mesh, spec: DeviceSpec) -> Costs:
+        """For a mesh of these devices."""
+        return cls(mesh, spec)
+
+    def nodes(self, axis: int) -> tuple[int, int]:
+        """In how many nodes the ranks of one group of an axis are, and how many of them share one."""
+        n = self.mesh.ranks[axis]
+        inside = max(1, min(n, self.spec.ranks_per_node // self.mesh.stride(axis)))
+        return math.ceil(n / inside), inside
+
+    def link(self, axis: int) -> Link:
+        """What the ranks of an axis reach each other by.
+
+        The inner link if they are in one node, else the outer one: as fast as the adapters of all the ranks of a
+        group that are in one node, up to what the links inside carry.
+        """
+        inner, outer = self.spec.inner_link, self.spec.outer_link
+        nodes, inside = self.nodes(axis)
+        if nodes == 1:
+            return inner
+        if inside == 1:
+            return outer
+        together = min(inner.bandwidth_bytes_per_s, inside * outer.bandwidth_bytes_per_s)
+        return replace(outer, name=f"{outer.name}, {inside} a node", bandwidth_bytes_per_s=together)
+
+    def collective_ms(self, kind: Collective, n_bytes: float, axis: int) -> float:
+        """How long a collective on an axis takes.
+
+        Args:
+            kind: of the collective.
+            n_bytes: of the whole buffer: what is gathered, scattered or reduced; all ranks' parts in an all-to-all.
+            axis: of the mesh.
+
+        Raises:
+            PlanError: there is no such collective.
+        """
+        n = self.mesh.ranks[axis]
+        if n == 1:
+            return 0.0
+        nodes, inside = self.nodes(axis)
+        link, inner, outer = self.link(axis), self.spec.inner_link, self.spec.outer_link
+        around = (nodes - 1) * outer.latency_s + (n - nodes) * inner.latency_s
+        seconds = n_bytes * sent(kind, n) / link.bandwidth_bytes_per_s
+        if kind in ("all_gather", "reduce_scatter"):
+            steps = (n - 1).bit_length() * outer.latency_s if inside == 1 else around
+            time_s = min(around, steps) + seconds
+        elif kind == "all_reduce":
+            deep = (inside - 1) * inner.latency_s + (nodes - 1).bit_length() * outer.latency_s
+            tree = 2 * n_bytes / (TREE_BANDWIDTH * link.bandwidth_bytes_per_s)
+            time_s = min(2 * around + seconds, 2 * deep + tree)
+        elif kind == "broadcast":
+            time_s = around + seconds
+        elif kind == "all_to_all":
+            part = n_bytes / n**2
+            within = (inside - 1) * part / inner.bandwidth_bytes_per_s
+            across = (n - inside) * part / outer.bandwidth_bytes_per_s
+            time_s = around + max(within, across)
+        else:
+            raise PlanError(
+                f"collective {kind!r} is not known; it is one of {', '.join(get_args(Collective))}."
+            )
+        return time_s * 1e3 + self.spec.kernel_launch_us * 1e-3
+
+    def redistribution_path(
+        self, shape: Sequence[int], source: Layout, target: Layout
+    ) -> tuple[Step, ...] | None:
+        """The steps from one layout to another; None where there is no way.
+
+        The same for all devices: it depends on the mesh, the shape and the layouts alone.
+        """
+        return redistribution_path(self.mesh.ranks, tuple(shape), source, target)
+
+    def redistribution_ms(
+        self, n_bytes: float, shape: Sequence[int], source: Layout, target: Layout
+    ) -> float:
+        """How long ``redistribution_path`` takes for a tensor of ``n_bytes`` as a whole; infinite if there is none."""
+        path = self.redistribution_path(shape, source, target)
+        if path is None:
+            return math.inf
+        layout, time_ms = source, 0.0
+        for step in path:
+            time_ms += self._step_ms(step, n_bytes / _others(layout, self.mesh.ranks, step.axis))
+            layout = after(layout, step)
+        return time_ms
+
+    def _step_ms(self, step: Step, n_bytes: float) -> float:
+        """``n_bytes``: what the ranks of the axis have together, as a whole."""
+        kind = step.collective
+        if kind is not None:
+            return self.collective_ms(kind, n_bytes, step.axis)
+        written = n_bytes / self.mesh.ranks[step.axis] if step.target.is_cut else n_bytes
+        rate = self.spec.bandwidth_bytes_per_s * self.spec.bandwidth_efficiency
+        return 2 * written / rate * 1e3 + self.spec.kernel_launch_us * 1e-3
+
+
+def after(layout: Layout, step: Step) -> Layout:
+    """The layout with the placement of one axis changed."""
+    return (*layout[: step.axis], step.target, *layout[step.axis + 1 :])
+
+
+@functools.lru_cache(maxsize=2**16)
+def redistribution_path(
+    ranks: tuple[int, ...], shape: tuple[int, ...], source: Layout, target: Layout
+) -> tuple[Step, ...] | None:
+    """The cheapest steps from one layout to another, see above; None where there is no way.
+
+    On the way each axis is as in the source, whole, or as in the target. Ways of equal cost: the first in the order
+    of axes.
+    """
+    if not fits(shape, source, ranks) or not fits(shape, target, ranks):
+        return None
+    seen: set[Layout] = set()
+    numbers = itertools.count()
+    heap: list[tuple[float, int, Layout, tuple[Step, ...]]] = [(0.0, next(numbers), source, ())]
+    while heap:
+        cost, _, layout, path = heapq.heappop(heap)
+        if layout == target:
+            return path
+        if layout in seen:
+            continue
+        seen.add(layout)
+        for step in _steps(ranks, shape, layout, target):
+            total = cost + _weight(ranks, shape, layout, step)
+            heapq.heappush(heap, (total, next(numbers), after(layout, step), (*path, step)))
+    return None
+
+
+def _steps(ranks: tuple[int, ...], shape: tuple[int, ...], layout: Layout, target: Layout) -> Iterator[Step]:
+    """What may be done next: each axis that is not as it shall be becomes so, or whole."""
+    for axis, (now, then) in enumerate(zip(layout, target, strict=True)):
+        for placement in dict.fromkeys((then, REPLICATED)):
+            step = Step(axis, now, placement)
+            if now != placement and _is_step(step) and _fits_both(ranks, shape, layout, step):
+                yield step
+
+
+def _is_step(step: Step) -> bool:
+    """Whether there is one: a cut is not made partial, and what is whole becomes a sum, not a maximum."""
+    if step.target.is_partial:
+        return step.source == REPLICATED and step.target == PARTIAL
+    return True
+
+
+def _fits_both(ranks: tuple[int, ...], shape: tuple[int, ...], layout: Layout, step: Step) -> bool:
+    """Whether the layout after it is valid, and each rank has an equal part for each other one."""
+    then = after(layout, step)
+    if step.collective == "all_to_all":
+        return fits(shape, (*then, step.source), (*ranks, ranks[step.axis]))
+    return fits(shape, then, ranks)
+
+
+def _weight(ranks: tuple[int, ...], shape: tuple[int, ...], layout: Layout, step: Step) -> float:
+    elements = math.prod(shape) / _others(layout, ranks, step.axis)
+    kind, n = step.collective, ranks[step.axis]
+    if kind is None:
+        return 1 + _LOCAL * elements / (n if step.target.is_cut else 1)
+    return 1 + elements * sent(kind, n) * float(SLOWER ** (len(ranks) - 1 - step.axis))
+
+
+def _others(layout: Layout, ranks: Sequence[int], axis: int) -> int:
+    """Into how many parts the other axes cut a tensor."""
+    return math.prod(n for i, (p, n) in enumerate(zip(layout, ranks, strict=True)) if i != axis and p.is_cut)
