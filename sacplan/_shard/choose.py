@@ -1,0 +1,300 @@
+"""Which strategies an op runs with: the rule that everything follows that no home and no place states.
+
+A choice depends on shapes, on where the inputs lie and on the mesh, and on nothing else: every rank makes the same one,
+and so does the machine that plans. It moves the fewest bytes between ranks; what an output will have to be sent later
+counts too, so that a summand on each rank is reduced where it meets a whole value, and kept while it meets others.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from sacplan._factors.rule import flat_tensors, is_tensor
+from sacplan._shard.mesh import Mesh
+from sacplan._shard.placements import REPLICATED, Layout, Placement, fits, format_layout
+from sacplan._shard.strategies import AxisStrategy, axis_strategies, written_inputs
+from sacplan._torch.ops import aten_names, is_alias
+from sacplan.errors import PlanError
+
+_READS_NO_VALUES = aten_names(
+    "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_empty_strided"
+)
+
+
+class Choice(NamedTuple):
+    """How one call of an op runs.
+
+    Attributes:
+        strategies: by axis of the mesh.
+        inputs: the layout that each tensor argument must have, in the order of ``AxisStrategy.inputs``.
+        outputs: the layout of each tensor returned.
+    """
+
+    strategies: tuple[AxisStrategy, ...]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class WholeCall:
+    """One call of an op, described by whole tensors: their shapes are those of no sharding.
+
+    Attributes:
+        func: the op.
+        args, kwargs, outputs: as a dispatch mode sees them. Tensors may be anything with ``shape`` and ``dtype``.
+    """
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    outputs: Any
+
+    @cached_property
+    def inputs(self) -> tuple[Any, ...]:
+        """The tensors in arguments, in order."""
+        return (*flat_tensors(self.args), *flat_tensors(self.kwargs))
+
+    @cached_property
+    def results(self) -> tuple[Any, ...]:
+        """The tensors returned."""
+        return tuple(flat_tensors(self.outputs))
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """The same for calls that have the same strategies."""
+        return (self.func, frozen(self.args), frozen(self.kwargs), frozen(self.outputs))
+
+    @cached_property
+    def written(self) -> tuple[int, ...]:
+        """Which of ``inputs`` it writes."""
+        return written_inputs(self.func, self.args, self.kwargs)
+
+
+def frozen(value: Any) -> Any:
+    """Arguments as a key: tensors by shape and type."""
+    if is_tensor(value):
+        return (tuple(value.shape), value.dtype)
+    if isinstance(value, (tuple, list)):
+        return tuple(frozen(item) for item in value)
+    if isinstance(value, Mapping):
+        return tuple((name, frozen(item)) for name, item in value.items())
+    return (type(value), value)
+
+
+_MOST_CHOICES = 1 << 16
+_choices: dict[Any, Choice] = {}
+
+
+def choose(
+    call: WholeCall, have: Sequence[Layout], mesh: Mesh, asked: Sequence[Layout | None] | None = None
+) -> Choice:
+    """How a call runs, given where its inputs lie.
+
+    What an op writes in place stays where it is; so does the input of a view, if any strategy allows that.
+
+    Args:
+        call: the op and its arguments.
+        have: the layout of each tensor argument; that of a plain tensor is replicated on each axis.
+        mesh: the ranks.
+        asked: layouts that inputs must get, None for those that may get any.
+
+    Raises:
+        PlanError: no strategy gives the inputs the layouts that are asked for.
+    """
+    key = (call.key, tuple(have), mesh, None if asked is None else tuple(asked))
+    found = _choices.get(key)
+    if found is None:
+        if len(_choices) >= _MOST_CHOICES:
+            _choices.clear()
+        found = _choices[key] = _choose(call, tuple(have), mesh, asked or [None] * len(have))
+    return found
+
+
+def _choose(call: WholeCall, have: tuple[Layout, ...], mesh: Mesh, asked: Sequence[Layout | None]) -> Choice:
+    offered = [_offered(call, have, mesh, asked, axis) for axis in range(len(mesh.axes))]
+    # Bytes on one axis depend on what the others cut: first as the inputs are, then as they would run.
+    first = [_ranked(call, have, mesh, asked, axis, offered[axis], None) for axis in range(len(offered))]
+    chosen = [strategies[0][1] if strategies else None for strategies in first]
+    ranked = [_ranked(call, have, mesh, asked, axis, offered[axis], chosen) for axis in range(len(offered))]
+    for strategies in _best_first(ranked):
+        inputs = tuple(zip(*(s.inputs for s in strategies), strict=True))
+        outputs = tuple(zip(*(s.outputs for s in strategies), strict=True))
+        tensors = zip((*call.inputs, *call.results), (*inputs, *outputs), strict=True)
+        if all(fits(t.shape, layout, mesh.ranks) for t, layout in tensors):
+            return Choice(strategies, inputs, outputs)
+    raise PlanError(_no_strategy(call, have, mesh, asked))
+
+
+def _no_strategy(call: WholeCall, have: Sequence[Layout], mesh: Mesh, asked: Sequence[Layout | None]) -> str:
+    shapes = ", ".join(
+        f"{tuple(t.shape)} as {format_layout(layout)}"
+        + ("" if wanted is None else f", asked as {format_layout(wanted)}")
+        for t, layout, wanted in zip(call.inputs, have, asked, strict=True)
+    )
+    why = (
+        "it writes a tensor in place, which cannot be moved"
+        if call.written
+        else "no strategy has such inputs"
+    )
+    return (
+        f"{call.func} on {shapes} cannot run on mesh {mesh}: {why}. "
+        f"Ask for other layouts at this call, or write the result to a new tensor."
+    )
+
+
+def _offered(
+    call: WholeCall, have: tuple[Layout, ...], mesh: Mesh, asked: Sequence[Layout | None], axis: int
+) -> list[AxisStrategy]:
+    """The strategies on one axis that write nothing but what lies as it must, and do what is asked."""
+    here = [layout[axis] for layout in have]
+    if call.func._schema.name in _READS_NO_VALUES:
+        return [_reads_no_values(call, here)]
+    may_have = [{p} if layout is None else {p, layout[axis]} for p, layout in zip(here, asked, strict=True)]
+    found = axis_strategies(call.func, call.args, call.kwargs, call.outputs, mesh.ranks[axis], may_have)
+    fixed = {i: here[i] for i in call.written}
+    fixed |= {i: layout[axis] for i, layout in enumerate(asked) if layout is not None}
+    returned = [here[i] for i in call.written] if _returns_what_it_writes(call.func) else []
+    return [
+        s
+        for s in found
+        if all(s.inputs[i] == placement for i, placement in fixed.items())
+        and all(o == placement for o, placement in zip(s.outputs, returned, strict=False))
+    ]
+
+
+def _returns_what_it_writes(func: Any) -> bool:
+    return any(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)
+
+
+def _reads_no_values(call: WholeCall, here: Sequence[Placement]) -> AxisStrategy:
+    """Of a factory that takes a tensor for its shape and type: it stays where it is."""
+    same = [tuple(t.shape) == tuple(call.inputs[0].shape) and not here[0].is_partial for t in call.results]
+    return AxisStrategy(tuple(here), tuple(here[0] if s else REPLICATED for s in same))
+
+
+_Rank = tuple[float, ...]
+
+
+def _ranked(
+    call: WholeCall,
+    have: tuple[Layout, ...],
+    mesh: Mesh,
+    asked: Sequence[Layout | None],
+    axis: int,
+    strategies: Sequence[AxisStrategy],
+    others: Sequence[AxisStrategy | None] | None,
+) -> list[tuple[_Rank, AxisStrategy]]:
+    """Strategies on one axis, the best first.
+
+    By: inputs of a view that move; bytes sent now and later, more on slow axes; bytes of outputs; compute; the order
+    in which they are offered.
+    """
+    n, slowness = mesh.ranks[axis], 2.0 ** (len(mesh.axes) - 1 - axis)
+    elsewhere = [(j, r) for j, r in enumerate(mesh.ranks) if j != axis]
+    if others is None:
+        parts = [math.prod(r for j, r in elsewhere if layout[j].is_cut) for layout in have]
+        results = [1] * len(call.results)
+    else:
+        known = [(s, r) for j, r in elsewhere if (s := others[j]) is not None]
+        parts = [math.prod(r for s, r in known if s.inputs[i].is_cut) for i in range(len(have))]
+        results = [math.prod(r for s, r in known if s.outputs[i].is_cut) for i in range(len(call.results))]
+    sizes = [nbytes(t) / p for t, p in zip(call.inputs, parts, strict=True)]
+    made = [nbytes(t) / p for t, p in zip(call.results, results, strict=True)]
+    view = is_alias(str(call.func))
+    was_cut = [
+        layout[axis].is_cut or (wanted is not None and wanted[axis].is_cut)
+        for layout, wanted in zip(have, asked, strict=True)
+    ]
+    ranked: list[tuple[_Rank, AxisStrategy]] = []
+    for position, s in enumerate(strategies):
+        moves = [
+            moved_bytes(layout[axis], to, size, n)
+            for layout, to, size in zip(have, s.inputs, sizes, strict=True)
+        ]
+        later = 0.0
+        if not view:
+            follows = any(was and p.is_cut for was, p in zip(was_cut, s.inputs, strict=True))
+            later = sum(_later(o, size, n, follows) for o, size in zip(s.outputs, made, strict=True))
+        held = sum(size / n if o.is_cut else size for o, size in zip(s.outputs, made, strict=True))
+        rank = (
+            float(view and any(moves)),
+            (sum(moves) + later) * slowness,
+            held,
+            1 / n if s.cut is not None else 1.0,
+            float(position),
+        )
+        ranked.append((rank, s))
+    ranked.sort(key=lambda found: found[0])
+    return ranked
+
+
+def nbytes(t: Any) -> int:
+    """Of a whole tensor."""
+    count: int = math.prod(t.shape) * t.dtype.itemsize
+    return count
+
+
+_LOCAL = 1e-3
+"""A byte that is copied or cleared by a rank itself, over one that is sent."""
+
+
+def moved_bytes(source: Placement, target: Placement, size: float, n: int) -> float:
+    """Bytes that each rank sends for a redistribution on one axis; a little where it only cuts or clears.
+
+    Args:
+        source, target: of the tensor.
+        size: its bytes, without the parts that other axes cut off.
+        n: ranks of the axis.
+    """
+    if source == target:
+        return 0.0
+    share = size * (n - 1) / n
+    if source.is_cut:
+        if target.is_cut and target.dim != source.dim:
+            return share / n
+        return share + (0.0 if target == REPLICATED else size * _LOCAL)
+    if source.is_partial:
+        if target.is_partial:
+            return 2 * share + size * _LOCAL
+        return share if target.is_cut else 2 * share
+    return size * _LOCAL / (n if target.is_cut else 1)
+
+
+def _later(output: Placement, size: float, n: int, follows: bool) -> float:
+    """What an output costs after the call: summands will be reduced, and parts of what was whole be gathered.
+
+    A little more than reducing, or gathering, the inputs at once would: that is preferred where both move as much.
+    ``follows``: an input that was cut stays cut, and the output follows it.
+    """
+    if output.is_partial:
+        return 1.01 * moved_bytes(output, REPLICATED, size, n)
+    if output.is_cut and not follows:
+        return 1.5 * moved_bytes(output, REPLICATED, size, n)
+    return 0.0
+
+
+def _best_first(
+    ranked: Sequence[Sequence[tuple[_Rank, AxisStrategy]]],
+) -> Iterator[tuple[AxisStrategy, ...]]:
+    """One strategy for each axis, the least sum of ranks first."""
+    if not all(ranked):
+        return
+
+    def rank(at: tuple[int, ...]) -> _Rank:
+        return tuple(map(sum, zip(*(ranked[axis][i][0] for axis, i in enumerate(at)), strict=True)))
+
+    start = (0,) * len(ranked)
+    queue, seen = [(rank(start), start)], {start}
+    while queue:
+        _, at = heapq.heappop(queue)
+        yield tuple(ranked[axis][i][1] for axis, i in enumerate(at))
+        for axis, i in enumerate(at):
+            following = (*at[:axis], i + 1, *at[axis + 1 :])
+            if i + 1 < len(ranked[axis]) and following not in seen:
+                seen.add(following)
+                heapq.heappush(queue, (rank(following), following))

@@ -1,0 +1,115 @@
+"""A tensor that gets another layout, on real ranks, by the steps that ``costs.py`` finds.
+
+One axis changes at a time: parts are gathered, exchanged or cut off, summands reduced, with all parts of one size. All
+ranks take the same steps. Along dimension 0 nothing is copied beside what a collective makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sacplan._shard.costs import Step, after, redistribution_path
+from sacplan._shard.placements import Layout, format_layout, local_axis
+from sacplan._torch import collectives
+from sacplan.errors import PlanError
+
+
+def redistribute(
+    local: torch.Tensor,
+    shape: Sequence[int],
+    source: Layout,
+    target: Layout,
+    ranks: Sequence[int],
+    groups: Sequence[str],
+    coordinate: Sequence[int],
+) -> torch.Tensor:
+    """What this rank has of a tensor, in another layout. May be a view of what it has.
+
+    Args:
+        local: what this rank has of it.
+        shape: of the whole tensor.
+        source, target: layouts.
+        ranks, groups: number of ranks and name of the process group, by axis of the mesh.
+        coordinate: of this rank on each axis.
+
+    Raises:
+        PlanError: there is no way.
+    """
+    path = redistribution_path(tuple(ranks), tuple(shape), source, target)
+    if path is None:
+        raise PlanError(
+            f"a tensor of shape {tuple(shape)} cannot go from {format_layout(source)} to {format_layout(target)} "
+            f"on {' x '.join(map(str, ranks))} ranks: the ranks do not divide it evenly."
+        )
+    layout = source
+    for step in path:
+        local = take_step(local, layout, step, ranks, groups[step.axis], coordinate[step.axis])
+        layout = after(layout, step)
+    return local
+
+
+def take_step(
+    local: torch.Tensor, layout: Layout, step: Step, ranks: Sequence[int], group: str, position: int
+) -> torch.Tensor:
+    """One step of a path.
+
+    Args:
+        local, layout: what this rank has, and its layout before the step.
+        step: what changes.
+        ranks: of each axis.
+        group: name of the process group of the axis that changes.
+        position: of this rank on it.
+    """
+    n, here, there = ranks[step.axis], step.source, step.target
+    if n == 1:
+        return local
+    if local.dtype is torch.bool and here.is_cut:  # not every backend sends bits
+        return take_step(local.view(torch.uint8), layout, step, ranks, group, position).view(torch.bool)
+    if there.is_cut and here.is_cut:
+        outer = local_axis((*after(layout, step), here), (*ranks, n), step.axis)
+        into = local_axis((*after(layout, step), here), (*ranks, n), len(ranks))
+        parts = _parts_first(local, there.dim, outer, n)
+        return _parts_into(collectives.all_to_all(parts, n, group), here.dim, into)
+    if there.is_cut:
+        outer = local_axis(after(layout, step), ranks, step.axis)
+        if not here.is_partial:
+            return _part(local, there.dim, outer, n, position)
+        parts = _parts_first(local, there.dim, outer, n)
+        part = collectives.reduce_scatter(parts.flatten(0, 1), here.reduce, n, group)
+        return part.view(parts.shape[1:])
+    if here.is_cut:
+        parts = collectives.all_gather(local, n, group).view(n, *local.shape)
+        return _parts_into(parts, here.dim, local_axis(layout, ranks, step.axis))
+    if here.is_partial:
+        return collectives.all_reduce(local, here.reduce, group)
+    return local if position == 0 else torch.zeros_like(local)
+
+
+def _part(x: torch.Tensor, dim: int, outer: int, n: int, position: int) -> torch.Tensor:
+    """This rank's part of a dimension (``outer``, ``n``, rest)."""
+    size = x.shape[dim] // (outer * n)
+    if outer == 1:
+        return x.narrow(dim, position * size, size)
+    split: torch.Tensor = x.unflatten(dim, (outer, n, size))
+    return split.select(dim + 1, position).flatten(dim, dim + 1)
+
+
+def _parts_first(x: torch.Tensor, dim: int, outer: int, n: int) -> torch.Tensor:
+    """The parts of a dimension (``outer``, ``n``, rest), one after the other: (n, *shape of a part).
+
+    A view where dimension 0 is cut into ``n`` pieces; else a copy. Part by part has at least two dimensions.
+    """
+    size = x.shape[dim] // (outer * n)
+    parts: torch.Tensor = x.unflatten(dim, (outer, n, size)).movedim(dim + 1, 0)
+    return parts.flatten(dim + 1, dim + 2).contiguous()
+
+
+def _parts_into(parts: torch.Tensor, dim: int, outer: int) -> torch.Tensor:
+    """The inverse of ``_parts_first``: (n, *shape of a part) as a whole."""
+    n, size = parts.shape[0], parts.shape[dim + 1] // outer
+    if dim == 0 and outer == 1:
+        return parts.flatten(0, 1)
+    split: torch.Tensor = parts.unflatten(dim + 1, (outer, size)).movedim(0, dim + 1)
+    return split.reshape(*parts.shape[1 : dim + 1], outer * n * size, *parts.shape[dim + 2 :])
