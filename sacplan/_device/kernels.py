@@ -47,6 +47,7 @@ from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._device.foreach import foreach_by_default
 from sacplan._device.layouts import cpu_kernels, shared_kernels
 from sacplan._device.overrides import fake_kernel, override
+from sacplan._torch.local_tensors import local_part
 from sacplan._torch.ops import tensors_in
 from sacplan._torch.private import (
     FakeKernel,
@@ -96,6 +97,8 @@ def _is_emulated(args: Any) -> bool:
 def _is_fake(tensor: Any) -> bool:
     """Whether it is a fake tensor, or stands for one that is not computed yet."""
     deferred = getattr(type(tensor), "is_deferred", False)
+    if isinstance(tensor, torch.Tensor):
+        tensor = local_part(tensor)
     return isinstance(tensor, FakeTensor) or (deferred and active_fake_mode() is not None)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from sacplan._torch.ops import RuleTable, arguments_by_name
+from sacplan._torch.ops import RuleTable, arguments_by_name, op_named
 from sacplan._torch.private import (
     FakeKernel,
     FakeTensorMode,
@@ -322,3 +322,16 @@ def _embedding_bag(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
     if bag_size.numel() == offsets - 1 > 0:
         bag_size = _in_larger_storage(mode, bag_size, offsets)
     return (output, bag_of_index, bag_size, *rest)
+
+
+# --- collectives ----------------------------------------------------------------------------------------------
+
+
+def _waited_for(mode: FakeTensorMode, args: Mapping[str, Any], own: Any) -> Any:
+    """The tensor itself."""
+    return args["tensor"]
+
+
+_WAIT = op_named("_c10d_functional.wait_tensor.default")
+if _WAIT is not None:  # torch was built with collectives
+    on_all_devices(_WAIT)(_waited_for)

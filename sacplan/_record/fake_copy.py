@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from sacplan._record.fake_data import DataRules
 from sacplan._record.state import reachable
 from sacplan._record.step import check_optimizer, make_optimizer
+from sacplan._torch.local_tensors import local_part, stands_for_another, wrapping_of
 from sacplan._torch.private import active_fake_mode, fake_empty_strided, meta_storage
 from sacplan.errors import TraceError
 
@@ -51,6 +52,8 @@ class FakeCopier:
 
     def _new_twin(self, t: torch.Tensor) -> torch.Tensor:
         self._keep.append(t)
+        if stands_for_another(t):
+            return self._twin_around(t, self.tensor(local_part(t)))
         if t.layout != torch.strided:
             raise TraceError(
                 f"a tensor of layout {t.layout} in the model or the batch: a fake step has strided ones only. "
@@ -74,6 +77,13 @@ class FakeCopier:
             fake = torch.nn.Buffer(fake)
         else:
             fake.requires_grad_(t.requires_grad)
+        self.memo[id(t)] = fake
+        return fake
+
+    def _twin_around(self, t: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        fake: torch.Tensor = wrapping_of(t).around(local).requires_grad_(t.requires_grad)
+        if isinstance(t, torch.nn.Parameter):
+            fake._is_param = True
         self.memo[id(t)] = fake
         return fake
 

@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from sacplan._record.fake_rules import (
@@ -42,8 +41,9 @@ from sacplan._record.fake_rules import (
     spread,
 )
 from sacplan._record.fake_values import NO_ANSWER, KnownValues, is_float
+from sacplan._torch.local_tensors import Watching, is_deferred
 from sacplan._torch.ops import OpTraits, op_traits, tensors_in
-from sacplan._torch.private import DEFERRED_TYPES, is_plain, storage_key
+from sacplan._torch.private import is_plain, storage_key
 from sacplan.errors import SacplanWarning
 
 
@@ -107,7 +107,7 @@ REAL_TENSOR = "convert all Tensors to FakeTensors"
 """In the message of FakeTensorMode about a tensor that is not fake."""
 
 
-class DataRules(KnownValues, TorchDispatchMode):
+class DataRules(KnownValues, Watching):
     """The mode behind ``data_rules``; the innermost mode but FakeTensorMode.
 
     Attributes:
@@ -119,7 +119,7 @@ class DataRules(KnownValues, TorchDispatchMode):
         self.copier: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
-        TorchDispatchMode.__exit__(self, exc_type, exc_value, traceback)
+        Watching.__exit__(self, exc_type, exc_value, traceback)
         self._known.clear()
         self.copier = None
 
@@ -129,7 +129,7 @@ class DataRules(KnownValues, TorchDispatchMode):
         return not (needs_an_answer(func) or func in answer or func in assume or func in CHANGES_STORAGE)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not DEFERRED_TYPES.isdisjoint(types):
+        if is_deferred(types):
             return NotImplemented
         kwargs = kwargs or {}
         if self._paused:

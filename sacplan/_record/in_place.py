@@ -79,12 +79,18 @@ class InPlaceWrites:
         self._sums: list[_Write] = []  # of the node that runs now: the engine's, if nothing else follows
         self._node: int | None = None
         self._first_storage = 0  # the first one that was made while this node ran
+        self._deferred: Any = None  # the last op on a tensor that stands for its local part
 
     def clear(self) -> None:
         """Begin anew."""
         self._writes.clear()
         self._sums.clear()
         self._node = None
+        self._deferred = None
+
+    def defers(self, func: Any) -> None:
+        """Note an op on a DTensor, which runs on local tensors: those of the plain step are tensor subclasses, too."""
+        self._deferred = func
 
     def saw(
         self,
@@ -109,7 +115,9 @@ class InPlaceWrites:
             self._node = node
             self._first_storage = n_storages
         write = None
-        if func in CANDIDATES and len(writes) == 1 and reads and called_by_autograd():
+        if func is self._deferred:
+            self._deferred = None
+        elif func in CANDIDATES and len(writes) == 1 and reads and called_by_autograd():
             write = self._candidate(func, args, out, op, reads, writes[0])
         if write is None or func is not _ADD:
             self._sums.clear()  # they were the formula's: a node's own op follows

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, Scope, StorageKind, Tensor
 from sacplan._record.calls import arguments_of
@@ -27,9 +26,9 @@ from sacplan._record.saved_tensors import SavedMode, SavedTensors
 from sacplan._record.seen_ops import Seen, SeenOps
 from sacplan._rewrites.in_place_versions import in_place_versions
 from sacplan._rewrites.settle import settled
+from sacplan._torch.local_tensors import Watching, is_deferred, local_part
 from sacplan._torch.ops import can_run_again, draws_numbers, op_traits, tensors_in
 from sacplan._torch.private import (
-    DEFERRED_TYPES,
     FakeTensorMode,
     active_fake_mode,
     autograd_sequence_number,
@@ -66,7 +65,7 @@ def _as_recorded(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]
     return None
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Watching):
     """Context manager: everything dispatched inside becomes a ``Program``.
 
     Args:
@@ -383,7 +382,7 @@ class Recorder(TorchDispatchMode):
         self._events.append((_EXIT, scope))
 
     def _bytes_of(self, value: Any) -> int:
-        return sum(self._rounded(t.numel() * t.element_size()) for t in tensors_in(value))
+        return sum(self._rounded(t.numel() * t.element_size()) for t in map(local_part, tensors_in(value)))
 
     def _enter_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._paused:
@@ -401,7 +400,8 @@ class Recorder(TorchDispatchMode):
     # --- ops ----------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not DEFERRED_TYPES.isdisjoint(types):
+        if is_deferred(types):
+            self._in_place.defers(func)
             return NotImplemented
         device = fake_device_of(func, args)
         if device is not None:
@@ -608,7 +608,7 @@ class Recorder(TorchDispatchMode):
         ops, events = plain_formulas(ops, events, self._formulas, table)
         saved = self._saved
         parameters = {id(p): p for m in self._modules.values() for p in m.parameters(recurse=False)}
-        sizes = {key: self._rounded(p.numel() * p.element_size()) for key, p in parameters.items()}
+        sizes = {key: self._bytes_of(p) for key, p in parameters.items()}
         recorded = Program(
             storage_bytes=tuple(self._storage_bytes),
             storage_kinds=tuple(StorageKind.TEMPORARY if kind is None else kind for kind in kinds),
@@ -644,12 +644,12 @@ class Recorder(TorchDispatchMode):
 
 
 def _plain_tensors(*values: Any) -> list[torch.Tensor]:
-    """The plain tensors of arguments or results, and those that sparse ones are made of."""
+    """The plain tensors of arguments or results, local parts, and those that sparse ones are made of."""
     found: list[torch.Tensor] = []
     for t in _tensor_list(*values):
         if is_plain(t):
             found.append(t)
-        elif t.layout is not torch.strided:
+        else:
             found.extend(part for part in strided_parts(t) if is_plain(part))
     return found
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from sacplan._program.program import Event
 from sacplan._record.fake_data import DataRules
+from sacplan._torch.local_tensors import Wrapping, arrived, stands_for_another, wrapping_of
 from sacplan._torch.private import (
     active_fake_mode,
     autograd_sequence_number,
@@ -44,6 +45,13 @@ class _Handle:
         self.clone = clone
         self.value: torch.Tensor | None = None  # what a fake tensor holds, where it is known
         self.rules: dict[str, None] = {}  # that it rests on
+
+
+class _Wrapped(NamedTuple):
+    """For a tensor that stands for its local part, the handle of which autograd keeps."""
+
+    local: _Handle
+    wrapping: Wrapping
 
 
 class SavedTensors:
@@ -110,7 +118,10 @@ class SavedTensors:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not is_plain(tensor):
-            return tensor
+            if not stands_for_another(tensor):
+                return tensor
+            packed = self._pack(arrived(tensor))
+            return _Wrapped(packed, wrapping_of(tensor)) if isinstance(packed, _Handle) else tensor
         storage = self._ids.get(storage_key(tensor.untyped_storage()))
         if storage is None or storage in self._initial:
             return tensor
@@ -143,6 +154,8 @@ class SavedTensors:
         return copy
 
     def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, _Wrapped):
+            return packed.wrapping.around(self._unpack(packed.local))
         if not isinstance(packed, _Handle):
             tensor: torch.Tensor = packed
             return tensor

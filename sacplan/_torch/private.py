@@ -32,14 +32,12 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
+from sacplan._torch.local_tensors import Watching, is_deferred, local_part
+
 GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes
 """State of a CPU generator. It counts as device memory in a CPU step; a GPU generator's state is on the host."""
 
 PLAIN_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
-
-DEFERRED_TYPES: set[type] = set()
-"""Tensors whose ops run later: a dispatch mode that sees one answers NotImplemented, and sees the ops when they run."""
-
 
 _DEVICE_OF = torch.ops.prim.device.default
 
@@ -273,7 +271,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The strided tensors that hold what a tensor does: itself, or the indices and the values of a sparse one."""
+    """The strided tensors that hold what a tensor does: its local part, or a sparse one's indices and values."""
+    tensor = local_part(tensor)
     if tensor.layout is torch.strided:
         return (tensor,)
     sparse = tensor.detach()
@@ -471,11 +470,11 @@ def _with_deferred(kind: Any) -> type[TorchDispatchMode]:
     """The same mode, which sees ops on deferred tensors when they run."""
 
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not DEFERRED_TYPES.isdisjoint(types):
+        if is_deferred(types):
             return NotImplemented
         return kind.__torch_dispatch__(self, func, types, args, kwargs)
 
-    return type(kind.__name__, (kind,), {"__torch_dispatch__": dispatch})
+    return type(kind.__name__, (kind, Watching), {"__torch_dispatch__": dispatch})
 
 
 def _product_flops(_: Any, left: Sequence[int], right: Sequence[int], **__: Any) -> int:

@@ -21,7 +21,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sacplan._program.places import Call, Places, StepDifference, described
 from sacplan._program.program import CallSite
@@ -49,10 +48,10 @@ from sacplan._recompute.executor.schedule import (
     schedule_of,
 )
 from sacplan._recompute.executor.tensors import history_free_aliases, is_ordinary, sample, version_of, view_of
+from sacplan._torch.local_tensors import Watching, is_deferred
 from sacplan._torch.ops import is_computation, op_traits, tensors_in
 from sacplan._torch.private import (
     CUSTOM_FUNCTION_APPLY,
-    DEFERRED_TYPES,
     current_saved_tensors_hooks,
     in_backward,
     is_plain,
@@ -84,7 +83,7 @@ class _Func:
     kept: ScheduledOp | None
 
 
-class UnitRecorder(TorchDispatchMode):
+class UnitRecorder(Watching):
     """On while one call of a unit's forward runs.
 
     Args:
@@ -176,7 +175,7 @@ class UnitRecorder(TorchDispatchMode):
         self._table.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not DEFERRED_TYPES.isdisjoint(types):
+        if is_deferred(types):
             return NotImplemented
         if self.paused:
             return func(*args, **(kwargs or {}))

@@ -1,0 +1,136 @@
+"""Tensors that stand for others: a DTensor for the part that this rank has, or what a collective sends.
+
+Ops on them run as ops on plain tensors, and collectives: that is what a step consists of. A dispatch mode that watches
+a step answers NotImplemented where ``is_deferred``, and sees those. What DTensor runs to find out how an op is spread
+(sharding propagation: the op itself, on fake tensors of global shapes) is no part of the step, and no ``Watching`` mode
+sees it.
+
+Tried on torch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+
+DEFERRED_TYPES: set[type] = set()
+"""Tensors whose ops run later: a dispatch mode that sees one answers NotImplemented, and sees the ops when they run."""
+
+
+class Watching(TorchDispatchMode):
+    """A dispatch mode that watches a step, or changes what runs in it."""
+
+
+def is_deferred(types: Sequence[type]) -> bool:
+    """Whether a dispatch mode that was called with these types will see the ops that this one becomes."""
+    return any(kind in DEFERRED_TYPES or _stands_for_another(kind) for kind in types)
+
+
+@functools.cache
+def _stands_for_another(kind: type) -> bool:
+    if _is_dtensor(kind):
+        _hide_sharding_propagation()
+        return True
+    return _is_async(kind)
+
+
+def _is_dtensor(kind: type) -> bool:
+    room = sys.modules.get("torch.distributed.tensor")  # there is no DTensor where it is not imported
+    return room is not None and issubclass(kind, room.DTensor)
+
+
+def _is_async(kind: type) -> bool:
+    room = sys.modules.get("torch.distributed._functional_collectives")
+    return room is not None and issubclass(kind, room.AsyncCollectiveTensor)
+
+
+def stands_for_another(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor (or of a subclass), or what a collective sends."""
+    return _stands_for_another(type(tensor))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor stands for on this rank; itself if it stands for none. Nothing is waited for."""
+    while stands_for_another(tensor):
+        one: Any = tensor
+        tensor = one._local_tensor if _is_dtensor(type(one)) else one.elem
+    return tensor
+
+
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """``local_part``, after a collective has filled it."""
+    while stands_for_another(tensor):
+        one: Any = tensor
+        tensor = one._local_tensor if _is_dtensor(type(one)) else one.trigger_wait()
+    return tensor
+
+
+@dataclass(slots=True)
+class Wrapping:
+    """How a tensor stands for its local part, without that part."""
+
+    around: Callable[[torch.Tensor], torch.Tensor]
+    """Makes a tensor of the same type, global shape and placements for another local part; a leaf without gradient."""
+
+
+def _as_it_is(local: torch.Tensor) -> torch.Tensor:
+    return local
+
+
+def wrapping_of(tensor: torch.Tensor) -> Wrapping:
+    """Of a tensor that ``stands_for_another``; what a collective sent is its local part once it has arrived."""
+    if not _is_dtensor(type(tensor)):
+        return Wrapping(_as_it_is)
+    dtensor: Any = tensor
+    kind = type(dtensor)
+    base = sys.modules["torch.distributed.tensor"].DTensor
+    if kind.__tensor_unflatten__ is not base.__tensor_unflatten__:
+        return Wrapping(functools.partial(_unflattened, *_flattened(dtensor)))
+    attributes = None if kind is base else vars(dtensor)
+    return Wrapping(functools.partial(_made, kind, dtensor._spec, attributes))
+
+
+def _made(kind: Any, spec: Any, attributes: dict[str, Any] | None, local: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = torch.Tensor._dtensor__new__(kind, local, spec, requires_grad=False)
+    if attributes:
+        vars(made).update(attributes)
+    return made
+
+
+def _flattened(dtensor: Any) -> tuple[Any, ...]:
+    names, context = dtensor.__tensor_flatten__()
+    inner = {name: getattr(dtensor, name) for name in names if name != "_local_tensor"}
+    return type(dtensor), inner, context, dtensor.shape, dtensor.stride()
+
+
+def _unflattened(
+    kind: Any, inner: dict[str, Any], context: Any, size: Any, stride: Any, local: torch.Tensor
+) -> torch.Tensor:
+    made: torch.Tensor = kind.__tensor_unflatten__({**inner, "_local_tensor": local}, context, size, stride)
+    return made.requires_grad_(False)
+
+
+@functools.cache
+def _hide_sharding_propagation() -> None:
+    """From ``Watching`` modes, for the whole process."""
+    propagator = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher.sharding_propagator
+    find = propagator.propagate_op_sharding_non_cached
+
+    def unseen(schema: Any) -> Any:
+        if not any(isinstance(mode, Watching) for mode in _get_current_dispatch_mode_stack()):
+            return find(schema)
+        with _disable_current_modes():
+            return find(schema)
+
+    propagator.propagate_op_sharding_non_cached = unseen
+    propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(unseen)
