@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -96,9 +96,17 @@ def _together(func: torch._ops.OpOverload, call: Call) -> tuple[Together, bool]:
     return (), False
 
 
-def may_be_partial(t: torch.Tensor) -> bool:
+def dtype_of(t: Any) -> torch.dtype:
+    """The dtype of a tensor, or of a description that names it."""
+    found = t.dtype if isinstance(t.dtype, torch.dtype) else getattr(torch, t.dtype)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def may_be_partial(t: Any) -> bool:
     """Whether a tensor may be one summand on each rank."""
-    return t.dtype.is_floating_point or t.dtype.is_complex
+    dtype = dtype_of(t)
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def passed_on(func: torch._ops.OpOverload, call: Call) -> Iterator[tuple[frozenset[int], bool]]:
@@ -114,6 +122,8 @@ def passed_on(func: torch._ops.OpOverload, call: Call) -> Iterator[tuple[frozens
             continue  # a number cannot be a summand
         summands = [call.inputs[i] for i in found]
         if all(map(may_be_partial, (*summands, *call.outputs))) and all(
-            torch.promote_types(t.dtype, o.dtype) == o.dtype for t in summands for o in call.outputs
+            torch.promote_types(dtype_of(t), dtype_of(o)) == dtype_of(o)
+            for t in summands
+            for o in call.outputs
         ):
             yield found, moves

@@ -87,7 +87,12 @@ def format_layout(layout: Layout) -> str:
 
 
 def fits(shape: Sequence[int], layout: Layout, ranks: Sequence[int]) -> bool:
-    """Whether each rank gets a part of the same size, and axes that cut one dimension do not overlap."""
+    """Whether each rank gets a part of the same size, and axes that cut one dimension do not overlap.
+
+    Axes on which a value is partial must reduce alike: a maximum of sums is not a sum of maxima.
+    """
+    if len({p.reduce for p in layout if p.is_partial}) > 1:
+        return False
     cuts: dict[int, list[tuple[int, int]]] = {}
     for placement, n in zip(layout, ranks, strict=True):
         if placement.is_cut:

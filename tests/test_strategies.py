@@ -1,0 +1,430 @@
+"""Strategies of ops on simulated ranks: what each says, against the op on whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sacplan._shard.mesh import Mesh
+from sacplan._shard.placements import PARTIAL, REPLICATED, cut
+from sacplan._shard.strategies import AxisStrategy, axis_strategies, local_call, written_inputs
+from tests.placed import Recorded, assert_all_right, assert_right, offered, random_pairs
+from tests.slices import OpCall
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def doubles() -> Any:
+    torch.manual_seed(0)
+    with torch.random.fork_rng():
+        torch.set_default_dtype(torch.float64)
+        yield
+        torch.set_default_dtype(torch.float32)
+
+
+def x(*shape: int) -> torch.Tensor:
+    return torch.randn(shape)
+
+
+def below(n: int, *shape: int) -> torch.Tensor:
+    return torch.randint(n, shape)
+
+
+def ignored(n: int, *shape: int) -> torch.Tensor:
+    """Labels, of which some are left out, unevenly over the batch."""
+    found = below(n, *shape)
+    found.view(-1)[:3] = -100
+    return found
+
+
+def calls_of(fn: Callable[[], Any]) -> list[OpCall]:
+    """The ops of a forward and a backward pass."""
+    with Recorded() as seen:
+        out = fn()
+        tensors = [out] if isinstance(out, torch.Tensor) else list(out)
+        sum((t * torch.randn_like(t)).sum() for t in tensors if t.requires_grad).backward()
+    return list(seen.calls.values())
+
+
+STEPS: dict[str, Callable[[], Any]] = {}
+
+
+def step(fn: Callable[[], Any]) -> Callable[[], Any]:
+    STEPS[fn.__name__] = fn
+    return fn
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+@step
+def linear_with_bias() -> Any:
+    return F.linear(leaf(4, 4, 16), leaf(8, 16), leaf(8))
+
+
+@step
+def linear_without_bias() -> Any:
+    return F.linear(leaf(4, 4, 16), leaf(8, 16))
+
+
+@step
+def products() -> Any:
+    a, b = leaf(4, 6, 8), leaf(4, 8, 2)
+    return (
+        a @ b,
+        torch.baddbmm(leaf(4, 6, 2), a, b),
+        torch.addmm(leaf(6, 2), a[0], b[0], beta=0.5, alpha=2.0),
+        a[0] @ b[0][:, 0],
+        torch.addmv(leaf(6), a[0], b[0][:, 1]),
+        torch.einsum("bij,bjk->bik", a, b),
+        a[0, 0].dot(b[0, :, 0]),
+    )
+
+
+@step
+def embedding() -> Any:
+    return F.embedding(below(12, 4, 6), leaf(12, 8)), F.embedding(below(12, 4, 6), leaf(12, 8), padding_idx=3)
+
+
+@step
+def layer_norm() -> Any:
+    return F.layer_norm(leaf(4, 6, 8), (8,), leaf(8), leaf(8)), F.layer_norm(leaf(4, 6, 8), (6, 8))
+
+
+@step
+def rms_norm() -> Any:
+    return F.rms_norm(leaf(4, 6, 8), (8,), leaf(8))
+
+
+@step
+def group_norm() -> Any:
+    return F.group_norm(leaf(4, 8, 4, 4), 4, leaf(8), leaf(8))
+
+
+@step
+def softmax() -> Any:
+    a = leaf(4, 6, 8)
+    return F.softmax(a, -1), F.log_softmax(a, 1)
+
+
+@step
+def attention() -> Any:
+    q, k, v = leaf(2, 4, 8, 8), leaf(2, 4, 6, 8), leaf(2, 4, 6, 8)
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+@step
+def causal_attention() -> Any:
+    q, k, v = leaf(2, 4, 8, 8), leaf(2, 4, 8, 8), leaf(2, 4, 8, 8)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@step
+def masked_attention() -> Any:
+    q, k, v = leaf(2, 4, 8, 8), leaf(2, 4, 6, 8), leaf(2, 4, 6, 8)
+    return F.scaled_dot_product_attention(q, k, v, torch.randn(2, 1, 8, 6) > -1)
+
+
+@step
+def attention_by_products() -> Any:
+    q, k, v = leaf(2, 4, 8, 8), leaf(2, 4, 6, 8), leaf(2, 4, 6, 8)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, torch.randn(8, 6))
+
+
+@step
+def grouped_attention() -> Any:
+    q, k, v = leaf(2, 8, 6, 8), leaf(2, 4, 6, 8), leaf(2, 4, 6, 8)
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+@step
+def convolution() -> Any:
+    a = leaf(4, 4, 8, 8)
+    return (
+        F.conv2d(a, leaf(8, 4, 3, 3), leaf(8), padding=1),
+        F.conv2d(a, leaf(8, 4, 1, 1)),
+        F.conv2d(a, leaf(8, 2, 3, 3), leaf(8), groups=2),
+        F.conv_transpose2d(a, leaf(4, 6, 2, 2), leaf(6), stride=2),
+    )
+
+
+@step
+def batch_norm() -> Any:
+    return F.batch_norm(leaf(4, 8, 4, 4), torch.zeros(8), torch.ones(8), leaf(8), leaf(8), training=True)
+
+
+@step
+def batch_norm_in_evaluation() -> Any:
+    return F.batch_norm(leaf(4, 8, 4, 4), torch.randn(8), torch.ones(8), leaf(8), leaf(8), training=False)
+
+
+@step
+def pooling() -> Any:
+    a = leaf(4, 4, 8, 8)
+    return (
+        F.max_pool2d(a, 2),
+        F.avg_pool2d(a, 2),
+        F.adaptive_avg_pool2d(a, 2),
+        F.interpolate(a, scale_factor=2.0),
+    )
+
+
+@step
+def views() -> Any:
+    a = leaf(4, 6, 8)
+    return (
+        a.view(24, 8),
+        a.view(4, 6, 2, 4),
+        a.view(4, 48).view(8, 24),
+        a.permute(2, 0, 1).clone(),
+        a.transpose(0, 1).reshape(6, 32),
+        a.unsqueeze(1).expand(4, 6, 6, 8),
+        *a.split(2, 1),
+        *a.chunk(2, -1),
+        *a.unbind(0),
+        a[:, 2:4],
+        a[1],
+        a.flatten(),
+        a.repeat(2, 1, 1),
+    )
+
+
+@step
+def joins() -> Any:
+    a, b = leaf(4, 6, 8), leaf(4, 2, 8)
+    return torch.cat([a, b], 1), torch.stack([a, a * 2]), F.pad(a, (0, 2)), a.roll(1, 0), a.flip(1), a.tril()
+
+
+@step
+def elements() -> Any:
+    a, b = leaf(4, 6, 8), leaf(6, 1)
+    return (
+        a + b, a - b, a * b, a / b.exp(), 2.0 - a, a + 1.0, a / 3.0, -a, a.exp(), F.gelu(a), F.silu(a), F.relu(a),
+        torch.tanh(a), a.sigmoid(), a.pow(2), torch.where(a > 0, a, b), a.masked_fill(a > 1, 0.0),
+        a.masked_fill(a > 1, 2.0), torch.addcmul(a, a, b), a.clamp(min=0.1), a.rsqrt().nan_to_num(), a.lerp(b, 0.3),
+    )  # fmt: skip
+
+
+@step
+def in_place() -> Any:
+    a, b = leaf(4, 6, 8), leaf(4, 6, 8)
+    c = a * 2
+    c.add_(b)
+    c.mul_(2.0).sub_(b, alpha=0.5)
+    d = torch.zeros(4, 6, 8).copy_(b)
+    d.relu_()
+    e = torch.zeros(4, 6, 8).index_add(0, below(4, 3), a[:3])
+    return c, d, e, torch.zeros(4, 6, 8).scatter_add_(1, below(6, 4, 6, 8), a)
+
+
+@step
+def reductions() -> Any:
+    a = leaf(4, 6, 8)
+    return (
+        a.sum(), a.sum(1), a.sum((0, 2), keepdim=True), a.mean(), a.mean(-1, keepdim=True), a.amax(1), a.amin((0, 1)),
+        a.max(2).values, a.max(), a.var(1), a.logsumexp(2), a.norm(), a.cumsum(1), a.sort(1).values, a.topk(2).values,
+        a.prod(0), a.std(),
+    )  # fmt: skip
+
+
+@step
+def lookups() -> Any:
+    a = leaf(4, 6, 8)
+    return (
+        a.gather(1, below(6, 4, 2, 8)),
+        a.index_select(1, below(6, 4)),
+        a[:, below(6, 4)],
+        a[below(4, 6), below(6, 6)],
+        torch.take(a, below(192, 4, 2)),
+    )
+
+
+@step
+def cross_entropy() -> Any:
+    scores = leaf(8, 6)
+    return (
+        F.cross_entropy(scores, below(6, 8)),
+        F.cross_entropy(scores, ignored(6, 8)),
+        F.cross_entropy(scores, ignored(6, 8), weight=torch.rand(6)),
+        F.cross_entropy(scores, ignored(6, 8), reduction="sum"),
+        F.cross_entropy(scores, ignored(6, 8), reduction="none"),
+        F.cross_entropy(scores, below(6, 8), label_smoothing=0.1),
+        F.cross_entropy(leaf(4, 6, 4), ignored(6, 4, 4)),
+    )
+
+
+@step
+def other_losses() -> Any:
+    a, b = leaf(8, 6), leaf(8, 6)
+    return (
+        F.mse_loss(a, b), F.mse_loss(a, b, reduction="sum"), F.smooth_l1_loss(a, b), F.huber_loss(a, b),
+        F.binary_cross_entropy(a.sigmoid(), torch.rand(8, 6)), F.soft_margin_loss(a, x(8, 6).sign()),
+        F.binary_cross_entropy_with_logits(a, torch.rand(8, 6)), F.kl_div(a, b.softmax(1), reduction="batchmean"),
+        F.l1_loss(a, b), F.mse_loss(a, b, reduction="none"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_strategy_is_right(name: str) -> None:
+    found = [assert_all_right(call, 2) for call in calls_of(STEPS[name])]
+    assert sum(n > 1 for n in found) >= 0.5 * len(found)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_axes_do_not_depend_on_each_other(name: str) -> None:
+    """A strategy for each of two axes, whatever they are, where their cuts fit together."""
+    mesh = Mesh.of({"dp": 2, "tp": 2})
+    several = 0
+    for call in calls_of(STEPS[name]):
+        for pair in random_pairs(call, mesh, most=12):
+            if not any(s.draws for s in pair):
+                assert_right(call, pair, mesh)
+                several += all(s.cut for s in pair)
+    assert several > 3
+
+
+def strategy_of(call: OpCall, *inputs: Any) -> AxisStrategy:
+    """The one on two ranks whose inputs lie so."""
+    return next(s for s in offered(call, 2) if s.inputs == inputs)
+
+
+def mm() -> OpCall:
+    return OpCall(aten.mm.default, (x(4, 6), x(6, 8)), {})
+
+
+def addmm() -> OpCall:
+    return OpCall(aten.addmm.default, (x(8), x(4, 6), x(6, 8)), {})
+
+
+def nll(labels: torch.Tensor, reduction: int = 1) -> OpCall:
+    return OpCall(aten.nll_loss_forward.default, (x(8, 6), labels, None, reduction, -100), {})
+
+
+R, P = REPLICATED, PARTIAL
+WRONG: dict[str, Callable[[], tuple[OpCall, AxisStrategy]]] = {
+    "a product's rows said to be summands": lambda: (
+        call := mm(), replace(strategy_of(call, cut(0), R), outputs=(P,))
+    ),
+    "a sum over ranks said to be whole": lambda: (
+        call := mm(), replace(strategy_of(call, cut(1), cut(0)), outputs=(R,))
+    ),
+    "every rank adds the bias": lambda: (
+        call := addmm(), replace(strategy_of(call, P, cut(1), cut(0)), inputs=(R, cut(1), cut(0)))
+    ),
+    "both factors of a product are summands": lambda: (mm(), AxisStrategy((P, P), (P,))),
+    "a function of a sum is the sum of the function": lambda: (
+        OpCall(aten.exp.default, (x(4, 6),), {}), AxisStrategy((P,), (P,))
+    ),
+    "a mean of parts is not scaled": lambda: (
+        call := OpCall(aten.mean.dim, (x(4, 6), [0]), {}), replace(strategy_of(call, cut(0)), averages=())
+    ),
+    "the other half of a dimension": lambda: (
+        call := OpCall(aten.view.default, (x(4, 6, 8), [24, 8]), {}),
+        replace(strategy_of(call, cut(1)), outputs=(cut(0),)),
+    ),
+    "a mean over labels, weighed by ranks": lambda: (
+        call := nll(ignored(6, 8)), replace(strategy_of(call, cut(0), cut(0)), reduces=(), averages=(0,))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_strategy_is_found(what: str) -> None:
+    call, strategy = WRONG[what]()
+    assert strategy not in offered(call, 2)
+    with pytest.raises(AssertionError):
+        assert_right(call, [strategy], Mesh.of(2))
+
+
+def strategies_of(func: Any, *args: Any, available: Sequence[Any] = (), **kwargs: Any) -> list[str]:
+    """As text: inputs, then outputs."""
+    found = axis_strategies(func, args, kwargs, func(*args, **kwargs), 2, available)
+    assert set(found[0].inputs + found[0].outputs) == {R}
+    return [f"{' '.join(map(str, s.inputs))} -> {' '.join(map(str, s.outputs))}" for s in found]
+
+
+def test_what_is_offered() -> None:
+    a, b = x(4, 6), x(6, 8)
+    product = ["R R -> R", "S0 R -> S0", "S1 S0 -> P", "R S1 -> S1"]
+    assert strategies_of(aten.mm.default, a, b) == [*product, "P R -> P", "R P -> P"]
+    assert strategies_of(aten.mm.default, a, b, available=[[R], [R, P]]) == [*product, "R P -> P"]
+    assert strategies_of(aten.amax.default, a, [1]) == ["R -> R", "S0 -> S0", "S1 -> Pmax"]
+    assert strategies_of(aten.any.dim, a > 0, 1) == ["R -> R", "S0 -> S0"]  # no partial truth
+    assert strategies_of(aten._softmax.default, a, 1, False) == ["R -> R", "S0 -> S0"]
+    assert strategies_of(aten.mm.default, x(3, 5), x(5, 7)) == ["R R -> R", "P R -> P", "R P -> P"]
+    assert strategies_of(aten.add.Tensor, a, 1.0) == ["R -> R", "S0 -> S0", "S1 -> S1"]
+    assert strategies_of(aten.add.Tensor, a, a)[-1] == "P P -> P"
+
+
+def test_cuts_inside_a_dimension_are_offered_where_an_input_has_them() -> None:
+    merged = x(24, 8)
+    assert strategies_of(aten.view.default, merged, [4, 6, 8]) == ["R -> R", "S0 -> S0", "S1 -> S2", "P -> P"]
+    found = strategies_of(aten.view.default, merged, [4, 6, 8], available=[[cut(0, 4)]])
+    assert found == ["R -> R", "S0 -> S0", "S0/4 -> S1", "S1 -> S2"]
+    nested = axis_strategies(aten.neg.default, (x(8),), {}, x(8), 2, nested=[2])
+    assert [s.outputs[0] for s in nested] == [R, cut(0), cut(0, 2), P]
+
+
+def test_a_cast_to_less_precision_gets_the_sum() -> None:
+    a, bias = x(4), x(4).float()
+    assert "P -> P" not in strategies_of(aten._to_copy.default, a, dtype=torch.float32)
+    assert "P -> P" not in strategies_of(aten._to_copy.default, a, dtype=torch.int64)
+    assert "P -> P" in strategies_of(aten._to_copy.default, bias, dtype=torch.float64)
+
+
+def test_ops_that_draw_say_so() -> None:
+    a = x(4, 6)
+    with torch.no_grad():
+        out = aten.native_dropout(a, 0.5, True)
+        found = axis_strategies(aten.native_dropout.default, (a, 0.5, True), {}, out, 2)
+        assert [s.outputs for s in found] == [(R, R), (cut(0), cut(0)), (cut(1), cut(1))]
+        assert all(s.draws for s in found)
+        found = axis_strategies(aten.bernoulli_.float, (a, 0.5), {}, a, 2)
+    assert [s.inputs for s in found] == [(R,), (cut(0),), (cut(1),)]
+    assert all(s.draws for s in found)
+    assert not axis_strategies(aten.neg.default, (a,), {}, a, 2)[0].draws
+
+
+def test_what_an_op_writes_stays_where_it_is() -> None:
+    a, b = x(4, 6), x(4, 6)
+    for func in (aten.add_.Tensor, aten.mul_.Tensor, aten.copy_.default):
+        found = axis_strategies(func, (a, b), {}, a, 2)
+        assert len(found) > 2
+        assert all(s.inputs[0] == s.outputs[0] for s in found)
+        assert written_inputs(func, (a, b), {}) == (0,)
+    norm = aten.native_batch_norm.default
+    stats = (x(6), x(6))
+    assert written_inputs(norm, (a, None, None, *stats, True, 0.1, 1e-5), {}) == (1, 2)
+    assert written_inputs(norm, (a, None, None, *stats, False, 0.1, 1e-5), {}) == ()
+
+
+def test_a_mean_over_labels_that_are_left_out_says_what_it_reduces() -> None:
+    call = nll(ignored(6, 8))
+    strategy = strategy_of(call, cut(0), cut(0))
+    assert strategy.outputs == (P, R)
+    assert strategy.reduces == (1,)
+    local = local_call(call.func, call.args, {}, call.run(), [strategy], Mesh.of(2))
+    assert not local.is_plain
+    assert not any(s.reduces for s in offered(nll(below(6, 8), reduction=2), 2))
+
+
+def test_descriptions_of_tensors_are_enough() -> None:
+    """As a recorded program has them: shapes, and dtypes by name."""
+    described = [Described(t.shape, str(t.dtype).removeprefix("torch.")) for t in (x(4, 6), x(6, 8), x(4, 8))]
+    found = axis_strategies(aten.mm.default, described[:2], {}, described[2], 2)
+    assert found == axis_strategies(aten.mm.default, (x(4, 6), x(6, 8)), {}, x(4, 8), 2)
+
+
+class Described:
+    """A tensor's shape and type."""
+
+    def __init__(self, shape: Sequence[int], dtype: str) -> None:
+        self.shape, self.dtype = tuple(shape), dtype
