@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,18 @@ import torch.distributed as dist
 from torch import nn
 
 import sacplan
+from sacplan._device.devices import resolve_device
+from sacplan._device.links import Link
 from sacplan._profile.profile import trace_step
 from sacplan._program.program import Event, Phase, Program, StorageKind
 from sacplan._ranks.ranks import Ranks
-from sacplan._ranks.replicas import FIRST_BUCKET_BYTES, bucket_bytes, replicated
+from sacplan._ranks.replicas import FIRST_BUCKET_BYTES, buckets_of, replicated
 from sacplan._ranks.sharding import sharded
 from sacplan._ranks.shards import Parameter, resolve_units
 from sacplan._ranks.unit_limits import narrowed, sharded_units, too_wide
 from sacplan._recompute.rewrite import discarded_ops, recomputed
+from sacplan._shard.costs import Costs
+from sacplan._shard.mesh import Mesh
 from sacplan.errors import TraceError
 from tests import models
 from tests.ranks import (
@@ -209,7 +214,12 @@ def test_the_model_does_not_notice() -> None:
     rank = of_one_rank(whole, RANKS, ["layers.*", ""])
     assert whole.program == before
     assert rank.program.flops == whole.program.flops
-    assert rank.program.step_ms == whole.program.step_ms
+    computed = sum(
+        op.time_ms for op in rank.program.ops if op.phase != Phase.OPTIMIZER and not _moves(op.name)
+    )
+    assert computed == pytest.approx(
+        sum(op.time_ms for op in whole.program.ops if op.phase != Phase.OPTIMIZER)
+    )
     for fqn, calls in whole.program.calls.items():
         sites = [s for s in rank.program.sites(rank.program.calls[fqn][0]).values() if "fsdp." not in s[0]]
         assert sites == list(whole.program.sites(calls[0]).values())
@@ -238,6 +248,100 @@ def test_a_planned_step_of_a_rank_has_the_planned_peak(name: str, mesh: Any) -> 
         memory = RankMemory(fully_sharded(model, mesh, resolve_units(units, whole.program)), batch, loss_fn)
         measured = memory.peak_bytes()
     assert measured == plan.peak_bytes
+
+
+# --- times --------------------------------------------------------------------------------------------------
+
+
+def h100_with(gb_per_s: float) -> sacplan.DeviceSpec:
+    """Links without latency."""
+    link = Link("link", gb_per_s * 1e9, 0.0)
+    return replace(resolve_device("h100"), inner_link=link, kernel_launch_us=0.0, matmul_workspace_bytes=0)
+
+
+def on_h100(gb_per_s: float, units: list[str] | None) -> tuple[Program, Program, Costs]:
+    """The whole step of a model of equal layers, and that of one rank of eight."""
+    spec = h100_with(gb_per_s)
+    model = MLP(layers=4, dim=256, dropout=0.0)
+    whole = sacplan.profile(model, torch.randn(4096, 256), mean_square, device=spec)
+    return whole.program, of_one_rank(whole, RANKS, units).program, Costs.of(Mesh.of(RANKS), spec)
+
+
+def exposed(program: Program, name: str) -> list[float]:
+    return [op.time_ms for op in program.ops if op.name == name]
+
+
+LAYER_BYTES = 4 * (2 * 256 * 1024 + 1024 + 256)
+"""Of a layer's parameters: the ranks divide all of them."""
+
+HEAD_BYTES = 4 * RANKS * (2 * 256 + 2)
+"""Of the head's, padded: ten rows over eight ranks."""
+
+
+def test_fast_links_leave_what_has_nothing_to_hide_behind() -> None:
+    """By hand: the root, which has the head, gathers and then the first layer does; they are reduced last."""
+    whole, rank, costs = on_h100(1e5, ["layers.*", ""])
+    layer, head = (costs.collective_ms("all_gather", n, 0) for n in (LAYER_BYTES, HEAD_BYTES))
+    gathers = exposed(rank, "fsdp.all_gather_copy_in.default")
+    assert gathers == [pytest.approx(head), pytest.approx(layer)] + [0.0] * 7  # the root keeps its own
+    reduces = exposed(rank, "c10d._reduce_scatter_base_.default")
+    assert reduces == [0.0] * 3 + [pytest.approx(head), pytest.approx(layer)]
+    moved = sum(op.time_ms for op in rank.ops if _moves(op.name))
+    assert rank.step_ms == pytest.approx(whole.step_ms + moved)
+
+
+def test_slow_links_are_busy_all_the_time() -> None:
+    """Then a step takes all its collectives, and computation once at most."""
+    whole, rank, costs = on_h100(0.1, ["layers.*", ""])
+    busy = costs.collective_ms("all_gather", 3 * 4 * LAYER_BYTES + 2 * HEAD_BYTES, 0)
+    copies = sum(
+        exposed(rank, "fsdp.chunk_cat.default") + exposed(rank, "fsdp.split_with_sizes_copy.default")
+    )
+    assert busy > 10 * (whole.step_ms + copies)
+    assert busy < rank.step_ms < busy + whole.step_ms + copies
+
+
+def test_cpus_wait_for_each_collective() -> None:
+    whole = profiled(lm(), tokens(), models.cross_entropy)
+    rank = of_one_rank(whole, RANKS, ["layers.*", ""]).program
+    assert all(ms > 0 for ms in exposed(rank, "fsdp.all_gather_copy_in.default"))
+    assert all(ms > 0 for ms in exposed(rank, "c10d._reduce_scatter_base_.default"))
+
+
+def test_the_optimizer_works_on_shards() -> None:
+    """Its ops are bound by memory."""
+    spec = h100_with(100)
+    model = nn.Sequential(nn.Linear(2048, 2048, bias=False), nn.ReLU(), nn.Linear(2048, 2048, bias=False))
+    whole = sacplan.profile(model, torch.randn(8, 2048), mean_square, OPTIMIZER, device=spec)
+    times = [
+        sum(op.time_ms for op in program.ops if op.phase == Phase.OPTIMIZER)
+        for program in (whole.program, of_one_rank(whole, RANKS, ["0", "2"]).program)
+    ]
+    assert times[1] == pytest.approx(times[0] / RANKS, rel=1e-3)
+
+
+def test_a_bucket_is_reduced_behind_the_rest_of_the_backward_pass() -> None:
+    """By hand: the first bucket is full after the last linear layer but one, the second at the end."""
+    for gb_per_s in (1e5, 20, 0.1):
+        whole, rank, costs = on_h100(gb_per_s, None)
+        reduces = [i for i, op in enumerate(rank.ops) if op.name == "c10d.allreduce_.default"]
+        head, down = 4 * (10 * 256 + 10), 4 * (256 * 1024 + 256)
+        sizes = [head + down, 4 * LAYER_BYTES - down]
+        assert len(reduces) == len(sizes)
+        backward = [i for i, op in enumerate(rank.ops) if op.phase == Phase.BACKWARD]
+        assert not any(rank.ops[i].time_ms for i in backward if i > reduces[1])
+        assert rank.ops[reduces[0] - 1].outputs  # the op that made the last gradient of the bucket
+        rest = sum(rank.ops[i].time_ms for i in range(reduces[0] + 1, reduces[1]))
+        copies = [costs.copy_ms(n_bytes) for n_bytes in sizes]
+        first, second = (costs.collective_ms("all_reduce", n_bytes, 0) for n_bytes in sizes)
+        # Computation after the first one starts: the rest, and the copy into the second bucket.
+        computed = rest + copies[1]
+        end = max(first, computed) + second
+        waited = sum(rank.ops[i].time_ms for i in reduces) - 2 * sum(copies)
+        # What is copied out of the first bucket hides some of the second's reduction.
+        hidden = min(copies[0], max(0.0, end - max(first, computed)))
+        assert waited == pytest.approx(end - computed - hidden)
+        assert rank.step_ms == pytest.approx(whole.step_ms + waited + 2 * sum(copies))
 
 
 # --- which modules may be units -----------------------------------------------------------------------------
@@ -433,11 +537,14 @@ def test_buckets() -> None:
     def parameter(mib_: int, dtype: str = "torch.uint8", trainable: bool = True) -> Parameter:
         return Parameter("p", 0, (mib_ * mib,), dtype, trainable)
 
+    def bucket_bytes(parameters: list[Parameter]) -> list[int]:
+        return [sum(p.n_bytes for p in bucket) for bucket in buckets_of(parameters, 25 * mib)]
+
     sizes = [parameter(n) for n in (3, 1, 20, 10, 16, 2)]
-    assert bucket_bytes(sizes, 25 * mib) == tuple(n * mib for n in (2, 26, 24))
+    assert bucket_bytes(sizes) == [n * mib for n in (2, 26, 24)]
     assert FIRST_BUCKET_BYTES == dist._DEFAULT_FIRST_BUCKET_BYTES == mib
     mixed = [parameter(1), parameter(4, trainable=False), parameter(2, "torch.int8")]
-    assert sorted(bucket_bytes(mixed, 25 * mib)) == [mib, 2 * mib]
+    assert sorted(bucket_bytes(mixed)) == [mib, 2 * mib]
 
 
 def test_replicas_hold_gradients_twice(whole: sacplan.Profile) -> None:
@@ -445,7 +552,7 @@ def test_replicas_hold_gradients_twice(whole: sacplan.Profile) -> None:
     trained = sum(p.numel() * p.element_size() for p in lm().parameters())
     assert rank.peak_bytes == whole.peak_bytes + trained
     with pytest.raises(TraceError, match="bucket_cap_mb"):
-        replicated(whole.program, whole.fingerprint.parameters, CPU, bucket_cap_mb=0)
+        replicated(whole.program, whole.fingerprint.parameters, CPU, 2, bucket_cap_mb=0)
 
 
 @pytest.mark.parametrize("units", [["a", "b", ""], None])

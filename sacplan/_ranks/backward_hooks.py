@@ -43,7 +43,7 @@ def hooks_of(program: Program, around: Mapping[int, Sequence[int]]) -> dict[int,
     """
     ops = program.ops
     found: dict[int, Hooks] = defaultdict(Hooks)
-    for run in _backward_passes(program):
+    for run in backward_passes(program):
         last: dict[int, int] = {}  # call to the number of its last op
         made: dict[int, set[int]] = defaultdict(set)
         last_read: dict[int, int] = {}
@@ -62,7 +62,7 @@ def hooks_of(program: Program, around: Mapping[int, Sequence[int]]) -> dict[int,
     return found
 
 
-def _backward_passes(program: Program) -> Iterator[list[tuple[int, int]]]:
+def backward_passes(program: Program) -> Iterator[list[tuple[int, int]]]:
     """For each backward pass its ops: the position where the op's node begins, and the op."""
     run: list[tuple[int, int]] = []
     asked: int | None = None  # where the next op's node asks for its tensors

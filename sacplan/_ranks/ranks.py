@@ -60,7 +60,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         if self.world_size == 1:
             return whole
         if self.fsdp_units is None:
-            return whole.with_(replicated(whole, parameters, spec))
+            return whole.with_(replicated(whole, parameters, spec, self.world_size)).renumbered()
         patch = sharded(whole, parameters, spec, self.world_size, self.fsdp_units)
         return whole.with_(patch).renumbered()
 
@@ -72,13 +72,14 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         if self.fsdp_units is None:
             return (
                 f"one of {self.world_size} ranks of DistributedDataParallel(model) with its defaults: gradients are "
-                "held twice; what NCCL allocates for itself and the time of collectives are not counted",
+                "held twice; what NCCL allocates for itself is not counted; the time of a collective is what the "
+                "rest of the backward pass does not hide, by the links of the device",
             )
         units = ", ".join(map(repr, self.fsdp_units))
         return (
             f"one of {self.world_size} ranks, that with the largest shards, under fully_shard(module) for the modules "
-            f"{units}, with its defaults and no mixed-precision policy; what NCCL allocates for itself and the time of "
-            "collectives are not counted",
+            f"{units}, with its defaults and no mixed-precision policy; what NCCL allocates for itself is not counted; "
+            "the time of a collective is what the computation of a unit does not hide, by the links of the device",
         )
 
 

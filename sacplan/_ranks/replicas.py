@@ -1,6 +1,6 @@
 """The step of one rank under ``DistributedDataParallel``, from the recorded step of the model.
 
-    rank = replicated(program, fingerprint.parameters, spec)
+    rank = program.with_(replicated(program, fingerprint.parameters, spec, world_size=8)).renumbered()
 
 DDP copies each gradient into a bucket when it is there, reduces the bucket over all ranks, and copies it back.
 The buckets stay allocated from step to step, so with its default ``gradient_as_bucket_view=False`` gradients are
@@ -11,17 +11,24 @@ Source: ``torch/csrc/distributed/c10d/reducer.cpp`` of 2.13 (``initialize_bucket
 takes the order in which gradients came in its first step: that moves where one bucket ends and the next begins,
 not what they take together.
 
-Not counted: what NCCL or gloo allocate for themselves, the copies with which DDP synchronizes buffers when a forward
-begins, and time. Not modelled: ``gradient_as_bucket_view=True``, communication hooks, ``static_graph``.
+A bucket is reduced when its last gradient is there, behind what is left of the backward pass, and one after the other
+(``overlap.py``); at the end of the backward pass DDP waits for all of them. An op for each bucket takes the copies
+into it and out of it, and what is waited for it.
+
+Not counted: what NCCL or gloo allocate for themselves, and the copies with which DDP synchronizes buffers when a
+forward begins. Not modelled: ``gradient_as_bucket_view=True``, communication hooks, ``static_graph``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.fingerprint import Entry
-from sacplan._program.program import Patch, Program, StorageKind
+from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind
+from sacplan._ranks.backward_hooks import backward_passes
+from sacplan._ranks.overlap import Overlap
 from sacplan._ranks.shards import Parameter, parameters_of
 from sacplan.errors import TraceError
 
@@ -32,10 +39,14 @@ BUCKET_CAP_MB = 25.0
 """Default of DDP's ``bucket_cap_mb``, in MiB."""
 
 
+_REDUCE = "c10d.allreduce_.default"
+
+
 def replicated(
     program: Program,
     parameters: Sequence[Entry],
     spec: DeviceSpec,
+    world_size: int,
     *,
     bucket_cap_mb: float = BUCKET_CAP_MB,
 ) -> Patch:
@@ -44,7 +55,8 @@ def replicated(
     Args:
         program: of the whole model on one device.
         parameters: name, shape and dtype of each (``Fingerprint.parameters``).
-        spec: the device; its allocator's rounding counts.
+        spec: the device; its allocator's rounding counts, and its links.
+        world_size: ranks.
         bucket_cap_mb: as for DDP, in MiB.
 
     Raises:
@@ -52,23 +64,85 @@ def replicated(
     """
     if not bucket_cap_mb > 0:
         raise TraceError(f"bucket_cap_mb is {bucket_cap_mb!r}; it must be positive (MiB).")
-    buckets = bucket_bytes(parameters_of(program, parameters), int(bucket_cap_mb * 2**20))
+    buckets = buckets_of(parameters_of(program, parameters), int(bucket_cap_mb * 2**20))
     first = len(program.storage_bytes)
+    events: dict[int, tuple[tuple[int, int], ...]] = {}
+    ops: list[Op] = []
+    for position, bucket, time_ms in _reduces(program, buckets, Overlap.of(world_size, spec)):
+        before = events.get(position, (program.events[position],))
+        events[position] = (*before, (int(Event.OP), len(program.ops) + len(ops)))
+        ops.append(_reduce(first + bucket, time_ms))
     return Patch(
-        storage_bytes=tuple(map(spec.round_up, buckets)),
+        events=events,
+        ops=tuple(ops),
+        storage_bytes=tuple(spec.round_up(_bytes_of(bucket)) for bucket in buckets),
         storage_kinds=(StorageKind.GRADIENT,) * len(buckets),
         initial=tuple(range(first, first + len(buckets))),
     )
 
 
-def bucket_bytes(parameters: Iterable[Parameter], cap_bytes: int) -> tuple[int, ...]:
-    """Sizes of the buckets, each of one type; one is closed when it has reached its limit."""
-    open_buckets: dict[str, int] = {}
+def _reduce(storage: int, time_ms: float) -> Op:
+    return Op(
+        name=_REDUCE,
+        phase=Phase.BACKWARD,
+        scope=ROOT_SCOPE,
+        time_ms=time_ms,
+        flops=0,
+        workspace_bytes=0,
+        reads=(storage,),
+        writes=(),
+        mutates=(storage,),
+        recomputable=False,
+    )
+
+
+def _reduces(
+    program: Program, buckets: Sequence[Sequence[Parameter]], overlap: Overlap
+) -> Iterator[tuple[int, int, float]]:
+    """The event after which each bucket is reduced, the bucket, and the time of its copies and of waiting for it."""
+    for run in backward_passes(program):
+        after: dict[int, list[int]] = defaultdict(list)
+        for bucket, number in enumerate(_ready(program, buckets, [op for _, op in run])):
+            after[number].append(bucket)
+        running: list[tuple[int, int, float, float]] = []
+        for number, (_, index) in enumerate(run):
+            overlap.compute(program.ops[index].time_ms)
+            for bucket in after[number]:
+                n_bytes = _bytes_of(buckets[bucket])
+                copy_ms = overlap.copy(n_bytes)
+                running.append((index, bucket, copy_ms, overlap.start("all_reduce", n_bytes)))
+        for index, bucket, copy_ms, end_ms in running:
+            time_ms = copy_ms + overlap.wait(end_ms) + overlap.copy(_bytes_of(buckets[bucket]))
+            yield int(program.liveness.op_events[index]), bucket, time_ms
+
+
+def _ready(program: Program, buckets: Iterable[Sequence[Parameter]], run: Sequence[int]) -> Iterator[int]:
+    """For each bucket, the number of the op of a backward pass after which it is reduced: they keep their order."""
+    last: dict[int, int] = {}  # storage to the number of the op that writes to it last
+    for number, op in enumerate(map(program.ops.__getitem__, run)):
+        last.update(dict.fromkeys((*op.writes, *op.mutates), number))
+    at = 0
+    for bucket in buckets:
+        for p in bucket:
+            gradient = program.gradients.get(p.storage, -1)
+            storage = program.tensors[gradient].storage if gradient >= 0 else -1
+            at = max(at, last.get(storage, len(run) - 1))
+        yield at
+
+
+def buckets_of(parameters: Iterable[Parameter], cap_bytes: int) -> tuple[tuple[Parameter, ...], ...]:
+    """What is in each bucket, all of one type; one is closed when it has reached its limit."""
+    open_buckets: dict[str, list[Parameter]] = {}
     limits: dict[str, int] = {}
     found = []
     for p in reversed([p for p in parameters if p.trainable]):
-        size = open_buckets[p.dtype] = open_buckets.get(p.dtype, 0) + p.n_bytes
-        if size >= limits.get(p.dtype, FIRST_BUCKET_BYTES):
-            found.append(open_buckets.pop(p.dtype))
+        bucket = open_buckets.setdefault(p.dtype, [])
+        bucket.append(p)
+        if _bytes_of(bucket) >= limits.get(p.dtype, FIRST_BUCKET_BYTES):
+            found.append(tuple(open_buckets.pop(p.dtype)))
             limits[p.dtype] = cap_bytes
-    return (*found, *open_buckets.values())
+    return (*found, *map(tuple, open_buckets.values()))
+
+
+def _bytes_of(bucket: Iterable[Parameter]) -> int:
+    return sum(p.n_bytes for p in bucket)

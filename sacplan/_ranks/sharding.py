@@ -22,8 +22,19 @@ What is allocated when was read in ``torch/distributed/fsdp/_fully_shard`` of 2.
 - The input of a reduce-scatter lives until the next unit's backward is over. Its output is the gradients.
 - A unit whose inputs need no gradient is reduced when the whole backward pass is over.
 
-Not counted: what NCCL or gloo allocate for themselves (NCCL does outside of torch's allocator), and time:
-collectives take 0 ms, as if all of them were hidden behind computation. Not modelled: mixed-precision policies
+The time of a collective is what computation does not hide of it (``overlap.py``):
+
+- On GPUs the host runs ahead. A unit's gather may start when the unit before it has copied out its own, in forward
+  as in backward: it is hidden behind that unit's computation. Its reduce-scatter is hidden behind the backward of the
+  next unit, which waits for it before it reduces. Gathers and reduces share the links.
+- On CPUs ``fully_shard`` waits for each collective where it starts it.
+- Copies into and out of the buffers are computation.
+
+What a plan computes again hides more than is counted here: times are of the step without it. The optimizer's ops take
+time by the bytes of the shards.
+
+Not counted: what NCCL or gloo allocate for themselves (NCCL does outside of torch's allocator). Not modelled:
+that collectives take multiprocessors and bandwidth from computation; mixed-precision policies
 (what is gathered and reduced has the parameters' own type), offloading, meshes of two dimensions, explicit
 prefetching, gradients left unreduced over several backward passes. Optimizer state of another size than its
 parameter's (Adafactor's factors) is counted whole.
@@ -40,9 +51,11 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._program.fingerprint import Entry
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind, is_inside
 from sacplan._ranks.backward_hooks import Hooks, hooks_of
+from sacplan._ranks.overlap import Overlap
 from sacplan._ranks.shard_sizes import sizes_of_a_rank
 from sacplan._ranks.shards import Parameter, owners, parameters_of, resolve_units
 from sacplan._ranks.unit_limits import GATHER, kept_at_limits
+from sacplan._shard.costs import Collective
 from sacplan.errors import TraceError
 
 _COPY_OUT = "fsdp.split_with_sizes_copy.default"
@@ -89,13 +102,23 @@ def sharded(
     return msgspec.structs.replace(patch, changed_ops={**kept, **patch.changed_ops})
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A collective that computation has not waited for."""
+
+    op: int  # in the new ops
+    end_ms: float
+
+
 @dataclass(slots=True)
 class _Context:
     """What the units below one root share: ``FSDPCommContext``."""
 
     root: str
     gathered: int | None = None  # the buffer of the last all-gather in forward
+    copied_ms: float | None = None  # when the last all-gather was copied out
     reduced: list[int] = field(default_factory=list)  # inputs of reduce-scatters
+    reducing: list[_Running] = field(default_factory=list)
     order: list[_Group] = field(default_factory=list)  # in which forwards ended
 
 
@@ -109,6 +132,7 @@ class _Group:
     reshards: bool
     state: str = "idle"
     gathering: int | None = None  # the buffer of an all-gather that nobody has waited for
+    gather: _Running | None = None
     unsharded: int | None = None
     indices: list[int] = field(default_factory=list)
     grads: dict[int, None] = field(default_factory=dict)  # not reduced yet
@@ -131,6 +155,7 @@ class _Rewriter:
         self.r = program
         self.spec = spec
         self.world_size = world_size
+        self.clock = Overlap.of(world_size, spec)
         self.ops: list[Op] = []
         self.changed_ops: dict[int, Op] = {}
         self.new_bytes: list[int] = []
@@ -238,10 +263,14 @@ class _Rewriter:
 
     def _copy_op(self, index: int) -> None:
         op = self.r.ops[index]
+        self.clock.compute(op.time_ms)
         if op.phase == Phase.OPTIMIZER and self.reduced:
             reads = tuple(dict.fromkeys(self.reduced.get(s, s) for s in op.reads))
             mutates = tuple(dict.fromkeys(self.reduced.get(s, s) for s in op.mutates))
-            self.changed_ops[index] = msgspec.structs.replace(op, reads=reads, mutates=mutates)
+            time_ms = op.time_ms * self._share(op, (*reads, *op.writes))
+            self.changed_ops[index] = msgspec.structs.replace(
+                op, reads=reads, mutates=mutates, time_ms=time_ms
+            )
         elif op.phase == Phase.BACKWARD:
             for s in op.mutates:
                 if s in self.reduced:  # added to a gradient of an earlier pass, which is in shards already
@@ -249,6 +278,12 @@ class _Rewriter:
             for s in op.writes:
                 if s in self.gradients:
                     self.gradients[s].grads[s] = None
+
+    def _share(self, op: Op, storages: Iterable[int]) -> float:
+        """The bytes that an op touches on a rank, as a share of those that it touches in the whole step."""
+        whole = sum(self.r.storage_bytes[s] for s in {*op.reads, *op.writes})
+        new = (*self.storage_bytes, *self.new_bytes)
+        return min(1.0, sum(new[s] for s in set(storages)) / whole) if whole else 1.0
 
     def _await(self, group: _Group, gradients: Iterable[int]) -> None:
         for s in gradients:
@@ -265,8 +300,9 @@ class _Rewriter:
         n_bytes: int,
         kind: StorageKind,
         workspace_bytes: int = 0,
+        time_ms: float = 0.0,
     ) -> int:
-        """Add an op that allocates one storage of that size."""
+        """Add an op that allocates one storage of that size. That of a collective takes what is waited for it."""
         storage = len(self.r.storage_bytes) + len(self.new_bytes)
         self.new_bytes.append(n_bytes)
         self.new_kinds.append(kind)
@@ -276,7 +312,7 @@ class _Rewriter:
                 name=name,
                 phase=phase,
                 scope=self.r.calls[group.unit][0] if phase == Phase.BACKWARD else self._running(group),
-                time_ms=0.0,
+                time_ms=time_ms,
                 flops=0,
                 workspace_bytes=workspace_bytes,
                 reads=tuple(reads),
@@ -286,6 +322,25 @@ class _Rewriter:
             )
         )
         return storage
+
+    def _started(self, kind: Collective, n_bytes: int, since: float | None = None) -> _Running:
+        """The collective of the op that was added last, as it begins."""
+        at_once = self.spec.kind == "cpu"
+        running = _Running(len(self.ops) - 1, self.clock.start(kind, n_bytes, None if at_once else since))
+        if at_once:
+            self._waited(running)
+        return running
+
+    def _waited(self, running: _Running) -> None:
+        """Computation goes on when the collective is over."""
+        op = self.ops[running.op]
+        exposed = self.clock.wait(running.end_ms)
+        self.ops[running.op] = msgspec.structs.replace(op, time_ms=op.time_ms + exposed)
+
+    def _waited_for_reduces(self, context: _Context) -> None:
+        for running in context.reducing:
+            self._waited(running)
+        context.reducing.clear()
 
     def _running(self, group: _Group) -> int:
         """The call of a unit that runs now."""
@@ -342,17 +397,25 @@ class _Rewriter:
     def _unshard(self, group: _Group, phase: Phase) -> None:
         if group.gathering is None and group.unsharded is None:
             reads = (p.storage for p in group.parameters)
-            n_bytes = self.spec.round_up(self._padded_bytes(group.parameters))
-            group.gathering = self._collective(GATHER, phase, group, reads, n_bytes, StorageKind.OTHER)
+            n_bytes = self._padded_bytes(group.parameters)
+            size = self.spec.round_up(n_bytes)
+            group.gathering = self._collective(GATHER, phase, group, reads, size, StorageKind.OTHER)
+            group.gather = self._started("all_gather", n_bytes, group.context.copied_ms)
 
     def _wait(self, group: _Group, phase: Phase) -> None:
         if group.gathering is None:
             return
         context, buffer, group.gathering = group.context, group.gathering, None
+        if group.gather is not None:
+            self._waited(group.gather)
         if phase == Phase.FORWARD and context.gathered is not None:
             self._free(context.gathered)
         n_bytes = sum(self.spec.round_up(self._padded_bytes([p])) for p in group.parameters)
-        group.unsharded = self._collective(_COPY_OUT, phase, group, (buffer,), n_bytes, StorageKind.PARAMETER)
+        time_ms = self.clock.copy(n_bytes)
+        context.copied_ms = self.clock.now
+        group.unsharded = self._collective(
+            _COPY_OUT, phase, group, (buffer,), n_bytes, StorageKind.PARAMETER, time_ms=time_ms
+        )
         if phase == Phase.FORWARD:
             context.gathered = buffer
         else:
@@ -370,6 +433,7 @@ class _Rewriter:
         for buffer in context.reduced:
             self._free(buffer)
         context.reduced.clear()
+        self._waited_for_reduces(context)
         if not group.grads:
             return
         trained = [p for p in group.parameters if p.trainable]
@@ -385,6 +449,7 @@ class _Rewriter:
             self.spec.round_up(n_bytes),
             StorageKind.OTHER,
             workspace,
+            time_ms=self.clock.copy(n_bytes),
         )
         for s in group.grads:
             self._free(s)
@@ -396,6 +461,7 @@ class _Rewriter:
             self.spec.round_up(n_bytes // self.world_size),
             StorageKind.GRADIENT,
         )
+        context.reducing.append(self._started("reduce_scatter", n_bytes))
         if group.reduced_grads is None:
             group.reduced_grads = shard
         else:
@@ -414,6 +480,8 @@ class _Rewriter:
                 self._free(group.gathering)
                 group.gathering = None
         for context in self.contexts.values():
+            self._waited_for_reduces(context)
+            context.copied_ms = None
             context.order.clear()
             for buffer in context.reduced:
                 self._free(buffer)

@@ -155,6 +155,11 @@ class Costs:
             )
         return time_s * 1e3 + self.spec.kernel_launch_us * 1e-3
 
+    def copy_ms(self, n_bytes: float) -> float:
+        """How long a rank takes to copy so much within its own memory."""
+        rate = self.spec.bandwidth_bytes_per_s * self.spec.bandwidth_efficiency
+        return 2 * n_bytes / rate * 1e3 + self.spec.kernel_launch_us * 1e-3
+
     def redistribution_path(
         self, shape: Sequence[int], source: Layout, target: Layout
     ) -> tuple[Step, ...] | None:
@@ -182,9 +187,7 @@ class Costs:
         kind = step.collective
         if kind is not None:
             return self.collective_ms(kind, n_bytes, step.axis)
-        written = n_bytes / self.mesh.ranks[step.axis] if step.target.is_cut else n_bytes
-        rate = self.spec.bandwidth_bytes_per_s * self.spec.bandwidth_efficiency
-        return 2 * written / rate * 1e3 + self.spec.kernel_launch_us * 1e-3
+        return self.copy_ms(n_bytes / self.mesh.ranks[step.axis] if step.target.is_cut else n_bytes)
 
 
 def after(layout: Layout, step: Step) -> Layout:
