@@ -7,7 +7,7 @@ of the step: memory, time and workspaces of slices are those that a step with th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from sacplan._device.cost import CostModel
 from sacplan._device.devices import DeviceSpec
 from sacplan._device.kernels import fake_device
-from sacplan._program.program import Event, Op, Phase, Program, StorageKind
+from sacplan._program.program import Event, Op, Phase, Program, StorageKind, Tensor
 from sacplan._record.device_recorder import device_recorder
 
 _STORAGE_EVENTS = (Event.ALLOC, Event.FREE)
@@ -98,6 +98,27 @@ class Rehearsal:
         self.known[self._recorder.track_given(made)] = like.storage
         self._tensors.append(made)
         return made
+
+    def like(self, tensor: Tensor) -> torch.Tensor:
+        """A fake tensor of this shape on a storage of its own, which is alive before and after."""
+        with self._recorder.paused():
+            made = torch.empty_strided(tensor.shape, tensor.stride, dtype=getattr(torch, tensor.dtype))
+        self._recorder.track_given(made)
+        self._tensors.append(made)
+        return made
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """What was made stays alive to the end: no other tensor can be taken for it."""
+        self._tensors.extend(tensors)
+
+    def storage_of(self, tensor: torch.Tensor) -> int:
+        """The recorder's storage of a tensor."""
+        return self._recorder.storage_of(tensor)
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Bytes of the recorder's storages."""
+        return self._recorder.storage_sizes
 
     def is_made(self, made: torch.Tensor, storage: int) -> int:
         """From here on a storage that was made stands for one of the program's; its bytes."""

@@ -1,7 +1,8 @@
 """Which strategies an op runs with: the rule that everything follows that no home and no place states.
 
 A choice depends on shapes, on where the inputs lie and on the mesh, and on nothing else: every rank makes the same one,
-and so does the machine that plans. It moves the fewest bytes between ranks; what an output will have to be sent later
+and so does the machine that plans. Activations stay where they are, and parameters come to them, wherever a strategy
+allows that. Else it moves the fewest bytes between ranks; what an output will have to be sent later
 counts too, so that a summand on each rank is reduced where it meets a whole value, and kept while it meets others.
 """
 
@@ -91,7 +92,11 @@ _choices: dict[Any, Choice] = {}
 
 
 def choose(
-    call: WholeCall, have: Sequence[Layout], mesh: Mesh, asked: Sequence[Layout | None] | None = None
+    call: WholeCall,
+    have: Sequence[Layout],
+    mesh: Mesh,
+    asked: Sequence[Layout | None] | None = None,
+    weights: Sequence[bool] = (),
 ) -> Choice:
     """How a call runs, given where its inputs lie.
 
@@ -102,25 +107,38 @@ def choose(
         have: the layout of each tensor argument; that of a plain tensor is replicated on each axis.
         mesh: the ranks.
         asked: layouts that inputs must get, None for those that may get any.
+        weights: which tensor arguments are parameters, or made of nothing else.
 
     Raises:
         PlanError: no strategy gives the inputs the layouts that are asked for.
     """
-    key = (call.key, tuple(have), mesh, None if asked is None else tuple(asked))
+    key = (call.key, tuple(have), mesh, None if asked is None else tuple(asked), tuple(weights))
     found = _choices.get(key)
     if found is None:
         if len(_choices) >= _MOST_CHOICES:
             _choices.clear()
-        found = _choices[key] = _choose(call, tuple(have), mesh, asked or [None] * len(have))
+        found = _choices[key] = _choose(
+            call, tuple(have), mesh, asked or [None] * len(have), weights or [False] * len(have)
+        )
     return found
 
 
-def _choose(call: WholeCall, have: tuple[Layout, ...], mesh: Mesh, asked: Sequence[Layout | None]) -> Choice:
+def _choose(
+    call: WholeCall,
+    have: tuple[Layout, ...],
+    mesh: Mesh,
+    asked: Sequence[Layout | None],
+    weights: Sequence[bool],
+) -> Choice:
     offered = [_offered(call, have, mesh, asked, axis) for axis in range(len(mesh.axes))]
     # Bytes on one axis depend on what the others cut: first as the inputs are, then as they would run.
-    first = [_ranked(call, have, mesh, asked, axis, offered[axis], None) for axis in range(len(offered))]
+    first = [
+        _ranked(call, have, mesh, asked, weights, axis, offered[axis], None) for axis in range(len(offered))
+    ]
     chosen = [strategies[0][1] if strategies else None for strategies in first]
-    ranked = [_ranked(call, have, mesh, asked, axis, offered[axis], chosen) for axis in range(len(offered))]
+    ranked = [
+        _ranked(call, have, mesh, asked, weights, axis, offered[axis], chosen) for axis in range(len(offered))
+    ]
     for strategies in _best_first(ranked):
         inputs = tuple(zip(*(s.inputs for s in strategies), strict=True))
         outputs = tuple(zip(*(s.outputs for s in strategies), strict=True))
@@ -185,14 +203,15 @@ def _ranked(
     have: tuple[Layout, ...],
     mesh: Mesh,
     asked: Sequence[Layout | None],
+    weights: Sequence[bool],
     axis: int,
     strategies: Sequence[AxisStrategy],
     others: Sequence[AxisStrategy | None] | None,
 ) -> list[tuple[_Rank, AxisStrategy]]:
     """Strategies on one axis, the best first.
 
-    By: inputs of a view that move; bytes sent now and later, more on slow axes; bytes of outputs; compute; the order
-    in which they are offered.
+    By: inputs of a view that move; whether activations are sent; bytes sent now and later, more on slow axes; bytes
+    of outputs; compute; the order in which they are offered.
     """
     n, slowness = mesh.ranks[axis], 2.0 ** (len(mesh.axes) - 1 - axis)
     elsewhere = [(j, r) for j, r in enumerate(mesh.ranks) if j != axis]
@@ -216,13 +235,21 @@ def _ranked(
             moved_bytes(layout[axis], to, size, n)
             for layout, to, size in zip(have, s.inputs, sizes, strict=True)
         ]
-        later = 0.0
-        if not view:
-            follows = any(was and p.is_cut for was, p in zip(was_cut, s.inputs, strict=True))
-            later = sum(_later(o, size, n, follows) for o, size in zip(s.outputs, made, strict=True))
+        follows = any(was and p.is_cut for was, p in zip(was_cut, s.inputs, strict=True))
+        later = sum(
+            _later(o, size, n, follows)
+            for o, size in zip(s.outputs, made, strict=True)
+            if o.is_cut or not view  # a view of summands adds none
+        )
         held = sum(size / n if o.is_cut else size for o, size in zip(s.outputs, made, strict=True))
         rank = (
             float(view and any(moves)),
+            float(
+                any(
+                    not weight and is_sent(layout[axis], to)
+                    for layout, to, weight in zip(have, s.inputs, weights, strict=True)
+                )
+            ),
             (sum(moves) + later) * slowness,
             held,
             1 / n if s.cut is not None else 1.0,
@@ -237,6 +264,11 @@ def nbytes(t: Any) -> int:
     """Of a whole tensor."""
     count: int = math.prod(t.shape) * t.dtype.itemsize
     return count
+
+
+def is_sent(source: Placement, target: Placement) -> bool:
+    """Whether a redistribution on one axis takes a collective."""
+    return source != target and source != REPLICATED
 
 
 _LOCAL = 1e-3

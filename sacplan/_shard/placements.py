@@ -108,6 +108,11 @@ def fits(shape: Sequence[int], layout: Layout, ranks: Sequence[int]) -> bool:
     return all(shape[dim] % (max(o * n for o, n in among)) == 0 for dim, among in cuts.items())
 
 
+def is_reduced(source: Layout, target: Layout) -> bool:
+    """Whether a redistribution reduces summands: the sum then takes their place, and is not made again."""
+    return any(p.is_partial and not q.is_partial for p, q in zip(source, target, strict=True))
+
+
 def local_shape(shape: Sequence[int], layout: Layout, ranks: Sequence[int]) -> tuple[int, ...]:
     """The shape of what one rank has of a tensor of this shape."""
     sizes = list(shape)

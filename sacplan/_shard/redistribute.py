@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from sacplan._shard.costs import Step, after, redistribution_path
-from sacplan._shard.placements import Layout, format_layout, local_axis
+from sacplan._shard.placements import Layout, Placement, format_layout, local_axis
 from sacplan._torch import collectives
 from sacplan.errors import PlanError
 
@@ -45,9 +45,26 @@ def redistribute(
         )
     layout = source
     for step in path:
-        local = take_step(local, layout, step, ranks, groups[step.axis], coordinate[step.axis])
+        local = _in_memory_order(local, layout, step, ranks, groups[step.axis], coordinate[step.axis])
         layout = after(layout, step)
     return local
+
+
+def _in_memory_order(
+    local: torch.Tensor, layout: Layout, step: Step, ranks: Sequence[int], group: str, position: int
+) -> torch.Tensor:
+    """A step on dimensions in the order in which they lie in memory: a transposed weight is gathered without a copy."""
+    strides: tuple[int, ...] = local.stride()
+    order = sorted(range(local.dim()), key=lambda dim: -strides[dim])
+    if order == sorted(order):
+        return take_step(local, layout, step, ranks, group, position)
+
+    def there(placement: Placement) -> Placement:
+        return placement._replace(dim=order.index(placement.dim)) if placement.is_cut else placement
+
+    same = step._replace(source=there(step.source), target=there(step.target))
+    moved = take_step(local.permute(order), tuple(map(there, layout)), same, ranks, group, position)
+    return moved.permute([order.index(dim) for dim in range(local.dim())])
 
 
 def take_step(

@@ -1,0 +1,550 @@
+"""The program of one rank: the recorded step of the whole model, with its ops spread over a mesh.
+
+    rank = on_one_rank(program, homes, places, mesh, device)
+
+Each op takes the layouts that its inputs have by then, runs as ``choose`` says, and its outputs have the layouts that
+follow: as on the ranks. How large things are is not worked out but seen: the executor's own code runs on fake tensors
+of the sizes of a rank, once for each different call. A redistribution is ops in front of the one that needs it.
+
+Who holds what when does not change, but for what is added: copies that a redistribution made, and gradients, which a
+hook moves to the layout of their parameter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import msgspec
+import torch
+
+from sacplan._device.devices import DeviceSpec
+from sacplan._factors.rule import flat_tensors
+from sacplan._program.calls import Opaque, call_with
+from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, StorageKind, Tensor
+from sacplan._record.rehearsal import Rehearsal, Seen
+from sacplan._shard.choose import Choice, WholeCall, choose
+from sacplan._shard.copies import Copies
+from sacplan._shard.costs import Collective, Costs
+from sacplan._shard.mesh import Mesh
+from sacplan._shard.placements import REPLICATED, Layout, is_reduced, local_shape
+from sacplan._shard.places import Place, Places
+from sacplan._shard.redistribute import redistribute
+from sacplan._shard.strategies import AxisStrategy, local_call
+from sacplan._torch.collectives import all_reduce
+from sacplan._torch.ops import op_named
+from sacplan.errors import PlanError
+
+_FREE, _OP = int(Event.FREE), int(Event.OP)
+
+
+def on_one_rank(
+    program: Program, homes: Mapping[int, Layout], places: Sequence[Place], mesh: Mesh, device: DeviceSpec
+) -> Program:
+    """The step of one rank.
+
+    Args:
+        program: of the whole model on one device, as it was recorded.
+        homes: by storage of a parameter, where it lies. The others are replicated.
+        places: what inputs of some ops are moved to.
+        mesh: the ranks.
+        device: what each of them is.
+
+    Raises:
+        PlanError: an op cannot run so.
+    """
+    return _Rank(program, homes, places, mesh, device).program()
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """A whole tensor, as strategies see it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What runs for one call or one redistribution on a rank, seen once.
+
+    Attributes:
+        seen: ops and events, in which storages are the rehearsal's.
+        given: storages of the inputs, in order.
+        made: (storage, dtype, shape, stride, offset) of the outputs.
+        sizes: by storage, its bytes.
+    """
+
+    seen: Seen
+    given: tuple[int, ...]
+    made: tuple[Tensor, ...]
+    sizes: Sequence[int]
+
+
+class _Rank:
+    """Goes through the events once and rewrites each op for a rank."""
+
+    def __init__(
+        self,
+        program: Program,
+        homes: Mapping[int, Layout],
+        places: Sequence[Place],
+        mesh: Mesh,
+        device: DeviceSpec,
+    ) -> None:
+        self.r = program
+        self.mesh = mesh
+        self.device = device
+        self.costs = Costs.of(mesh, device)
+        self.whole: Layout = (REPLICATED,) * len(mesh.axes)
+        self.places = Places(places)
+        self.layouts: dict[int, Layout] = {}  # of tensors
+        self.weights: set[int] = set()  # tensors that are parameters, or made of nothing else
+        self.tensors = list(program.tensors)
+        self.sizes = list(program.storage_bytes)
+        self.kinds = list(program.storage_kinds)
+        self.ops = list(program.ops)
+        self.handles = list(program.handle_storages)
+        self.ran: Counter[tuple[int, str]] = Counter()  # ops on tensors that are placed, by module call
+        self.versions: dict[int, int] = defaultdict(int)  # of storages, by writes in place
+        self.moved: dict[int, int] = {}  # recorded storages to those that have taken their place
+        self.recorded_as: dict[int, int] = {}  # the inverse
+        self.viewed: set[int] = set()  # storages of copies that have views
+        self.freed_with: dict[int, list[int]] = defaultdict(list)  # by recorded storage, these
+        self.homes = {
+            s: homes.get(s, self.whole) for s, kind in enumerate(self.kinds) if kind == StorageKind.PARAMETER
+        }
+        self.gradient_of = {program.gradients[s]: s for s in self.homes if s in program.gradients}
+        self.copies: Copies[int] = Copies()
+        self.events: list[tuple[int, int]] = []
+        self.seen: dict[Any, tuple[Choice, _Part]] = {}
+        self.redistributions: dict[Any, _Part] = {}
+        self.metas = [Meta(t.shape, getattr(torch, t.dtype)) for t in program.tensors]
+        self.rehearsal = Rehearsal(program, device)
+
+    # --- the whole ----------------------------------------------------------------------------------------
+
+    def program(self) -> Program:
+        """See ``on_one_rank``."""
+        r = self.r
+        for storage in self.homes:
+            self._resize(storage, self.homes[storage])
+        for storage, layout in optimizer_state(r, self.homes).items():
+            self.homes[storage] = layout
+            self._resize(storage, layout)
+        phase = Phase.FORWARD
+        with self.rehearsal.running():
+            for code, arg in r.events:
+                if code == _OP:
+                    op = r.ops[arg]
+                    if op.phase != phase:
+                        self._drop_copies()
+                        phase = op.phase
+                    self._run(arg)
+                elif code == _FREE:
+                    self._free(arg)
+                else:
+                    if code == Event.PACK:
+                        self._pack(arg)
+                    self.events.append((code, arg))
+            self._drop_copies()
+        return msgspec.structs.replace(
+            r,
+            storage_bytes=tuple(self.sizes),
+            storage_kinds=tuple(self.kinds),
+            tensors=tuple(self.tensors),
+            ops=tuple(self.ops),
+            events=tuple(self.events),
+            handle_storages=tuple(self.handles),
+        ).renumbered()
+
+    # --- one op -------------------------------------------------------------------------------------------
+
+    def _run(self, index: int) -> None:
+        op = self.r.ops[index]
+        have = [self._layout(t) for t in op.inputs]
+        if all(layout is None for layout in have):
+            self.events.append((_OP, index))  # of plain tensors: every rank does the same
+            return
+        layouts = tuple(self.whole if layout is None else layout for layout in have)
+        asked = self._asked(op) if op.phase == Phase.FORWARD else None
+        local = tuple(_layout_of(self.tensors[t]) for t in op.inputs)
+        shapes = tuple(_layout_of(self.r.tensors[t]) for t in (*op.inputs, *op.outputs))
+        weights = tuple(t in self.weights for t in op.inputs)
+        key = (op.name, op.arguments, layouts, local, shapes, asked, weights)
+        if key not in self.seen:
+            self.seen[key] = self._rehearsed(op, layouts, asked, weights)
+        choice, part = self.seen[key]
+        given = []
+        for t, target in zip(op.inputs, choice.inputs, strict=True):
+            source = self._layout(t) or self.whole
+            given.append(self._redistributed(op, t, source, target) if source != target else t)
+        like = msgspec.structs.replace(op, inputs=tuple(given))
+        results = {
+            made.storage: self.r.tensors[t].storage
+            for t, made in zip(op.outputs, part.made, strict=True)
+            if self.r.tensors[t].storage in op.writes
+        }
+        storages = self._emit(part, [self.tensors[t].storage for t in given], results, like, index)
+        for storage in self.ops[index].mutates:
+            self.versions[storage] += 1
+        for t, made, layout in zip(op.outputs, part.made, choice.outputs, strict=True):
+            recorded, storage = self.r.tensors[t].storage, storages[made.storage]
+            self.layouts[t] = layout
+            self.tensors[t] = msgspec.structs.replace(made, storage=storage)
+            if storage != self.moved.get(recorded, recorded):
+                self._view_of_copy(storage, recorded)
+        if all(weights):
+            self.weights.update(op.outputs)
+        for t in dict.fromkeys(op.outputs):
+            if t in self.gradient_of and op.phase == Phase.BACKWARD:
+                self._move_gradient(op, t)
+
+    def _asked(self, op: Op) -> tuple[Layout | None, ...] | None:
+        """What a place of the plan asks for at an op of the forward pass."""
+        if op.scope == ROOT_SCOPE:
+            return None
+        occurrence = self.ran[op.scope, op.name]
+        self.ran[op.scope, op.name] += 1
+        place = self.places.find(self.r.scopes[op.scope].fqn, op.name, occurrence)
+        return None if place is None else tuple(place.asked(len(op.inputs)))
+
+    def _rehearsed(
+        self,
+        op: Op,
+        have: tuple[Layout, ...],
+        asked: Sequence[Layout | None] | None,
+        weights: Sequence[bool],
+    ) -> tuple[Choice, _Part]:
+        """What runs for an op on tensors that lie so."""
+        func = op_named(op.name)
+        if func is None:
+            raise PlanError(f"op {op.name} of the recording is not there in this version of PyTorch.")
+        try:
+            args, kwargs = call_with(op.arguments, [self.metas[t] for t in op.inputs])
+        except Opaque as error:
+            raise PlanError(f"{op.name} cannot run on a mesh: {error}") from error
+        results = [self.metas[t] for t in op.outputs]
+        if is_by_element(func):
+            choice = by_element(op, have, len(results), len(self.mesh.axes))
+        else:
+            choice = choose(WholeCall(func, args, kwargs, results), have, self.mesh, asked, weights)
+        inputs = []
+        for t, source, target in zip(op.inputs, have, choice.inputs, strict=True):
+            local = self.tensors[t]
+            if source != target:
+                (local,) = self._redistribution(t, source, target).made
+            inputs.append(self.rehearsal.like(local))
+        local_args, local_kwargs = call_with(op.arguments, inputs)
+        run = local_call(func, args, kwargs, results, choice.strategies, self.mesh).run
+        position = (0,) * len(self.mesh.axes)
+        part = self._seen(inputs, lambda: run(local_args, local_kwargs, _reduce, position))
+        if len(part.made) != len(op.outputs):
+            raise PlanError(
+                f"{op.name} returned {len(part.made)} tensors on a rank, and {len(op.outputs)} on one device."
+            )
+        return choice, part
+
+    def _seen(self, inputs: Sequence[torch.Tensor], run: Callable[[], Any]) -> _Part:
+        out, seen = self.rehearsal.seen(run)
+        made = []
+        for t in flat_tensors(out):
+            dtype = str(t.dtype).removeprefix("torch.")
+            made.append(
+                Tensor(
+                    self.rehearsal.storage_of(t), dtype, tuple(t.shape), tuple(t.stride()), t.storage_offset()
+                )
+            )
+        self.rehearsal.keep(flat_tensors(out))
+        given = tuple(map(self.rehearsal.storage_of, inputs))
+        return _Part(seen, given, tuple(made), self.rehearsal.sizes)
+
+    def _emit(
+        self,
+        part: _Part,
+        storages: Sequence[int],
+        results: Mapping[int, int],
+        like: Op,
+        main: int | None = None,
+    ) -> dict[int, int]:
+        """Put what was seen into the program.
+
+        Args:
+            part: what runs.
+            storages: of the program, by input.
+            results: storages of the program for storages of the rehearsal.
+            like: the op that it runs for.
+            main: the op of the program that the op of its name becomes.
+
+        Returns:
+            Storages of the rehearsal to those of the program.
+        """
+        known = dict(zip(part.given, storages, strict=True))
+
+        def storage(s: int) -> int:
+            if s not in known:
+                known[s] = results.get(s, -1)
+                if known[s] < 0:
+                    known[s] = self._new_storage(part.sizes[s])
+                else:
+                    self.sizes[known[s]] = part.sizes[s]
+            return known[s]
+
+        for code, arg in part.seen.events:
+            if code == _OP:
+                op = part.seen.ops[arg]
+                found = msgspec.structs.replace(
+                    like,
+                    name=op.name,
+                    time_ms=self._time_ms(op, part),
+                    flops=op.flops,
+                    workspace_bytes=op.workspace_bytes,
+                    reads=tuple(map(storage, op.reads)),
+                    writes=tuple(map(storage, op.writes)),
+                    mutates=tuple(map(storage, op.mutates)),
+                    arguments=op.arguments,
+                )
+                if main is not None and op.name == like.name:
+                    self.ops[main] = msgspec.structs.replace(found, recomputable=like.recomputable)
+                    self.events.append((_OP, main))
+                    main = None
+                else:
+                    self.ops.append(
+                        msgspec.structs.replace(
+                            found,
+                            recomputable=op.recomputable and like.phase == Phase.FORWARD,
+                            state_bytes=0,
+                            replaces=-1,
+                            inputs=(),
+                            outputs=(),
+                        )
+                    )
+                    self.events.append((_OP, len(self.ops) - 1))
+            elif code in (Event.ALLOC, Event.FREE):
+                self.events.append((code, storage(arg)))
+        if main is not None:
+            raise PlanError(f"{like.name} ran as other ops on a rank: {[op.name for op in part.seen.ops]}.")
+        for t in part.made:
+            storage(t.storage)
+        return known
+
+    def _time_ms(self, op: Op, part: _Part) -> float:
+        """A collective's time is that of its link."""
+        if op.name == "_c10d_functional.wait_tensor.default":
+            return 0.0
+        kind = _COLLECTIVES.get(op.name)
+        if kind is None:
+            return op.time_ms
+        args, _ = op.call
+        (whole,) = op.reads if kind in ("reduce_scatter", "all_reduce") else op.writes
+        n_bytes = part.sizes[whole]
+        axis = int(args[-1])
+        if kind == "all_to_all":
+            n_bytes *= self.mesh.ranks[axis]
+        return self.costs.collective_ms(kind, n_bytes, axis)
+
+    # --- redistributions ----------------------------------------------------------------------------------
+
+    def _redistribution(self, tensor: int, source: Layout, target: Layout) -> _Part:
+        local, whole = self.tensors[tensor], self.r.tensors[tensor].shape
+        key = (_layout_of(local), whole, source, target)
+        if key not in self.redistributions:
+            x = self.rehearsal.like(local)
+            groups = [str(axis) for axis in range(len(self.mesh.axes))]
+            zero = (0,) * len(groups)
+            self.redistributions[key] = self._seen(
+                [x], lambda: redistribute(x, whole, source, target, self.mesh.ranks, groups, zero)
+            )
+        return self.redistributions[key]
+
+    def _redistributed(self, op: Op, tensor: int, source: Layout, target: Layout) -> int:
+        """A tensor that is a copy of one in another layout: made here, or kept since an op before."""
+        if is_reduced(source, target):
+            self._replace(tensor, self._moved(op, tensor, source, target), target)
+            return tensor
+        key = (tensor, self.versions[self.tensors[tensor].storage], target)
+        known = self.copies.find(key)
+        if known is not None:
+            return known
+        axes = [i for i, (a, b) in enumerate(zip(source, target, strict=True)) if a != b]
+        self._free_copies(self.copies.make_room(axes))
+        copy = self._moved(op, tensor, source, target)
+        self.copies.keep(key, axes, copy)
+        return copy
+
+    def _moved(self, op: Op, tensor: int, source: Layout, target: Layout) -> int:
+        part = self._redistribution(tensor, source, target)
+        storages = self._emit(part, [self.tensors[tensor].storage], {}, _inserted(op))
+        (made,) = part.made
+        self.tensors.append(msgspec.structs.replace(made, storage=storages[made.storage]))
+        return len(self.tensors) - 1
+
+    def _free_copies(self, copies: Sequence[int]) -> None:
+        """Copies that are on a storage of their own; those that cut off a part are views."""
+        n_recorded = len(self.r.storage_bytes)
+        for storage in dict.fromkeys(self.tensors[copy].storage for copy in copies):
+            if storage >= n_recorded and storage not in self.viewed:
+                self.events.append((_FREE, storage))
+
+    def _drop_copies(self) -> None:
+        self._free_copies(self.copies.clear())
+
+    def _view_of_copy(self, copy: int, recorded: int) -> None:
+        """A view of a copy is alive as long as the tensor that it is a view of in the recorded step."""
+        if copy >= len(self.r.storage_bytes) and copy not in self.viewed:
+            self.viewed.add(copy)
+            self.freed_with[recorded].append(copy)
+
+    # --- gradients, and what is there before the step -------------------------------------------------------
+
+    def _move_gradient(self, op: Op, tensor: int) -> None:
+        """What the hook of a parameter does: its gradient gets its layout, and what was computed is freed."""
+        target, source = self.homes[self.gradient_of[tensor]], self.layouts[tensor]
+        if source == target:
+            return
+        self._replace(tensor, self._moved(op, tensor, source, target), target)
+
+    def _replace(self, tensor: int, moved: int, layout: Layout) -> None:
+        """What a tensor lay on is freed, and what was made of it takes its place, and its kind."""
+        old, new = self.tensors[tensor].storage, self.tensors[moved].storage
+        self.layouts[tensor] = layout
+        self.tensors[tensor] = self.tensors[moved]
+        if new == old:
+            return
+        self.kinds[new], self.kinds[old] = self.kinds[old], StorageKind.TEMPORARY
+        recorded = self.recorded_as.pop(old, old)
+        self.recorded_as[new], self.moved[recorded] = recorded, new
+        self.events.append((_FREE, old))
+
+    def _free(self, storage: int) -> None:
+        """A recorded storage is let go: what has taken its place is."""
+        self.events.append((_FREE, self.moved.pop(storage, storage)))
+        for copy in self.freed_with.pop(storage, ()):
+            self.events.append((_FREE, copy))
+
+    def _layout(self, tensor: int) -> Layout | None:
+        """Where a tensor lies; None if it is plain."""
+        if tensor not in self.layouts:
+            storage = self.r.tensors[tensor].storage
+            if storage not in self.homes:
+                return None
+            self._place(tensor, self.homes[storage])
+            if self.r.storage_kinds[storage] == StorageKind.PARAMETER:
+                self.weights.add(tensor)
+        return self.layouts[tensor]
+
+    def _place(self, tensor: int, layout: Layout) -> None:
+        """A tensor that is there before the step: a contiguous part."""
+        whole = self.r.tensors[tensor]
+        shape = local_shape(whole.shape, layout, self.mesh.ranks)
+        stride = whole.stride
+        if shape != whole.shape:
+            stride = tuple(torch.empty(shape, device="meta").stride())
+        self.layouts[tensor] = layout
+        self.tensors[tensor] = msgspec.structs.replace(whole, shape=shape, stride=stride)
+
+    def _resize(self, storage: int, layout: Layout) -> None:
+        parts = prod(n for p, n in zip(layout, self.mesh.ranks, strict=True) if p.is_cut)
+        self.sizes[storage] = self.device.round_up(-(-self.sizes[storage] // parts))
+
+    def _pack(self, handle: int) -> None:
+        """What autograd keeps may be a view of a copy."""
+        tensor = self.r.handle_tensors[handle]
+        if tensor in self.layouts:
+            self.handles[handle] = self.tensors[tensor].storage
+
+    def _new_storage(self, n_bytes: int) -> int:
+        self.sizes.append(n_bytes)
+        self.kinds.append(StorageKind.TEMPORARY)
+        return len(self.sizes) - 1
+
+
+_COLLECTIVES: Mapping[str, Collective] = {
+    "_c10d_functional.all_gather_into_tensor.default": "all_gather",
+    "_c10d_functional.reduce_scatter_tensor.default": "reduce_scatter",
+    "_c10d_functional.all_reduce.default": "all_reduce",
+    "_c10d_functional.all_to_all_single.default": "all_to_all",
+}
+
+
+def _reduce(t: torch.Tensor, axis: int) -> torch.Tensor:
+    return all_reduce(t, "sum", str(axis))
+
+
+def is_by_element(func: torch._ops.OpOverload) -> bool:
+    """Whether an op of an optimizer takes lists and treats their tensors place by place."""
+    return str(func._schema.name).startswith(("aten::_foreach_", "aten::_fused_"))
+
+
+def by_element(op: Op, have: tuple[Layout, ...], n_results: int, n_axes: int) -> Choice:
+    """Such an op runs on the parts that a rank has.
+
+    Raises:
+        PlanError: it reduces, or returns other lists than it takes.
+    """
+    first = next((arg for arg in op.call[0] if isinstance(arg, list)), [])
+    if "norm" in op.name or n_results not in (0, len(first)):
+        raise PlanError(f"{op.name} in the optimizer cannot run on parts of tensors.")
+    outputs = have[:n_results]
+    axes = [
+        AxisStrategy(tuple(h[axis] for h in have), tuple(o[axis] for o in outputs)) for axis in range(n_axes)
+    ]
+    return Choice(tuple(axes), have, outputs)
+
+
+def _inserted(op: Op) -> Op:
+    """An op that runs where another one does, and is not that one."""
+    return msgspec.structs.replace(op, state_bytes=0, replaces=-1, inputs=(), outputs=())
+
+
+def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.dtype, tensor.shape, tensor.stride)
+
+
+def optimizer_state(program: Program, homes: Mapping[int, Layout]) -> dict[int, Layout]:
+    """Where an optimizer's state, and gradients that are there before the step, lie: as their parameters.
+
+    An optimizer's ops take a parameter, its gradient and its state together, or lists of these in one order.
+    """
+    found = dict(homes)
+    for parameter, gradient in program.gradients.items():
+        found[program.tensors[gradient].storage] = homes[parameter]
+    state = {s for s in program.initial if program.storage_kinds[s] == StorageKind.OPTIMIZER_STATE}
+    ops = [op for op in program.ops if op.phase == Phase.OPTIMIZER]
+    known = 0
+    while known < len(found):
+        known = len(found)
+        for op in ops:
+            for together in _together(program, op):
+                shapes = {
+                    t.shape: found[t.storage]
+                    for t in map(program.tensors.__getitem__, together)
+                    if t.storage in found
+                }
+                for t in map(program.tensors.__getitem__, together):
+                    if t.shape in shapes:
+                        found.setdefault(t.storage, shapes[t.shape])
+    return {s: layout for s, layout in found.items() if s in state and s not in homes}
+
+
+def _together(program: Program, op: Op) -> list[list[int]]:
+    """Tensors of one parameter in an op: all, or those at one place in its lists."""
+    args, _ = op.call
+    lists = [
+        [each["tensor"] for each in arg]
+        for arg in args
+        if isinstance(arg, list) and arg and _are_tensors(arg)
+    ]
+    if not lists:
+        return [[*op.inputs, *op.outputs]]
+    length = len(lists[0])
+    results = [op.outputs[i : i + length] for i in range(0, len(op.outputs), length)]
+    columns = [[op.inputs[i] for i in each] for each in lists if len(each) == length]
+    return [list(each) for each in zip(*columns, *(r for r in results if len(r) == length), strict=True)]
+
+
+def _are_tensors(values: list[Any]) -> bool:
+    return all(isinstance(value, dict) and "tensor" in value for value in values)
