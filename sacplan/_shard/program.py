@@ -31,7 +31,7 @@ from sacplan._shard.copies import Copies
 from sacplan._shard.costs import Collective, Costs
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.overlap import Overlap
-from sacplan._shard.placements import REPLICATED, Layout, is_reduced, local_shape
+from sacplan._shard.placements import REPLICATED, Asked, Layout, is_reduced, local_shape
 from sacplan._shard.places import Place, Places
 from sacplan._shard.redistribute import redistribute
 from sacplan._shard.strategies import AxisStrategy, local_call
@@ -232,7 +232,7 @@ class _Rank:
             if t in self.gradient_of and op.phase == Phase.BACKWARD:
                 self._move_gradient(op, t)
 
-    def _asked(self, op: Op) -> tuple[Layout | None, ...] | None:
+    def _asked(self, op: Op) -> tuple[Asked | None, ...] | None:
         """What a place of the plan asks for at an op of the forward pass."""
         if op.scope == ROOT_SCOPE:
             return None
@@ -245,7 +245,7 @@ class _Rank:
         self,
         op: Op,
         have: tuple[Layout, ...],
-        asked: Sequence[Layout | None] | None,
+        asked: Sequence[Asked | None] | None,
         weights: Sequence[bool],
     ) -> tuple[Choice, _Part]:
         """What runs for an op on tensors that lie so."""

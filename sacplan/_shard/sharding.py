@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from sacplan._program.files import Name
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import Layout, fits, format_layout, parse_layout
+from sacplan._shard.placements import Asked, Layout, fits, format_layout, parse_layout
 from sacplan._shard.places import Place, matches
 from sacplan.errors import PlanError
 
@@ -36,10 +36,10 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
         for pattern, layout in self.homes.items():
             self._check(parse_layout(layout), f"the home {layout!r} of {pattern!r}")
         for place in self.places:
-            for layout in filter(None, place.inputs):
-                self._check(parse_layout(layout), f"{layout!r} of {place}")
+            for layout in filter(None, place.layouts):
+                self._check(layout, f"an input of {place}")
 
-    def _check(self, layout: Layout, what: str) -> None:
+    def _check(self, layout: Asked, what: str) -> None:
         if len(layout) != len(self.mesh.axes):
             raise PlanError(
                 f"{what} has {len(layout)} placements; mesh {self.mesh} has {len(self.mesh.axes)} axes."
