@@ -36,8 +36,8 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
         for pattern, layout in self.homes.items():
             self._check(parse_layout(layout), f"the home {layout!r} of {pattern!r}")
         for place in self.places:
-            for layout in filter(None, place.layouts):
-                self._check(layout, f"an input of {place}")
+            for wanted in filter(None, place.layouts):
+                self._check(wanted, f"an input of {place}")
 
     def _check(self, layout: Asked, what: str) -> None:
         if len(layout) != len(self.mesh.axes):
