@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from sacplan._factors.rule import flat_tensors, is_tensor
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import REPLICATED, Asked, Layout, Placement, fits, format_asked, format_layout
+from sacplan._shard.placements import REPLICATED, Layout, Placement, fits, format_layout
 from sacplan._shard.strategies import AxisStrategy, axis_strategies, written_inputs
 from sacplan._torch.ops import aten_names, is_alias
 from sacplan.errors import PlanError
@@ -95,7 +95,7 @@ def choose(
     call: WholeCall,
     have: Sequence[Layout],
     mesh: Mesh,
-    asked: Sequence[Asked | None] | None = None,
+    asked: Sequence[Layout | None] | None = None,
     weights: Sequence[bool] = (),
 ) -> Choice:
     """How a call runs, given where its inputs lie.
@@ -106,7 +106,7 @@ def choose(
         call: the op and its arguments.
         have: the layout of each tensor argument; that of a plain tensor is replicated on each axis.
         mesh: the ranks.
-        asked: layouts that inputs must get; None for an input, or an axis, that may get any.
+        asked: layouts that inputs must get, None for those that may get any.
         weights: which tensor arguments are parameters, or made of nothing else.
 
     Raises:
@@ -127,7 +127,7 @@ def _choose(
     call: WholeCall,
     have: tuple[Layout, ...],
     mesh: Mesh,
-    asked: Sequence[Asked | None],
+    asked: Sequence[Layout | None],
     weights: Sequence[bool],
 ) -> Choice:
     offered = [_offered(call, have, mesh, asked, axis) for axis in range(len(mesh.axes))]
@@ -148,10 +148,10 @@ def _choose(
     raise PlanError(_no_strategy(call, have, mesh, asked))
 
 
-def _no_strategy(call: WholeCall, have: Sequence[Layout], mesh: Mesh, asked: Sequence[Asked | None]) -> str:
+def _no_strategy(call: WholeCall, have: Sequence[Layout], mesh: Mesh, asked: Sequence[Layout | None]) -> str:
     shapes = ", ".join(
         f"{tuple(t.shape)} as {format_layout(layout)}"
-        + ("" if wanted is None else f", asked as {format_asked(wanted)}")
+        + ("" if wanted is None else f", asked as {format_layout(wanted)}")
         for t, layout, wanted in zip(call.inputs, have, asked, strict=True)
     )
     why = (
@@ -166,17 +166,16 @@ def _no_strategy(call: WholeCall, have: Sequence[Layout], mesh: Mesh, asked: Seq
 
 
 def _offered(
-    call: WholeCall, have: tuple[Layout, ...], mesh: Mesh, asked: Sequence[Asked | None], axis: int
+    call: WholeCall, have: tuple[Layout, ...], mesh: Mesh, asked: Sequence[Layout | None], axis: int
 ) -> list[AxisStrategy]:
     """The strategies on one axis that write nothing but what lies as it must, and do what is asked."""
     here = [layout[axis] for layout in have]
     if call.func._schema.name in _READS_NO_VALUES:
         return [_reads_no_values(call, here)]
-    wanted = [None if layout is None else layout[axis] for layout in asked]
-    may_have = [{p} if p_asked is None else {p, p_asked} for p, p_asked in zip(here, wanted, strict=True)]
+    may_have = [{p} if layout is None else {p, layout[axis]} for p, layout in zip(here, asked, strict=True)]
     found = axis_strategies(call.func, call.args, call.kwargs, call.outputs, mesh.ranks[axis], may_have)
     fixed = {i: here[i] for i in call.written}
-    fixed |= {i: placement for i, placement in enumerate(wanted) if placement is not None}
+    fixed |= {i: layout[axis] for i, layout in enumerate(asked) if layout is not None}
     returned = [here[i] for i in call.written] if _returns_what_it_writes(call.func) else []
     return [
         s
@@ -203,7 +202,7 @@ def _ranked(
     call: WholeCall,
     have: tuple[Layout, ...],
     mesh: Mesh,
-    asked: Sequence[Asked | None],
+    asked: Sequence[Layout | None],
     weights: Sequence[bool],
     axis: int,
     strategies: Sequence[AxisStrategy],
@@ -227,7 +226,7 @@ def _ranked(
     made = [nbytes(t) / p for t, p in zip(call.results, results, strict=True)]
     view = is_alias(str(call.func))
     was_cut = [
-        layout[axis].is_cut or (wanted is not None and (p := wanted[axis]) is not None and p.is_cut)
+        layout[axis].is_cut or (wanted is not None and wanted[axis].is_cut)
         for layout, wanted in zip(have, asked, strict=True)
     ]
     ranked: list[tuple[_Rank, AxisStrategy]] = []
