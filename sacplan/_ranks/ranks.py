@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.files import Positive
 from sacplan._program.fingerprint import Entry
-from sacplan._program.program import Program
+from sacplan._program.program import Program, is_inside
 from sacplan._ranks.replicas import replicated
 from sacplan._ranks.sharding import sharded
+from sacplan._ranks.shards import parameters_of
+from sacplan._shard.program import on_one_rank
+from sacplan._shard.sharding import Sharding
 from sacplan.errors import TraceError
 
 
@@ -24,13 +27,23 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         world_size: ranks; 1: there is one device, and nothing is spread.
         fsdp_units: patterns for the modules on which ``fully_shard`` is called (see ``resolve_units``); None with
-            several ranks: DistributedDataParallel.
+            several ranks and no sharding: DistributedDataParallel.
+        sharding: where parameters lie on a mesh of these ranks. The batch is that of all of them.
     """
 
     world_size: Positive = 1
     fsdp_units: tuple[str, ...] | None = None
+    sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
+        if self.sharding is not None:
+            if self.fsdp_units is not None:
+                raise TraceError("fsdp_units and a sharding are given; a sharding says where parameters lie.")
+            if self.sharding.mesh.size != self.world_size:
+                raise TraceError(
+                    f"world_size is {self.world_size}, and mesh {self.sharding.mesh} has {self.sharding.mesh.size}."
+                )
+            return
         if self.world_size == 1 and self.fsdp_units is not None:
             raise TraceError(
                 "fsdp_units are given and world_size is 1: with one rank nothing is sharded. Say over how many "
@@ -46,6 +59,11 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
             raise TraceError(f"fsdp_units is the string {fsdp_units!r}; give a list, [{fsdp_units!r}].")
         return cls(world_size, None if fsdp_units is None else tuple(fsdp_units))
 
+    @classmethod
+    def spread(cls, sharding: Sharding) -> Ranks:
+        """The ranks of a mesh."""
+        return cls(sharding.mesh.size, None, sharding)
+
     def program(self, whole: Program, parameters: Sequence[Entry], spec: DeviceSpec) -> Program:
         """The step of one rank; the given one if there is only one.
 
@@ -57,6 +75,8 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             TraceError: unknown units, or a model that cannot be spread so.
         """
+        if self.sharding is not None:
+            return self._spread(self.sharding, whole, parameters, spec)
         if self.world_size == 1:
             return whole
         if self.fsdp_units is None:
@@ -64,9 +84,28 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         patch = sharded(whole, parameters, spec, self.world_size, self.fsdp_units)
         return whole.with_(patch).renumbered()
 
+    @staticmethod
+    def _spread(sharding: Sharding, whole: Program, parameters: Sequence[Entry], spec: DeviceSpec) -> Program:
+        found = parameters_of(whole, parameters)
+        layouts = sharding.layouts([(p.name, p.shape) for p in found])
+        homes = {p.storage: layouts[p.name] for p in found if p.name in layouts}
+        rank = on_one_rank(whole, homes, sharding.places, sharding.mesh, spec)
+        less: dict[str, int] = dict(rank.parameter_bytes)
+        for p in found:
+            for fqn in less:
+                if is_inside(p.name, fqn):
+                    less[fqn] -= spec.round_up(p.n_bytes) - rank.storage_bytes[p.storage]
+        return structs.replace(rank, parameter_bytes=less)
+
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What the step of a rank takes for granted, a sentence each."""
+        if self.sharding is not None:
+            return (
+                f"one of {self.world_size} ranks of mesh {self.sharding.mesh}; parameters are gathered one ahead "
+                "and reductions of gradients run behind the backward pass, as fully_shard does it, so their time "
+                "counts where computation does not hide it; what NCCL allocates for itself is not counted",
+            )
         if self.world_size == 1:
             return ()
         if self.fsdp_units is None:

@@ -28,8 +28,8 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._program.fingerprint import Entry
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind
 from sacplan._ranks.backward_hooks import backward_passes
-from sacplan._ranks.overlap import Overlap
 from sacplan._ranks.shards import Parameter, parameters_of
+from sacplan._shard.overlap import Overlap
 from sacplan.errors import TraceError
 
 FIRST_BUCKET_BYTES = 2**20

@@ -51,11 +51,11 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._program.fingerprint import Entry
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind, is_inside
 from sacplan._ranks.backward_hooks import Hooks, hooks_of
-from sacplan._ranks.overlap import Overlap
 from sacplan._ranks.shard_sizes import sizes_of_a_rank
 from sacplan._ranks.shards import Parameter, owners, parameters_of, resolve_units
 from sacplan._ranks.unit_limits import GATHER, kept_at_limits
 from sacplan._shard.costs import Collective
+from sacplan._shard.overlap import Overlap
 from sacplan.errors import TraceError
 
 _COPY_OUT = "fsdp.split_with_sizes_copy.default"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from sacplan._factors.rule import flat_tensors, is_tensor
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import REPLICATED, Layout, Placement, fits, format_layout
+from sacplan._shard.placements import REPLICATED, Asked, Layout, Placement, fits, format_asked, format_layout
 from sacplan._shard.strategies import AxisStrategy, axis_strategies, written_inputs
 from sacplan._torch.ops import aten_names, is_alias
 from sacplan.errors import PlanError
@@ -95,7 +95,7 @@ def choose(
     call: WholeCall,
     have: Sequence[Layout],
     mesh: Mesh,
-    asked: Sequence[Layout | None] | None = None,
+    asked: Sequence[Asked | None] | None = None,
     weights: Sequence[bool] = (),
 ) -> Choice:
     """How a call runs, given where its inputs lie.
@@ -106,7 +106,7 @@ def choose(
         call: the op and its arguments.
         have: the layout of each tensor argument; that of a plain tensor is replicated on each axis.
         mesh: the ranks.
-        asked: layouts that inputs must get, None for those that may get any.
+        asked: layouts that inputs must get; None for an input, or an axis, that may get any.
         weights: which tensor arguments are parameters, or made of nothing else.
 
     Raises:
@@ -127,7 +127,7 @@ def _choose(
     call: WholeCall,
     have: tuple[Layout, ...],
     mesh: Mesh,
-    asked: Sequence[Layout | None],
+    asked: Sequence[Asked | None],
     weights: Sequence[bool],
 ) -> Choice:
     offered = [_offered(call, have, mesh, asked, axis) for axis in range(len(mesh.axes))]
@@ -148,10 +148,10 @@ def _choose(
     raise PlanError(_no_strategy(call, have, mesh, asked))
 
 
-def _no_strategy(call: WholeCall, have: Sequence[Layout], mesh: Mesh, asked: Sequence[Layout | None]) -> str:
+def _no_strategy(call: WholeCall, have: Sequence[Layout], mesh: Mesh, asked: Sequence[Asked | None]) -> str:
     shapes = ", ".join(
         f"{tuple(t.shape)} as {format_layout(layout)}"
-        + ("" if wanted is None else f", asked as {format_layout(wanted)}")
+        + ("" if wanted is None else f", asked as {format_asked(wanted)}")
         for t, layout, wanted in zip(call.inputs, have, asked, strict=True)
     )
     why = (
@@ -166,16 +166,20 @@ def _no_strategy(call: WholeCall, have: Sequence[Layout], mesh: Mesh, asked: Seq
 
 
 def _offered(
-    call: WholeCall, have: tuple[Layout, ...], mesh: Mesh, asked: Sequence[Layout | None], axis: int
+    call: WholeCall, have: tuple[Layout, ...], mesh: Mesh, asked: Sequence[Asked | None], axis: int
 ) -> list[AxisStrategy]:
     """The strategies on one axis that write nothing but what lies as it must, and do what is asked."""
     here = [layout[axis] for layout in have]
     if call.func._schema.name in _READS_NO_VALUES:
         return [_reads_no_values(call, here)]
-    may_have = [{p} if layout is None else {p, layout[axis]} for p, layout in zip(here, asked, strict=True)]
-    found = axis_strategies(call.func, call.args, call.kwargs, call.outputs, mesh.ranks[axis], may_have)
+    wanted = [None if layout is None else layout[axis] for layout in asked]
+    if call.func._schema.name.startswith(_OF_LISTS):
+        found: Sequence[AxisStrategy] = [_by_position(call, here)]
+    else:
+        may_have = [{p} if p_asked is None else {p, p_asked} for p, p_asked in zip(here, wanted, strict=True)]
+        found = axis_strategies(call.func, call.args, call.kwargs, call.outputs, mesh.ranks[axis], may_have)
     fixed = {i: here[i] for i in call.written}
-    fixed |= {i: layout[axis] for i, layout in enumerate(asked) if layout is not None}
+    fixed |= {i: placement for i, placement in enumerate(wanted) if placement is not None}
     returned = [here[i] for i in call.written] if _returns_what_it_writes(call.func) else []
     return [
         s
@@ -183,6 +187,26 @@ def _offered(
         if all(s.inputs[i] == placement for i, placement in fixed.items())
         and all(o == placement for o, placement in zip(s.outputs, returned, strict=False))
     ]
+
+
+_OF_LISTS = ("aten::_foreach_", "aten::_fused_")
+_REDUCE_LISTS = aten_names("_foreach_norm _foreach_max")
+
+
+def _by_position(call: WholeCall, here: Sequence[Placement]) -> AxisStrategy:
+    """Of an optimizer's op on lists: what stands at one position lies as what is written there, or as the first."""
+    if call.func._schema.name in _REDUCE_LISTS:
+        return AxisStrategy((REPLICATED,) * len(here), (REPLICATED,) * len(call.results))
+    at: list[int | None] = []
+    for value in (*call.args, *call.kwargs.values()):
+        lists = isinstance(value, (tuple, list))
+        at.extend(i if lists else None for i, _ in enumerate(flat_tensors([value])))
+    lies: dict[int, Placement] = {}
+    for i in (*call.written, *range(len(here))):
+        if (position := at[i]) is not None:
+            lies.setdefault(position, REPLICATED if here[i].is_partial else here[i])
+    inputs = [REPLICATED if position is None else lies[position] for position in at]
+    return AxisStrategy(tuple(inputs), tuple(lies[i] for i in range(len(call.results))))
 
 
 def _returns_what_it_writes(func: Any) -> bool:
@@ -202,7 +226,7 @@ def _ranked(
     call: WholeCall,
     have: tuple[Layout, ...],
     mesh: Mesh,
-    asked: Sequence[Layout | None],
+    asked: Sequence[Asked | None],
     weights: Sequence[bool],
     axis: int,
     strategies: Sequence[AxisStrategy],
@@ -226,7 +250,7 @@ def _ranked(
     made = [nbytes(t) / p for t, p in zip(call.results, results, strict=True)]
     view = is_alias(str(call.func))
     was_cut = [
-        layout[axis].is_cut or (wanted is not None and wanted[axis].is_cut)
+        layout[axis].is_cut or (wanted is not None and (p := wanted[axis]) is not None and p.is_cut)
         for layout, wanted in zip(have, asked, strict=True)
     ]
     ranked: list[tuple[_Rank, AxisStrategy]] = []

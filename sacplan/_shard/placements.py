@@ -54,6 +54,10 @@ Layout: TypeAlias = tuple[Placement, ...]
 """By axis of the mesh, the slowest first."""
 
 
+Asked: TypeAlias = tuple[Placement | None, ...]
+"""The same where None may be any."""
+
+
 def cut(dim: int, outer: int = 1) -> Placement:
     """Cut along a dimension."""
     return Placement("S", dim, outer)
@@ -84,6 +88,16 @@ def parse_layout(text: str) -> Layout:
 def format_layout(layout: Layout) -> str:
     """The inverse of ``parse_layout``."""
     return ",".join(map(str, layout))
+
+
+def parse_asked(text: str) -> Asked:
+    """``"S0,*"``: ``*`` stands for any placement."""
+    return tuple(None if word == "*" else parse_layout(word)[0] for word in text.split(","))
+
+
+def format_asked(layout: Asked) -> str:
+    """The inverse of ``parse_asked``."""
+    return ",".join("*" if placement is None else str(placement) for placement in layout)
 
 
 def fits(shape: Sequence[int], layout: Layout, ranks: Sequence[int]) -> bool:

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from msgspec import Struct
 
 from sacplan._program.files import Count, Name
-from sacplan._shard.placements import Layout, parse_layout
+from sacplan._shard.placements import Asked, parse_asked
 from sacplan.errors import PlanError
 
 
@@ -28,6 +28,7 @@ class Place(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         occurrence: how many calls of this op came before it in one call of the module, leaving out modules inside
             and ops on plain tensors alone.
         inputs: the layout of each tensor argument; ``""`` where it may have any, as may those that are left out.
+            ``"S0,*"``: any on the second axis.
     """
 
     unit: str
@@ -36,11 +37,11 @@ class Place(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     inputs: tuple[str, ...]
 
     @cached_property
-    def layouts(self) -> tuple[Layout | None, ...]:
+    def layouts(self) -> tuple[Asked | None, ...]:
         """``inputs``, parsed."""
-        return tuple(parse_layout(text) if text else None for text in self.inputs)
+        return tuple(parse_asked(text) if text else None for text in self.inputs)
 
-    def asked(self, tensors: int) -> list[Layout | None]:
+    def asked(self, tensors: int) -> list[Asked | None]:
         """The layout of each of the call's tensor arguments.
 
         Raises:
@@ -60,6 +61,14 @@ class Place(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 def matches(pattern: str, fqn: str) -> bool:
     """Whether a name is one of a pattern: ``*`` stands for a number."""
     return re.fullmatch(r"\d+".join(map(re.escape, pattern.split("*"))), fqn) is not None
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def pattern_of(name: str) -> str:
+    """A name with ``*`` for the numbers of layers in it: the same for equal layers."""
+    return _NUMBER.sub("*", name)
 
 
 class Places:
@@ -91,6 +100,9 @@ class Places:
 
     def __iter__(self) -> Iterator[Place]:
         return (place for among in self._by_op.values() for place in among)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_op.values()))
 
     def never_met(self) -> Sequence[Place]:
         """Those that no call was found for."""

@@ -30,7 +30,8 @@ from sacplan._shard.choose import Choice, WholeCall, choose
 from sacplan._shard.copies import Copies
 from sacplan._shard.costs import Collective, Costs
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import REPLICATED, Layout, is_reduced, local_shape
+from sacplan._shard.overlap import Overlap
+from sacplan._shard.placements import REPLICATED, Asked, Layout, is_reduced, local_shape
 from sacplan._shard.places import Place, Places
 from sacplan._shard.redistribute import redistribute
 from sacplan._shard.strategies import AxisStrategy, local_call
@@ -119,6 +120,8 @@ class _Rank:
         }
         self.gradient_of = {program.gradients[s]: s for s in self.homes if s in program.gradients}
         self.copies: Copies[int] = Copies()
+        self.ahead: set[int] = set()  # collectives that gather parameters
+        self.behind: set[int] = set()  # collectives that reduce gradients
         self.events: list[tuple[int, int]] = []
         self.seen: dict[Any, tuple[Choice, _Part]] = {}
         self.redistributions: dict[Any, _Part] = {}
@@ -151,6 +154,7 @@ class _Rank:
                         self._pack(arg)
                     self.events.append((code, arg))
             self._drop_copies()
+        self._hide_collectives()
         return msgspec.structs.replace(
             r,
             storage_bytes=tuple(self.sizes),
@@ -160,6 +164,31 @@ class _Rank:
             events=tuple(self.events),
             handle_storages=tuple(self.handles),
         ).renumbered()
+
+    def _hide_collectives(self) -> None:
+        """Gathers of parameters run one ahead of computation, and reductions of gradients behind it."""
+        clock = Overlap(self.costs)
+        since, reduced, last = 0.0, 0.0, -1
+        order = [arg for code, arg in self.events if code == _OP]
+        for index in order:
+            op = self.ops[index]
+            if index in self.ahead:
+                end = clock.send(op.time_ms, since)
+                self.ops[index] = msgspec.structs.replace(op, time_ms=clock.wait(end))
+                since = clock.now
+            elif index in self.behind:
+                reduced, last = clock.send(op.time_ms), index
+                self.ops[index] = msgspec.structs.replace(op, time_ms=0.0)
+            else:
+                if op.phase == Phase.OPTIMIZER and last >= 0:
+                    self._wait(last, clock.wait(reduced))
+                    last = -1
+                clock.compute(op.time_ms)
+        if last >= 0:
+            self._wait(last, clock.wait(reduced))
+
+    def _wait(self, index: int, ms: float) -> None:
+        self.ops[index] = msgspec.structs.replace(self.ops[index], time_ms=ms)
 
     # --- one op -------------------------------------------------------------------------------------------
 
@@ -203,7 +232,7 @@ class _Rank:
             if t in self.gradient_of and op.phase == Phase.BACKWARD:
                 self._move_gradient(op, t)
 
-    def _asked(self, op: Op) -> tuple[Layout | None, ...] | None:
+    def _asked(self, op: Op) -> tuple[Asked | None, ...] | None:
         """What a place of the plan asks for at an op of the forward pass."""
         if op.scope == ROOT_SCOPE:
             return None
@@ -216,7 +245,7 @@ class _Rank:
         self,
         op: Op,
         have: tuple[Layout, ...],
-        asked: Sequence[Layout | None] | None,
+        asked: Sequence[Asked | None] | None,
         weights: Sequence[bool],
     ) -> tuple[Choice, _Part]:
         """What runs for an op on tensors that lie so."""
@@ -377,7 +406,12 @@ class _Rank:
 
     def _moved(self, op: Op, tensor: int, source: Layout, target: Layout) -> int:
         part = self._redistribution(tensor, source, target)
+        known = len(self.ops)
         storages = self._emit(part, [self.tensors[tensor].storage], {}, _inserted(op))
+        hidden = (
+            self.ahead if tensor in self.weights else self.behind if tensor in self.gradient_of else set()
+        )
+        hidden.update(i for i in range(known, len(self.ops)) if self.ops[i].name in _COLLECTIVES)
         (made,) = part.made
         self.tensors.append(msgspec.structs.replace(made, storage=storages[made.storage]))
         return len(self.tensors) - 1

@@ -13,6 +13,7 @@ import torch
 from sacplan._shard.costs import Step, after, redistribution_path
 from sacplan._shard.placements import Layout, Placement, format_layout, local_axis
 from sacplan._torch import collectives
+from sacplan._torch.private import is_dense
 from sacplan.errors import PlanError
 
 
@@ -25,7 +26,9 @@ def redistribute(
     groups: Sequence[str],
     coordinate: Sequence[int],
 ) -> torch.Tensor:
-    """What this rank has of a tensor, in another layout. May be a view of what it has.
+    """What this rank has of a tensor, in another layout. May be a view of what it has, along dimension 0.
+
+    The result has no gaps: kernels of normalization, for one, assume that of what they saved themselves.
 
     Args:
         local: what this rank has of it.
@@ -38,7 +41,9 @@ def redistribute(
         PlanError: there is no way.
     """
     path = redistribution_path(tuple(ranks), tuple(shape), source, target)
-    if path is None:
+    if not path:
+        if path is not None:
+            return local
         raise PlanError(
             f"a tensor of shape {tuple(shape)} cannot go from {format_layout(source)} to {format_layout(target)} "
             f"on {' x '.join(map(str, ranks))} ranks: the ranks do not divide it evenly."
@@ -47,7 +52,7 @@ def redistribute(
     for step in path:
         local = _in_memory_order(local, layout, step, ranks, groups[step.axis], coordinate[step.axis])
         layout = after(layout, step)
-    return local
+    return local if is_dense(local) else local.clone()
 
 
 def _in_memory_order(

@@ -20,7 +20,7 @@ import torch
 import torch._C._dynamo.eval_frame as _dynamo
 import torch.utils.checkpoint
 from torch._prims_common import suggest_memory_format
-from torch._subclasses import fake_impls
+from torch._subclasses import fake_impls, fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
@@ -38,6 +38,13 @@ GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes
 """State of a CPU generator. It counts as device memory in a CPU step; a GPU generator's state is on the host."""
 
 PLAIN_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
+
+FAKE_TENSORS_CANNOT = (
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.UnsupportedOperatorException,
+)
+"""What fake tensors raise for ops whose results only real data tells."""
 
 _DEVICE_OF = torch.ops.prim.device.default
 
@@ -136,6 +143,18 @@ def autograd_as_outside() -> Iterator[None]:
 def in_backward() -> bool:
     """Whether autograd's engine runs on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def backward_number() -> int:
+    """Of the backward pass that runs on this thread; each has another."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call something when the backward pass that runs now is over."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
 
 
 def autograd_sequence_number() -> int:

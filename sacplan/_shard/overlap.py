@@ -48,8 +48,11 @@ class Overlap:
 
     def start(self, kind: Collective, n_bytes: float, since: float | None = None) -> float:
         """When a collective over all ranks is over that may start at ``since`` (None: now)."""
-        begin = max(self.free, self.now if since is None else since)
-        self.free = begin + self.costs.collective_ms(kind, n_bytes, 0)
+        return self.send(self.costs.collective_ms(kind, n_bytes, 0), since)
+
+    def send(self, ms: float, since: float | None = None) -> float:
+        """The same for a collective that takes so long."""
+        self.free = max(self.free, self.now if since is None else since) + ms
         return self.free
 
     def wait(self, end: float) -> float:

@@ -1,0 +1,142 @@
+"""Data parallelism along one axis of a mesh: each rank has a part of the batch.
+
+Where the forward pass brings the batch and the parameters together for the first time, the batch is cut; all that is
+computed from it follows. Parameters are whole on each rank (``"ddp"``), or cut and gathered for use (``"fsdp"``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from sacplan._program.program import ROOT_SCOPE, Phase, Program, StorageKind
+from sacplan._ranks.shards import Parameter
+from sacplan._shard.placements import REPLICATED, Layout, cut, fits, format_layout
+from sacplan._shard.places import Place, pattern_of
+from sacplan._shard.sharding import Sharding
+from sacplan._torch.ops import is_computation
+from sacplan.errors import PlanError
+
+_WHOLE = (StorageKind.PARAMETER, StorageKind.BUFFER, StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE)
+
+
+def with_data_parallel(
+    sharding: Sharding,
+    axis: str,
+    program: Program,
+    parameters: Sequence[Parameter],
+    rows: int,
+    *,
+    cut_parameters: bool,
+) -> Sharding:
+    """A sharding, with the batch cut along one more of its axes.
+
+    Args:
+        sharding: has parameters replicated on the axis, and places that leave it open.
+        axis: its name.
+        program: the step of the whole model.
+        parameters: of the model.
+        rows: size of the batch: dimension 0 of its tensors.
+        cut_parameters: they are cut, too: ``"fsdp"``.
+
+    Raises:
+        PlanError: the ranks of the axis do not divide the batch.
+    """
+    mesh = sharding.mesh
+    at = mesh.names.index(axis)
+    n = mesh.ranks[at]
+    if rows % n:
+        raise PlanError(
+            f"{n} ranks of axis {axis!r} do not divide a batch of {rows}: give a batch that is a multiple of {n}, or a "
+            "mesh with fewer ranks on that axis."
+        )
+    homes = dict(sharding.homes)
+    if cut_parameters:
+        homes = _cut_homes(sharding, at, parameters)
+    return Sharding(mesh, homes, _with_entries(sharding, at, _entries(program, n, rows)))
+
+
+def _cut_homes(sharding: Sharding, at: int, parameters: Sequence[Parameter]) -> dict[str, str]:
+    """Every parameter is cut along the first dimension that the ranks of the axis divide."""
+    mesh = sharding.mesh
+    here = sharding.layouts([(p.name, p.shape) for p in parameters])
+    found: dict[str, Layout] = {}
+    for p in parameters:
+        layout = here.get(p.name, (REPLICATED,) * len(mesh.axes))
+        options = []
+        for dim in range(len(p.shape)):
+            others = prod(n for q, n in zip(layout, mesh.ranks, strict=True) if q.is_cut and q.dim == dim)
+            options.append((*layout[:at], cut(dim, others), *layout[at + 1 :]))
+        layout = next((option for option in options if fits(p.shape, option, mesh.ranks)), layout)
+        if any(q.is_cut for q in layout):
+            found[p.name] = layout
+    return by_pattern(found, [p.name for p in parameters])
+
+
+def by_pattern(homes: Mapping[str, Layout], names: Sequence[str]) -> dict[str, str]:
+    """Homes of parameters by pattern, where all that match lie alike."""
+    alike: dict[str, set[str | None]] = {}
+    for name in names:
+        home = homes.get(name)
+        alike.setdefault(pattern_of(name), set()).add(None if home is None else format_layout(home))
+    found: dict[str, str] = {}
+    for name, home in homes.items():
+        pattern = pattern_of(name)
+        found[pattern if len(alike[pattern]) == 1 else name] = format_layout(home)
+    return found
+
+
+def _entries(program: Program, n: int, rows: int) -> dict[tuple[str, str, int], list[int]]:
+    """The ops that take parameters and, for the first time, the batch: which of their inputs to cut.
+
+    Returns:
+        By unit, op and occurrence, as ``Place`` has them.
+    """
+    batch = {s for s in program.initial if program.storage_kinds[s] not in _WHOLE}
+    placed = {s for s in program.initial if program.storage_kinds[s] == StorageKind.PARAMETER}
+    weights = set(placed)
+    ran: Counter[tuple[int, str]] = Counter()
+    found: dict[tuple[str, str, int], list[int]] = {}
+    for op in program.ops:
+        if op.phase != Phase.FORWARD:
+            break
+        if placed.isdisjoint(op.reads):
+            if not batch.isdisjoint(op.reads):
+                batch.update(op.writes)
+            continue
+        occurrence = ran[op.scope, op.name]
+        ran[op.scope, op.name] += 1
+        inputs = [program.tensors[t] for t in op.inputs]
+        cuts = [
+            i
+            for i, t in enumerate(inputs)
+            if t.storage in batch
+            and t.storage not in placed
+            and t.shape
+            and t.shape[0] % rows == 0
+            and t.shape[0]
+        ]
+        of_weights = all(t.storage in weights or t.storage not in placed for t in inputs)
+        if cuts and of_weights and op.scope != ROOT_SCOPE and is_computation(op.name):
+            found.setdefault((pattern_of(program.scopes[op.scope].fqn), op.name, occurrence), cuts)
+        elif weights.issuperset(op.reads):
+            weights.update(op.writes)
+        placed.update(op.writes)
+    return found
+
+
+def _with_entries(
+    sharding: Sharding, at: int, entries: Mapping[tuple[str, str, int], list[int]]
+) -> tuple[Place, ...]:
+    """Places that also cut inputs on an axis."""
+    n_axes = len(sharding.mesh.axes)
+    found = {(p.unit, p.op, p.occurrence): list(p.inputs) for p in sharding.places}
+    for key, cuts in entries.items():
+        inputs = found.setdefault(key, [])
+        inputs += [""] * (max(cuts) + 1 - len(inputs))
+        for i in cuts:
+            words = (inputs[i] or ",".join("*" * n_axes)).split(",")
+            words[at] = "S0"
+            inputs[i] = ",".join(words)
+    return tuple(Place(*key, tuple(inputs)) for key, inputs in found.items())

@@ -1,0 +1,183 @@
+"""The ranks of a mesh as one of them sees them: where it stands, and what it shares with the others of an axis."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sacplan._shard.copies import Copies
+from sacplan._shard.mesh import Mesh
+from sacplan._shard.placements import REPLICATED, Layout, Placement, cut, fits
+from sacplan._shard.places import Place, Places
+from sacplan._shard.redistribute import redistribute
+from sacplan._torch import collectives, dtensors
+from sacplan._torch.private import storage_key
+from sacplan.errors import PlanError
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Form:
+    """What placed tensors of one kind have in common; a grid has one object for each, known by its identity.
+
+    Attributes:
+        layout: where they lie.
+        shape, stride, dtype: of the whole tensor.
+        weight: whether they are parameters, or made of nothing else.
+        spec: the same, as DTensors have it.
+    """
+
+    layout: Layout
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    weight: bool
+    spec: dtensors.DTensorSpec
+
+
+class Grid:
+    """What all placed tensors of one model share on a rank.
+
+    Attributes:
+        mesh, device_mesh: the same ranks, as plans and as PyTorch know them.
+        copies: redistributed inputs that are kept, and what they are copies of.
+        places: the calls that are asked for.
+        modules: those that run, the innermost last: fqn, and the ops that it ran itself.
+        prepared: how calls run, see ``prepare.py``.
+        backward: number of the last backward pass that sent gradients home.
+    """
+
+    def __init__(self, mesh: Mesh, device_mesh: DeviceMesh, places: Sequence[Place] = ()) -> None:
+        coordinate = device_mesh.get_coordinate()
+        if tuple(device_mesh.shape) != mesh.ranks or coordinate is None:
+            raise PlanError(
+                f"mesh {mesh} does not match the device mesh of shape {tuple(device_mesh.shape)}; "
+                f"make it with init_device_mesh(device, {mesh.ranks}, mesh_dim_names={mesh.names})."
+            )
+        self.mesh, self.device_mesh, self.ranks = mesh, device_mesh, mesh.ranks
+        self.coordinate = tuple(coordinate)
+        self.copies: Copies[tuple[torch.Tensor, StorageWeakRef]] = Copies()
+        self.places = Places(places)
+        self.modules: list[tuple[str, Counter[str]]] = []
+        self.backward = -1
+        self.prepared: dict[Any, Any] = {}
+        self._forms: dict[Any, Form] = {}
+
+    def __deepcopy__(self, _: Any) -> Grid:
+        return self
+
+    @cached_property
+    def groups(self) -> tuple[str, ...]:
+        """Names of this rank's process groups, by axis."""
+        return tuple(self.device_mesh.get_group(axis).group_name for axis in range(len(self.ranks)))
+
+    @cached_property
+    def replicated(self) -> Layout:
+        """Whole on all ranks."""
+        return (REPLICATED,) * len(self.ranks)
+
+    def form(self, layout: Layout, shape: Any, stride: Any, dtype: torch.dtype, weight: bool = False) -> Form:
+        """The form of tensors that lie so; the same object each time."""
+        key = (layout, shape, stride, dtype, weight)
+        found = self._forms.get(key)
+        if found is None:
+            placements = placements_of(layout, self.ranks)
+            spec = dtensors.dtensor_spec(self.device_mesh, placements, shape, stride, dtype)
+            found = self._forms[key] = Form(layout, torch.Size(shape), tuple(stride), dtype, weight, spec)
+        return found
+
+    def move(self, local: torch.Tensor, shape: Sequence[int], source: Layout, target: Layout) -> torch.Tensor:
+        """What this rank has of a tensor, in another layout."""
+        return redistribute(local, shape, source, target, self.ranks, self.groups, self.coordinate)
+
+    def moved(
+        self, local: torch.Tensor, shape: Sequence[int], source: Layout, target: Layout, version: int
+    ) -> torch.Tensor:
+        """The same for an input of an op, which is only read: a copy that was made before is used again."""
+        storage = local.untyped_storage()
+        key = (
+            *(storage_key(storage), version, local.dtype, local.shape, local.stride()),
+            *(local.storage_offset(), tuple(shape), source, target),
+        )
+        known = self.copies.find(key)
+        if known is not None and not known[1].expired():
+            return known[0]
+        axes = [axis for axis, (a, b) in enumerate(zip(source, target, strict=True)) if a != b]
+        self.copies.make_room(axes)
+        copy = self.move(local, shape, source, target)
+        self.copies.keep(key, axes, (copy, StorageWeakRef(storage)))
+        return copy
+
+    def reduce(self, summand: torch.Tensor, axis: int) -> torch.Tensor:
+        """The sum over the ranks of an axis."""
+        return collectives.all_reduce(summand, "sum", self.groups[axis])
+
+    def place_of(self, op: str) -> Place | None:
+        """The place of the op that runs now, which is counted."""
+        if not self.modules:
+            return None
+        unit, ran = self.modules[-1]
+        ran[op] += 1
+        return self.places.find(unit, op, ran[op] - 1)
+
+    @contextmanager
+    def drawing(self, generator: torch.Generator, axes: Sequence[int]) -> Iterator[None]:
+        """Inside, ranks that differ on ``axes`` draw different numbers; afterwards all generators agree again."""
+        state = generator.get_state()
+        where = ",".join(str(self.coordinate[axis]) for axis in axes)
+        digest = hashlib.blake2b(state.numpy().tobytes() + where.encode(), digest_size=7).digest()
+        generator.manual_seed(int.from_bytes(digest, "little"))
+        try:
+            yield
+        finally:
+            generator.set_state(state)
+            torch.empty(4, device=generator.device).uniform_(generator=generator)  # the next op draws others
+
+
+def placements_of(layout: Layout, ranks: Sequence[int]) -> list[Any]:
+    """As DTensor names them: what an axis cuts is seen within what the axes before it have left."""
+    found: list[Any] = []
+    for axis, placement in enumerate(layout):
+        if placement.is_cut:
+            factor = placement.outer
+            for other, n in zip(layout[:axis], ranks, strict=False):
+                if other.is_cut and other.dim == placement.dim and other.outer < placement.outer:
+                    factor //= n
+            found.append(dtensors.shard(placement.dim, factor))
+        elif placement.is_partial:
+            found.append(dtensors.partial(placement.reduce))
+        else:
+            found.append(dtensors.replicate())
+    return found
+
+
+def layout_of(placements: Sequence[Any], shape: Sequence[int], ranks: Sequence[int]) -> Layout | None:
+    """The inverse of ``placements_of``; None where a DTensor lies as no layout says: its parts are not even."""
+    options: list[list[Placement]] = []
+    for axis, placement in enumerate(placements):
+        kind, dim, factor, reduce = dtensors.placement_parts(placement)
+        if kind != "S":
+            options.append([Placement(kind, reduce=reduce)])
+            continue
+        before = [
+            n
+            for other, n in zip(placements[:axis], ranks, strict=False)
+            if dtensors.placement_parts(other)[:2] == ("S", dim)
+        ]
+        outers = {factor}
+        for n in before:
+            outers |= {outer * n for outer in outers}
+        options.append([cut(dim, outer) for outer in sorted(outers)])
+    for layout in product(*options):
+        if fits(shape, layout, ranks) and placements_of(layout, ranks) == list(placements):
+            return layout
+    return None

@@ -1,0 +1,273 @@
+"""A sharding on a model, and off again: parameters in their homes, gradients too, and the calls that places ask for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from sacplan._shard.executor.grid import Grid
+from sacplan._shard.executor.placed import moved_to, placed_from
+from sacplan._shard.mesh import Mesh
+from sacplan._shard.placements import REPLICATED, Layout, fits, format_layout
+from sacplan._shard.places import Place, matches
+from sacplan._torch.dtensors import DTensor
+from sacplan._torch.private import backward_number, call_after_backward
+from sacplan.errors import PlanError, PlanMismatch
+
+
+def spread(
+    model: nn.Module,
+    mesh: Mesh,
+    device_mesh: DeviceMesh,
+    homes: Mapping[str, Layout],
+    places: Sequence[Place] = (),
+) -> Handle:
+    """Spread a model over the ranks of a mesh; call it on all of them, with the same model on each.
+
+    Parameters become placed tensors; make the optimizer afterwards. Buffers stay plain: whole on each rank.
+
+    Args:
+        model: whole on each rank, with the same values.
+        mesh: the ranks, as the homes speak of them.
+        device_mesh: the same ranks; see ``torch.distributed.device_mesh.init_device_mesh``.
+        homes: by name pattern (``*`` is the number of a layer), where parameters lie. The others are replicated.
+        places: calls whose inputs are moved.
+
+    Returns:
+        What removes it.
+
+    Raises:
+        PlanError: the mesh does not match the ranks, or a parameter cannot lie where its home says.
+        PlanMismatch: the model has no parameter of a pattern, or another rank has another model or sharding.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise PlanError("there is no process group; start with torchrun and call init_process_group first.")
+    if mesh.size != dist.get_world_size():
+        raise PlanError(
+            f"mesh {mesh} has {mesh.size} ranks, and {dist.get_world_size()} run; "
+            f"plan for a mesh of {dist.get_world_size()}, or start {mesh.size} with torchrun."
+        )
+    _agree(model, mesh, homes, places)
+    grid = Grid(mesh, device_mesh, places)
+    return Handle(model, grid, _homes_of(model, mesh, homes))
+
+
+class Handle:
+    """A sharding on a model.
+
+    Attributes:
+        grid: what the rank knows of the others.
+        never_met: the places that no call was found for so far.
+    """
+
+    def __init__(self, model: nn.Module, grid: Grid, homes: Mapping[str, Layout]) -> None:
+        self.grid = grid
+        self._model: nn.Module | None = model
+        self._shells: list[tuple[nn.Parameter, Any]] = []
+        self._hooks: list[Any] = []
+        made: dict[int, Any] = {}
+        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+            if id(parameter) not in made:
+                made[id(parameter)] = self._placed(parameter, homes[name])
+                self._shells.append((parameter, made[id(parameter)]))
+        _replace(model, made)
+        self._watch(model)
+
+    @property
+    def never_met(self) -> Sequence[Place]:
+        """See above."""
+        return self.grid.places.never_met()
+
+    def _placed(self, parameter: nn.Parameter, home: Layout) -> Any:
+        if isinstance(parameter, DTensor):
+            raise PlanError("a parameter is sharded already; spread the whole model.")
+        gradient = parameter.grad
+        with torch.no_grad():
+            placed = placed_from(parameter.detach(), home, self.grid, weight=True)
+            made = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+            made.__dict__.update(
+                {name: value for name, value in parameter.__dict__.items() if name not in made.__dict__}
+            )
+            if gradient is not None:
+                made.grad = placed_from(gradient, home, self.grid)
+        if parameter.requires_grad:
+            self._hooks.append(made.register_hook(self._sends_home(home)))
+        for hook in (parameter._backward_hooks or {}).values():
+            made.register_hook(hook)
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            made.register_post_accumulate_grad_hook(hook)
+        # Nothing but the part is held any more; the object waits to be whole again.
+        parameter.grad = None
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        return made
+
+    def _sends_home(self, home: Layout) -> Any:
+        grid = self.grid
+
+        def hook(gradient: torch.Tensor) -> torch.Tensor:
+            number = backward_number()
+            if number != grid.backward:
+                grid.backward = number
+                call_after_backward(_clears(grid))
+            return moved_to(gradient, home, grid)
+
+        return hook
+
+    def _watch(self, model: nn.Module) -> None:
+        """Know the module that runs, if places ask; let go of copies when the model's forward ends."""
+        grid = self.grid
+        if len(grid.places):
+            for fqn, module in model.named_modules():
+                self._hooks.append(module.register_forward_pre_hook(_enters(grid, fqn), prepend=True))
+                self._hooks.append(module.register_forward_hook(_leaves(grid), always_call=True))
+
+        self._hooks.append(model.register_forward_hook(_clears(grid), always_call=True))
+
+    def remove(self) -> None:
+        """Make the parameters whole and plain again, on all ranks; gradients too. Call it on all of them."""
+        if self._model is None:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self.grid.copies.clear()
+        back: dict[int, Any] = {}
+        whole = self.grid.replicated
+        with torch.no_grad():
+            for parameter, placed in self._shells:
+                parameter.data = moved_to(placed, whole, self.grid)._local_tensor
+                if placed.grad is not None:
+                    parameter.grad = moved_to(placed.grad, whole, self.grid)._local_tensor
+                parameter.requires_grad_(placed.requires_grad)
+                attributes = {n: v for n, v in placed.__dict__.items() if n not in _OURS}
+                parameter.__dict__.update(attributes)
+                back[id(placed)] = parameter
+        _replace(self._model, back)
+        self._model, self._shells = None, []
+
+
+_OURS = frozenset(("_form", "_grid", "_is_copy", "_local_tensor", "_spec", "_is_param"))
+
+
+def _replace(model: nn.Module, by_id: Mapping[int, Any]) -> None:
+    """Parameters by others, wherever they are: tied ones stay tied."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in by_id:
+                module._parameters[name] = by_id[id(parameter)]
+
+
+def _enters(grid: Grid, fqn: str) -> Any:
+    def hook(*_: Any) -> None:
+        grid.modules.append((fqn, Counter()))
+
+    return hook
+
+
+def _clears(grid: Grid) -> Any:
+    def hook(*_: Any) -> None:
+        grid.copies.clear()
+
+    return hook
+
+
+def _leaves(grid: Grid) -> Any:
+    def hook(*_: Any) -> None:
+        grid.modules.pop()
+
+    return hook
+
+
+def _homes_of(model: nn.Module, mesh: Mesh, homes: Mapping[str, Layout]) -> dict[str, Layout]:
+    """By name of a parameter; tied ones have the home of any of their names."""
+    names = dict(model.named_parameters(remove_duplicate=False))
+    whole: Layout = (REPLICATED,) * len(mesh.axes)
+    found: dict[str, Layout] = {}
+    by_id: dict[int, tuple[str, Layout]] = {}
+    for pattern, layout in homes.items():
+        among = [name for name in names if matches(pattern, name)]
+        if not among:
+            raise PlanMismatch(
+                f"the model has no parameter {pattern!r}, which the sharding gives a home; its parameters are "
+                f"{', '.join(list(names)[:5])}, ... Plan again for this model."
+            )
+        for name in among:
+            shape = tuple(names[name].shape)
+            if len(layout) != len(mesh.axes) or any(p.is_partial for p in layout):
+                raise PlanError(
+                    f"home {format_layout(layout)!r} of {pattern} must have a placement R or S for each axis of {mesh}."
+                )
+            if not fits(shape, layout, mesh.ranks):
+                raise PlanError(
+                    f"parameter {name} of shape {shape} cannot be cut as {format_layout(layout)} on mesh {mesh}: "
+                    f"the ranks do not divide it evenly. Try another mesh, or plan again."
+                )
+            known = by_id.setdefault(id(names[name]), (name, layout))
+            if known[1] != layout:
+                raise PlanError(
+                    f"parameters {known[0]} and {name} are one, and have homes {format_layout(known[1])} and "
+                    f"{format_layout(layout)}; give both the same."
+                )
+    for name, parameter in names.items():
+        found[name] = by_id[id(parameter)][1] if id(parameter) in by_id else whole
+    return found
+
+
+def _agree(model: nn.Module, mesh: Mesh, homes: Mapping[str, Layout], places: Sequence[Place]) -> None:
+    """See that all ranks have the same model and sharding: else they would wait for each other for ever.
+
+    Raises:
+        PlanMismatch: they do not; it names them.
+    """
+    sharding = {
+        "mesh": mesh.axes,
+        "homes": {pattern: format_layout(layout) for pattern, layout in homes.items()},
+        "places": [(p.unit, p.op, p.occurrence, p.inputs) for p in places],
+    }
+    mine = {
+        "the sharding": _digest([json.dumps(sharding).encode()]),
+        "names, shapes and types of the model's tensors": _digest(_described(model)),
+        "values of the model's parameters": _digest(_sampled(model)),
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for what in mine:
+        others = [rank for rank, theirs in enumerate(everyone) if theirs[what] != everyone[0][what]]
+        if others:
+            raise PlanMismatch(
+                f"ranks differ in {what}: {', '.join(map(str, others))} from rank 0. "
+                f"Load the same plan on each, and make the model from the same seed or checkpoint."
+            )
+
+
+def _digest(parts: Any) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
+
+
+def _described(model: nn.Module) -> Iterator[bytes]:
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, t in tensors:
+        yield f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad} ".encode()
+
+
+_SAMPLES = 64
+
+
+def _sampled(model: nn.Module) -> Iterator[bytes]:
+    """A few bytes of each parameter."""
+    for parameter in model.parameters():
+        if parameter.is_meta or not parameter.numel():
+            continue
+        flat = parameter.detach().reshape(-1) if parameter.is_contiguous() else parameter.detach().flatten()
+        few = flat[:: max(1, len(flat) // _SAMPLES)].contiguous().cpu()
+        yield few.view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,402 @@
+"""Placed tensors: DTensors whose ops run as ``choose.py`` says, below autograd, forward and backward.
+
+Autograd and the user's code see whole shapes. An op on them gets its inputs redistributed, runs on the parts that this
+rank has, and what it returns lies as its strategy states. Plain tensors count as replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+
+from sacplan._factors.rule import flat_tensors
+from sacplan._shard.executor.grid import Form, Grid, layout_of
+from sacplan._shard.executor.prepare import Prepared, prepare
+from sacplan._shard.placements import REPLICATED, Layout, is_reduced
+from sacplan._torch import dtensors
+from sacplan._torch.dtensors import DTensor
+from sacplan._torch.ops import op_traits
+from sacplan.errors import PlanError
+
+
+class PlacedTensor(DTensor):
+    """A DTensor of a sharded model.
+
+    It has the whole tensor's shape, and ``placements``, ``to_local()``, ``full_tensor()`` and
+    ``torch.distributed.checkpoint`` work on it as on others. It is saved as a plain DTensor.
+    """
+
+    _form: Form
+    _grid: Grid
+    _is_copy = False
+    """It was a view, but of a redistributed copy: what is written to it does not reach what it is a view of."""
+
+    _is_reduced = False
+    """Its values have been reduced since it was made: views of it that were made before show the summands."""
+
+    _has_views = False
+
+    # Each op would go through Python twice, and plain results become placed ones.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return run(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        spec = self._form.spec
+        return (
+            f"PlacedTensor(local_tensor={self._local_tensor}, device_mesh={spec.mesh}, "
+            f"placements={spec.placements})"
+        )
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """This rank's part; its gradient lies as ``grad_placements``, or as this tensor does."""
+        layout = self._form.layout
+        grad = tuple(REPLICATED if p.is_partial else p for p in layout)
+        if grad_placements is not None:
+            grad = self._layout_of(grad_placements)
+        return _ToLocal.apply(self, layout, grad)  # type: ignore[no-any-return]
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor, on each rank."""
+        whole = self._grid.replicated
+        grad = whole if grad_placements is None else self._layout_of(grad_placements)
+        return _ToLocal.apply(self, whole, grad)  # type: ignore[no-any-return]
+
+    def redistribute(
+        self, device_mesh: Any = None, placements: Any = None, *, async_op: bool = False, **_: Any
+    ) -> PlacedTensor:
+        """The same tensor with other placements."""
+        target = self._form.spec.placements if placements is None else placements
+        return _Redistribute.apply(self, self._layout_of(target))  # type: ignore[no-any-return]
+
+    def _layout_of(self, placements: Sequence[Any]) -> Layout:
+        normal = [
+            dtensors.shard(p.dim % self.dim(), 1) if getattr(p, "dim", 0) < 0 else p for p in placements
+        ]
+        layout = layout_of(normal, self.shape, self._grid.ranks)
+        if layout is None:
+            raise PlanError(
+                f"a tensor of shape {tuple(self.shape)} cannot have placements {tuple(placements)} on mesh "
+                f"{self._grid.mesh}: its parts would not be of one size."
+            )
+        return layout
+
+    def as_dtensor(self) -> DTensor:
+        """The same as a plain DTensor, without gradient; they share memory."""
+        made: DTensor = dtensors.new_dtensor(DTensor, self._local_tensor.detach(), self._form.spec)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_dtensor().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def pieces(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """The blocks of the whole tensor that this rank has: where each begins, and its values, a view."""
+        local = self._local_tensor.detach()
+        by_dim = [self._stretches(dim) for dim in range(self.dim())]
+        sizes = [local.shape[dim] // len(starts) for dim, starts in enumerate(by_dim)]
+        for index in product(*(range(len(starts)) for starts in by_dim)):
+            block = local
+            for dim, (i, size) in enumerate(zip(index, sizes, strict=True)):
+                block = block.narrow(dim, i * size, size)
+            yield tuple(starts[i] for starts, i in zip(by_dim, index, strict=True)), block
+
+    def _stretches(self, dim: int) -> list[int]:
+        """Where this rank's stretches of a dimension begin; they are of one size, in order."""
+        grid, size = self._grid, self.shape[dim]
+        cuts = sorted(
+            (p.outer, n, at)
+            for p, n, at in zip(self._form.layout, grid.ranks, grid.coordinate, strict=True)
+            if p.is_cut and p.dim == dim
+        )
+        starts = [0]
+        before = 1
+        for outer, n, at in cuts:
+            stretch, part = size // outer, size // (outer * n)
+            repeated = outer // before
+            starts = [s + r * stretch + at * part for s in starts for r in range(repeated)]
+            before = outer * n
+        return starts
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
+        return [
+            dtensors.checkpoint_write_item(fqn, dtensors.checkpoint_chunk(at, block.shape), block, self.shape)
+            for at, block in self.pieces()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return [dtensors.checkpoint_chunk(at, block.shape) for at, block in self.pieces()]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        for at, block in self.pieces():
+            if index.offset is None or tuple(index.offset) == at:
+                return block
+        raise ValueError(f"this rank has no piece of {index.fqn} at {tuple(index.offset)}")
+
+
+def place(local: torch.Tensor, form: Form, grid: Grid, requires_grad: bool = False) -> PlacedTensor:
+    """This rank's part as a placed tensor."""
+    made: PlacedTensor = dtensors.new_dtensor(PlacedTensor, local, form.spec, requires_grad)
+    made._form, made._grid = form, grid
+    return made
+
+
+def placed_from(whole: torch.Tensor, layout: Layout, grid: Grid, weight: bool = False) -> PlacedTensor:
+    """A tensor that each rank has as a whole, in a layout. Where it is cut, each rank keeps its part alone."""
+    form = grid.form(layout, whole.shape, whole.stride(), whole.dtype, weight)
+    local = grid.move(whole, whole.shape, grid.replicated, layout)
+    if local.untyped_storage().nbytes() > local.nbytes:
+        local = local.clone(memory_format=torch.contiguous_format)
+    return place(local, form, grid)
+
+
+def moved_to(t: torch.Tensor, layout: Layout, grid: Grid) -> PlacedTensor:
+    """A placed or a plain tensor in another layout, below autograd. It may share memory."""
+    if type(t) is not PlacedTensor:
+        return placed_from(t, layout, grid)
+    if t._form.layout == layout:
+        return t
+    form = t._form
+    local = grid.move(t._local_tensor, form.shape, form.layout, layout)
+    return place(local, grid.form(layout, form.shape, form.stride, form.dtype), grid)
+
+
+class _Redistribute(torch.autograd.Function):
+    """Another layout, and gradients back in the first one."""
+
+    @staticmethod
+    def forward(ctx: Any, t: PlacedTensor, target: Layout) -> PlacedTensor:
+        ctx.grid = t._grid
+        ctx.back = tuple(REPLICATED if p.is_partial else p for p in t._form.layout)
+        moved = moved_to(t, target, t._grid)
+        return place(moved._local_tensor, moved._form, t._grid)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return moved_to(grads[0], ctx.back, ctx.grid), None
+
+
+class _ToLocal(torch.autograd.Function):
+    """A layout's local tensor; the gradient is one of the whole tensor's parts."""
+
+    @staticmethod
+    def forward(ctx: Any, t: PlacedTensor, target: Layout, grad: Layout) -> torch.Tensor:
+        ctx.grid, ctx.form = t._grid, t._grid.form(grad, t._form.shape, t._form.stride, t._form.dtype)
+        local = moved_to(t, target, t._grid)._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return place(grads[0], ctx.form, ctx.grid), None, None
+
+
+def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """One op on placed and plain tensors.
+
+    Raises:
+        PlanError: it cannot run where its inputs lie.
+    """
+    tensors: list[Any] = []
+    key: list[Any] = [func]
+    if not all(_describe(value, key, tensors) for value in (*args, *kwargs, *kwargs.values())):
+        return _with_dtensors(func, args, kwargs)
+    grid = next(t._grid for t in tensors if type(t) is PlacedTensor)
+    asked = None
+    if grid.modules and len(grid.places):
+        asked = grid.place_of(str(func))
+        key.append(asked)
+    prepared = grid.prepared.get(at := tuple(key))
+    if prepared is None:
+        prepared = grid.prepared[at] = prepare(
+            grid, func, args, kwargs, [_form(t, grid) for t in tensors], asked
+        )
+    parts = [t._local_tensor if type(t) is PlacedTensor else t for t in tensors]
+    if prepared.returns:
+        _refuse_copies(func, args, kwargs)
+    for i, layout in prepared.moves:
+        parts[i] = _moved_input(tensors, i, layout, grid)
+    if prepared.strides is not None and parts[0].stride() != prepared.strides:
+        parts[0] = _with_strides(parts[0], prepared.strides)
+    following = iter(parts)
+    local_args = [_with_parts(value, following) for value in args]
+    local_kwargs = {name: _with_parts(value, following) for name, value in kwargs.items()}
+    out = _on_parts(prepared, func, local_args, local_kwargs, grid)
+    if prepared.returns:
+        return _written(func, prepared, args, kwargs)
+    made = _wrapped(out, prepared.outputs, grid)
+    if prepared.is_view:
+        tensors[0]._has_views = True
+        if _is_detached(tensors[0], parts[0], prepared, out):
+            for t in flat_tensors(made):
+                t._is_copy = True
+    return made
+
+
+def _moved_input(tensors: list[Any], i: int, layout: Layout, grid: Grid) -> torch.Tensor:
+    """An input as a call needs it. Summands are reduced once: the sum takes their place, also where it was saved."""
+    t = tensors[i]
+    if type(t) is not PlacedTensor:
+        return grid.moved(t, t.shape, grid.replicated, layout, _version(t))
+    form = t._form
+    if is_reduced(form.layout, layout) and sum(other is t for other in tensors) == 1:
+        t._local_tensor = grid.move(t._local_tensor, form.shape, form.layout, layout)
+        t._form = grid.form(layout, form.shape, form.stride, form.dtype, form.weight)
+        t._spec = t._form.spec
+        t._is_reduced = True
+        return t._local_tensor
+    return grid.moved(t._local_tensor, form.shape, form.layout, layout, _version(t))
+
+
+def _describe(value: Any, key: list[Any], tensors: list[Any]) -> bool:
+    """Add what a call's preparation depends on, and its tensors. False for a DTensor of somebody else."""
+    kind = type(value)
+    if kind is PlacedTensor:
+        tensors.append(value)
+        key.append(value._form)
+    elif isinstance(value, torch.Tensor):
+        if isinstance(value, DTensor):
+            return False
+        tensors.append(value)
+        key.extend((value.shape, value.stride(), value.dtype, value.device))
+    elif kind is list or kind is tuple:
+        key.append(len(value))
+        return all(_describe(item, key, tensors) for item in value)
+    else:
+        key.append(value)
+        key.append(kind)
+    return True
+
+
+def _with_strides(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def _form(t: Any, grid: Grid) -> Form:
+    if type(t) is PlacedTensor:
+        return t._form
+    return grid.form(grid.replicated, t.shape, t.stride(), t.dtype)
+
+
+def _version(t: torch.Tensor) -> int:
+    return -1 if t.is_inference() else t._version
+
+
+def _with_parts(value: Any, parts: Iterator[Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return next(parts)
+    if type(value) is list or type(value) is tuple:
+        return type(value)([_with_parts(item, parts) for item in value])
+    return value
+
+
+def _on_parts(prepared: Prepared, func: Any, args: list[Any], kwargs: dict[str, Any], grid: Grid) -> Any:
+    call = prepared.call
+    if prepared.resizes:
+        args = call.args(args)
+    if prepared.reshapes:
+        return args[0].reshape(args[1])
+    if prepared.draws:
+        generator = kwargs.get("generator") or _default_generator(args)
+        with grid.drawing(generator, prepared.draws):
+            return func(*args, **kwargs)
+    out = func(*args, **kwargs)
+    return out if call.is_plain else call.finish(out, grid.reduce)
+
+
+def _default_generator(args: Sequence[Any]) -> torch.Generator:
+    device = next(flat_tensors(args)).device
+    if device.type == "cpu":
+        return torch.default_generator
+    index = torch.get_device_module(device).current_device() if device.index is None else device.index
+    generator: torch.Generator = torch.get_device_module(device).default_generators[index]
+    return generator
+
+
+def _wrapped(out: Any, forms: tuple[Form, ...] | None, grid: Grid) -> Any:
+    if isinstance(out, torch.Tensor):
+        return place(out, forms[0] if forms else _form(out, grid), grid)
+    if isinstance(out, (tuple, list)):
+        following = iter(forms) if forms is not None else None
+        made = [
+            place(t, _form(t, grid) if following is None else next(following), grid)
+            if isinstance(t, torch.Tensor)
+            else t
+            for t in out
+        ]
+        return type(out)(made)
+    return out
+
+
+def _is_detached(t: Any, part: torch.Tensor, prepared: Prepared, out: Any) -> bool:
+    """Whether a view shows a copy: of what was moved, or what ``reshape`` made."""
+    if bool(prepared.moves) or getattr(t, "_is_copy", False):
+        return True
+    return prepared.reshapes and out.untyped_storage()._cdata != part.untyped_storage()._cdata
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    traits = op_traits(func)
+    return traits.written_positions, traits.written_names
+
+
+def _refuse_copies(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    positions, names = _written_arguments(func)
+    written = [args[i] for i in positions if i < len(args)] + [kwargs[n] for n in names if n in kwargs]
+    for t in flat_tensors(written):
+        if type(t) is PlacedTensor and (t._is_copy or _has_lost_its_base(t)):
+            raise PlanError(
+                f"{func} writes a view of shape {tuple(t.shape)} of a tensor that had to be redistributed, so the "
+                f"tensor itself would not change. Write to the tensor, or make a new one (torch.where)."
+            )
+
+
+def _has_lost_its_base(t: PlacedTensor) -> bool:
+    """Whether a tensor that is written shares no memory any more with what it is a view of, or with views of it."""
+    base = None if t.is_inference() else t._base
+    return (t._is_reduced and t._has_views) or (type(base) is PlacedTensor and base._is_reduced)
+
+
+def _written(func: Any, prepared: Prepared, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The arguments themselves, which are what an op that writes in place returns."""
+    names = [a.name for a in func._schema.arguments]
+    found = [kwargs[n] if n in kwargs else args[names.index(n)] for n in prepared.returns]
+    return found[0] if len(func._schema.returns) == 1 else tuple(found)
+
+
+def _with_dtensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The same where somebody else's DTensors are among the arguments, such as those of a loaded state dict."""
+    grid = next(t._grid for t in flat_tensors((args, dict(kwargs))) if type(t) is PlacedTensor)
+    back: dict[int, Any] = {}
+
+    def ours(value: Any) -> Any:
+        if isinstance(value, DTensor) and type(value) is not PlacedTensor:
+            layout = None
+            if value.device_mesh == grid.device_mesh:
+                layout = layout_of(value.placements, value.shape, grid.ranks)
+            if layout is None:
+                return value.full_tensor()
+            form = grid.form(layout, value.shape, value.stride(), value.dtype)
+            made = place(value._local_tensor, form, grid)
+            back[id(made)] = value
+            return made
+        if isinstance(value, (tuple, list)):
+            return type(value)(ours(item) for item in value)
+        return value
+
+    written = flat_tensors(op_traits(func).written(args, kwargs))
+    for t in written:
+        if isinstance(t, DTensor) and type(t) is not PlacedTensor and t.device_mesh != grid.device_mesh:
+            raise PlanError(f"{func} writes a DTensor of another mesh; redistribute it first.")
+    out = run(func, [ours(value) for value in args], {name: ours(value) for name, value in kwargs.items()})
+    return back.get(id(out), out)

@@ -1,0 +1,169 @@
+"""How one call of an op runs on a rank, worked out once for all calls like it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sacplan._factors.rule import flat_tensors
+from sacplan._shard.choose import Choice, WholeCall, choose
+from sacplan._shard.executor.grid import Form, Grid
+from sacplan._shard.placements import REPLICATED, Asked, Layout
+from sacplan._shard.places import Place
+from sacplan._shard.strategies import AxisStrategy, LocalCall, local_call
+from sacplan._torch.ops import aten_names, draws_numbers, is_alias
+from sacplan._torch.private import (
+    FAKE_TENSORS_CANNOT,
+    FakeTensorMode,
+    modes_off,
+)
+from sacplan.errors import PlanError
+
+_RESHAPES = aten_names("view _unsafe_view _reshape_alias")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """How a call runs on a rank.
+
+    Attributes:
+        moves: the inputs that are redistributed: position and the layout that they get.
+        call: what runs on the parts.
+        resizes: whether sizes among the arguments become those of parts.
+        outputs: the form of each tensor returned; None where only the data says what it is.
+        returns: names of the arguments that are returned themselves, because they were written.
+        is_view: the outputs are views of the first input.
+        reshapes: it is a view that is made by ``reshape``, as parts may lie in memory otherwise than the whole.
+        strides: those that the first input must have in memory, if that matters.
+        draws: axes on which ranks draw different random numbers; None where it draws none.
+    """
+
+    moves: tuple[tuple[int, Layout], ...]
+    call: LocalCall
+    resizes: bool
+    outputs: tuple[Form, ...] | None
+    returns: tuple[str, ...]
+    is_view: bool
+    reshapes: bool
+    strides: tuple[int, ...] | None
+    draws: tuple[int, ...] | None
+
+
+def prepare(
+    grid: Grid,
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    forms: Sequence[Form],
+    place: Place | None,
+) -> Prepared:
+    """Work it out.
+
+    Args:
+        grid: the ranks.
+        func, args, kwargs: the call.
+        forms: of its tensor arguments; plain ones are replicated.
+        place: what is asked of the call.
+
+    Raises:
+        PlanError: it cannot run with its inputs where they are.
+    """
+    if torch.Tag.inplace_view in func.tags or func._schema.name in _CHANGES_SHAPE:
+        raise PlanError(
+            f"{func} changes the shape of a tensor in place, which a sharded one cannot; use a new tensor."
+        )
+    device = next(flat_tensors((args, kwargs))).device
+    whole_args, whole_kwargs, outputs = _as_whole(func, args, kwargs, forms, device)
+    call = WholeCall(func, whole_args, whole_kwargs, outputs)
+    have = [form.layout for form in forms]
+    if outputs is _UNKNOWN:
+        chosen = _all_replicated(grid, call)
+    else:
+        asked: Sequence[Asked | None] | None = None if place is None else place.asked(len(forms))
+        if _leaves(device, args, kwargs):
+            asked = [grid.replicated] * len(forms)
+        chosen = choose(call, have, grid.mesh, asked, [form.weight for form in forms])
+    local = local_call(func, whole_args, whole_kwargs, call.outputs, chosen.strategies, grid.mesh)
+    cut = [axis for axis, s in enumerate(chosen.strategies) if s.cut is not None]
+    made = None
+    if outputs is not _UNKNOWN:
+        weight = bool(forms) and all(form.weight for form in forms)
+        made = tuple(
+            grid.form(layout, t.shape, t.stride(), t.dtype, weight)
+            for layout, t in zip(chosen.outputs, call.results, strict=True)
+        )
+    view = is_alias(str(func))
+    return Prepared(
+        moves=tuple((i, to) for i, (at, to) in enumerate(zip(have, chosen.inputs, strict=True)) if at != to),
+        call=local,
+        resizes=bool(cut) and local.rule is not None and bool(local.rule.resized or local.rule.replaced),
+        outputs=made,
+        returns=_returned(func),
+        is_view=view,
+        reshapes=func._schema.name in _RESHAPES,
+        strides=forms[0].stride if func._schema.name == "aten::as_strided" else None,
+        draws=tuple(cut) if draws_numbers(func, args, kwargs) else None,
+    )
+
+
+_CHANGES_SHAPE = aten_names("set_ resize_ resize_as_")
+_UNKNOWN = object()
+
+
+def _as_whole(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], forms: Sequence[Form], device: torch.device
+) -> tuple[Any, Any, Any]:
+    """The call on fake tensors of whole shapes: its arguments, and what it returns; ``_UNKNOWN`` if data says that."""
+    fake_forms = iter(forms)
+    with modes_off():
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+        def fake(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                form = next(fake_forms)
+                with mode:
+                    return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=value.device)
+            if isinstance(value, (tuple, list)):
+                return type(value)(fake(item) for item in value)
+            return value
+
+        whole_args = tuple(fake(value) for value in args)
+        whole_kwargs = {name: fake(value) for name, value in kwargs.items()}
+        if not any("Tensor" in str(r.type) for r in func._schema.returns) and func._schema.returns:
+            return whole_args, whole_kwargs, _UNKNOWN
+        try:
+            with mode:
+                return whole_args, whole_kwargs, func(*whole_args, **whole_kwargs)
+        except FAKE_TENSORS_CANNOT:
+            return whole_args, whole_kwargs, _UNKNOWN
+
+
+def _all_replicated(grid: Grid, call: WholeCall) -> Choice:
+    whole = AxisStrategy((REPLICATED,) * len(call.inputs), (REPLICATED,) * 0)
+    return Choice((whole,) * len(grid.ranks), (grid.replicated,) * len(call.inputs), ())
+
+
+def _leaves(device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether it copies to another device, on which ranks do not reach each other."""
+    to = kwargs.get("device")
+    return (to is not None and torch.device(to).type != device.type) or any(
+        t.device.type != device.type and t.dim() > 0 for t in flat_tensors((args, kwargs))
+    )
+
+
+def _returned(func: Any) -> tuple[str, ...]:
+    """The arguments that the op writes and returns, in the order of its results."""
+    by_alias = {
+        frozenset(a.alias_info.before_set): a.name
+        for a in func._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    }
+    found = [
+        by_alias.get(frozenset(r.alias_info.before_set))
+        for r in func._schema.returns
+        if r.alias_info is not None and r.alias_info.is_write
+    ]
+    return tuple(name for name in found if name is not None)

@@ -1,0 +1,89 @@
+"""A sharding: a mesh, where parameters lie on it, and what inputs of a few ops are moved to. Part of a plan.
+
+Sharding.of({"dp": 2, "tp": 4}, {"layers.*.up.weight": "R,S0", "layers.*.down.weight": "R,S1"})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from msgspec import Struct
+
+from sacplan._program.files import Name
+from sacplan._shard.mesh import Mesh
+from sacplan._shard.placements import Asked, Layout, fits, format_layout, parse_layout
+from sacplan._shard.places import Place, matches
+from sacplan.errors import PlanError
+
+
+class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
+    """How a step is spread over a mesh.
+
+    Attributes:
+        mesh: the ranks.
+        homes: where parameters lie, by name; ``*`` stands for the number of a repeated layer. A layout has a placement
+            for each axis, ``"R,S0"``. The others are replicated. Gradients and optimizer state lie as their parameters.
+        places: ops whose inputs are moved first. All others follow, see ``choose.py``.
+    """
+
+    mesh: Mesh
+    homes: Mapping[Name, str] = {}
+    places: tuple[Place, ...] = ()
+
+    def __post_init__(self) -> None:
+        for pattern, layout in self.homes.items():
+            self._check(parse_layout(layout), f"the home {layout!r} of {pattern!r}")
+        for place in self.places:
+            for wanted in filter(None, place.layouts):
+                self._check(wanted, f"an input of {place}")
+
+    def _check(self, layout: Asked, what: str) -> None:
+        if len(layout) != len(self.mesh.axes):
+            raise PlanError(
+                f"{what} has {len(layout)} placements; mesh {self.mesh} has {len(self.mesh.axes)} axes."
+            )
+
+    @classmethod
+    def of(
+        cls, mesh: Any, homes: Mapping[str, str | Layout] | None = None, places: Iterable[Place] = ()
+    ) -> Sharding:
+        """Checked, with a mesh as ``Mesh.of`` takes it."""
+        texts = {
+            name: home if isinstance(home, str) else format_layout(home)
+            for name, home in (homes or {}).items()
+        }
+        return cls(Mesh.of(mesh), texts, tuple(places))
+
+    def layouts(self, parameters: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Layout]:
+        """By name, where parameters lie that are not replicated.
+
+        Args:
+            parameters: names and shapes.
+
+        Raises:
+            PlanError: a pattern matches none of them, or ranks do not divide a size.
+        """
+        found: dict[str, Layout] = {}
+        for pattern, text in self.homes.items():
+            layout, matched = parse_layout(text), False
+            for name, shape in parameters:
+                if not matches(pattern, name):
+                    continue
+                matched = True
+                if not fits(shape, layout, self.mesh.ranks):
+                    raise PlanError(
+                        f"parameter {name!r} of shape {tuple(shape)} cannot lie as {text} on mesh {self.mesh}: its "
+                        "ranks do not divide that dimension. Choose another dimension, or another mesh."
+                    )
+                found.setdefault(name, layout)
+            if not matched:
+                raise PlanError(
+                    f"the sharding has a home for {pattern!r}, and the model has no such parameter."
+                )
+        return found
+
+    def local_bytes(self, n_bytes: int, layout: Layout) -> int:
+        """What one rank has of so many."""
+        return n_bytes // prod(n for p, n in zip(layout, self.mesh.ranks, strict=True) if p.is_cut)
