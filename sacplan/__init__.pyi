@@ -32,6 +32,7 @@ from ._report.trace_events import write_memory_trace
 from ._rotor.chain import Chain
 from ._rotor.rotor import RotorResult, rotor
 from ._rotor.sequences import Rotor
+from ._shard.listing import Strategies, Strategy, strategies
 from ._solve.greedy import Greedy
 from ._solve.milp import Milp
 from ._solve.uniform import Uniform
@@ -82,6 +83,8 @@ __all__ = [
     "SacplanError",
     "SacplanWarning",
     "SolverError",
+    "Strategies",
+    "Strategy",
     "TraceError",
     "Uniform",
     "UnitPlan",
@@ -111,6 +114,7 @@ __all__ = [
     "rotor",
     "sac_milp",
     "save_figures",
+    "strategies",
     "throughput",
     "tradeoff_figure",
     "verify",

@@ -134,6 +134,10 @@ def given(tmp_path_factory):
             sacplan.write_memory_trace,
             {"path": folder / "trace.json", "profile": profile},
         ),
+        "strategies": (
+            sacplan.strategies,
+            {"op": torch.nn.Linear(4, 8), "tensors": torch.empty(2, 4), "mesh": {"tp": 2}, "device": "cpu"},
+        ),
         "fake_device": (sacplan.fake_device, {"device": "cpu"}),
         "Milp": (sacplan.Milp, {}),
         "Rotor": (sacplan.Rotor, {}),
@@ -149,11 +153,18 @@ FUNCTIONS = [
     "profile", "plan", "plan_smallest", "policy", "frontier", "apply", "verify", "max_batch", "throughput",
     "aggregate_stats", "parse_module_info", "get_peak_memory_runtime_baseline", "sac_milp",
     "get_optimal_checkpointing_policy_per_module", "fit_tradeoff", "rotor", "alive_at_peak",
-    "module_table", "chunk_table", "loss_table", "blocked_ops",
+    "module_table", "chunk_table", "loss_table", "blocked_ops", "strategies",
     "write_memory_trace", "fake_device", "Milp", "Rotor", "MemTracker", "Plan.load",
     "Plan.save", "Profile.load", "Profile.save",
 ]  # fmt: skip
-THEIR_OWN = {"loss_fn": ("class",), "optimizer": ("class",), "batch": ("tensor",), "make_batch": ()}
+THEIR_OWN = {
+    "loss_fn": ("class",),
+    "optimizer": ("class",),
+    "batch": ("tensor",),
+    "make_batch": (),
+    "tensors": ("tensor",),
+    "op": ("class",),
+}
 """What fails in the code of the caller, whose errors come through."""
 
 

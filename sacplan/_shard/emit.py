@@ -1,0 +1,538 @@
+"""A sharding as code of what people already use: ``parallelize_module``, ``fully_shard``, a Hugging Face ``tp_plan``.
+
+    emission = emit(mesh, homes, places, described(model))
+    print(emission.code or emission.reasons)
+
+Not every sharding has that form. What does:
+
+- **Data axes**, on which the batch is cut (a place asks for a first dimension that is): parameters that are cut on
+  their own first dimension at home are ``fully_shard``'s, on repeated layers and the model; parameters that are whole
+  are DistributedDataParallel's, or, beside a cut axis, its replicas (hybrid sharding).
+- **One tensor axis**, with linear layers cut by columns and by rows, embeddings, and nothing else. What leaves columns
+  without rows beside them is gathered. With places that cut the sequence at all norms, sequence parallelism too.
+
+In the code each rank gets its own part of the batch, and gradients are averaged over the data axes, as those tools do.
+Where elements lie within an axis may be other than at home; how many each rank has is not. It is not compared
+here with what the sharding does op by op: the homes and places say the same, the tools do the rest in their own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sacplan._shard.mesh import Mesh
+from sacplan._shard.placements import REPLICATED, Layout, Placement, fits, format_layout
+from sacplan._shard.places import Place, matches
+from sacplan._shard.tp_plans import PACKED, wildcard
+from sacplan.errors import PlanError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What has to be known of a model.
+
+    Attributes:
+        shapes: of parameters, by name.
+        kinds: of the modules that have parameters of their own, by name: ``"Linear"``, ``"Embedding"``, ``"Norm"``, or
+            the name of the class.
+        shared: parameters that have several names, by their first one.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    kinds: Mapping[str, str]
+    shared: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def described(model: nn.Module) -> Described:
+    """What ``emit`` needs to know of a model, which may be on the meta device."""
+    from torch import nn
+
+    def kind(module: nn.Module) -> str:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            return "Linear" if isinstance(module, nn.Linear) else "Embedding"
+        name = type(module).__name__
+        return "Norm" if "norm" in name.lower() else name
+
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return Described(
+        {name: tuple(p.shape) for name, p in model.named_parameters()},
+        {name: kind(m) for name, m in model.named_modules() if m._parameters},
+        {first: tuple(others) for first, *others in names.values() if others},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """A sharding in the form of other tools.
+
+    Attributes:
+        code: Python source that defines ``shard(model, device_mesh)``, which returns the model to train; empty where
+            it has no such form.
+        tp_plan: styles by module for ``from_pretrained(..., tp_plan=...)``; empty where there is none.
+        reasons: why it has no such form, a sentence each.
+    """
+
+    code: str
+    tp_plan: Mapping[str, str]
+    reasons: tuple[str, ...]
+
+
+def emit(
+    mesh: Mesh,
+    homes: Mapping[str, Layout],
+    places: Sequence[Place],
+    model: Described,
+    *,
+    arriving_cut: Collection[str] | None = None,
+) -> Emission:
+    """A sharding as code.
+
+    Args:
+        mesh: the ranks.
+        homes: by pattern of parameter names (``*`` for the number of a repeated layer), where they lie. The others
+            are replicated.
+        places: what inputs of some ops are moved to.
+        model: what it is for.
+        arriving_cut: the linear modules whose input arrives cut along what they sum over, as the program of a rank has
+            it. What other rows take is gathered before them. None: those beside columns that are as wide, unless
+            something between them is as wide as the whole; then it must be known that no op between needs the whole.
+
+    Raises:
+        PlanError: a home is of a parameter that the model has not, or does not fit it.
+    """
+    return _Emitter(mesh, _by_name(mesh, homes, model), places, model, arriving_cut).emission()
+
+
+def _by_name(mesh: Mesh, homes: Mapping[str, Layout], model: Described) -> dict[str, Layout]:
+    whole = (REPLICATED,) * len(mesh.axes)
+    found = dict.fromkeys(model.shapes, whole)
+    for pattern, layout in homes.items():
+        names = [name for name in model.shapes if matches(pattern, name)]
+        if not names:
+            raise PlanError(
+                f"no parameter has the name {pattern!r} that has the home {format_layout(layout)}."
+            )
+        for name in names:
+            if len(layout) != len(mesh.axes) or not fits(model.shapes[name], layout, mesh.ranks):
+                raise PlanError(
+                    f"parameter {name!r} of shape {model.shapes[name]} cannot be at home in {format_layout(layout)} "
+                    f"on mesh {mesh}."
+                )
+            found[name] = layout
+    return found
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+class _Emitter:
+    """Sorts the axes, gives modules styles, and writes them down."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        homes: Mapping[str, Layout],
+        places: Sequence[Place],
+        model: Described,
+        arriving_cut: Collection[str] | None,
+    ) -> None:
+        self.arriving_cut = arriving_cut
+        self.mesh, self.homes, self.places, self.model = mesh, homes, places, model
+        self.reasons: list[str] = []  # against any code
+        self.against_plan: list[str] = []  # against a tp_plan only
+        self.data = [i for i in range(len(mesh.axes)) if mesh.ranks[i] > 1 and self._cuts_batch(i)]
+        self.tensor = [
+            i
+            for i in range(len(mesh.axes))
+            if i not in self.data and (self._cut_at_home(i) or self._asked_cut(i))
+        ]
+
+    def emission(self) -> Emission:
+        """See ``emit``."""
+        idle = [
+            name
+            for i, (name, n) in enumerate(self.mesh.axes)
+            if n > 1 and i not in self.data and i not in self.tensor
+        ]
+        if idle:
+            self.reasons.append(f"on the axis {idle[0]!r} nothing is cut: all its ranks would do the same.")
+        if len(self.tensor) > 1:
+            names = " and ".join(repr(self.mesh.names[i]) for i in self.tensor)
+            self.reasons.append(f"modules are cut on {names}; these tools cut them on one axis.")
+        styles = None
+        if len(self.tensor) == 1:
+            styles = _Styles(self.model, self._on_axis(self.tensor[0]), self.arriving_cut)
+        if styles is not None:
+            self._read_places(styles)
+            self.reasons += styles.problems()
+        lines = [*self._tensor_lines(styles), *self._data_lines(bool(styles))]
+        plan = {} if styles is None or self.reasons else styles.tp_plan(self.against_plan)
+        only_code = styles.only_plan() if styles is not None else []
+        code = "" if self.reasons or only_code else self._code(lines)
+        return Emission(code, plan, (*self.reasons, *only_code, *self.against_plan))
+
+    # --- axes ---------------------------------------------------------------------------------------------
+
+    def _on_axis(self, axis: int) -> dict[str, Placement]:
+        return {name: layout[axis] for name, layout in self.homes.items()}
+
+    def _cut_at_home(self, axis: int) -> list[str]:
+        return [name for name, placement in self._on_axis(axis).items() if placement.is_cut]
+
+    def _asked_cut(self, axis: int) -> list[tuple[Place, int]]:
+        """Places that ask for a cut on an axis, and the dimension, by input."""
+        return [
+            (place, layout[axis].dim)
+            for place in self.places
+            for layout in place.layouts
+            if layout is not None and layout[axis].is_cut
+        ]
+
+    def _cuts_batch(self, axis: int) -> bool:
+        """Whether a place asks for a part of the batch: of an input of an op that is no weight."""
+        for place in self.places:
+            weights = {"aten.embedding.default": (0,), "aten.linear.default": (1, 2)}.get(place.op, ())
+            for i, layout in enumerate(place.layouts):
+                if layout is not None and i not in weights and layout[axis].is_cut and layout[axis].dim == 0:
+                    return True
+        return False
+
+    # --- the tensor axis ----------------------------------------------------------------------------------
+
+    def _read_places(self, styles: _Styles) -> None:
+        """Sequence parallelism is asked for at norms; other cuts must be those that the styles bring about."""
+        asked = self._asked_cut(self.tensor[0])
+        norms = {
+            norm for norm in styles.norms for place, dim in asked if dim == 1 and matches(place.unit, norm)
+        }
+        if norms and norms != set(styles.norms):
+            missing = sorted(set(styles.norms) - norms)[0]
+            self.reasons.append(f"the sequence is cut at some norms, and not at {missing!r}.")
+        styles.sequence = bool(norms)
+        for place, dim in asked:
+            follows = styles.follows(place.unit) or (dim == 1 and styles.sequence)
+            if not follows:
+                self.reasons.append(f"{place} cuts what these tools have whole there.")
+        if styles.sequence:
+            self.against_plan.append(
+                "a tp_plan of styles by module does not say where the sequence is cut; use the code."
+            )
+
+    def _tensor_lines(self, styles: _Styles | None) -> list[str]:
+        if styles is None:
+            return []
+        lines = [
+            "parallelize_module(",
+            "    model,",
+            f"    device_mesh[{self.mesh.names[self.tensor[0]]!r}],",
+        ]
+        lines.append("    {")
+        lines += [f"        {pattern!r}: {style}," for pattern, style in styles.code().items()]
+        return [*lines, "    },", ")"]
+
+    # --- data axes ----------------------------------------------------------------------------------------
+
+    def _data_lines(self, has_tensor_axis: bool) -> list[str]:
+        cut_axes = [i for i in self.data if self._cut_at_home(i)]
+        whole = [i for i in self.data if i not in cut_axes]
+        for i in cut_axes:
+            self._check_fully_sharded(i)
+        if len(cut_axes) > 1 or len(whole) > 1:
+            self.reasons.append("the batch is cut on several axes of one kind; make one axis of them.")
+            return []
+        if whole and not cut_axes:
+            if has_tensor_axis:
+                self.reasons.append(
+                    "DistributedDataParallel does not take a model with a tensor axis; cut the parameters on the data "
+                    "axis too."
+                )
+            group = f"process_group=device_mesh.get_group({self.mesh.names[whole[0]]!r})"
+            return [f"model = DistributedDataParallel(model, {group})"]
+        if not cut_axes:
+            return []
+        if whole and whole[0] > cut_axes[0]:
+            self.reasons.append("fully_shard has its replicas on an axis before the one on which it cuts.")
+        names = [self.mesh.names[i] for i in (*whole, *cut_axes)]
+        index = repr(names[0]) if len(names) == 1 else ", ".join(map(repr, names))
+        lines = [f"data_mesh = device_mesh[{index}]"]
+        for layers in self._repeated():
+            source = f"model.get_submodule({layers!r})" if layers else "model"
+            lines += [f"for layer in {source}.children():", "    fully_shard(layer, mesh=data_mesh)"]
+        return [*lines, "fully_shard(model, mesh=data_mesh)"]
+
+    def _check_fully_sharded(self, axis: int) -> None:
+        n, name = self.mesh.ranks[axis], self.mesh.names[axis]
+        for parameter, placement in self._on_axis(axis).items():
+            shape = self.model.shapes[parameter]
+            if placement.is_cut and placement.dim != 0:
+                self.reasons.append(
+                    f"parameter {parameter!r} is cut on its dimension {placement.dim} on the data axis {name!r}; "
+                    "fully_shard cuts the first one."
+                )
+                return
+            if not shape:
+                self.reasons.append(f"parameter {parameter!r} is a scalar, which fully_shard does not cut.")
+                return
+            divides = self._local_rows(parameter, axis) % n == 0
+            if not placement.is_cut and divides:
+                self.reasons.append(
+                    f"parameter {parameter!r} is whole on the data axis {name!r}, and others are not; fully_shard cuts "
+                    "all that it is called on."
+                )
+                return
+
+    def _local_rows(self, parameter: str, axis: int) -> int:
+        """The first dimension, without what other axes cut."""
+        rows = self.model.shapes[parameter][0]
+        for i, placement in enumerate(self.homes[parameter]):
+            if i != axis and placement.is_cut and placement.dim == 0:
+                rows //= self.mesh.ranks[i]
+        return rows
+
+    def _repeated(self) -> list[str]:
+        """Modules whose children are numbered: the outermost, in the order of parameters."""
+        found = []
+        for name in self.model.shapes:
+            parts = name.split(".")
+            at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+            if at is not None:
+                found.append(".".join(parts[:at]))
+        return list(dict.fromkeys(found))
+
+    # --- writing ------------------------------------------------------------------------------------------
+
+    def _code(self, lines: Iterable[str]) -> str:
+        body = list(lines)
+        text = "\n".join(body)
+        ranks, names = tuple(self.mesh.ranks), tuple(self.mesh.names)
+        return "\n".join(
+            [
+                *_imports(text),
+                "",
+                "",
+                "def shard(model, device_mesh):",
+                f'    """device_mesh: init_device_mesh(device, {ranks}, mesh_dim_names={names})"""',
+                *(f"    {line}" for line in body),
+                "    return model",
+                "",
+            ]
+        )
+
+
+def _imports(text: str) -> list[str]:
+    """For the names that occur."""
+    modules = {
+        "torch.distributed.fsdp": ("fully_shard",),
+        "torch.distributed.tensor": ("Replicate", "Shard"),
+        "torch.distributed.tensor.parallel": (
+            "ColwiseParallel",
+            "PrepareModuleInput",
+            "PrepareModuleOutput",
+            "RowwiseParallel",
+            "SequenceParallel",
+            "parallelize_module",
+        ),
+        "torch.nn.parallel": ("DistributedDataParallel",),
+    }
+    found = []
+    for module, names in modules.items():
+        used = [name for name in names if f"{name}(" in text]
+        if used:
+            found.append(f"from {module} import {', '.join(used)}")
+    return found
+
+
+class _Styles:
+    """What each module is under tensor parallelism, from where its parameters are on one axis."""
+
+    def __init__(
+        self, model: Described, homes: Mapping[str, Placement], arriving_cut: Collection[str] | None
+    ) -> None:
+        self.model, self.homes, self.arriving_cut = model, homes, arriving_cut
+        self.sequence = False
+        self.how: dict[str, str] = {}  # module to "columns", "rows", "packed columns", ...
+        self._problems: list[str] = []
+        for module in model.kinds:
+            self._classify(module)
+        rows = {_parent(m) for m, how in self.how.items() if how.endswith("rows") and self._is_linear(m)}
+        columns = {
+            _parent(m) for m, how in self.how.items() if how.endswith("columns") and self._is_linear(m)
+        }
+        self.groups = {group for group in rows & columns if self._keeps_width(group)}
+        """Modules with columns and then rows among their children: between them each rank has a part."""
+        self.partial = {
+            m for m in model.kinds if _parent(m) in self.groups and m not in self.how and self._is_between(m)
+        }
+        """Modules in a group with whole parameters that meet parts, so that their gradients are summands."""
+        self.norms = [m for m, kind in model.kinds.items() if kind == "Norm" and m not in self.partial]
+
+    def _is_linear(self, module: str) -> bool:
+        return self.model.kinds[module] == "Linear"
+
+    def _classify(self, module: str) -> None:
+        own = {p.rpartition(".")[2]: self.homes[p] for p in self.model.shapes if _parent(p) == module}
+        cuts = {f"{module}.{name}": placement for name, placement in own.items() if placement.is_cut}
+        if not cuts:
+            return
+        kind = self.model.kinds[module]
+        weight, bias = own.get("weight", REPLICATED), own.get("bias")
+        shared = [p for p in self.model.shared if _parent(p) == module]
+        if shared:
+            self._problems.append(
+                f"parameter {shared[0]!r} is also {self.model.shared[shared[0]][0]!r}; these tools would cut one "
+                "of the two and part them."
+            )
+        packed = "packed " if weight.outer == PACKED else ""
+        columns = weight.is_cut and weight.dim == 0 and (bias is None or bias == weight)
+        rows = weight.is_cut and weight.dim == 1 and (bias is None or not bias.is_cut)
+        if kind not in ("Linear", "Embedding") or not (columns or rows) or weight.outer not in (1, PACKED):
+            name, placement = next(iter(cuts.items()))
+            self._problems.append(
+                f"parameter {name!r} of the {kind} {module!r} is cut as {placement}, which is no style of these tools."
+            )
+        elif kind == "Embedding":
+            self.how[module] = "embedding rows" if columns else "embedding columns"
+        else:
+            self.how[module] = packed + ("columns" if columns else "rows")
+
+    def _linears(self, group: str, what: str) -> list[tuple[int, ...]]:
+        """Shapes (out, in) of the weights of a module's children with columns or rows."""
+        return [
+            self.model.shapes[f"{m}.weight"]
+            for m, how in self.how.items()
+            if _parent(m) == group and how.endswith(what) and self._is_linear(m)
+        ]
+
+    def _widths(self, module: str) -> set[int]:
+        """The last dimensions of a module's own parameters."""
+        return {shape[-1] for p, shape in self.model.shapes.items() if _parent(p) == module and shape}
+
+    def _keeps_width(self, group: str) -> bool:
+        """Whether what columns make may stay cut until the rows: no row of theirs is several in one, none is normed.
+
+        Where not, it is gathered, and cut again: Hugging Face does the same.
+        """
+        if self.arriving_cut is not None:
+            rows = [m for m, how in self.how.items() if _parent(m) == group and how.endswith("rows")]
+            return all(m in self.arriving_cut for m in rows)
+        taken = max(inward for _, inward in self._linears(group, "rows"))
+        packed = any(_parent(m) == group and how == "packed columns" for m, how in self.how.items())
+        made = {out for out, _ in self._linears(group, "columns")}
+        others = [m for m in self.model.kinds if _parent(m) == group and m not in self.how]
+        return (packed or max(made) <= taken) and not any(self._widths(m) & made for m in others)
+
+    def _is_between(self, module: str) -> bool:
+        """Whether a child of a group comes after its columns: it is not as wide as what they take."""
+        inward = {i for _, i in self._linears(_parent(module), "columns")}
+        return not self._widths(module) & inward
+
+    def follows(self, unit: str) -> bool:
+        """Whether inputs are cut in such modules anyway: those with a style, and groups."""
+        return any(matches(unit, module) for module in (*self.how, *self.groups, *self.partial))
+
+    def problems(self) -> list[str]:
+        """Why there is neither code nor a plan."""
+        return self._problems
+
+    def only_plan(self) -> list[str]:
+        """Why there is no code, where there may be a plan."""
+        found = []
+        packed = [m for m, how in self.how.items() if how.startswith("packed")]
+        if packed:
+            found.append(
+                f"{packed[0]!r} has several matrices in one; parallelize_module would cut across them."
+            )
+        if self.partial:
+            module = sorted(self.partial)[0]
+            found.append(
+                f"parameters of {module!r} are whole, and only a part of what they meet is on each rank: "
+                "parallelize_module would not add up their gradients."
+            )
+        embeddings = [m for m, kind in self.model.kinds.items() if kind == "Embedding"]
+        if self.sequence and len(embeddings) != 1:
+            found.append(f"the sequence would be cut after an embedding, and there are {len(embeddings)}.")
+        return found
+
+    # --- PyTorch's styles ---------------------------------------------------------------------------------
+
+    def code(self) -> dict[str, str]:
+        """By pattern of modules, the expression of a style."""
+        styles: dict[str, str] = {}
+        for module in self.model.kinds:
+            style = self._style(module)
+            if style:
+                styles[module] = style
+        return self._grouped(styles)
+
+    def _style(self, module: str) -> str:
+        how, kind = self.how.get(module, ""), self.model.kinds[module]
+        around = "Shard(1)" if self.sequence else "Replicate()"
+        given = "input_layouts=Shard(1)" if self.sequence else ""
+        in_group = _parent(module) in self.groups
+        if how == "columns":
+            gathered = "" if in_group else "output_layouts=Replicate()"
+            return f"ColwiseParallel({', '.join(filter(None, (given, gathered)))})"
+        if how == "rows":
+            split = given if in_group else given or "input_layouts=Replicate()"
+            split = "" if in_group else split
+            scattered = "output_layouts=Shard(1)" if self.sequence else ""
+            return f"RowwiseParallel({', '.join(filter(None, (split, scattered)))})"
+        if how == "embedding rows":
+            return f"RowwiseParallel(input_layouts=Replicate(), output_layouts={around})"
+        if how == "embedding columns":
+            return f"ColwiseParallel(output_layouts={around})"
+        if not self.sequence:
+            return ""
+        if module in self.norms:
+            return "SequenceParallel(use_local_output=True)"
+        if kind == "Embedding":
+            return "PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))"
+        layouts = "input_layouts=Shard(1), desired_input_layouts=Replicate()"
+        return f"PrepareModuleInput({layouts}, use_local_output=True)"
+
+    # --- Hugging Face -------------------------------------------------------------------------------------
+
+    def tp_plan(self, against: list[str]) -> dict[str, str]:
+        """Styles by pattern of modules; empty where something is against it."""
+        if self.sequence:
+            return {}
+        styles: dict[str, str] = {}
+        for module, how in self.how.items():
+            in_group = _parent(module) in self.groups
+            styles[module] = {
+                "columns": "colwise" if in_group else "colwise_gather_output",
+                "rows": "rowwise" if in_group else "rowwise_split_input",
+                "packed columns": "packed_colwise",
+                "packed rows": "packed_rowwise",
+                "embedding rows": "embedding_rowwise",
+                "embedding columns": "embedding_colwise",
+            }[how]
+        styles.update(dict.fromkeys(self.partial, "replicated_with_grad_allreduce"))
+        found = self._grouped(styles)
+        single = [name for name in found if any(part.isdecimal() for part in name.split("."))]
+        if single:
+            against.append(
+                f"a tp_plan gives all layers the same styles, and {single[0]!r} differs from its like."
+            )
+            return {}
+        return found
+
+    def _grouped(self, styles: Mapping[str, str]) -> dict[str, str]:
+        """One line for repeated layers that are alike, in the order of modules."""
+        by_pattern: dict[str, set[str]] = {}
+        for module in self.model.kinds:
+            by_pattern.setdefault(wildcard(module), set()).add(styles.get(module, ""))
+        found: dict[str, str] = {}
+        for module in self.model.kinds:
+            if module in styles:
+                pattern = wildcard(module)
+                found[pattern if len(by_pattern[pattern]) == 1 else module] = styles[module]
+        return found

@@ -1,0 +1,176 @@
+"""The forms of a few ops on one axis of a mesh: where their tensors may lie so that nothing moves between them.
+
+Ops are traced with fake tensors; then each op narrows down how those that came before may lie. A form of a Linear is so
+one of its batch dimensions cut, its input dimension, its output dimension, or nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sacplan._device.cost import op_flops
+from sacplan._factors.rule import flat_tensors
+from sacplan._shard.placements import REPLICATED, Placement, cut
+from sacplan._shard.strategies import AxisStrategy, axis_strategies, written_inputs
+from sacplan._torch.ops import is_alias, tensors_in
+from sacplan.errors import PlanError
+
+_MOST_FORMS = 4096
+
+
+class Leaf(NamedTuple):
+    """A tensor that the ops are given."""
+
+    name: str
+    role: str
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TracedOp:
+    """One op that ran."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: Any
+    flops: int
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        return list(flat_tensors((self.args, dict(self.kwargs))))
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        return list(flat_tensors(self.outputs))
+
+
+class Tracer(TorchDispatchMode):
+    """The ops that run inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[TracedOp] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        if any(True for _ in tensors_in(out)):
+            self.ops.append(TracedOp(func, args, kwargs or {}, out, op_flops(func, args, kwargs or {}, out)))
+        return out
+
+
+class Trace(NamedTuple):
+    """What ran, what it was given and what it returned."""
+
+    ops: Sequence[TracedOp]
+    leaves: Sequence[Leaf]
+    outputs: Sequence[torch.Tensor]
+
+    def logical(self, t: torch.Tensor) -> torch.Size:
+        """The shape in which the first op that is more than a view reads a tensor, or the last one has made it."""
+        made = {id(o): op for op in self.ops for o in op.results}
+        while id(t) in made and is_alias(str(made[id(t)].func)):
+            t = made[id(t)].inputs[0]
+        if id(t) in made:
+            return t.shape
+        return self._read(t)
+
+    def _read(self, t: torch.Tensor) -> torch.Size:
+        for op in self.ops:
+            if any(i is t for i in op.inputs):
+                return self._read(op.results[0]) if is_alias(str(op.func)) else t.shape
+        return t.shape
+
+
+@dataclass(frozen=True)
+class Form:
+    """Where all tensors of a trace lie on one axis.
+
+    Attributes:
+        places: by the tensor's ``id``.
+        taken: the strategy of each op.
+    """
+
+    places: Mapping[int, Placement]
+    taken: tuple[AxisStrategy, ...] = ()
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> tuple[Placement, ...]:
+        """Where these lie."""
+        return tuple(self.places.get(id(t), REPLICATED) for t in tensors)
+
+
+def forms(trace: Trace, ranks: int, nested: Sequence[int] = ()) -> list[Form]:
+    """All forms on an axis of so many ranks, in the order of what the ops offer.
+
+    Args:
+        trace: of the ops.
+        ranks: of the axis.
+        nested: further ``outer`` at which what the ops are given may be cut.
+
+    Raises:
+        PlanError: there are thousands.
+    """
+    options = {id(leaf.tensor): _options(leaf.tensor, ranks, nested) for leaf in trace.leaves}
+    found = [Form({})]
+    for op in trace.ops:
+        found = [longer for form in found for longer in _with(op, form, options, ranks)]
+        if len(found) > _MOST_FORMS:
+            raise PlanError(
+                f"there are more than {_MOST_FORMS} ways to place {len(trace.leaves)} tensors at {op.func}; "
+                "ask for the strategies of a smaller module, or plan with a mesh."
+            )
+    return found
+
+
+def _options(t: torch.Tensor, ranks: int, nested: Sequence[int]) -> list[Placement]:
+    """Whole, or cut along a dimension."""
+    cuts = itertools.product(range(t.dim()), dict.fromkeys((1, *nested)))
+    return [REPLICATED, *(cut(d, o) for d, o in cuts if t.shape[d] and t.shape[d] % (o * ranks) == 0)]
+
+
+def _with(op: TracedOp, form: Form, options: Mapping[int, list[Placement]], ranks: int) -> Iterator[Form]:
+    """The form with each strategy of one more op that does not move what is there."""
+    available = [
+        [form.places[id(t)]] if id(t) in form.places else options.get(id(t), [REPLICATED]) for t in op.inputs
+    ]
+    written = {id(op.inputs[i]) for i in written_inputs(op.func, op.args, op.kwargs)}
+    for strategy in axis_strategies(op.func, op.args, op.kwargs, op.outputs, ranks, available):
+        places = dict(form.places)
+        for t, placement, may in zip(op.inputs, strategy.inputs, available, strict=True):
+            # A bias that is added to summands is the only leaf that may be one.
+            is_bias = placement.is_partial and id(t) in options and id(t) not in form.places and strategy.cut
+            if (placement not in may and not is_bias) or places.setdefault(id(t), placement) != placement:
+                break
+        else:
+            for t, placement in zip(op.results, strategy.outputs, strict=True):
+                if places.setdefault(id(t), placement) != placement and id(t) not in written:
+                    break
+            else:
+                yield Form(places, (*form.taken, strategy))
+
+
+def traced(run: Callable[[], Any], leaves: Sequence[Leaf]) -> Trace:
+    """Run ops on fake tensors."""
+    with torch.no_grad(), Tracer() as seen:
+        outputs = list(tensors_in(_as_tree(run())))
+    return Trace(seen.ops, leaves, outputs)
+
+
+def _as_tree(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def local_flops(trace: Trace, chosen: Sequence[Form], ranks: Sequence[int]) -> int:
+    """Floating-point operations of one rank: what is cut is divided."""
+    total = 0
+    for i, op in enumerate(trace.ops):
+        parts = math.prod(n for form, n in zip(chosen, ranks, strict=True) if form.taken[i].cut)
+        total += op.flops // parts
+    return total
