@@ -146,7 +146,7 @@ def run_on_ranks(call: OpCall, chosen: Sequence[AxisStrategy], mesh: Mesh) -> tu
         for at in every_rank(mesh):
             ranks.at, ranks.count = at, 0
             mine = [parts[at].clone(memory_format=torch.preserve_format) for parts in given]
-            args, kwargs = _with_tensors((list(call.args), call.kwargs), iter(mine))
+            args, kwargs = with_tensors((list(call.args), call.kwargs), iter(mine))
             out = local.run(args, kwargs, ranks.reduce, at)
             if is_empty(call.func):  # its elements are whatever is there
                 tree_map(lambda t: t.zero_(), out)
@@ -163,13 +163,13 @@ def run_on_ranks(call: OpCall, chosen: Sequence[AxisStrategy], mesh: Mesh) -> tu
     return found, ranks.count
 
 
-def _with_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+def with_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return next(tensors)
     if isinstance(value, (list, tuple)):
-        return type(value)(_with_tensors(item, tensors) for item in value)
+        return type(value)(with_tensors(item, tensors) for item in value)
     if isinstance(value, dict):
-        return {name: _with_tensors(item, tensors) for name, item in value.items()}
+        return {name: with_tensors(item, tensors) for name, item in value.items()}
     return value
 
 
