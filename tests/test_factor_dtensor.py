@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 
 from sacplan._factors.rule import Dims, Kind, Rule, flat_tensors, rule_of
+from sacplan._shard.placements import Placement
+from sacplan._shard.strategies import axis_strategies
+from tests.op_steps import STEPS, calls_of
 
 if not dist.is_available():
     pytest.skip("a build without torch.distributed", allow_module_level=True)
@@ -181,3 +184,73 @@ def test_no_contradiction(strategies: Any) -> None:
                 wrong.append((str(op), inputs, theirs, ours[inputs]))
     assert not wrong
     assert agreed > 60
+
+
+def strategies_of(op: Any, args: tuple[Any, ...]) -> set[tuple[Placements, Placements]]:
+    """What we say that ranks may do, in DTensor's words: where inputs lie, and outputs."""
+    found = set()
+    for s in axis_strategies(op, args, {}, op(*args), 2):
+        if all(p.outer == 1 for p in s.inputs + s.outputs):
+            outputs = ["avg" if i in s.averages else p.reduce for i, p in enumerate(s.outputs)]
+            inputs = [p.reduce for p in s.inputs]
+            found.add((tuple(map(_said, s.inputs, inputs)), tuple(map(_said, s.outputs, outputs))))
+    return found
+
+
+def _said(p: Placement, reduce: str) -> str:
+    if p.is_cut:
+        return str(Shard(p.dim))
+    return str(Partial(reduce) if p.is_partial else Replicate())
+
+
+MORE: list[tuple[Any, tuple[Any, ...]]] = [
+    (aten.mul.Tensor, (x(4, 6), x(4, 6))),
+    (aten.mul.Scalar, (x(4, 6), 2.0)),
+    (aten.div.Scalar, (x(4, 6), 2.0)),
+    (aten.neg.default, (x(4, 6),)),
+    (aten.clone.default, (x(4, 6),)),
+    (aten.sub.Tensor, (x(4, 6), x(4, 6))),
+    (aten.amin.default, (x(4, 6), [0])),
+    (aten.mean.default, (x(4, 6),)),
+    (aten.native_dropout_backward.default, (x(4, 6), x(4, 6) > 0, 2.0)),
+    (aten.gelu_backward.default, (x(4, 6), x(4, 6))),
+    (aten.slice_backward.default, (x(4, 2), [4, 6], 1, 0, 2, 1)),
+    (aten.tanh_backward.default, (x(4, 6), x(4, 6))),
+    (aten._log_softmax_backward_data.default, (x(4, 6), x(4, 6), 1, torch.float32)),
+    (aten.add_.Tensor, (x(4, 6), x(4, 6))),
+    (aten.constant_pad_nd.default, (x(4, 6), [0, 2], 0.0)),
+]
+
+
+KNOWN = {
+    # The mean over labels of which some are left out is no mean of the ranks' means (1.875 for 1.982).
+    "aten.nll_loss_forward.default",
+    "aten.nll_loss2d_forward.default",
+    # Both are right: of a tensor with zeros each rank may make all or a part.
+    "aten.new_zeros.default",
+    # In evaluation the statistics that are saved are empty, and cannot be cut.
+    "aten.native_batch_norm.default",
+}
+"""Where strategies differ from DTensor's, and why."""
+
+
+def test_strategies_do_not_contradict(strategies: Any) -> None:
+    """The same of what ranks are offered: cuts, means, summands that linear ops pass on."""
+    steps = [call for name in STEPS for call in calls_of(STEPS[name])]
+    calls = CALLS + MORE + [(c.func, tuple(c.args)) for c in steps if not c.kwargs]
+    agreed, partial, wrong = 0, 0, []
+    for op, args in calls:
+        ours = strategies_of(op, args)
+        if op is aten.unbind.int:
+            continue  # it raises where the dimension is cut
+        for inputs, theirs in strategies(op, args, len(list(flat_tensors(op(*args))))):
+            if set(inputs) == {str(Replicate())}:
+                continue  # what all ranks have, each may use a part of
+            if (inputs, theirs) in ours:
+                agreed += 1
+                partial += any("P" in i for i in inputs)
+            elif inputs in {i for i, _ in ours}:
+                wrong.append((str(op), inputs, theirs))
+    assert {op for op, _, _ in wrong} == KNOWN, wrong
+    assert agreed > 1500
+    assert partial > 50
