@@ -1,0 +1,122 @@
+"""From strategies to what a plan says: homes of parameters, and the few places where ops would not follow.
+
+The forward pass is gone through op by op with the rule by which ops follow (``choose.py``), from the homes. Where that
+rule would move inputs otherwise than the strategies do, a place asks for what they do. What comes out follows again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from sacplan._placing.evaluation import Choice, Evaluation
+from sacplan._placing.graph import Call, Graph, pattern_of
+from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase
+from sacplan._shard.choose import Choice as Ran
+from sacplan._shard.choose import WholeCall, choose
+from sacplan._shard.mesh import Mesh
+from sacplan._shard.placements import REPLICATED, Layout, format_layout
+from sacplan._shard.places import Place
+from sacplan._shard.sharding import Sharding
+
+_Site = tuple[str, str, int]
+"""Module, op, occurrence, as in ``Place``."""
+
+
+def sharding_of(evaluation: Evaluation, choice: Choice) -> Sharding:
+    """What makes ops run as in a choice, as far as the forward pass decides it."""
+    return Sharding.of(evaluation.mesh, homes_of(evaluation, choice), _Forward(evaluation, choice).places())
+
+
+def homes_of(evaluation: Evaluation, choice: Choice) -> dict[str, Layout]:
+    """Where parameters lie that are not replicated: by pattern where all that it matches lie alike."""
+    found: dict[str, dict[str, Layout]] = defaultdict(dict)
+    for c in evaluation.graph.classes:
+        if c.is_parameter:
+            home = tuple(s.outputs[0] for s in evaluation.strategies(choice, c.index))
+            found[c.name].update((p.name, home) for p in c.parameters)
+    homes: dict[str, Layout] = {}
+    for pattern, by_name in found.items():
+        if len(set(by_name.values())) == 1:
+            by_name = {pattern: next(iter(by_name.values()))}
+        homes.update((name, home) for name, home in by_name.items() if any(p.is_cut for p in home))
+    return homes
+
+
+class _Forward:
+    """The forward pass, with the rule by which ops follow."""
+
+    def __init__(self, evaluation: Evaluation, choice: Choice) -> None:
+        self.evaluation = evaluation
+        self.choice = choice
+        self.graph: Graph = evaluation.graph
+        self.mesh: Mesh = evaluation.mesh
+        self._whole: Layout = (REPLICATED,) * len(self.mesh.axes)
+        self._layouts: dict[int, Layout] = {}  # of tensors of the program
+        self._weights: set[int] = set()
+        self._wanted: dict[_Site, tuple[Layout, ...]] = {}
+        self._asked: dict[_Site, tuple[Layout, ...]] = {}
+        self._known: dict[object, Ran] = {}
+
+    def places(self) -> list[Place]:
+        """Where the rule would do something else; for all equal layers at once where they want the same."""
+        program = self.graph.program
+        ran: Counter[tuple[int, str]] = Counter()
+        for code, arg in program.events:
+            op = program.ops[arg] if code == Event.OP else None
+            if op is None or op.phase != Phase.FORWARD or arg not in self.graph.call_of:
+                continue
+            self._run(arg, op, ran[op.scope, op.name])
+            ran[op.scope, op.name] += 1
+        wanted: dict[_Site, set[tuple[Layout, ...]]] = defaultdict(set)
+        for (unit, name, occurrence), inputs in self._wanted.items():
+            wanted[pattern_of(unit), name, occurrence].add(inputs)
+        found: dict[_Site, tuple[Layout, ...]] = {}
+        for (unit, name, occurrence), inputs in self._asked.items():
+            pattern = (pattern_of(unit), name, occurrence)
+            found[pattern if len(wanted[pattern]) == 1 else (unit, name, occurrence)] = inputs
+        return [Place(*site, tuple(map(format_layout, inputs))) for site, inputs in found.items()]
+
+    def _layout(self, tensor: int) -> Layout:
+        if tensor not in self._layouts:
+            storage = self.graph.program.tensors[tensor].storage
+            home = self.graph.homes.get(storage)
+            if home is None:
+                return self._whole
+            self._weights.add(tensor)
+            strategies = self.evaluation.strategies(self.choice, home)
+            self._layouts[tensor] = tuple(s.outputs[0] for s in strategies)
+        return self._layouts[tensor]
+
+    def _run(self, index: int, op: Op, occurrence: int) -> None:
+        call = self.graph.calls[self.graph.call_of[index]]
+        have = tuple(map(self._layout, op.inputs))
+        weights = tuple(t in self._weights for t in op.inputs)
+        ran = self._chosen(call, have, weights, None)
+        c = self.graph.class_of.get(index)
+        if c is not None and op.scope != ROOT_SCOPE:
+            strategies = self.evaluation.strategies(self.choice, c)
+            want = tuple(tuple(s.inputs[i] for s in strategies) for i in range(len(have)))
+            site = (self.graph.program.scopes[op.scope].fqn, op.name, occurrence)
+            self._wanted.setdefault(site, want)
+            movable = all(have[i] == want[i] for i in self.evaluation.written(c))
+            if site in self._asked or (ran.inputs != want and movable):
+                asked = self._asked.setdefault(site, want)
+                ran = self._chosen(call, have, weights, asked)
+        self._layouts.update(zip(op.outputs, ran.outputs, strict=True))
+        if all(weights):
+            self._weights.update(op.outputs)
+
+    def _chosen(
+        self,
+        call: Call,
+        have: tuple[Layout, ...],
+        weights: tuple[bool, ...],
+        asked: tuple[Layout, ...] | None,
+    ) -> Ran:
+        key = (id(call), have, weights, asked)
+        if key not in self._known:
+            arguments = call.arguments
+            assert arguments is not None  # what has none is not taken apart, and asks for whole inputs
+            whole = WholeCall(call.func, *arguments, list(call.outputs))
+            self._known[key] = choose(whole, have, self.mesh, asked, weights)
+        return self._known[key]

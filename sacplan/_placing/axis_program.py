@@ -1,0 +1,459 @@
+"""The integer program of one axis of a mesh, the others as they are.
+
+With x_cs "class c takes strategy s" and e_vpq "value v, which lies as p, is moved to q",
+
+    minimise    compute of x + moves of e that computation waits for + what the others take longer than computation
+    subject to  sum over s of x_cs = 1                                for every class c
+                sum over q of e_vpq = x of the strategies that leave v as p    (v has one user)
+                sum over p of e_vpq = x of the user's strategies that want q
+                bytes alive on a rank <= limit                        for the moments at which more was found
+
+A value with several users is moved once to each layout that any of them wants. Equal layers share the variables of
+their classes, so the program does not grow with the depth. Moments are added as they are needed: the program is solved,
+its solution is evaluated, and the moments at which most is alive become rows.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sacplan._placing.evaluation import Choice, Evaluation, Figures, half_of
+from sacplan._placing.graph import GRADIENT, Flow, OpClass, User
+from sacplan._shard.placements import Layout
+from sacplan._shard.strategies import AxisStrategy
+from sacplan._solve.mip import LinearProgram, LinearSolution
+
+_ROUNDS = 40
+_TIE = 1e-5
+"""Of two ways that take as long, the one that holds less: what all bytes of homes and outputs count, over the step."""
+
+Terms = dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of the solver.
+
+    Attributes:
+        backend: see ``LinearProgram.solve``.
+        gap: relative gap at which a solution counts as optimal.
+        time_limit_s: of all solves for one axis together, or for what is made of them.
+        seed: of the solver.
+    """
+
+    backend: str = "auto"
+    gap: float = 2e-3
+    time_limit_s: float = 4.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """What was found for an axis.
+
+    Attributes:
+        choice: for all axes.
+        figures: of it.
+        optimal: whether it is proved to be the best for this axis, to the gap.
+        bound: below which no choice for this axis is: milliseconds, or bytes of the peak; None where none is known.
+    """
+
+    choice: Choice
+    figures: Figures
+    optimal: bool
+    bound: float | None
+
+
+class AxisProgram:
+    """The program of one axis.
+
+    Args:
+        evaluation: costs.
+        choice: of all axes; that of ``axis`` is looked for.
+        axis: which.
+        options: of the solver.
+        only: by class, the strategies on the axis that may be taken; None: all.
+
+    Attributes:
+        infeasible: whether it is proved that nothing keeps the limit.
+        size: variables, integer ones, and rows of the program solved last.
+    """
+
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        choice: Choice,
+        axis: int,
+        options: Options,
+        only: Sequence[frozenset[int]] | None = None,
+    ) -> None:
+        self.evaluation = evaluation
+        self.graph = evaluation.graph
+        self.axis = axis
+        self.options = options
+        self.infeasible = False
+        self.size = (0, 0, 0)
+        self._choice = [list(picks) for picks in choice]
+        self._rows: list[int] = []  # moments
+        self._excess: dict[int, float] = {}  # by which a row is tightened where a tolerance hid something
+        self._only = only
+        self._valid = [self._strategies_of(c) for c in range(len(self.graph.classes))]
+        self._moments = {m: key for key, moments in self.graph.at.items() for m in moments}
+        self._flow_of = {
+            (f.value, f.phase, u): f for f in self.graph.flows for u in f.users
+        }  # fmt: skip
+
+    def _strategies_of(self, c: int) -> list[int]:
+        offered = self.evaluation.options[self.axis].strategies[c]
+        valid = [k for k in range(len(offered)) if self.evaluation.is_valid(c, self._with(c, k))]
+        return [k for k in valid if self._only is None or k in self._only[c]] or valid
+
+    def _with(self, c: int, k: int) -> tuple[AxisStrategy, ...]:
+        strategies = list(self.evaluation.strategies(self._choice, c))
+        strategies[self.axis] = self.evaluation.options[self.axis].strategies[c][k]
+        return tuple(strategies)
+
+    # --- solving -------------------------------------------------------------------------------------
+
+    def cheapest(self, limit: float = math.inf) -> Solved | None:
+        """The fastest strategies whose peak is at most ``limit`` bytes; None if none were found in time."""
+        return self._refined(limit, smallest=False)
+
+    def smallest(self) -> Solved | None:
+        """The strategies with the smallest peak."""
+        return self._refined(math.inf, smallest=True)
+
+    def _refined(self, limit: float, *, smallest: bool) -> Solved | None:
+        deadline = time.monotonic() + self.options.time_limit_s
+        best: Solved | None = None
+        bound: float | None = None
+        self._excess.clear()
+        for _ in range(_ROUNDS):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            encoding = _Encoding(self, limit, smallest=smallest)
+            found = encoding.solve(left)
+            if found.bound is not None:
+                told = encoding.bound(found.bound)
+                bound = told if bound is None else max(bound, told)
+            if not found.values:
+                self.infeasible = found.status == "infeasible" and best is None and not self._excess
+                break
+            solved = self._read(encoding, found, bound, smallest=smallest)
+            figures = solved.figures
+            if smallest:
+                if best is None or figures.peak_bytes < best.figures.peak_bytes:
+                    best = solved
+                if bound is not None and figures.peak_bytes <= bound * (1 + self.options.gap) + 1024:
+                    break
+            elif figures.peak_bytes <= limit:
+                best = solved
+                break
+            if not self._refine(solved.choice, limit if not smallest else bound or 0.0):
+                break
+        return best
+
+    def _refine(self, choice: Choice, limit: float) -> bool:
+        """Make rows of the moments at which most is alive, one of each third of the step."""
+        live = self.evaluation.live(choice)
+        n = len(live)
+        found = False
+        for part in range(3):
+            start, end = part * n // 3, (part + 1) * n // 3
+            if start == end:
+                continue
+            moment = start + int(live[start:end].argmax())
+            if live[moment] <= limit:
+                continue
+            found = True
+            if moment in self._rows:
+                if math.isfinite(limit):
+                    self._excess[moment] = self._excess.get(moment, 0.0) + float(live[moment]) - limit
+            else:
+                self._rows.append(moment)
+        return found
+
+    def _read(
+        self, encoding: _Encoding, found: LinearSolution, bound: float | None, *, smallest: bool
+    ) -> Solved:
+        choice = [list(picks) for picks in self._choice]
+        for c, variables in enumerate(encoding.x):
+            choice[self.axis][c] = max(variables, key=lambda k: found.values[variables[k]])
+        figures = self.evaluation.figures(choice)
+        return Solved(choice, figures, found.status == "optimal", bound)
+
+    @property
+    def variables(self) -> int:
+        """Of the program without a limit."""
+        return _Encoding(self, math.inf, smallest=False).size[0]
+
+
+class _Encoding:
+    """The program, with the rows there are so far."""
+
+    def __init__(self, program: AxisProgram, limit: float, *, smallest: bool) -> None:
+        self.program = program
+        self.evaluation = program.evaluation
+        self.graph = program.graph
+        self.smallest = smallest
+        self._step_ms = self.graph.program.step_ms
+        self.linear = LinearProgram()
+        self._n = [0, 0, 0]
+        self.constant = self.graph.rest_ms
+        self.x: list[dict[int, int]] = []
+        self._edges: dict[Flow, dict[tuple[Layout, Layout], int]] = {}
+        self._copied: dict[tuple[Flow, User], int] = {}
+        self._strategies = [{k: program._with(c, k) for k in valid} for c, valid in enumerate(program._valid)]
+        self._exposed = [self._variable(cost=self._cost(1.0), upper=None) for _ in range(2)]
+        self._beside: list[Terms] = [{x: -1.0} for x in self._exposed]
+        self._choose()
+        for c in self.graph.classes:
+            if c.follows:
+                self._follow(c)
+        for flow, count in self.graph.flows.items():
+            self._flow(flow, count)
+        for terms in self._beside:  # what is moved beside computation, less that, is exposed
+            self._row(terms, None, 0.0)
+        if limit < math.inf or smallest:
+            self._memory(limit)
+        program.size = self.size
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Variables, integer ones, rows."""
+        return self._n[0], self._n[1], self._n[2]
+
+    def solve(self, time_limit_s: float) -> LinearSolution:
+        options = self.program.options
+        return self.linear.solve(
+            solver=options.backend, gap=options.gap, time_limit_s=time_limit_s, seed=options.seed
+        )
+
+    def bound(self, told: float) -> float:
+        """A bound of the objective in milliseconds, or bytes."""
+        if self.smallest:
+            return told * self._unit - self._unit * _TIE * 10
+        return told + self.constant - _TIE * self._step_ms
+
+    # --- variables -----------------------------------------------------------------------------------
+
+    def _variable(self, *, cost: float = 0.0, integer: bool = False, upper: float | None = 1.0) -> int:
+        self._n[0] += 1
+        self._n[1] += integer
+        return self.linear.variable(upper=upper, integer=integer, cost=cost)
+
+    def _row(self, terms: Mapping[int, float], lower: float | None, upper: float | None) -> None:
+        self._n[2] += 1
+        self.linear.row(terms.items(), lower=lower, upper=upper)
+
+    def _cost(self, ms: float) -> float:
+        """In the objective: time, or almost nothing of it."""
+        return ms / max(self._step_ms, 1e-9) * _TIE if self.smallest else ms
+
+    def _choose(self) -> None:
+        evaluation = self.evaluation
+        sizes = [
+            sum(math.prod(s) * d.itemsize for s, d in zip(c.shapes, c.dtypes, strict=True)) * c.count
+            for c in self.graph.classes
+        ]
+        tie = _TIE * self._step_ms / max(1, sum(sizes))
+        for c, strategies in enumerate(self._strategies):
+            own: dict[int, int] = {}
+            subject = self.graph.classes[c]
+            for k, chosen in strategies.items():
+                held = 0.0
+                for i, (shape, dtype) in enumerate(zip(subject.shapes, subject.dtypes, strict=True)):
+                    layout = tuple(s.outputs[i] for s in chosen)
+                    held += math.prod(shape) * dtype.itemsize * evaluation.share(layout) * subject.count
+                ms = evaluation.class_ms(c, chosen)
+                own[k] = self._variable(cost=self._cost(ms + tie * held), integer=len(strategies) > 1)
+                if not subject.is_parameter:
+                    self._beside[half_of(subject.phase)][own[k]] = -ms
+            self._row(dict.fromkeys(own.values(), 1.0), 1.0, 1.0)
+            self.x.append(own)
+
+    def _makers(self, value: int) -> dict[Layout, list[int]]:
+        """By layout of a value, the strategies of its producer that leave it so."""
+        base = self.graph.values[value]
+        found: dict[Layout, list[int]] = defaultdict(list)
+        for k, x in self.x[base.producer].items():
+            outputs = [s.outputs[base.output] for s in self._strategies[base.producer][k]]
+            found[self.evaluation.followed(value, outputs)].append(x)
+        return found
+
+    def _wanted(self, flow: Flow, user: User) -> dict[Layout, list[int]]:
+        """By layout of an argument, the strategies of its user that want it so."""
+        found: dict[Layout, list[int]] = defaultdict(list)
+        for k, x in self.x[user.user].items():
+            found[self.evaluation.target(self._strategies[user.user][k], flow, user.position)].append(x)
+        return found
+
+    def _follow(self, subject: OpClass) -> None:
+        """Where nothing can be asked for, something is cut already that shall be."""
+        axis, values = self.program.axis, self.graph.values
+        rows = dict.fromkeys(subject.inputs)
+        for k, x in self.x[subject.index].items():
+            strategy = self._strategies[subject.index][k][axis]
+            cuts = [i for i, p in enumerate(strategy.inputs) if p.is_cut]
+            for row in rows if cuts else ():
+                terms: Terms = defaultdict(float)
+                terms[x] = -1.0
+                for i in cuts:
+                    v = row[i]
+                    if v is None:
+                        continue
+                    for j, y in self.x[values[v].producer].items():
+                        base = self._strategies[values[v].producer][j][axis].outputs[values[v].output]
+                        here = self.evaluation.options[axis].placement(v, base)
+                        if here is not None and here.is_cut:
+                            terms[y] = 1.0
+                self._row(terms, 0.0, None)
+
+    # --- flows ---------------------------------------------------------------------------------------
+
+    def _flow(self, flow: Flow, count: int) -> None:
+        made = self._makers(flow.value)
+        wanted = {user: self._wanted(flow, user) for user in sorted(flow.users)}
+        targets = dict.fromkeys(q for by_layout in wanted.values() for q in by_layout)
+        edges = self._edges[flow] = {}
+        follows = flow.phase != GRADIENT and any(self.graph.classes[u.user].follows for u in flow.users)
+        for p in made:
+            for q in targets:
+                ms = self.evaluation.moved_ms(flow.value, p, q)
+                if ms == math.inf or (follows and self._is_summand(p, q)):
+                    continue
+                hidden = self.graph.is_hidden(flow)
+                waited = self.evaluation.copied_ms(flow.value, p, q) + (0.0 if hidden else ms)
+                edges[p, q] = self._variable(cost=self._cost(waited * count))
+                if hidden:
+                    self._beside[half_of(flow.phase)][edges[p, q]] = ms * count
+        if len(wanted) == 1:
+            (only,) = wanted.values()
+            self._transport(made, only, edges)
+        else:
+            self._shared(made, wanted, edges)
+        for user, by_layout in wanted.items():
+            if flow.phase != GRADIENT and user.position in self.evaluation.written(user.user):
+                for q, xs in by_layout.items():  # what is written in place must be there
+                    self._row({**dict.fromkeys(xs, 1.0), **dict.fromkeys(made.get(q, []), -1.0)}, None, 0.0)
+
+    def _is_summand(self, source: Layout, target: Layout) -> bool:
+        """Whether something whole would become one summand on a rank, and nothing on the others."""
+        axis = self.program.axis
+        return target[axis].is_partial and not source[axis].is_partial
+
+    def _transport(
+        self,
+        made: Mapping[Layout, list[int]],
+        wanted: Mapping[Layout, list[int]],
+        edges: Mapping[tuple[Layout, Layout], int],
+    ) -> None:
+        for p, xs in made.items():
+            terms: Terms = dict.fromkeys(xs, -1.0)
+            terms |= {edges[p, q]: 1.0 for q in wanted if (p, q) in edges}
+            self._row(terms, 0.0, 0.0)
+        for q, xs in wanted.items():
+            terms = dict.fromkeys(xs, -1.0)
+            terms |= {edges[p, q]: 1.0 for p in made if (p, q) in edges}
+            self._row(terms, 0.0, 0.0)
+
+    def _shared(
+        self,
+        made: Mapping[Layout, list[int]],
+        wanted: Mapping[User, Mapping[Layout, list[int]]],
+        edges: Mapping[tuple[Layout, Layout], int],
+    ) -> None:
+        for by_layout in wanted.values():
+            for q, xs in by_layout.items():
+                terms: Terms = dict.fromkeys(xs, -1.0)
+                for p in made:
+                    if (p, q) in edges:
+                        terms[edges[p, q]] = 1.0
+                self._row(terms, 0.0, None)
+        for (p, _), edge in edges.items():
+            self._row({edge: -1.0, **dict.fromkeys(made[p], 1.0)}, 0.0, None)
+
+    # --- memory --------------------------------------------------------------------------------------
+
+    def _memory(self, limit: float) -> None:
+        rows = self.program._rows
+        if self.smallest:
+            self._unit = float(max(1, self.graph.program.footprint.peak_bytes))
+            peak = self._variable(cost=1.0, upper=None)
+            if not rows:
+                rows.append(self.evaluation.figures(self.program._choice).moment)
+            for moment in rows:
+                terms, constant = self._alive(moment)
+                scaled = {x: b / self._unit for x, b in terms.items()}
+                self._row({**scaled, peak: -1.0}, None, -constant / self._unit)
+            return
+        for moment in rows:
+            terms, constant = self._alive(moment)
+            unit = max(1.0, limit) / 1000
+            room = limit - constant - self.program._excess.get(moment, 0.0)
+            self._row({x: b / unit for x, b in terms.items()}, None, room / unit)
+
+    def _alive(self, moment: int) -> tuple[Terms, float]:
+        """Bytes alive at a moment: by variable, and those that no choice changes."""
+        evaluation, constant = self.evaluation, 0.0
+        terms: Terms = defaultdict(float)
+        held: dict[int, list[int]] = defaultdict(list)
+        for hold in self.graph.holds:
+            if hold.start <= moment < hold.end:
+                if hold.value is None:
+                    constant += float(evaluation.rounded(np.array([hold.n_bytes]))[0])
+                else:
+                    held[hold.value].append(hold.n_bytes)
+        for value, sizes in held.items():
+            whole = np.array(sizes, dtype=np.float64)
+            for layout, xs in self._makers(value).items():
+                n_bytes = float(evaluation.rounded(whole * evaluation.share(layout)).sum())
+                for x in xs:
+                    terms[x] += n_bytes
+        self._add_copies(moment, terms)
+        return terms, constant
+
+    def _add_copies(self, moment: int, terms: Terms) -> None:
+        """Arguments that are moved for the op of a moment, and a gradient that goes home."""
+        evaluation = self.evaluation
+        c, inputs = self.program._moments.get(moment, (0, ()))
+        phase = self.graph.classes[c].phase
+        seen = set()
+        for i, v in enumerate(inputs):
+            if v is None:
+                continue
+            user = User(c, i)
+            flow = self.program._flow_of[v, phase, user]
+            key = tuple(sorted((q, tuple(xs)) for q, xs in self._wanted(flow, user).items()))
+            if (flow, key) not in seen:
+                seen.add((flow, key))
+                self._add_copy(flow, user, terms)
+        for move in self.graph.gradient_moves:
+            if move.moment == moment:
+                home = self.graph.values[move.home].producer
+                flow = self.program._flow_of[move.value, GRADIENT, User(home, 0)]
+                for (p, q), edge in self._edges[flow].items():
+                    if p != q:
+                        terms[edge] += evaluation.n_bytes(flow.value) * evaluation.share(p)
+
+    def _add_copy(self, flow: Flow, user: User, terms: Terms) -> None:
+        evaluation, n_bytes = self.evaluation, self.evaluation.n_bytes(flow.value)
+        if len(flow.users) == 1:
+            for (p, q), edge in self._edges[flow].items():
+                if p != q:
+                    terms[edge] += n_bytes * evaluation.share(q)
+            return
+        made = self._makers(flow.value)
+        for q, xs in self._wanted(flow, user).items():
+            copied = self._variable()
+            self._row(
+                {copied: 1.0, **dict.fromkeys(xs, -1.0), **dict.fromkeys(made.get(q, []), 1.0)}, 0.0, None
+            )
+            terms[copied] += n_bytes * evaluation.share(q)

@@ -1,0 +1,317 @@
+"""What a choice of strategies costs: time of a step on one rank, and the peak of what is alive there.
+
+A choice gives each class a strategy on each axis of the mesh. Both figures are folds over the graph: the program of
+``axis_program.py`` is written in the same terms, and what it finds is evaluated here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from sacplan._device.cost import CostModel
+from sacplan._placing.graph import GRADIENT, Flow, Graph
+from sacplan._placing.options import AxisOptions, written
+from sacplan._program.program import Phase
+from sacplan._shard.costs import Costs, after
+from sacplan._shard.mesh import Mesh
+from sacplan._shard.placements import REPLICATED, Layout, fits, local_shape
+from sacplan._shard.strategies import AxisStrategy
+
+Choice: TypeAlias = list[list[int]]
+"""By axis and class, which of its strategies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of a choice.
+
+    Attributes:
+        ms: of a step on one rank; infinite where something cannot be moved as it would have to be.
+        peak_bytes: the most that is alive on one rank.
+        moment: when, a position among the ops of the step.
+    """
+
+    ms: float
+    peak_bytes: int
+    moment: int
+
+
+def half_of(phase: int) -> int:
+    """Of the step: 0 forward, 1 backward, in which gradients go home."""
+    return 0 if phase == Phase.FORWARD else 1
+
+
+class Evaluation:
+    """Costs of choices for a graph on a mesh.
+
+    Args:
+        graph: the step.
+        costs: of moving tensors on the mesh, and its device.
+        options: by axis, the strategies of the classes.
+    """
+
+    def __init__(self, graph: Graph, costs: Costs, options: Sequence[AxisOptions]) -> None:
+        self.graph = graph
+        self.costs = costs
+        self.mesh: Mesh = costs.mesh
+        self.options = tuple(options)
+        self._model = CostModel(costs.spec)
+        self._class_ms = [sum(graph.program.ops[i].time_ms for i in c.ops) for c in graph.classes]
+        self._computed: dict[tuple[int, tuple[Layout, ...], tuple[Layout, ...]], float] = {}
+        self._moved: dict[tuple[int, Layout, Layout], float] = {}
+        self._copied: dict[tuple[int, Layout, Layout], float] = {}
+        self._written = [() if c.call is None else written(c.call) for c in graph.classes]
+        holds = graph.holds
+        self._values = np.array([-1 if h.value is None else h.value for h in holds], dtype=np.int64)
+        self._bytes = np.array([h.n_bytes for h in holds], dtype=np.float64)
+        self._starts = np.array([h.start for h in holds], dtype=np.int64)
+        self._ends = np.array([h.end for h in holds], dtype=np.int64)
+
+    # --- layouts -------------------------------------------------------------------------------------
+
+    def replicated(self) -> Choice:
+        """Every rank does everything."""
+        return [[0] * len(self.graph.classes) for _ in self.options]
+
+    def strategies(self, choice: Choice, c: int) -> tuple[AxisStrategy, ...]:
+        """Of a class, by axis."""
+        return tuple(o.strategies[c][picks[c]] for o, picks in zip(self.options, choice, strict=True))
+
+    def layout(self, choice: Choice, value: int) -> Layout:
+        """Where a value lies."""
+        found = self.graph.values[value]
+        return self.followed(
+            value, [s.outputs[found.output] for s in self.strategies(choice, found.producer)]
+        )
+
+    def followed(self, value: int, base: Sequence[object]) -> Layout:
+        """Where a value lies if what it follows lies so on each axis."""
+        found = []
+        for options, placement in zip(self.options, base, strict=True):
+            where = options.placement(value, placement)  # type: ignore[arg-type]
+            assert where is not None  # strategies that cannot be followed are not offered
+            found.append(where)
+        return tuple(found)
+
+    def shape(self, value: int) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return tuple(self._tensor(value)[0])
+
+    def n_bytes(self, value: int) -> int:
+        """Of the whole tensor."""
+        shape, dtype = self._tensor(value)
+        return math.prod(shape) * dtype.itemsize
+
+    def _tensor(self, value: int) -> tuple[tuple[int, ...], torch.dtype]:
+        found = self.graph.values[value]
+        if found.parent < 0:
+            producer = self.graph.classes[found.producer]
+            return producer.shapes[found.output], producer.dtypes[found.output]
+        t = self.graph.calls[found.call].outputs[found.result]
+        return tuple(t.shape), t.dtype
+
+    def share(self, layout: Layout) -> float:
+        """Of a tensor, how much a rank has."""
+        return 1 / math.prod(n for p, n in zip(layout, self.mesh.ranks, strict=True) if p.is_cut)
+
+    def is_valid(self, c: int, strategies: Sequence[AxisStrategy]) -> bool:
+        """Whether the cuts of several axes go together, in the class and in all that follows it."""
+        subject = self.graph.classes[c]
+        if subject.call is not None:
+            for i, t in enumerate(subject.call.inputs):
+                if not fits(t.shape, tuple(s.inputs[i] for s in strategies), self.mesh.ranks):
+                    return False
+        return all(
+            fits(self.shape(v), self.followed(v, [s.outputs[self.graph.values[v].output] for s in strategies]),
+                 self.mesh.ranks)
+            for v in self._values_of[c]
+        )  # fmt: skip
+
+    @cached_property
+    def _values_of(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in self.graph.classes]
+        for v, value in enumerate(self.graph.values):
+            found[value.producer].append(v)
+        return found
+
+    def written(self, c: int) -> tuple[int, ...]:
+        """Arguments of a class's ops that are written in place."""
+        return self._written[c]
+
+    # --- time ----------------------------------------------------------------------------------------
+
+    def class_ms(self, c: int, strategies: Sequence[AxisStrategy]) -> float:
+        """What the ops of a class take on one rank; of parameters, the optimizer."""
+        subject = self.graph.classes[c]
+        if subject.call is None:
+            home = tuple(s.outputs[0] for s in strategies)
+            return self.graph.optimizer_ms.get(c, 0.0) * self.share(home)
+        inputs = tuple(zip(*(s.inputs for s in strategies), strict=True))
+        outputs = tuple(zip(*(s.outputs for s in strategies), strict=True))
+        key = (c, inputs, outputs)
+        if key not in self._computed:
+            self._computed[key] = self._class_ms[c] * self._part(c, inputs, outputs)
+        return self._computed[key] + self._reduced_ms(c, strategies)
+
+    def _part(self, c: int, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> float:
+        """How long a call of local tensors takes, over that of whole ones."""
+        call = self.graph.classes[c].call
+        assert call is not None
+        if call.arguments is None or call.func is None or not self._class_ms[c]:
+            return 1.0
+        _, whole = self._model.cost(call.func, *call.arguments, list(call.outputs))
+        arguments = call.with_inputs([self._local(t, p) for t, p in zip(call.inputs, inputs, strict=True)])
+        assert arguments is not None
+        local = [self._local(t, p) for t, p in zip(call.outputs, outputs, strict=True)]
+        _, part = self._model.cost(call.func, *arguments, local)
+        return part / whole if whole else 1.0
+
+    def _local(self, t: torch.Tensor, layout: Layout) -> torch.Tensor:
+        if all(p.kind != "S" for p in layout):
+            return t
+        return t.new_empty_strided(local_shape(t.shape, layout, self.mesh.ranks), t.stride())
+
+    def _reduced_ms(self, c: int, strategies: Sequence[AxisStrategy]) -> float:
+        """Collectives that are a part of the call."""
+        subject, ms = self.graph.classes[c], 0.0
+        for axis, strategy in enumerate(strategies):
+            for i in strategy.reduces:
+                n_bytes = math.prod(subject.shapes[i]) * subject.dtypes[i].itemsize
+                ms += subject.count * self.costs.collective_ms("all_reduce", n_bytes, axis)
+        return ms
+
+    def moved_ms(self, value: int, source: Layout, target: Layout) -> float:
+        """What moving a value once takes."""
+        if source == target:
+            return 0.0
+        key = (value, source, target)
+        if key not in self._moved:
+            self._moved[key] = self.costs.redistribution_ms(
+                self.n_bytes(value), self.shape(value), source, target
+            )
+        return self._moved[key]
+
+    def copied_ms(self, value: int, source: Layout, target: Layout) -> float:
+        """What ranks copy themselves when a value is moved: parts lie one after the other, inner cuts do not."""
+        key = (value, source, target)
+        if key not in self._copied:
+            path, ms, here = self.costs.redistribution_path(self.shape(value), source, target), 0.0, source
+            for step in path or ():
+                if step.collective is not None and any(
+                    p.is_cut and (p.dim > 0 or p.outer > 1) for p in (step.source, step.target)
+                ):
+                    others = math.prod(
+                        n for i, n in enumerate(self.mesh.ranks) if i != step.axis and here[i].is_cut
+                    )
+                    ms += self.costs.copy_ms(self.n_bytes(value) / others)
+                here = after(here, step)
+            self._copied[key] = ms
+        return self._copied[key]
+
+    def target(self, strategies: Sequence[AxisStrategy], flow: Flow, position: int) -> Layout:
+        """Where a user wants an argument; a gradient, at its parameter's home."""
+        if flow.phase == GRADIENT:
+            return tuple(s.outputs[0] for s in strategies)
+        return tuple(s.inputs[position] for s in strategies)
+
+    def ms(self, choice: Choice) -> float:
+        """Time of a step on one rank.
+
+        What may run beside computation counts where there is not enough of it in its half of the step.
+        """
+        total = self.graph.rest_ms
+        computed, beside = [0.0, 0.0], [0.0, 0.0]
+        for c, subject in enumerate(self.graph.classes):
+            ms = self.class_ms(c, self.strategies(choice, c))
+            total += ms
+            if not subject.is_parameter:
+                computed[half_of(subject.phase)] += ms
+        for flow, count in self.graph.flows.items():
+            source = self.layout(choice, flow.value)
+            wanted = {self.target(self.strategies(choice, u.user), flow, u.position) for u in flow.users}
+            ms = count * sum(self.moved_ms(flow.value, source, target) for target in wanted)
+            total += count * sum(self.copied_ms(flow.value, source, target) for target in wanted)
+            if self.graph.is_hidden(flow):
+                beside[half_of(flow.phase)] += ms
+            else:
+                total += ms
+        return total + sum(max(0.0, b - c) for b, c in zip(beside, computed, strict=True))
+
+    # --- memory --------------------------------------------------------------------------------------
+
+    def rounded(self, n_bytes: np.ndarray) -> np.ndarray:
+        """As the device's allocator rounds sizes (of what is given back, whole)."""
+        unit = max(1, self.costs.spec.allocation_round_bytes)
+        return np.ceil(n_bytes / unit) * unit
+
+    def temporary_bytes(self, choice: Choice, c: int, inputs: Sequence[int | None]) -> float:
+        """Copies of arguments that are moved for an op, alive while it runs."""
+        strategies = self.strategies(choice, c)
+        copies = {}
+        for i, v in enumerate(inputs):
+            if v is not None:
+                target = tuple(s.inputs[i] for s in strategies)
+                if target != self.layout(choice, v):
+                    copies[v, target] = self.n_bytes(v) * self.share(target)
+        return sum(copies.values())
+
+    def live(self, choice: Choice) -> np.ndarray:
+        """By moment, the bytes alive on one rank."""
+        graph = self.graph
+        shares = np.array([self.share(self.layout(choice, v)) for v in range(len(graph.values))] + [1.0])
+        sizes = self.rounded(self._bytes * shares[self._values])
+        change = np.zeros(graph.moments + 1)
+        np.add.at(change, self._starts, sizes)
+        np.add.at(change, self._ends, -sizes)
+        live = np.cumsum(change)[:-1]
+        for (c, inputs), moments in graph.at.items():
+            if copies := self.temporary_bytes(choice, c, inputs):
+                live[moments] += copies
+        for move in graph.gradient_moves:
+            source = self.layout(choice, move.value)
+            if source != self.layout(choice, move.home):
+                live[move.moment] += self.n_bytes(move.value) * self.share(source)
+        return live
+
+    def figures(self, choice: Choice) -> Figures:
+        """Time and peak."""
+        live = self.live(choice)
+        moment = int(live.argmax()) if len(live) else -1
+        return Figures(self.ms(choice), round(live[moment]) if len(live) else 0, moment)
+
+    def is_possible(self, choice: Choice) -> bool:
+        """Whether all cuts go together, nothing moves that is written in place, and what must follow does."""
+        for c, subject in enumerate(self.graph.classes):
+            strategies = self.strategies(choice, c)
+            if not self.is_valid(c, strategies):
+                return False
+            for row in dict.fromkeys(subject.inputs):
+                have = [self._whole if v is None else self.layout(choice, v) for v in row]
+                want = [tuple(s.inputs[i] for s in strategies) for i in range(len(row))]
+                if any(have[i] != want[i] for i in self.written(c)):
+                    return False
+                if subject.follows and not self._follows(have, want):
+                    return False
+        return math.isfinite(self.ms(choice))
+
+    @property
+    def _whole(self) -> Layout:
+        return (REPLICATED,) * len(self.mesh.axes)
+
+    @staticmethod
+    def _follows(have: Sequence[Layout], want: Sequence[Layout]) -> bool:
+        """Whether on each axis something that shall be cut is cut already, and summands are summands."""
+        for here, there in zip(zip(*have, strict=True), zip(*want, strict=True), strict=True):
+            if any(t.is_partial and not h.is_partial for h, t in zip(here, there, strict=True)):
+                return False
+            cuts = [(h, t) for h, t in zip(here, there, strict=True) if t.is_cut]
+            if cuts and not any(h.is_cut for h, _ in cuts):
+                return False
+        return True

@@ -1,0 +1,544 @@
+"""A recorded step as a graph of values: classes of equal ops, what flows between them, what is alive when.
+
+Layers that are equal have equal ops at the same places; these are one class and are placed alike. So a model of 32
+layers is as large a problem as one of 2. A view lies where what it is a view of lies, and needs no choice of its own:
+its value *follows* another. What does not depend on parameters is no part of the graph: every rank has all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from sacplan._program.calls import Opaque, call_with, dtype_of
+from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, Tensor
+from sacplan._ranks.shards import Parameter
+from sacplan._torch.ops import op_named
+
+GRADIENT = -1
+"""In place of a phase: the flow of a gradient to its parameter's home."""
+
+_LAYER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+_SHAPED_LIKE = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+    )
+)
+"""Take a tensor for its shape and type: the result lies where that lies."""
+
+
+def pattern_of(name: str) -> str:
+    """A name of a module or a parameter with ``*`` for the numbers in it: the same for equal layers."""
+    return _LAYER.sub("*", name)
+
+
+class Call:
+    """A call of an op with tensors on the meta device.
+
+    Attributes:
+        name: of the op.
+        inputs, outputs: the tensors in arguments, those returned.
+        placed: by input, whether it depends on parameters; of the others every rank has all.
+    """
+
+    def __init__(self, op: Op, program: Program, placed: tuple[bool, ...]) -> None:
+        self.name = op.name
+        self.placed = placed
+        self._arguments = op.arguments
+        self.inputs = tuple(meta_tensor(program.tensors[t]) for t in op.inputs)
+        self.outputs = tuple(meta_tensor(program.tensors[t]) for t in op.outputs)
+
+    @cached_property
+    def func(self) -> Any:
+        """The op; None if this process has none of the name."""
+        return op_named(self.name)
+
+    @cached_property
+    def arguments(self) -> tuple[list[Any], dict[str, Any]] | None:
+        """Positional and keyword arguments; None where the recording does not hold one of them."""
+        return self.with_inputs(self.inputs)
+
+    def with_inputs(self, inputs: Sequence[Any]) -> tuple[list[Any], dict[str, Any]] | None:
+        """The arguments with other tensors."""
+        try:
+            return call_with(self._arguments, inputs)
+        except Opaque:
+            return None
+
+
+def meta_tensor(tensor: Tensor) -> torch.Tensor:
+    """One of that shape, without memory."""
+    return torch.empty_strided(tensor.shape, tensor.stride, dtype=dtype_of(tensor), device="meta")
+
+
+@dataclass(eq=False, slots=True)
+class OpClass:
+    """Ops, or parameters, that are placed alike: those at the same place of equal layers.
+
+    Attributes:
+        index: among the classes.
+        name: of the op, or the pattern of the parameter's name.
+        unit: pattern of the innermost module; of a parameter, of the one that has it.
+        phase: in which the ops run.
+        follows: whether the ops run as their inputs lie: a plan can ask for nothing in the backward pass, nor outside
+            of all modules.
+        call: that of the first; None of parameters.
+        shapes: of the outputs; of the parameter.
+        dtypes: of the same.
+        ops: of the program.
+        parameters: of the model.
+        inputs: for each op, the value of each tensor argument; None for what every rank has all of.
+    """
+
+    index: int
+    name: str
+    unit: str
+    phase: int
+    follows: bool
+    call: Call | None
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    ops: list[int] = field(default_factory=list)
+    parameters: list[Parameter] = field(default_factory=list)
+    inputs: list[tuple[int | None, ...]] = field(default_factory=list)
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is parameters: its strategies are their homes."""
+        return self.call is None
+
+    @property
+    def count(self) -> int:
+        """How many ops or parameters."""
+        return len(self.ops) + len(self.parameters)
+
+    def __repr__(self) -> str:
+        """Unit and op, or the parameters."""
+        return self.name if self.is_parameter else f"{self.unit}:{self.name}"
+
+
+class Value(NamedTuple):
+    """A tensor of each of the equal layers.
+
+    Attributes:
+        producer: the class that computes it.
+        output: of that, which.
+        parent: the value that it follows; -1 if it is an output itself.
+        call: by which it follows.
+        result: of that call, which.
+    """
+
+    producer: int
+    output: int
+    parent: int = -1
+    call: int = -1
+    result: int = 0
+
+
+class User(NamedTuple):
+    """An argument of the ops of a class; of parameters, their gradient."""
+
+    user: int
+    position: int
+
+
+class Flow(NamedTuple):
+    """What a value is used for in one phase: it is moved at most once to each layout in which it is wanted."""
+
+    value: int
+    phase: int
+    users: frozenset[User]
+
+
+class Hold(NamedTuple):
+    """Bytes alive from one moment until before another.
+
+    Attributes:
+        value: they are cut as this one is; None if every rank has them all.
+        n_bytes: of the whole tensor.
+        start, end: moments, positions among the ops of the step.
+    """
+
+    value: int | None
+    n_bytes: int
+    start: int
+    end: int
+
+
+class GradientMove(NamedTuple):
+    """Where a gradient goes to its parameter's home: if it does not lie so already, both are alive.
+
+    Attributes:
+        value: the gradient.
+        home: the parameter.
+        moment: when.
+    """
+
+    value: int
+    home: int
+    moment: int
+
+
+class Graph:
+    """See above.
+
+    Args:
+        program: of the whole model on one device.
+        parameters: of the model.
+
+    Attributes:
+        classes, values, calls: see their types; ``Value.call`` indexes calls.
+        flows: how often each is in the step.
+        holds: what is alive when.
+        gradient_moves: where gradients go home.
+        homes: by storage of a parameter, its class.
+        optimizer_ms: by class of parameters, what the optimizer takes for all of them.
+        moments: how many there are.
+        class_of: by op, its class, if it has one.
+        call_of: by op that depends on parameters, which of ``calls`` it is.
+        at: by class and values of its arguments, the moments at which such ops run.
+        rest_ms: of ops that depend on no parameter.
+    """
+
+    def __init__(self, program: Program, parameters: Sequence[Parameter]) -> None:
+        self.program = program
+        self.parameters = tuple(parameters)
+        self.classes: list[OpClass] = []
+        self.values: list[Value] = []
+        self.calls: list[Call] = []
+        self.homes: dict[int, int] = {}
+        self.optimizer_ms: dict[int, float] = defaultdict(float)
+        self.rest_ms = 0.0
+        self.at: dict[tuple[int, tuple[int | None, ...]], list[int]] = defaultdict(list)
+        self.class_of: dict[int, int] = {}
+        self.call_of: dict[int, int] = {}
+        self._class_of: dict[Hashable, int] = {}
+        self._value_of: dict[Value, int] = {}
+        self._call_of: dict[Hashable, int] = {}
+        self._tensor_value: dict[int, int] = {}  # tensors of the program
+        self._storage_value: dict[int, list[tuple[int, int]]] = defaultdict(
+            list
+        )  # from which moment on, which
+        self._uses: dict[tuple[int, int], set[User]] = defaultdict(set)
+        self.gradient_moves: list[GradientMove] = []
+        self._owner: dict[
+            int, int
+        ] = {}  # storages of gradients and of the optimizer, by storage of the parameter
+        self._add_parameters()
+        self.moments = sum(code == Event.OP for code, _ in program.events)
+        self._add_ops()
+        self._add_gradients()
+        self.flows = self._flows()
+        self.holds = tuple(self._holds())
+
+    # --- classes and values --------------------------------------------------------------------------
+
+    def _class(self, key: Hashable, **fields: Any) -> OpClass:
+        if key not in self._class_of:
+            self._class_of[key] = len(self.classes)
+            self.classes.append(OpClass(len(self.classes), **fields))
+        return self.classes[self._class_of[key]]
+
+    def _value(self, value: Value) -> int:
+        if value not in self._value_of:
+            self._value_of[value] = len(self.values)
+            self.values.append(value)
+        return self._value_of[value]
+
+    def _call(self, op: Op, inputs: tuple[int | None, ...]) -> int:
+        tensors = self.program.tensors
+        key = (
+            op.name,
+            op.arguments,
+            tuple((tensors[t].shape, tensors[t].stride, tensors[t].dtype) for t in (*op.inputs, *op.outputs)),
+            placed := tuple(v is not None for v in inputs),
+        )
+        if key not in self._call_of:
+            self._call_of[key] = len(self.calls)
+            self.calls.append(Call(op, self.program, placed))
+        return self._call_of[key]
+
+    def _add_parameters(self) -> None:
+        for p in self.parameters:
+            name = pattern_of(p.name)
+            dtype: torch.dtype = getattr(torch, p.dtype.rpartition(".")[2])
+            found = self._class(
+                ("parameter", name, p.shape, p.dtype, p.trainable),
+                name=name,
+                unit=name.rpartition(".")[0],
+                phase=int(Phase.FORWARD),
+                follows=False,
+                call=None,
+                shapes=(p.shape,),
+                dtypes=(dtype,),
+            )
+            found.parameters.append(p)
+            self.homes[p.storage] = found.index
+            self._storage_value[p.storage].append((-1, self._value(Value(found.index, 0))))
+
+    def home(self, storage: int) -> int:
+        """The value that a parameter is."""
+        return self._value(Value(self.homes[storage], 0))
+
+    def value_of(self, tensor: int) -> int | None:
+        """The value of a tensor of the program so far."""
+        if tensor not in self._tensor_value:
+            found = self.program.tensors[tensor]
+            home = self.homes.get(found.storage)
+            if home is None or self.classes[home].shapes[0] != found.shape:
+                return None
+            self._tensor_value[tensor] = self.home(found.storage)
+        return self._tensor_value[tensor]
+
+    def _add_ops(self) -> None:
+        program, moment = self.program, -1
+        seen: Counter[Hashable] = Counter()
+        optimizer: list[tuple[int, Op]] = []
+        for code, arg in program.events:
+            if code != Event.OP:
+                continue
+            moment += 1
+            op = program.ops[arg]
+            if op.phase == Phase.OPTIMIZER:
+                optimizer.append((moment, op))
+                continue
+            inputs = tuple(map(self.value_of, op.inputs))
+            if all(v is None for v in inputs):
+                self.rest_ms += op.time_ms
+            elif self._follows(op, inputs):
+                self._add_follower(arg, op, inputs, moment)
+            else:
+                self._add_op(arg, op, inputs, moment, seen)
+        self._pair_optimizer(optimizer)
+
+    @staticmethod
+    def _follows(op: Op, inputs: Sequence[int | None]) -> bool:
+        """Whether what an op returns lies as its argument does: a view, or one that is shaped like it."""
+        placed = {v for v in inputs if v is not None}
+        return len(placed) == 1 and (op.name in _SHAPED_LIKE or not (op.writes or op.mutates))
+
+    def _add_follower(self, arg: int, op: Op, inputs: tuple[int | None, ...], moment: int) -> None:
+        parent = next(v for v in inputs if v is not None)
+        self.call_of[arg] = call = self._call(op, inputs)
+        self.rest_ms += op.time_ms  # none of a view's
+        for i, t in enumerate(op.outputs):
+            if t not in self._tensor_value:  # else a view of a view that is there already, or the same again
+                base = self.values[parent]
+                self._define(t, Value(base.producer, base.output, parent, call, i), op, moment)
+
+    def _add_op(
+        self, arg: int, op: Op, inputs: tuple[int | None, ...], moment: int, seen: Counter[Hashable]
+    ) -> None:
+        fqn = self.program.scopes[op.scope].fqn if op.scope >= 0 else ""
+        here = (fqn, op.scope == ROOT_SCOPE, op.name, op.phase)
+        self.call_of[arg] = call = self._call(op, inputs)
+        outputs = self.calls[call].outputs
+        follows = op.phase != Phase.FORWARD or op.scope == ROOT_SCOPE
+        found = self._class(
+            (pattern_of(fqn), op.name, op.phase, seen[here], call, follows),
+            name=op.name,
+            unit=pattern_of(fqn),
+            phase=int(op.phase),
+            follows=follows,
+            call=self.calls[call],
+            shapes=tuple(tuple(t.shape) for t in outputs),
+            dtypes=tuple(t.dtype for t in outputs),
+        )
+        seen[here] += 1
+        self.class_of[arg] = found.index
+        found.ops.append(arg)
+        found.inputs.append(inputs)
+        self.at[found.index, inputs].append(moment)
+        for i, v in enumerate(inputs):
+            if v is not None:
+                self._uses[op.inputs[i], int(op.phase)].add(User(found.index, i))
+        for i, t in enumerate(op.outputs):
+            self._define(t, Value(found.index, i), op, moment)
+
+    def _define(self, tensor: int, value: Value, op: Op, moment: int) -> None:
+        self._tensor_value[tensor] = index = self._value(value)
+        storage = self.program.tensors[tensor].storage
+        if (storage in op.writes or storage in op.mutates) and storage not in self.homes:
+            known = self._storage_value[storage]
+            if not known or known[-1][0] < moment:
+                known.append((moment, index))
+
+    @cached_property
+    def weights(self) -> frozenset[int]:
+        """Values that depend on parameters alone."""
+        classes = {c.index for c in self.classes if c.is_parameter}
+        for c in self.classes:
+            inputs = [v for row in c.inputs for v in row]
+            made = all(v is not None and self.values[v].producer in classes for v in inputs)
+            if c.phase == Phase.FORWARD and made:
+                classes.add(c.index)
+        return frozenset(v for v, value in enumerate(self.values) if value.producer in classes)
+
+    def is_hidden(self, flow: Flow) -> bool:
+        """Whether moving it may run beside computation.
+
+        Parameters are gathered ahead and gradients reduced behind; in layers that repeat, there is a layer to do so.
+        """
+        return self.flows[flow] > 1 and (flow.phase == GRADIENT or flow.value in self.weights)
+
+    # --- gradients and the optimizer -----------------------------------------------------------------
+
+    def _add_gradients(self) -> None:
+        """A gradient is moved to its parameter's home where it was last written."""
+        program = self.program
+        last: dict[int, int] = {}
+        moment = -1
+        for code, arg in program.events:
+            moment += code == Event.OP
+            if code == Event.OP and program.ops[arg].phase == Phase.BACKWARD:
+                last.update((program.tensors[t].storage, moment) for t in program.ops[arg].outputs)
+        for parameter, tensor in program.gradients.items():
+            value, storage = self.value_of(tensor), program.tensors[tensor].storage
+            home = self.homes.get(parameter)
+            if home is None or value is None or storage in self.homes:
+                continue
+            self._uses[tensor, GRADIENT].add(User(home, 0))
+            moment = last.get(storage, -1)
+            self._storage_value[storage].append((moment, self.home(parameter)))
+            if moment >= 0:
+                self.gradient_moves.append(GradientMove(value, self.home(parameter), moment))
+
+    def _pair_optimizer(self, ops: Sequence[tuple[int, Op]]) -> None:
+        """What an optimizer works on together lies together: parameter, gradient, state, temporaries.
+
+        It is given lists, one item of each parameter, or the tensors of one parameter.
+        """
+        tensors, shape_of = self.program.tensors, {p.storage: p.shape for p in self.parameters}
+        owner = {p.storage: p.storage for p in self.parameters}
+        owner.update((tensors[t].storage, p) for p, t in self.program.gradients.items())
+        groups: list[tuple[Op, list[list[int]]]] = [(op, list(_together(op))) for _, op in ops]
+        for _ in range(2):  # state may meet its gradient later than other state
+            for _, together in groups:
+                for group in together:
+                    known = next((owner[s] for t in group if (s := tensors[t].storage) in owner), None)
+                    if known is not None:
+                        same = (t for t in group if math.prod(tensors[t].shape) == math.prod(shape_of[known]))
+                        for t in same:
+                            owner.setdefault(tensors[t].storage, known)
+        self._owner = owner
+        for op, together in groups:
+            parts: dict[int, int] = defaultdict(int)
+            for group in together:
+                if found := [owner[s] for t in group if (s := tensors[t].storage) in owner]:
+                    parts[self.homes[found[0]]] += math.prod(shape_of[found[0]])
+            total = sum(parts.values())
+            for home, n in parts.items():
+                self.optimizer_ms[home] += op.time_ms * n / total
+            if not total:
+                self.rest_ms += op.time_ms
+
+    # --- flows ---------------------------------------------------------------------------------------
+
+    def _flows(self) -> Mapping[Flow, int]:
+        found: Counter[Flow] = Counter()
+        for (tensor, phase), users in self._uses.items():
+            value = self._tensor_value[tensor]
+            found[Flow(value, phase, frozenset(users))] += 1
+        return found
+
+    # --- memory --------------------------------------------------------------------------------------
+
+    def _holds(self) -> Iterator[Hold]:
+        program = self.program
+        for storage, start, end in alive(program):
+            n_bytes = program.storage_bytes[storage]
+            if storage in self._owner and storage not in self._storage_value:
+                yield Hold(self.home(self._owner[storage]), n_bytes, start, end)
+                continue
+            known = self._storage_value.get(storage, [])
+            changes = [start, *(moment for moment, _ in known if start < moment < end), end]
+            for a, b in itertools.pairwise(changes):
+                before = [v for moment, v in known if moment <= a]
+                yield Hold(before[-1] if before else None, n_bytes, a, b)
+        moment = -1
+        for code, arg in program.events:
+            if code == Event.OP:
+                moment += 1
+                if inside := program.inside_bytes[arg]:
+                    yield Hold(self._inside(program.ops[arg]), inside, moment, moment + 1)
+
+    def _inside(self, op: Op) -> int | None:
+        """What the memory inside of an op is cut as: the version that it overwrites, or its first output."""
+        if op.replaces >= 0:
+            replaced = self._storage_value.get(op.replaces)
+            return replaced[-1][1] if replaced else None
+        return self._tensor_value.get(op.outputs[0]) if op.outputs else None
+
+
+def _together(op: Op) -> Iterator[list[int]]:
+    """Tensors of one parameter in an op of an optimizer."""
+    args, kwargs = op.call
+    lists: list[list[int]] = []
+    single: list[int] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, list) and value and all(isinstance(x, dict) and "tensor" in x for x in value):
+            lists.append([op.inputs[x["tensor"]] for x in value])
+        elif isinstance(value, dict) and "tensor" in value:
+            single.append(op.inputs[value["tensor"]])
+    if lists:
+        length = len(lists[0])
+        lists.extend([list(op.outputs[i : i + length]) for i in range(0, len(op.outputs), length)])
+        yield from map(list, zip(*(items for items in lists if len(items) == length), strict=True))
+    elif single:
+        yield [*single, *op.outputs]
+
+
+def alive(program: Program) -> Iterator[tuple[int, int, int]]:
+    """Storages and the moments from which and before which each is alive; one may come back."""
+    holders: Counter[int] = Counter(program.initial)
+    since: dict[int, int] = dict.fromkeys(program.initial, 0)
+    handles, instances, moment = program.handle_storages, program.instance_handles, -1
+
+    def hold(s: int, at: int) -> None:
+        holders[s] += 1
+        since.setdefault(s, at)
+
+    for code, arg in program.events:
+        if code == Event.OP:
+            moment += 1
+            for s in program.ops[arg].writes:
+                hold(s, moment)
+        elif code == Event.ALLOC:
+            hold(arg, moment + 1)
+        elif code == Event.PACK:
+            hold(handles[arg], moment + 1)
+        elif code == Event.UNPACK:
+            hold(handles[instances[arg]], moment + 1)
+        elif code in (Event.FREE, Event.RELEASE, Event.DROP):
+            s = (
+                arg
+                if code == Event.FREE
+                else handles[arg]
+                if code == Event.RELEASE
+                else handles[instances[arg]]
+            )
+            holders[s] -= 1
+            if not holders[s]:
+                start = since.pop(s)
+                if start <= moment:
+                    yield s, start, moment + 1
+    for s, start in since.items():
+        if start <= moment:
+            yield s, start, moment + 1

@@ -1,0 +1,225 @@
+"""What each class of a graph may do on one axis of a mesh, and where values that follow others then lie.
+
+Views decide with what they are a view of: an output may lie only so that its views can lie likewise, on the same
+memory. A placement that nothing makes is asked for by nothing: summands come from a product, cuts inside a dimension
+from a view that merges dimensions, or from one that takes a merged one apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from sacplan._placing.graph import _SHAPED_LIKE, Call, Graph, OpClass
+from sacplan._shard.placements import REPLICATED, Placement, cut
+from sacplan._shard.strategies import AxisStrategy, axis_strategies, written_inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A strategy that a class could take.
+
+    Attributes:
+        axis: name of the axis of the mesh.
+        subject: the class.
+        strategy: of parameters one without inputs, whose output is their home.
+        made: by tensor argument, where its producers may leave it; None for what every rank has all of.
+        weights: by tensor argument, whether it is a parameter, or depends on parameters alone.
+        nested: parts into which slower axes may have cut a dimension before.
+    """
+
+    axis: str
+    subject: OpClass
+    strategy: AxisStrategy
+    made: tuple[frozenset[Placement] | None, ...]
+    weights: tuple[bool, ...]
+    nested: tuple[int, ...] = ()
+
+
+Allowed: TypeAlias = Callable[[Offer], bool]
+
+
+def everything(offer: Offer) -> bool:
+    """No restriction."""
+    return True
+
+
+class AxisOptions:
+    """The strategies of each class on one axis.
+
+    Args:
+        graph: the step.
+        axis: name of the axis.
+        ranks: of the axis.
+        nested: parts into which slower axes may have cut a dimension before (``axis_strategies``).
+        allowed: which strategies are offered. That all ranks do the same always is, for ops; parameters that have no
+            home which is allowed are replicated.
+
+    Attributes:
+        strategies: by class.
+    """
+
+    def __init__(
+        self, graph: Graph, axis: str, ranks: int, nested: Collection[int] = (), allowed: Allowed = everything
+    ) -> None:
+        self.graph = graph
+        self.axis = axis
+        self.ranks = ranks
+        self.nested = tuple(sorted(nested))
+        self._allowed = allowed
+        self._followed: dict[tuple[int, int, Placement], Placement | None] = {}
+        self._offered: dict[Any, tuple[AxisStrategy, ...]] = {}
+        self._followers: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for v, value in enumerate(graph.values):
+            if value.parent >= 0:
+                self._followers[value.producer, value.output].append(v)
+        self._outer = self._merged_sizes()
+        self.strategies: list[tuple[AxisStrategy, ...]] = [()] * len(graph.classes)
+        for _ in range(2):  # what the first layer gets may lie otherwise than what the next ones get
+            for subject in graph.classes:
+                self.strategies[subject.index] = self._of(subject)
+
+    def placement(self, value: int, base: Placement) -> Placement | None:
+        """Where a value lies if what it follows, in the end, lies so; None if it cannot follow."""
+        found = self.graph.values[value]
+        if found.parent < 0:
+            return base
+        parent = self.placement(found.parent, base)
+        return None if parent is None else self._follow(found.call, found.result, parent)
+
+    def _follow(self, call_index: int, result: int, placement: Placement) -> Placement | None:
+        key = (call_index, result, placement)
+        if key not in self._followed:
+            self._followed[key] = self._after(self.graph.calls[call_index], result, placement)
+        return self._followed[key]
+
+    def _after(self, call: Call, result: int, placement: Placement) -> Placement | None:
+        if placement == REPLICATED:
+            return REPLICATED
+        if call.name in _SHAPED_LIKE:
+            same = call.inputs[0].shape == call.outputs[result].shape and not placement.is_partial
+            return placement if same else REPLICATED
+        at = [i for i, placed in enumerate(call.placed) if placed]
+        available = [{placement} if placed else set() for placed in call.placed]
+        for strategy in self._strategies_of(call, available):
+            if all(strategy.inputs[i] == placement for i in at):
+                return strategy.outputs[result]
+        return None
+
+    def subset(self, allowed: Allowed) -> list[frozenset[int]]:
+        """By class, the strategies that are also offered under a further restriction."""
+
+        def both(offer: Offer) -> bool:
+            return self._allowed(offer) and allowed(offer)
+
+        fewer = AxisOptions(self.graph, self.axis, self.ranks, self.nested, both)
+        found = []
+        for subject, own, some in zip(self.graph.classes, self.strategies, fewer.strategies, strict=True):
+            keys = {placed(subject, s) for s in some}
+            found.append(frozenset(k for k, s in enumerate(own) if placed(subject, s) in keys))
+        return found
+
+    def _strategies_of(self, call: Call, available: list[set[Placement]]) -> tuple[AxisStrategy, ...]:
+        whole = AxisStrategy((REPLICATED,) * len(call.inputs), (REPLICATED,) * len(call.outputs))
+        if call.func is None or call.arguments is None:
+            return (whole,)
+        key = (id(call), tuple(map(frozenset, available)))
+        if key not in self._offered:
+            args, kwargs = call.arguments
+            self._offered[key] = axis_strategies(
+                call.func, args, kwargs, list(call.outputs), self.ranks, available, self.nested
+            )
+        return self._offered[key]
+
+    # --- classes -------------------------------------------------------------------------------------
+
+    def _of(self, subject: OpClass) -> tuple[AxisStrategy, ...]:
+        made = [self._made({row[i] for row in subject.inputs}) for i in range(self._n_inputs(subject))]
+        weights = tuple(
+            all((v := row[i]) is None or v in self.graph.weights for row in subject.inputs)
+            and any(row[i] is not None for row in subject.inputs)
+            for i in range(len(made))
+        )
+        sets = tuple(None if m is None else frozenset(m) for m in made)
+        offered = self._homes(subject) if subject.is_parameter else self._runs(subject, made)
+        found: dict[Any, AxisStrategy] = {}
+        for i, s in enumerate(offered):
+            offer = Offer(self.axis, subject, s, sets, weights, self.nested)
+            always = i == 0 and not subject.is_parameter
+            if always or (self._can_be_followed(subject, s) and self._allowed(offer)):
+                found.setdefault(placed(subject, s), s)
+        return tuple(found.values()) or offered[:1]
+
+    @staticmethod
+    def _n_inputs(subject: OpClass) -> int:
+        return 0 if subject.call is None else len(subject.call.inputs)
+
+    def _made(self, values: Iterable[int | None]) -> set[Placement] | None:
+        """Where producers may leave these values."""
+        found: set[Placement] = set()
+        known = [v for v in values if v is not None]
+        for v in known:
+            value = self.graph.values[v]
+            for strategy in self.strategies[value.producer]:
+                placement = self.placement(v, strategy.outputs[value.output])
+                if placement is not None:
+                    found.add(placement)
+        return found if known else None
+
+    def _homes(self, subject: OpClass) -> tuple[AxisStrategy, ...]:
+        found = [AxisStrategy((), (REPLICATED,))]
+        for dim, size in enumerate(subject.shapes[0]):
+            for outer in (1, *sorted({*self.nested, *self._outer.get(size, ())} - {1})):
+                if size and size % (outer * self.ranks) == 0:
+                    found.append(AxisStrategy((), (cut(dim, outer),)))  # noqa: PERF401
+        return tuple(found)
+
+    def _runs(self, subject: OpClass, made: list[set[Placement] | None]) -> tuple[AxisStrategy, ...]:
+        call = subject.call
+        assert call is not None
+        offered = self._strategies_of(call, [m or set() for m in made])
+        return tuple(s for i, s in enumerate(offered) if i == 0 or self._has_inputs(call, s, made))
+
+    def _has_inputs(self, call: Call, strategy: AxisStrategy, made: list[set[Placement] | None]) -> bool:
+        """Whether inputs can lie so: a maximum over ranks, for example, must have been made as one."""
+        return all(
+            not p.is_partial or (m is not None and (p in m or p.reduce == "sum"))
+            for p, m in zip(strategy.inputs, made, strict=True)
+        )
+
+    def _can_be_followed(self, subject: OpClass, strategy: AxisStrategy) -> bool:
+        return all(
+            self.placement(v, p) is not None
+            for output, p in enumerate(strategy.outputs)
+            for v in self._followers.get((subject.index, output), ())
+        )
+
+    def _merged_sizes(self) -> Mapping[int, set[int]]:
+        """By size of a dimension, how many outer parts an op that takes it apart wants it to have.
+
+        A projection to queries, keys and values is cut inside of each of the three.
+        """
+        found: dict[int, set[int]] = defaultdict(set)
+        for call in self.graph.calls:
+            for strategy in self._strategies_of(call, [set() for _ in call.inputs]):
+                for t, p in zip(call.inputs, strategy.inputs, strict=True):
+                    if p.outer > 1 and p.outer not in self.nested:
+                        found[t.shape[p.dim]].add(p.outer)
+        return found
+
+
+def placed(subject: OpClass, strategy: AxisStrategy) -> tuple[Any, ...]:
+    """What tells strategies of a class apart: where the tensors lie that depend on parameters."""
+    placed = (True,) * len(strategy.inputs) if subject.call is None else subject.call.placed
+    return tuple(
+        p for p, is_placed in zip(strategy.inputs, placed, strict=True) if is_placed
+    ), strategy.outputs
+
+
+def written(call: Call) -> tuple[int, ...]:
+    """The tensor arguments that a call writes in place: these cannot be moved first."""
+    if call.func is None or call.arguments is None:
+        return ()
+    return written_inputs(call.func, *call.arguments)

@@ -1,0 +1,119 @@
+"""Shardings of a step on a mesh: the fast ones, the small ones, and some between.
+
+    for proposal in shardings(profile.recorded, parameters, mesh, spec):
+        profile.on_ranks(Ranks.spread(proposal.sharding))
+
+Time and peak of a proposal are by the search's own model. What it says becomes true in the program of one rank, which
+also knows what the backward pass does by itself; recomputation and chunks are planned there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sacplan._device.devices import DeviceSpec
+from sacplan._placing.answer import sharding_of
+from sacplan._placing.axis_program import Options
+from sacplan._placing.options import Allowed
+from sacplan._placing.search import Found, Search
+from sacplan._program.program import Program
+from sacplan._ranks.shards import Parameter
+from sacplan._shard.mesh import Mesh
+from sacplan._shard.sharding import Sharding
+
+_BETWEEN = (0.5,)
+"""Limits between the smallest peak and that of the fastest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A sharding, and what the search knows of it.
+
+    Attributes:
+        sharding: homes and places.
+        ms: of a step on one rank, without a plan for memory.
+        peak_bytes: of the same.
+        status: ``"optimal"``: on one axis, proved to the gap; ``"feasible"``.
+        bound_ms: nothing that keeps the limit is faster; None where nothing is known.
+        roles: by axis, what it was restricted to; empty if it was not.
+    """
+
+    sharding: Sharding
+    ms: float
+    peak_bytes: int
+    status: str
+    bound_ms: float | None = None
+    roles: tuple[str, ...] = ()
+
+
+def shardings(
+    program: Program,
+    parameters: Sequence[Parameter],
+    mesh: Mesh,
+    spec: DeviceSpec,
+    *,
+    limits: Sequence[float] | None = None,
+    allowed: Mapping[str, Allowed] | None = None,
+    options: Options | None = None,
+) -> tuple[Proposal, ...]:
+    """Shardings to plan on, the fastest first.
+
+    Args:
+        program: of the whole model on one device, as recorded.
+        parameters: of the model (``parameters_of``).
+        mesh: the ranks.
+        spec: the device of a rank.
+        limits: peaks in bytes for which the fastest is looked for, beside that without a limit; None: one between that
+            one's and the smallest.
+        allowed: by name of an axis, what is offered on it; see ``roles.py``.
+        options: of the solver. Its time limit is for each limit.
+
+    Returns:
+        At least one. The last has the smallest peak that was found.
+    """
+    search = Search(program, parameters, mesh, spec, allowed, options)
+    free = search.cheapest()
+    smallest = search.smallest
+    found: list[tuple[Found, tuple[str, ...]]] = [(free, ())] if free is not None else []
+    if limits is None:
+        most = free.figures.peak_bytes if free is not None else smallest.figures.peak_bytes
+        limits = [
+            smallest.figures.peak_bytes + share * (most - smallest.figures.peak_bytes) for share in _BETWEEN
+        ]
+    for limit in limits:
+        one = search.cheapest(limit)
+        if one is not None:
+            found.append((one, ()))
+    found.extend((one, roles) for roles, one in search.starts.items())
+    found.sort(key=lambda item: (item[0].figures.ms, item[0].figures.peak_bytes))
+    found.append((smallest, ()))
+    return _proposals(search, found)
+
+
+def smallest_sharding(
+    program: Program,
+    parameters: Sequence[Parameter],
+    mesh: Mesh,
+    spec: DeviceSpec,
+    *,
+    allowed: Mapping[str, Allowed] | None = None,
+    options: Options | None = None,
+) -> Proposal:
+    """The sharding with the smallest peak on a rank that was found, before recomputation; arguments as above."""
+    search = Search(program, parameters, mesh, spec, allowed, options)
+    return _proposals(search, [(search.smallest, ())])[0]
+
+
+def _proposals(search: Search, found: Sequence[tuple[Found, tuple[str, ...]]]) -> tuple[Proposal, ...]:
+    """Each sharding once; of two, the one that is known better."""
+    proposals: dict[str, Proposal] = {}
+    for one, roles in found:
+        sharding = sharding_of(search.evaluation, one.choice)
+        bound = one.bound_ms if one.bound_ms is None or math.isfinite(one.bound_ms) else None
+        proposals.setdefault(
+            repr(sharding),
+            Proposal(sharding, one.figures.ms, one.figures.peak_bytes, one.status, bound, roles),
+        )
+    return tuple(proposals.values())
