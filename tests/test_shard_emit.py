@@ -335,7 +335,7 @@ def small(kind: str) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3", "gemma"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3", "gemma", "mixtral"])
 def test_the_plans_that_models_carry(kind: str) -> None:
     """Read as homes and written again, they are the same."""
     model = small(kind)

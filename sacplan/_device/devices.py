@@ -77,15 +77,21 @@ class DeviceSpec:
     matmul_workspace_bytes: int | None = None
     """What the matrix library (cuBLAS) keeps for each thread that multiplies, and ``profile`` counts. None:
     torch's default for the architecture and release, see ``library_workspace_bytes``. 0: nothing."""
-    inner_link: Link = LINKS["PCIe 4.0"]
-    """Between the ranks of a node."""
-    outer_link: Link = LINKS["Ethernet 10 Gbit"]
-    """Between nodes, for each rank: a network adapter that several share counts once, divided by them."""
-    ranks_per_node: int = 8
+    inner_link: Link = None  # type: ignore[assignment]
+    """Between the ranks of a node. Left out, as in files from before there were links: that of the device of this name
+    in the table; else shared memory on a CPU, and PCIe 4.0 elsewhere."""
+    outer_link: Link = None  # type: ignore[assignment]
+    """Between nodes, for each rank: what several ranks share is divided by them. Left out: as above, 10 Gbit."""
+    ranks_per_node: int = None  # type: ignore[assignment]
+    """Left out: as above, 8."""
     source: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flops", dict(self.flops))
+        if None in (self.inner_link, self.outer_link, self.ranks_per_node):
+            for what, value in _links_of(self.name, self.kind).items():
+                if getattr(self, what) is None:
+                    object.__setattr__(self, what, value)
         figures = {
             "memory_bytes": self.memory_bytes,
             "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
@@ -146,12 +152,11 @@ class DeviceSpec:
 
     @classmethod
     def load(cls, path: str | Path) -> DeviceSpec:
-        """Read what ``save`` wrote. A file from before there were links gets those of the table."""
+        """Read what ``save`` wrote."""
         fields = read_json(path, "device", SCHEMA_VERSION).get("spec", {})
         if isinstance(fields.get("capability"), list):
             fields["capability"] = tuple(fields["capability"])
         try:
-            fields = _links_of(fields) | fields
             for what in ("inner_link", "outer_link"):
                 if isinstance(fields.get(what), dict):
                     fields[what] = Link(**fields[what])
@@ -189,13 +194,18 @@ def _read_row(fields: Mapping[str, str]) -> _Row:
     return _Row(spec, tuple(fields["aliases"].split()), fields["board"])
 
 
-def _links_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The links of a device of this name or kind, where the table has them."""
-    row = _table().get(str(fields.get("name", "")).removesuffix(WITHOUT_WORKSPACES))
-    like = row.spec if row is not None else _cpu() if fields.get("kind") == "cpu" else None
-    if like is None:
-        return {}
-    return {what: getattr(like, what) for what in ("inner_link", "outer_link", "ranks_per_node")}
+def _links_of(name: str, kind: str) -> dict[str, Any]:
+    """Links and ranks per node of a device that states none."""
+    row = _table().get(name.removesuffix(WITHOUT_WORKSPACES))
+    if row is not None:
+        spec = row.spec
+        return {
+            "inner_link": spec.inner_link,
+            "outer_link": spec.outer_link,
+            "ranks_per_node": spec.ranks_per_node,
+        }
+    inner = LINKS["shared memory" if kind == "cpu" else "PCIe 4.0"]
+    return {"inner_link": inner, "outer_link": LINKS["Ethernet 10 Gbit"], "ranks_per_node": 8}
 
 
 @functools.cache
@@ -224,8 +234,6 @@ def _cpu() -> DeviceSpec:
         sm_count=cores,
         allocation_round_bytes=1,
         kernel_launch_us=2.0,
-        inner_link=LINKS["shared memory"],
-        outer_link=LINKS["Ethernet 10 Gbit"],
         source="assumed: AVX2 at 2.5 GHz, 10 GB/s a core up to 100 GB/s; use runtime='benchmark' to measure",
     )
 

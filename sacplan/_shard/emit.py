@@ -133,6 +133,17 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+_WEIGHTS = {
+    "aten.embedding.default": (0,),
+    "aten.linear.default": (1, 2),
+    "aten.mm.default": (1,),
+    "aten.addmm.default": (0, 2),
+    "aten.convolution.default": (1, 2),
+    "aten.native_layer_norm.default": (1, 2),
+}
+"""Arguments of ops that are not cut along the batch."""
+
+
 class _Emitter:
     """Sorts the axes, gives modules styles, and writes them down."""
 
@@ -199,9 +210,9 @@ class _Emitter:
     def _cuts_batch(self, axis: int) -> bool:
         """Whether a place asks for a part of the batch: of an input of an op that is no weight."""
         for place in self.places:
-            weights = {"aten.embedding.default": (0,), "aten.linear.default": (1, 2)}.get(place.op, ())
             for i, layout in enumerate(place.layouts):
-                if layout is not None and i not in weights and layout[axis].is_cut and layout[axis].dim == 0:
+                is_weight = i in _WEIGHTS.get(place.op, ())
+                if layout is not None and not is_weight and layout[axis].is_cut and layout[axis].dim == 0:
                     return True
         return False
 
@@ -359,6 +370,7 @@ class _Styles:
         self.model, self.homes, self.arriving_cut = model, homes, arriving_cut
         self.sequence = False
         self.how: dict[str, str] = {}  # module to "columns", "rows", "packed columns", ...
+        self.experts: dict[str, dict[str, str]] = {}  # module to its parameters and their styles in a tp_plan
         self._problems: list[str] = []
         for module in model.kinds:
             self._classify(module)
@@ -393,7 +405,9 @@ class _Styles:
         packed = "packed " if weight.outer == PACKED else ""
         columns = weight.is_cut and weight.dim == 0 and (bias is None or bias == weight)
         rows = weight.is_cut and weight.dim == 1 and (bias is None or not bias.is_cut)
-        if kind not in ("Linear", "Embedding") or not (columns or rows) or weight.outer not in (1, PACKED):
+        if "Experts" in kind and all(map(_expert_style, cuts.values())):
+            self.experts[module] = {name: _expert_style(placement) for name, placement in cuts.items()}
+        elif kind not in ("Linear", "Embedding") or not (columns or rows) or weight.outer not in (1, PACKED):
             name, placement = next(iter(cuts.items()))
             self._problems.append(
                 f"parameter {name!r} of the {kind} {module!r} is cut as {placement}, which is no style of these tools."
@@ -456,6 +470,10 @@ class _Styles:
                 f"parameters of {module!r} are whole, and only a part of what they meet is on each rank: "
                 "parallelize_module would not add up their gradients."
             )
+        if self.experts:
+            found.append(
+                f"{next(iter(self.experts))!r} holds experts; parallelize_module has no style for them."
+            )
         embeddings = [m for m, kind in self.model.kinds.items() if kind == "Embedding"]
         if self.sequence and len(embeddings) != 1:
             found.append(f"the sequence would be cut after an embedding, and there are {len(embeddings)}.")
@@ -516,6 +534,8 @@ class _Styles:
                 "embedding columns": "embedding_colwise",
             }[how]
         styles.update(dict.fromkeys(self.partial, "replicated_with_grad_allreduce"))
+        for module, of_parameters in self.experts.items():
+            styles |= {module: "moe_tp_experts", **of_parameters}
         found = self._grouped(styles)
         single = [name for name in found if any(part.isdecimal() for part in name.split("."))]
         if single:
@@ -527,12 +547,19 @@ class _Styles:
 
     def _grouped(self, styles: Mapping[str, str]) -> dict[str, str]:
         """One line for repeated layers that are alike, in the order of modules."""
+        names = (*self.model.kinds, *self.model.shapes)
         by_pattern: dict[str, set[str]] = {}
-        for module in self.model.kinds:
-            by_pattern.setdefault(wildcard(module), set()).add(styles.get(module, ""))
+        for name in names:
+            by_pattern.setdefault(wildcard(name), set()).add(styles.get(name, ""))
         found: dict[str, str] = {}
-        for module in self.model.kinds:
-            if module in styles:
-                pattern = wildcard(module)
-                found[pattern if len(by_pattern[pattern]) == 1 else module] = styles[module]
+        for name in names:
+            if name in styles:
+                pattern = wildcard(name)
+                found[pattern if len(by_pattern[pattern]) == 1 else name] = styles[name]
         return found
+
+
+def _expert_style(placement: Placement) -> str:
+    """Of a weight (experts, out, in) that is cut so; empty if there is none."""
+    styles = {(1, 1): "colwise", (1, PACKED): "packed_colwise", (2, 1): "rowwise"}
+    return styles.get((placement.dim, placement.outer), "")
