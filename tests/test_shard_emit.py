@@ -100,7 +100,7 @@ def batch_on(*layouts: str) -> list[Place]:
     return [Place("embed", "aten.embedding.default", 0, ("", layout)) for layout in layouts]
 
 
-def sequence(dp: str = "R") -> list[Place]:
+def sequence(dp: str = "*") -> list[Place]:
     return [
         Place(unit, "aten.native_layer_norm.default", 0, (f"{dp},S1",))
         for unit in ("layers.*.before", "layers.*.norm", "norm")

@@ -18,7 +18,7 @@ here with what the sharding does op by op: the homes and places say the same, th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -129,6 +129,14 @@ def _by_name(mesh: Mesh, homes: Mapping[str, Layout], model: Described) -> dict[
     return found
 
 
+def _asked(place: Place, axis: int) -> Iterator[tuple[int, Placement]]:
+    """Of the inputs of a place that are asked for something on an axis: number, and what."""
+    for i, layout in enumerate(place.layouts):
+        placement = None if layout is None else layout[axis]
+        if placement is not None:
+            yield i, placement
+
+
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
@@ -201,20 +209,16 @@ class _Emitter:
     def _asked_cut(self, axis: int) -> list[tuple[Place, int]]:
         """Places that ask for a cut on an axis, and the dimension, by input."""
         return [
-            (place, layout[axis].dim)
-            for place in self.places
-            for layout in place.layouts
-            if layout is not None and layout[axis].is_cut
+            (place, asked.dim) for place in self.places for _, asked in _asked(place, axis) if asked.is_cut
         ]
 
     def _cuts_batch(self, axis: int) -> bool:
         """Whether a place asks for a part of the batch: of an input of an op that is no weight."""
-        for place in self.places:
-            for i, layout in enumerate(place.layouts):
-                is_weight = i in _WEIGHTS.get(place.op, ())
-                if layout is not None and not is_weight and layout[axis].is_cut and layout[axis].dim == 0:
-                    return True
-        return False
+        return any(
+            asked.is_cut and asked.dim == 0 and i not in _WEIGHTS.get(place.op, ())
+            for place in self.places
+            for i, asked in _asked(place, axis)
+        )
 
     # --- the tensor axis ----------------------------------------------------------------------------------
 
