@@ -17,6 +17,7 @@ from sacplan._shard.emit import Emission, described, emit
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import Layout, cut, parse_layout
 from sacplan._shard.places import Place
+from sacplan._shard.sharding import Sharding
 from sacplan._shard.tp_plans import homes_of_tp_plan
 from sacplan.errors import PlanError
 
@@ -129,6 +130,12 @@ CASES: dict[str, Case] = {
     ),
     "tensor alone": ({"tp": 4}, megatron("S0", "S0"), []),
     "fully_shard": ({"dp": 4}, {pattern_of(n): (cut(0),) for n in described(LM()).shapes}, batch_on("S0")),
+    "other dimensions": (
+        {"dp": 2, "tp": 2},
+        with_data_axis(megatron())
+        | {"embed.weight": parse_layout("S1,R"), "layers.*.up.weight": parse_layout("S1,S0")},
+        batch_on("S0,R"),
+    ),
     "replicas of shards": (
         {"replica": 2, "dp": 2},
         {pattern_of(n): parse_layout("R,S0") for n in described(LM()).shapes},
@@ -142,7 +149,7 @@ DATA_AXES = ("replica", "dp")
 def emitted(name: str) -> Emission:
     axes, homes, places = CASES[name]
     with torch.device("meta"):
-        return emit(Mesh.of(axes), homes, places, described(LM()))
+        return emit(Sharding.of(axes, homes, places), described(LM()))
 
 
 def model_and_tokens() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -250,7 +257,7 @@ def shard(model, device_mesh):
 
 
 def reasons(axes: Mapping[str, int], homes: Mapping[str, str], places: Sequence[Place] = ()) -> str:
-    found = emit(Mesh.of(axes), {k: parse_layout(v) for k, v in homes.items()}, places, described(LM()))
+    found = emit(Sharding.of(axes, homes, places), described(LM()))
     assert found.code == ""
     assert found.tp_plan == {} or len(axes) == 1
     return "\n".join(found.reasons)
@@ -261,7 +268,6 @@ def test_reasons() -> None:
     assert "on 'a' and 'b'" in reasons({"a": 2, "b": 2}, {"head.weight": "S0,R", "embed.weight": "R,S0"})
     assert "'norm.weight' of the Norm 'norm' is cut as S0" in reasons({"tp": 2}, {"norm.weight": "S0"})
     assert "cut as S0/4" in reasons({"tp": 2}, {"head.weight": "S0/4"})
-    assert "its dimension 1 on the data axis" in reasons({"dp": 2}, {"embed.weight": "S1"}, batch_on("S0"))
     assert "'embed.weight' is whole on the data axis" in reasons(
         {"dp": 2}, {"head.weight": "S0"}, batch_on("S0")
     )
@@ -281,7 +287,7 @@ def test_a_layer_that_differs_is_named() -> None:
         "layers.1.up.bias": (cut(0),),
         "layers.1.down.weight": (cut(1),),
     }
-    found = emit(Mesh.of({"tp": 2}), homes, [], described(LM()))
+    found = emit(Sharding.of({"tp": 2}, homes), described(LM()))
     assert "'layers.1.up': ColwiseParallel()" in found.code
     assert "layers.0" not in found.code
     assert found.tp_plan == {}
@@ -290,7 +296,7 @@ def test_a_layer_that_differs_is_named() -> None:
 
 def test_what_rows_take_is_gathered_where_it_does_not_arrive_cut() -> None:
     homes = megatron()
-    code = emit(Mesh.of({"tp": 2}), homes, [], described(LM()), arriving_cut={"layers.0.attention.o"}).code
+    code = emit(Sharding.of({"tp": 2}, homes), described(LM()), arriving_cut={"layers.0.attention.o"}).code
     assert "'layers.0.attention.o': RowwiseParallel()" in code
     assert "'layers.0.attention.q': ColwiseParallel()" in code
     assert "'layers.1.attention.o': RowwiseParallel(input_layouts=Replicate())" in code
@@ -301,16 +307,16 @@ def test_what_rows_take_is_gathered_where_it_does_not_arrive_cut() -> None:
 def test_shared_parameters_have_no_form() -> None:
     model = LM()
     model.head.weight = model.embed.weight
-    found = emit(Mesh.of({"tp": 2}), {"embed.weight": (cut(0),)}, [], described(model))
+    found = emit(Sharding.of({"tp": 2}, {"embed.weight": "S0"}), described(model))
     assert found.code == ""
     assert "'embed.weight' is also 'head.weight'" in found.reasons[0]
 
 
 def test_homes_must_be_of_the_model() -> None:
-    with pytest.raises(PlanError, match=r"no parameter has the name 'layers\.\*\.gate'"):
-        emit(Mesh.of({"tp": 2}), {"layers.*.gate": (cut(0),)}, [], described(LM()))
-    with pytest.raises(PlanError, match=r"'norm.weight' of shape \(16,\) cannot be at home in S0"):
-        emit(Mesh.of({"tp": 3}), {"norm.weight": (cut(0),)}, [], described(LM()))
+    with pytest.raises(PlanError, match=r"a home for 'layers\.\*\.gate'"):
+        emit(Sharding.of({"tp": 2}, {"layers.*.gate": "S0"}), described(LM()))
+    with pytest.raises(PlanError, match=r"'norm.weight' of shape \(16,\) cannot lie as S0"):
+        emit(Sharding.of({"tp": 3}, {"norm.weight": "S0"}), described(LM()))
 
 
 # --- Hugging Face -------------------------------------------------------------------------------------
@@ -341,9 +347,8 @@ def test_the_plans_that_models_carry(kind: str) -> None:
     model = small(kind)
     homes = homes_of_tp_plan(model, Mesh.of({"dp": 2, "tp": 2}), "tp")
     assert all(str(layout[0]) == "R" for layout in homes.values())
-    found = emit(
-        Mesh.of({"tp": 2}), {name: layout[1:] for name, layout in homes.items()}, [], described(model)
-    )
+    tensor = {name: layout[1:] for name, layout in homes.items()}
+    found = emit(Sharding.of({"tp": 2}, tensor), described(model))
     assert dict(found.tp_plan) == model._tp_plan, found.reasons
     prefix = f"{model.base_model_prefix}."
     inner = {n.removeprefix(prefix): s for n, s in found.tp_plan.items() if n.startswith(prefix)}

@@ -1,13 +1,13 @@
 """A sharding as code of what people already use: ``parallelize_module``, ``fully_shard``, a Hugging Face ``tp_plan``.
 
-    emission = emit(mesh, homes, places, described(model))
+    emission = emit(sharding, described(model))
     print(emission.code or emission.reasons)
 
 Not every sharding has that form. What does:
 
-- **Data axes**, on which the batch is cut (a place asks for a first dimension that is): parameters that are cut on
-  their own first dimension at home are ``fully_shard``'s, on repeated layers and the model; parameters that are whole
-  are DistributedDataParallel's, or, beside a cut axis, its replicas (hybrid sharding).
+- **Data axes**, on which the batch is cut (a place asks for a first dimension that is): where parameters are cut at
+  home, ``fully_shard`` on repeated layers and the model; where they are whole, DistributedDataParallel, or, beside
+  an axis on which they are cut, replicas of ``fully_shard`` (hybrid sharding).
 - **One tensor axis**, with linear layers cut by columns and by rows, embeddings, and nothing else. What leaves columns
   without rows beside them is gathered. With places that cut the sequence at all norms, sequence parallelism too.
 
@@ -18,15 +18,14 @@ here with what the sharding does op by op: the homes and places say the same, th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import REPLICATED, Layout, Placement, fits, format_layout
-from sacplan._shard.places import Place, matches
-from sacplan._shard.tp_plans import PACKED, wildcard
-from sacplan.errors import PlanError
+from sacplan._shard.placements import REPLICATED, Layout, Placement
+from sacplan._shard.places import Place, matches, pattern_of
+from sacplan._shard.sharding import Sharding
+from sacplan._shard.tp_plans import PACKED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,21 +83,11 @@ class Emission:
     reasons: tuple[str, ...]
 
 
-def emit(
-    mesh: Mesh,
-    homes: Mapping[str, Layout],
-    places: Sequence[Place],
-    model: Described,
-    *,
-    arriving_cut: Collection[str] | None = None,
-) -> Emission:
+def emit(sharding: Sharding, model: Described, *, arriving_cut: Collection[str] | None = None) -> Emission:
     """A sharding as code.
 
     Args:
-        mesh: the ranks.
-        homes: by pattern of parameter names (``*`` for the number of a repeated layer), where they lie. The others
-            are replicated.
-        places: what inputs of some ops are moved to.
+        sharding: the mesh, where parameters are at home, and what inputs of ops are moved to.
         model: what it is for.
         arriving_cut: the linear modules whose input arrives cut along what they sum over, as the program of a rank has
             it. What other rows take is gathered before them. None: those beside columns that are as wide, unless
@@ -107,26 +96,20 @@ def emit(
     Raises:
         PlanError: a home is of a parameter that the model has not, or does not fit it.
     """
-    return _Emitter(mesh, _by_name(mesh, homes, model), places, model, arriving_cut).emission()
+    whole = (REPLICATED,) * len(sharding.mesh.axes)
+    homes = dict.fromkeys(model.shapes, whole) | sharding.layouts(list(model.shapes.items()))
+    return _Emitter(sharding, homes, model, arriving_cut).emission()
 
 
-def _by_name(mesh: Mesh, homes: Mapping[str, Layout], model: Described) -> dict[str, Layout]:
-    whole = (REPLICATED,) * len(mesh.axes)
-    found = dict.fromkeys(model.shapes, whole)
-    for pattern, layout in homes.items():
-        names = [name for name in model.shapes if matches(pattern, name)]
-        if not names:
-            raise PlanError(
-                f"no parameter has the name {pattern!r} that has the home {format_layout(layout)}."
-            )
-        for name in names:
-            if len(layout) != len(mesh.axes) or not fits(model.shapes[name], layout, mesh.ranks):
-                raise PlanError(
-                    f"parameter {name!r} of shape {model.shapes[name]} cannot be at home in {format_layout(layout)} "
-                    f"on mesh {mesh}."
-                )
-            found[name] = layout
-    return found
+_WEIGHTS = {
+    "aten.embedding.default": (0,),
+    "aten.linear.default": (1, 2),
+    "aten.mm.default": (1,),
+    "aten.addmm.default": (0, 2),
+    "aten.convolution.default": (1, 2),
+    "aten.native_layer_norm.default": (1, 2),
+}
+"""Arguments of ops that are not cut along the batch."""
 
 
 def _asked(place: Place, axis: int) -> Iterator[tuple[int, Placement]]:
@@ -141,30 +124,19 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-_WEIGHTS = {
-    "aten.embedding.default": (0,),
-    "aten.linear.default": (1, 2),
-    "aten.mm.default": (1,),
-    "aten.addmm.default": (0, 2),
-    "aten.convolution.default": (1, 2),
-    "aten.native_layer_norm.default": (1, 2),
-}
-"""Arguments of ops that are not cut along the batch."""
-
-
 class _Emitter:
     """Sorts the axes, gives modules styles, and writes them down."""
 
     def __init__(
         self,
-        mesh: Mesh,
+        sharding: Sharding,
         homes: Mapping[str, Layout],
-        places: Sequence[Place],
         model: Described,
         arriving_cut: Collection[str] | None,
     ) -> None:
-        self.arriving_cut = arriving_cut
-        self.mesh, self.homes, self.places, self.model = mesh, homes, places, model
+        self.mesh, self.places = sharding.mesh, sharding.places
+        mesh = self.mesh
+        self.homes, self.model, self.arriving_cut = homes, model, arriving_cut
         self.reasons: list[str] = []  # against any code
         self.against_plan: list[str] = []  # against a tp_plan only
         self.data = [i for i in range(len(mesh.axes)) if mesh.ranks[i] > 1 and self._cuts_batch(i)]
@@ -278,21 +250,21 @@ class _Emitter:
         names = [self.mesh.names[i] for i in (*whole, *cut_axes)]
         index = repr(names[0]) if len(names) == 1 else ", ".join(map(repr, names))
         lines = [f"data_mesh = device_mesh[{index}]"]
+        given = "mesh=data_mesh"
+        later = {name: p.dim for name, p in self._on_axis(cut_axes[0]).items() if p.is_cut and p.dim > 0}
+        if later:
+            lines += ["dims = {", *(f"    {name!r}: {dim}," for name, dim in later.items()), "}"]
+            lines.append("placements = {model.get_parameter(name): Shard(dim) for name, dim in dims.items()}")
+            given += ", shard_placement_fn=placements.get"
         for layers in self._repeated():
             source = f"model.get_submodule({layers!r})" if layers else "model"
-            lines += [f"for layer in {source}.children():", "    fully_shard(layer, mesh=data_mesh)"]
-        return [*lines, "fully_shard(model, mesh=data_mesh)"]
+            lines += [f"for layer in {source}.children():", f"    fully_shard(layer, {given})"]
+        return [*lines, f"fully_shard(model, {given})"]
 
     def _check_fully_sharded(self, axis: int) -> None:
         n, name = self.mesh.ranks[axis], self.mesh.names[axis]
         for parameter, placement in self._on_axis(axis).items():
             shape = self.model.shapes[parameter]
-            if placement.is_cut and placement.dim != 0:
-                self.reasons.append(
-                    f"parameter {parameter!r} is cut on its dimension {placement.dim} on the data axis {name!r}; "
-                    "fully_shard cuts the first one."
-                )
-                return
             if not shape:
                 self.reasons.append(f"parameter {parameter!r} is a scalar, which fully_shard does not cut.")
                 return
@@ -554,11 +526,11 @@ class _Styles:
         names = (*self.model.kinds, *self.model.shapes)
         by_pattern: dict[str, set[str]] = {}
         for name in names:
-            by_pattern.setdefault(wildcard(name), set()).add(styles.get(name, ""))
+            by_pattern.setdefault(pattern_of(name), set()).add(styles.get(name, ""))
         found: dict[str, str] = {}
         for name in names:
             if name in styles:
-                pattern = wildcard(name)
+                pattern = pattern_of(name)
                 found[pattern if len(by_pattern[pattern]) == 1 else name] = styles[name]
         return found
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Layout, Placement, cut, fits
+from sacplan._shard.places import pattern_of
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -38,11 +39,6 @@ PACKED = 2
 """How many matrices lie one after the other in a packed one."""
 
 
-def wildcard(name: str) -> str:
-    """A name with ``*`` for the numbers of repeated layers."""
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
-
-
 def homes_of_tp_plan(model: nn.Module, mesh: Mesh, axis: str) -> dict[str, Layout]:
     """Where the parameters of a model are at home under its own tensor-parallel plan.
 
@@ -64,7 +60,7 @@ def homes_of_tp_plan(model: nn.Module, mesh: Mesh, axis: str) -> dict[str, Layou
     at = mesh.names.index(axis)
     found: dict[str, Layout] = {}
     for name, parameter in model.named_parameters():
-        pattern = wildcard(name)
+        pattern = pattern_of(name)
         style = plan.get(pattern) or plan.get(pattern.rpartition(".")[0])
         if style is None:
             continue
