@@ -55,6 +55,11 @@ def redistribute(
     return local if is_dense(local) else local.clone()
 
 
+def kept(local: torch.Tensor) -> torch.Tensor:
+    """What stays on a rank for long, as parameters and gradients do: a copy, if it is a part of more memory."""
+    return local if local.untyped_storage().nbytes() == local.nbytes else local.clone()
+
+
 def _in_memory_order(
     local: torch.Tensor, layout: Layout, step: Step, ranks: Sequence[int], group: str, position: int
 ) -> torch.Tensor:

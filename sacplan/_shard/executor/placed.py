@@ -17,6 +17,7 @@ from sacplan._factors.rule import flat_tensors
 from sacplan._shard.executor.grid import Form, Grid, layout_of
 from sacplan._shard.executor.prepare import Prepared, prepare
 from sacplan._shard.placements import REPLICATED, Layout, is_reduced
+from sacplan._shard.redistribute import kept
 from sacplan._torch import dtensors
 from sacplan._torch.dtensors import DTensor
 from sacplan._torch.ops import op_traits
@@ -155,19 +156,17 @@ def placed_from(whole: torch.Tensor, layout: Layout, grid: Grid, weight: bool = 
     """A tensor that each rank has as a whole, in a layout. Where it is cut, each rank keeps its part alone."""
     form = grid.form(layout, whole.shape, whole.stride(), whole.dtype, weight)
     local = grid.move(whole, whole.shape, grid.replicated, layout)
-    if local.untyped_storage().nbytes() > local.nbytes:
-        local = local.clone(memory_format=torch.contiguous_format)
-    return place(local, form, grid)
+    return place(kept(local), form, grid)
 
 
 def moved_to(t: torch.Tensor, layout: Layout, grid: Grid) -> PlacedTensor:
-    """A placed or a plain tensor in another layout, below autograd. It may share memory."""
+    """A placed or a plain tensor in another layout, below autograd; it holds no more than its part."""
     if type(t) is not PlacedTensor:
         return placed_from(t, layout, grid)
     if t._form.layout == layout:
         return t
     form = t._form
-    local = grid.move(t._local_tensor, form.shape, form.layout, layout)
+    local = kept(grid.move(t._local_tensor, form.shape, form.layout, layout))
     return place(local, grid.form(layout, form.shape, form.stride, form.dtype), grid)
 
 

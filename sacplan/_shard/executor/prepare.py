@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ def prepare(
             f"{func} changes the shape of a tensor in place, which a sharded one cannot; use a new tensor."
         )
     device = next(flat_tensors((args, kwargs))).device
-    whole_args, whole_kwargs, outputs = _as_whole(func, args, kwargs, forms, device)
+    whole_args, whole_kwargs, outputs = _as_whole(func, args, kwargs, forms)
     call = WholeCall(func, whole_args, whole_kwargs, outputs)
     have = [form.layout for form in forms]
     if outputs is _UNKNOWN:
@@ -113,30 +113,53 @@ _CHANGES_SHAPE = aten_names("set_ resize_ resize_as_")
 _UNKNOWN = object()
 
 
+_MOST_CALLS = 1 << 14
+_whole_calls: dict[Any, tuple[Any, Any, Any]] = {}
+"""What was found for calls before, in other models too: it is slow to find out."""
+
+
 def _as_whole(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], forms: Sequence[Form], device: torch.device
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], forms: Sequence[Form]
 ) -> tuple[Any, Any, Any]:
     """The call on fake tensors of whole shapes: its arguments, and what it returns; ``_UNKNOWN`` if data says that."""
-    fake_forms = iter(forms)
-    with modes_off():
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = [(form.shape, form.stride, form.dtype) for form in forms]
+    devices = [t.device for t in flat_tensors((args, kwargs))]
+    key = (func, *tensors, *devices, _without_tensors(args), _without_tensors(tuple(kwargs.items())))
+    found = _whole_calls.get(key)
+    if found is None:
+        if len(_whole_calls) >= _MOST_CALLS:
+            _whole_calls.clear()
+        found = _whole_calls[key] = _faked(func, args, kwargs, iter(forms))
+    return found
 
-        def fake(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                form = next(fake_forms)
-                with mode:
-                    return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=value.device)
-            if isinstance(value, (tuple, list)):
-                return type(value)(fake(item) for item in value)
-            return value
 
+def _without_tensors(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor
+    if isinstance(value, (tuple, list)):
+        return tuple(_without_tensors(item) for item in value)
+    return type(value), value
+
+
+def _faked(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], forms: Iterator[Form]
+) -> tuple[Any, Any, Any]:
+    def fake(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            form = next(forms)
+            return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=value.device)
+        if isinstance(value, (tuple, list)):
+            return type(value)(fake(item) for item in value)
+        return value
+
+    with modes_off(), FakeTensorMode(allow_non_fake_inputs=True):
         whole_args = tuple(fake(value) for value in args)
         whole_kwargs = {name: fake(value) for name, value in kwargs.items()}
-        if not any("Tensor" in str(r.type) for r in func._schema.returns) and func._schema.returns:
+        returns = func._schema.returns
+        if returns and not any("Tensor" in str(r.type) for r in returns):
             return whole_args, whole_kwargs, _UNKNOWN
         try:
-            with mode:
-                return whole_args, whole_kwargs, func(*whole_args, **whole_kwargs)
+            return whole_args, whole_kwargs, func(*whole_args, **whole_kwargs)
         except FAKE_TENSORS_CANNOT:
             return whole_args, whole_kwargs, _UNKNOWN
 
