@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from sacplan._shard.choose import WholeCall, choose
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import PARTIAL, REPLICATED, cut
 from sacplan._shard.strategies import AxisStrategy, axis_strategies, local_call, written_inputs
@@ -118,6 +119,50 @@ def test_what_is_offered() -> None:
     assert strategies_of(aten.mm.default, x(3, 5), x(5, 7)) == ["R R -> R", "P R -> P", "R P -> P"]
     assert strategies_of(aten.add.Tensor, a, 1.0) == ["R -> R", "S0 -> S0", "S1 -> S1"]
     assert strategies_of(aten.add.Tensor, a, a)[-1] == "P P -> P"
+
+
+def test_a_vocabulary_and_classes_may_be_cut() -> None:
+    weight, ids, labels = x(12, 8), below(12, 4, 6), ignored(6, 8)
+    scores, total = x(8, 6), torch.tensor(5.0)
+    assert "S0 R -> P" in strategies_of(aten.embedding.default, weight, ids)
+    assert "R R -> S0" in strategies_of(aten.embedding_dense_backward.default, x(4, 6, 8), ids, 12, 3, False)
+    assert "S1 -> S1" in strategies_of(aten._log_softmax.default, scores, 1, False)
+    assert "S1 R -> P R" in strategies_of(aten.nll_loss_forward.default, scores, labels, None, 1, -100)
+    assert "S1 R S0 -> P P" in strategies_of(aten.nll_loss_forward.default, scores, labels, x(6), 2, -100)
+    backward = aten.nll_loss_backward.default
+    assert "R S1 R R -> S1" in strategies_of(backward, x(), scores, labels, None, 1, -100, total)
+    (told,) = [
+        s
+        for s in offered(OpCall(aten._log_softmax.default, (scores, 1, False), {}), 2)
+        if s.inputs == (cut(1),)
+    ]
+    assert told.inside_bytes == 8 * 8  # one double for each row
+
+
+def test_classes_that_are_ignored_may_be_classes() -> None:
+    scores, labels = x(8, 6), below(6, 8)
+    for ignore in (0, 2, 5):
+        assert_all_right(
+            OpCall(aten.nll_loss_forward.default, (scores, labels, x(6).exp(), 1, ignore), {}), 2
+        )
+
+
+def test_norms_come_from_those_of_parts() -> None:
+    for args in ((), (3.0,), (2, [1]), (1, [0, 2], True), (2, None, False)):
+        assert assert_all_right(OpCall(aten.linalg_vector_norm.default, (x(4, 6, 8), *args), {}), 2) > 3
+    found = strategies_of(aten.linalg_vector_norm.default, x(4, 6))
+    assert found == ["R -> R", "S0 -> R", "S1 -> R"]
+    assert strategies_of(aten.linalg_vector_norm.default, x(4, 6), 0) == ["R -> R"]
+
+
+def test_gradients_are_not_gathered_for_their_norms() -> None:
+    mesh = Mesh.of({"dp": 2, "tp": 2})
+    call = OpCall(aten._foreach_norm.Scalar, ([x(4, 6), x(8), x(3)], 2), {})
+    have = [(cut(0), cut(1)), (cut(0), R), (R, R)]
+    choice = choose(WholeCall(call.func, call.args, {}, call.run()), have, mesh)
+    assert list(choice.inputs) == have
+    assert [s.reduces for s in choice.strategies] == [(0, 1), (0,)]
+    assert_right(call, choice.strategies, mesh)
 
 
 def test_cuts_inside_a_dimension_are_offered_where_an_input_has_them() -> None:

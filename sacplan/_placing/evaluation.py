@@ -180,12 +180,12 @@ class Evaluation:
 
     def _reduced_ms(self, c: int, strategies: Sequence[AxisStrategy]) -> float:
         """Collectives that are a part of the call."""
-        subject, ms = self.graph.classes[c], 0.0
-        for axis, strategy in enumerate(strategies):
-            for i in strategy.reduces:
-                n_bytes = math.prod(subject.shapes[i]) * subject.dtypes[i].itemsize
-                ms += subject.count * self.costs.collective_ms("all_reduce", n_bytes, axis)
-        return ms
+        count = self.graph.classes[c].count
+        return sum(
+            count * self.costs.collective_ms("all_reduce", strategy.inside_bytes, axis)
+            for axis, strategy in enumerate(strategies)
+            if strategy.inside_bytes
+        )
 
     def moved_ms(self, value: int, source: Layout, target: Layout) -> float:
         """What moving a value once takes."""

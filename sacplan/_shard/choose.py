@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from sacplan._factors.rule import flat_tensors, is_tensor
+from sacplan._factors.rule import Call, flat_tensors, is_tensor
+from sacplan._shard.divided import norm_order
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Asked, Layout, Placement, fits, format_asked, format_layout
 from sacplan._shard.strategies import AxisStrategy, axis_strategies, written_inputs
@@ -196,7 +197,7 @@ _REDUCE_LISTS = aten_names("_foreach_norm _foreach_max")
 def _by_position(call: WholeCall, here: Sequence[Placement]) -> AxisStrategy:
     """Of an optimizer's op on lists: what stands at one position lies as what is written there, or as the first."""
     if call.func._schema.name in _REDUCE_LISTS:
-        return AxisStrategy((REPLICATED,) * len(here), (REPLICATED,) * len(call.results))
+        return _norms(call, here)
     at: list[int | None] = []
     for value in (*call.args, *call.kwargs.values()):
         lists = isinstance(value, (tuple, list))
@@ -207,6 +208,16 @@ def _by_position(call: WholeCall, here: Sequence[Placement]) -> AxisStrategy:
             lies.setdefault(position, REPLICATED if here[i].is_partial else here[i])
     inputs = [REPLICATED if position is None else lies[position] for position in at]
     return AxisStrategy(tuple(inputs), tuple(lies[i] for i in range(len(call.results))))
+
+
+def _norms(call: WholeCall, here: Sequence[Placement]) -> AxisStrategy:
+    """Of tensors that are cut, from the norms of their parts: gradients are not gathered to be clipped."""
+    whole = (REPLICATED,) * len(call.results)
+    if norm_order(Call(call.func, call.args, call.kwargs, call.outputs)) is None:
+        return AxisStrategy((REPLICATED,) * len(here), whole)
+    inputs = tuple(p if p.is_cut else REPLICATED for p in here)
+    cut = tuple(i for i, p in enumerate(inputs) if p.is_cut)
+    return AxisStrategy(inputs, whole, reduces=cut, inside_bytes=sum(nbytes(call.results[i]) for i in cut))
 
 
 def _returns_what_it_writes(func: Any) -> bool:
@@ -274,7 +285,7 @@ def _ranked(
                     for layout, to, weight in zip(have, s.inputs, weights, strict=True)
                 )
             ),
-            (sum(moves) + later) * slowness,
+            (sum(moves) + later + 2 * s.inside_bytes * (n - 1) / n) * slowness,
             held,
             1 / n if s.cut is not None else 1.0,
             float(position),

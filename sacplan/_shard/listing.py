@@ -319,9 +319,8 @@ class _Listing:
             for axis, placement in enumerate(layout)
             if placement.is_partial
         ]
-        for i, op in enumerate(self.trace.ops):
-            for axis, form in enumerate(chosen):
-                reduced += [(op.results[o].nbytes, axis) for o in form.taken[i].reduces]
+        for axis, form in enumerate(chosen):
+            reduced += [(s.inside_bytes, axis) for s in form.taken if s.inside_bytes]
         return self._all_reduced(reduced)
 
     def _backward(self, chosen: Sequence[Form]) -> Communication:

@@ -8,20 +8,28 @@ are cut likewise, or, where the factor is summed over, one summand on each rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
 from torch._ops import OpOverload
 
 from sacplan._factors.axes import Axis, FactorAxis, from_factor, into_factor, resized_arguments
 from sacplan._factors.pointwise import pointwise
 from sacplan._factors.rule import Call, Kind, Rule, flat_tensors, rule_of
+from sacplan._shard.divided import (
+    ClassAxis,
+    Reduce,
+    along_classes,
+    nbytes,
+    norm_order,
+    norms_of_parts,
+    run_divided,
+)
 from sacplan._shard.linear import may_be_partial, passed_on
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import PARTIAL, REPLICATED, Placement, cut
-from sacplan._torch.ops import aten_names, draws_numbers, op_traits
+from sacplan._torch.ops import arguments_by_name, aten_names, draws_numbers, op_traits
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +42,9 @@ class AxisStrategy:
         cut: what each rank has a part of; None where all ranks do the same, or each has a summand of the inputs.
         averages: the outputs whose local result is divided by the number of ranks, because it is a mean, or the
             gradient of one, over what is cut.
-        reduces: the outputs that are all-reduced as a part of the call. These collectives are all that it has.
+        reduces: the outputs that are all-reduced as a part of the call.
+        inside_bytes: of all that is all-reduced as a part of the call, of whole tensors: these outputs, and what
+            ranks that have parts of a vocabulary tell each other (``divided.py``). There are no other collectives.
         draws: it draws random numbers. Ranks that have parts (``cut``) must draw different ones, and those that
             do the same must draw the same.
     """
@@ -44,6 +54,7 @@ class AxisStrategy:
     cut: FactorAxis | None = None
     averages: tuple[int, ...] = ()
     reduces: tuple[int, ...] = ()
+    inside_bytes: int = 0
     draws: bool = False
 
 
@@ -61,7 +72,7 @@ _OF_MEANS = frozenset(
     f"{name}_backward"
     for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
 )
-_MEAN = 1  # at::Reduction
+_MEAN, _SUM = 1, 2  # at::Reduction
 
 
 def _rule(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Rule | None:
@@ -157,10 +168,24 @@ def _along(rule: Rule, call: Call, within: FactorAxis, draws: bool) -> AxisStrat
         return (
             AxisStrategy(tuple(inputs), tuple(outputs), within, averages=(0,)) if outputs[0].is_cut else None
         )
+    classes = along_classes(call, within.factor, rule)
+    if classes is not None:
+        if within.outer > 1 and not classes.nests:
+            return None
+        return AxisStrategy(
+            tuple(inputs),
+            classes.outputs or tuple(outputs),
+            within,
+            (),
+            classes.reduces,
+            classes.inside_bytes,
+        )
     added = _added(call, kinds, inputs)
     if added is not None:
         inputs[added], outputs[0] = PARTIAL, PARTIAL
         return AxisStrategy(tuple(inputs), tuple(outputs), within)
+    if norm_order(call) is not None and kinds == [Kind.BLOCK]:
+        return AxisStrategy(tuple(inputs), (REPLICATED,), within, (), (0,), nbytes(call.outputs[0]))
     averages: list[int] = []
     reduces: list[int] = []
     for i, kind in enumerate(kinds):
@@ -177,7 +202,8 @@ def _along(rule: Rule, call: Call, within: FactorAxis, draws: bool) -> AxisStrat
             reduces.append(i + 1)
     for i in reduces:
         outputs[i] = REPLICATED
-    return AxisStrategy(tuple(inputs), tuple(outputs), within, tuple(averages), tuple(reduces), draws)
+    inside = sum(nbytes(call.outputs[i]) for i in reduces)
+    return AxisStrategy(tuple(inputs), tuple(outputs), within, tuple(averages), tuple(reduces), inside, draws)
 
 
 _PARTIAL = {
@@ -218,10 +244,6 @@ def written_inputs(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     return tuple(i for i, t in enumerate(flat_tensors([*args, *kwargs.values()])) if id(t) in written)
 
 
-Reduce: TypeAlias = Callable[[torch.Tensor, int], torch.Tensor]
-"""From a summand and an axis of the mesh to the sum over the ranks of the axis."""
-
-
 @dataclass(frozen=True, slots=True)
 class LocalCall:
     """How one rank runs its part of a call.
@@ -232,6 +254,9 @@ class LocalCall:
         cuts: by axis of the mesh, what is cut.
         scales: outputs and what their local results are multiplied by.
         weighed: axes over which the total weight of a weighted mean is summed.
+        reduced: by axis, outputs that are norms of parts.
+        order: of a norm.
+        divided: axes on which classes, or a vocabulary, are cut.
     """
 
     func: OpOverload
@@ -239,11 +264,14 @@ class LocalCall:
     cuts: tuple[FactorAxis | None, ...]
     scales: tuple[tuple[int, float], ...] = ()
     weighed: tuple[int, ...] = ()
+    reduced: tuple[tuple[int, ...], ...] = ()
+    order: float = 0.0
+    divided: tuple[ClassAxis, ...] = ()
 
     @property
     def is_plain(self) -> bool:
-        """Whether what the op returns is the rank's part as it is."""
-        return not self.scales and not self.weighed
+        """Whether what the op returns is the rank's part as it is; else ``run`` must be used."""
+        return not (self.scales or self.weighed or self.reduced or self.divided)
 
     def args(self, args: Sequence[Any]) -> list[Any]:
         """Positional arguments with sizes of the rank's part: ``args`` have local tensors and global sizes."""
@@ -251,6 +279,8 @@ class LocalCall:
         for within in self.cuts:
             if within is not None and self.rule is not None:
                 found = resized_arguments(self.rule, found, within, 1)
+        if self.weighed:
+            found[list(arguments_by_name(self.func, args, {})).index("reduction")] = _SUM
         return found
 
     def finish(self, outputs: Any, reduce: Reduce) -> Any:
@@ -261,6 +291,8 @@ class LocalCall:
         tensors = list(flat_tensors(outputs))
         for i, scale in self.scales:
             tensors[i].mul_(scale)
+        if self.reduced:
+            return norms_of_parts(outputs, self.reduced, self.order, reduce)
         if not self.weighed:
             return outputs
         total, weight = tensors
@@ -276,7 +308,10 @@ class LocalCall:
             reduce: all-reduces over an axis.
             at: the rank's position on each axis.
         """
-        return self.finish(self.func(*self.args(args), **kwargs), reduce)
+        found = self.args(args)
+        if self.divided:
+            return self.finish(run_divided(self.func, found, kwargs, self.divided, reduce, at), reduce)
+        return self.finish(self.func(*found, **kwargs), reduce)
 
 
 def local_call(
@@ -299,10 +334,22 @@ def local_call(
         ranks = math.prod(n for s, n in zip(chosen, mesh.ranks, strict=True) if i in s.averages)
         if ranks > 1:
             scales.append((i, 1 / ranks))
+    rule = _rule(func, args, kwargs, outputs) if any(s.cut for s in chosen) else None
+    call = Call(func, args, kwargs, outputs)
+    order = norm_order(call)
+    reduced = tuple(s.reduces for s in chosen)
+    classes = tuple(
+        ClassAxis(axis, n, s.cut.outer * s.cut.inner)
+        for axis, (s, n) in enumerate(zip(chosen, mesh.ranks, strict=True))
+        if rule is not None and s.cut is not None and along_classes(call, s.cut.factor, rule) is not None
+    )
     return LocalCall(
         func,
-        _rule(func, args, kwargs, outputs) if any(s.cut for s in chosen) else None,
+        rule,
         tuple(s.cut for s in chosen),
         tuple(scales),
-        tuple(axis for axis, s in enumerate(chosen) if s.reduces),
+        weighed=tuple(axis for axis, which in enumerate(reduced) if which) if order is None else (),
+        reduced=reduced if order is not None and any(reduced) else (),
+        order=order or 0.0,
+        divided=classes,
     )

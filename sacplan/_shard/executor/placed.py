@@ -300,6 +300,8 @@ def _with_parts(value: Any, parts: Iterator[Any]) -> Any:
 
 def _on_parts(prepared: Prepared, func: Any, args: list[Any], kwargs: dict[str, Any], grid: Grid) -> Any:
     call = prepared.call
+    if not call.is_plain:
+        return call.run(args, kwargs, grid.reduce, grid.coordinate)
     if prepared.resizes:
         args = call.args(args)
     if prepared.reshapes:
@@ -308,8 +310,7 @@ def _on_parts(prepared: Prepared, func: Any, args: list[Any], kwargs: dict[str, 
         generator = kwargs.get("generator") or _default_generator(args)
         with grid.drawing(generator, prepared.draws):
             return func(*args, **kwargs)
-    out = func(*args, **kwargs)
-    return out if call.is_plain else call.finish(out, grid.reduce)
+    return func(*args, **kwargs)
 
 
 def _default_generator(args: Sequence[Any]) -> torch.Generator:
