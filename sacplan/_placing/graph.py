@@ -309,9 +309,11 @@ class Graph:
 
     def _add_ops(self) -> None:
         program, moment = self.program, -1
-        seen: Counter[Hashable] = Counter()
+        sites = _Sites(program)
         optimizer: list[tuple[int, Op]] = []
         for code, arg in program.events:
+            if code in (Event.ENTER, Event.EXIT):
+                sites.step(code, arg)
             if code != Event.OP:
                 continue
             moment += 1
@@ -325,7 +327,7 @@ class Graph:
             elif self._follows(op, inputs):
                 self._add_follower(arg, op, inputs, moment)
             else:
-                self._add_op(arg, op, inputs, moment, seen)
+                self._add_op(arg, op, inputs, moment, sites.of(arg))
         self._pair_optimizer(optimizer)
 
     @staticmethod
@@ -343,25 +345,21 @@ class Graph:
                 base = self.values[parent]
                 self._define(t, Value(base.producer, base.output, parent, call, i), op, moment)
 
-    def _add_op(
-        self, arg: int, op: Op, inputs: tuple[int | None, ...], moment: int, seen: Counter[Hashable]
-    ) -> None:
-        fqn = self.program.scopes[op.scope].fqn if op.scope >= 0 else ""
-        here = (fqn, op.scope == ROOT_SCOPE, op.name, op.phase)
+    def _add_op(self, arg: int, op: Op, inputs: tuple[int | None, ...], moment: int, site: Hashable) -> None:
         self.call_of[arg] = call = self._call(op, inputs)
         outputs = self.calls[call].outputs
         follows = op.phase != Phase.FORWARD or op.scope == ROOT_SCOPE
+        unit = pattern_of(self.program.scopes[op.scope].fqn) if op.scope != ROOT_SCOPE else ""
         found = self._class(
-            (pattern_of(fqn), op.name, op.phase, seen[here], call, follows),
+            (unit, site, op.phase, call, follows),
             name=op.name,
-            unit=pattern_of(fqn),
+            unit=unit,
             phase=int(op.phase),
             follows=follows,
             call=self.calls[call],
             shapes=tuple(tuple(t.shape) for t in outputs),
             dtypes=tuple(t.dtype for t in outputs),
         )
-        seen[here] += 1
         self.class_of[arg] = found.index
         found.ops.append(arg)
         found.inputs.append(inputs)
@@ -485,6 +483,41 @@ class Graph:
             replaced = self._storage_value.get(op.replaces)
             return replaced[-1][1] if replaced else None
         return self._tensor_value.get(op.outputs[0]) if op.outputs else None
+
+
+class _Sites:
+    """Where ops stand, the same for equal layers: a name for what a class has in common.
+
+    In the forward pass that is the module that runs, what it called last, and how many such ops have run since; in the
+    backward pass, the site of the op whose gradient is computed.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._last: dict[int, int] = {}  # by module call, the call in it that ended last
+        self._seen: Counter[Hashable] = Counter()
+        self._known: dict[int, Hashable] = {}
+
+    def step(self, code: int, scope: int) -> None:
+        """A module's forward begins or ends."""
+        if code == Event.EXIT:
+            self._last[self._program.scopes[scope].parent] = scope
+
+    def of(self, index: int) -> Hashable:
+        """The site of an op that runs now."""
+        op, scopes = self._program.ops[index], self._program.scopes
+        fqn = scopes[op.scope].fqn if op.scope != ROOT_SCOPE else ""
+        if op.forward_of in self._known:
+            here: Hashable = (op.forward_of, op.phase, op.name)
+            site = (self._known[op.forward_of], op.name, self._seen[here])
+        else:
+            last = self._last.get(op.scope, -1) if op.phase == Phase.FORWARD else -1
+            here = (op.scope, last, fqn, op.phase, op.name)
+            after = pattern_of(scopes[last].fqn) if last >= 0 else ""
+            site = (after, op.name, self._seen[here])
+        self._seen[here] += 1
+        self._known[index] = site
+        return site
 
 
 def _together(op: Op) -> Iterator[list[int]]:

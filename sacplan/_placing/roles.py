@@ -7,28 +7,27 @@ nothing that comes whole is cut in between: cuts come in with the batch, or with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sacplan._placing.options import Allowed, Offer
 
 
-def _stays(offer: Offer, i: int) -> bool:
-    """Whether an argument is whole, or is cut as its producers may have left it."""
-    placement, made = offer.strategy.inputs[i], offer.made[i]
-    return not placement.is_cut or (made is not None and placement in made)
+def _is_new(offer: Offer, cuts: Sequence[int]) -> bool:
+    """Whether none of these arguments is cut as its producers may have left it."""
+    made, inputs = offer.made, offer.strategy.inputs
+    return not any((known := made[i]) is not None and inputs[i] in known for i in cuts)
 
 
 def data_parallel(offer: Offer) -> bool:
     """Data parallelism; where parameters are at home is free."""
     if offer.subject.is_parameter:
         return True
-    for i, placement in enumerate(offer.strategy.inputs):
-        if not placement.is_cut:
-            continue
-        from_batch = offer.made[i] is None and placement.dim == 0 and placement.outer in (1, *offer.nested)
-        if offer.weights[i] or not (from_batch or _stays(offer, i)):
-            return False
-    return True
+    cuts = [i for i, placement in enumerate(offer.strategy.inputs) if placement.is_cut]
+    if any(offer.weights[i] for i in cuts):
+        return False
+    from_batch = [offer.strategy.inputs[i] for i in cuts if offer.made[i] is None]
+    comes_in = any(p.dim == 0 and p.outer in (1, *offer.nested) for p in from_batch)
+    return not cuts or comes_in or not _is_new(offer, cuts)
 
 
 def replicas(offer: Offer) -> bool:
@@ -50,8 +49,10 @@ def tensor_parallel(offer: Offer) -> bool:
     if offer.subject.is_parameter:
         return True
     cuts = [i for i, placement in enumerate(offer.strategy.inputs) if placement.is_cut]
-    placed = [i for i in cuts if offer.made[i] is not None]
-    return (not cuts or bool(placed)) and all(offer.weights[i] or _stays(offer, i) for i in placed)
+    computed = [i for i in cuts if offer.made[i] is not None and not offer.weights[i]]
+    if computed:
+        return not _is_new(offer, computed)
+    return not cuts or any(offer.weights[i] for i in cuts)
 
 
 ROLES: Mapping[str, Allowed] = {
