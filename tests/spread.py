@@ -105,7 +105,7 @@ def beside_one_process(
     handle = spread_on(model, mesh, lies, places)
     shapes = {name: tuple(p.shape) for name, p in whole.named_parameters()}
     found: dict[str, Any] = {"never_met": len(handle.never_met) if not places else 0, "wrong_parts": []}
-    models = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2)) for m in (model, whole)]
+    models = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3)) for m in (model, whole)]
     for step in range(3):
         losses = [loss_fn(m, *batch) for m, _ in models]
         for loss in losses:

@@ -332,20 +332,23 @@ def as_dtensor() -> dict[str, Any]:
     local = far(weight.grad.full_tensor(), 2 * whole.up.weight.detach())
     weight.grad = None
     twin = copy.deepcopy(model)
-    for m in (twin, whole):
+    for m in (model, whole):
         loss_fn(m, x).backward()
-    norms = [
-        nn.utils.clip_grad_norm_(m.parameters(), 1e-3, foreach=foreach)
-        for m, foreach in ((twin, False), (whole, False))
-    ]
+    foreach_norm = torch._foreach_norm([p.grad for p in model.parameters()])
+    each = max(
+        far(n.full_tensor(), p.grad.norm()) for n, p in zip(foreach_norm, whole.parameters(), strict=True)
+    )
+    with _Sent() as sent:
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 1e-3) for m in (model, whole)]
     norm = far(norms[0].full_tensor(), norms[1])
-    clipped = far(twin.up.weight.grad.full_tensor(), whole.up.weight.grad)
+    clipped = far(model.up.weight.grad.full_tensor(), whole.up.weight.grad)
     lists = torch._foreach_mul([p.detach() for p in twin.parameters()], 2.0)
     foreach = max(
         far(a.full_tensor(), 2 * b.detach()) for a, b in zip(lists, whole.parameters(), strict=True)
     )
     return {
-        "through": through, "local": local, "norm": norm, "clipped": clipped, "foreach": foreach,
+        "through": through, "local": local, "norm": norm, "clipped": clipped, "foreach": foreach, "each": each,
+        "sent": dict(sent.counts),
         "kinds": {type(p) for p in twin.parameters()} == {PlacedTensor} and isinstance(weight, nn.Parameter),
         "says": "placements=(Shard(dim=0),)" in repr(weight),
     }  # fmt: skip
@@ -451,4 +454,7 @@ def test_placed_tensors_work_as_dtensors_do(found: list[dict[str, Any]]) -> None
     for result in ok(found, "dtensor"):
         assert result["kinds"]
         assert result["says"]
-        assert all(result[name] < 1e-10 for name in ("through", "local", "norm", "clipped", "foreach"))
+        assert all(
+            result[name] < 1e-10 for name in ("through", "local", "norm", "clipped", "foreach", "each")
+        )
+        assert set(result["sent"]) == {"all_reduce"}, "no gradient is gathered for its norm"

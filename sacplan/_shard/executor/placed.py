@@ -205,21 +205,28 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     Raises:
         PlanError: it cannot run where its inputs lie.
     """
+    if func is _FOREACH_NORM:
+        return _norms(*args, **kwargs)
     tensors: list[Any] = []
-    key: list[Any] = [func]
-    if not all(_describe(value, key, tensors) for value in (*args, *kwargs, *kwargs.values())):
-        return _with_dtensors(func, args, kwargs)
+    parts: list[Any] = []
+    key: list[Any] = [id(func)]  # an op lives as long as the process, and is slow to hash
+    for value in args:
+        if not _describe(value, key, tensors, parts):
+            return _with_dtensors(func, args, kwargs)
+    for name, value in kwargs.items():
+        key.append(name)
+        if not _describe(value, key, tensors, parts):
+            return _with_dtensors(func, args, kwargs)
     grid = next(t._grid for t in tensors if type(t) is PlacedTensor)
     asked = None
-    if grid.modules and len(grid.places):
+    if grid.modules:
         asked = grid.place_of(str(func))
-        key.append(asked)
+        key.append(id(asked))
     prepared = grid.prepared.get(at := tuple(key))
     if prepared is None:
         prepared = grid.prepared[at] = prepare(
             grid, func, args, kwargs, [_form(t, grid) for t in tensors], asked
         )
-    parts = [t._local_tensor if type(t) is PlacedTensor else t for t in tensors]
     if prepared.returns:
         _refuse_copies(func, args, kwargs)
     for i, layout in prepared.moves:
@@ -241,6 +248,15 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return made
 
 
+_FOREACH_NORM = torch.ops.aten._foreach_norm.Scalar
+
+
+def _norms(tensors: Sequence[torch.Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Any]:
+    """One by one: each may lie as another, and come from norms of parts."""
+    one = torch.ops.aten.linalg_vector_norm.default
+    return [one(t, order, dtype=dtype) for t in tensors]
+
+
 def _moved_input(tensors: list[Any], i: int, layout: Layout, grid: Grid) -> torch.Tensor:
     """An input as a call needs it. Summands are reduced once: the sum takes their place, also where it was saved."""
     t = tensors[i]
@@ -256,20 +272,22 @@ def _moved_input(tensors: list[Any], i: int, layout: Layout, grid: Grid) -> torc
     return grid.moved(t._local_tensor, form.shape, form.layout, layout, _version(t))
 
 
-def _describe(value: Any, key: list[Any], tensors: list[Any]) -> bool:
-    """Add what a call's preparation depends on, and its tensors. False for a DTensor of somebody else."""
+def _describe(value: Any, key: list[Any], tensors: list[Any], parts: list[Any]) -> bool:
+    """Add what a call's preparation depends on, tensors, and this rank's parts. False for somebody else's DTensor."""
     kind = type(value)
     if kind is PlacedTensor:
         tensors.append(value)
+        parts.append(value._local_tensor)
         key.append(value._form)
     elif isinstance(value, torch.Tensor):
         if isinstance(value, DTensor):
             return False
         tensors.append(value)
+        parts.append(value)
         key.extend((value.shape, value.stride(), value.dtype, value.device))
     elif kind is list or kind is tuple:
         key.append(len(value))
-        return all(_describe(item, key, tensors) for item in value)
+        return all(_describe(item, key, tensors, parts) for item in value)
     else:
         key.append(value)
         key.append(kind)
@@ -291,9 +309,10 @@ def _version(t: torch.Tensor) -> int:
 
 
 def _with_parts(value: Any, parts: Iterator[Any]) -> Any:
-    if isinstance(value, torch.Tensor):
+    kind = type(value)
+    if kind is PlacedTensor or isinstance(value, torch.Tensor):
         return next(parts)
-    if type(value) is list or type(value) is tuple:
+    if kind is list or kind is tuple:
         return type(value)([_with_parts(item, parts) for item in value])
     return value
 
