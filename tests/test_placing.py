@@ -13,11 +13,12 @@ import sacplan
 from sacplan._placing.axis_program import AxisProgram, Options
 from sacplan._placing.roles import ROLES
 from sacplan._placing.search import Search
-from sacplan._placing.shardings import Proposal, shardings, smallest_sharding
+from sacplan._placing.shardings import Proposal, searched, shardings, smallest_sharding, tensor_parallel
 from sacplan._profile.profile import Profile
 from sacplan._ranks.ranks import Ranks
 from sacplan._ranks.shards import parameters_of
 from sacplan._shard.mesh import Mesh
+from sacplan._shard.places import matches
 
 MIB = 2**20
 OPTIONS = Options(time_limit_s=60)
@@ -176,6 +177,28 @@ def test_tensor_parallelism_keeps_the_batch_whole() -> None:
     rank = Ranks.spread(best.sharding).program(profile.recorded, profile.fingerprint.parameters, profile.spec)
     products = [op for op in rank.ops if op.phase == 0 and op.name == "aten.mm.default"]
     assert [rank.tensors[op.outputs[0]].shape for op in products] == [(4096, 1024), (4096, 1024)]
+
+
+def test_tensor_parallelism_leaves_other_axes_open() -> None:
+    profile = stack(2)
+    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
+    found = tensor_parallel(profile, parameters, Mesh.of({"dp": 2, "tp": 4}))
+    assert all(home.startswith("R,S") for home in found.homes.values())
+    assert {name for name, shape, _ in profile.fingerprint.parameters if len(shape) > 1} == {
+        p.name
+        for p in parameters
+        if any(matches(pattern, p.name) for pattern in found.homes) and len(p.shape) > 1
+    }
+    assert all(text.startswith("*,") for place in found.places for text in place.inputs)
+    Ranks.spread(found).program(profile.recorded, profile.fingerprint.parameters, profile.spec)
+
+
+def test_a_limit_that_nothing_keeps_gives_the_smallest() -> None:
+    profile = stack(2)
+    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
+    smallest = smallest_sharding(profile.recorded, parameters, Mesh.of(4), profile.spec)
+    assert searched(profile, parameters, Mesh.of(4), 1) == smallest.sharding
+    assert searched(profile, parameters, Mesh.of(4)) == proposals(profile, {"ranks": 4})[0].sharding
 
 
 def test_nothing_is_worse_than_what_people_name() -> None:

@@ -55,10 +55,18 @@ def tensor_parallel(offer: Offer) -> bool:
     return not cuts or any(offer.weights[i] for i in cuts)
 
 
+def megatron(offer: Offer) -> bool:
+    """Tensor parallelism in which all matrices are cut that can be."""
+    if offer.subject.is_parameter and len(offer.subject.shapes[0]) > 1:
+        return offer.strategy.outputs[0].is_cut
+    return tensor_parallel(offer)
+
+
 ROLES: Mapping[str, Allowed] = {
     "data": data_parallel,
     "ddp": replicas,
     "fsdp": fully_sharded,
     "tensor": tensor_parallel,
+    "megatron": megatron,
 }
 """By name."""

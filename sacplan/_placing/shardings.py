@@ -13,15 +13,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from sacplan._device.devices import DeviceSpec
 from sacplan._placing.answer import sharding_of
 from sacplan._placing.axis_program import Options
 from sacplan._placing.options import Allowed
+from sacplan._placing.roles import ROLES
 from sacplan._placing.search import Found, Search
+from sacplan._profile.profile import Profile
 from sacplan._program.program import Program
 from sacplan._ranks.shards import Parameter
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.sharding import Sharding
+from sacplan.errors import PlanError
 
 _BETWEEN = (0.5,)
 """Limits between the smallest peak and that of the fastest."""
@@ -90,6 +95,55 @@ def shardings(
     found.sort(key=lambda item: (item[0].figures.ms, item[0].figures.peak_bytes))
     found.append((smallest, ()))
     return _proposals(search, found)
+
+
+def searched(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, limit: float = 0) -> Sharding:
+    """The fastest sharding whose peak on a rank, before recomputation, is at most ``limit`` bytes.
+
+    Args:
+        profile: of the whole model on one device.
+        parameters: of the model.
+        mesh: the ranks.
+        limit: 0: none. Where no sharding keeps it, the one with the smallest peak is returned: recomputation may help.
+    """
+    search = _search(profile, parameters, mesh)
+    found = search.cheapest(limit or math.inf) or search.smallest
+    return sharding_of(search.evaluation, found.choice)
+
+
+def tensor_parallel(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh) -> Sharding:
+    """The fastest tensor parallelism on the last axis, the fastest links; all other axes are left open.
+
+    Raises:
+        PlanError: the ranks of the axis divide no dimension of any parameter.
+    """
+    name, ranks = mesh.axes[-1]
+    search = _search(profile, parameters, Mesh(((name, ranks),)), ("megatron",))
+    found = search.cheapest() or search.smallest
+    alone = sharding_of(search.evaluation, found.choice)
+    if not alone.homes:
+        raise PlanError(
+            f"{ranks} ranks of axis {name!r} divide no dimension of a parameter of {profile.fingerprint.model_class}: "
+            "choose another number of ranks."
+        )
+    others = len(mesh.axes) - 1
+    homes = {pattern: ",".join(["R"] * others + [home]) for pattern, home in alone.homes.items()}
+    places = [
+        structs.replace(place, inputs=tuple(",".join(["*"] * others + [text]) for text in place.inputs))
+        for place in alone.places
+    ]
+    return Sharding(mesh, homes, tuple(places))
+
+
+def _search(
+    profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, roles: tuple[str, ...] = ()
+) -> Search:
+    """Kept with the recording, with what it has found."""
+    allowed = {name: ROLES[role] for name, role in zip(mesh.names, roles, strict=False)}
+    return profile.recorded.derived(
+        ("search of placements", mesh, repr(profile.spec), tuple(parameters), roles),
+        lambda: Search(profile.recorded, parameters, mesh, profile.spec, allowed),
+    )
 
 
 def smallest_sharding(
