@@ -19,7 +19,7 @@ from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Layout, fits, format_layout
 from sacplan._shard.places import Place, matches
 from sacplan._torch.dtensors import DTensor
-from sacplan._torch.private import backward_number, call_after_backward
+from sacplan._torch.private import active_fake_mode, backward_number, call_after_backward
 from sacplan.errors import PlanError, PlanMismatch
 
 
@@ -55,7 +55,8 @@ def spread(
             f"mesh {mesh} has {mesh.size} ranks, and {dist.get_world_size()} run; "
             f"plan for a mesh of {dist.get_world_size()}, or start {mesh.size} with torchrun."
         )
-    _agree(model, mesh, homes, places)
+    if active_fake_mode() is None:  # else nothing is sent, and there are no values
+        _agree(model, mesh, homes, places)
     grid = Grid(mesh, device_mesh, places)
     return Handle(model, grid, _homes_of(model, mesh, homes))
 
