@@ -152,6 +152,7 @@ def training_chunk(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrit
 
 def _training_chunk(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
     entry = Entry.of(program, chunk.unit)
+    _check_plain(program, entry, chunk)
     if chunk.span != "module":
         return _Rehearsed(program, entry, chunk, device).rewrite()
     how = msgspec.structs.replace(chunk, unit="")
@@ -162,6 +163,19 @@ def _training_chunk(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewri
             return Rewrite(*found, known.added_ms)
     rehearsed[entry.scope] = _Rehearsed(program, entry, chunk, device).rewrite()
     return rehearsed[entry.scope]
+
+
+def _check_plain(program: Program, entry: Entry, chunk: Chunk) -> None:
+    """Slices are made of plain tensors: a module that gets a DTensor, or has one as a parameter, runs as a whole."""
+    if not program.on_dtensors:
+        return
+    scope = program.scopes[entry.scope]
+    for i in range(scope.first_op, scope.end_op if chunk.span == "module" else len(program.ops)):
+        op = program.ops[i]
+        module = program.scopes[op.scope].fqn if op.scope >= 0 else ""
+        if op.phase is Phase.FORWARD and module in program.on_dtensors:
+            where = f"module {module!r}" if module else "the loss function"
+            raise CannotChunk(f"{where} runs ops on DTensors, and only plain tensors can be sliced", i)
 
 
 class _Rehearsed:

@@ -59,6 +59,7 @@ from sacplan._record.user_code import (
 from sacplan._rewrites.library_workspaces import library_workspaces
 from sacplan._rotor.chain import Chain
 from sacplan._rotor.stages import stages_of
+from sacplan._shard.recorded import with_collectives
 from sacplan._techniques import rewritten
 from sacplan._torch.ops import is_computation
 from sacplan._torch.private import FakeTensorMode
@@ -139,7 +140,7 @@ class Profile:
         return self._rewritten()
 
     def _rewritten(self) -> Program:
-        program = self.ranks.program(self.recorded, self.fingerprint.parameters, self.spec)
+        program = self.ranks.program(self.recorded, self.fingerprint.local_parameters, self.spec)
         return program.with_(library_workspaces(program, self.spec))
 
     @property
@@ -358,7 +359,8 @@ def trace_step(
         batch = resolve_batch(batch)
         fingerprint = Fingerprint.of(model, batch)
         loss = loss_or_default(loss_fn, mode)
-        asked = _Asked(model, batch, loss, optimizer, spec, times.cost, mode, prepare, saved)
+        cost = with_collectives(times.cost, spec)
+        asked = _Asked(model, batch, loss, optimizer, spec, cost, mode, prepare, saved)
         recorded, rules = run(asked)
     _check_recorded(recorded, mode)
     return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules)

@@ -9,6 +9,7 @@ import torch
 from msgspec import Struct
 
 from sacplan._program.files import Count, Name
+from sacplan._torch.local_tensors import local_part, stands_for_another
 from sacplan.errors import PlanMismatch
 
 Entry = tuple[Name, tuple[Count, ...], Name]
@@ -20,8 +21,11 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
     Attributes:
         model_class: name of the model's class.
-        parameters: name, shape and dtype (``"frozen "`` before it where no gradient is wanted).
+        parameters: name, shape and dtype (``"frozen "`` before it where no gradient is wanted). The shape of a DTensor
+            is the global one, so that a plan that one rank made applies on all of them.
         batch: path, shape and dtype of each tensor.
+        local_shapes: of parameters that are DTensors, on the rank that made this. Not compared: on the last ranks they
+            may be smaller.
         target: what the command line made the model and the batch from, where it can make them again.
     """
 
@@ -29,11 +33,19 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     parameters: tuple[Entry, ...]
     batch: tuple[Entry, ...]
     target: Mapping[Name, int | str] | None = None
+    local_shapes: Mapping[Name, tuple[Count, ...]] | None = None
 
     @classmethod
     def of(cls, model: torch.nn.Module, batch: Any) -> Fingerprint:
         """Read it from a model and a batch (real, meta or fake)."""
-        return cls(type(model).__name__, _parameters(model), tuple(_leaves(batch, "batch")))
+        batches = tuple(_leaves(batch, "batch"))
+        return cls(type(model).__name__, _parameters(model), batches, local_shapes=_local_shapes(model))
+
+    @property
+    def local_parameters(self) -> tuple[Entry, ...]:
+        """``parameters`` with the shapes that they have on this rank."""
+        local = self.local_shapes or {}
+        return tuple((name, local.get(name, shape), dtype) for name, shape, dtype in self.parameters)
 
     def check_model(self, model: torch.nn.Module) -> None:
         """``PlanMismatch`` that names the first difference, if the model is another one."""
@@ -49,6 +61,13 @@ def _parameters(model: torch.nn.Module) -> tuple[Entry, ...]:
         (name, tuple(p.shape), ("" if p.requires_grad else "frozen ") + str(p.dtype))
         for name, p in model.named_parameters()
     )
+
+
+def _local_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]] | None:
+    found = {
+        name: tuple(local_part(p).shape) for name, p in model.named_parameters() if stands_for_another(p)
+    }
+    return found or None
 
 
 def _leaves(value: Any, path: str) -> list[Entry]:

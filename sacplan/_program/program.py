@@ -79,6 +79,8 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
         leaf_fqns: modules without children.
         parameter_bytes: module to the bytes of its parameters, those of its children included.
         gradients: storage of a parameter to the tensor that is its gradient when the backward pass is over.
+        on_dtensors: the innermost modules in whose forward pass ops on DTensors ran, of which the program has the local
+            ones; ``""`` if some ran outside of all.
     """
 
     storage_bytes: tuple[int, ...]
@@ -96,6 +98,7 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
     leaf_fqns: frozenset[str] = frozenset()
     parameter_bytes: dict[str, int] = {}
     gradients: dict[int, int] = {}
+    on_dtensors: frozenset[str] = frozenset()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled without what was derived from it."""

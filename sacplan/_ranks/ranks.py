@@ -1,6 +1,6 @@
 """Over how many ranks a step is spread, and how: the step of one rank from that of the whole model.
 
-rank = Ranks.of(8, ["layers.*", ""]).program(program, fingerprint.parameters, spec)
+rank = Ranks.of(8, ["layers.*", ""]).program(program, fingerprint.local_parameters, spec)
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
 
         Args:
             whole: the step of the whole model on one device.
-            parameters: name, shape and dtype of each (``Fingerprint.parameters``).
+            parameters: name, shape and dtype of each (``Fingerprint.local_parameters``).
             spec: the device of a rank.
 
         Raises:

@@ -1,6 +1,6 @@
 """The step of one rank under ``DistributedDataParallel``, from the recorded step of the model.
 
-    rank = program.with_(replicated(program, fingerprint.parameters, spec, world_size=8)).renumbered()
+    rank = program.with_(replicated(program, fingerprint.local_parameters, spec, world_size=8)).renumbered()
 
 DDP copies each gradient into a bucket when it is there, reduces the bucket over all ranks, and copies it back.
 The buckets stay allocated from step to step, so with its default ``gradient_as_bucket_view=False`` gradients are
@@ -54,7 +54,7 @@ def replicated(
 
     Args:
         program: of the whole model on one device.
-        parameters: name, shape and dtype of each (``Fingerprint.parameters``).
+        parameters: name, shape and dtype of each (``Fingerprint.local_parameters``).
         spec: the device; its allocator's rounding counts, and its links.
         world_size: ranks.
         bucket_cap_mb: as for DDP, in MiB.

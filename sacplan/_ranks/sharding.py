@@ -1,6 +1,6 @@
 """The step of one rank under ``fully_shard`` (FSDP2), from the recorded step of the whole model.
 
-    patch = sharded(program, fingerprint.parameters, spec, world_size=8, units=["layers.*", ""])
+    patch = sharded(program, fingerprint.local_parameters, spec, world_size=8, units=["layers.*", ""])
     rank = program.with_(patch).renumbered()
 
 A program is rewritten; no process group is needed, and none is touched:
@@ -78,7 +78,7 @@ def sharded(
 
     Args:
         program: of the whole model on one device; without a plan, or of a step that was traced with one applied.
-        parameters: name, shape and dtype of each (``Fingerprint.parameters``).
+        parameters: name, shape and dtype of each (``Fingerprint.local_parameters``).
         spec: the device; its allocator's rounding counts.
         world_size: ranks, at least 2.
         units: patterns for module names, see ``resolve_units``.

@@ -1,7 +1,7 @@
 """What a rank holds of each parameter, and which unit of ``fully_shard`` it belongs to.
 
     units = resolve_units(["layers.*", ""], program)
-    owned = owners(parameters_of(program, fingerprint.parameters), units, program)
+    owned = owners(parameters_of(program, fingerprint.local_parameters), units, program)
 
 A parameter belongs to the innermost unit around it. Its shard is a slice of dim 0 as ``torch.chunk`` cuts it,
 padded to the size of the first one; what is gathered, and what is reduced, is that size times the ranks.
@@ -63,7 +63,7 @@ class Parameter:
 
 
 def parameters_of(program: Program, entries: Sequence[Entry]) -> tuple[Parameter, ...]:
-    """The parameters of a recorded step; ``entries`` are name, shape and dtype (``Fingerprint.parameters``).
+    """The parameters of a recorded step; ``entries`` are name, shape and dtype (``Fingerprint.local_parameters``).
 
     The recorder takes the storages of parameters before all others, in the order of ``named_parameters()``.
 

@@ -53,7 +53,7 @@ class FakeCopier:
     def _new_twin(self, t: torch.Tensor) -> torch.Tensor:
         self._keep.append(t)
         if stands_for_another(t):
-            return self._twin_around(t, self.tensor(local_part(t)))
+            return self._twin_around(t)
         if t.layout != torch.strided:
             raise TraceError(
                 f"a tensor of layout {t.layout} in the model or the batch: a fake step has strided ones only. "
@@ -80,9 +80,18 @@ class FakeCopier:
         self.memo[id(t)] = fake
         return fake
 
-    def _twin_around(self, t: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    def _twin_around(self, t: torch.Tensor) -> torch.Tensor:
+        trained = isinstance(t, torch.nn.Parameter)
+        rules, self._rules = (
+            self._rules,
+            None if trained else self._rules,
+        )  # as of plain ones, no values are learned
+        try:
+            local = self.tensor(local_part(t))
+        finally:
+            self._rules = rules
         fake: torch.Tensor = wrapping_of(t).around(local).requires_grad_(t.requires_grad)
-        if isinstance(t, torch.nn.Parameter):
+        if trained:
             fake._is_param = True
         self.memo[id(t)] = fake
         return fake

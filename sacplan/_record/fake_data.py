@@ -42,7 +42,7 @@ from sacplan._record.fake_rules import (
 )
 from sacplan._record.fake_values import NO_ANSWER, KnownValues, is_float
 from sacplan._torch.local_tensors import Watching, is_deferred
-from sacplan._torch.ops import OpTraits, op_traits, tensors_in
+from sacplan._torch.ops import OpTraits, is_between_ranks, op_traits, tensors_in
 from sacplan._torch.private import is_plain, storage_key
 from sacplan.errors import SacplanWarning
 
@@ -191,7 +191,7 @@ class DataRules(KnownValues, Watching):
         ):
             values, rule = decide(self, args, kwargs, out)
             rules = {rule: None} if rule else {}
-        elif traits.random or torch.Tag.nondeterministic_seeded in func.tags:
+        elif traits.random or torch.Tag.nondeterministic_seeded in func.tags or is_between_ranks(func):
             return
         else:
             result = self.run_on_values(func, args, kwargs, inputs)
@@ -224,7 +224,7 @@ class DataRules(KnownValues, Watching):
                 spread[func](value, *args[1:], **{k: v for k, v in kwargs.items() if k != "generator"})
             known[0].rules["even spread"] = None
             return
-        if random or self.run_on_values(func, args, kwargs, inputs) is NO_ANSWER:
+        if random or is_between_ranks(func) or self.run_on_values(func, args, kwargs, inputs) is NO_ANSWER:
             for t in targets:
                 self._forget(t)
             return

@@ -26,7 +26,7 @@ from sacplan._record.saved_tensors import SavedMode, SavedTensors
 from sacplan._record.seen_ops import Seen, SeenOps
 from sacplan._rewrites.in_place_versions import in_place_versions
 from sacplan._rewrites.settle import settled
-from sacplan._torch.local_tensors import Watching, is_deferred, local_part
+from sacplan._torch.local_tensors import Watching, has_local_parts, is_deferred, local_part
 from sacplan._torch.ops import can_run_again, draws_numbers, op_traits, tensors_in
 from sacplan._torch.private import (
     FakeTensorMode,
@@ -131,6 +131,7 @@ class Recorder(Watching):
         self._scope_marks: list[tuple[int, int]] = []  # (autograd sequence number, scope)
         self._backward_order: dict[int, None] = {}
         self._backward_scope = ROOT_SCOPE
+        self._on_dtensors: set[str] = set()
         self._node: int | None = None  # the autograd node that runs
         self._fqns: dict[int, str] = {}
         self._modules: dict[int, torch.nn.Module] = {}
@@ -139,6 +140,7 @@ class Recorder(Watching):
         self._optimizers: list[torch.optim.Optimizer] = []
         self._in_optimizer = False
         self._removers: list[Any] = []
+        self._have_hooks: set[int] = set()  # modules with hooks of their own that run before their forward
         self._saved = SavedTensors(
             saved,
             ids=self._ids,
@@ -231,6 +233,11 @@ class Recorder(Watching):
             register_optimizer_step_pre_hook(self._enter_optimizer),
             register_optimizer_step_post_hook(self._exit_optimizer),
         ]
+        # What a module's hooks run before its forward is no part of the module: recipes of a unit do not see it.
+        for key, module in self._modules.items():
+            if module._forward_pre_hooks:
+                self._removers.append(module.register_forward_pre_hook(self._begin_module))
+                self._have_hooks.add(key)
         self._saved.__enter__()
         self._active = True
         self._fake = active_fake_mode() is not None
@@ -253,6 +260,7 @@ class Recorder(Watching):
         for remover in self._removers:
             remover.remove()
         self._removers = []
+        self._have_hooks.clear()
         if exc_type is None:
             self._mark_late_kinds()
         self._active = False
@@ -290,6 +298,7 @@ class Recorder(Watching):
         self._scopes.clear()
         self._scope_marks.clear()
         self._backward_order.clear()
+        self._on_dtensors.clear()
         self._backward_scope = ROOT_SCOPE
         self._in_place.clear()
         self._formulas.clear()
@@ -349,6 +358,10 @@ class Recorder(Watching):
     # --- modules ------------------------------------------------------------------------------
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
+        if id(module) not in self._have_hooks:
+            self._begin_module(module, args)
+
+    def _begin_module(self, module: torch.nn.Module, args: Any) -> None:
         if in_backward():
             fqn = self._fqns.get(id(module))
             if fqn is not None and called_by_checkpoint():
@@ -402,6 +415,8 @@ class Recorder(Watching):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_deferred(types):
             self._in_place.defers(func)
+            if not self._paused and has_local_parts(types) and self._phase() is Phase.FORWARD:
+                self._on_dtensors.add(self._scopes[self._stack[-1]][0] if self._stack else "")
             return NotImplemented
         device = fake_device_of(func, args)
         if device is not None:
@@ -630,6 +645,7 @@ class Recorder(Watching):
                 for key, fqn in self._fqns.items()
             },
             gradients=dict(self._gradients),
+            on_dtensors=frozenset(self._on_dtensors),
         )
         named = frozenset(s for s, kind in enumerate(kinds) if kind is not None)
         split = recorded.with_(in_place_versions(recorded))

@@ -36,6 +36,11 @@ def is_deferred(types: Sequence[type]) -> bool:
     return any(kind in DEFERRED_TYPES or _stands_for_another(kind) for kind in types)
 
 
+def has_local_parts(types: Sequence[type]) -> bool:
+    """The same for a mode that itself knows what to do with ``DEFERRED_TYPES``."""
+    return any(map(_stands_for_another, types))
+
+
 @functools.cache
 def _stands_for_another(kind: type) -> bool:
     if _is_dtensor(kind):
@@ -124,13 +129,16 @@ def _unflattened(
 def _hide_sharding_propagation() -> None:
     """From ``Watching`` modes, for the whole process."""
     propagator = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher.sharding_propagator
-    find = propagator.propagate_op_sharding_non_cached
+    propagator._propagate_tensor_meta_non_cached = _unseen(propagator._propagate_tensor_meta_non_cached)
+    find = propagator.propagate_op_sharding_non_cached = _unseen(propagator.propagate_op_sharding_non_cached)
+    propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(find)  # with a cache
 
+
+def _unseen(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def unseen(schema: Any) -> Any:
         if not any(isinstance(mode, Watching) for mode in _get_current_dispatch_mode_stack()):
             return find(schema)
         with _disable_current_modes():
             return find(schema)
 
-    propagator.propagate_op_sharding_non_cached = unseen
-    propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(unseen)
+    return unseen

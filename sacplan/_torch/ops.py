@@ -149,7 +149,13 @@ def draws_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return at is None or bool(args[at] if at < len(args) else kwargs.get("dropout_p", 0.0))
 
 
-_SETS_UP = frozenset({"c10d", "_c10d_functional", "fsdp"})
+_BETWEEN_RANKS = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
+_SETS_UP = _BETWEEN_RANKS | {"fsdp"}
+
+
+def is_between_ranks(func: Any) -> bool:
+    """Whether an op is a collective or waits for one. It runs once, on all ranks or on none."""
+    return func.namespace in _BETWEEN_RANKS
 
 
 @functools.cache

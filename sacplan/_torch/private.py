@@ -84,17 +84,26 @@ def module_calls(
 ) -> dict[FrameType, torch.nn.Module]:
     """The calls of modules that run inside a frame of this thread, outermost first: module by frame of the call.
 
-    A call whose forward has returned, and whose hooks run, is over. ``known`` saves looking into a frame again.
+    A call begins when the module's own hooks before its forward have run, and is over when its forward has returned,
+    before those after it. ``known`` saves looking into a frame again.
     """
     found: list[tuple[FrameType, torch.nn.Module]] = []
-    frame, callee = sys._getframe(1).f_back, None
+    callee: FrameType = sys._getframe(1)
+    frame = callee.f_back
     while frame is not None and frame is not outer:
-        code = frame.f_code
-        if code is _CALL_IMPL and not (callee is _CALL_WITH_HOOKS and frame.f_locals["result"] is not None):
+        if frame.f_code is _CALL_IMPL and not (
+            callee.f_code is _CALL_WITH_HOOKS and _in_hooks(frame, callee)
+        ):
             found.append((frame, known[frame] if frame in known else frame.f_locals["self"]))
-        frame, callee = frame.f_back, code
+        callee = frame
+        frame = callee.f_back
     found.reverse()
     return dict(found)
+
+
+def _in_hooks(call: FrameType, inner: FrameType) -> bool:
+    """Whether hooks run, and not the forward: ``bw_hook`` is set in between."""
+    return call.f_locals["result"] is not None or "bw_hook" not in inner.f_locals
 
 
 FIRST_ARGUMENT = object()
@@ -138,11 +147,6 @@ def autograd_as_outside() -> Iterator[None]:
     below = exclude.remove(_K.AutogradFunctionality).remove(_K.ADInplaceOrView)
     with torch._C._ForceDispatchKeyGuard(include, below), torch.enable_grad():
         yield
-
-
-def below_autograd() -> Any:
-    """A context manager: ops inside are dispatched as those inside a ``__torch_dispatch__`` are."""
-    return torch._C._AutoDispatchBelowAutograd()
 
 
 def in_backward() -> bool:
@@ -469,6 +473,18 @@ def make_fake_zeros_ordinary(where: Callable[[], bool]) -> None:
     global _ordinary_zeros_wanted
     _ordinary_zeros_wanted = where
     fake_impls.op_implementations_dict[_ZERO_TENSOR] = _ordinary_zeros
+
+
+def ranks_of_group(group: Any) -> list[int] | None:
+    """The global ranks of a process group, given itself or its name; None if there is none of that name."""
+    from torch.distributed import distributed_c10d
+
+    if isinstance(group, str):
+        try:
+            group = distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined,arg-type]
+        except (RuntimeError, ValueError):
+            return None
+    return sorted(distributed_c10d.get_process_group_ranks(group))
 
 
 class _NoModules:

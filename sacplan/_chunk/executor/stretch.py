@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch.overrides import enable_reentrant_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sacplan._chunk.executor.slices import Lazy, Stretch, whole
 from sacplan._device.kernels import kernel_layouts
@@ -31,6 +30,7 @@ from sacplan._program.elements import CallSite, is_inside
 from sacplan._program.places import OpSequence, Places, StepDifference, described
 from sacplan._recompute.executor.alignment import Alignment, Differences, RecordedUnit
 from sacplan._recompute.executor.copies import InstalledStandIns, StandIn
+from sacplan._torch.local_tensors import Watching, has_local_parts
 from sacplan._torch.ops import is_alias, is_composite, is_computation, op_traits, tensors_in
 from sacplan._torch.private import dispatch_modes, fake_device_of, is_plain, module_calls, run_composite
 
@@ -139,7 +139,7 @@ def _as_outside() -> AbstractContextManager[object]:
     return enable_reentrant_dispatch() if dispatch_modes() else nullcontext()
 
 
-class StretchMode(TorchDispatchMode):
+class StretchMode(Watching):
     """On while calls of units run."""
 
     def __init__(self) -> None:
@@ -148,6 +148,8 @@ class StretchMode(TorchDispatchMode):
         self.paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_local_parts(types):
+            return NotImplemented
         kwargs = kwargs or {}
         device = fake_device_of(func, args)
         if device is not None:

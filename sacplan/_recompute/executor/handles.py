@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from sacplan._recompute.executor.nodes import Recomputation, Slot, compute
 from sacplan._recompute.executor.tensors import checksum, history_free_aliases, version_of
+from sacplan._torch.local_tensors import Wrapping
 from sacplan.errors import RecipeError
 
 
@@ -116,6 +117,18 @@ class Kept:
 
 
 @dataclass(slots=True)
+class Wrapped:
+    """A DTensor whose local part is discarded."""
+
+    local: RecipeHandle
+    wrapping: Wrapping
+
+    def unpack(self) -> torch.Tensor:
+        """Of the same class, around the part that is recomputed."""
+        return self.wrapping.around(self.local.unpack())
+
+
+@dataclass(slots=True)
 class PassedOn:
     """A kept tensor, packed by the saved-tensor hooks around the unit."""
 
@@ -127,6 +140,6 @@ class PassedOn:
         return self.unpack_hook(self.packed)
 
 
-def unpack(packed: RecipeHandle | Kept | PassedOn) -> torch.Tensor:
+def unpack(packed: RecipeHandle | Wrapped | Kept | PassedOn) -> torch.Tensor:
     """The unpack hook."""
     return packed.unpack()

@@ -26,7 +26,7 @@ from sacplan._program.places import Call, Places, StepDifference, described
 from sacplan._program.program import CallSite
 from sacplan._recompute.executor.alignment import Alignment, RecordedUnit
 from sacplan._recompute.executor.draws import Draw, draw_of
-from sacplan._recompute.executor.handles import FirstStep, Kept, PassedOn, RecipeHandle, unpack
+from sacplan._recompute.executor.handles import FirstStep, Kept, PassedOn, RecipeHandle, Wrapped, unpack
 from sacplan._recompute.executor.nodes import (
     OpSignature,
     RecipeNode,
@@ -48,7 +48,7 @@ from sacplan._recompute.executor.schedule import (
     schedule_of,
 )
 from sacplan._recompute.executor.tensors import history_free_aliases, is_ordinary, sample, version_of, view_of
-from sacplan._torch.local_tensors import Watching, is_deferred
+from sacplan._torch.local_tensors import Watching, is_deferred, local_part, wrapping_of
 from sacplan._torch.ops import is_computation, op_traits, tensors_in
 from sacplan._torch.private import (
     CUSTOM_FUNCTION_APPLY,
@@ -428,14 +428,16 @@ class UnitRecorder(Watching):
     # --- what autograd saves ---
 
     def _pack(self, t: torch.Tensor) -> Any:
+        local = local_part(t)
         plain = is_plain(t)
-        slot = self._slot_of(t) if plain else None
+        slot = self._slot_of(local) if plain or is_plain(local) else None
         if slot is not None and self._differs() and sys._getframe(1).f_code is CUSTOM_FUNCTION_APPLY:
             slot = None  # what a custom function that was not recorded saves, it may overwrite
         if self._looked_up is not None:
             (self._kept_gaps if slot is None else self._handle_gaps).add(len(self._looked_up))
         if slot is not None:
-            return RecipeHandle(slot, t, self._first_step)
+            handle = RecipeHandle(slot, local, self._first_step)
+            return handle if local is t else Wrapped(handle, wrapping_of(t))
         paused, self.paused = self.paused, True  # what runs now is not part of the unit
         try:
             if self._outer is not None:

@@ -1,0 +1,62 @@
+"""The time of collectives that a recorded step runs itself, by the links of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sacplan._device.devices import DeviceSpec
+from sacplan._shard.costs import Collective, Costs
+from sacplan._shard.mesh import Mesh
+from sacplan._torch.local_tensors import local_part
+from sacplan._torch.ops import is_between_ranks, tensors_in
+from sacplan._torch.private import ranks_of_group
+from sacplan.errors import TraceError
+
+Cost = Callable[..., tuple[int, float]]
+"""``(func, args, kwargs, out) -> (flops, time_ms)``, as ``Recorder`` takes it."""
+
+_KINDS: Mapping[str, Collective] = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
+
+
+def with_collectives(cost: Cost, spec: DeviceSpec) -> Cost:
+    """The same cost, where a collective takes what its links do, and waiting for one nothing.
+
+    What computation could hide of it is not taken off: tensor parallelism waits for each at once.
+    """
+
+    def of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> tuple[int, float]:
+        if not is_between_ranks(func):
+            return cost(func, args, kwargs, out)
+        name = func.overloadpacket.__name__.rstrip("_").removesuffix("_out").removesuffix("_coalesced")
+        kind = _KINDS.get(name)
+        return 0, 0.0 if kind is None else _collective_ms(kind, spec, func, args, kwargs, out)
+
+    return of
+
+
+def _collective_ms(
+    kind: Collective, spec: DeviceSpec, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> float:
+    group = kwargs.get("group_name", args[-1])
+    ranks = ranks_of_group(group)
+    if ranks is None:
+        raise TraceError(
+            f"{func} speaks to process group {group!r}, which is not there: the model was parallelised with a device "
+            "mesh whose groups have been shut down. Profile it while torch.distributed is initialized; a "
+            '"fake" process group will do.'
+        )
+    whole = out if kind == "all_gather" else args[0]
+    n_bytes = sum(t.numel() * t.element_size() for t in map(local_part, tensors_in(whole)))
+    if kind == "all_to_all":
+        n_bytes *= len(ranks)
+    # Ranks that are not neighbours are those of an axis that is not the last.
+    apart = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    mesh = Mesh((("group", len(ranks)), ("between", max(1, apart))))
+    return Costs.of(mesh, spec).collective_ms(kind, n_bytes, axis=0)
