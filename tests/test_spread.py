@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
@@ -23,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sacplan._shard.executor.install import spread
 from sacplan._shard.executor.placed import PlacedTensor, placed_from
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import parse_layout
+from sacplan._shard.placements import REPLICATED, Layout, fits, format_layout, parse_layout
 from sacplan._shard.places import Place
 from sacplan.errors import PlanError, PlanMismatch
 from tests.models import LM, tokens
@@ -108,6 +110,10 @@ def _model_cases() -> dict[str, Case]:
         ),
         "lm fsdp": (lm, one, functools.partial(first_axis, mesh=one), (LM_BATCH,)),
         "lm ddp": (lm, one, functools.partial(homes_of, mesh=one, patterns={}), (LM_BATCH,)),
+        "lm checkpointed": (
+            checkpointed_lm, two, functools.partial(homes_of, mesh=two, patterns=both),
+            (LM_BATCH_2D, *(Place(p.unit, p.op, 0, ("*,S1", "", "")) for p in SEQUENCE)),
+        ),
         "lm megatron": (lm, one, functools.partial(homes_of, mesh=one, patterns=LM_MEGATRON), ()),
         "lm sequence": (lm, one, functools.partial(homes_of, mesh=one, patterns=LM_MEGATRON), SEQUENCE),
         "lm dp x tp": (
@@ -354,6 +360,96 @@ def as_dtensor() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def redistributions() -> dict[str, Any]:
+    """From each layout of a matrix to each other, beside slices of the whole."""
+    wrong = []
+    for mesh in MESHES.values():
+        handle = spread_on(nn.Linear(4, 4), mesh, {})
+        grid, whole = handle.grid, torch.arange(128.0).view(16, 8)
+        texts = ("R", "P", "S0", "S0/2", "S0/4", "S1", "S1/2")
+        layouts = [parse_layout(",".join(t)) for t in itertools.product(texts, repeat=len(mesh.axes))]
+        layouts = [layout for layout in layouts if fits(whole.shape, layout, mesh.ranks)]
+        parts = {layout: _part_of(whole, layout, mesh.ranks, grid.coordinate) for layout in layouts}
+        for source, target in itertools.product(layouts, repeat=2):
+            moved = grid.move(parts[source], whole.shape, source, target)
+            summed = tuple(REPLICATED if p.is_partial else p for p in target)
+            moved = grid.move(moved, whole.shape, target, summed)
+            if not torch.equal(moved, parts[summed]) or not moved.is_contiguous():
+                wrong.append((str(mesh), format_layout(source), format_layout(target)))
+    return {"wrong": wrong}
+
+
+def _part_of(
+    whole: torch.Tensor, layout: Layout, ranks: tuple[int, ...], at: tuple[int, ...]
+) -> torch.Tensor:
+    """By the indices that a rank has; summands are equal."""
+    indices = [torch.arange(size) for size in whole.shape]
+    for placement, n, position in zip(layout, ranks, at, strict=True):
+        if placement.is_cut:
+            inner = whole.shape[placement.dim] // (placement.outer * n)
+            own = indices[placement.dim]
+            indices[placement.dim] = own[own // inner % n == position]
+        elif placement.is_partial:
+            whole = whole / n
+    return whole[indices[0]][:, indices[1]]
+
+
+class Checkpointed(LM):
+    """Layers run again in the backward pass: places are met again, and random numbers are the same."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.embed(ids)
+        for layer in self.layers:
+            h = torch.utils.checkpoint.checkpoint(layer, h, use_reentrant=False)
+        return self.head(self.norm(h))
+
+
+def checkpointed_lm() -> Made:
+    _, batch, loss_fn = lm()
+    return Checkpointed(2, 32, 4, 64, dropout=0.0).double(), batch, loss_fn
+
+
+def dropout_with_checkpoints() -> dict[str, Any]:
+    """The same gradients with and without running layers again."""
+    mesh, found = MESHES["2x2"], []
+    for kind in (LM, Checkpointed):
+        torch.manual_seed(0)
+        model = kind(2, 32, 4, 64, dropout=0.3).double()
+        _, batch, loss_fn = lm()
+        spread_on(model, mesh, homes_of(model, mesh, on_tp(LM_MEGATRON)), (LM_BATCH_2D,))
+        torch.manual_seed(5)
+        loss_fn(model, *batch).backward()
+        found.append([p.grad.full_tensor() for p in model.parameters()])
+    return {"far": max(map(far, *found)), "drawn": float(torch.rand(1))}
+
+
+def other_ways() -> dict[str, Any]:
+    """Autocast, inference mode, an axis of one rank, and a batch of which each rank loads its part."""
+    mesh, found = MESHES["4"], {}
+    torch.manual_seed(0)
+    model, (x,), loss_fn = mlp()
+    model, x = model.float(), x.float()
+    whole = copy.deepcopy(model)
+    handle = spread_on(model, mesh, first_axis(model, mesh))
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [loss_fn(m, x) for m in (model, whole)]
+    for loss in losses:
+        loss.backward()
+    found["autocast"] = far(model.up.weight.grad.full_tensor(), whole.up.weight.grad)
+    found["kind"] = model.up.weight.grad.dtype is torch.float32
+    with torch.inference_mode():
+        found["inference"] = far(model(x).full_tensor(), whole(x))
+    model.zero_grad(), whole.zero_grad()
+    own = handle.from_parts(x.chunk(4)[dist.get_rank()], parse_layout("S0"))
+    for m, batch in ((model, own), (whole, x)):
+        loss_fn(m, batch).backward()
+    found["parts"] = far(model.up.weight.grad.full_tensor(), whole.up.weight.grad)
+    narrow = Mesh.of({"dp": 1, "tp": 4})
+    again = beside_one_process(mlp, narrow, functools.partial(random_homes, mesh=narrow, seed=1), ())
+    found["one rank"] = max(again["loss"], again["gradients"])
+    return found
+
+
 MODEL_CASES = _model_cases()
 
 
@@ -369,6 +465,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "in place": in_place,
         "random": random_numbers,
         "dtensor": as_dtensor,
+        "redistributions": redistributions,
+        "dropout": dropout_with_checkpoints,
+        "other ways": other_ways,
     }
     return on_ranks({**MODEL_CASES, **others}, directory)
 
@@ -458,3 +557,23 @@ def test_placed_tensors_work_as_dtensors_do(found: list[dict[str, Any]]) -> None
             result[name] < 1e-10 for name in ("through", "local", "norm", "clipped", "foreach", "each")
         )
         assert set(result["sent"]) == {"all_reduce"}, "no gradient is gathered for its norm"
+
+
+def test_every_redistribution_gives_the_part_that_the_layout_says(found: list[dict[str, Any]]) -> None:
+    for result in ok(found, "redistributions"):
+        assert not result["wrong"]
+
+
+def test_layers_that_run_again_drop_the_same(found: list[dict[str, Any]]) -> None:
+    results = ok(found, "dropout")
+    assert all(result["far"] < 1e-10 for result in results)
+    assert len({result["drawn"] for result in results}) == 1, "generators agree afterwards"
+
+
+def test_other_ways_to_run(found: list[dict[str, Any]]) -> None:
+    for result in ok(found, "other ways"):
+        assert result["kind"]
+        assert result["autocast"] < 1e-2
+        assert result["inference"] < 1e-6
+        assert result["parts"] < 1e-6
+        assert result["one rank"] < 1e-10

@@ -194,6 +194,22 @@ def test_ops_that_draw_say_so() -> None:
     assert not axis_strategies(aten.neg.default, (a,), {}, a, 2)[0].draws
 
 
+def test_attention_draws_its_mask_again_as_it_was_drawn() -> None:
+    q, lse, seed = (torch.empty(s, device="meta") for s in ((2, 4, 64, 8), (2, 4, 64), ()))
+    forward = aten._scaled_dot_product_efficient_attention.default
+    drawn = axis_strategies(forward, (q, q, q, None, True, 0.5), {}, (q, lse, seed, seed), 2)
+    assert [s.outputs[0] for s in drawn] == [R, cut(0), cut(1)]
+    assert all(s.draws for s in drawn)
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    args = (q, q, q, q, torch.empty(0), q, lse, seed, seed, 0.5, [True, True, True, False])
+    n = 9
+    for forward_cut in (R, cut(0), cut(1)):
+        available = [[R, cut(0), cut(1)]] * n
+        available[6] = [forward_cut]
+        found = axis_strategies(backward, args, {}, (q, q, q), 2, available)
+        assert {s.outputs[0] for s in found if not any(p.is_partial for p in s.outputs)} == {forward_cut}
+
+
 def test_what_an_op_writes_stays_where_it_is() -> None:
     a, b = x(4, 6), x(4, 6)
     for func in (aten.add_.Tensor, aten.mul_.Tensor, aten.copy_.default):

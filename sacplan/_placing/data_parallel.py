@@ -45,16 +45,10 @@ def with_data_parallel(
     """
     mesh = sharding.mesh
     at = mesh.names.index(axis)
-    n = mesh.ranks[at]
-    if rows % n:
-        raise PlanError(
-            f"{n} ranks of axis {axis!r} do not divide a batch of {rows}: give a batch that is a multiple of {n}, or a "
-            "mesh with fewer ranks on that axis."
-        )
     homes = dict(sharding.homes)
     if cut_parameters:
         homes = _cut_homes(sharding, at, parameters)
-    return Sharding(mesh, homes, _with_entries(sharding, at, _entries(program, n, rows)))
+    return Sharding(mesh, homes, _with_entries(sharding, at, _entries(program, rows), rows))
 
 
 def _cut_homes(sharding: Sharding, at: int, parameters: Sequence[Parameter]) -> dict[str, str]:
@@ -87,7 +81,7 @@ def by_pattern(homes: Mapping[str, Layout], names: Sequence[str]) -> dict[str, s
     return found
 
 
-def _entries(program: Program, n: int, rows: int) -> dict[tuple[str, str, int], list[int]]:
+def _entries(program: Program, rows: int) -> dict[tuple[str, str, int], list[int]]:
     """The ops that take parameters and, for the first time, the batch: which of their inputs to cut.
 
     Returns:
@@ -127,16 +121,23 @@ def _entries(program: Program, n: int, rows: int) -> dict[tuple[str, str, int], 
 
 
 def _with_entries(
-    sharding: Sharding, at: int, entries: Mapping[tuple[str, str, int], list[int]]
+    sharding: Sharding, at: int, entries: Mapping[tuple[str, str, int], list[int]], rows: int
 ) -> tuple[Place, ...]:
-    """Places that also cut inputs on an axis."""
-    n_axes = len(sharding.mesh.axes)
+    """Places that also cut inputs on an axis, within what other axes have cut."""
+    mesh = sharding.mesh
     found = {(p.unit, p.op, p.occurrence): list(p.inputs) for p in sharding.places}
     for key, cuts in entries.items():
         inputs = found.setdefault(key, [])
         inputs += [""] * (max(cuts) + 1 - len(inputs))
         for i in cuts:
-            words = (inputs[i] or ",".join("*" * n_axes)).split(",")
-            words[at] = "S0"
+            words = (inputs[i] or ",".join("*" * len(mesh.axes))).split(",")
+            outer = prod(n for word, n in zip(words, mesh.ranks, strict=True) if word.startswith("S0"))
+            parts = outer * mesh.ranks[at]
+            if rows % parts:
+                raise PlanError(
+                    f"a batch of {rows} cannot be cut for {parts} ranks (mesh {mesh}): give a batch that is a multiple "
+                    f"of {parts}, or a mesh with fewer ranks for data parallelism."
+                )
+            words[at] = str(cut(0, outer))
             inputs[i] = ",".join(words)
     return tuple(Place(*key, tuple(inputs)) for key, inputs in found.items())

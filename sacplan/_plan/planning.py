@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast, get_args
+from typing import Any, cast, get_args
+
+from msgspec import structs
 
 from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
 from sacplan._chunk.search import Found, StretchSearch, stretch_search
 from sacplan._plan.context import Objective, PlanningContext, planning_context
 from sacplan._plan.make import made_plan
+from sacplan._plan.meshes import plan_on_meshes
 from sacplan._plan.plan import Plan, Status
 from sacplan._plan.provenance import Provenance, options_of
 from sacplan._plan.search import Candidate, Search
@@ -27,6 +30,9 @@ from sacplan._solve.solvers import Solver
 from sacplan._solve.uniform import Uniform
 from sacplan._techniques import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, resolve_techniques
 from sacplan.errors import InfeasibleBudget, PlanError
+
+SHARD = "shard"
+"""The technique that a mesh stands for."""
 
 _OPTIMAL = 2e-3  # share of its cost that a plan may be above the bound for no other solver to be asked
 _FAMILIES = 3  # kinds of modules that run in slices
@@ -46,6 +52,7 @@ def plan(
     world_size: int | None = None,
     fsdp_units: Sequence[str] | None = None,
     accumulate: Accumulate = "float32",
+    mesh: Any = None,
 ) -> Plan:
     """Choose what each module discards, so that the whole step stays under a budget.
 
@@ -78,6 +85,11 @@ def plan(
             ``"float32"``, rounded once at the end, or ``"parameter"``, their own type, which takes less memory while a
             loop runs and rounds once for each slice.
 
+        mesh: spread the step over ranks, too: ``{"dp": 2, "tp": 4}``, the axis with the slowest links first. ``8`` or
+            ``"8xh100"`` tries the meshes of so many devices and returns the fastest plan. The batch of the profile is
+            that of all ranks together. The budget bounds the peak of each rank; a share is one of the step on a single
+            device. ``Plan.ranks.sharding`` says where parameters lie. ``"shard"`` among the techniques says the same.
+
     With pins ``Plan.lower_bound_ms`` is what no schedule undercuts that keeps what is pinned.
 
     Raises:
@@ -86,6 +98,30 @@ def plan(
         TraceError: the model cannot be spread over ranks so.
         InfeasibleBudget: no plan found holds it; carries the smallest peak that one does.
     """
+    if mesh is not None or "shard" in (techniques or ()):
+        if mesh is None or "shard" not in (techniques or (SHARD,)):
+            raise PlanError(
+                'to shard, give a mesh, such as mesh={"dp": 2, "tp": 4}, and "shard" among the techniques.'
+            )
+        if world_size is not None or fsdp_units is not None:
+            raise PlanError("give either a mesh, or world_size and fsdp_units.")
+        others = None if techniques is None else [name for name in techniques if name != SHARD]
+
+        def on_rank(rank: Profile) -> Plan:
+            return plan(
+                rank,
+                f"{limit}B",
+                solver,
+                objective,
+                keep=keep,
+                never=never,
+                techniques=others,
+                accumulate=accumulate,
+            )
+
+        limit = parse_budget(budget, profile.peak_bytes)
+        found_plan = plan_on_meshes(profile, mesh, limit, on_rank)
+        return _asked_for(found_plan, budget)
     asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units, accumulate)
     budget_bytes = parse_budget(budget, asked.profile.peak_bytes)
     if asked.is_about_stretches:
@@ -98,6 +134,13 @@ def plan(
     if found is None:
         raise _infeasible(asked, searches, budget_bytes)
     return asked.as_plan(found, budget, budget_bytes)
+
+
+def _asked_for(found: Plan, budget: float | str) -> Plan:
+    """With the budget and the techniques as they were asked for."""
+    techniques = (SHARD, *found.provenance.techniques)
+    provenance = structs.replace(found.provenance, budget=budget, techniques=techniques)
+    return structs.replace(found, provenance=provenance)
 
 
 @checked(PlanError)

@@ -3,7 +3,7 @@
 A choice depends on shapes, on where the inputs lie and on the mesh, and on nothing else: every rank makes the same one,
 and so does the machine that plans. Activations stay where they are, and parameters come to them, wherever a strategy
 allows that. Else it moves the fewest bytes between ranks; what an output will have to be sent later
-counts too, so that a summand on each rank is reduced where it meets a whole value, and kept while it meets others.
+counts too. Summands are activations as well: they are reduced where an op needs the sum, not before.
 """
 
 from __future__ import annotations
@@ -171,6 +171,10 @@ def _offered(
 ) -> list[AxisStrategy]:
     """The strategies on one axis that write nothing but what lies as it must, and do what is asked."""
     here = [layout[axis] for layout in have]
+    returned = [here[i] for i in call.written] if _returns_what_it_writes(call.func) else []
+    if mesh.ranks[axis] == 1:  # all placements are the same: nothing moves
+        others = (REPLICATED,) * (len(call.results) - len(returned))
+        return [AxisStrategy(tuple(here), (*returned[: len(call.results)], *others))]
     if call.func._schema.name in _READS_NO_VALUES:
         return [_reads_no_values(call, here)]
     wanted = [None if layout is None else layout[axis] for layout in asked]
@@ -181,7 +185,6 @@ def _offered(
         found = axis_strategies(call.func, call.args, call.kwargs, call.outputs, mesh.ranks[axis], may_have)
     fixed = {i: here[i] for i in call.written}
     fixed |= {i: placement for i, placement in enumerate(wanted) if placement is not None}
-    returned = [here[i] for i in call.written] if _returns_what_it_writes(call.func) else []
     return [
         s
         for s in found

@@ -28,7 +28,8 @@ from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, Stor
 from sacplan._record.rehearsal import Rehearsal, Seen
 from sacplan._shard.choose import Choice, WholeCall, choose
 from sacplan._shard.copies import Copies
-from sacplan._shard.costs import Collective, Costs
+from sacplan._shard.costs import Collective, Costs, redistribution_path
+from sacplan._shard.executor.prepare import RESHAPES
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.overlap import Overlap
 from sacplan._shard.placements import REPLICATED, Asked, Layout, is_reduced, local_shape
@@ -37,6 +38,7 @@ from sacplan._shard.redistribute import redistribute
 from sacplan._shard.strategies import AxisStrategy, local_call
 from sacplan._torch.collectives import all_reduce
 from sacplan._torch.ops import op_named
+from sacplan._torch.private import below_autograd
 from sacplan.errors import PlanError
 
 _FREE, _OP = int(Event.FREE), int(Event.OP)
@@ -112,6 +114,7 @@ class _Rank:
         self.ran: Counter[tuple[int, str]] = Counter()  # ops on tensors that are placed, by module call
         self.versions: dict[int, int] = defaultdict(int)  # of storages, by writes in place
         self.moved: dict[int, int] = {}  # recorded storages to those that have taken their place
+        self.packed: dict[int, list[int]] = defaultdict(list)  # handles by tensor
         self.recorded_as: dict[int, int] = {}  # the inverse
         self.viewed: set[int] = set()  # storages of copies that have views
         self.freed_with: dict[int, list[int]] = defaultdict(list)  # by recorded storage, these
@@ -119,6 +122,8 @@ class _Rank:
             s: homes.get(s, self.whole) for s, kind in enumerate(self.kinds) if kind == StorageKind.PARAMETER
         }
         self.gradient_of = {program.gradients[s]: s for s in self.homes if s in program.gradients}
+        self.last_of = self._last_of_gradients()
+        self.complete: list[tuple[Op, int]] = []  # gradients whose hooks are due
         self.copies: Copies[int] = Copies()
         self.ahead: set[int] = set()  # collectives that gather parameters
         self.behind: set[int] = set()  # collectives that reduce gradients
@@ -141,18 +146,22 @@ class _Rank:
         phase = Phase.FORWARD
         with self.rehearsal.running():
             for code, arg in r.events:
+                if code in (_OP, Event.UNPACK):
+                    self._move_gradients()  # the node that made them is done, and has let go of what it read
                 if code == _OP:
                     op = r.ops[arg]
                     if op.phase != phase:
                         self._drop_copies()
                         phase = op.phase
                     self._run(arg)
+                    self.complete = [(op, gradient) for gradient in self.last_of.get(arg, ())]
                 elif code == _FREE:
                     self._free(arg)
                 else:
                     if code == Event.PACK:
                         self._pack(arg)
                     self.events.append((code, arg))
+            self._move_gradients()
             self._drop_copies()
         self._hide_collectives()
         return msgspec.structs.replace(
@@ -194,6 +203,8 @@ class _Rank:
 
     def _run(self, index: int) -> None:
         op = self.r.ops[index]
+        if accumulates(op):
+            op = msgspec.structs.replace(op, name=_ADD, mutates=())
         have = [self._layout(t) for t in op.inputs]
         if all(layout is None for layout in have):
             self.events.append((_OP, index))  # of plain tensors: every rank does the same
@@ -220,6 +231,12 @@ class _Rank:
         storages = self._emit(part, [self.tensors[t].storage for t in given], results, like, index)
         for storage in self.ops[index].mutates:
             self.versions[storage] += 1
+        if op is not self.r.ops[index]:
+            self.tensors.append(msgspec.structs.replace(part.made[0], storage=storages[part.made[0].storage]))
+            self._replace(op.inputs[0], len(self.tensors) - 1, choice.outputs[0])
+            for same in (op.outputs[0], op.inputs[0]):  # before this version, and after it
+                self.layouts[same], self.tensors[same] = choice.outputs[0], self.tensors[-1]
+            return
         for t, made, layout in zip(op.outputs, part.made, choice.outputs, strict=True):
             recorded, storage = self.r.tensors[t].storage, storages[made.storage]
             self.layouts[t] = layout
@@ -228,9 +245,6 @@ class _Rank:
                 self._view_of_copy(storage, recorded)
         if all(weights):
             self.weights.update(op.outputs)
-        for t in dict.fromkeys(op.outputs):
-            if t in self.gradient_of and op.phase == Phase.BACKWARD:
-                self._move_gradient(op, t)
 
     def _asked(self, op: Op) -> tuple[Asked | None, ...] | None:
         """What a place of the plan asks for at an op of the forward pass."""
@@ -268,9 +282,15 @@ class _Rank:
                 (local,) = self._redistribution(t, source, target).made
             inputs.append(self.rehearsal.like(local))
         local_args, local_kwargs = call_with(op.arguments, inputs)
-        run = local_call(func, args, kwargs, results, choice.strategies, self.mesh).run
+        call = local_call(func, args, kwargs, results, choice.strategies, self.mesh)
         position = (0,) * len(self.mesh.axes)
-        part = self._seen(inputs, lambda: run(local_args, local_kwargs, _reduce, position))
+
+        def run() -> Any:
+            if func._schema.name in RESHAPES:
+                return inputs[0].reshape(call.args(local_args)[1])
+            return call.run(local_args, local_kwargs, _reduce, position)
+
+        part = self._seen(inputs, run)
         if len(part.made) != len(op.outputs):
             raise PlanError(
                 f"{op.name} returned {len(part.made)} tensors on a rank, and {len(op.outputs)} on one device."
@@ -278,7 +298,8 @@ class _Rank:
         return choice, part
 
     def _seen(self, inputs: Sequence[torch.Tensor], run: Callable[[], Any]) -> _Part:
-        out, seen = self.rehearsal.seen(run)
+        with below_autograd():  # as in the dispatch of a tensor
+            out, seen = self.rehearsal.seen(run)
         made = []
         for t in flat_tensors(out):
             dtype = str(t.dtype).removeprefix("torch.")
@@ -322,6 +343,7 @@ class _Rank:
                     self.sizes[known[s]] = part.sizes[s]
             return known[s]
 
+        carrier = _carrier(part, like) if main is not None else -1
         for code, arg in part.seen.events:
             if code == _OP:
                 op = part.seen.ops[arg]
@@ -336,10 +358,9 @@ class _Rank:
                     mutates=tuple(map(storage, op.mutates)),
                     arguments=op.arguments,
                 )
-                if main is not None and op.name == like.name:
+                if arg == carrier and main is not None:
                     self.ops[main] = msgspec.structs.replace(found, recomputable=like.recomputable)
                     self.events.append((_OP, main))
-                    main = None
                 else:
                     self.ops.append(
                         msgspec.structs.replace(
@@ -354,8 +375,6 @@ class _Rank:
                     self.events.append((_OP, len(self.ops) - 1))
             elif code in (Event.ALLOC, Event.FREE):
                 self.events.append((code, storage(arg)))
-        if main is not None:
-            raise PlanError(f"{like.name} ran as other ops on a rank: {[op.name for op in part.seen.ops]}.")
         for t in part.made:
             storage(t.storage)
         return known
@@ -398,10 +417,12 @@ class _Rank:
         known = self.copies.find(key)
         if known is not None:
             return known
-        axes = [i for i, (a, b) in enumerate(zip(source, target, strict=True)) if a != b]
+        path = redistribution_path(self.mesh.ranks, self.r.tensors[tensor].shape, source, target) or ()
+        axes = [step.axis for step in path if step.collective is not None]
         self._free_copies(self.copies.make_room(axes))
         copy = self._moved(op, tensor, source, target)
-        self.copies.keep(key, axes, copy)
+        if axes:
+            self.copies.keep(key, axes, copy)
         return copy
 
     def _moved(self, op: Op, tensor: int, source: Layout, target: Layout) -> int:
@@ -434,12 +455,30 @@ class _Rank:
 
     # --- gradients, and what is there before the step -------------------------------------------------------
 
-    def _move_gradient(self, op: Op, tensor: int) -> None:
-        """What the hook of a parameter does: its gradient gets its layout, and what was computed is freed."""
-        target, source = self.homes[self.gradient_of[tensor]], self.layouts[tensor]
-        if source == target:
-            return
-        self._replace(tensor, self._moved(op, tensor, source, target), target)
+    def _last_of_gradients(self) -> dict[int, list[int]]:
+        """By op, the gradients that are complete after it: autograd then calls the hooks of their parameters.
+
+        That is when all that one node computes is done.
+        """
+        ops, last = self.r.ops, dict[int, int]()
+        for index, op in enumerate(ops):
+            if op.phase == Phase.BACKWARD and op.name != "aten.detach.default":
+                last.update((t, index) for t in op.outputs if t in self.gradient_of)
+        found: dict[int, list[int]] = defaultdict(list)
+        for tensor, index in sorted(last.items(), key=lambda each: -each[1]):
+            end = index
+            while end + 1 < len(ops) and _of_one_node(ops[index], ops[end + 1]):
+                end += 1
+            found[end].append(tensor)
+        return found
+
+    def _move_gradients(self) -> None:
+        """What the hooks of parameters do: gradients get their layouts, and what was computed is freed."""
+        for op, tensor in self.complete:
+            target, source = self.homes[self.gradient_of[tensor]], self.layouts[tensor]
+            if source != target:
+                self._replace(tensor, self._moved(op, tensor, source, target), target)
+        self.complete = []
 
     def _replace(self, tensor: int, moved: int, layout: Layout) -> None:
         """What a tensor lay on is freed, and what was made of it takes its place, and its kind."""
@@ -449,6 +488,9 @@ class _Rank:
         if new == old:
             return
         self.kinds[new], self.kinds[old] = self.kinds[old], StorageKind.TEMPORARY
+        for handle in self.packed.get(tensor, ()):
+            if self.handles[handle] == old:
+                self.handles[handle] = new
         recorded = self.recorded_as.pop(old, old)
         self.recorded_as[new], self.moved[recorded] = recorded, new
         self.events.append((_FREE, old))
@@ -489,12 +531,40 @@ class _Rank:
         tensor = self.r.handle_tensors[handle]
         if tensor in self.layouts:
             self.handles[handle] = self.tensors[tensor].storage
+            self.packed[tensor].append(handle)
 
     def _new_storage(self, n_bytes: int) -> int:
         self.sizes.append(n_bytes)
         self.kinds.append(StorageKind.TEMPORARY)
         return len(self.sizes) - 1
 
+
+def _carrier(part: _Part, like: Op) -> int:
+    """Which of the ops that ran stands for the recorded one: that of its name, or that which makes its first output."""
+    for index, op in enumerate(part.seen.ops):
+        if op.name in (like.name, _RESHAPE):
+            return index
+    makers = [
+        index for index, op in enumerate(part.seen.ops) if part.made and part.made[0].storage in op.writes
+    ]
+    return makers[-1] if makers else len(part.seen.ops) - 1
+
+
+def _of_one_node(op: Op, following: Op) -> bool:
+    return op.forward_of >= 0 and (op.phase, op.forward_of) == (following.phase, following.forward_of)
+
+
+_ADD = "aten.add.Tensor"
+
+
+def accumulates(op: Op) -> bool:
+    """Whether autograd adds up gradients: in place, but not where they are of a subclass of ``Tensor``."""
+    same = len(op.inputs) == 2 and op.arguments == _TWO_TENSORS
+    return op.phase == Phase.BACKWARD and op.name == "aten.add_.Tensor" and same
+
+
+_TWO_TENSORS = '[[{"tensor":0},{"tensor":1}],{}]'
+_RESHAPE = "aten.reshape.default"
 
 _COLLECTIVES: Mapping[str, Collective] = {
     "_c10d_functional.all_gather_into_tensor.default": "all_gather",

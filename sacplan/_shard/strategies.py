@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from sacplan._factors.axes import Axis, FactorAxis, from_factor, into_factor, resized_arguments
 from sacplan._factors.pointwise import pointwise
-from sacplan._factors.rule import Call, Kind, Rule, flat_tensors, rule_of
+from sacplan._factors.rule import Call, Kind, Rule, flat_tensors, formula_of, rule_of
 from sacplan._shard.divided import (
     ClassAxis,
     Reduce,
@@ -76,11 +76,14 @@ _MEAN, _SUM = 1, 2  # at::Reduction
 
 
 def _rule(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Rule | None:
+    """The factors of a call, those of ops that draw random numbers too: parts draw their own."""
     rule = rule_of(func, args, kwargs, outputs)
     if rule is None and func.namespace == "aten":
         call = Call(func, args, kwargs, outputs)
-        if func._schema.name in _DRAWING and call.outputs:
-            return pointwise(call)
+        formula = formula_of(func) if "dropout_p" in call.arguments else None
+        if func._schema.name in _DRAWING:
+            formula = pointwise
+        return formula(call) if formula is not None and call.outputs else None
     return rule
 
 
@@ -110,6 +113,7 @@ def axis_strategies(
     Returns:
         The first has all tensors replicated; then cuts, by factor; then those that pass summands on. Arguments that
         are written in place may have to be where they already are (see ``written_inputs``), which is not looked at.
+        The backward pass of attention with dropout has those alone that cut as the forward pass did.
     """
     call = Call(func, args, kwargs, outputs)
     draws = draws_numbers(func, args, kwargs)
@@ -123,6 +127,8 @@ def axis_strategies(
                 found.append(strategy)
     if not draws:
         found.extend(_passing(func, call, available))
+    if available and call.name.endswith("_backward") and call.arguments.get("dropout_p"):
+        found = _with_the_same_draws(call, found, available)
     if op_traits(func).in_place:
         found = [s for s in found if s.inputs[:1] == s.outputs[:1]]
     return tuple(dict.fromkeys(found))
@@ -146,6 +152,17 @@ def _cuts(
             if within is not None:
                 found[within] = None
     return found
+
+
+def _with_the_same_draws(
+    call: Call, strategies: Sequence[AxisStrategy], available: Sequence[Collection[Placement]]
+) -> list[AxisStrategy]:
+    """Those under which a kernel that draws its mask again, by position, gets what the forward pass drew.
+
+    That is cut as the statistics are that it left.
+    """
+    left = next(i for i, (name, _) in enumerate(call.named_inputs) if name == "logsumexp")
+    return [s for s in strategies if s.inputs[left] in available[left]]
 
 
 def _is_offered(

@@ -149,6 +149,11 @@ def autograd_as_outside() -> Iterator[None]:
         yield
 
 
+def below_autograd() -> Any:
+    """A context manager: ops inside are dispatched as those inside a ``__torch_dispatch__`` are."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
 def in_backward() -> bool:
     """Whether autograd's engine runs on this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sacplan._shard.copies import Copies
+from sacplan._shard.costs import redistribution_path
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Layout, Placement, cut, fits
 from sacplan._shard.places import Place, Places
@@ -103,6 +104,10 @@ class Grid:
         self, local: torch.Tensor, shape: Sequence[int], source: Layout, target: Layout, version: int
     ) -> torch.Tensor:
         """The same for an input of an op, which is only read: a copy that was made before is used again."""
+        path = redistribution_path(self.ranks, tuple(shape), source, target) or ()
+        axes = [step.axis for step in path if step.collective is not None]
+        if not axes:  # a part of what is there
+            return self.move(local, shape, source, target)
         storage = local.untyped_storage()
         key = (
             *(storage_key(storage), version, local.dtype, local.shape, local.stride()),
@@ -111,7 +116,6 @@ class Grid:
         known = self.copies.find(key)
         if known is not None and not known[1].expired():
             return known[0]
-        axes = [axis for axis, (a, b) in enumerate(zip(source, target, strict=True)) if a != b]
         self.copies.make_room(axes)
         copy = self.move(local, shape, source, target)
         self.copies.keep(key, axes, (copy, StorageWeakRef(storage)))

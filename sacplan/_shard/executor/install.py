@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sacplan._shard.executor.grid import Grid
-from sacplan._shard.executor.placed import moved_to, placed_from
+from sacplan._shard.executor.placed import moved_to, place, placed_from
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Layout, fits, format_layout
 from sacplan._shard.places import Place, matches
 from sacplan._torch.dtensors import DTensor
-from sacplan._torch.private import backward_number, call_after_backward
+from sacplan._torch.private import active_fake_mode, backward_number, call_after_backward
 from sacplan.errors import PlanError, PlanMismatch
 
 
@@ -55,7 +55,8 @@ def spread(
             f"mesh {mesh} has {mesh.size} ranks, and {dist.get_world_size()} run; "
             f"plan for a mesh of {dist.get_world_size()}, or start {mesh.size} with torchrun."
         )
-    _agree(model, mesh, homes, places)
+    if active_fake_mode() is None:  # else nothing is sent, and there are no values
+        _agree(model, mesh, homes, places)
     grid = Grid(mesh, device_mesh, places)
     return Handle(model, grid, _homes_of(model, mesh, homes))
 
@@ -85,6 +86,28 @@ class Handle:
     def never_met(self) -> Sequence[Place]:
         """See above."""
         return self.grid.places.never_met()
+
+    def from_parts(self, part: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """A tensor of which each rank has loaded its own part: a batch that is cut along dimension 0, ``S0``.
+
+        Args:
+            part: this rank's; of one size on all ranks.
+            layout: how the parts make the whole.
+
+        Raises:
+            PlanError: parts of this shape do not make a tensor of this layout.
+        """
+        shape = list(part.shape)
+        for placement, n in zip(layout, self.grid.ranks, strict=True):
+            if placement.is_cut and placement.dim < len(shape):
+                shape[placement.dim] *= n
+        if not fits(shape, layout, self.grid.ranks):
+            raise PlanError(
+                f"parts of shape {tuple(part.shape)} on mesh {self.grid.mesh} do not make a tensor that lies as "
+                f"{format_layout(layout)}."
+            )
+        stride = torch.empty(shape, device="meta").stride()
+        return place(part, self.grid.form(layout, torch.Size(shape), stride, part.dtype), self.grid)
 
     def _placed(self, parameter: nn.Parameter, home: Layout) -> Any:
         if isinstance(parameter, DTensor):

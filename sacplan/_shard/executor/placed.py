@@ -199,6 +199,9 @@ class _ToLocal(torch.autograd.Function):
         return place(grads[0], ctx.form, ctx.grid), None, None
 
 
+_MOST_CALLS = 1 << 14  # with shapes that vary, calls are forgotten at times
+
+
 def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """One op on placed and plain tensors.
 
@@ -224,6 +227,8 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         key.append(id(asked))
     prepared = grid.prepared.get(at := tuple(key))
     if prepared is None:
+        if len(grid.prepared) >= _MOST_CALLS:
+            grid.prepared.clear()
         prepared = grid.prepared[at] = prepare(
             grid, func, args, kwargs, [_form(t, grid) for t in tensors], asked
         )

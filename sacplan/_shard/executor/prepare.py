@@ -22,7 +22,7 @@ from sacplan._torch.private import (
 )
 from sacplan.errors import PlanError
 
-_RESHAPES = aten_names("view _unsafe_view _reshape_alias")
+RESHAPES = aten_names("view _unsafe_view _reshape_alias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def prepare(
         outputs=made,
         returns=_returned(func),
         is_view=view,
-        reshapes=func._schema.name in _RESHAPES,
+        reshapes=func._schema.name in RESHAPES,
         strides=forms[0].stride if func._schema.name == "aten::as_strided" else None,
         draws=tuple(cut) if draws_numbers(func, args, kwargs) else None,
     )

@@ -1,0 +1,251 @@
+"""Plans on a mesh: shardings that people name and those that the search finds, with recomputation and slices on each.
+
+What is compared is the step of one rank, rewritten for a sharding and then for a plan: its peak, and its time. Of the
+shardings the cheapest counts whose plan holds the budget. Nothing is proved about other shardings; ``Plan.gap`` and
+``Plan.lower_bound_ms`` are about recomputation with this one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from msgspec import structs
+
+from sacplan._device.devices import DeviceSpec
+from sacplan._placing.data_parallel import with_data_parallel
+from sacplan._placing.shardings import searched, tensor_parallel
+from sacplan._plan.plan import Plan
+from sacplan._profile.profile import Profile
+from sacplan._program.budget import format_bytes
+from sacplan._ranks.ranks import Ranks
+from sacplan._ranks.shards import Parameter, parameters_of
+from sacplan._shard.mesh import Mesh
+from sacplan._shard.sharding import Sharding
+from sacplan.errors import InfeasibleBudget, PlanError
+
+_DATA, _TENSOR = ("ddp", "fsdp"), "megatron"
+POLICIES = (*_DATA, _TENSOR)
+"""Shardings with names."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A step on a mesh, in one way.
+
+    Attributes:
+        name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, two of them, or ``"search"``.
+        whole: the profile of the whole model on one device.
+        sharding: the way.
+    """
+
+    name: str
+    whole: Profile
+    sharding: Sharding
+
+    @cached_property
+    def profile(self) -> Profile:
+        """Of one rank."""
+        return self.whole.on_ranks(Ranks.spread(self.sharding))
+
+    def named(self, plan: Plan) -> Plan:
+        """The plan with the name of the sharding in its provenance."""
+        options = {**plan.provenance.options, "sharding": self.name}
+        return structs.replace(plan, provenance=structs.replace(plan.provenance, options=options))
+
+
+def rows_of(profile: Profile) -> int:
+    """Size of the batch: dimension 0 of its first tensor that has one."""
+    for _, shape, _ in profile.fingerprint.batch:
+        if shape:
+            return int(shape[0])
+    raise PlanError("the batch has no tensor with a dimension, so it cannot be spread over ranks.")
+
+
+def resolve_mesh(mesh: Any, profile: Profile) -> tuple[Mesh, ...]:
+    """The meshes that are asked for: one, or all of a number of devices.
+
+    Args:
+        mesh: ``{"dp": 2, "tp": 4}``; ``8`` or ``"8xh100"`` stands for all meshes of so many devices.
+        profile: of the whole model.
+
+    Raises:
+        PlanError: it is none of these, or names another device than the profile's.
+    """
+    if isinstance(mesh, str):
+        found = re.fullmatch(r"(\d+)\s*x\s*(\S+)", mesh.strip())
+        if found is None:
+            raise PlanError(
+                f"mesh {mesh!r} cannot be read; give '8x{profile.device}', 8, or {{'dp': 2, 'tp': 4}}."
+            )
+        if found[2] != profile.device.split()[0]:
+            raise PlanError(
+                f"mesh {mesh!r} is of {found[2]}, and the profile is of a step on {profile.device}: make a profile "
+                f"with device={found[2]!r}."
+            )
+        mesh = int(found[1])
+    if isinstance(mesh, int) and not isinstance(mesh, bool) and mesh > 1:
+        return meshes_of(mesh, profile.spec)
+    return (Mesh.of(mesh),)
+
+
+def meshes_of(devices: int, spec: DeviceSpec) -> tuple[Mesh, ...]:
+    """The meshes of a number of devices: data parallel, times tensor parallel within a node."""
+    found = []
+    for n in range(1, min(devices, spec.ranks_per_node) + 1):
+        if devices % n == 0:
+            axes = (("dp", devices // n), ("tp", n))
+            found.append(Mesh(tuple((name, size) for name, size in axes if size > 1) or axes[:1]))
+    return tuple(found)
+
+
+def spreads(profile: Profile, mesh: Mesh, limits: Sequence[int] = ()) -> Iterator[Spread]:
+    """Ways to spread a step over a mesh: those that have names, then what the search finds.
+
+    Args:
+        profile: of the whole model on one device.
+        mesh: the ranks. The last axis may be for tensor parallelism, the others are for data parallelism; the search
+            knows no such roles.
+        limits: peaks in bytes, before recomputation, under which the fastest is searched for; 0: without a limit.
+
+    Raises:
+        PlanError: the step cannot be spread over this mesh.
+    """
+    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
+    makers: list[tuple[str, Callable[[], Sharding]]] = [
+        (name, functools.partial(named_sharding, profile, parameters, mesh, name)) for name in _names(mesh)
+    ]
+    makers += [("search", functools.partial(searched, profile, parameters, mesh, limit)) for limit in limits]
+    refused, seen = [], set[str]()
+    for name, make in makers:
+        try:
+            sharding = make()
+        except PlanError as error:
+            refused.append(f"{name}: {error}")
+            continue
+        if repr(sharding) not in seen and _is_spread(sharding):
+            seen.add(repr(sharding))
+            yield Spread(name, profile, sharding)
+    if not seen:
+        raise PlanError(f"the step cannot be spread over mesh {mesh}. " + " ".join(refused))
+
+
+def _is_spread(sharding: Sharding) -> bool:
+    return bool(sharding.homes or sharding.places)
+
+
+def _names(mesh: Mesh) -> tuple[str, ...]:
+    if len(mesh.axes) == 1:
+        return POLICIES
+    return (*_DATA, *(f"{data} + {_TENSOR}" for data in _DATA))
+
+
+def named_sharding(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, name: str) -> Sharding:
+    """A way that people use by name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, ``"fsdp + megatron"``.
+
+    Raises:
+        PlanError: an unknown name, or the ranks divide neither the batch nor parameters as it needs.
+    """
+    words = name.split(" + ")
+    if not set(words) <= set(POLICIES) or len(words) > 2 or words[1:] not in ([], [_TENSOR]):
+        raise PlanError(
+            f"sharding {name!r} is not known; it is one of {', '.join(map(repr, POLICIES))}, or 'fsdp + {_TENSOR}'."
+        )
+    found, axes = Sharding(mesh), mesh.names
+    if _TENSOR in words:
+        found = tensor_parallel(profile, parameters, mesh)
+        axes = axes[:-1]
+    data = words[0] if words[0] != _TENSOR else "ddp"
+    for axis in axes:
+        found = with_data_parallel(
+            found, axis, profile.recorded, parameters, rows_of(profile), cut_parameters=data == "fsdp"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A way to spread a step, and what a plan for memory comes to on it.
+
+    Attributes:
+        spread: the way.
+        plan: that holds the budget; None if none does.
+        smallest_bytes: the peak of the plan, or the smallest that was reached.
+        binding: what makes the smallest peak; ``""`` where a plan holds.
+    """
+
+    spread: Spread
+    plan: Plan | None
+    smallest_bytes: int
+    binding: str = ""
+
+    @property
+    def step_ms(self) -> float:
+        """Of a step with the plan; infinite without one."""
+        if self.plan is None:
+            return math.inf
+        return self.plan.step_ms + self.plan.recompute_ms + self.plan.added_ms
+
+
+Planner = Callable[[Profile], Plan]
+"""Plans recomputation and chunks for the step of one rank; raises ``InfeasibleBudget``."""
+
+
+def tried(ways: Iterable[Spread], plan_rank: Planner, *, all_of_them: bool = False) -> list[Tried]:
+    """Plans on each way; without ``all_of_them``, only where they may be faster than what was found before."""
+    found: list[Tried] = []
+    best = math.inf
+    for spread in sorted(ways, key=lambda way: way.profile.step_ms):
+        if spread.profile.step_ms >= best and not all_of_them:
+            break  # a plan only adds to it
+        try:
+            plan = plan_rank(spread.profile)
+        except InfeasibleBudget as error:
+            found.append(Tried(spread, None, error.smallest_feasible_bytes, error.binding))
+            continue
+        found.append(Tried(spread, spread.named(plan), plan.peak_bytes))
+        best = min(best, found[-1].step_ms)
+    return found
+
+
+def plan_on_meshes(profile: Profile, mesh: Any, budget_bytes: int, plan_rank: Planner) -> Plan:
+    """The fastest plan on a mesh, or on any mesh of a number of devices, that holds a budget.
+
+    Raises:
+        InfeasibleBudget: none does; carries the smallest peak that was reached.
+        PlanError: the step cannot be spread so.
+    """
+    if profile.ranks.world_size > 1:
+        raise PlanError(
+            "the profile is that of one of several ranks; a mesh is planned for from a profile of the whole model."
+        )
+    meshes = resolve_mesh(mesh, profile)
+    ways: list[Spread] = []
+    refused: list[str] = []
+    for each in meshes:
+        try:
+            ways += spreads(profile, each, (0, budget_bytes))
+        except PlanError as error:
+            refused.append(str(error))
+    if not ways:
+        raise PlanError(" ".join(refused))
+    found = tried(ways, plan_rank)
+    best = min(found, key=lambda one: one.step_ms)
+    if best.plan is not None:
+        return best.plan
+    least = min(found, key=lambda one: one.smallest_bytes)
+    where = " or ".join(map(str, meshes))
+    raise InfeasibleBudget(
+        f"no plan found keeps the step on mesh {where} under {format_bytes(budget_bytes)} on each rank. The smallest "
+        f"peak reached is {format_bytes(least.smallest_bytes)} ({least.smallest_bytes} bytes), spread as "
+        f"{least.spread.name!r}; {least.binding} makes it. ",
+        f'Give at least budget="{least.smallest_bytes}B", more ranks, or a smaller batch.',
+        budget_bytes=budget_bytes,
+        smallest_feasible_bytes=least.smallest_bytes,
+        binding=least.binding,
+    )
