@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from sacplan._plan.plan import Plan
 from sacplan._program.arguments import checked
@@ -14,8 +15,49 @@ from sacplan._program.places import StepDifference
 from sacplan._program.technique import Installed
 from sacplan._recompute.executor.copies import StandIn
 from sacplan._record.step import own_checkpointing
+from sacplan._shard.executor.install import spread
+from sacplan._shard.placements import parse_layout
+from sacplan._shard.sharding import Sharding
 from sacplan._techniques import by_technique
+from sacplan._torch.process_groups import device_mesh_of
 from sacplan.errors import PlanError, PlanMismatch
+
+
+class SpreadModel:
+    """A sharding on a model, as one of the parts of a plan.
+
+    Raises:
+        PlanError: there is no process group of so many ranks.
+    """
+
+    units: tuple[str, ...] = ()
+
+    def __init__(
+        self, model: torch.nn.Module, sharding: Sharding, device_mesh: DeviceMesh | None = None
+    ) -> None:
+        mesh = sharding.mesh
+        if device_mesh is None:
+            device = next((p.device.type for p in model.parameters()), "cpu")
+            device_mesh = device_mesh_of(device, mesh.ranks, mesh.names)
+        homes = {pattern: parse_layout(text) for pattern, text in sharding.homes.items()}
+        self._spread = spread(model, mesh, device_mesh, homes, sharding.places)
+
+    @property
+    def differences(self) -> tuple[StepDifference, ...]:
+        """Places that no op of a step came to."""
+        if not self._spread.has_run:
+            return ()
+        return tuple(StepDifference(p.unit, "", None, str(p)) for p in self._spread.never_met)
+
+    def forget_differences(self) -> None:
+        """They are of all steps so far."""
+
+    def check_removable(self) -> None:
+        """It always can be."""
+
+    def remove(self) -> None:
+        """Whole parameters again, on all ranks."""
+        self._spread.remove()
 
 
 class Handle:
@@ -66,8 +108,10 @@ class Handle:
 
 
 @checked(PlanError)
-def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
-    """Make the model discard and recompute, or run in slices, what the plan says.
+def apply(
+    model: torch.nn.Module, plan: Plan, *, check: bool = True, mesh: DeviceMesh | None = None
+) -> Handle:
+    """Make the model discard and recompute, run in slices, or spread over ranks, what the plan says.
 
         handle = sacplan.apply(model, plan)
         ...train...
@@ -85,8 +129,15 @@ def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
             step a reduction and a synchronization for each discarded tensor. In every step on a CPU, also compare
             a few bytes of what recomputation starts from.
 
+        mesh: for a plan on a mesh, the ranks (``torch.distributed.device_mesh``); default: one over all of the default
+            process group's.
+
+    A plan on a mesh is applied on all of its ranks, to a model that is whole on each, before the optimizer is made.
+    Parameters become DTensors in their homes, and so do their gradients and the optimizer's state, which
+    ``torch.distributed.checkpoint`` saves and loads. What the model is called with is whole on each rank, and the same.
+
     Raises:
-        PlanMismatch: the plan was made for another model; names the first difference.
+        PlanMismatch: the plan was made for another model; names the first difference. Or ranks have different plans.
         PlanError: a plan is applied to this model already, the plan's units nest, or the model is wrapped or
             compiled already.
     """
@@ -97,6 +148,8 @@ def apply(model: torch.nn.Module, plan: Plan, *, check: bool = True) -> Handle:
     _check_units(model, plan)
     installed: list[Installed] = []
     try:
+        if plan.ranks.sharding is not None:
+            installed.append(SpreadModel(model, plan.ranks.sharding, mesh))
         for technique, own in by_technique(plan.decisions):
             installed.append(technique.install(model, own, plan.recorded, check=check))
     except BaseException:

@@ -403,15 +403,15 @@ def _run_fake(asked: _Asked, note: Callable[[FakeTensorMode], None]) -> tuple[Pr
         note(fake_mode)
         copier = FakeCopier(rules)
         fake = copier.model(model)
-        step = Step(
-            model=fake,
-            batch=copier.tree(asked.batch),
-            loss_fn=asked.loss_fn,
-            optimizer=copier.optimizer(asked.optimizer, model, fake),
-            mode=asked.mode,
-        )
         handle = asked.prepare(fake) if asked.prepare is not None else None
         try:
+            step = Step(
+                model=fake,
+                batch=copier.tree(asked.batch),
+                loss_fn=asked.loss_fn,
+                optimizer=copier.optimizer(asked.optimizer, model, fake),
+                mode=asked.mode,
+            )
             program = _record_settled_step(
                 step, lambda: device_recorder(spec, asked.cost, how, rules), handle, rules
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from sacplan._record.step import (
     make_optimizer,
     resolve_batch,
 )
+from sacplan._torch.process_groups import pretended_ranks
 from sacplan._verify.measure import measured_step
 from sacplan.errors import PlanError
 
@@ -118,11 +120,15 @@ def _verify_fake(
     model: torch.nn.Module, batch: Any, plan: Plan, loss_fn: LossFn | None, optimizer: Any
 ) -> Verification:
     applied = _Applied(plan)
-    seen = trace_step(
-        model, batch, loss_fn, optimizer, plan.device, "cost-model", "fake",
-        mode=plan.provenance.mode, prepare=applied,
-        saved="observe",
-    ).on_ranks(plan.ranks)  # fmt: skip
+    sharding = plan.ranks.sharding
+    with contextlib.nullcontext() if sharding is None else pretended_ranks(sharding.mesh.size):
+        seen = trace_step(
+            model, batch, loss_fn, optimizer, plan.device, "cost-model", "fake",
+            mode=plan.provenance.mode, prepare=applied,
+            saved="observe",
+        )  # fmt: skip
+    if sharding is None:
+        seen = seen.on_ranks(plan.ranks)
     return Verification(
         peak_bytes=seen.peak_bytes,
         predicted_peak_bytes=plan.peak_bytes,

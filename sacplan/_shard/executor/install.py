@@ -83,6 +83,11 @@ class Handle:
         self._watch(model)
 
     @property
+    def has_run(self) -> bool:
+        """Whether the model was called since."""
+        return bool(self.grid.prepared)
+
+    @property
     def never_met(self) -> Sequence[Place]:
         """See above."""
         return self.grid.places.never_met()

@@ -1,0 +1,58 @@
+"""Process groups: a mesh over the ranks that run, and one that only pretends to have others.
+
+Private PyTorch API, tried on 2.13: the ``"fake"`` backend of ``torch.testing._internal.distributed.fake_pg``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from sacplan.errors import PlanError
+
+
+def is_running() -> bool:
+    """Whether there is a default process group."""
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def device_mesh_of(device: str, ranks: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """A mesh over all ranks of the default process group.
+
+    Raises:
+        PlanError: there is no group, or it has another number of ranks.
+    """
+    n = prod(ranks)
+    if not is_running():
+        raise PlanError(
+            f"this plan is for a mesh of {n} ranks, and there is no process group: start {n} processes with "
+            f"`torchrun --nproc-per-node {n}`, and call torch.distributed.init_process_group() first."
+        )
+    if dist.get_world_size() != n:
+        raise PlanError(
+            f"this plan is for a mesh of {n} ranks, and {dist.get_world_size()} run: start {n}, or plan for a mesh of "
+            f"{dist.get_world_size()}."
+        )
+    return init_device_mesh(device, tuple(ranks), mesh_dim_names=tuple(names))
+
+
+@contextmanager
+def pretended_ranks(n: int) -> Iterator[None]:
+    """Inside, there is a process group of so many ranks of which this process is the first; nothing is sent.
+
+    One that is there is used as it is.
+    """
+    if is_running():
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=n, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
