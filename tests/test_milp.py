@@ -552,6 +552,19 @@ def test_a_wide_gap_leaves_a_bound_below_the_incumbent(solver: str) -> None:
     assert solution.gap > 0
 
 
+def test_highs_begins_at_a_known_point() -> None:
+    pytest.importorskip("highspy")
+    first = hard_program().solve(solver="highs", gap=1e9)
+    good = hard_program().solve(solver="highs", time_limit_s=2.0)
+    assert first.objective is not None
+    assert good.objective is not None
+    assert good.objective < first.objective
+    start = {x: round(good.values[x]) for x in range(40)}
+    again = hard_program().solve(solver="highs", gap=1e9, start=start)
+    assert again.objective is not None
+    assert again.objective <= good.objective + 1e-6
+
+
 def test_sac_milp_passes_on_that_the_time_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
     solve_really = LinearProgram.solve
 

@@ -131,6 +131,7 @@ def test_the_smallest_is_what_can_be_had() -> None:
     assert profile.recorded.footprint.peak_bytes / 4 <= one.peak_bytes
     assert one.peak_bytes < profile.recorded.footprint.peak_bytes / 2
     assert set(one.sharding.homes.values()) <= {"S0", "S1"}
+    assert one.binding in {"optimizer step", *profile.recorded.calls}
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 2, "tp": 2}])
@@ -150,7 +151,7 @@ def test_equal_layers_lie_alike_and_homes_have_patterns() -> None:
 
 
 def test_the_same_is_found_again() -> None:
-    assert proposals(stack(2), {"dp": 2, "tp": 2}) == proposals(stack(2), {"dp": 2, "tp": 2})
+    assert proposals(mlp(), {"dp": 2, "tp": 2}) == proposals(mlp(), {"dp": 2, "tp": 2})
 
 
 def test_data_parallelism_is_found_under_its_restrictions() -> None:
@@ -219,3 +220,14 @@ def test_nothing_is_worse_than_what_people_name() -> None:
 def test_axes_that_cut_one_dimension_cut_inside_each_other() -> None:
     (best, *_) = proposals(mlp(), {"a": 2, "b": 2})
     assert best.sharding.homes == {"up.weight": "S0,S0/2", "down.weight": "S1,S1/2"}
+
+
+def test_three_axes_and_their_order() -> None:
+    (best, *_) = proposals(mlp(4096), {"node": 2, "dp": 2, "tp": 2}, limits=[])
+    named = search(mlp(4096), {"node": 2, "dp": 2, "tp": 2}).in_roles(("data", "data", "tensor"))
+    assert named is not None
+    assert best.ms <= named.figures.ms * (1 + 1e-9)
+    rank = Ranks.spread(best.sharding).program(
+        mlp(4096).recorded, mlp(4096).fingerprint.parameters, mlp(4096).spec
+    )
+    assert rank.footprint.peak_bytes < mlp(4096).recorded.footprint.peak_bytes / 2

@@ -232,8 +232,16 @@ class _Encoding:
 
     def solve(self, time_limit_s: float) -> LinearSolution:
         options = self.program.options
+        here = self.program._choice[self.program.axis]
+        start = {
+            x: float(k == here[c]) for c, own in enumerate(self.x) if here[c] in own for k, x in own.items()
+        }
         return self.linear.solve(
-            solver=options.backend, gap=options.gap, time_limit_s=time_limit_s, seed=options.seed
+            solver=options.backend,
+            gap=options.gap,
+            time_limit_s=time_limit_s,
+            seed=options.seed,
+            start=start,
         )
 
     def bound(self, told: float) -> float:

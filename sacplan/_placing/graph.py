@@ -210,6 +210,7 @@ class Graph:
         gradient_moves: where gradients go home.
         homes: by storage of a parameter, its class.
         optimizer_ms: by class of parameters, what the optimizer takes for all of them.
+        order: the ops as they run; a moment is a position in it.
         moments: how many there are.
         class_of: by op, its class, if it has one.
         call_of: by op that depends on parameters, which of ``calls`` it is.
@@ -242,7 +243,8 @@ class Graph:
             int, int
         ] = {}  # storages of gradients and of the optimizer, by storage of the parameter
         self._add_parameters()
-        self.moments = sum(code == Event.OP for code, _ in program.events)
+        self.order = [arg for code, arg in program.events if code == Event.OP]
+        self.moments = len(self.order)
         self._add_ops()
         self._add_gradients()
         self.flows = self._flows()

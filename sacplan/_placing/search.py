@@ -35,7 +35,7 @@ _STARTS = ("data", "tensor")
 """Roles of an axis from which turns start."""
 
 _MOST_STARTS = 8
-_SHARE_OF_START = 0.15
+_SHARE_OF_START = 0.4
 """Of the time, for each axis of a start."""
 
 
@@ -87,6 +87,7 @@ class Search:
         self.evaluation = Evaluation(self.graph, Costs.of(mesh, spec), axes)
         self._subsets: dict[tuple[int, str], list[frozenset[int]]] = {}
         self._known: dict[float, Found | None] = {}
+        self._first: dict[tuple[tuple[str, ...], float], Solved | None] = {}
 
     def _axis(self, axis: int, allowed: Mapping[str, Allowed]) -> AxisOptions:
         name, ranks = self.mesh.axes[axis]
@@ -110,19 +111,23 @@ class Search:
 
         Each axis in its turn, the slowest first. Those that still are to come are counted as if they cut everything.
         """
-        choice = self.evaluation.replicated()
-        seconds = self.options.time_limit_s * _SHARE_OF_START
-        solved: Solved | None = None
-        for axis, role in enumerate(roles):
-            later = math.prod(self.mesh.ranks[axis + 1 :])
-            program = self._program(choice, axis, seconds, role)
-            solved = program.cheapest(limit * later)
-            if solved is None:
-                return None
-            choice = solved.choice
+        solved = self._in_roles(tuple(roles), limit)
         if solved is None or solved.figures.peak_bytes > limit:
             return None
         return Found(solved.choice, solved.figures, "feasible")
+
+    def _in_roles(self, roles: tuple[str, ...], limit: float) -> Solved | None:
+        if (roles, limit) not in self._first:
+            axis = len(roles) - 1
+            before = self._in_roles(roles[:-1], limit) if axis else None
+            solved = None
+            if before is not None or not axis:
+                choice = self.evaluation.replicated() if before is None else before.choice
+                later = math.prod(self.mesh.ranks[axis + 1 :])
+                seconds = self.options.time_limit_s * _SHARE_OF_START
+                solved = self._program(choice, axis, seconds, roles[-1]).cheapest(limit * later)
+            self._first[roles, limit] = solved
+        return self._first[roles, limit]
 
     @cached_property
     def starts(self) -> Mapping[tuple[str, ...], Found]:

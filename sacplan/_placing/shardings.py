@@ -22,7 +22,7 @@ from sacplan._placing.options import Allowed
 from sacplan._placing.roles import ROLES
 from sacplan._placing.search import Found, Search
 from sacplan._profile.profile import Profile
-from sacplan._program.program import Program
+from sacplan._program.program import ROOT_SCOPE, Phase, Program
 from sacplan._ranks.shards import Parameter
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.sharding import Sharding
@@ -41,6 +41,7 @@ class Proposal:
         ms: of a step on one rank, without a plan for memory.
         peak_bytes: of the same.
         status: ``"optimal"``: on one axis, proved to the gap; ``"feasible"``.
+        binding: what runs at the peak: the fqn of a module, or ``"optimizer step"``.
         bound_ms: nothing that keeps the limit is faster; None where nothing is known.
         roles: by axis, what it was restricted to; empty if it was not.
     """
@@ -49,6 +50,7 @@ class Proposal:
     ms: float
     peak_bytes: int
     status: str
+    binding: str
     bound_ms: float | None = None
     roles: tuple[str, ...] = ()
 
@@ -166,8 +168,17 @@ def _proposals(search: Search, found: Sequence[tuple[Found, tuple[str, ...]]]) -
     for one, roles in found:
         sharding = sharding_of(search.evaluation, one.choice)
         bound = one.bound_ms if one.bound_ms is None or math.isfinite(one.bound_ms) else None
+        figures, binding = one.figures, _binding(search, one.figures.moment)
         proposals.setdefault(
             repr(sharding),
-            Proposal(sharding, one.figures.ms, one.figures.peak_bytes, one.status, bound, roles),
+            Proposal(sharding, figures.ms, figures.peak_bytes, one.status, binding, bound, roles),
         )
     return tuple(proposals.values())
+
+
+def _binding(search: Search, moment: int) -> str:
+    program = search.graph.program
+    op = program.ops[search.graph.order[moment]]
+    if op.phase == Phase.OPTIMIZER:
+        return "optimizer step"
+    return program.scopes[op.scope].fqn if op.scope != ROOT_SCOPE else ""

@@ -12,11 +12,12 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pulp
 
 from sacplan.errors import PlanError, SolverError
@@ -87,7 +88,13 @@ class LinearProgram:
         self._rows.append(([term for term in terms if term[1]], lower, upper))
 
     def solve(
-        self, *, solver: str = "auto", gap: float = 1e-4, time_limit_s: float = 60.0, seed: int = 0
+        self,
+        *,
+        solver: str = "auto",
+        gap: float = 1e-4,
+        time_limit_s: float = 60.0,
+        seed: int = 0,
+        start: Mapping[int, float] | None = None,
     ) -> LinearSolution:
         """Minimise.
 
@@ -96,6 +103,7 @@ class LinearProgram:
             gap: relative gap at which a solution counts as optimal.
             time_limit_s: seconds of wall clock.
             seed: of the solver's own random choices.
+            start: values of the integer variables at a point that is known; HiGHS begins there, CBC leaves it.
 
         Raises:
             PlanError: an option out of range.
@@ -103,9 +111,10 @@ class LinearProgram:
         """
         kind = check_options(solver, gap, time_limit_s, seed)
         problem, variables = self._to_pulp()
+        known = [(variables[i], value) for i, value in (start or {}).items()]
         try:
             if kind == "highs":
-                return self._read(*_solve_highs(problem, gap, time_limit_s, seed), variables)
+                return self._read(*_solve_highs(problem, gap, time_limit_s, seed, known), variables)
             return self._read(*_solve_cbc(problem, gap, time_limit_s, seed), variables)
         except pulp.PulpSolverError as error:
             raise SolverError(f"{kind} failed: {error}; try another solver") from error
@@ -189,11 +198,36 @@ def _status(problem: pulp.LpProblem) -> Status:
     return by_solution[problem.sol_status]
 
 
+class _HighsFrom(pulp.HiGHS):  # type: ignore[misc]
+    """PuLP's HiGHS, which begins at a known point; PuLP itself passes none on.
+
+    Args:
+        start: variables and their values.
+        options: of HiGHS.
+    """
+
+    def __init__(self, start: Sequence[tuple[Any, float]], **options: Any) -> None:
+        super().__init__(**options)
+        self._start = start
+
+    def callSolver(self, lp: Any) -> None:
+        """Called by PuLP when the model is built."""
+        if self._start:
+            indices = np.array([variable.index for variable, _ in self._start], dtype=np.int32)
+            values = np.array([value for _, value in self._start], dtype=np.float64)
+            lp.solverModel.setSolution(len(indices), indices, values)
+        super().callSolver(lp)
+
+
 def _solve_highs(
-    problem: pulp.LpProblem, gap: float, time_limit_s: float, seed: int
+    problem: pulp.LpProblem,
+    gap: float,
+    time_limit_s: float,
+    seed: int,
+    start: Sequence[tuple[Any, float]] = (),
 ) -> tuple[Status, float | None]:
     """HiGHS; again without its presolve where that fails, or calls infeasible what just fits (1.15 does)."""
-    status, bound = _run_highs(problem, "choose", gap, time_limit_s, seed)
+    status, bound = _run_highs(problem, "choose", gap, time_limit_s, seed, start)
     if status == "infeasible" or problem.solverModel.getModelStatus().name == "kSolveError":
         again = _run_highs(problem, "off", gap, time_limit_s, seed)
         return (status, bound) if again[0] == "unknown" else again
@@ -201,10 +235,16 @@ def _solve_highs(
 
 
 def _run_highs(
-    problem: pulp.LpProblem, presolve: str, gap: float, time_limit_s: float, seed: int
+    problem: pulp.LpProblem,
+    presolve: str,
+    gap: float,
+    time_limit_s: float,
+    seed: int,
+    start: Sequence[tuple[Any, float]] = (),
 ) -> tuple[Status, float | None]:
     problem.solve(
-        pulp.HiGHS(
+        _HighsFrom(
+            start,
             msg=False,
             gapRel=gap,
             timeLimit=time_limit_s,
