@@ -14,7 +14,7 @@ from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import PARTIAL, REPLICATED, cut
 from sacplan._shard.strategies import AxisStrategy, axis_strategies, local_call, written_inputs
 from tests.op_steps import STEPS, below, calls_of, ignored, x
-from tests.placed import assert_all_right, assert_right, offered, random_pairs
+from tests.placed import assert_all_right, assert_right, offered, random_pairs, run_on_ranks
 from tests.slices import OpCall
 
 aten = torch.ops.aten
@@ -136,7 +136,25 @@ def test_a_vocabulary_and_classes_may_be_cut() -> None:
         for s in offered(OpCall(aten._log_softmax.default, (scores, 1, False), {}), 2)
         if s.inputs == (cut(1),)
     ]
-    assert told.inside_bytes == 8 * 8  # one double for each row
+    assert told.inside_bytes == 2 * 8 * 8  # one double for each rank and row
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_softmax_over_ranks_is_as_exact_as_the_kernel(dtype: torch.dtype) -> None:
+    scores = (x(32, 512) * 4).to(dtype)
+    call = OpCall(aten._log_softmax.default, (scores, 1, False), {})
+    (whole,) = call.run()
+    (found,), _ = run_on_ranks(call, [strategy_of(call, cut(1))], Mesh.of(2))
+    assert found.dtype == dtype
+    exact = scores.double().log_softmax(1)
+    assert (found.double() - exact).abs().max() <= 1.1 * (whole.double() - exact).abs().max()
+    grad = x(32, 512).to(dtype)
+    call = OpCall(aten._log_softmax_backward_data.default, (grad, whole, 1, dtype), {})
+    (theirs,) = call.run()
+    (ours,), _ = run_on_ranks(call, [strategy_of(call, cut(1), cut(1))], Mesh.of(2))
+    assert ours.dtype == dtype
+    exact = grad.double() - whole.double().exp() * grad.double().sum(1, keepdim=True)
+    assert (ours.double() - exact).abs().max() <= 1.5 * (theirs.double() - exact).abs().max()
 
 
 def test_classes_that_are_ignored_may_be_classes() -> None:

@@ -90,14 +90,16 @@ def norms_of_parts(norms: Any, cut: Sequence[Sequence[int]], order: float, reduc
     return found[0] if isinstance(norms, torch.Tensor) else found
 
 
-def along_classes(call: Call, factor: int, rule: Rule) -> Divided | None:
-    """How an op runs where a factor is cut that is its vocabulary, or its classes; None if it is not."""
+def along_classes(call: Call, factor: int, rule: Rule, ranks: int = 1) -> Divided | None:
+    """How an op runs where so many ranks cut a factor that is its vocabulary, or its classes; None if it is not."""
     if all(kinds[factor] is not Kind.BLOCK for kinds in rule.kinds):
         return None
     first = [f for factors in rule.inputs[0] for f in factors] if rule.inputs else []
     if call.name in ("_log_softmax", "_log_softmax_backward_data"):
         x = call.inputs[0]
-        return Divided((), (), nbytes(x) // x.shape[call["dim"]], nests=True)
+        rows = math.prod(x.shape) // x.shape[call["dim"]]
+        numbers = rows * (ranks if call.name == "_log_softmax" else 1)
+        return Divided((), (), numbers * max(4, dtype_of(x).itemsize), nests=True)
     if call.name == "embedding" and factor in first:
         return Divided((PARTIAL,))
     if call.name == "embedding_dense_backward" and any(factor in factors for factors in rule.outputs[0]):
@@ -169,21 +171,22 @@ def _among(indices: torch.Tensor, start: int, n: int) -> tuple[torch.Tensor, tor
 def _log_softmax(
     args: Sequence[Any], axes: Sequence[ClassAxis], reduce: Reduce, at: Sequence[int]
 ) -> torch.Tensor:
+    """Totals are never of less precision than float32: one that is rounded would shift a whole row."""
     x, dim, to_float = args
-    x = x.float() if to_float else x
-    total = x.logsumexp(dim, keepdim=True)
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    total = exact.logsumexp(dim, keepdim=True)
     for axis in axes:
         totals = total.new_zeros((axis.ranks, *total.shape))
         totals[at[axis.axis]] = total
         total = reduce(totals, axis.axis).logsumexp(0)
-    found: torch.Tensor = x - total
-    return found
+    found: torch.Tensor = exact - total
+    return found if to_float else found.to(x.dtype)
 
 
 def _log_softmax_backward(args: Sequence[Any], axes: Sequence[ClassAxis], reduce: Reduce) -> torch.Tensor:
     grad, output, dim, dtype = args
-    total = grad.sum(dim, keepdim=True)
+    total = grad.sum(dim, keepdim=True, dtype=torch.promote_types(grad.dtype, torch.float32))
     for axis in axes:
         total = reduce(total, axis.axis)
-    found: torch.Tensor = grad - output.exp().mul_(total)
+    found: torch.Tensor = grad - output.to(total.dtype).exp().mul_(total)
     return found.to(dtype)

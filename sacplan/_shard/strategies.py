@@ -185,7 +185,7 @@ def _along(rule: Rule, call: Call, within: FactorAxis, draws: bool) -> AxisStrat
         return (
             AxisStrategy(tuple(inputs), tuple(outputs), within, averages=(0,)) if outputs[0].is_cut else None
         )
-    classes = along_classes(call, within.factor, rule)
+    classes = along_classes(call, within.factor, rule, within.size)
     if classes is not None:
         if within.outer > 1 and not classes.nests:
             return None
