@@ -361,7 +361,7 @@ def as_dtensor() -> dict[str, Any]:
 
 
 def redistributions() -> dict[str, Any]:
-    """From each layout of a matrix to each other, beside slices of the whole."""
+    """Between hundreds of pairs of layouts of a matrix, beside slices of the whole."""
     wrong = []
     for mesh in MESHES.values():
         handle = spread_on(nn.Linear(4, 4), mesh, {})
@@ -370,7 +370,8 @@ def redistributions() -> dict[str, Any]:
         layouts = [parse_layout(",".join(t)) for t in itertools.product(texts, repeat=len(mesh.axes))]
         layouts = [layout for layout in layouts if fits(whole.shape, layout, mesh.ranks)]
         parts = {layout: _part_of(whole, layout, mesh.ranks, grid.coordinate) for layout in layouts}
-        for source, target in itertools.product(layouts, repeat=2):
+        pairs = list(itertools.product(layouts, repeat=2))
+        for source, target in pairs[:: 1 + len(pairs) // 400]:
             moved = grid.move(parts[source], whole.shape, source, target)
             summed = tuple(REPLICATED if p.is_partial else p for p in target)
             moved = grid.move(moved, whole.shape, target, summed)
@@ -559,7 +560,7 @@ def test_placed_tensors_work_as_dtensors_do(found: list[dict[str, Any]]) -> None
         assert set(result["sent"]) == {"all_reduce"}, "no gradient is gathered for its norm"
 
 
-def test_every_redistribution_gives_the_part_that_the_layout_says(found: list[dict[str, Any]]) -> None:
+def test_redistributions_give_the_parts_that_layouts_say(found: list[dict[str, Any]]) -> None:
     for result in ok(found, "redistributions"):
         assert not result["wrong"]
 
