@@ -232,7 +232,7 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         prepared = grid.prepared[at] = prepare(
             grid, func, args, kwargs, [_form(t, grid) for t in tensors], asked
         )
-    if prepared.returns:
+    if prepared.writes:
         _refuse_copies(func, args, kwargs)
     for i, layout in prepared.moves:
         parts[i] = _moved_input(tensors, i, layout, grid)
@@ -243,7 +243,7 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     local_kwargs = {name: _with_parts(value, following) for name, value in kwargs.items()}
     out = _on_parts(prepared, func, local_args, local_kwargs, grid)
     if prepared.returns:
-        return _written(func, prepared, args, kwargs)
+        return _written(prepared, args, kwargs)
     made = _wrapped(out, prepared.outputs, grid)
     if prepared.is_view:
         tensors[0]._has_views = True
@@ -391,11 +391,10 @@ def _has_lost_its_base(t: PlacedTensor) -> bool:
     return (t._is_reduced and t._has_views) or (type(base) is PlacedTensor and base._is_reduced)
 
 
-def _written(func: Any, prepared: Prepared, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _written(prepared: Prepared, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The arguments themselves, which are what an op that writes in place returns."""
-    names = [a.name for a in func._schema.arguments]
-    found = [kwargs[n] if n in kwargs else args[names.index(n)] for n in prepared.returns]
-    return found[0] if len(func._schema.returns) == 1 else tuple(found)
+    found = [kwargs[name] if name in kwargs else args[at] for at, name in prepared.returns]
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def _with_dtensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -34,7 +34,8 @@ class Prepared:
         call: what runs on the parts.
         resizes: whether sizes among the arguments become those of parts.
         outputs: the form of each tensor returned; None where only the data says what it is.
-        returns: names of the arguments that are returned themselves, because they were written.
+        returns: the arguments that are returned themselves, because they were written: position and name.
+        writes: whether it writes arguments; ops on lists return none of them.
         is_view: the outputs are views of the first input.
         reshapes: it is a view that is made by ``reshape``, as parts may lie in memory otherwise than the whole.
         strides: those that the first input must have in memory, if that matters.
@@ -45,7 +46,8 @@ class Prepared:
     call: LocalCall
     resizes: bool
     outputs: tuple[Form, ...] | None
-    returns: tuple[str, ...]
+    returns: tuple[tuple[int, str], ...]
+    writes: bool
     is_view: bool
     reshapes: bool
     strides: tuple[int, ...] | None
@@ -102,6 +104,7 @@ def prepare(
         resizes=bool(cut) and local.rule is not None and bool(local.rule.resized or local.rule.replaced),
         outputs=made,
         returns=_returned(func),
+        writes=bool(call.written),
         is_view=view,
         reshapes=func._schema.name in RESHAPES,
         strides=forms[0].stride if func._schema.name == "aten::as_strided" else None,
@@ -177,11 +180,11 @@ def _leaves(device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]
     )
 
 
-def _returned(func: Any) -> tuple[str, ...]:
+def _returned(func: Any) -> tuple[tuple[int, str], ...]:
     """The arguments that the op writes and returns, in the order of its results."""
     by_alias = {
-        frozenset(a.alias_info.before_set): a.name
-        for a in func._schema.arguments
+        frozenset(a.alias_info.before_set): (at, a.name)
+        for at, a in enumerate(func._schema.arguments)
         if a.alias_info is not None and a.alias_info.is_write
     }
     found = [
@@ -189,4 +192,4 @@ def _returned(func: Any) -> tuple[str, ...]:
         for r in func._schema.returns
         if r.alias_info is not None and r.alias_info.is_write
     ]
-    return tuple(name for name in found if name is not None)
+    return tuple(argument for argument in found if argument is not None)
