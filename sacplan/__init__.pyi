@@ -19,6 +19,7 @@ from ._device.kernels import fake_device
 from ._plan.batch_sizes import CapacityPoint
 from ._plan.capacity import DEFAULT_HEADROOM, Capacity, max_batch, throughput
 from ._plan.frontier import frontier
+from ._plan.layouts import Layout, Layouts, layouts
 from ._plan.plan import Plan, UnitPlan
 from ._plan.planning import plan, plan_smallest
 from ._plan.policies import policy
@@ -65,6 +66,8 @@ __all__ = [
     "Greedy",
     "Handle",
     "InfeasibleBudget",
+    "Layout",
+    "Layouts",
     "MemTracker",
     "Milp",
     "ModuleInfo",
@@ -102,6 +105,7 @@ __all__ = [
     "frontier_figure",
     "get_optimal_checkpointing_policy_per_module",
     "get_peak_memory_runtime_baseline",
+    "layouts",
     "loss_table",
     "max_batch",
     "memory_figure",

@@ -54,6 +54,7 @@ for _entry in (
     surveys.report,
     capacity.max_batch,
     capacity.throughput,
+    surveys.layouts,
     surveys.devices,
 ):
     # a short help is always shown whole, where the first line of a long one is cut

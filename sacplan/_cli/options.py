@@ -77,6 +77,17 @@ Device = Annotated[
         f"Default: {DEFAULT_DEVICE}; a saved profile has its own.",
     ),
 ]
+MESH = (
+    "dp=2,tp=4: ranks of each axis, the slowest links first. 8, or 8xh100: the best mesh of so many devices"
+)
+Mesh = Annotated[
+    str | None,
+    option(
+        metavar="MESH",
+        help=f"Spread the step over ranks: {MESH}. The batch is that of all together, the budget that of each.",
+        rich_help_panel="Several devices",
+    ),
+]
 _ranks = functools.partial(option, rich_help_panel="Several devices")
 _hf = functools.partial(option, rich_help_panel="hf: targets")
 
@@ -173,8 +184,8 @@ HF_DEFAULTS = HfOptions(batch=1, seq=1024, dtype="bfloat16", optimizer="adamw")
 
 
 @dataclass(frozen=True, slots=True)
-class CapacityOptions:
-    """How a batch size is looked for."""
+class BudgetOptions:
+    """What a step may take of a device, and how it is planned."""
 
     budget: Annotated[
         str | None,
@@ -192,9 +203,15 @@ class CapacityOptions:
             help="Without a budget: how much of the device's memory to leave free, 5% or 2GiB. Default: 15%.",
         ),
     ] = None
-    at_most: Annotated[int | None, option(min=1, metavar="N", help="Try no larger batch.")] = None
     solver: Solver = "best"
     technique: Techniques = None
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityOptions(BudgetOptions):
+    """How a batch size is looked for."""
+
+    at_most: Annotated[int | None, option(min=1, metavar="N", help="Try no larger batch.")] = None
 
 
 def written(options: dict[str, Any]) -> str:

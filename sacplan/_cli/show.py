@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sacplan._cli.target import Target
     from sacplan._program.program import CallSite, Program
     from sacplan._ranks.ranks import Ranks
+    from sacplan._shard.sharding import Sharding
 
 _GROUPS = 20  # rows of units; the rest is counted
 _OPS = 6  # names in a row
@@ -51,6 +52,8 @@ def ranks_text(ranks: Ranks, program: Program | None = None) -> str:
     """Over how many ranks a step is spread, and how; with its program, how many modules each pattern matches."""
     if ranks.world_size == 1:
         return "one device"
+    if ranks.sharding is not None:
+        return f"one of {ranks.world_size} ranks (mesh {ranks.sharding.mesh})"
     if ranks.fsdp_units is None:
         return f"one of {ranks.world_size} ranks (DistributedDataParallel)"
     units = ", ".join(_unit(pattern, program) for pattern in ranks.fsdp_units)
@@ -170,14 +173,33 @@ def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[
             ("lower bound", f"{plan.lower_bound_ms:.2f} ms, for any schedule with that peak"),
             *chunk_pairs(plan),
             ("solver", f"{plan.solver}, {plan.status}"),
+            *_sharding_pairs(plan),
         ]
     )
     tables = [summary]
+    if plan.ranks.sharding is not None:
+        tables.append(_sharding_table(plan.ranks.sharding))
     if plan.chunks:
         tables.append(_chunks_table(plan, profile))
     if plan.discarded or (plan.units and not plan.chunks):
         tables.append(_units_table(plan))
     return tables
+
+
+def _sharding_pairs(plan: Plan) -> list[tuple[str, str]]:
+    if plan.ranks.sharding is None:
+        return []
+    return [("sharding", str(plan.provenance.options.get("sharding", "given")))]
+
+
+def _sharding_table(sharding: Sharding) -> Table:
+    """Where parameters lie on each axis, and what inputs of ops are moved to."""
+    rows = [[pattern, layout, ""] for pattern, layout in sharding.homes.items()]
+    for place in sharding.places:
+        where = f"{place.unit or 'the model'}: {place.op.removeprefix('aten.')}"
+        inputs = "; ".join(f"input {i} as {text}" for i, text in enumerate(place.inputs) if text)
+        rows.append([where, "", inputs])
+    return table([f"on {sharding.mesh}", "lies as", "is given"], rows)
 
 
 def chunk_pairs(plan: Plan) -> list[tuple[str, str]]:

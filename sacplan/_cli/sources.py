@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -182,6 +183,24 @@ def check_early(budget: str | None, solver: str, techniques: list[str] | None) -
         parse_budget(budget, 2**40)
     resolve_solver(solver)
     return {"techniques": resolve_techniques(techniques)} if techniques else {}
+
+
+def mesh_of(text: str | None, techniques: Mapping[str, Any]) -> dict[str, Any]:
+    """``mesh=`` for functions of the library, where ``--mesh`` is given, and what a plan may then do."""
+    if text is None:
+        return {}
+    mesh: Any = text
+    if "=" in text:
+        found = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", word) for word in text.split(",")]
+        pairs = [(match[1], int(match[2])) for match in found if match is not None]
+        if len(pairs) < len(found) or len(dict(pairs)) < len(pairs):
+            raise TargetError(f"--mesh {text} cannot be read: {o.MESH}.")
+        mesh = dict(pairs)
+    elif text.strip().isdigit():
+        mesh = int(text)
+    if not techniques:
+        return {"mesh": mesh}
+    return {"mesh": mesh, "techniques": ("shard", *techniques["techniques"])}
 
 
 def planned(source: Source, budget: str, solver: str = "best", **how: Any) -> Plan:

@@ -64,6 +64,7 @@ def profile(
         "sacplan plan hf:meta-llama/Meta-Llama-3-8B --seq 4096 --optimizer adamw-fused --budget 70GiB -o llama.json",
         "sacplan plan hf:meta-llama/Meta-Llama-3-8B --device h100 --world-size 8 --fsdp-unit 'model.layers.*' "
         "--fsdp-unit '' --budget 60GiB --batch 1 --seq 8192",
+        "sacplan plan hf:meta-llama/Meta-Llama-3-8B --batch 8 --seq 4096 --mesh dp=2,tp=4 --budget 60GiB",
     ],
 )
 def plan(
@@ -76,6 +77,7 @@ def plan(
     keep: o.Keep = None,
     never: o.Never = None,
     technique: o.Techniques = None,
+    mesh: o.Mesh = None,
     step: o.StepOptions,
     hf: o.HfOptions,
     force: o.Force = False,
@@ -85,7 +87,8 @@ def plan(
     allowed = sources.check_early(budget, solver, technique)
     read = sources.profile_of(source, step, hf)
     pins = {"keep": tuple(keep or ()), "never": tuple(never or ())}
-    made = sources.planned(read, budget, solver, objective=objective, **pins, **allowed)
+    how = {**allowed, **sources.mesh_of(mesh, allowed)}
+    made = sources.planned(read, budget, solver, objective=objective, **pins, **how)
     return _plan_made("plan", made, read, output)
 
 
@@ -96,12 +99,18 @@ def plan(
         "sacplan policy train.py:make full -o plan.json",
         "sacplan policy train.py:make selective --every 2 --json",
         "sacplan policy hf:gpt2 chunked-loss --slices 16 --batch 16 -o plan.json",
+        "sacplan policy hf:gpt2 fsdp --batch 16 --mesh dp=8",
     ],
 )
 def policy(
     source: o.Source,
     rule: Annotated[
-        str, typer.Argument(metavar="RULE", help="none, full, selective or chunked-loss.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="RULE",
+            help="none, full, selective or chunked-loss; with --mesh ddp, fsdp, megatron or 'fsdp + megatron'.",
+            show_default=False,
+        ),
     ],
     *,
     output: Annotated[Path | None, o.output("the plan (.json)")] = None,
@@ -121,6 +130,7 @@ def policy(
     ] = None,
     keep: o.Keep = None,
     never: o.Never = None,
+    mesh: o.Mesh = None,
     step: o.StepOptions,
     hf: o.HfOptions,
     force: o.Force = False,
@@ -132,7 +142,15 @@ def policy(
     read = sources.profile_of(source, step, hf)
     pins = {"keep": tuple(keep or ()), "never": tuple(never or ())}
     with stage("planning"):
-        made = sacplan.policy(rule, every, profile=read.profile, layers=layers, slices=slices, **pins)
+        made = sacplan.policy(
+            rule,
+            every,
+            profile=read.profile,
+            layers=layers,
+            slices=slices,
+            **pins,
+            **sources.mesh_of(mesh, {}),
+        )
     return _plan_made("policy", made, read, output)
 
 
@@ -140,9 +158,10 @@ def _plan_made(name: str, made: Plan, read: sources.Source, output: Path | None)
     """Saved, and shown."""
     save(made, output, read.origin)
     target = show.target_facts(read.target, output)
-    facts = {**target, **show.plan_facts(made), "assumptions": list(read.profile.assumptions)}
-    shown = show.plan_tables(made, read.profile, target.get("hf", {}))
-    return Answer({"command": name, **facts}, shown, show.remarks(read.profile, "plan", output))
+    profile = read.profile.on_ranks(made.ranks)
+    facts = {**target, **show.plan_facts(made), "assumptions": list(profile.assumptions)}
+    shown = show.plan_tables(made, profile, target.get("hf", {}))
+    return Answer({"command": name, **facts}, shown, show.remarks(profile, "plan", output))
 
 
 @command(

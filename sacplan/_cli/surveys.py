@@ -14,7 +14,9 @@ from sacplan._cli import show, sources
 from sacplan._cli.command import command
 from sacplan._cli.exits import OutputError, TargetError
 from sacplan._cli.files import check_output, replacing
-from sacplan._cli.output import Answer, number, stage, table
+from sacplan._cli.origin import Origin, save
+from sacplan._cli.output import Answer, number, pairs, stage, table
+from sacplan._cli.targets import load_target, users_code
 
 _FRONTIER: dict[str, Column | str] = {
     "solver": "solver",
@@ -203,6 +205,95 @@ _DEVICES: dict[str, Column | str] = {
     "capability": number("capability"),
     "source": "source",
 }
+
+
+@command(
+    "layouts",
+    "Which parallelism to use: all meshes of some devices.",
+    examples=[
+        "sacplan layouts hf:meta-llama/Meta-Llama-3-8B --batch 8 --seq 4096 --devices 8 --device h100",
+        "sacplan layouts train.py:make --devices 4 --device cpu --json",
+    ],
+)
+def layouts(
+    target: o.Target,
+    *,
+    devices: Annotated[int, o.option(min=1, metavar="N", help="How many. Default: 8.")] = 8,
+    search: Annotated[
+        bool, typer.Option("--search", help="Also search for shardings, beside those that have names.")
+    ] = False,
+    asked: o.BudgetOptions,
+    output: Annotated[Path | None, o.output("the plan of the fastest (.json)")] = None,
+    hf: o.HfOptions,
+    force: o.Force = False,
+) -> Answer:
+    """Peak and time of a step, per rank, on each mesh of a number of devices: data, sharded and tensor parallel."""
+    import sacplan
+
+    check_output(output, "plan", force=force)
+    allowed = sources.check_early(asked.budget, asked.solver, asked.technique)
+    spec = sources.device_of(asked.device)
+    with stage("loading"):
+        loaded = load_target(target, hf)
+    with stage("tracing and planning") as say, users_code(f"the step of {target}"):
+        found = sacplan.layouts(
+            loaded.model,
+            loaded.batch,
+            devices,
+            asked.budget,
+            spec,
+            loaded.loss_fn,
+            loaded.optimizer,
+            headroom=asked.headroom,
+            solver=asked.solver,
+            search=search,
+            progress=lambda row: say(f"{row.name} on {row.mesh}"),
+            **allowed,
+        )
+    if output is not None and found.best.plan is not None:
+        save(found.best.plan, output, Origin.of(loaded))
+    frame = found.to_frame()
+    rows = frame.to_dict("records")
+    facts = {
+        "command": "layouts",
+        **show.target_facts(loaded, output),
+        "device": found.device,
+        "devices": found.devices,
+        "batch_size": found.batch_size,
+        "budget_bytes": found.budget_bytes,
+        "rows": rows,
+        "refused": list(found.refused),
+    }
+    notes = [f"not looked at: {reason}" for reason in found.refused] + show.saved("plan", output)
+    summary = pairs(
+        [
+            ("devices", f"{found.devices} x {found.device}"),
+            ("batch", f"{found.batch_size}, of all ranks together"),
+            ("budget", f"{show.size(found.budget_bytes)} on each rank"),
+        ]
+    )
+    cells = [[_layout_cell(column, row) for column in _LAYOUTS] for row in rows]
+    return Answer(facts, [summary, table(list(_LAYOUTS.values()), cells)], notes)
+
+
+_LAYOUTS: dict[str, Column | str] = {
+    "mesh": "mesh",
+    "layout": "layout",
+    "unplanned_peak_bytes": number("unplanned"),
+    "peak_bytes": number("planned"),
+    "step_ms": number("step ms"),
+    "recompute_ms": number("recompute ms"),
+    "collective_ms": number("collectives ms"),
+    "samples_per_s": number("samples/s"),
+}
+
+
+def _layout_cell(column: str, row: dict[str, Any]) -> str:
+    if not row["fits"] and column in ("step_ms", "recompute_ms", "samples_per_s"):
+        return "does not fit" if column == "samples_per_s" else ""
+    if column.endswith("_bytes"):
+        return show.rounded_size(int(row[column]))
+    return row[column] if isinstance(row[column], str) else f"{row[column]:.2f}"
 
 
 @command("devices", "The devices that are known.", examples=["sacplan devices", "sacplan devices --json"])

@@ -222,7 +222,7 @@ def _sizes(
     if techniques is not None:
         techniques = resolve_techniques(techniques)
     spec = resolve_device(device)
-    budget_bytes = _budget_bytes(budget, headroom, spec)
+    budget_bytes = budget_of_device(budget, headroom, spec)
     return BatchSizes(
         model,
         make_batch,
@@ -235,7 +235,7 @@ def _sizes(
     )
 
 
-def _budget_bytes(budget: float | str | None, headroom: float | str | None, spec: DeviceSpec) -> int:
+def budget_of_device(budget: float | str | None, headroom: float | str | None, spec: DeviceSpec) -> int:
     """What the step may take: the budget as given, or the device's memory less the headroom."""
     memory = spec.memory_bytes
     if budget is None:

@@ -104,13 +104,16 @@ def meshes_of(devices: int, spec: DeviceSpec) -> tuple[Mesh, ...]:
     return tuple(found)
 
 
-def spreads(profile: Profile, mesh: Mesh, limits: Sequence[int] = ()) -> Iterator[Spread]:
+def spreads(
+    profile: Profile, mesh: Mesh, limits: Sequence[int] = (), names: Sequence[str] | None = None
+) -> Iterator[Spread]:
     """Ways to spread a step over a mesh: those that have names, then what the search finds.
 
     Args:
         profile: of the whole model on one device.
         mesh: the ranks. The last axis may be for tensor parallelism, the others are for data parallelism; the search
             knows no such roles.
+        names: of those with names; None: all of them.
         limits: peaks in bytes, before recomputation, under which the fastest is searched for; 0: without a limit.
 
     Raises:
@@ -118,7 +121,8 @@ def spreads(profile: Profile, mesh: Mesh, limits: Sequence[int] = ()) -> Iterato
     """
     parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
     makers: list[tuple[str, Callable[[], Sharding]]] = [
-        (name, functools.partial(named_sharding, profile, parameters, mesh, name)) for name in _names(mesh)
+        (name, functools.partial(named_sharding, profile, parameters, mesh, name))
+        for name in (_names(mesh) if names is None else names)
     ]
     makers += [("search", functools.partial(searched, profile, parameters, mesh, limit)) for limit in limits]
     refused, seen = [], set[str]()
@@ -166,6 +170,24 @@ def named_sharding(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh
             found, axis, profile.recorded, parameters, rows_of(profile), cut_parameters=data == "fsdp"
         )
     return found
+
+
+def spread_of(profile: Profile, name: str, mesh: Any) -> Spread:
+    """One way, by name.
+
+    Raises:
+        PlanError: as ``named_sharding``; or several meshes are meant.
+    """
+    meshes = resolve_mesh(mesh, profile)
+    if len(meshes) != 1:
+        raise PlanError(
+            f"mesh {mesh!r} stands for several meshes; name the axes, such as {{'dp': 4, 'tp': 2}}."
+        )
+    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
+    sharding = named_sharding(profile, parameters, meshes[0], name)
+    if not _is_spread(sharding):
+        raise PlanError(f"{name!r} spreads nothing of this step over mesh {meshes[0]}.")
+    return Spread(name, profile, sharding)
 
 
 @dataclass(frozen=True, slots=True)

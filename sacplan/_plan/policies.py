@@ -20,6 +20,7 @@ from msgspec import structs
 
 from sacplan._chunk.entries import ChunkOptions, entry_size, loss_chunks
 from sacplan._plan.make import made_plan
+from sacplan._plan.meshes import POLICIES, spread_of
 from sacplan._plan.plan import Plan
 from sacplan._plan.provenance import Provenance
 from sacplan._profile.profile import Profile
@@ -43,6 +44,7 @@ def policy(
     slices: int | None = None,
     keep: Sequence[str] = (),
     never: Sequence[str] = (),
+    mesh: Any = None,
 ) -> Plan:
     """A plan by rule instead of by search: the same in every layer, whatever the budget.
 
@@ -54,7 +56,9 @@ def policy(
         mode: ``"none"`` discards nothing. ``"full"`` discards in every layer all that may run again; what
             enters the layer is kept. ``"selective"`` does what ``option`` says. ``"chunked-loss"`` discards
             nothing, but computes the loss and its gradients in slices, from the module on with which that saves
-            most: in most models the head.
+            most: in most models the head. ``"ddp"`` and ``"fsdp"`` spread the batch over all axes of a mesh, with
+            parameters whole or cut on each rank. ``"megatron"`` cuts the parameters of matrix products on the last
+            axis and computes in parts, with ``"ddp"`` on the other axes; ``"fsdp + megatron"`` with that.
         option: of ``"selective"``, and only of it:
 
             - an integer ``k`` (or its digits, ``"2"``): *checkpoint* every k-th layer as ``"full"`` does, that
@@ -77,6 +81,8 @@ def policy(
             They change neither which layers there are nor how matmuls are counted. A layer with a module of ``never``
             in it is no unit; its inner modules around which there is nothing left alone are units in its place.
             What is pinned must not be part of a chunked loss.
+        mesh: of ``"ddp"``, ``"fsdp"``, ``"megatron"``, and ``"fsdp + megatron"``, and only of them: the ranks, as for
+            ``sacplan.plan``; the batch of the profile is that of all together.
 
     Returns:
         A plan with status ``"policy"``, without a budget. Its peak, its recomputation and ``added_ms`` are replayed.
@@ -85,8 +91,14 @@ def policy(
         PlanError: an unknown mode or option, no layers, a mode that would discard nothing in them, a pattern
             that matches nothing, or a loss that cannot run in these slices; says why.
     """
+    if mesh is not None:
+        if option is not None or layers is not None or slices is not None or keep or never:
+            raise PlanError("a policy on a mesh takes no option, layers, slices, keep or never.")
+        return spread_policy(profile, mode, mesh)
+    if mode in POLICIES or " + " in mode:
+        raise PlanError(f"policy {mode!r} spreads a step over ranks: give them, mesh={{'dp': 8}}.")
     if mode not in MODES:
-        raise PlanError(f"unknown mode {mode!r}; known are {_listed(MODES)}.")
+        raise PlanError(f"unknown mode {mode!r}; known are {_listed((*MODES, *POLICIES))}.")
     if mode != "selective" and option is not None:
         raise PlanError(f"mode {mode!r} takes no option, got {option!r}. Options belong to mode 'selective'.")
     program = profile.program
@@ -116,6 +128,19 @@ def policy(
         status="policy",
         added_ms=with_plan.step_ms - program.step_ms - found.recompute_ms,
     )
+
+
+def spread_policy(profile: Profile, mode: str, mesh: Any) -> Plan:
+    """The plan of a named sharding, without recomputation."""
+    spread = spread_of(profile, mode, mesh)
+    made = policy("none", profile=spread.profile)
+    provenance = structs.replace(
+        made.provenance,
+        solver=f"policy-{mode}",
+        options={"mode": mode, "sharding": mode},
+        techniques=("shard",),
+    )
+    return structs.replace(made, provenance=provenance)
 
 
 def _discarded_by(

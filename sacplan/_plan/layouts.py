@@ -1,0 +1,250 @@
+"""``layouts``: every mesh of a number of devices, and what a step comes to on it.
+
+found = sacplan.layouts(model, batch, 8, device="h100", optimizer=torch.optim.AdamW)
+found.best.plan, found.to_frame()
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sacplan._device.devices import DeviceSpec
+from sacplan._plan.capacity import budget_of_device
+from sacplan._plan.meshes import Spread, Tried, resolve_mesh, rows_of, spreads, tried
+from sacplan._plan.plan import Plan
+from sacplan._plan.planning import plan
+from sacplan._profile.profile import Profile, Trace, profile
+from sacplan._program.arguments import checked
+from sacplan._program.budget import format_bytes
+from sacplan._record.step import LossFn
+from sacplan._shard.mesh import Mesh
+from sacplan._shard.sharding import Sharding
+from sacplan._solve.solvers import Solver
+from sacplan.errors import InfeasibleBudget, PlanError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to spread a step over a number of devices.
+
+    Attributes:
+        mesh: ranks by axis; empty for a single device.
+        name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, ``"fsdp + megatron"``, or ``"search"``.
+        sharding: where parameters lie; None for a single device.
+        plan: that holds the budget; None if none does.
+        unplanned_peak_bytes: peak per rank without recomputation.
+        peak_bytes: with the plan, or the smallest that was reached.
+        step_ms: predicted time of a step with the plan; without one, of the step without recomputation.
+        recompute_ms: of it, recomputation.
+        collective_ms: of it, collectives that computation does not hide.
+        samples_per_s: of all ranks together; 0 where no plan holds.
+    """
+
+    mesh: dict[str, int]
+    name: str
+    sharding: Sharding | None
+    plan: Plan | None
+    unplanned_peak_bytes: int
+    peak_bytes: int
+    step_ms: float
+    recompute_ms: float
+    collective_ms: float
+    samples_per_s: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether a plan holds the budget."""
+        return self.plan is not None
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """All ways that were looked at, the fastest that fits first.
+
+    Attributes:
+        rows: the ways.
+        refused: meshes that the step cannot be spread over, and why.
+        devices: how many.
+        device: the name of each.
+        batch_size: samples in a step, of all ranks together.
+        budget_bytes: for the peak on each rank.
+    """
+
+    rows: tuple[Layout, ...]
+    refused: tuple[str, ...]
+    devices: int
+    device: str
+    batch_size: int
+    budget_bytes: int
+
+    @property
+    def best(self) -> Layout:
+        """The fastest that fits.
+
+        Raises:
+            InfeasibleBudget: none does; carries the smallest peak that was reached.
+        """
+        if self.rows and self.rows[0].fits:
+            return self.rows[0]
+        least = min(self.rows, key=lambda row: row.peak_bytes)
+        raise InfeasibleBudget(
+            f"no layout on {self.devices} x {self.device} keeps the step under {format_bytes(self.budget_bytes)} on "
+            f"each rank. The smallest peak reached is {format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), with "
+            f"{least.name} on {least.mesh}. ",
+            "Take more devices, or a smaller batch.",
+            budget_bytes=self.budget_bytes,
+            smallest_feasible_bytes=least.peak_bytes,
+            binding="the step",
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row for each, in bytes and ms."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            [
+                {
+                    "mesh": " x ".join(f"{name} {n}" for name, n in row.mesh.items()) or "one device",
+                    "layout": row.name,
+                    "fits": row.fits,
+                    "unplanned_peak_bytes": row.unplanned_peak_bytes,
+                    "peak_bytes": row.peak_bytes,
+                    "step_ms": row.step_ms,
+                    "recompute_ms": row.recompute_ms,
+                    "collective_ms": row.collective_ms,
+                    "samples_per_s": row.samples_per_s,
+                }
+                for row in self.rows
+            ]
+        )
+
+    def __repr__(self) -> str:
+        """One line."""
+        fitting = [row for row in self.rows if row.fits]
+        best = f"fastest {fitting[0].name} on {fitting[0].mesh}" if fitting else "none fits"
+        return (
+            f"Layouts({self.devices} x {self.device}, batch {self.batch_size}, "
+            f"budget {format_bytes(self.budget_bytes)} a rank: {len(fitting)} of {len(self.rows)} fit; {best})"
+        )
+
+
+@checked(PlanError, "model", "batch", "optimizer")
+def layouts(
+    model: torch.nn.Module | Profile,
+    batch: Any = None,
+    devices: int | str = 8,
+    budget: float | str | None = None,
+    device: str | DeviceSpec | torch.device = "h100",
+    loss_fn: LossFn | None = None,
+    optimizer: Any = None,
+    *,
+    trace: Trace = "fake",
+    headroom: float | str | None = None,
+    solver: str | Solver = "best",
+    techniques: Sequence[str] | None = None,
+    search: bool = False,
+    progress: Callable[[Layout], Any] | None = None,
+) -> Layouts:
+    """What a step comes to on each mesh of a number of devices: which parallelism to use.
+
+        found = sacplan.layouts(model, batch, 8, device="h100", optimizer=torch.optim.AdamW)
+        print(found.to_frame())
+
+    Args:
+        model: to train, or a profile of it.
+        batch: of all ranks together, as for ``sacplan.profile``; not with a profile.
+        devices: how many, or ``"8xh100"``; 1: no mesh.
+        budget: for the peak on each rank. A number is GiB; a string has a unit, or is a share of the device's memory.
+            None: the device's memory less the headroom.
+        device: of each rank, see ``sacplan.devices()``.
+        loss_fn, optimizer, trace: as for ``sacplan.profile``.
+        headroom: as for ``sacplan.max_batch``.
+        solver, techniques: as for ``sacplan.plan``, on each rank.
+        search: also search for a sharding on each mesh, beside those that have names; takes longer.
+        progress: called with each row when it is known.
+
+    Raises:
+        BudgetError: a budget or headroom that cannot be read.
+        PlanError: the step cannot be spread over any mesh of so many devices.
+    """
+    if isinstance(devices, str) and "x" in devices:
+        devices, _, device = devices.partition("x")
+    if not str(devices).strip().isdigit() or isinstance(devices, bool) or int(devices) < 1:
+        raise PlanError(f"devices is {devices!r}; give how many, such as 8 or '8xh100'.")
+    n = int(devices)
+    whole = (
+        model
+        if isinstance(model, Profile)
+        else profile(model, batch, loss_fn, optimizer, device, trace=trace)
+    )
+    budget_bytes = budget_of_device(budget, headroom, whole.spec)
+
+    def on_rank(rank: Profile) -> Plan:
+        return plan(rank, f"{budget_bytes}B", solver, techniques=techniques)
+
+    rows: list[Layout] = []
+    refused: list[str] = []
+
+    def add(found: Tried | None) -> None:
+        row = _row(whole, found, on_rank)
+        rows.append(row)
+        if progress is not None:
+            progress(row)
+
+    if n == 1:
+        add(None)
+    for mesh in resolve_mesh(n, whole) if n > 1 else ():
+        try:
+            ways = list(spreads(whole, mesh, (0, budget_bytes) if search else (), _names(mesh)))
+        except PlanError as error:
+            refused.append(str(error))
+            continue
+        for one in tried(ways, on_rank, all_of_them=True):
+            add(one)
+    if not rows:
+        raise PlanError(" ".join(refused))
+    rows.sort(key=lambda row: (not row.fits, row.step_ms if row.fits else row.peak_bytes))
+    return Layouts(tuple(rows), tuple(refused), n, whole.device, rows_of(whole), budget_bytes)
+
+
+def _names(mesh: Mesh) -> tuple[str, ...]:
+    """Those that are not also among those of another mesh."""
+    if len(mesh.axes) > 1:
+        return ("ddp + megatron", "fsdp + megatron")
+    return ("megatron",) if mesh.names == ("tp",) else ("ddp", "fsdp")
+
+
+def _row(whole: Profile, found: Tried | None, on_rank: Callable[[Profile], Plan]) -> Layout:
+    spread: Spread | None = None if found is None else found.spread
+    rank = whole if spread is None else spread.profile
+    if found is None:
+        try:
+            made: Plan | None = on_rank(whole)
+            least = made.peak_bytes if made is not None else 0
+        except InfeasibleBudget as error:
+            made, least = None, error.smallest_feasible_bytes
+    else:
+        made, least = found.plan, found.smallest_bytes
+    extra = 0.0 if made is None else made.recompute_ms + made.added_ms
+    step_ms = rank.step_ms + extra
+    collectives = math.fsum(op.time_ms for op in rank.program.ops if "c10d" in op.name)
+    return Layout(
+        mesh={} if spread is None else dict(spread.sharding.mesh.axes),
+        name="one device" if spread is None else spread.name,
+        sharding=None if spread is None else spread.sharding,
+        plan=made,
+        unplanned_peak_bytes=rank.peak_bytes,
+        peak_bytes=least,
+        step_ms=step_ms,
+        recompute_ms=0.0 if made is None else made.recompute_ms,
+        collective_ms=collectives,
+        samples_per_s=0.0 if made is None else rows_of(whole) / step_ms * 1e3,
+    )
