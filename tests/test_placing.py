@@ -231,3 +231,25 @@ def test_three_axes_and_their_order() -> None:
         mlp(4096).recorded, mlp(4096).fingerprint.parameters, mlp(4096).spec
     )
     assert rank.footprint.peak_bytes < mlp(4096).recorded.footprint.peak_bytes / 2
+
+
+class Patches(nn.Module):
+    """Images, whose convolution has no gradient of its input; ``convolution_backward`` returns None for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 64, 8, 8)
+        self.mlp = Mlp(64, 256)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.patch(images).flatten(2).transpose(1, 2))
+
+
+def test_an_op_that_returns_none_for_some_outputs() -> None:
+    with torch.device("meta"):
+        model, images = Patches(), torch.empty(8192, 3, 64, 64)
+    profile = sacplan.profile(model, images, loss_fn=lambda m, x: m(x).sum(), device="h100")
+    (best, *_) = proposals(profile, {"dp": 4}, limits=[])
+    assert best.ms < profile.recorded.step_ms / 2
+    rank = Ranks.spread(best.sharding).program(profile.recorded, profile.fingerprint.parameters, profile.spec)
+    assert rank.step_ms < profile.recorded.step_ms / 2

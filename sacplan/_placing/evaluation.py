@@ -166,11 +166,11 @@ class Evaluation:
         assert call is not None
         if call.arguments is None or call.func is None or not self._class_ms[c]:
             return 1.0
-        _, whole = self._model.cost(call.func, *call.arguments, list(call.outputs))
+        _, whole = self._model.cost(call.func, *call.arguments, call.returned(call.outputs))
         arguments = call.with_inputs([self._local(t, p) for t, p in zip(call.inputs, inputs, strict=True)])
         assert arguments is not None
         local = [self._local(t, p) for t, p in zip(call.outputs, outputs, strict=True)]
-        _, part = self._model.cost(call.func, *arguments, local)
+        _, part = self._model.cost(call.func, *arguments, call.returned(local))
         return part / whole if whole else 1.0
 
     def _local(self, t: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 from sacplan._program.calls import Opaque, call_with, dtype_of
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, Tensor
 from sacplan._ranks.shards import Parameter
-from sacplan._torch.ops import op_named
+from sacplan._torch.ops import arguments_by_name, op_named
 
 GRADIENT = -1
 """In place of a phase: the flow of a gradient to its parameter's home."""
@@ -81,6 +81,17 @@ class Call:
             return call_with(self._arguments, inputs)
         except Opaque:
             return None
+
+    def returned(self, outputs: Sequence[Any]) -> list[Any]:
+        """What the op returns: outputs, and None where it was asked for none (``output_mask``)."""
+        found, given = list(outputs), self.arguments
+        if given is None or self.func is None:
+            return found
+        mask = arguments_by_name(self.func, *given).get("output_mask")
+        if mask is None or len(found) != sum(mask):
+            return found
+        left = iter(found)
+        return [next(left) if wanted else None for wanted in mask]
 
 
 def meta_tensor(tensor: Tensor) -> torch.Tensor:
