@@ -134,6 +134,10 @@ def given(tmp_path_factory):
             sacplan.write_memory_trace,
             {"path": folder / "trace.json", "profile": profile},
         ),
+        "layouts": (
+            sacplan.layouts,
+            {"model": torch.nn.Linear(4, 8), "batch": torch.empty(4, 4), "devices": 2, "device": "cpu"},
+        ),
         "strategies": (
             sacplan.strategies,
             {"op": torch.nn.Linear(4, 8), "tensors": torch.empty(2, 4), "mesh": {"tp": 2}, "device": "cpu"},
@@ -153,7 +157,7 @@ FUNCTIONS = [
     "profile", "plan", "plan_smallest", "policy", "frontier", "apply", "verify", "max_batch", "throughput",
     "aggregate_stats", "parse_module_info", "get_peak_memory_runtime_baseline", "sac_milp",
     "get_optimal_checkpointing_policy_per_module", "fit_tradeoff", "rotor", "alive_at_peak",
-    "module_table", "chunk_table", "loss_table", "blocked_ops", "strategies",
+    "module_table", "chunk_table", "loss_table", "blocked_ops", "strategies", "layouts",
     "write_memory_trace", "fake_device", "Milp", "Rotor", "MemTracker", "Plan.load",
     "Plan.save", "Profile.load", "Profile.save",
 ]  # fmt: skip

@@ -17,9 +17,9 @@ from sacplan._recompute.executor.copies import StandIn
 from sacplan._record.step import own_checkpointing
 from sacplan._shard.executor.install import spread
 from sacplan._shard.placements import parse_layout
+from sacplan._shard.process_groups import device_mesh_of
 from sacplan._shard.sharding import Sharding
 from sacplan._techniques import by_technique
-from sacplan._torch.process_groups import device_mesh_of
 from sacplan.errors import PlanError, PlanMismatch
 
 

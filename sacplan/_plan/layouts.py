@@ -97,8 +97,8 @@ class Layouts:
         least = min(self.rows, key=lambda row: row.peak_bytes)
         raise InfeasibleBudget(
             f"no layout on {self.devices} x {self.device} keeps the step under {format_bytes(self.budget_bytes)} on "
-            f"each rank. The smallest peak reached is {format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), with "
-            f"{least.name} on {least.mesh}. ",
+            f"each rank. The smallest peak reached is {format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), "
+            f"with {least.name} on {least.mesh}. ",
             "Take more devices, or a smaller batch.",
             budget_bytes=self.budget_bytes,
             smallest_feasible_bytes=least.peak_bytes,
@@ -179,6 +179,8 @@ def layouts(
         devices, _, device = devices.partition("x")
     if not str(devices).strip().isdigit() or isinstance(devices, bool) or int(devices) < 1:
         raise PlanError(f"devices is {devices!r}; give how many, such as 8 or '8xh100'.")
+    if progress is not None and (isinstance(progress, type) or not callable(progress)):
+        raise PlanError(f"progress is {progress!r}; give a function of one row, such as print.")
     n = int(devices)
     whole = (
         model

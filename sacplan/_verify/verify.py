@@ -27,7 +27,7 @@ from sacplan._record.step import (
     make_optimizer,
     resolve_batch,
 )
-from sacplan._torch.process_groups import pretended_ranks
+from sacplan._shard.process_groups import pretended_ranks
 from sacplan._verify.measure import measured_step
 from sacplan.errors import PlanError
 
