@@ -24,7 +24,7 @@ from sacplan._record.fake_data import DataRules
 from sacplan._record.state import reachable
 from sacplan._record.step import check_optimizer, make_optimizer
 from sacplan._torch.local_tensors import local_part, stands_for_another, wrapping_of
-from sacplan._torch.private import active_fake_mode, fake_empty_strided, meta_storage
+from sacplan._torch.private import active_fake_mode, fake_empty_strided, is_fully_sharded, meta_storage
 from sacplan.errors import TraceError
 
 
@@ -103,7 +103,18 @@ class FakeCopier:
         return tree_map_only(torch.Tensor, self.tensor, value)
 
     def model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """A deep copy with fake tensors; no weight is copied."""
+        """A deep copy with fake tensors; no weight is copied.
+
+        Raises:
+            TraceError: it cannot be copied, or is sharded by ``fully_shard``.
+        """
+        sharded = next((fqn for fqn, module in model.named_modules() if is_fully_sharded(module)), None)
+        if sharded is not None:
+            raise TraceError(
+                f"fully_shard has been called on {sharded or type(model).__name__!r}, and what it makes cannot be "
+                "copied for a fake step. Profile the model before that (tensor parallelism may come first), and name "
+                "the modules that it is called on: sacplan.profile(..., world_size=, fsdp_units=)."
+            )
         for value in reachable(model):
             if isinstance(value, torch.Tensor):
                 self.tensor(value)

@@ -480,6 +480,12 @@ def make_fake_zeros_ordinary(where: Callable[[], bool]) -> None:
     fake_impls.op_implementations_dict[_ZERO_TENSOR] = _ordinary_zeros
 
 
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` has been called on it."""
+    room = sys.modules.get("torch.distributed.fsdp")
+    return room is not None and isinstance(module, room.FSDPModule)
+
+
 def ranks_of_group(group: Any) -> list[int] | None:
     """The global ranks of a process group, given itself or its name; None if there is none of that name."""
     from torch.distributed import distributed_c10d
