@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -84,7 +84,19 @@ class _Part:
     seen: Seen
     given: tuple[int, ...]
     made: tuple[Tensor, ...]
-    sizes: Sequence[int]
+    sizes: Mapping[int, int]
+
+
+class _Known(NamedTuple):
+    """Parts by what they depend on."""
+
+    calls: dict[Any, tuple[Choice, _Part]]
+    redistributions: dict[Any, _Part]
+
+    @classmethod
+    def nothing(cls) -> _Known:
+        """At first."""
+        return cls({}, {})
 
 
 class _Rank:
@@ -128,8 +140,8 @@ class _Rank:
         self.ahead: set[int] = set()  # collectives that gather parameters
         self.behind: set[int] = set()  # collectives that reduce gradients
         self.events: list[tuple[int, int]] = []
-        self.seen: dict[Any, tuple[Choice, _Part]] = {}
-        self.redistributions: dict[Any, _Part] = {}
+        # What was seen on this mesh is the same for other homes and places.
+        self.seen, self.redistributions = program.derived(("parts", mesh, device), _Known.nothing)
         self.metas = [Meta(t.shape, getattr(torch, t.dtype)) for t in program.tensors]
         self.rehearsal = Rehearsal(program, device)
 
@@ -310,7 +322,10 @@ class _Rank:
             )
         self.rehearsal.keep(flat_tensors(out))
         given = tuple(map(self.rehearsal.storage_of, inputs))
-        return _Part(seen, given, tuple(made), self.rehearsal.sizes)
+        storages = {t.storage for t in made}.union(*((*op.reads, *op.writes, *op.mutates) for op in seen.ops))
+        storages.update(arg for code, arg in seen.events if code != _OP)
+        sizes = self.rehearsal.sizes
+        return _Part(seen, given, tuple(made), {s: sizes[s] for s in storages})
 
     def _emit(
         self,
