@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast, get_args
 
 from msgspec import structs
@@ -107,7 +108,7 @@ def plan(
             raise PlanError("give either a mesh, or world_size and fsdp_units.")
         others = None if techniques is None else [name for name in techniques if name != SHARD]
 
-        def on_rank(rank: Profile) -> Plan:
+        def on_rank(rank: Profile, solver: str | Solver | Rotor = solver) -> Plan:
             return plan(
                 rank,
                 f"{limit}B",
@@ -119,8 +120,9 @@ def plan(
                 accumulate=accumulate,
             )
 
+        quick = partial(on_rank, solver="greedy") if solver == "best" else on_rank
         limit = parse_budget(budget, profile.peak_bytes)
-        found_plan = plan_on_meshes(profile, mesh, limit, on_rank)
+        found_plan = plan_on_meshes(profile, mesh, limit, on_rank, quick)
         return _asked_for(found_plan, budget)
     asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units, accumulate)
     budget_bytes = parse_budget(budget, asked.profile.peak_bytes)
