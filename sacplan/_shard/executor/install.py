@@ -120,6 +120,11 @@ class Handle:
         gradient = parameter.grad
         with torch.no_grad():
             placed = placed_from(parameter.detach(), home, self.grid, weight=True)
+            if type(placed.detach()) is not type(placed):
+                raise PlanError(
+                    f"torch {torch.__version__} runs the ops of DTensors without asking their class, so no model can "
+                    "be spread by a plan. Use torch 2.13."
+                )
             made = nn.Parameter(placed, requires_grad=parameter.requires_grad)
             made.__dict__.update(
                 {name: value for name, value in parameter.__dict__.items() if name not in made.__dict__}

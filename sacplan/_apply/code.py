@@ -1,0 +1,61 @@
+"""``parallel_code``: a plan's sharding as code of what people already use."""
+
+from __future__ import annotations
+
+import torch
+
+from sacplan._plan.plan import Plan
+from sacplan._profile.profile import Profile
+from sacplan._program.arguments import checked
+from sacplan._program.program import ROOT_SCOPE, Phase
+from sacplan._shard.emit import Emission, described, emit
+from sacplan.errors import PlanError
+
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
+
+
+@checked(PlanError, "model", "plan")
+def parallel_code(model: torch.nn.Module, plan: Plan, profile: Profile | None = None) -> Emission:
+    """A plan's sharding in the form of other tools, where it has one.
+
+        found = sacplan.parallel_code(model, plan, profile)
+        print(found.code or found.reasons)
+
+    ``code`` is Python that defines ``shard(model, device_mesh)`` by ``parallelize_module``, ``fully_shard`` and
+    DistributedDataParallel; ``tp_plan`` is what ``from_pretrained(..., tp_plan=...)`` takes. Recomputation and chunks
+    are no part of it.
+
+    Args:
+        model: the one planned for; may be on the meta device.
+        plan: from ``sacplan.plan(..., mesh=...)`` or ``sacplan.policy(..., mesh=...)``.
+        profile: that the plan was made from. It says which linear layers get their input in parts. Without it that is
+            told from the widths of layers.
+
+    Raises:
+        PlanError: the plan spreads nothing over ranks.
+        PlanMismatch: it was made for another model.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise PlanError(f"model must be an nn.Module, not {type(model).__name__}.")
+    if not isinstance(plan, Plan) or plan.ranks.sharding is None:
+        raise PlanError(
+            "the plan spreads nothing over ranks; make one with sacplan.plan(profile, budget, mesh=...)."
+        )
+    plan.fingerprint.check_model(model)
+    arriving = None if profile is None else _arriving_cut(model, profile.on_ranks(plan.ranks))
+    return emit(plan.ranks.sharding, described(model), arriving_cut=arriving)
+
+
+def _arriving_cut(model: torch.nn.Module, rank: Profile) -> set[str]:
+    """The linear layers whose input comes cut along what they sum over."""
+    program = rank.program
+    linear = {name: m.in_features for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    found = set()
+    for op in program.ops:
+        if op.phase != Phase.FORWARD or op.scope == ROOT_SCOPE or op.name not in _PRODUCTS:
+            continue
+        fqn = program.scopes[op.scope].fqn
+        inputs = op.inputs[1:] if op.name == "aten.addmm.default" else op.inputs
+        if fqn in linear and inputs and program.tensors[inputs[0]].shape[-1] < linear[fqn]:
+            found.add(fqn)
+    return found
