@@ -101,13 +101,14 @@ class Priced:
         whole = ms((REPLICATED,) * len(op.inputs), (REPLICATED,) * len(op.outputs))
         return ms(strategy.inputs, strategy.outputs) / whole if whole else 1.0
 
-    def _moved(self, tensor: int, source: Placement, target: Placement) -> float:
+    def _moved(self, tensor: int, source: Placement, target: Placement) -> tuple[float, float]:
+        """What is sent, and what is copied."""
         shape = self.program.tensors[tensor].shape
         n_bytes = self.n_bytes(tensor, REPLICATED)
         ms = self.costs.redistribution_ms(n_bytes, shape, (source,), (target,))
         inner = (source.is_cut and source.dim > 0) or (target.is_cut and target.dim > 0)
         sends = source != target and (source.is_cut or source.is_partial)
-        return ms + (self.costs.copy_ms(n_bytes) if inner and sends else 0.0)
+        return ms, self.costs.copy_ms(n_bytes) if inner and sends else 0.0
 
     def price(self, homes: Mapping[int, Placement], chosen: Strategies) -> tuple[float, float] | None:
         """Milliseconds and bytes; None where it cannot run."""
@@ -143,6 +144,9 @@ class Priced:
                     if s not in owner and math.prod(program.tensors[t].shape) > 1:
                         sizes[s] = rounded(program.storage_bytes[s] / (self.ranks if home.is_cut else 1))
         total = peak = 0.0
+        computed, beside = [0.0, 0.0], [0.0, 0.0]  # forward, backward
+        first = next(storage_of[t] for op in program.ops for t in op.inputs if storage_of[t] in homes)
+        reduced_last = max(last[storage_of[t]] for t in gradients)
         paid: set[object] = set()
         holders: Counter[int] = Counter()
         live = 0.0
@@ -180,17 +184,22 @@ class Priced:
                 total += op.time_ms / (self.ranks if in_parts else 1)
             elif arg in chosen:
                 strategy = chosen[arg]
-                total += op.time_ms * self.part(arg, strategy)
+                half = int(op.phase != Phase.FORWARD)
+                computed[half] += op.time_ms * self.part(arg, strategy)
                 if strategy.reduces:
                     return None  # not in these models
                 for t, source, target in zip(op.inputs, have, strategy.inputs, strict=True):
                     if source is not None and source != target:
-                        ms = self.moved(t, source, target)
-                        if math.isinf(ms):
+                        sent, copied = self.moved(t, source, target)
+                        if math.isinf(sent):
                             return None
                         if (t, op.phase, target) not in paid:
                             paid.add((t, op.phase, target))
-                            total += ms
+                            total += copied
+                            if storage_of[t] in homes and (half or storage_of[t] != first):
+                                beside[half] += sent  # gathered ahead
+                            else:
+                                total += sent
                         copies[t, target] = self.n_bytes(t, target)
                 if not self.follows(op, have, strategy):
                     return None
@@ -216,10 +225,14 @@ class Priced:
                 if t in gradients and last[storage_of[t]] == arg:
                     source, home, s = layouts[t], homes[gradients[t]], storage_of[t]
                     if source != home:
-                        ms = self.moved(t, source, home)
-                        if math.isinf(ms):
+                        sent, copied = self.moved(t, source, home)
+                        if math.isinf(sent):
                             return None
-                        total += ms
+                        total += copied
+                        if arg == reduced_last:
+                            total += sent
+                        else:
+                            beside[1] += sent  # reduced behind
                         gone = self.n_bytes(t, source)
                     held = holders[s]
                     hold(s, -held)
@@ -228,7 +241,8 @@ class Priced:
             inside = program.inside_bytes[arg]
             assert not inside
             peak = max(peak, live + sum(copies.values()) + gone)
-        return total, peak
+        total += sum(max(0.0, b - c) for b, c in zip(beside, computed, strict=True))
+        return total + sum(computed), peak
 
     def _followed(self, index: int, have: tuple[Placement, ...]) -> tuple[tuple[int, Placement | None], ...]:
         op = self.program.ops[index]

@@ -405,9 +405,28 @@ class Graph:
     def is_hidden(self, flow: Flow) -> bool:
         """Whether moving it may run beside computation.
 
-        Parameters are gathered ahead and gradients reduced behind; in layers that repeat, there is a layer to do so.
+        Parameters are gathered ahead, and gradients reduced behind. There is nothing to do so for what is gathered
+        first, and for what is reduced last, unless it is of layers that repeat.
         """
-        return self.flows[flow] > 1 and (flow.phase == GRADIENT or flow.value in self.weights)
+        if flow.phase != GRADIENT and flow.value not in self.weights:
+            return False
+        return self.flows[flow] > 1 or flow not in self._exposed
+
+    @cached_property
+    def _exposed(self) -> frozenset[Flow]:
+        """The flows of the parameter that is used first, and of the gradients that go home last."""
+        first = {c: moments[0] for (c, _), moments in reversed(self.at.items())}
+        used = {
+            flow: min(first[u.user] for u in flow.users)
+            for flow in self.flows
+            if flow.phase == Phase.FORWARD and flow.value in self.weights
+        }
+        home = {move.value: move.moment for move in self.gradient_moves}
+        reduced = {flow: home.get(flow.value, -1) for flow in self.flows if flow.phase == GRADIENT}
+        found = {flow for flow, moment in used.items() if moment == min(used.values())}
+        return frozenset(
+            found | {flow for flow, moment in reduced.items() if moment == max(reduced.values())}
+        )
 
     # --- gradients and the optimizer -----------------------------------------------------------------
 
