@@ -206,10 +206,16 @@ def _by_position(call: WholeCall, here: Sequence[Placement]) -> AxisStrategy:
         lists = isinstance(value, (tuple, list))
         at.extend(i if lists else None for i, _ in enumerate(flat_tensors([value])))
     lies: dict[int, Placement] = {}
+    shapes: dict[int, Any] = {}
     for i in (*call.written, *range(len(here))):
         if (position := at[i]) is not None:
             lies.setdefault(position, REPLICATED if here[i].is_partial else here[i])
-    inputs = [REPLICATED if position is None else lies[position] for position in at]
+            shapes.setdefault(position, call.inputs[i].shape)
+    # Counts of steps are scalars, whole on each rank beside parts of parameters.
+    inputs = [
+        REPLICATED if position is None or t.shape != shapes[position] else lies[position]
+        for t, position in zip(call.inputs, at, strict=True)
+    ]
     return AxisStrategy(tuple(inputs), tuple(lies[i] for i in range(len(call.results))))
 
 

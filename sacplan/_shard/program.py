@@ -130,6 +130,15 @@ class _Rank:
         self.recorded_as: dict[int, int] = {}  # the inverse
         self.viewed: set[int] = set()  # storages of copies that have views
         self.freed_with: dict[int, list[int]] = defaultdict(list)  # by recorded storage, these
+        self.handle_tensors = list(program.handle_tensors)
+        self.handle_ops = list(program.handle_ops)
+        self.writers: dict[int, list[int]] = defaultdict(list)  # by storage, recorded ops
+        self.made_by = {  # views, by the ops that made them
+            t: op.name for op in program.ops for t in op.outputs if program.tensors[t].storage not in op.writes
+        }
+        self.last_use = {t: index for index, op in enumerate(program.ops) for t in op.inputs}
+        self.due: dict[int, list[int]] = defaultdict(list)  # by op, copies that nothing uses after it
+        self.bases: dict[int, int] = {}  # by handle, one on what its tensor is a view of
         self.homes = {
             s: homes.get(s, self.whole) for s, kind in enumerate(self.kinds) if kind == StorageKind.PARAMETER
         }
@@ -166,13 +175,18 @@ class _Rank:
                         self._drop_copies()
                         phase = op.phase
                     self._run(arg)
+                    self._free_copies(self.due.pop(arg, ()))
+                    for storage in self.ops[arg].writes:
+                        self.writers[storage].append(arg)
                     self.complete = [(op, gradient) for gradient in self.last_of.get(arg, ())]
                 elif code == _FREE:
                     self._free(arg)
                 else:
+                    self.events.append((code, arg))
                     if code == Event.PACK:
                         self._pack(arg)
-                    self.events.append((code, arg))
+                    elif code == Event.RELEASE and arg in self.bases:
+                        self.events.append((code, self.bases.pop(arg)))
             self._move_gradients()
             self._drop_copies()
         self._hide_collectives()
@@ -184,6 +198,8 @@ class _Rank:
             ops=tuple(self.ops),
             events=tuple(self.events),
             handle_storages=tuple(self.handles),
+            handle_tensors=tuple(self.handle_tensors),
+            handle_ops=tuple(self.handle_ops),
         ).renumbered()
 
     def _hide_collectives(self) -> None:
@@ -230,10 +246,14 @@ class _Rank:
         if key not in self.seen:
             self.seen[key] = self._rehearsed(op, layouts, asked, weights)
         choice, part = self.seen[key]
-        given = []
+        given: list[int] = []
+        passing: list[int] = []  # copies that no other op uses
         for t, target in zip(op.inputs, choice.inputs, strict=True):
             source = self._layout(t) or self.whole
-            given.append(self._redistributed(op, t, source, target) if source != target else t)
+            copy, is_kept = self._redistributed(op, t, source, target) if source != target else (t, True)
+            given.append(copy)
+            if not is_kept:
+                passing.append(copy)
         like = msgspec.structs.replace(op, inputs=tuple(given))
         results = {
             made.storage: self.r.tensors[t].storage
@@ -246,6 +266,7 @@ class _Rank:
         if op is not self.r.ops[index]:
             self.tensors.append(msgspec.structs.replace(part.made[0], storage=storages[part.made[0].storage]))
             self._replace(op.inputs[0], len(self.tensors) - 1, choice.outputs[0])
+            self._free_copies(passing)
             for same in (op.outputs[0], op.inputs[0]):  # before this version, and after it
                 self.layouts[same], self.tensors[same] = choice.outputs[0], self.tensors[-1]
             return
@@ -255,6 +276,7 @@ class _Rank:
             self.tensors[t] = msgspec.structs.replace(made, storage=storage)
             if storage != self.moved.get(recorded, recorded):
                 self._view_of_copy(storage, recorded)
+        self._free_copies(passing)
         if all(weights):
             self.weights.update(op.outputs)
 
@@ -423,22 +445,30 @@ class _Rank:
             )
         return self.redistributions[key]
 
-    def _redistributed(self, op: Op, tensor: int, source: Layout, target: Layout) -> int:
-        """A tensor that is a copy of one in another layout: made here, or kept since an op before."""
+    def _redistributed(self, op: Op, tensor: int, source: Layout, target: Layout) -> tuple[int, bool]:
+        """A tensor that is a copy of one in another layout: made here, or kept since an op before.
+
+        Also whether it is kept after the op.
+        """
         if is_reduced(source, target):
-            self._replace(tensor, self._moved(op, tensor, source, target), target)
-            return tensor
+            summed = self._moved(op, tensor, source, target)
+            if self._is_view(tensor):  # what it is a view of still has the summands
+                self.layouts[tensor], self.tensors[tensor] = target, self.tensors[summed]
+                self.due[self._end_of_use(tensor)].append(tensor)
+            else:
+                self._replace(tensor, summed, target)
+            return tensor, True
         key = (tensor, self.versions[self.tensors[tensor].storage], target)
         known = self.copies.find(key)
         if known is not None:
-            return known
+            return known, True
         path = redistribution_path(self.mesh.ranks, self.r.tensors[tensor].shape, source, target) or ()
         axes = [step.axis for step in path if step.collective is not None]
         self._free_copies(self.copies.make_room(axes))
         copy = self._moved(op, tensor, source, target)
         if axes:
             self.copies.keep(key, axes, copy)
-        return copy
+        return copy, bool(axes)
 
     def _moved(self, op: Op, tensor: int, source: Layout, target: Layout) -> int:
         part = self._redistribution(tensor, source, target)
@@ -467,6 +497,17 @@ class _Rank:
         if copy >= len(self.r.storage_bytes) and copy not in self.viewed:
             self.viewed.add(copy)
             self.freed_with[recorded].append(copy)
+
+    def _is_view(self, tensor: int) -> bool:
+        """Whether autograd knows what a tensor is a view of, and holds that."""
+        return tensor in self.made_by and self.made_by[tensor] not in _NO_VIEWS
+
+    def _end_of_use(self, tensor: int) -> int:
+        """The op after which nothing uses a tensor: its last one, or the next, where one function calls both."""
+        ops, last = self.r.ops, self.last_use[tensor]
+        if last + 1 < len(ops) and not set(ops[last].writes).isdisjoint(ops[last + 1].reads):
+            return last + 1
+        return last
 
     # --- gradients, and what is there before the step -------------------------------------------------------
 
@@ -542,11 +583,26 @@ class _Rank:
         self.sizes[storage] = self.device.round_up(-(-self.sizes[storage] // parts))
 
     def _pack(self, handle: int) -> None:
-        """What autograd keeps may be a view of a copy."""
+        """What autograd keeps may be a view of a copy; what it is a view of as far as autograd knows is then kept, too.
+
+        That is never discarded: the view would still hold it.
+        """
         tensor = self.r.handle_tensors[handle]
-        if tensor in self.layouts:
-            self.handles[handle] = self.tensors[tensor].storage
-            self.packed[tensor].append(handle)
+        if tensor not in self.layouts:
+            return
+        kept = self.handles[handle] = self.tensors[tensor].storage
+        self.packed[tensor].append(handle)
+        recorded = self.r.tensors[tensor].storage
+        base = self.moved.get(recorded, recorded)
+        if kept == base or kept not in self.viewed:
+            return
+        self.bases[handle] = len(self.handles)
+        self.handles.append(base)
+        self.handle_tensors.append(-1)
+        self.handle_ops.append(self.handle_ops[handle])
+        self.events.append((Event.PACK, self.bases[handle]))
+        for writer in self.writers[base]:
+            self.ops[writer] = msgspec.structs.replace(self.ops[writer], recomputable=False)
 
     def _new_storage(self, n_bytes: int) -> int:
         self.sizes.append(n_bytes)
@@ -579,6 +635,7 @@ def accumulates(op: Op) -> bool:
 
 
 _TWO_TENSORS = '[[{"tensor":0},{"tensor":1}],{}]'
+_NO_VIEWS = ("aten._unsafe_view.default", "aten.detach.default")
 _RESHAPE = "aten.reshape.default"
 
 _COLLECTIVES: Mapping[str, Collective] = {
