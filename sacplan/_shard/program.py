@@ -13,7 +13,7 @@ hook moves to the layout of their parameter.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -250,10 +250,9 @@ class _Rank:
         passing: list[int] = []  # copies that no other op uses
         for t, target in zip(op.inputs, choice.inputs, strict=True):
             source = self._layout(t) or self.whole
-            copy, is_kept = self._redistributed(op, t, source, target) if source != target else (t, True)
-            given.append(copy)
-            if not is_kept:
-                passing.append(copy)
+            given.append(
+                t if source == target else self._redistributed(op, t, source, target, given, passing)
+            )
         like = msgspec.structs.replace(op, inputs=tuple(given))
         results = {
             made.storage: self.r.tensors[t].storage
@@ -445,10 +444,22 @@ class _Rank:
             )
         return self.redistributions[key]
 
-    def _redistributed(self, op: Op, tensor: int, source: Layout, target: Layout) -> tuple[int, bool]:
+    def _redistributed(
+        self,
+        op: Op,
+        tensor: int,
+        source: Layout,
+        target: Layout,
+        given: Collection[int],
+        passing: list[int],
+    ) -> int:
         """A tensor that is a copy of one in another layout: made here, or kept since an op before.
 
-        Also whether it is kept after the op.
+        Args:
+            op: that needs it.
+            tensor, source, target: what it is a copy of, and the layouts.
+            given: other inputs of the op, which holds them while it runs.
+            passing: here those copies are added that are not kept after the op.
         """
         if is_reduced(source, target):
             summed = self._moved(op, tensor, source, target)
@@ -457,18 +468,22 @@ class _Rank:
                 self.due[self._end_of_use(tensor)].append(tensor)
             else:
                 self._replace(tensor, summed, target)
-            return tensor, True
+            return tensor
         key = (tensor, self.versions[self.tensors[tensor].storage], target)
         known = self.copies.find(key)
         if known is not None:
-            return known, True
+            return known
         path = redistribution_path(self.mesh.ranks, self.r.tensors[tensor].shape, source, target) or ()
         axes = [step.axis for step in path if step.collective is not None]
-        self._free_copies(self.copies.make_room(axes))
+        gone = self.copies.make_room(axes)
+        self._free_copies([copy for copy in gone if copy not in given])
+        passing.extend(copy for copy in gone if copy in given)
         copy = self._moved(op, tensor, source, target)
         if axes:
             self.copies.keep(key, axes, copy)
-        return copy, bool(axes)
+        else:
+            passing.append(copy)
+        return copy
 
     def _moved(self, op: Op, tensor: int, source: Layout, target: Layout) -> int:
         part = self._redistribution(tensor, source, target)
