@@ -134,7 +134,10 @@ class _Rank:
         self.handle_ops = list(program.handle_ops)
         self.writers: dict[int, list[int]] = defaultdict(list)  # by storage, recorded ops
         self.made_by = {  # views, by the ops that made them
-            t: op.name for op in program.ops for t in op.outputs if program.tensors[t].storage not in op.writes
+            t: op.name
+            for op in program.ops
+            for t in op.outputs
+            if program.tensors[t].storage not in op.writes
         }
         self.last_use = {t: index for index, op in enumerate(program.ops) for t in op.inputs}
         self.due: dict[int, list[int]] = defaultdict(list)  # by op, copies that nothing uses after it
