@@ -34,7 +34,7 @@ from sacplan._shard.mesh import Mesh
 from sacplan._shard.overlap import Overlap
 from sacplan._shard.placements import REPLICATED, Asked, Layout, is_reduced, local_shape
 from sacplan._shard.places import Place, Places
-from sacplan._shard.redistribute import redistribute
+from sacplan._shard.redistribute import kept, redistribute
 from sacplan._shard.strategies import AxisStrategy, local_call
 from sacplan._torch.collectives import all_reduce
 from sacplan._torch.ops import op_named
@@ -435,16 +435,20 @@ class _Rank:
 
     # --- redistributions ----------------------------------------------------------------------------------
 
-    def _redistribution(self, tensor: int, source: Layout, target: Layout) -> _Part:
+    def _redistribution(self, tensor: int, source: Layout, target: Layout, *, keep: bool = False) -> _Part:
+        """``keep``: what is made holds no more than its part."""
         local, whole = self.tensors[tensor], self.r.tensors[tensor].shape
-        key = (_layout_of(local), whole, source, target)
+        key = (_layout_of(local), whole, source, target, keep)
         if key not in self.redistributions:
             x = self.rehearsal.like(local)
             groups = [str(axis) for axis in range(len(self.mesh.axes))]
             zero = (0,) * len(groups)
-            self.redistributions[key] = self._seen(
-                [x], lambda: redistribute(x, whole, source, target, self.mesh.ranks, groups, zero)
-            )
+
+            def run() -> torch.Tensor:
+                moved = redistribute(x, whole, source, target, self.mesh.ranks, groups, zero)
+                return kept(moved) if keep else moved
+
+            self.redistributions[key] = self._seen([x], run)
         return self.redistributions[key]
 
     def _redistributed(
@@ -476,8 +480,7 @@ class _Rank:
         known = self.copies.find(key)
         if known is not None:
             return known
-        path = redistribution_path(self.mesh.ranks, self.r.tensors[tensor].shape, source, target) or ()
-        axes = [step.axis for step in path if step.collective is not None]
+        axes = self._sent_along(tensor, source, target)
         gone = self.copies.make_room(axes)
         self._free_copies([copy for copy in gone if copy not in given])
         passing.extend(copy for copy in gone if copy in given)
@@ -488,8 +491,8 @@ class _Rank:
             passing.append(copy)
         return copy
 
-    def _moved(self, op: Op, tensor: int, source: Layout, target: Layout) -> int:
-        part = self._redistribution(tensor, source, target)
+    def _moved(self, op: Op, tensor: int, source: Layout, target: Layout, *, keep: bool = False) -> int:
+        part = self._redistribution(tensor, source, target, keep=keep)
         known = len(self.ops)
         storages = self._emit(part, [self.tensors[tensor].storage], {}, _inserted(op))
         hidden = (
@@ -551,8 +554,15 @@ class _Rank:
         for op, tensor in self.complete:
             target, source = self.homes[self.gradient_of[tensor]], self.layouts[tensor]
             if source != target:
-                self._replace(tensor, self._moved(op, tensor, source, target), target)
+                self._free_copies(self.copies.make_room(self._sent_along(tensor, source, target)))
+                self._replace(tensor, self._moved(op, tensor, source, target, keep=True), target)
         self.complete = []
+
+    def _sent_along(self, tensor: int, source: Layout, target: Layout) -> list[int]:
+        """The axes on which a redistribution takes collectives."""
+        shape = self.r.tensors[tensor].shape
+        path = redistribution_path(self.mesh.ranks, shape, source, target) or ()
+        return [step.axis for step in path if step.collective is not None]
 
     def _replace(self, tensor: int, moved: int, layout: Layout) -> None:
         """What a tensor lay on is freed, and what was made of it takes its place, and its kind."""

@@ -104,8 +104,7 @@ class Grid:
         self, local: torch.Tensor, shape: Sequence[int], source: Layout, target: Layout, version: int
     ) -> torch.Tensor:
         """The same for an input of an op, which is only read: a copy that was made before is used again."""
-        path = redistribution_path(self.ranks, tuple(shape), source, target) or ()
-        axes = [step.axis for step in path if step.collective is not None]
+        axes = self._sent_along(shape, source, target)
         if not axes:  # a part of what is there
             return self.move(local, shape, source, target)
         storage = local.untyped_storage()
@@ -120,6 +119,15 @@ class Grid:
         copy = self.move(local, shape, source, target)
         self.copies.keep(key, axes, (copy, StorageWeakRef(storage)))
         return copy
+
+    def _sent_along(self, shape: Sequence[int], source: Layout, target: Layout) -> list[int]:
+        """The axes on which a redistribution takes collectives."""
+        path = redistribution_path(self.ranks, tuple(shape), source, target) or ()
+        return [step.axis for step in path if step.collective is not None]
+
+    def make_room(self, shape: Sequence[int], source: Layout, target: Layout) -> None:
+        """Before a redistribution that no copy is kept of: forget those that are in its way."""
+        self.copies.make_room(self._sent_along(shape, source, target))
 
     def reduce(self, summand: torch.Tensor, axis: int) -> torch.Tensor:
         """The sum over the ranks of an axis."""

@@ -166,6 +166,7 @@ def moved_to(t: torch.Tensor, layout: Layout, grid: Grid) -> PlacedTensor:
     if t._form.layout == layout:
         return t
     form = t._form
+    grid.make_room(form.shape, form.layout, layout)
     local = kept(grid.move(t._local_tensor, form.shape, form.layout, layout))
     return place(local, grid.form(layout, form.shape, form.stride, form.dtype), grid)
 
