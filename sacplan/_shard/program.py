@@ -185,6 +185,8 @@ class _Rank:
                 elif code == _FREE:
                     self._free(arg)
                 else:
+                    if code == Event.EXIT and not r.scopes[arg].fqn:  # the model's forward ends
+                        self._drop_copies()
                     self.events.append((code, arg))
                     if code == Event.PACK:
                         self._pack(arg)
