@@ -46,6 +46,7 @@ NOT_RUN = {
     ("modes.md", "python -m benchmarks.modes", "takes minutes"),
     ("op_memory.md", "python -m benchmarks.op_memory", "takes minutes"),
     ("start.md", "pip install", "installs packages"),
+    ("which-parallelism.md", "sacplan layouts", "takes minutes"),
 }
 """Page, beginning of the block, reason."""
 
@@ -368,6 +369,29 @@ def test_the_tables_of_the_modes_are_those_of_the_benchmark() -> None:
     page = (DOCS / "modes.md").read_text(encoding="utf-8")
     shown = page.partition("<!-- made by python -m benchmarks.modes -->")[2].partition("<!-- end -->")[0]
     assert shown.strip() == "\n\n".join(tables), "put these into docs/modes.md:\n\n" + "\n\n".join(tables)
+
+
+def test_the_tables_of_the_meshes_are_those_of_the_benchmark() -> None:
+    from benchmarks.layouts import markdown
+
+    runs = json.loads((ROOT / "benchmarks/results/layouts.json").read_text(encoding="utf-8"))["rows"]
+    page = (DOCS / "which-parallelism.md").read_text(encoding="utf-8")
+    shown = page.partition("<!-- made by python -m benchmarks.layouts -->")[2].partition("<!-- end -->")[0]
+    assert shown.strip() == markdown(runs), "put this into docs/which-parallelism.md:\n\n" + markdown(runs)
+
+
+def test_what_is_said_of_the_search_is_in_the_file() -> None:
+    """No sharding with a name is faster than what a plan takes; where the search alone is, the page says so."""
+    rows = json.loads((ROOT / "benchmarks/results/placements.json").read_text(encoding="utf-8"))["rows"]
+    assert {(row["case"], row["mesh"]) for row in rows} == {
+        ("mlp", "4"), ("mlp", "2x2"), ("llama", "4"), ("llama", "2x2"), ("llama", "8"),
+        ("gpt2", "4"), ("gpt2", "2x2"), ("gpt2", "8"),
+    }  # fmt: skip
+    for row in rows:
+        best = min(row["planned_ms"].values())
+        assert row["plan"]["ms"] <= best * (1 + 1e-6), (row["case"], row["mesh"], row["limit_bytes"])
+    slower = {(row["case"], row["mesh"]) for row in rows if not row["limit_bytes"] and not row["as_fast"]}
+    assert slower == {("gpt2", "4"), ("gpt2", "2x2")}
 
 
 def test_the_table_of_ops_is_that_of_the_benchmark() -> None:

@@ -1,0 +1,249 @@
+"""Which parallelism for a large model: every mesh of some devices, with peaks and times, and how long planning takes.
+
+    python -m benchmarks.layouts [--runs 8b-1 8b-8 8b-64 70b-8 70b-64 70b-1024] [--search]
+
+Llama-3-8B's shape and a 70B shape (80 layers of 8,192, 28,672 inside, 64 heads, 8 for keys and values, 128,256 words),
+sequences of 8,192 tokens, bfloat16, fused AdamW, on the meta device: nothing is computed. A step of the 8B is 16
+sequences, 131,072 tokens; one device also gets one at a time, of which 16 make a step (accumulated). The budget of a
+rank is the memory of an H100 less the headroom that ``sacplan.max_batch`` leaves. Everything is predicted.
+
+A row has the mesh, how the step is spread, peak per rank without and with a plan, ms of a step, of recomputation and of
+collectives that nothing hides, and samples per second. ``fully_shard`` is the way of ``world_size=`` and
+``fsdp_units=``, layer by layer, in which plans also recompute products with gathered parameters. Seconds are of the
+profile, and of all plans together; those of the processor tell how long it takes when nothing else runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import transformers
+
+import sacplan
+from benchmarks import common
+from benchmarks.common import GIB, describe, machine, write_results
+from sacplan._ranks.ranks import Ranks
+
+DEVICE = "h100"
+LENGTH = 8192
+STEP = 16
+"""Sequences."""
+
+SHAPES: dict[str, dict[str, int]] = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+}  # fmt: skip
+
+RUNS: dict[str, tuple[str, int, tuple[int, ...]]] = {
+    "8b-1": ("8b", 1, (STEP, 1)),
+    "8b-8": ("8b", 8, (STEP,)),
+    "8b-64": ("8b", 64, (STEP,)),
+    "70b-8": ("70b", 8, (STEP,)),
+    "70b-64": ("70b", 64, (64,)),
+    "70b-1024": ("70b", 1024, (1024,)),
+}
+"""Shape, devices, sequences of all ranks together."""
+
+COLUMNS = {
+    "mesh": "mesh",
+    "name": "spread as",
+    "unplanned": "peak, no plan",
+    "peak": "with a plan",
+    "step": "step",
+    "recompute": "of it recomputed",
+    "collective": "of it waiting",
+    "tokens": "tokens/s",
+}
+
+
+def profiled(shape: str, sequences: int) -> sacplan.Profile:
+    """The step of the whole model on one device."""
+    config = transformers.LlamaConfig(
+        **SHAPES[shape], num_key_value_heads=8, vocab_size=128256, max_position_embeddings=LENGTH, use_cache=False
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).bfloat16().train()
+        ids = torch.zeros(sequences, LENGTH, dtype=torch.long)
+    optimizer = functools.partial(torch.optim.AdamW, fused=True)
+    return sacplan.profile(model, {"input_ids": ids, "labels": ids}, optimizer=optimizer, device=DEVICE)
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    """What it returns; seconds on the wall and of the processor."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    found = work()
+    return found, {"wall": time.perf_counter() - wall, "processor": time.process_time() - cpu}
+
+
+def looked(shape: str, devices: int, sequences: int, *, search: bool) -> dict[str, Any]:
+    """All meshes of a number of devices."""
+    profile, tracing = timed(lambda: profiled(shape, sequences))
+    found, planning = timed(lambda: sacplan.layouts(profile, devices=devices, search=search))
+    best, one_mesh = None, {}
+    if found.rows[0].fits and devices > 1:
+        best = dict(found.rows[0].mesh)
+        fresh = profiled(shape, sequences)
+        budget = f"{found.budget_bytes}B"
+        _, one_mesh = timed(lambda: sacplan.plan(fresh, budget, mesh=best))
+    rows = [
+        {
+            "mesh": row.mesh,
+            "name": row.name,
+            "fits": row.fits,
+            "unplanned_peak_bytes": row.unplanned_peak_bytes,
+            "peak_bytes": row.peak_bytes,
+            "step_ms": row.step_ms,
+            "recompute_ms": row.recompute_ms,
+            "collective_ms": row.collective_ms,
+            "samples_per_s": row.samples_per_s,
+        }
+        for row in found.rows
+    ]
+    beside, by_units = timed(lambda: fully_sharded(shape, devices, sequences, found.budget_bytes))
+    return {
+        "shape": shape,
+        "devices": devices,
+        "sequences": sequences,
+        "length": LENGTH,
+        "budget_bytes": found.budget_bytes,
+        "one_device_peak_bytes": profile.peak_bytes,
+        "ops": len(profile.recorded.ops),
+        "seconds": {
+            "profile": tracing,
+            "layouts": planning,
+            "plan_on_best_mesh": one_mesh,
+            "fully_shard": by_units if beside else {},
+        },
+        "best_mesh": best,
+        "refused": list(found.refused),
+        "rows": sorted([*rows, *beside], key=_order),
+    }
+
+
+UNITS = ("model.layers.*", "")
+
+
+def fully_sharded(shape: str, devices: int, sequences: int, budget_bytes: int) -> list[dict[str, Any]]:
+    """A row of ``fully_shard``, where the ranks divide the batch."""
+    if devices == 1 or sequences % devices:
+        return []
+    rank = profiled(shape, sequences // devices).on_ranks(Ranks.of(devices, UNITS))
+    plan, least = None, 0
+    try:
+        plan = sacplan.plan(rank, f"{budget_bytes}B")
+        least = plan.peak_bytes
+    except sacplan.InfeasibleBudget as error:
+        least = error.smallest_feasible_bytes
+    ms = rank.step_ms + (plan.recompute_ms if plan else 0.0)
+    return [
+        {
+            "mesh": {"dp": devices},
+            "name": "fully_shard",
+            "fits": plan is not None,
+            "unplanned_peak_bytes": rank.peak_bytes,
+            "peak_bytes": least,
+            "step_ms": ms,
+            "recompute_ms": plan.recompute_ms if plan else 0.0,
+            "collective_ms": math.fsum(op.time_ms for op in rank.program.ops if "c10d" in op.name),
+            "samples_per_s": sequences / ms * 1e3 if plan else 0.0,
+        }
+    ]
+
+
+def _order(row: dict[str, Any]) -> tuple[bool, float]:
+    return (not row["fits"], row["step_ms"] if row["fits"] else row["peak_bytes"])
+
+
+# --- tables ---------------------------------------------------------------------------------------------------
+
+
+def mesh_text(row: dict[str, Any]) -> str:
+    """``dp 4 x tp 2``."""
+    return " x ".join(f"{name} {n}" for name, n in row["mesh"].items()) or "one GPU"
+
+
+def cells_of(row: dict[str, Any], length: int) -> list[str]:
+    """A row as text."""
+    peaks = [f"{row[key] / GIB:.1f} GiB" for key in ("unplanned_peak_bytes", "peak_bytes")]
+    if not row["fits"]:
+        return [mesh_text(row), row["name"], peaks[0], f"does not fit (at least {peaks[1]})", "", "", "", ""]
+    times = [f"{row[key]:,.0f} ms" for key in ("step_ms", "recompute_ms", "collective_ms")]
+    return [mesh_text(row), row["name"], *peaks, *times, f"{row['samples_per_s'] * length:,.0f}"]
+
+
+def table(run: dict[str, Any], most: int | None = None) -> list[str]:
+    """A table in Markdown: what fits, the fastest first, then the ways that do not; refused meshes below."""
+    rows = run["rows"] if most is None else run["rows"][:most]
+    lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
+    lines += ["| " + " | ".join(cells_of(row, run["length"])) + " |" for row in rows]
+    return lines
+
+
+_SHORT = 6
+"""Rows of a table in the docs."""
+
+
+def markdown(runs: Sequence[dict[str, Any]], shape: str = "8b") -> str:
+    """The tables of one model for ``docs/which-parallelism.md``."""
+    found: list[str] = []
+    for run in runs:
+        if run["shape"] != shape:
+            continue
+        gpus = f"{run['devices']} GPU{'s' if run['devices'] > 1 else ''}"
+        sequences = f"{run['sequences']} sequence{'s' if run['sequences'] > 1 else ''}"
+        found += ["", f"**{gpus}, {sequences} a step**", "", *table(run, _SHORT)]
+        left = len(run["rows"]) - _SHORT
+        if left > 0:
+            fit = sum(row["fits"] for row in run["rows"][_SHORT:])
+            found += ["", f"{left} more ways are slower or do not fit; {fit} of them fit."]
+        if run["refused"]:
+            found += ["", "Not possible: " + " ".join(refusals(run))]
+    return "\n".join(found).strip()
+
+
+def refusals(run: dict[str, Any]) -> Iterator[str]:
+    """Meshes that are refused, each with the first reason."""
+    for text in run["refused"]:
+        mesh = re.search(r"over mesh ([^.]*)\.", text)
+        reason = re.search(r": ([^:(]*)", text)
+        yield f"{mesh[1]}: {reason[1].strip()}." if mesh and reason else text
+
+
+def _line(run: dict[str, Any]) -> str:
+    seconds = ", ".join(
+        f"{name} {each['wall']:.1f} s ({each['processor']:.1f} s of the processor)"
+        for name, each in run["seconds"].items()
+        if each
+    )
+    head = (
+        f"\n{run['shape']} on {run['devices']} x {DEVICE}, {run['sequences']} sequences: one device would take "
+        f"{run['one_device_peak_bytes'] / GIB:.0f} GiB; {run['ops']} ops; {seconds}"
+    )
+    return "\n".join([head, *table(run), *refusals(run)])
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    parser = common.parser(__doc__, "layouts.json")
+    parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument("--search", action="store_true", help="also search for shardings on each mesh")
+    arguments = parser.parse_args()
+    print(f"{describe(machine())}; predicted for {DEVICE}")
+    runs = []
+    for name in arguments.runs:
+        shape, devices, sequences = RUNS[name]
+        for each in sequences:
+            runs.append(looked(shape, devices, each, search=arguments.search))
+            print(_line(runs[-1]), flush=True)
+            write_results(arguments.json, runs, device=DEVICE, search=arguments.search)
+
+
+if __name__ == "__main__":
+    main()
