@@ -239,6 +239,21 @@ _CLOSE = 0.05
 """By how much more time than the fastest a way may take by a quick plan, to be planned carefully."""
 
 
+def _smallest(profile: Profile, meshes: Sequence[Mesh], known: Sequence[Spread]) -> list[Spread]:
+    """The shardings with the smallest peaks that the search finds: a budget that it met may be missed by a little."""
+    found = {repr(way.sharding): way for mesh in meshes for way in _found(profile, mesh)}
+    for way in known:
+        found.pop(repr(way.sharding), None)
+    return list(found.values())
+
+
+def _found(profile: Profile, mesh: Mesh) -> list[Spread]:
+    try:
+        return [way for way in spreads(profile, mesh, (1,)) if way.name == "search"]
+    except PlanError:  # said for the other ways
+        return []
+
+
 def plan_on_meshes(
     profile: Profile, mesh: Any, budget_bytes: int, plan_rank: Planner, quick: Planner
 ) -> Plan:
@@ -265,6 +280,8 @@ def plan_on_meshes(
     if not ways:
         raise PlanError(" ".join(refused))
     found = tried(ways, quick)
+    if all(one.plan is None for one in found):
+        found += tried(_smallest(profile, meshes, ways), quick)
     fastest = min(one.step_ms for one in found)
     near = [one for one in found if one.step_ms <= fastest * (1 + _CLOSE)]  # all, if none holds the budget
     found += tried([one.spread for one in near if one.plan is None or one.plan.decisions], plan_rank)

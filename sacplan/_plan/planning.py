@@ -106,6 +106,11 @@ def plan(
             )
         if world_size is not None or fsdp_units is not None:
             raise PlanError("give either a mesh, or world_size and fsdp_units.")
+        if "chunk" in (techniques or ()):
+            raise PlanError(
+                '"chunk" does not go together with a mesh: slices are planned for tensors of one device. Use '
+                'techniques=("shard", "recompute"), or more ranks.'
+            )
         others = None if techniques is None else [name for name in techniques if name != SHARD]
 
         def on_rank(rank: Profile, solver: str | Solver | Rotor = solver) -> Plan:
