@@ -380,6 +380,16 @@ def test_the_tables_of_the_meshes_are_those_of_the_benchmark() -> None:
     assert shown.strip() == markdown(runs), "put this into docs/which-parallelism.md:\n\n" + markdown(runs)
 
 
+def test_what_is_said_of_deep_models_is_in_the_file() -> None:
+    runs = json.loads((ROOT / "benchmarks/results/layouts.json").read_text(encoding="utf-8"))["rows"]
+    (run,) = (run for run in runs if (run["shape"], run["devices"]) == ("70b", 64))
+    rows = {row["name"]: row for row in run["rows"] if row["mesh"] == {"dp": 64}}
+    assert rows["fully_shard"]["fits"]
+    assert run["sequences"] == 64
+    smallest = f"{rows['fsdp']['peak_bytes'] / 2**30:.1f} GiB"
+    assert f"its smallest peak is {smallest}" in (DOCS / "which-parallelism.md").read_text(encoding="utf-8")
+
+
 def test_what_is_said_of_the_search_is_in_the_file() -> None:
     """No sharding with a name is faster than what a plan takes; where the search alone is, the page says so."""
     rows = json.loads((ROOT / "benchmarks/results/placements.json").read_text(encoding="utf-8"))["rows"]
