@@ -346,6 +346,17 @@ class Recorder(Watching):
         """Bytes of the storages seen so far."""
         return self._storage_bytes
 
+    def tensors(self, indices: Iterable[int]) -> tuple[Tensor, ...]:
+        """Tensors that ops take or return."""
+        known, layouts = list(self._tensors), list(self._layouts)
+        found = []
+        for storage, layout in (known[i] for i in indices):
+            dtype, shape, stride, offset = layouts[layout]
+            found.append(
+                Tensor(storage, str(dtype).removeprefix("torch."), tuple(shape), tuple(stride), offset)
+            )
+        return tuple(found)
+
     def seen(self) -> tuple[int, int]:
         """How many ops and events there were so far."""
         return len(self._ops), len(self._events)

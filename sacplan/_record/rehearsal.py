@@ -115,6 +115,10 @@ class Rehearsal:
         """The recorder's storage of a tensor."""
         return self._recorder.storage_of(tensor)
 
+    def tensors(self, indices: Iterable[int]) -> tuple[Tensor, ...]:
+        """Tensors of ops that were seen, on the recorder's storages."""
+        return self._recorder.tensors(indices)
+
     @property
     def sizes(self) -> Sequence[int]:
         """Bytes of the recorder's storages."""

@@ -79,12 +79,14 @@ class _Part:
         given: storages of the inputs, in order.
         made: (storage, dtype, shape, stride, offset) of the outputs.
         sizes: by storage, its bytes.
+        sent: by position, what each collective takes.
     """
 
     seen: Seen
     given: tuple[int, ...]
     made: tuple[Tensor, ...]
     sizes: Mapping[int, int]
+    sent: Mapping[int, tuple[Tensor, ...]]
 
 
 class _Known(NamedTuple):
@@ -351,7 +353,10 @@ class _Rank:
         storages = {t.storage for t in made}.union(*((*op.reads, *op.writes, *op.mutates) for op in seen.ops))
         storages.update(arg for code, arg in seen.events if code != _OP)
         sizes = self.rehearsal.sizes
-        return _Part(seen, given, tuple(made), {s: sizes[s] for s in storages})
+        sent = {
+            i: self.rehearsal.tensors(op.inputs) for i, op in enumerate(seen.ops) if op.name in _COLLECTIVES
+        }
+        return _Part(seen, given, tuple(made), {s: sizes[s] for s in storages}, sent)
 
     def _emit(
         self,
@@ -409,7 +414,7 @@ class _Rank:
                             recomputable=op.recomputable and like.phase == Phase.FORWARD,
                             state_bytes=0,
                             replaces=-1,
-                            inputs=(),
+                            inputs=self._sent(part.sent.get(arg, ()), storage),
                             outputs=(),
                         )
                     )
@@ -419,6 +424,12 @@ class _Rank:
         for t in part.made:
             storage(t.storage)
         return known
+
+    def _sent(self, tensors: Sequence[Tensor], storage: Callable[[int], int]) -> tuple[int, ...]:
+        """Tensors of a rehearsal as tensors of the program."""
+        first = len(self.tensors)
+        self.tensors += [msgspec.structs.replace(t, storage=storage(t.storage)) for t in tensors]
+        return tuple(range(first, len(self.tensors)))
 
     def _time_ms(self, op: Op, part: _Part) -> float:
         """A collective's time is that of its link."""

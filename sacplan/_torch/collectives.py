@@ -11,6 +11,12 @@ _ops: Any = torch.ops._c10d_functional
 _wait = _ops.wait_tensor
 
 
+def arrived(sent: torch.Tensor) -> torch.Tensor:
+    """What a collective sent, when it is there."""
+    there: torch.Tensor = _wait(sent)
+    return there
+
+
 def all_gather(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
     """What all ranks have, one after the other along dimension 0."""
     gathered: torch.Tensor = _wait(_ops.all_gather_into_tensor(x.contiguous(), ranks, group))

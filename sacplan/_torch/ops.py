@@ -95,6 +95,10 @@ class OpTraits:
         return self.written_positions
 
 
+_GATHERS = frozenset(("_c10d_functional.all_gather_into_tensor.default",))
+"""Collectives that may run again: all ranks have the same plan, and so gather in the same order."""
+
+
 @functools.cache
 def op_traits(func: Any) -> OpTraits:
     """Read the traits of an ``OpOverload``, once."""
@@ -122,7 +126,7 @@ def op_traits(func: Any) -> OpTraits:
         and torch.Tag.inplace_view not in func.tags
     )
     rerunnable = (
-        func.namespace in ("aten", "prims")
+        (func.namespace in ("aten", "prims") or str(func) in _GATHERS)
         and (not names or batch_norm or in_place)
         and (not aliases or in_place)
         and reads_tensors
@@ -154,7 +158,7 @@ _SETS_UP = _BETWEEN_RANKS | {"fsdp"}
 
 
 def is_between_ranks(func: Any) -> bool:
-    """Whether an op is a collective or waits for one. It runs once, on all ranks or on none."""
+    """Whether an op is a collective or waits for one. It runs on all ranks or on none."""
     return func.namespace in _BETWEEN_RANKS
 
 
@@ -170,9 +174,9 @@ def op_named(name: str) -> torch._ops.OpOverload | None:
 
 @functools.cache
 def is_computation(name: str) -> bool:
-    """Whether an op, by the name of its overload, makes or writes values: no view, and no part of a collective."""
+    """Whether an op, by the name of its overload, makes or writes values: no view, and of collectives gathers alone."""
     if name.partition(".")[0] in _SETS_UP:
-        return False
+        return name in _GATHERS
     func = op_named(name)
     if func is None or op_traits(func).written_names:
         return True

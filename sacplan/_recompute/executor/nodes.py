@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from sacplan._program.elements import CallSite
 from sacplan._recompute.executor.draws import Draw
 from sacplan._recompute.executor.tensors import View, sample, view_of
-from sacplan._torch.ops import OpTraits, op_traits, tensors_in
+from sacplan._torch.ops import OpTraits, is_between_ranks, op_traits, tensors_in
 from sacplan._torch.private import kernel_settings, set_kernel_settings, storage_key
 from sacplan.errors import RecipeError
 
@@ -318,6 +318,10 @@ class RecipeNode:
                 set_kernel_settings(now)
         elif self.rng is None:
             out = self.signature.func(*args, **kwargs)
+            if is_between_ranks(self.signature.func):
+                from sacplan._torch.collectives import arrived  # registers ops that few models have
+
+                out = arrived(out)
         else:
             pinned, out = self.rng.again(self.signature.func, args, kwargs)
             if not pinned:
