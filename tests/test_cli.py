@@ -288,10 +288,10 @@ def test_the_plan_of_a_rank(saved: Path) -> None:
     whole = json.loads(run(f"plan profile.json.gz --budget 85% {UNITS} --json").stdout)
     assert (whole["peak_bytes"], whole["ranks"]) == (
         plan.peak_bytes,
-        {"world_size": 4, "fsdp_units": ["layers.*", ""]},
+        {"world_size": 4, "fsdp_units": ["layers.*", ""], "sharding": None},
     )
     loaded = json.loads(run(f"plan rank.json.gz --budget 85% {UNITS} --json").stdout)
-    assert loaded["ranks"] == {"world_size": 4, "fsdp_units": ["layers.*", ""]}
+    assert loaded["ranks"] == {"world_size": 4, "fsdp_units": ["layers.*", ""], "sharding": None}
     assert loaded["peak_bytes"] == plan.peak_bytes
     seen = json.loads(run("verify train.py:make rank.json --json").stdout)
     assert seen["peak_bytes"] == plan.peak_bytes
@@ -302,7 +302,7 @@ def test_the_plan_of_a_rank(saved: Path) -> None:
 
 def test_replicas(saved: Path) -> None:
     facts = json.loads(run("profile train.py:make --device cpu --world-size 2 --json").stdout)
-    assert facts["ranks"] == {"world_size": 2, "fsdp_units": None}
+    assert facts["ranks"] == {"world_size": 2, "fsdp_units": None, "sharding": None}
     assert (
         facts["peak_bytes"] > sacplan.Profile.load("profile.json.gz").peak_bytes
     )  # gradients are held twice
