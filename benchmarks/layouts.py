@@ -9,7 +9,7 @@ rank is the memory of an H100 less the headroom that ``sacplan.max_batch`` leave
 
 A row has the mesh, how the step is spread, peak per rank without and with a plan, ms of a step, of recomputation and of
 collectives that nothing hides, and samples per second. ``fully_shard`` is the way of ``world_size=`` and
-``fsdp_units=``, layer by layer, in which plans also recompute products with gathered parameters. Seconds are of the
+``fsdp_units=``, layer by layer. Seconds are of the
 profile, and of all plans together; those of the processor tell how long it takes when nothing else runs.
 """
 
