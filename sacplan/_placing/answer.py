@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from sacplan._placing.evaluation import Choice, Evaluation
-from sacplan._placing.graph import Call, Graph, pattern_of
+from sacplan._placing.graph import Call, Graph
+from sacplan._program.elements import pattern_of
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase
 from sacplan._shard.choose import Choice as Ran
 from sacplan._shard.choose import WholeCall, choose

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
 
+from sacplan._program.elements import pattern_of
 from sacplan._program.program import ROOT_SCOPE, Phase, Program, StorageKind
 from sacplan._ranks.shards import Parameter
 from sacplan._shard.placements import REPLICATED, Layout, cut, fits, format_layout
-from sacplan._shard.places import Place, pattern_of
+from sacplan._shard.places import Place
 from sacplan._shard.sharding import Sharding
 from sacplan._torch.ops import is_computation
 from sacplan.errors import PlanError

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,14 +18,15 @@ from typing import Any, NamedTuple
 import torch
 
 from sacplan._program.calls import Opaque, call_with, dtype_of
+from sacplan._program.elements import pattern_of
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, Tensor
 from sacplan._ranks.shards import Parameter
+from sacplan._shard.optimizer import together
 from sacplan._torch.ops import arguments_by_name, op_named
 
 GRADIENT = -1
 """In place of a phase: the flow of a gradient to its parameter's home."""
 
-_LAYER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 _SHAPED_LIKE = frozenset(
     f"aten.{name}.default"
@@ -42,11 +42,6 @@ _SHAPED_LIKE = frozenset(
     )
 )
 """Take a tensor for its shape and type: the result lies where that lies."""
-
-
-def pattern_of(name: str) -> str:
-    """A name of a module or a parameter with ``*`` for the numbers in it: the same for equal layers."""
-    return _LAYER.sub("*", name)
 
 
 class Call:
@@ -458,21 +453,21 @@ class Graph:
         tensors, shape_of = self.program.tensors, {p.storage: p.shape for p in self.parameters}
         owner = {p.storage: p.storage for p in self.parameters}
         owner.update((tensors[t].storage, p) for p, t in self.program.gradients.items())
-        groups: list[tuple[Op, list[list[int]]]] = [(op, list(_together(op))) for _, op in ops]
+        groups: list[tuple[Op, list[list[int]]]] = [(op, list(together(op))) for _, op in ops]
         for _ in range(2):  # state may meet its gradient later than other state
-            for _, together in groups:
-                for group in together:
+            for _, found in groups:
+                for group in found:
                     known = next((owner[s] for t in group if (s := tensors[t].storage) in owner), None)
                     if known is not None:
                         same = (t for t in group if math.prod(tensors[t].shape) == math.prod(shape_of[known]))
                         for t in same:
                             owner.setdefault(tensors[t].storage, known)
         self._owner = owner
-        for op, together in groups:
+        for op, found in groups:
             parts: dict[int, int] = defaultdict(int)
-            for group in together:
-                if found := [owner[s] for t in group if (s := tensors[t].storage) in owner]:
-                    parts[self.homes[found[0]]] += math.prod(shape_of[found[0]])
+            for group in found:
+                if owners := [owner[s] for t in group if (s := tensors[t].storage) in owner]:
+                    parts[self.homes[owners[0]]] += math.prod(shape_of[owners[0]])
             total = sum(parts.values())
             for home, n in parts.items():
                 self.optimizer_ms[home] += op.time_ms * n / total
@@ -550,24 +545,6 @@ class _Sites:
         self._seen[here] += 1
         self._known[index] = site
         return site
-
-
-def _together(op: Op) -> Iterator[list[int]]:
-    """Tensors of one parameter in an op of an optimizer."""
-    args, kwargs = op.call
-    lists: list[list[int]] = []
-    single: list[int] = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, list) and value and all(isinstance(x, dict) and "tensor" in x for x in value):
-            lists.append([op.inputs[x["tensor"]] for x in value])
-        elif isinstance(value, dict) and "tensor" in value:
-            single.append(op.inputs[value["tensor"]])
-    if lists:
-        length = len(lists[0])
-        lists.extend([list(op.outputs[i : i + length]) for i in range(0, len(op.outputs), length)])
-        yield from map(list, zip(*(items for items in lists if len(items) == length), strict=True))
-    elif single:
-        yield [*single, *op.outputs]
 
 
 def alive(program: Program) -> Iterator[tuple[int, int, int]]:

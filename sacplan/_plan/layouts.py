@@ -15,7 +15,7 @@ import torch
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.capacity import budget_of_device
-from sacplan._plan.meshes import Spread, Tried, resolve_mesh, rows_of, spreads, tried
+from sacplan._plan.meshes import Spread, resolve_mesh, rows_of, spreads, tried
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import plan
 from sacplan._profile.profile import Profile, Trace, profile
@@ -46,6 +46,7 @@ class Layout:
         recompute_ms: of it, recomputation.
         collective_ms: of it, collectives that computation does not hide.
         samples_per_s: of all ranks together; 0 where no plan holds.
+        binding: what makes the smallest peak; ``""`` where a plan holds.
     """
 
     mesh: dict[str, int]
@@ -58,6 +59,7 @@ class Layout:
     recompute_ms: float
     collective_ms: float
     samples_per_s: float
+    binding: str = ""
 
     @property
     def fits(self) -> bool:
@@ -102,7 +104,7 @@ class Layouts:
             "Take more devices, or a smaller batch.",
             budget_bytes=self.budget_bytes,
             smallest_feasible_bytes=least.peak_bytes,
-            binding="the step",
+            binding=least.binding,
         )
 
     def to_frame(self) -> pd.DataFrame:
@@ -195,14 +197,13 @@ def layouts(
     rows: list[Layout] = []
     refused: list[str] = []
 
-    def add(found: Tried | None) -> None:
-        row = _row(whole, found, on_rank)
+    def add(row: Layout) -> None:
         rows.append(row)
         if progress is not None:
             progress(row)
 
     if n == 1:
-        add(None)
+        add(_on_one_device(whole, on_rank))
     for mesh in resolve_mesh(n, whole) if n > 1 else ():
         try:
             ways = list(spreads(whole, mesh, (0, budget_bytes) if search else (), _names(mesh)))
@@ -210,7 +211,7 @@ def layouts(
             refused.append(str(error))
             continue
         for one in tried(ways, on_rank, all_of_them=True):
-            add(one)
+            add(_row(whole, one.spread.profile, one.spread, one.plan, one.smallest_bytes, one.binding))
     if not rows:
         raise PlanError(" ".join(refused))
     rows.sort(key=lambda row: (not row.fits, row.step_ms if row.fits else row.peak_bytes))
@@ -224,17 +225,17 @@ def _names(mesh: Mesh) -> tuple[str, ...]:
     return ("megatron",) if mesh.names == ("tp",) else ("ddp", "fsdp")
 
 
-def _row(whole: Profile, found: Tried | None, on_rank: Callable[[Profile], Plan]) -> Layout:
-    spread: Spread | None = None if found is None else found.spread
-    rank = whole if spread is None else spread.profile
-    if found is None:
-        try:
-            made: Plan | None = on_rank(whole)
-            least = made.peak_bytes if made is not None else 0
-        except InfeasibleBudget as error:
-            made, least = None, error.smallest_feasible_bytes
-    else:
-        made, least = found.plan, found.smallest_bytes
+def _on_one_device(whole: Profile, planner: Callable[[Profile], Plan]) -> Layout:
+    try:
+        made = planner(whole)
+    except InfeasibleBudget as error:
+        return _row(whole, whole, None, None, error.smallest_feasible_bytes, error.binding)
+    return _row(whole, whole, None, made, made.peak_bytes)
+
+
+def _row(
+    whole: Profile, rank: Profile, spread: Spread | None, made: Plan | None, least: int, binding: str = ""
+) -> Layout:
     extra = 0.0 if made is None else made.recompute_ms + made.added_ms
     step_ms = rank.step_ms + extra
     collectives = math.fsum(op.time_ms for op in rank.program.ops if "c10d" in op.name)
@@ -249,4 +250,5 @@ def _row(whole: Profile, found: Tried | None, on_rank: Callable[[Profile], Plan]
         recompute_ms=0.0 if made is None else made.recompute_ms,
         collective_ms=collectives,
         samples_per_s=0.0 if made is None else rows_of(whole) / step_ms * 1e3,
+        binding=binding,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -12,6 +13,16 @@ import msgspec
 from sacplan._program.files import Count, Name
 
 ROOT_SCOPE = -1
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def pattern_of(fqn: str) -> str:
+    """A name of a module or a parameter with ``*`` for its places in lists: the same for equal layers.
+
+    ``"layers.3.mlp"`` becomes ``"layers.*.mlp"``.
+    """
+    return _NUMBER.sub("*", fqn)
 
 
 class CallSite(NamedTuple):

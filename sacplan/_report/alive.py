@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._program.arguments import checked
+from sacplan._program.elements import pattern_of
 from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._report.inputs import planned
 from sacplan._report.names import (
     OPTIMIZER,
     OUTSIDE,
     natural_key,
-    pattern_of,
     pattern_over,
     short_op,
     shown_module,

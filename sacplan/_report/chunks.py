@@ -21,10 +21,11 @@ from sacplan._profile.profile import Profile
 from sacplan._program.arguments import checked
 from sacplan._program.calls import Opaque, call_with
 from sacplan._program.decisions import Chunk
+from sacplan._program.elements import pattern_of
 from sacplan._program.liveness import Fold
 from sacplan._program.program import Event, Op, Phase, Program, StorageKind
 from sacplan._report.inputs import planned
-from sacplan._report.names import pattern_of, pattern_over, shown_module
+from sacplan._report.names import pattern_over, shown_module
 from sacplan._torch.ops import draws_numbers, op_named
 from sacplan.errors import PlanError
 

@@ -11,11 +11,12 @@ from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
+from sacplan._program.elements import pattern_of
 from sacplan._program.program import Event, Phase
 from sacplan._report.alive import alive_at
 from sacplan._report.inputs import in_slices, planned
 from sacplan._report.kept import Cost, KeptAndDiscarded
-from sacplan._report.names import OUTSIDE, module_of, pattern_of, pattern_over, short_op
+from sacplan._report.names import OUTSIDE, module_of, pattern_over, short_op
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable
 
 from sacplan._program.program import ROOT_SCOPE, Phase, Program
@@ -11,7 +10,6 @@ from sacplan._program.program import ROOT_SCOPE, Phase, Program
 OUTSIDE = "(outside the model)"
 OPTIMIZER = "(optimizer)"
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a path
 _NAMES = {
     "mm": "matmul",
     "addmm": "matmul",
@@ -31,11 +29,6 @@ _NAMES = {
     "nll_loss": "nll loss",
     "embedding_dense": "embedding",
 }
-
-
-def pattern_of(fqn: str) -> str:
-    """A module's name with ``*`` for its places in lists: ``"layers.3.mlp"`` becomes ``"layers.*.mlp"``."""
-    return _NUMBER.sub("*", fqn)
 
 
 def pattern_over(fqns: Iterable[str]) -> str:

@@ -190,6 +190,14 @@ class Costs:
         return self.copy_ms(n_bytes / self.mesh.ranks[step.axis] if step.target.is_cut else n_bytes)
 
 
+def sent_along(
+    ranks: tuple[int, ...], shape: Sequence[int], source: Layout, target: Layout
+) -> tuple[int, ...]:
+    """The axes on which a redistribution takes collectives."""
+    path = redistribution_path(ranks, tuple(shape), source, target) or ()
+    return tuple(step.axis for step in path if step.collective is not None)
+
+
 def after(layout: Layout, step: Step) -> Layout:
     """The layout with the placement of one axis changed."""
     return (*layout[: step.axis], step.target, *layout[step.axis + 1 :])

@@ -22,8 +22,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sacplan._program.elements import pattern_of
 from sacplan._shard.placements import REPLICATED, Layout, Placement
-from sacplan._shard.places import Place, matches, pattern_of
+from sacplan._shard.places import Place, matches
 from sacplan._shard.sharding import Sharding
 from sacplan._shard.tp_plans import PACKED
 

@@ -63,14 +63,6 @@ def matches(pattern: str, fqn: str) -> bool:
     return re.fullmatch(r"\d+".join(map(re.escape, pattern.split("*"))), fqn) is not None
 
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-
-
-def pattern_of(name: str) -> str:
-    """A name with ``*`` for the numbers of layers in it: the same for equal layers."""
-    return _NUMBER.sub("*", name)
-
-
 class Places:
     """Finds the place of a call, and notes which were met.
 

@@ -28,14 +28,16 @@ from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, Stor
 from sacplan._record.rehearsal import Rehearsal, Seen
 from sacplan._shard.choose import Choice, WholeCall, choose
 from sacplan._shard.copies import Copies
-from sacplan._shard.costs import Collective, Costs, redistribution_path
+from sacplan._shard.costs import Costs, sent_along
 from sacplan._shard.executor.prepare import RESHAPES
 from sacplan._shard.mesh import Mesh
+from sacplan._shard.optimizer import optimizer_state
 from sacplan._shard.overlap import Overlap
 from sacplan._shard.placements import REPLICATED, Asked, Layout, is_reduced, local_shape
 from sacplan._shard.places import Place, Places
+from sacplan._shard.recorded import collective_named
 from sacplan._shard.redistribute import kept, redistribute
-from sacplan._shard.strategies import AxisStrategy, local_call
+from sacplan._shard.strategies import local_call
 from sacplan._torch.collectives import all_reduce
 from sacplan._torch.ops import op_named
 from sacplan._torch.private import below_autograd
@@ -311,10 +313,7 @@ class _Rank:
         except Opaque as error:
             raise PlanError(f"{op.name} cannot run on a mesh: {error}") from error
         results = [self.metas[t] for t in op.outputs]
-        if is_by_element(func):
-            choice = by_element(op, have, len(results), len(self.mesh.axes))
-        else:
-            choice = choose(WholeCall(func, args, kwargs, results), have, self.mesh, asked, weights)
+        choice = choose(WholeCall(func, args, kwargs, results), have, self.mesh, asked, weights)
         inputs = []
         for t, source, target in zip(op.inputs, have, choice.inputs, strict=True):
             local = self.tensors[t]
@@ -354,7 +353,7 @@ class _Rank:
         storages.update(arg for code, arg in seen.events if code != _OP)
         sizes = self.rehearsal.sizes
         sent = {
-            i: self.rehearsal.tensors(op.inputs) for i, op in enumerate(seen.ops) if op.name in _COLLECTIVES
+            i: self.rehearsal.tensors(op.inputs) for i, op in enumerate(seen.ops) if collective_named(op.name)
         }
         return _Part(seen, given, tuple(made), {s: sizes[s] for s in storages}, sent)
 
@@ -435,7 +434,7 @@ class _Rank:
         """A collective's time is that of its link."""
         if op.name == "_c10d_functional.wait_tensor.default":
             return 0.0
-        kind = _COLLECTIVES.get(op.name)
+        kind = collective_named(op.name)
         if kind is None:
             return op.time_ms
         args, _ = op.call
@@ -511,7 +510,7 @@ class _Rank:
         hidden = (
             self.ahead if tensor in self.weights else self.behind if tensor in self.gradient_of else set()
         )
-        hidden.update(i for i in range(known, len(self.ops)) if self.ops[i].name in _COLLECTIVES)
+        hidden.update(i for i in range(known, len(self.ops)) if collective_named(self.ops[i].name))
         (made,) = part.made
         self.tensors.append(msgspec.structs.replace(made, storage=storages[made.storage]))
         return len(self.tensors) - 1
@@ -571,11 +570,8 @@ class _Rank:
                 self._replace(tensor, self._moved(op, tensor, source, target, keep=True), target)
         self.complete = []
 
-    def _sent_along(self, tensor: int, source: Layout, target: Layout) -> list[int]:
-        """The axes on which a redistribution takes collectives."""
-        shape = self.r.tensors[tensor].shape
-        path = redistribution_path(self.mesh.ranks, shape, source, target) or ()
-        return [step.axis for step in path if step.collective is not None]
+    def _sent_along(self, tensor: int, source: Layout, target: Layout) -> tuple[int, ...]:
+        return sent_along(self.mesh.ranks, self.r.tensors[tensor].shape, source, target)
 
     def _replace(self, tensor: int, moved: int, layout: Layout) -> None:
         """What a tensor lay on is freed, and what was made of it takes its place, and its kind."""
@@ -679,37 +675,9 @@ _TWO_TENSORS = '[[{"tensor":0},{"tensor":1}],{}]'
 _NO_VIEWS = ("aten._unsafe_view.default", "aten.detach.default")
 _RESHAPE = "aten.reshape.default"
 
-_COLLECTIVES: Mapping[str, Collective] = {
-    "_c10d_functional.all_gather_into_tensor.default": "all_gather",
-    "_c10d_functional.reduce_scatter_tensor.default": "reduce_scatter",
-    "_c10d_functional.all_reduce.default": "all_reduce",
-    "_c10d_functional.all_to_all_single.default": "all_to_all",
-}
-
 
 def _reduce(t: torch.Tensor, axis: int) -> torch.Tensor:
     return all_reduce(t, "sum", str(axis))
-
-
-def is_by_element(func: torch._ops.OpOverload) -> bool:
-    """Whether an op of an optimizer takes lists and treats their tensors place by place."""
-    return str(func._schema.name).startswith(("aten::_foreach_", "aten::_fused_"))
-
-
-def by_element(op: Op, have: tuple[Layout, ...], n_results: int, n_axes: int) -> Choice:
-    """Such an op runs on the parts that a rank has.
-
-    Raises:
-        PlanError: it reduces, or returns other lists than it takes.
-    """
-    first = next((arg for arg in op.call[0] if isinstance(arg, list)), [])
-    if "norm" in op.name or n_results not in (0, len(first)):
-        raise PlanError(f"{op.name} in the optimizer cannot run on parts of tensors.")
-    outputs = have[:n_results]
-    axes = [
-        AxisStrategy(tuple(h[axis] for h in have), tuple(o[axis] for o in outputs)) for axis in range(n_axes)
-    ]
-    return Choice(tuple(axes), have, outputs)
 
 
 def _inserted(op: Op) -> Op:
@@ -719,49 +687,3 @@ def _inserted(op: Op) -> Op:
 
 def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.dtype, tensor.shape, tensor.stride)
-
-
-def optimizer_state(program: Program, homes: Mapping[int, Layout]) -> dict[int, Layout]:
-    """Where an optimizer's state, and gradients that are there before the step, lie: as their parameters.
-
-    An optimizer's ops take a parameter, its gradient and its state together, or lists of these in one order.
-    """
-    found = dict(homes)
-    for parameter, gradient in program.gradients.items():
-        found[program.tensors[gradient].storage] = homes[parameter]
-    state = {s for s in program.initial if program.storage_kinds[s] == StorageKind.OPTIMIZER_STATE}
-    ops = [op for op in program.ops if op.phase == Phase.OPTIMIZER]
-    known = 0
-    while known < len(found):
-        known = len(found)
-        for op in ops:
-            for together in _together(program, op):
-                shapes = {
-                    t.shape: found[t.storage]
-                    for t in map(program.tensors.__getitem__, together)
-                    if t.storage in found
-                }
-                for t in map(program.tensors.__getitem__, together):
-                    if t.shape in shapes:
-                        found.setdefault(t.storage, shapes[t.shape])
-    return {s: layout for s, layout in found.items() if s in state and s not in homes}
-
-
-def _together(program: Program, op: Op) -> list[list[int]]:
-    """Tensors of one parameter in an op: all, or those at one place in its lists."""
-    args, _ = op.call
-    lists = [
-        [each["tensor"] for each in arg]
-        for arg in args
-        if isinstance(arg, list) and arg and _are_tensors(arg)
-    ]
-    if not lists:
-        return [[*op.inputs, *op.outputs]]
-    length = len(lists[0])
-    results = [op.outputs[i : i + length] for i in range(0, len(op.outputs), length)]
-    columns = [[op.inputs[i] for i in each] for each in lists if len(each) == length]
-    return [list(each) for each in zip(*columns, *(r for r in results if len(r) == length), strict=True)]
-
-
-def _are_tensors(values: list[Any]) -> bool:
-    return all(isinstance(value, dict) and "tensor" in value for value in values)

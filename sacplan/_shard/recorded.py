@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,15 @@ _KINDS: Mapping[str, Collective] = {
 }
 
 
+@functools.cache
+def collective_named(op: str) -> Collective | None:
+    """The collective that an op is, by the name of its overload; None if it is none, or waits for one."""
+    room, _, name = op.partition(".")
+    if "c10d" not in room:
+        return None
+    return _KINDS.get(name.partition(".")[0].rstrip("_").removesuffix("_out").removesuffix("_coalesced"))
+
+
 def with_collectives(cost: Cost, spec: DeviceSpec) -> Cost:
     """The same cost, where a collective takes what its links do, and waiting for one nothing.
 
@@ -34,8 +44,7 @@ def with_collectives(cost: Cost, spec: DeviceSpec) -> Cost:
     def of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> tuple[int, float]:
         if not is_between_ranks(func):
             return cost(func, args, kwargs, out)
-        name = func.overloadpacket.__name__.rstrip("_").removesuffix("_out").removesuffix("_coalesced")
-        kind = _KINDS.get(name)
+        kind = collective_named(str(func))
         return 0, 0.0 if kind is None else _collective_ms(kind, spec, func, args, kwargs, out)
 
     return of

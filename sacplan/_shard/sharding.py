@@ -6,7 +6,6 @@ Sharding.of({"dp": 2, "tp": 4}, {"layers.*.up.weight": "R,S0", "layers.*.down.we
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
 from typing import Any
 
 from msgspec import Struct
@@ -83,7 +82,3 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
                     f"the sharding has a home for {pattern!r}, and the model has no such parameter."
                 )
         return found
-
-    def local_bytes(self, n_bytes: int, layout: Layout) -> int:
-        """What one rank has of so many."""
-        return n_bytes // prod(n for p, n in zip(layout, self.mesh.ranks, strict=True) if p.is_cut)

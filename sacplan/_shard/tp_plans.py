@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from sacplan._program.elements import pattern_of
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Layout, Placement, cut, fits
-from sacplan._shard.places import pattern_of
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:

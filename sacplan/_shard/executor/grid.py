@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sacplan._shard.copies import Copies
-from sacplan._shard.costs import redistribution_path
+from sacplan._shard.costs import sent_along
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Layout, Placement, cut, fits
 from sacplan._shard.places import Place, Places
@@ -104,7 +104,7 @@ class Grid:
         self, local: torch.Tensor, shape: Sequence[int], source: Layout, target: Layout, version: int
     ) -> torch.Tensor:
         """The same for an input of an op, which is only read: a copy that was made before is used again."""
-        axes = self._sent_along(shape, source, target)
+        axes = sent_along(self.ranks, shape, source, target)
         if not axes:  # a part of what is there
             return self.move(local, shape, source, target)
         storage = local.untyped_storage()
@@ -120,14 +120,9 @@ class Grid:
         self.copies.keep(key, axes, (copy, StorageWeakRef(storage)))
         return copy
 
-    def _sent_along(self, shape: Sequence[int], source: Layout, target: Layout) -> list[int]:
-        """The axes on which a redistribution takes collectives."""
-        path = redistribution_path(self.ranks, tuple(shape), source, target) or ()
-        return [step.axis for step in path if step.collective is not None]
-
     def make_room(self, shape: Sequence[int], source: Layout, target: Layout) -> None:
         """Before a redistribution that no copy is kept of: forget those that are in its way."""
-        self.copies.make_room(self._sent_along(shape, source, target))
+        self.copies.make_room(sent_along(self.ranks, shape, source, target))
 
     def reduce(self, summand: torch.Tensor, axis: int) -> torch.Tensor:
         """The sum over the ranks of an axis."""
