@@ -126,6 +126,16 @@ def test_a_budget_above_the_smallest_peak_is_not_refused(share: float) -> None:
     assert sacplan.plan(profile(), f"{budget}B", mesh={"dp": 4}, techniques=BOTH).peak_bytes <= budget
 
 
+def test_layouts_none_of_which_fits_say_what_binds() -> None:
+    found = sacplan.layouts(MLP(), torch.randn(8, 32), 2, "1KiB", "cpu", mean_square)
+    assert not any(row.fits for row in found.rows)
+    with pytest.raises(sacplan.InfeasibleBudget) as error:
+        found.best  # noqa: B018
+    least = min(found.rows, key=lambda row: row.peak_bytes)
+    assert error.value.smallest_feasible_bytes == least.peak_bytes
+    assert error.value.binding == least.binding != ""
+
+
 def test_without_a_process_group() -> None:
     model = MLP()
     with pytest.raises(PlanError, match=r"no process group: start 4 processes with `torchrun"):
