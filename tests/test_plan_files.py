@@ -175,7 +175,7 @@ CHANGES = {
     "an unknown status": _set("status", to="guessed"),
     "no ranks at all": _set("ranks", "world_size", to=0),
     "a shape of text": _set("fingerprint", "parameters", 0, 1, to="wide"),
-    "another schema version": _set("schema_version", to=4),
+    "another schema version": _set("schema_version", to=5),
     "another kind of file": _set("what", to="profile"),
     "a checksum of another form": _set("sha256", to="0"),
 }
@@ -277,11 +277,11 @@ def loads_equal_or_raises(path: Path, plan: sacplan.Plan) -> bool:
         b"", b"null", b"[]", b"3", b'"plan"', b"{", b"not json", bytes(range(256)), b"\xff\xfe{\x00}\x00",
         b"\xef\xbb\xbf{}", b'{"what": "\xff"}', b'{"what": "\\ud800"}', b"\x00" * 1000, b"\x1f\x8b\x08 compressed",
         b"[" * 100_000, b'{"a":' * 100_000, b'{"what":' * 100_000,
-        b'{"what": "plan", "schema_version": 3, "decisions": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"what": "plan", "schema_version": 3, "x": ' + b'{"x": ' * 100_000 + b"1" + b"}" * 100_001,
-        b'{"what": "plan", "schema_version": ' + b"3" * 400 + b"}",
-        b'{"what": "plan", "schema_version": 3.0}', b'{"what": ["plan"], "schema_version": 3}',
-        b'{"what": "plan"}', b'{"schema_version": 3}',
+        b'{"what": "plan", "schema_version": 4, "decisions": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"what": "plan", "schema_version": 4, "x": ' + b'{"x": ' * 100_000 + b"1" + b"}" * 100_001,
+        b'{"what": "plan", "schema_version": ' + b"4" * 400 + b"}",
+        b'{"what": "plan", "schema_version": 4.0}', b'{"what": ["plan"], "schema_version": 4}',
+        b'{"what": "plan"}', b'{"schema_version": 4}',
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -314,7 +314,7 @@ def test_files_of_schema_1(path: Path) -> None:
     path.write_text('{"what": "plan", "schema_version": 1, "units": {"layers.0": {"discarded": []}}}')
     with pytest.raises(
         sacplan.PlanError,
-        match=r"schema_version 1; this sacplan reads 3\. Make the plan again with this version",
+        match=r"schema_version 1; this sacplan reads 4\. Make the plan again with this version",
     ):
         sacplan.Plan.load(path)
 

@@ -27,7 +27,7 @@ from sacplan.errors import PlanError
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 Status = Literal["optimal", "feasible", "unplanned", "policy"]
 
@@ -243,7 +243,7 @@ class PlanFile(Plan, frozen=True, kw_only=True, eq=False, tag_field="what", tag=
         sha256: checksum of everything else, so that a plan that was damaged or edited is noticed.
     """
 
-    schema_version: Literal[3]
+    schema_version: Literal[4]
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
+from msgspec import structs
 from torch.utils._pytree import tree_leaves
 
 from sacplan._classical.fit import FitKind
@@ -31,6 +32,7 @@ from sacplan._program.decisions import AnyDecision, Decision, Discarded, as_deci
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.liveness import Footprint
 from sacplan._program.program import Phase, Program, StorageKind
+from sacplan._program.setup import Setup, current_autocast
 from sacplan._ranks.ranks import ONE_RANK, Ranks
 from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
@@ -354,15 +356,17 @@ def trace_step(
     if mode == "inference" and optimizer is not None:
         raise TraceError('mode="inference" runs no optimizer; leave optimizer= out, or use mode="train".')
     times = MeasuredTimes(spec) if _RUNTIMES[runtime] == "benchmark" else CostModel(spec)
+    autocast = current_autocast(spec.kind)  # inside a fake step it is another device's
     run = _trace_fake if trace == "fake" else _trace_real
     with preserved_rng(), _no_garbage_collection(), explained_limits():
         batch = resolve_batch(batch)
         fingerprint = Fingerprint.of(model, batch)
         loss = loss_or_default(loss_fn, mode)
         cost = with_collectives(times.cost, spec)
-        asked = _Asked(model, batch, loss, optimizer, spec, cost, mode, prepare, saved)
-        recorded, rules = run(asked)
+        asked = _Asked(model, batch, loss, optimizer, spec, cost, mode, prepare, saved, autocast)
+        recorded, rules, setup = run(asked)
     _check_recorded(recorded, mode)
+    fingerprint = structs.replace(fingerprint, setup=setup)
     return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules)
 
 
@@ -383,14 +387,19 @@ class _Asked:
     mode: Mode
     prepare: Callable[[torch.nn.Module], Any] | None
     saved: str
+    autocast: str | None
 
 
-def _trace_fake(asked: _Asked) -> tuple[Program, tuple[str, ...]]:
+_Recorded: TypeAlias = tuple[Program, tuple[str, ...], Setup]
+"""The step, what was taken for granted, and how the step was set up."""
+
+
+def _trace_fake(asked: _Asked) -> _Recorded:
     with no_fake_tensors_left(asked.model, asked.loss_fn) as note:
         return _run_fake(asked, note)
 
 
-def _run_fake(asked: _Asked, note: Callable[[FakeTensorMode], None]) -> tuple[Program, tuple[str, ...]]:
+def _run_fake(asked: _Asked, note: Callable[[FakeTensorMode], None]) -> _Recorded:
     model, spec = asked.model, asked.spec
     how: SavedMode = "virtual" if asked.saved == "record" else "observe"
     with (
@@ -415,6 +424,7 @@ def _run_fake(asked: _Asked, note: Callable[[FakeTensorMode], None]) -> tuple[Pr
             program = _record_settled_step(
                 step, lambda: device_recorder(spec, asked.cost, how, rules), handle, rules
             )
+            setup = step.setup(asked.autocast)
         except AssertionError as error:
             if REAL_TENSOR not in str(error):
                 raise
@@ -426,10 +436,10 @@ def _run_fake(asked: _Asked, note: Callable[[FakeTensorMode], None]) -> tuple[Pr
         finally:
             if handle is not None:
                 handle.remove()
-    return program, tuple(map(str, rules.applied))
+    return program, tuple(map(str, rules.applied)), setup
 
 
-def _trace_real(asked: _Asked) -> tuple[Program, tuple[str, ...]]:
+def _trace_real(asked: _Asked) -> _Recorded:
     model, spec, optimizer = asked.model, asked.spec, asked.optimizer
     how: SavedMode = "clone" if asked.saved == "record" else "observe"
     check_runs_here(model, spec, 'trace="real"')
@@ -442,7 +452,8 @@ def _trace_real(asked: _Asked) -> tuple[Program, tuple[str, ...]]:
         step = Step(model=model, batch=asked.batch, loss_fn=asked.loss_fn, optimizer=made, mode=asked.mode)
         handle = asked.prepare(model) if asked.prepare is not None else None
         try:
-            return _record_settled_step(step, lambda: device_recorder(spec, asked.cost, how), handle), ()
+            program = _record_settled_step(step, lambda: device_recorder(spec, asked.cost, how), handle)
+            return program, (), step.setup(asked.autocast)
         finally:
             if handle is not None:
                 handle.remove()

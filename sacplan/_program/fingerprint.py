@@ -9,6 +9,7 @@ import torch
 from msgspec import Struct
 
 from sacplan._program.files import Count, Name
+from sacplan._program.setup import Setup
 from sacplan._torch.local_tensors import local_part, stands_for_another
 from sacplan.errors import PlanMismatch
 
@@ -26,12 +27,14 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         batch: path, shape and dtype of each tensor.
         local_shapes: of parameters that are DTensors, on the rank that made this. Not compared: on the last ranks they
             may be smaller.
+        setup: how the recorded step was set up. What differs is no other model: it is a ``SacplanWarning``.
         target: what the command line made the model and the batch from, where it can make them again.
     """
 
     model_class: Name
     parameters: tuple[Entry, ...]
     batch: tuple[Entry, ...]
+    setup: Setup = Setup()
     target: Mapping[Name, int | str] | None = None
     local_shapes: Mapping[Name, tuple[Count, ...]] | None = None
 

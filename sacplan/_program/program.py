@@ -38,7 +38,7 @@ from sacplan._torch.ops import is_computation
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 __all__ = [
     "ROOT_SCOPE",

@@ -14,6 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from sacplan._program.setup import Setup, function_name
 from sacplan._torch.private import is_plain
 from sacplan.errors import TraceError
 
@@ -52,10 +53,15 @@ class Step:
             self.optimizer.step()
         return None
 
+    def setup(self, autocast: str | None = None) -> Setup:
+        """How it was set up, read after it has run: a ``loss_fn`` may switch modes, and the default has two forms."""
+        loss = self.loss_fn.took if isinstance(self.loss_fn, DefaultLoss) else function_name(self.loss_fn)
+        return Setup.of(self.model, self.optimizer, "" if self.loss_fn is call_model else loss, autocast)
+
 
 def loss_or_default(loss_fn: LossFn | None, mode: Mode) -> LossFn:
     """What was given, else the default: the output's loss, or in inference the output."""
-    return loss_fn or (default_loss if mode == "train" else call_model)
+    return loss_fn or (DefaultLoss() if mode == "train" else call_model)
 
 
 def check_loss(loss: Any) -> None:
@@ -77,14 +83,37 @@ def check_loss(loss: Any) -> None:
         )
 
 
+class DefaultLoss:
+    """``default_loss``, which says what it took.
+
+    Attributes:
+        took: the loss of the last call, in words.
+    """
+
+    def __init__(self) -> None:
+        self.took = ""
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> Any:
+        """A scalar."""
+        output = call_model(model, batch)
+        loss = _own_loss(output)
+        self.took = "the sum of the outputs" if loss is None else "the model's own loss"
+        return _sum_of(output) if loss is None else loss
+
+
 def default_loss(model: torch.nn.Module, batch: Any) -> Any:
     """Call the model; its ``.loss`` or ``["loss"]`` where there is one, else the sum of its float outputs."""
-    output = call_model(model, batch)
+    return DefaultLoss()(model, batch)
+
+
+def _own_loss(output: Any) -> Any:
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")
-    if loss is not None:
-        return loss
+    return loss
+
+
+def _sum_of(output: Any) -> torch.Tensor:
     sums = [t.sum() for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point()]
     if not sums:
         raise TraceError(

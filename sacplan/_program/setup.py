@@ -1,0 +1,270 @@
+"""What a step was recorded with: what shapes do not show, and a training loop may set up otherwise.
+
+    planned = Setup.of(model, optimizer, loss="the model's own loss")
+    planned.differences(Setup.of(other_model))
+
+``Fingerprint.setup`` holds it, so profiles and plans have it in their files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from msgspec import Struct
+
+from sacplan._program.files import Name, Share
+
+ModuleMode = Literal["train", "eval", "mixed"]
+
+_MEMORY_OPTIONS = (
+    "amsgrad", "momentum", "centered", "nesterov", "foreach", "fused", "capturable", "differentiable",
+)  # fmt: skip
+"""Options of an optimizer that change what it keeps, or what its step allocates."""
+
+
+class SetupDifference(NamedTuple):
+    """One thing that is set up otherwise than in the recorded step.
+
+    Attributes:
+        what: "key-value cache", "dropout", "attention", "modules in eval mode", "loss", "optimizer" or "autocast".
+        planned, here: both values, in words.
+        advice: what to do about it, a sentence; empty where the peak can only be lower.
+    """
+
+    what: str
+    planned: str
+    here: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.planned} in the plan, {self.here} here"
+
+
+class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How a step was set up.
+
+    Checkpointing by the model itself is not in it: ``profile`` and ``apply`` refuse a model that does.
+
+    Attributes:
+        use_cache: whether the configuration of a transformers model asks for a key-value cache, which is then alive as
+            an output; None for a model that makes none.
+        attention: attention implementations in the configurations of the model, "sdpa"; empty where there is none.
+        modules: whether its modules were in training mode.
+        in_eval: where modes are mixed, the modules in eval mode (numbers as ``*``), without those inside them.
+        dropout: modules (numbers as ``*``) to the probability with which they drop values, in training mode.
+        loss: the function's name, or what was taken by default.
+        optimizer: its class, and the options that change its memory, "AdamW(fused=True)"; None where none ran.
+        autocast: the type of a ``torch.autocast`` around the call of ``profile``; one inside ``loss_fn`` does not show.
+    """
+
+    use_cache: bool | None = None
+    attention: tuple[Name, ...] = ()
+    modules: ModuleMode = "train"
+    in_eval: tuple[str, ...] = ()
+    dropout: Mapping[str, Share] = {}
+    loss: str = ""
+    optimizer: Name | None = None
+    autocast: Name | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        loss: str = "",
+        autocast: str | None = None,
+    ) -> Setup:
+        """Read it from a model and an optimizer as they are now."""
+        modes = {module.training for module in model.modules()}
+        return cls(
+            use_cache=_use_cache(model),
+            attention=_attention(model),
+            modules="mixed" if len(modes) > 1 else "train" if True in modes else "eval",
+            in_eval=_in_eval(model) if len(modes) > 1 else (),
+            dropout=_dropout(model),
+            loss=loss,
+            optimizer=None if optimizer is None else optimizer_name(optimizer),
+            autocast=autocast,
+        )
+
+    def differences(self, here: Setup) -> tuple[SetupDifference, ...]:
+        """Everything that is another here than in this one, which is that of the plan."""
+        return (*self.model_differences(here), *self.mode_differences(here), *self.step_differences(here))
+
+    def model_differences(self, here: Setup) -> tuple[SetupDifference, ...]:
+        """Those in the configuration of the model, which ``apply`` can see."""
+        found = []
+        if None not in (self.use_cache, here.use_cache) and self.use_cache != here.use_cache:
+            advice = (
+                "What the cache holds is alive until the step is over: set model.config.use_cache = False, or plan "
+                "the model as it is. (Nothing to do if each call passes use_cache=False.)"
+            )
+            found.append(
+                SetupDifference(
+                    "key-value cache",
+                    _on(self.use_cache),
+                    _on(here.use_cache),
+                    advice if here.use_cache else "",
+                )
+            )
+        if self.attention and here.attention and self.attention != here.attention:
+            advice = "Other kernels keep other tensors: use the same attn_implementation, or plan the model as it is."
+            found.append(
+                SetupDifference("attention", ", ".join(self.attention), ", ".join(here.attention), advice)
+            )
+        return tuple(found)
+
+    def mode_differences(self, here: Setup) -> tuple[SetupDifference, ...]:
+        """Those in training and eval mode, which are known once a step runs."""
+        found = []
+        if self.dropout != here.dropout:
+            # A probability changes no shape: what matters is a module that drops values, and dropped none.
+            more = here.dropout.keys() - self.dropout.keys()
+            advice = "Dropout keeps a mask of what it drops: call model.train() before sacplan.profile too."
+            found.append(
+                SetupDifference(
+                    "dropout",
+                    _probabilities(self.dropout),
+                    _probabilities(here.dropout),
+                    advice if more else "",
+                )
+            )
+        if (self.modules, self.in_eval) != (here.modules, here.in_eval):
+            found.append(SetupDifference("modules", self._modes(), here._modes()))
+        return tuple(found)
+
+    def step_differences(self, here: Setup) -> tuple[SetupDifference, ...]:
+        """Those in the loss, the optimizer and autocast."""
+        found = []
+        if self.loss != here.loss:
+            found.append(SetupDifference("loss", self.loss, here.loss, "Give the loss_fn that was profiled."))
+        found.extend(self.optimizer_difference(here.optimizer))
+        if self.autocast != here.autocast:
+            advice = "Enter the same torch.autocast as around sacplan.profile."
+            found.append(SetupDifference("autocast", self.autocast or "off", here.autocast or "off", advice))
+        return tuple(found)
+
+    def optimizer_difference(self, here: str | None) -> tuple[SetupDifference, ...]:
+        """That in the optimizer, if it is another one (see ``optimizer_name``)."""
+        if self.optimizer == here:
+            return ()
+        advice = "The optimizer's state and its step's temporaries are part of the peak: give the one that trains to "
+        where = "sacplan.profile." if self.optimizer is None else "both sacplan.profile and this step."
+        return (SetupDifference("optimizer", self.optimizer or "none", here or "none", advice + where),)
+
+    def __str__(self) -> str:
+        """In a line: ``cache off, dropout 0.1, sdpa attention, the model's own loss, AdamW(fused=True)``."""
+        words = [
+            "" if self.use_cache is None else f"cache {_on(self.use_cache)}",
+            "" if self.modules == "train" else self._modes(),
+            f"dropout {_probabilities(self.dropout)}" if self.dropout else "no dropout",
+            f"{', '.join(self.attention)} attention" if self.attention else "",
+            self.loss if " " in self.loss or not self.loss else f"loss {self.loss}",
+            self.optimizer or "no optimizer",
+            f"autocast {self.autocast}" if self.autocast else "",
+        ]
+        return ", ".join(word for word in words if word)
+
+    def _modes(self) -> str:
+        if self.modules != "mixed":
+            return f"{self.modules} mode"
+        names = [fqn or "the model itself" for fqn in self.in_eval]
+        return f"{', '.join(names[:3])}{', ...' if names[3:] else ''} in eval mode"
+
+
+def optimizer_name(optimizer: Any) -> str:
+    """Its class, and the options that change its memory: ``AdamW(fused=True)``."""
+    options: dict[str, Any] = {}
+    for name in _MEMORY_OPTIONS:
+        for group in optimizer.param_groups:
+            value = group.get(name)
+            if value or (name == "foreach" and value is not None):
+                options[name] = value
+    shown = ", ".join(f"{name}={value}" for name, value in options.items())
+    return type(optimizer).__name__ + (f"({shown})" if shown else "")
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """The last part of the name of a function, or of the class of what is called."""
+    inner = getattr(function, "func", function)  # of a partial
+    name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
+    return str(name.rpartition(".")[2])
+
+
+def current_autocast(kind: str) -> str | None:
+    """The type that ``torch.autocast`` casts to on devices of a kind, where one is entered."""
+    if not torch.is_autocast_enabled(kind):
+        return None
+    return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+
+
+def _configurations(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
+    """Modules with the configuration (of text, where there are several) that they follow."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        of_text = getattr(config, "get_text_config", None)
+        if config is not None:
+            yield module, of_text(decoder=True) if callable(of_text) else config
+
+
+def _use_cache(model: torch.nn.Module) -> bool | None:
+    found = set()
+    for module, config in _configurations(model):
+        asked = getattr(config, "use_cache", None)
+        # Encoders such as BERT ask for one and make none.
+        decoder = getattr(config, "is_decoder", True) or getattr(config, "is_encoder_decoder", False)
+        if isinstance(asked, bool) and (decoder or _generates(module)):
+            found.add(asked)
+    return None if not found else True in found
+
+
+def _generates(module: torch.nn.Module) -> bool:
+    can_generate = getattr(module, "can_generate", None)
+    return bool(callable(can_generate) and can_generate())
+
+
+def _attention(model: torch.nn.Module) -> tuple[str, ...]:
+    found = {getattr(config, "_attn_implementation", None) for _, config in _configurations(model)}
+    return tuple(sorted(name for name in found if isinstance(name, str) and name))
+
+
+def _in_eval(model: torch.nn.Module) -> tuple[str, ...]:
+    modes = {fqn: module.training for fqn, module in model.named_modules()}
+    top = (
+        fqn for fqn, training in modes.items()
+        if not training and (not fqn or modes[fqn.rpartition(".")[0]])
+    )  # fmt: skip
+    return tuple(dict.fromkeys(_pattern(fqn) for fqn in top))
+
+
+def _dropout(model: torch.nn.Module) -> dict[str, float]:
+    """``nn.Dropout`` and its relatives, and modules that hold a probability for a function (``attention_dropout``)."""
+    found: dict[str, float] = {}
+    for fqn, module in model.named_modules():
+        if not module.training:
+            continue
+        is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
+        held = [
+            value for name, value in vars(module).items()
+            if (name == "p" if is_dropout else "drop" in name and isinstance(value, float))
+        ]  # fmt: skip
+        p = max((float(value) for value in held if 0 < value <= 1), default=0.0)
+        if p > 0:
+            pattern = _pattern(fqn)
+            found[pattern] = max(p, found.get(pattern, 0.0))
+    return found
+
+
+def _pattern(fqn: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", fqn)
+
+
+def _probabilities(dropout: Mapping[str, float]) -> str:
+    return ", ".join(f"{p:g}" for p in sorted(set(dropout.values()))) or "none"
+
+
+def _on(value: bool | None) -> str:
+    return "on" if value else "off"
