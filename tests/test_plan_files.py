@@ -17,12 +17,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from torch import nn
 
 import sacplan
 from sacplan._plan import schema
 from sacplan._plan.plan import _digest
 from sacplan._plan.provenance import Provenance
 from sacplan._program.decisions import AnyDecision, Recompute, Site, as_decisions, discarded_by
+from sacplan._program.fingerprint import Fingerprint
 from tests.models import LM, cross_entropy, tokens
 from tests.plans import discarding
 
@@ -402,3 +404,19 @@ def test_damaged_contents(
         inside[data.draw(st.text(max_size=9))] = data.draw(VALUES)
     path.write_text(json.dumps(changed))
     loads_equal_or_raises(path, plan)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"attention_mask": (2, 9), "input_ids": (2, 9)}, "2 sequences of 9 tokens"),
+        ({"pixel_values": (1, 3, 8, 16)}, "1 image of 8 x 16"),
+        ({"x": (4, 2)}, "float32 [4, 2]"),
+        ({}, "no tensors"),
+    ],
+)
+def test_a_fingerprint_in_words(batch: dict[str, tuple[int, ...]], words: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1).bfloat16())
+    found = Fingerprint.of(model, {name: torch.zeros(shape) for name, shape in batch.items()})
+    assert found.batch_in_words == words
+    assert (found.n_parameters, found.dtype) == (2 * 3 + 3 + 3 + 1, "float32")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -50,6 +52,34 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         local = self.local_shapes or {}
         return tuple((name, local.get(name, shape), dtype) for name, shape, dtype in self.parameters)
 
+    @property
+    def n_parameters(self) -> int:
+        """Elements of all parameters of the whole model."""
+        return sum(prod(shape) for _, shape, _ in self.parameters)
+
+    @property
+    def dtype(self) -> str:
+        """Type of most elements of parameters: ``"bfloat16"``; empty without parameters."""
+        elements = Counter[str]()
+        for _, shape, dtype in self.parameters:
+            elements[dtype.removeprefix("frozen ").removeprefix("torch.")] += prod(shape)
+        return elements.most_common(1)[0][0] if elements else ""
+
+    @property
+    def batch_in_words(self) -> str:
+        """``"16 sequences of 1,024 tokens"``, ``"64 images of 224 x 224"``, or the type and shape of the first tensor."""
+        shapes = {path: shape for path, shape, _ in self.batch}
+        ids = next((s for path, s in shapes.items() if "input_ids" in path and len(s) == 2), None)
+        images = next((s for path, s in shapes.items() if "pixel_values" in path and len(s) == 4), None)
+        if ids is not None:
+            return f"{_number(ids[0], 'sequence')} of {ids[1]:,} tokens"
+        if images is not None:
+            return f"{_number(images[0], 'image')} of {images[2]} x {images[3]}"
+        if not self.batch:
+            return "no tensors"
+        _, shape, dtype = self.batch[0]
+        return f"{dtype.removeprefix('torch.')} {list(shape)}"
+
     def check_model(self, model: torch.nn.Module) -> None:
         """``PlanMismatch`` that names the first difference, if the model is another one."""
         _compare("parameter", self.parameters, _parameters(model), f"a {self.model_class}")
@@ -64,6 +94,10 @@ def _parameters(model: torch.nn.Module) -> tuple[Entry, ...]:
         (name, tuple(p.shape), ("" if p.requires_grad else "frozen ") + str(p.dtype))
         for name, p in model.named_parameters()
     )
+
+
+def _number(n: int, what: str) -> str:
+    return f"{n:,} {what}" + ("s" if n != 1 else "")
 
 
 def _local_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]] | None:
