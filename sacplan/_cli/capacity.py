@@ -137,7 +137,8 @@ def _tables(found: Capacity, hf: dict[str, Any]) -> list[Table]:
     )
     titles = ("batch", "unplanned", "planned", "step ms", "recompute ms", "added ms", "samples/s")
     rows = [_row(point, found.batch_size) for point in found.points]
-    return [summary, table([*map(number, titles), ""], rows)]
+    optional = ("added ms", "recompute ms", "unplanned", "step ms", "samples/s")
+    return [summary, table([*map(number, titles), ""], rows, optional)]
 
 
 def _of_it(found: Capacity) -> str:

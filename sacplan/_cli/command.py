@@ -23,8 +23,9 @@ from typing import Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from sacplan._cli import interrupts
 from sacplan._cli import options as o
-from sacplan._cli.exits import INTERRUPTED, MEANING, report_error
+from sacplan._cli.exits import MEANING, report_error
 from sacplan._cli.output import Answer
 
 _WIDE = 72  # columns that typer's panels need for our options
@@ -142,10 +143,14 @@ class Group(TyperGroup):
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
             sys.stdout.flush()
             code = code if isinstance(code, int) else 0
+            if code == interrupts.EXIT_CODE:  # what typer makes of an interrupt
+                interrupts.say_so()
         except (KeyboardInterrupt, typer.Abort):
-            code = INTERRUPTED
+            code = interrupts.say_so()
         except Exception as error:
-            if isinstance(error, OSError) and error.errno == errno.EPIPE:
+            if interrupts.seen():
+                code = interrupts.say_so()
+            elif isinstance(error, OSError) and error.errno == errno.EPIPE:
                 # sacplan devices | head -1: nobody reads on, and Python must not complain about it when it ends
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 code = 0

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import typer
 
+from sacplan._cli.interrupts import EXIT_CODE
 from sacplan._cli.output import Answer, print_json, say
 from sacplan.errors import InfeasibleBudget, SacplanError
 
@@ -15,7 +16,6 @@ UNEXPECTED = 1
 BAD_INPUT = 2
 INFEASIBLE = 3
 VERIFICATION_FAILED = 4
-INTERRUPTED = 130
 
 MEANING = {
     0: "done",
@@ -23,7 +23,7 @@ MEANING = {
     BAD_INPUT: "bad input",
     INFEASIBLE: "no plan fits the budget",
     VERIFICATION_FAILED: "verification failed",
-    INTERRUPTED: "interrupted",
+    EXIT_CODE: "interrupted",
 }
 
 # typer has a click of its own since 0.26, and used the installed one before

@@ -1,4 +1,7 @@
-"""What goes to the terminal: results on stdout, all the rest on stderr; nothing is cut off, whatever the width."""
+"""What goes to the terminal: results on stdout, all the rest on stderr.
+
+No cell is cut off, whatever the width. A table that is too wide for the terminal leaves out columns, and says which.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,14 @@ class Answer:
         if as_json:
             print_json(self.facts)
             return
+        left_out: dict[str, None] = {}
         for part in self.shown:
-            typer.echo(part) if isinstance(part, str) else _print_table(part)
+            if isinstance(part, str):
+                typer.echo(part)
+            else:
+                left_out.update(dict.fromkeys(_print_table(part)))
+        if left_out:
+            note(f"not enough columns for: {', '.join(left_out)}; a wider terminal or --json shows all")
         for text in self.notes:
             note(text)
 
@@ -109,10 +118,35 @@ def number(title: str) -> Column:
     return Column(title, justify="right")
 
 
-def table(columns: Sequence[Column | str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table with a header; where it is too wide for the terminal, one record after the other."""
+class _Table(Table):
+    """A table that may leave out columns.
+
+    Attributes:
+        optional: titles of columns, the least important first.
+    """
+
+    optional: Sequence[str] = ()
+
+    def without(self, title: str) -> _Table:
+        """The same table without a column."""
+        columns = [column for column in self.columns if column.header != title]
+        rows = list(zip(*(map(str, column.cells) for column in columns), strict=True))
+        return table(columns, rows, [each for each in self.optional if each != title])
+
+
+def table(
+    columns: Sequence[Column | str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()
+) -> _Table:
+    """A table with a header.
+
+    Args:
+        columns: titles, or what ``number`` makes.
+        rows: a cell for each column.
+        optional: titles of the columns that are left out where the terminal is too narrow, the first one first.
+    """
     fresh = (c.copy() if isinstance(c, Column) else c for c in columns)  # a rich column collects its cells
-    made = Table(*fresh, box=None, pad_edge=False, safe_box=True)
+    made = _Table(*fresh, box=None, pad_edge=False, safe_box=True)
+    made.optional = optional
     for row in rows:
         made.add_row(*row)
     return made
@@ -126,33 +160,29 @@ def pairs(rows: Sequence[tuple[str, str]]) -> Table:
     return grid
 
 
-def _print_table(made: Table) -> None:
+def _print_table(made: Table) -> list[str]:
+    """Prints it; returns the titles of the columns that there was no room for."""
     console = _console()
+    left_out = []
+    if made.show_header:
+        while not (fits := _fits(made, console)) and isinstance(made, _Table) and made.optional:
+            left_out.append(made.optional[0])
+            made = made.without(left_out[-1])
+        for column in made.columns:
+            column.no_wrap = column.justify == "right" or (fits and column is not made.columns[-1])
     with console.capture() as text:
-        if not made.show_header or _fits(made, console):
-            console.print(made)
-        else:
-            _print_records(made, console)
+        console.print(made)
     typer.echo("\n".join(line.rstrip() for line in text.get().splitlines()))  # rich pads lines with blanks
+    return left_out
 
 
 def _fits(made: Table, console: Console) -> bool:
     """Whether nothing has to fold except text in the last column."""
-    *others, last = made.columns
     made.box = box.SIMPLE_HEAD if console.is_terminal else None
-    for column in others:
-        column.no_wrap = True
-    last.overflow = "fold"
+    for column in made.columns:
+        column.overflow = "fold"  # where it still does not fit
+    last = made.columns[-1]
     last.max_width = _FOLDED if last.justify == "left" else None
     needed = console.measure(made, options=console.options.update(max_width=_UNLIMITED)).maximum
     last.max_width = None
     return needed <= console.width
-
-
-def _print_records(made: Table, console: Console) -> None:
-    _, *titles = (column.header for column in made.columns)
-    for name, *cells in zip(*(column.cells for column in made.columns), strict=True):
-        console.print(name, style="bold", soft_wrap=True)
-        for title, cell in zip(titles, cells, strict=True):
-            if cell:
-                console.print(f"  {title}: {cell}", soft_wrap=True)

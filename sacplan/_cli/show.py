@@ -238,7 +238,7 @@ def _chunks_table(plan: Plan, profile: Profile) -> Table:
         number("added ms"),
         "what runs in slices",
     )
-    return table(columns, rows)
+    return table(columns, rows, ("added ms", "of rows"))
 
 
 def _units_table(plan: Plan) -> Table:
@@ -266,7 +266,7 @@ def _units_table(plan: Plan) -> Table:
         units_left = str(sum(int(row[1]) for row in left))
         rows[_GROUPS:] = [[f"and {len(left)} more groups", units_left, "", "", "see -o or --json"]]
     columns = ("modules", number("units"), number("discard"), number("recompute ms"), "what is recomputed")
-    return table(columns, rows)
+    return table(columns, rows, ("units", "recompute ms"))
 
 
 def together(names: Sequence[str]) -> str:

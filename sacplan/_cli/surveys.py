@@ -30,6 +30,7 @@ _FRONTIER: dict[str, Column | str] = {
     "units": number("units"),
     "status": "status",
 }
+_FRONTIER_OPTIONAL = ("units", "added ms", "of FLOPs", "lower bound", "status", "budget", "of step")
 
 
 @command(
@@ -75,7 +76,7 @@ def frontier(
     notes = show.saved("frontier", output)
     if profile.ranks.world_size > 1:
         notes.insert(0, f"all figures are those of {show.ranks_text(profile.ranks, profile.program)}")
-    return Answer(facts, [table(list(_FRONTIER.values()), cells)], notes)
+    return Answer(facts, [table(list(_FRONTIER.values()), cells, _FRONTIER_OPTIONAL)], notes)
 
 
 def _cell(column: str, value: Any) -> str:
@@ -205,6 +206,7 @@ _DEVICES: dict[str, Column | str] = {
     "capability": number("capability"),
     "source": "source",
 }
+_DEVICES_OPTIONAL = ("source", "capability", "fp8", "fp16", "fp32 TFLOP/s", "GB/s")
 
 
 @command(
@@ -273,7 +275,7 @@ def layouts(
         ]
     )
     cells = [[_layout_cell(column, row) for column in _LAYOUTS] for row in rows]
-    return Answer(facts, [summary, table(list(_LAYOUTS.values()), cells)], notes)
+    return Answer(facts, [summary, table(list(_LAYOUTS.values()), cells, _LAYOUTS_OPTIONAL)], notes)
 
 
 _LAYOUTS: dict[str, Column | str] = {
@@ -286,6 +288,7 @@ _LAYOUTS: dict[str, Column | str] = {
     "collective_ms": number("collectives ms"),
     "samples_per_s": number("samples/s"),
 }
+_LAYOUTS_OPTIONAL = ("collectives ms", "recompute ms", "unplanned", "step ms", "planned")
 
 
 def _layout_cell(column: str, row: dict[str, Any]) -> str:
@@ -304,7 +307,9 @@ def devices() -> Answer:
     frame = sacplan.devices()
     rows = frame.astype(object).where(frame.notna(), None).reset_index().to_dict("records")
     cells = [[_figure(row[column]) for column in _DEVICES] for row in rows]
-    return Answer({"command": "devices", "devices": rows}, [table(list(_DEVICES.values()), cells)])
+    return Answer(
+        {"command": "devices", "devices": rows}, [table(list(_DEVICES.values()), cells, _DEVICES_OPTIONAL)]
+    )
 
 
 def _figure(value: Any) -> str:
