@@ -128,6 +128,9 @@ def test_frontier(profile: sacplan.Profile) -> None:
     for row in frame.itertuples():
         if row.budget_bytes in milp.index:
             assert milp[row.budget_bytes] <= row.recompute_ms * 1.01
+    policies = frame[frame["status"] == "policy"]
+    assert len(policies)
+    assert set(policies["peak_bytes"]) <= set(milp.index)  # each is compared with a plan for its own peak
 
 
 @pytest.mark.parametrize("solver", [sacplan.Milp(), sacplan.Greedy(), sacplan.Uniform()])

@@ -281,12 +281,12 @@ def test_reasons() -> None:
 
     profile = sacplan.profile(Net(), torch.randn(4096, 64))
     why = module_table(profile, sacplan.plan_smallest(profile))["why"]
-    assert why["drop"] == "nothing to gain: autograd keeps nothing that is made here"
-    assert why["sum"] == "not discardable: cumsum must not run a second time"
-    assert re.match(r"(kept|discarded): recomputing it (would take|takes) gelu \(", why["act"])
+    assert why["drop"] == "keeps nothing for the backward pass"
+    assert why["sum"] == "kept: cumsum must not run a second time"
+    assert re.match(r"(kept|discarded): running gelu again (would take|takes) ", why["act"])
     free = module_table(profile)["why"]
     assert re.match(
-        r"could be discarded: recomputing it would take gelu \(.* for .* MiB, .* µs/MiB\)", free["act"]
+        r"could be discarded: running gelu again would take .* and save .* MiB \(.* µs per MiB\)", free["act"]
     )
 
 
@@ -303,7 +303,7 @@ def test_a_tensor_written_in_place_is_said_to_be() -> None:
 
     profile = sacplan.profile(Net(), torch.randn(4096, 64))
     why = {row.module: row.why for row in module_rows(profile)}
-    assert why["a"] == "not discardable: written in place by copy_"
+    assert why["a"] == "kept: copy_ writes it in place"
 
 
 def test_equal_layers_are_one_row(gpu: SimpleNamespace) -> None:
@@ -405,8 +405,11 @@ def test_the_frontier_shows_every_row(gpu: SimpleNamespace) -> None:
     for solver, rows in gpu.frame[gpu.frame["status"] != "policy"].groupby("solver"):
         assert sorted(drawn[solver].get_xdata() * 2**20) == pytest.approx(sorted(rows["peak_bytes"]))
         assert sorted(drawn[solver].get_ydata() / 100) == pytest.approx(sorted(rows["recompute_share"]))
-    named = {name for text in axis.texts for name in text.get_text().split(" = ")}
-    assert named == {*gpu.frame["solver"], "this plan"}
+    named = {text.get_text() for text in axis.texts}
+    assert named == {*gpu.frame["solver"][gpu.frame["status"] == "policy"], "this plan"}
+    (legend,) = figure.legends
+    solvers = {text.get_text() for text in legend.get_texts()} - {"lower bound"}
+    assert solvers == {*gpu.frame["solver"][gpu.frame["status"] != "policy"]}
     assert drawn["the plan"].get_xdata()[0] * 2**20 == pytest.approx(gpu.plan.peak_bytes)
 
 

@@ -45,6 +45,9 @@ def frontier(
 ) -> pd.DataFrame:
     """Plans of every solver at budgets from the smallest feasible peak to the unplanned one, and named policies.
 
+    The first solver also gets the peak of each policy as a budget: what a plan costs between two budgets is not known
+    from its neighbours, so a policy is compared with a plan for its own peak.
+
     Args:
         profile: from ``sacplan.profile``.
         points: how many budgets, evenly spaced; 2 to 1000.
@@ -58,7 +61,7 @@ def frontier(
         techniques: what the plans may do, see ``sacplan.plan``. Policies do what their name says.
 
     Returns:
-        One row per solver and budget that it can hold: ``solver``, ``budget_bytes`` (for a policy, its peak),
+        One row for each solver and budget that it can hold: ``solver``, ``budget_bytes`` (for a policy, its peak),
         ``peak_bytes``, ``recompute_ms``, ``lower_bound_ms`` (that no schedule with this peak undercuts),
         ``recompute_share`` (of the step's predicted time), ``recompute_flops``, ``recompute_flops_share`` (of the
         step's FLOPs), ``added_ms`` and ``added_share`` (how much longer the step takes besides, for its chunks),
@@ -75,11 +78,13 @@ def frontier(
     smallest = plan_smallest(
         profile, objective=objective, keep=keep, never=never, techniques=techniques
     ).peak_bytes
+    named = _named_policies(profile, keep, never, techniques) if policies else []
+    evenly = {smallest + (profile.peak_bytes - smallest) * i // (points - 1) for i in range(points)}
+    theirs = {found.peak_bytes for _, found in named if smallest <= found.peak_bytes <= profile.peak_bytes}
     rows = []
-    for solver in solvers:
+    for i, solver in enumerate(solvers):
         name = solver if isinstance(solver, str) else solver.name
-        for i in range(points):
-            budget = smallest + (profile.peak_bytes - smallest) * i // (points - 1)
+        for budget in sorted(evenly if i else evenly | theirs):
             try:
                 found = plan(
                     profile, f"{budget}B", solver, objective, keep=keep, never=never, techniques=techniques
@@ -87,7 +92,7 @@ def frontier(
             except InfeasibleBudget:
                 continue
             rows.append({"solver": name, "budget_bytes": budget} | _figures(found))
-    for name, found in _named_policies(profile, keep, never, techniques) if policies else ():
+    for name, found in named:
         rows.append({"solver": name, "budget_bytes": found.peak_bytes} | _figures(found))
     return pd.DataFrame(rows)
 

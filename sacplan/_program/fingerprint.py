@@ -67,7 +67,7 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
     @property
     def batch_in_words(self) -> str:
-        """``"16 sequences of 1,024 tokens"``, ``"64 images of 224 x 224"``, or the type and shape of the first tensor."""
+        """``"16 sequences of 1,024 tokens"``, ``"64 images of 224 x 224"``, or what the first tensor is."""
         shapes = {path: shape for path, shape, _ in self.batch}
         ids = next((s for path, s in shapes.items() if "input_ids" in path and len(s) == 2), None)
         images = next((s for path, s in shapes.items() if "pixel_values" in path and len(s) == 4), None)

@@ -238,38 +238,30 @@ def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size
             )
             labels.append((peak, share, "this plan", MARK))
         bound = bound.sort_index() / step_ms * 100
-        if not chunks:
-            axis.plot(bound.index, bound, color=FAINT, linestyle=":", linewidth=1.4, label="lower bound")
-        ends: list[Label] = []
-        width, height = np.ptp(frame["peak"]), np.ptp(frame["share"])
+        if not chunks:  # it falls with the peak: between two points, that of the larger one still holds
+            axis.plot(
+                bound.index,
+                bound,
+                color=FAINT,
+                linestyle=":",
+                linewidth=1.4,
+                label="lower bound",
+                drawstyle="steps",
+            )
         for i, (solver, rows) in enumerate(solved.groupby("solver", sort=False)):
             colour, dashes = SERIES[i % len(SERIES)], [float(x) for x in DASHES[i % len(DASHES)].split()]
             rows = rows.sort_values("peak")
-            axis.plot(
+            axis.plot(  # between two budgets nothing was planned: the smaller plan holds there
                 rows["peak"], rows["share"], "o", color=colour, markersize=4, linewidth=1.4,
-                linestyle=(0, dashes) if dashes else "-", label=str(solver),
+                linestyle=(0, dashes) if dashes else "-", label=str(solver), drawstyle="steps-post",
             )  # fmt: skip
-            x, y = rows[["peak", "share"]].iloc[0]
-            for j, (near_x, near_y, said, first) in enumerate(ends):
-                if abs(near_x - x) <= 0.03 * width and abs(near_y - y) <= 0.04 * height:
-                    ends[j] = (
-                        near_x,
-                        near_y,
-                        f"{said} = {solver}",
-                        first,
-                    )  # curves that end together share a label
-                    break
-            else:
-                ends.append((x, y, str(solver), colour))
         axis.plot(policies["peak"], policies["share"], "x", color=INK, markersize=5, label="policies")
-        labels += ends
-        labels += [(row.peak, row.share, row.solver, FAINT) for row in policies.itertuples()]
+        labels += [(row.peak, row.share, row.solver, INK) for row in policies.itertuples()]
         axis.set_ylim(bottom=min(0.0, float(frame["share"].min())))
         axis.set_xlabel(f"peak of the step, {unit}")
         axis.set_ylabel(f"recomputation{' and chunks' if chunks else ''}, % of the step's time")
-        if not chunks:
-            bounds = [line for line in axis.lines if line.get_label() == "lower bound"]
-            axis.legend(handles=bounds, loc="upper right")
+        lines = [line for line in axis.lines if line.get_label() not in ("the plan", "policies")]
+        figure.legend(handles=lines, loc="outside lower center", ncols=3)
         figure.draw_without_rendering()
         _place(axis, labels)
     return figure

@@ -22,6 +22,9 @@ from sacplan.errors import PlanError
 if TYPE_CHECKING:
     import pandas as pd
 
+NOTHING = "keeps nothing for the backward pass"
+"""Why nothing is discarded of a module that has nothing to discard."""
+
 _MINOR = 0.02  # share of what a module discards up to which what it keeps besides needs no reason
 _CLOSE = 1.02  # costs closer to each other than this are the same to a reader
 
@@ -211,63 +214,57 @@ class _Rows:
         if reasons:
             return "; ".join(reasons)
         if own.recompute_ms:
-            return "recomputed only for tensors of other modules; autograd keeps nothing that is made here"
-        return "nothing to gain: autograd keeps nothing that is made here"
+            return "runs again for other modules; keeps nothing for the backward pass itself"
+        return NOTHING
 
     def _why_discarded(self, cost: Cost) -> str:
         if not cost.ops:
             n_bytes = format_bytes(cost.n_bytes)
-            return f"discarded: its {n_bytes} are recomputed with others, at no extra cost"
-        said = f"discarded: recomputing it takes {self._cost(cost)}"
-        if self.cheapest is not None:
-            said += f"; the cheapest bytes that are kept would cost {_us(self.cheapest)}"
-        return said
+            return f"discarded at no extra cost: what makes its {n_bytes} runs again for other modules anyway"
+        took = f"takes {_ms(cost.recompute_ms)} and saves {format_bytes(cost.n_bytes)}"
+        beside = "" if self.cheapest is None else f"; what is kept would cost {_us(self.cheapest)} or more"
+        return f"discarded: running {self._ops(cost)} again {took} ({_us(cost.us_per_mib)} per MiB{beside})"
 
     def _why_kept(self, module: str) -> str:
         own = self.own[module]
         if own.cost is None:
-            return "kept: what it would be recomputed from is no smaller and would have to be held instead"
-        cost = self._cost(own.cost)
+            return "kept: it could only be recomputed from tensors that are no smaller"
+        took = f"would take {_ms(own.cost.recompute_ms)} and save {format_bytes(own.cost.n_bytes)}"
+        again = f"running {self._ops(own.cost)} again {took}"
         if self.plan is None:
-            return f"could be discarded: recomputing it would take {cost}"
-        said = f"kept: recomputing it would take {cost}"
+            return f"could be discarded: {again} ({_us(own.cost.us_per_mib)} per MiB)"
+        said = f"kept: {again}"
         if self.most_paid is None:
-            return f"{said}; nothing is discarded"
+            return f"{said}, and the step fits without"
         if self.at_peak.isdisjoint(own.discardable):
-            return f"{said}, but it is not alive at the peak"
+            return f"{said}, but not at the peak, where it is not alive"
         if not self._lowers(module):
-            return f"{said}, but that would not lower the peak"
+            return f"{said}, but would not lower the peak"
+        price = f"({_us(own.cost.us_per_mib)} per MiB; what is discarded costs {_us(self.most_paid)} at most)"
         if own.cost.us_per_mib * _CLOSE >= self.most_paid:
-            return f"{said}; the most expensive bytes that are discarded cost {_us(self.most_paid)}"
+            return f"{said} {price}"
         budget = self.plan.budget_bytes
         room = "" if budget is None else f", with {format_bytes(budget - self.plan.peak_bytes)} to spare"
-        return (
-            f"{said}, less than the most expensive bytes that are discarded ({_us(self.most_paid)}); "
-            f"the plan fits without discarding it{room}"
-        )
+        return f"{said} {price}, but the plan fits without{room}"
 
     def _why_fixed(self, kept: Sequence[int]) -> str:
         program, state = self.program, self.state
         largest = max(kept, key=lambda s: (program.storage_bytes[s], -s))
         op = program.ops[state.made[largest]]
         if largest in state.written:
-            return f"not discardable: written in place by {short_op(state.written[largest])}"
+            return f"kept: {short_op(state.written[largest])} writes it in place"
         if op.recomputable:
-            return "nothing to gain: other code holds it until the backward pass regardless"
+            return "kept: other code holds it until the backward pass anyway"
         read = next((s for s in op.reads if s in state.written), None)
         if read is not None:
             writer = short_op(state.written[read])
-            return f"not discardable: what {short_op(op.name)} reads is written in place by {writer}"
-        return f"not discardable: {short_op(op.name)} must not run a second time"
+            return f"kept: {writer} writes in place what {short_op(op.name)} reads"
+        return f"kept: {short_op(op.name)} must not run a second time"
 
-    def _cost(self, cost: Cost) -> str:
+    def _ops(self, cost: Cost) -> str:
         longest = [op for op in cost.ops if self.program.ops[op].time_ms > 0]
-        took = _ops_in_words(self.program.ops[op].name for op in longest[:3])
-        took += f" and {len(longest) - 3} more" if len(longest) > 3 else ""
-        for_what = f"{_ms(cost.recompute_ms)} for {format_bytes(cost.n_bytes)}"
-        return (
-            f"{took} ({for_what}, {_us(cost.us_per_mib)})" if took else f"{for_what}, {_us(cost.us_per_mib)}"
-        )
+        named = _ops_in_words(self.program.ops[op].name for op in longest[:3])
+        return named + (f" and {len(longest) - 3} more" if len(longest) > 3 else "") or "views"
 
 
 def _ops_in_words(names: Iterable[str]) -> str:
@@ -280,4 +277,4 @@ def _ms(ms: float) -> str:
 
 
 def _us(us_per_mib: float) -> str:
-    return f"{us_per_mib:.3g} µs/MiB" if us_per_mib < 1000 else f"{us_per_mib:,.0f} µs/MiB"
+    return f"{us_per_mib:.3g} µs" if us_per_mib < 1000 else f"{us_per_mib:,.0f} µs"

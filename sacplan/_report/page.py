@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+import sacplan
 from sacplan._chunk.alternatives import Alternative
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
@@ -30,11 +33,12 @@ from sacplan._report.chunks import (
 from sacplan._report.curves import distinct_curves
 from sacplan._report.figures import BUCKETS, GIB, MIB, draw_frontier, draw_memory, draw_tradeoffs
 from sacplan._report.inputs import check_frontier, has_chunks
-from sacplan._report.modules import RowGroup, grouped, module_rows
+from sacplan._report.modules import NOTHING, RowGroup, grouped, module_rows
 from sacplan._report.names import numbers_of, short_op, shown_module
 from sacplan._report.palette import STACK, css_name, css_variables
 from sacplan._report.svg import inline_svg, page_style
 from sacplan._report.timeline import Panel, buckets_of, panels_of
+from sacplan._techniques import DEFAULT_TECHNIQUES
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -94,6 +98,8 @@ def report_html(profile: Profile, plan: Plan | None = None, frontier: pd.DataFra
             title=f"{profile.fingerprint.model_class} on {profile.device}",
             model=profile.fingerprint.model_class,
             summary=_summary(profile, plan),
+            facts=_facts(profile, plan),
+            code=None if plan is None else _code(profile, plan),
             colours=Markup(css_variables()),
             cards=_cards(profile, plan, panels),
             peak=_peak(profile, panels[-1]),
@@ -126,6 +132,50 @@ def _summary(profile: Profile, plan: Plan | None) -> str:
     return (
         f"The plan takes the peak of the step from {peak} to {format_bytes(plan.peak_bytes)} ({less:.0%} less) "
         f"and {' and '.join(costs)}."
+    )
+
+
+def _facts(profile: Profile, plan: Plan | None) -> list[str]:
+    """What the step is of, and who recorded it when: for the header."""
+    found = profile.fingerprint
+    parameters = f"{found.n_parameters:,} parameters"
+    if plan is None:
+        made = f"sacplan {sacplan.__version__}, torch {torch.__version__}"
+        date = datetime.now(timezone.utc)
+    else:
+        made, date = f"sacplan {plan.provenance.sacplan}, torch {plan.provenance.torch}", plan.provenance.date
+    return [
+        found.batch_in_words,
+        f"{parameters}, {found.dtype}" if found.dtype else parameters,
+        str(found.setup),
+        *([] if profile.ranks.world_size == 1 else [f"one of {profile.ranks.world_size} ranks"]),
+        f"{date:%Y-%m-%d}, {made}",
+    ]
+
+
+def _code(profile: Profile, plan: Plan) -> str:
+    """How to make the plan again, and how to train with it."""
+    use = 'handle = sacplan.apply(model, sacplan.Plan.load("plan.json"))  # before torch.compile'
+    if plan.status == "policy":
+        return use
+    given = [f"device={profile.device!r}"]
+    if plan.provenance.mode == "inference":
+        given.append("mode='inference'")
+    elif profile.fingerprint.setup.optimizer is not None:
+        given.append("optimizer=optimizer")
+    chosen = [] if plan.provenance.budget is None else [repr(plan.provenance.budget)]
+    if plan.ranks.sharding is not None:
+        chosen.append(f"mesh={dict(plan.ranks.sharding.mesh.axes)!r}")
+    if plan.provenance.mode == "train" and plan.provenance.techniques != DEFAULT_TECHNIQUES:
+        chosen.append(f"techniques={plan.provenance.techniques!r}")
+    return "\n".join(
+        [
+            f"profile = sacplan.profile(model, batch, {', '.join(given)})",
+            f"plan = sacplan.plan({', '.join(['profile', *chosen])})",
+            'plan.save("plan.json")',
+            "",
+            use,
+        ]
     )
 
 
@@ -283,15 +333,17 @@ def _frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None) -> dict[
 
 
 def _modules(profile: Profile, plan: Plan | None) -> dict[str, Any]:
-    """The groups that the table shows, all rows, and how many groups are left out."""
+    """The groups that the table shows, those with nothing to gain, all rows, and how many groups are left out."""
     rows = module_rows(profile, plan)
-    groups = grouped(rows)
+    nothing = [group for group in grouped(rows) if group.row.why == NOTHING]
+    groups = [group for group in grouped(rows) if group.row.why != NOTHING]
     by_weight = sorted(groups, key=lambda g: -g.count * (g.row.kept_bytes + g.row.discarded_bytes))
     shown = {g.members for g in by_weight[:_MOST_ROWS]}
     alike = Counter(pattern_of(row.module) for row in rows)
     return {
         "rows": rows,
         "groups": [(g, _which(g, alike[pattern_of(g.row.module)])) for g in groups if g.members in shown],
+        "nothing": nothing,
         "left_out": len(groups) - len(shown),
     }
 
