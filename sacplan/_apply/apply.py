@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from sacplan._plan.plan import Plan
-from sacplan._program.arguments import checked
+from sacplan._plan.plan import Plan, PlanOrPath
+from sacplan._program.arguments import checked, opened
 from sacplan._program.places import StepDifference
 from sacplan._program.technique import Installed
 from sacplan._recompute.executor.copies import StandIn
@@ -109,7 +109,7 @@ class Handle:
 
 @checked(PlanError)
 def apply(
-    model: torch.nn.Module, plan: Plan, *, check: bool = True, mesh: DeviceMesh | None = None
+    model: torch.nn.Module, plan: PlanOrPath, *, check: bool = True, mesh: DeviceMesh | None = None
 ) -> Handle:
     """Make the model discard and recompute, run in slices, or spread over ranks, what the plan says.
 
@@ -141,6 +141,7 @@ def apply(
         PlanError: a plan is applied to this model already, the plan's units nest, or the model is wrapped or
             compiled already.
     """
+    plan = opened(plan, Plan)
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"model must be an nn.Module, not {type(model).__name__}.")
     _check_not_wrapped(model)

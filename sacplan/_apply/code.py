@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from sacplan._plan.plan import Plan
-from sacplan._profile.profile import Profile
-from sacplan._program.arguments import checked
+from sacplan._plan.plan import Plan, PlanOrPath
+from sacplan._profile.profile import Profile, ProfileOrPath
+from sacplan._program.arguments import checked, opened
 from sacplan._program.program import ROOT_SCOPE, Phase
 from sacplan._shard.emit import Emission, described, emit
 from sacplan.errors import PlanError
@@ -15,7 +15,7 @@ _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
 
 
 @checked(PlanError, "model", "plan")
-def parallel_code(model: torch.nn.Module, plan: Plan, profile: Profile | None = None) -> Emission:
+def parallel_code(model: torch.nn.Module, plan: PlanOrPath, profile: ProfileOrPath | None = None) -> Emission:
     """A plan's sharding in the form of other tools, where it has one.
 
         found = sacplan.parallel_code(model, plan, profile)
@@ -35,6 +35,8 @@ def parallel_code(model: torch.nn.Module, plan: Plan, profile: Profile | None = 
         PlanError: the plan spreads nothing over ranks.
         PlanMismatch: it was made for another model.
     """
+    plan = opened(plan, Plan)
+    profile = opened(profile, Profile)
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"model must be an nn.Module, not {type(model).__name__}.")
     if not isinstance(plan, Plan) or plan.ranks.sharding is None:

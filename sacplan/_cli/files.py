@@ -6,11 +6,15 @@ import contextlib
 import gzip
 import os
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 from sacplan._cli.exits import OutputError
+from sacplan._program.files import read
 
 Kind = Literal["plan", "profile", "curve", "report", "trace"]
 
@@ -23,6 +27,23 @@ _SIGNS: dict[Kind, tuple[str, bool]] = {
     "report": (r"<footer>[^<]*Made by sacplan|<meta name=.generator. content=.sacplan", False),
     "trace": (r'"otherData":\{"model":"[^"]*","device":"[^"]*","peak_bytes":', False),
 }
+
+
+class _Head(msgspec.Struct):
+    what: Any = None
+    model_type: Any = None
+    architectures: Any = None
+
+
+def kind_of(path: Path) -> str | None:
+    """What a JSON file holds: a file of ours says it itself, "configuration" is one of transformers; None: neither."""
+    try:
+        head = msgspec.json.decode(read(path), type=_Head)
+    except (OSError, RecursionError, ValueError, EOFError, zlib.error):
+        return None  # whoever reads it for what it should be says what is wrong with it
+    if isinstance(head.what, str):
+        return head.what
+    return "configuration" if head.model_type or head.architectures else None
 
 
 def check_output(path: Path | None, kind: Kind, *, force: bool) -> None:

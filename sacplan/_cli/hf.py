@@ -45,6 +45,11 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
     import torch
 
     name = target.removeprefix("hf:")
+    if not name.strip():
+        raise TargetError(
+            "hf: needs a name, a configuration file or a directory behind it: hf:gpt2, hf:config.json. Names that are "
+            f"known: {', '.join(row.name for row in architectures.TABLE)}."
+        )
     options = replace(HF_DEFAULTS, **asked.given())
     config = _config(name)
     task = _task_of(config)

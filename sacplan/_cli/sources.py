@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sacplan._cli import options as o
 from sacplan._cli.exits import TargetError, hinted
+from sacplan._cli.files import kind_of
 from sacplan._cli.origin import Origin, origin_of, seen_in
 from sacplan._cli.output import note, stage, warn
 from sacplan._cli.target import Target
-from sacplan._cli.targets import is_json_file, load_target, users_code
-from sacplan.errors import InfeasibleBudget
+from sacplan._cli.targets import is_json_file, load_target, not_a_model, users_code
+from sacplan.errors import DeviceError, InfeasibleBudget
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,11 +61,17 @@ def _asked_ranks(step: o.StepOptions) -> Ranks | None:
     return None if step.world_size is None else Ranks.of(step.world_size, step.fsdp_unit or None)
 
 
-def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions) -> Source:
+def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions, plan: Plan | None = None) -> Source:
     """Load a saved profile, or record the step of a target.
+
+    Args:
+        source: as a person writes it.
+        step, hf: options.
+        plan: of that step; a target of another model or batch is not recorded.
 
     Raises:
         TargetError: options that contradict a saved profile, or a target that cannot be loaded.
+        PlanMismatch: the plan is of something else.
     """
     ranks = _asked_ranks(step)  # an error in it is said before anything is loaded
     if is_json_file(source):
@@ -74,6 +81,10 @@ def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions) -> Source:
     spec = device_of(step.device)
     with stage("loading"):
         target = load_target(source, hf, spec.kind if step.trace == "real" else "meta")
+    if plan is not None:
+        with users_code(f"the batch of {target.name}"):
+            plan.fingerprint.check_model(target.model)
+            plan.fingerprint.check_batch(target.batch() if callable(target.batch) else target.batch)
     train = step.mode != "inference"
     with stage("tracing"), users_code(f"the step of {target.name}"):
         profile = sacplan.profile(
@@ -101,6 +112,9 @@ def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: o.
             f"{o.named(given)}: {source} is recorded already. Record another profile with "
             f"sacplan profile TARGET {o.written(given)}."
         )
+    path = _existing(source)
+    if kind_of(path) in ("configuration", "device", "plan"):
+        raise not_a_model(source, "a profile or ")
     with stage("reading"):
         profile = _read(sacplan.Profile.load, source, "profile")
         origin = _read(lambda _: origin_of(profile), source, "profile")
@@ -121,7 +135,7 @@ def saved_plan(path: str) -> Plan:
 
 def _existing(name: str) -> Path:
     path = Path(name)
-    if not path.is_file():
+    if not path.exists():
         raise TargetError(f"{name}: there is no such file.")
     return path
 
@@ -157,6 +171,33 @@ def as_planned(asked: o.HfOptions, plan: Plan, plan_file: str) -> o.HfOptions:
         if made.get(name, ours) != ours:
             warn(f"--{name} {ours} is used, but {plan_file} was made with --{name} {made[name]}")
     return o.HfOptions(**{**made, **given})
+
+
+def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepOptions:
+    """How a target is recorded to report on a plan: as was asked for, else as the plan's profile was.
+
+    Raises:
+        TargetError: the plan is for a device that is known by no name.
+    """
+    from sacplan._device.devices import resolve_device
+
+    device = asked.device or plan.device
+    if asked.device is None:
+        try:
+            resolve_device(device)
+        except DeviceError as error:
+            raise TargetError(
+                f"{plan_file} is for {device!r}, which is no device of the table; give the file of its DeviceSpec: "
+                "--device FILE."
+            ) from error
+    made: Any = plan.provenance  # whose strings are those of a profile
+    return replace(
+        asked,
+        device=device,
+        runtime=asked.runtime or made.runtime,
+        trace=asked.trace or made.trace,
+        mode=asked.mode or made.mode,
+    )
 
 
 def verified(target: Target, plan: Plan, run: o.Run) -> Verification:

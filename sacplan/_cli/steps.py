@@ -15,7 +15,7 @@ from sacplan._cli.exits import TargetError, VerificationFailed, hinted
 from sacplan._cli.files import check_output
 from sacplan._cli.origin import save
 from sacplan._cli.output import Answer, stage
-from sacplan._cli.targets import is_json_file, load_target
+from sacplan._cli.targets import is_json_file, load_target, not_a_model
 from sacplan.errors import PlanMismatch, RecipeError
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ def profile(
     """Record one training step: its peak, its time, and everything that a plan is made from."""
     check_output(output, "profile", force=force)
     if is_json_file(target):
-        raise TargetError(
-            f"{target} is a JSON file; profile needs the model itself, for example train.py:make."
-        )
+        raise not_a_model(target)
     read = sources.profile_of(target, step, hf)
     with stage("writing"):
         save(read.profile, output, read.origin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from sacplan._cli.exits import OutputError, TargetError
 from sacplan._cli.files import check_output, replacing
 from sacplan._cli.origin import Origin, save
 from sacplan._cli.output import Answer, number, pairs, stage, table
-from sacplan._cli.targets import load_target, users_code
+from sacplan._cli.targets import is_json_file, load_target, users_code
 
 _FRONTIER: dict[str, Column | str] = {
     "solver": "solver",
@@ -128,7 +129,10 @@ def report(
     hf: o.HfOptions,
     force: o.Force = False,
 ) -> Answer:
-    """Show what a plan does to a step: memory before and after, the frontier, chunks, and module by module."""
+    """Show what a plan does to a step: memory before and after, the frontier, chunks, and module by module.
+
+    With a plan, a target is recorded as it was for the plan, whose file says how; options given here take precedence.
+    """
     import sacplan
 
     if output is None and png is None and memory_trace is None:
@@ -142,7 +146,15 @@ def report(
         raise TargetError(f"give a plan ({plan_file}) or a --budget to make one for, not both.")
     allowed = sources.check_early(budget, "best", technique)
     plan = None if plan_file is None else sources.saved_plan(plan_file)
-    read = sources.profile_of(source, step, hf)
+    if plan is None or is_json_file(source):
+        read = sources.profile_of(source, step, hf)
+    else:
+        if source.startswith("hf:"):
+            hf = sources.as_planned(hf, plan, str(plan_file))
+        recorded = sources.step_as_planned(step, plan, str(plan_file))
+        read = sources.profile_of(source, recorded, hf, plan)
+        if step.world_size is None:
+            read = dataclasses.replace(read, profile=read.profile.on_ranks(plan.ranks))
     profile = read.profile
     if plan is not None and plan.ranks != profile.ranks:
         raise TargetError(

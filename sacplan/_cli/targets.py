@@ -23,8 +23,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sacplan._cli import hf
+from sacplan._cli import architectures, hf
 from sacplan._cli.exits import TargetError, hinted
+from sacplan._cli.files import kind_of
 from sacplan._cli.options import HfOptions, named
 from sacplan._cli.target import Target
 from sacplan.errors import SacplanError
@@ -78,13 +79,34 @@ def load_target(text: str, options: HfOptions, place: str = "meta") -> Target:
 
 def _unknown_form(text: str) -> TargetError:
     if is_json_file(text):
-        return TargetError(f"{text} is a JSON file; the model itself is needed here: {_FORMS}.")
-    hint = ""
+        return not_a_model(text)
+    return TargetError(f"{text!r} is not a target; write {_FORMS}.{_meant(text)}")
+
+
+def _meant(text: str) -> str:
     if Path(f"{text}.py").is_file():
-        hint = f" Did you mean {text}.py?"
-    elif (Path(text) / "config.json").is_file():
-        hint = f" Did you mean hf:{text}?"
-    return TargetError(f"{text!r} is not a target; write {_FORMS}.{hint}")
+        return f" Did you mean {text}.py?"
+    names = [text] if (Path(text) / "config.json").is_file() or architectures.find(text) else []
+    names = names or architectures.near(text)
+    return f" Did you mean hf:{' or hf:'.join(names)}?" if names else ""
+
+
+def not_a_model(text: str, profile: str = "") -> TargetError:
+    """What to say of a JSON file where a model belongs (or ``profile``, "a profile or ")."""
+    path = Path(text)
+    kind = kind_of(path) if path.is_file() else None
+    if kind == "configuration":
+        return TargetError(f"{text} looks like a configuration of transformers. Did you mean hf:{text}?")
+    needed = f"{profile}the model itself is needed here: {_FORMS}"
+    if kind == "plan":
+        return TargetError(
+            f"{text} is a plan; {needed}. A plan comes second: sacplan verify TARGET {text}, or sacplan report TARGET "
+            f"{text} -o report.html."
+        )
+    if kind == "device":
+        return TargetError(f"{text} is a device; {needed}. A device is given as --device {text}.")
+    what = "a profile" if kind == "profile" else "a JSON file"
+    return TargetError(f"{text} is {what}; {needed}.")
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import csv
 import dataclasses
 import difflib
 import functools
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -23,8 +24,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from sacplan._device import files
 from sacplan._device.links import LINKS, Link
-from sacplan._program.files import read_json, write_json
 from sacplan.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     import torch
 
 GIB = 2**30
-SCHEMA_VERSION = 1
 _DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 WITHOUT_WORKSPACES = " without workspaces"
 """What the name of a device ends in where cuBLAS workspaces are not to count."""
@@ -51,7 +51,7 @@ class DeviceSpec:
     """What the kernel table, the allocator and the cost model need to know of a device.
 
     Raises:
-        DeviceError: a figure that is not positive, or an efficiency outside (0, 1].
+        DeviceError: a figure that is not positive and finite, or an efficiency outside (0, 1].
     """
 
     name: str
@@ -101,8 +101,10 @@ class DeviceSpec:
             **{f"flops[{k!r}]": v for k, v in self.flops.items()},
         }
         for what, value in figures.items():
-            if not value > 0:
-                raise DeviceError(f"DeviceSpec {self.name!r}: {what} must be positive, got {value!r}")
+            if not 0 < value < math.inf:
+                raise DeviceError(
+                    f"DeviceSpec {self.name!r}: {what} must be positive and finite, got {value!r}"
+                )
         if "float32" not in self.flops:
             raise DeviceError(f"DeviceSpec {self.name!r}: flops needs at least a peak for 'float32'")
         for what in ("compute_efficiency", "bandwidth_efficiency"):
@@ -145,24 +147,21 @@ class DeviceSpec:
         return replace(self, name=self.name + WITHOUT_WORKSPACES, matmul_workspace_bytes=0)
 
     def save(self, path: str | Path) -> None:
-        """Write to a file (JSON; compressed where the name ends in ``.gz``)."""
-        write_json(
-            path, {"what": "device", "schema_version": SCHEMA_VERSION, "spec": dataclasses.asdict(self)}
-        )
+        """Write to a file (JSON, see ``docs/files.md``; compressed where the name ends in ``.gz``)."""
+        files.save(path, dataclasses.asdict(self))
 
     @classmethod
     def load(cls, path: str | Path) -> DeviceSpec:
-        """Read what ``save`` wrote."""
-        fields = read_json(path, "device", SCHEMA_VERSION).get("spec", {})
-        if isinstance(fields.get("capability"), list):
-            fields["capability"] = tuple(fields["capability"])
+        """Read what ``save`` or a person wrote.
+
+        Raises:
+            DeviceError: the file is something else, damaged, or has figures that no device has.
+        """
+        fields = files.load(path)
         try:
-            for what in ("inner_link", "outer_link"):
-                if isinstance(fields.get(what), dict):
-                    fields[what] = Link(**fields[what])
             return cls(**fields)
-        except TypeError as error:
-            raise DeviceError(f"{path} is not a whole DeviceSpec: {error}. Save it again.") from error
+        except DeviceError as error:
+            raise DeviceError(f"{path}: {error}.") from error
 
 
 @dataclass(frozen=True, slots=True)

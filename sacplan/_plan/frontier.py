@@ -9,8 +9,8 @@ from sacplan._plan.context import Objective
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import plan, plan_smallest
 from sacplan._plan.policies import layers_of, policy
-from sacplan._profile.profile import Profile
-from sacplan._program.arguments import checked
+from sacplan._profile.profile import Profile, ProfileOrPath
+from sacplan._program.arguments import checked, opened
 from sacplan._rotor.sequences import Rotor, unit_of
 from sacplan._solve.solvers import Solver
 from sacplan.errors import InfeasibleBudget, PlanError
@@ -33,7 +33,7 @@ _SLICES = 16  # of the loss, as a policy
 
 @checked(PlanError)
 def frontier(
-    profile: Profile,
+    profile: ProfileOrPath,
     points: int = 8,
     solvers: Sequence[str | Solver | Rotor] | None = None,
     *,
@@ -67,6 +67,7 @@ def frontier(
         step's FLOPs), ``added_ms`` and ``added_share`` (how much longer the step takes besides, for its chunks),
         ``units``, ``status``. The last row of each solver is the unplanned step.
     """
+    profile = opened(profile, Profile)
     import pandas as pd
 
     if not 2 <= points <= MAX_POINTS:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
@@ -79,6 +79,8 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
         PlanError: units that nest, two decisions about one call site, one about a unit that is not listed, or a unit
             whose ops are not there.
     """
+
+    MADE_BY: ClassVar[str] = "sacplan.plan(profile, budget)"
 
     status: Status
     gap: Milliseconds | None
@@ -229,6 +231,10 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
             f"{format_bytes(self.baseline_peak_bytes)} unplanned, recompute {self.recompute_ms:.2f} ms of a "
             f"{self.step_ms:.2f} ms step, {self._chunked()}{len(self.units)} units, {self.status})"
         )
+
+
+PlanOrPath: TypeAlias = Plan | str | Path
+"""A plan, or the file that it was saved to."""
 
 
 def _plan(fields: Mapping[str, Any]) -> Plan:

@@ -17,8 +17,8 @@ from sacplan._plan.meshes import plan_on_meshes
 from sacplan._plan.plan import Plan, Status
 from sacplan._plan.provenance import Provenance, options_of
 from sacplan._plan.search import Candidate, Search
-from sacplan._profile.profile import Profile
-from sacplan._program.arguments import checked
+from sacplan._profile.profile import Profile, ProfileOrPath
+from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes, parse_budget
 from sacplan._program.decisions import Accumulate
 from sacplan._program.program import Phase
@@ -42,7 +42,7 @@ _STAGES = 48  # of a chain that Rotor is asked about only for a message
 
 @checked(PlanError, "budget")
 def plan(
-    profile: Profile,
+    profile: ProfileOrPath,
     budget: float | str,
     solver: str | Solver | Rotor = "best",
     objective: Objective = "time",
@@ -99,6 +99,7 @@ def plan(
         TraceError: the model cannot be spread over ranks so.
         InfeasibleBudget: no plan found holds it; carries the smallest peak that one does.
     """
+    profile = opened(profile, Profile)
     if mesh is not None or "shard" in (techniques or ()):
         if mesh is None or "shard" not in (techniques or (SHARD,)):
             raise PlanError(
@@ -152,7 +153,7 @@ def _asked_for(found: Plan, budget: float | str) -> Plan:
 
 @checked(PlanError)
 def plan_smallest(
-    profile: Profile,
+    profile: ProfileOrPath,
     solver: str | Solver | Rotor = "best",
     objective: Objective = "time",
     *,
@@ -168,6 +169,7 @@ def plan_smallest(
     Its ``peak_bytes`` is the ``smallest_feasible_bytes`` that ``InfeasibleBudget`` reports. The other arguments are
     those of ``plan``.
     """
+    profile = opened(profile, Profile)
     asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units, accumulate)
     if asked.is_about_stretches:
         return asked.as_plan(asked.of_stretches(asked.stretches().minimise()))

@@ -23,8 +23,8 @@ from sacplan._plan.make import made_plan
 from sacplan._plan.meshes import POLICIES, spread_of
 from sacplan._plan.plan import Plan
 from sacplan._plan.provenance import Provenance
-from sacplan._profile.profile import Profile
-from sacplan._program.arguments import checked
+from sacplan._profile.profile import Profile, ProfileOrPath
+from sacplan._program.arguments import checked, opened
 from sacplan._program.decisions import Chunk, Decision, Discarded, as_decisions
 from sacplan._program.program import ROOT_SCOPE, CallSite, Op, Phase, Program, is_inside
 from sacplan._recompute.pins import Pins, resolve_pins
@@ -39,7 +39,7 @@ def policy(
     mode: str,
     option: int | str | None = None,
     *,
-    profile: Profile,
+    profile: ProfileOrPath,
     layers: str | None = None,
     slices: int | None = None,
     keep: Sequence[str] = (),
@@ -91,6 +91,7 @@ def policy(
         PlanError: an unknown mode or option, no layers, a mode that would discard nothing in them, a pattern
             that matches nothing, or a loss that cannot run in these slices; says why.
     """
+    profile = opened(profile, Profile)
     if mesh is not None:
         if option is not None or layers is not None or slices is not None or keep or never:
             raise PlanError("a policy on a mesh takes no option, layers, slices, keep or never.")

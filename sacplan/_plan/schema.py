@@ -1,26 +1,32 @@
-"""The JSON schema of plan files, from the types that read them: ``python -m sacplan._plan.schema`` writes it."""
+"""The JSON schemas of our files, from the types that read them: ``python -m sacplan._plan.schema`` writes them."""
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from sacplan._device import files as device_files
 from sacplan._plan.plan import SCHEMA_VERSION, PlanFile
+from sacplan._profile import files as profile_files
 from sacplan._program import files
 
-PATH = Path(__file__).parents[1] / "schemas" / f"plan-{SCHEMA_VERSION}.json"
+PATH = files.schema_path("plan", SCHEMA_VERSION)
 
 
 def plan_schema() -> dict[str, Any]:
-    """As JSON-ready values."""
-    schema = msgspec.json.schema(PlanFile)
-    for definition in schema["$defs"].values():
-        definition["description"] = inspect.cleandoc(definition["description"])
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A plan of sacplan", **schema}
+    """The JSON schema of files of plans."""
+    return files.schema_of(PlanFile, "A plan of sacplan")
+
+
+def schemas() -> dict[Path, dict[str, Any]]:
+    """All of them, by where the package has them."""
+    return {
+        PATH: plan_schema(),
+        files.schema_path("profile", profile_files.SCHEMA_VERSION): profile_files.schema(),
+        files.schema_path("device", device_files.SCHEMA_VERSION): device_files.schema(),
+    }
 
 
 if __name__ == "__main__":
-    files.write(PATH, plan_schema())
+    for path, schema in schemas().items():
+        files.write(path, schema)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from sacplan._device.devices import DeviceSpec
-from sacplan._program.files import load as load_file
-from sacplan._program.files import write_compact
+from sacplan._program import files
+from sacplan._program.checks import first_problem
+from sacplan._program.files import Checksum
 from sacplan._program.fingerprint import Fingerprint
-from sacplan._program.program import SCHEMA_VERSION, Program
+from sacplan._program.program import Program
 from sacplan._ranks.ranks import Ranks
 from sacplan._record.step import Mode
 from sacplan.errors import TraceError
 
+SCHEMA_VERSION = 3
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    what: Literal["profile"]
-    schema_version: int
+
+class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fingerprint: Fingerprint
     spec: DeviceSpec
     trace: Literal["fake", "real"]
@@ -30,9 +32,35 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recorded: Program
 
 
+class ProfileFile(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file of a profile.
+
+    Attributes:
+        sha256: checksum of everything else but ``what`` and ``schema_version``.
+    """
+
+    what: Literal["profile"]
+    schema_version: Literal[3]
+    sha256: Checksum
+
+    def __post_init__(self) -> None:
+        problem = first_problem(self.recorded)
+        if problem:
+            raise TraceError(f"{problem}: it is damaged.")
+        if self.sha256 != _digest(self):
+            raise TraceError("its contents do not have the checksum in `sha256`: it was damaged or edited.")
+
+
 def save(path: str | Path, **fields: Any) -> None:
-    """Write the fields of a profile; compressed where the name ends in ``.gz``."""
-    write_compact(path, _File(what="profile", schema_version=SCHEMA_VERSION, **fields))
+    """Write the fields of a profile; compressed where the name ends in ``.gz``.
+
+    Raises:
+        TraceError: a field holds what no file may.
+    """
+    digest = _digest(_Fields(**fields))
+    files.write_compact(
+        path, {"what": "profile", "schema_version": SCHEMA_VERSION, "sha256": digest, **fields}
+    )
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -41,10 +69,17 @@ def load(path: str | Path) -> dict[str, Any]:
     Raises:
         TraceError: the file is damaged, of another version, or holds something else.
     """
-    found = load_file(path, _File, "profile", SCHEMA_VERSION, TraceError)
-    problem = found.recorded.first_problem()
-    if problem:
-        raise TraceError(f"{path} is damaged: {problem}. Make the profile again with sacplan.profile.")
-    fields = {name: getattr(found, name) for name in _File.__struct_fields__}
-    del fields["what"], fields["schema_version"]
-    return fields
+    found = files.load(path, ProfileFile, "profile", SCHEMA_VERSION, TraceError)
+    return {name: getattr(found, name) for name in _Fields.__struct_fields__}
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of these files."""
+    return files.schema_of(ProfileFile, "A profile of sacplan")
+
+
+def _digest(fields: _Fields) -> str:
+    """Of the values, whatever the order of keys and of what has no order."""
+    values = {name: getattr(fields, name) for name in _Fields.__struct_fields__}
+    plain = msgspec.to_builtins(values, str_keys=True, order="deterministic")
+    return hashlib.sha256(msgspec.json.encode(plain)).hexdigest()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 from msgspec import structs
@@ -110,6 +110,8 @@ class Profile:
         rules: what a fake trace took for granted where sizes or values depend on data, a sentence each.
         ranks: over how many ranks the step is spread, and how.
     """
+
+    MADE_BY: ClassVar[str] = "sacplan.profile(model, batch)"
 
     recorded: Program
     fingerprint: Fingerprint
@@ -276,6 +278,10 @@ class Profile:
             f"Profile({self.fingerprint.model_class} on {self.device}: peak {format_bytes(self.peak_bytes)}, "
             f"step {self.step_ms:.2f} ms, {len(self.program.ops)} ops)"
         )
+
+
+ProfileOrPath: TypeAlias = Profile | str | Path
+"""A profile, or the file that it was saved to."""
 
 
 @checked(TraceError, "model", "batch", "optimizer")

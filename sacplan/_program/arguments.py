@@ -10,7 +10,8 @@ import numbers
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar, overload
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from sacplan.errors import SacplanError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S", bound="Saved")
 
 _SEQUENCES = (collections.abc.Sequence, collections.abc.Iterable)
 
@@ -112,8 +114,34 @@ def _fits_items(value: Any, item: Any) -> bool:
     return not isinstance(value, (list, tuple)) or all(fits(v, item) for v in value)
 
 
+class Saved(Protocol):
+    """What is passed from call to call, and may be passed as the file that it was saved to."""
+
+    MADE_BY: ClassVar[str]
+    """How to make one."""
+
+    @classmethod
+    def load(cls: type[S], path: str | Path) -> S:
+        """Read what was saved."""
+        ...
+
+
+@overload
+def opened(value: S | str | Path, kind: type[S]) -> S: ...
+@overload
+def opened(value: S | str | Path | None, kind: type[S]) -> S | None: ...
+def opened(value: S | str | Path | None, kind: type[S]) -> S | None:
+    """The value itself, or what is saved in the file of that name."""
+    return kind.load(value) if isinstance(value, (str, Path)) else value
+
+
 def _misfit(name: str, value: Any, hint: Any, asked: Any) -> str:
     """What is wrong with a value that does not fit; of a sequence, the first item that does not."""
+    saved = next((one for one in (hint, *typing.get_args(hint)) if hasattr(one, "MADE_BY")), None)
+    if saved is not None:
+        given = f"a {type(value).__name__}" if value is not None else "None"
+        needed = f"{name} must be a {saved.__name__}, or the path of a saved one"
+        return f"{needed}, not {given}. Make it with {saved.MADE_BY}"
     if isinstance(value, (list, tuple)) and typing.get_origin(hint) in _SEQUENCES:
         item = next(v for v in value if not fits(v, typing.get_args(hint)[0]))
         return f"{name} has {item!r} in it; it must be {asked}"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sacplan._program.files import Count, Name
+from sacplan._program.files import Count, MaybeIndex, Milliseconds, Name
 
 ROOT_SCOPE = -1
 
@@ -74,7 +74,7 @@ class Event(IntEnum):
     EXIT = 8  # scope: it ends
 
 
-Events = tuple[tuple[int, int], ...]
+Events = tuple[tuple[Count, Count], ...]
 """Pairs (``Event``, index)."""
 
 
@@ -92,11 +92,11 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
         shape, stride, offset: in elements.
     """
 
-    storage: int
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    storage: Count
+    dtype: Name
+    shape: tuple[Count, ...]
+    stride: tuple[Count, ...]
+    offset: Count
 
 
 class Op(msgspec.Struct, frozen=True, array_like=True):
@@ -123,23 +123,23 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
         recomputes: the op that this one runs again; -1 for an op of the recorded step.
     """
 
-    name: str
+    name: Name
     phase: Phase
-    scope: int
-    time_ms: float
-    flops: int
-    workspace_bytes: int
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    mutates: tuple[int, ...]
+    scope: MaybeIndex
+    time_ms: Milliseconds
+    flops: Count
+    workspace_bytes: Count
+    reads: tuple[Count, ...]
+    writes: tuple[Count, ...]
+    mutates: tuple[Count, ...]
     recomputable: bool
-    state_bytes: int = 0
-    replaces: int = -1
-    inputs: tuple[int, ...] = ()
-    outputs: tuple[int, ...] = ()
+    state_bytes: Count = 0
+    replaces: MaybeIndex = -1
+    inputs: tuple[MaybeIndex, ...] = ()
+    outputs: tuple[MaybeIndex, ...] = ()
     arguments: str = "[[],{}]"
-    forward_of: int = -1
-    recomputes: int = -1
+    forward_of: MaybeIndex = -1
+    recomputes: MaybeIndex = -1
 
     @property
     def call(self) -> tuple[list[Any], dict[str, Any]]:
@@ -163,11 +163,11 @@ class Scope(msgspec.Struct, frozen=True, array_like=True):
     """
 
     fqn: str
-    parent: int
-    first_op: int
-    end_op: int
-    input_bytes: int
-    output_bytes: int
+    parent: MaybeIndex
+    first_op: Count
+    end_op: Count
+    input_bytes: Count
+    output_bytes: Count
 
 
 class Patch(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """Files of frozen values: JSON with a kind, a schema version and a checksum, validated when it is read.
 
-    save(path, "plan", 2, PlanFile, plan, PlanError)
-    plan = load(path, "plan", 2, PlanFile, PlanError)
+    write(path, {"what": "plan", "schema_version": 4, ...})
+    plan = load(path, PlanFile, "plan", 4, PlanError)
 
 What is read is what was written, or an error of the family. ``docs/files.md`` says what is in the files.
 """
@@ -9,24 +9,33 @@ What is read is what was written, or an error of the family. ``docs/files.md`` s
 from __future__ import annotations
 
 import gzip
+import inspect
 import json
 import reprlib
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from sacplan.errors import SacplanError, TraceError
+from sacplan.errors import SacplanError
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-"""An integer of bytes, operations or occurrences."""
+"""An integer of bytes, operations or occurrences, or an index."""
+
+MaybeIndex = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
+"""An index; -1 where there is none."""
 
 Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Milliseconds = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(min_length=1)]
+Checksum = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+LARGEST_FILE = 2**30
+"""Bytes of JSON that are read at most; the profile of Llama-3-8B has 2 MB."""
 
 _WIDTH = 160  # an object or list that fits in a line of that length is written on one
 
@@ -50,14 +59,14 @@ def load(path: str | Path, kind: type[T], what: str, schema_version: int, error:
         error: raised for everything that is wrong with the contents. A file that cannot be opened is an ``OSError``.
     """
     path = Path(path)
-    data = path.read_bytes()
     again = f"Make the {what} again and `.save()` it."
     try:
-        if path.suffix == ".gz":
-            data = gzip.decompress(data)
+        data = read(path)
         head = msgspec.json.decode(data, type=_Head)
         if (head.what, head.schema_version) == (what, schema_version):
-            return msgspec.json.decode(data, type=kind)
+            found = msgspec.json.decode(data, type=kind)
+            json.loads(data, object_pairs_hook=_once)
+            return found
     # Damaged compression, damaged or invalid JSON (these are ValueErrors), nesting without end, invalid values.
     except (EOFError, RecursionError, SacplanError, ValueError, gzip.BadGzipFile, zlib.error) as problem:
         raise error(f"{path} is not a sacplan {what}: {_sentence(problem)} {again}") from problem
@@ -67,6 +76,38 @@ def load(path: str | Path, kind: type[T], what: str, schema_version: int, error:
         f"{path} has schema_version {reprlib.repr(head.schema_version)}; this sacplan reads {schema_version}. "
         f"Make the {what} again with this version."
     )
+
+
+def read(path: Path) -> bytes:
+    """The JSON in a file, of bounded size: a few bytes of gzip may stand for any number."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        data: bytes = file.read(LARGEST_FILE + 1)
+    if len(data) > LARGEST_FILE:
+        raise ValueError(f"it has more than {LARGEST_FILE // 2**20} MiB")
+    return data
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; ``ValueError`` where it has a key twice, of which readers take one or the other."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"it has the key {reprlib.repr(key)} twice in one object")
+    return found
+
+
+def schema_of(kind: type, title: str) -> dict[str, Any]:
+    """The JSON schema of the files that are read as ``kind``."""
+    schema = msgspec.json.schema(kind)
+    for definition in schema["$defs"].values():
+        if "description" in definition:
+            definition["description"] = inspect.cleandoc(definition["description"])
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **schema}
+
+
+def schema_path(what: str, version: int) -> Path:
+    """Where the package has the schema of a kind of file."""
+    return Path(__file__).parents[1] / "schemas" / f"{what}-{version}.json"
 
 
 def write(path: str | Path, data: Any) -> None:
@@ -101,31 +142,3 @@ def _laid_out(value: Any, indent: int = 0, key: str = "") -> str:
 
 def _sentence(problem: Exception) -> str:
     return str(problem).rstrip(".") + "."
-
-
-def write_json(path: str | Path, data: dict[str, Any]) -> None:
-    """Write JSON, compressed where the name ends in ``.gz``."""
-    path = Path(path)
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "wt", encoding="utf-8") as file:
-        json.dump(data, file)
-
-
-def read_json(path: str | Path, what: str, schema_version: int) -> dict[str, Any]:
-    """Read what ``write_json`` wrote; ``TraceError`` where it is something else or of another version."""
-    path = Path(path)
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            data = json.load(file)
-    except (ValueError, gzip.BadGzipFile) as error:
-        raise TraceError(f"{path} is not a sacplan {what}: {error}. Make it again with `.save()`.") from error
-    if not isinstance(data, dict) or data.get("what") != what:
-        found = data.get("what") if isinstance(data, dict) else type(data).__name__
-        raise TraceError(f"{path} holds {found!r}, not a sacplan {what}.")
-    if data.get("schema_version") != schema_version:
-        raise TraceError(
-            f"{path} has schema_version {data.get('schema_version')!r}; this sacplan reads {schema_version}. "
-            f"Make the {what} again with this version."
-        )
-    return data

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from sacplan._program.files import Count, Name
 from sacplan._program.setup import Setup
@@ -37,7 +37,7 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     parameters: tuple[Entry, ...]
     batch: tuple[Entry, ...]
     setup: Setup = Setup()
-    target: Mapping[Name, int | str] | None = None
+    target: Mapping[Name, Count | str] | None = None
     local_shapes: Mapping[Name, tuple[Count, ...]] | None = None
 
     @classmethod
@@ -79,6 +79,10 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
             return "no tensors"
         _, shape, dtype = self.batch[0]
         return f"{dtype.removeprefix('torch.')} {list(shape)}"
+
+    def is_of_same(self, other: Fingerprint) -> bool:
+        """Whether another is of the same model and batch, whatever the command line made them from."""
+        return structs.replace(self, target=None) == structs.replace(other, target=None)
 
     def check_model(self, model: torch.nn.Module) -> None:
         """``PlanMismatch`` that names the first difference, if the model is another one."""

@@ -32,17 +32,15 @@ from sacplan._program.elements import (
     Tensor,
     is_inside,
 )
+from sacplan._program.files import Count, MaybeIndex
 from sacplan._program.liveness import Footprint, Liveness, footprint_of
 from sacplan._program.places import OpSequence, Places, described
 from sacplan._torch.ops import is_computation
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 3
-
 __all__ = [
     "ROOT_SCOPE",
-    "SCHEMA_VERSION",
     "CallSite",
     "Event",
     "Events",
@@ -83,21 +81,21 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
             ones; ``""`` if some ran outside of all.
     """
 
-    storage_bytes: tuple[int, ...]
+    storage_bytes: tuple[Count, ...]
     storage_kinds: tuple[StorageKind, ...]
-    initial: tuple[int, ...]
+    initial: tuple[Count, ...]
     tensors: tuple[Tensor, ...]
     ops: tuple[Op, ...]
     scopes: tuple[Scope, ...]
     events: Events
-    handle_storages: tuple[int, ...]
-    handle_tensors: tuple[int, ...]
-    handle_ops: tuple[int, ...]
-    instance_handles: tuple[int, ...]
-    backward_order: tuple[int, ...]
+    handle_storages: tuple[Count, ...]
+    handle_tensors: tuple[MaybeIndex, ...]
+    handle_ops: tuple[MaybeIndex, ...]
+    instance_handles: tuple[Count, ...]
+    backward_order: tuple[Count, ...]
     leaf_fqns: frozenset[str] = frozenset()
-    parameter_bytes: dict[str, int] = {}
-    gradients: dict[int, int] = {}
+    parameter_bytes: dict[str, Count] = {}
+    gradients: dict[Count, Count] = {}
     on_dtensors: frozenset[str] = frozenset()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -175,42 +173,6 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
                 for i, scope in enumerate(self.scopes)
             ),
         )
-
-    def first_problem(self) -> str | None:
-        """What is wrong with the indices of a program that somebody else made; None if nothing is."""
-        n_storages, n_handles, n_ops = len(self.storage_bytes), len(self.handle_storages), len(self.ops)
-        limits = [n_storages, n_storages, n_ops, n_handles, n_handles]  # by event
-        limits += [len(self.instance_handles)] * 2 + [len(self.scopes)] * 2
-        storages = (
-            *self.initial,
-            *self.handle_storages,
-            *(tensor.storage for tensor in self.tensors),
-            *(s for op in self.ops for s in (*op.reads, *op.writes, *op.mutates)),
-        )
-        tensors = (*self.handle_tensors, *(t for op in self.ops for t in (*op.inputs, *op.outputs)))
-        places = (
-            ("storage", storages, 0, n_storages),
-            ("storage", (op.replaces for op in self.ops), -1, n_storages),
-            ("tensor", tensors, -1, len(self.tensors)),
-            ("handle", self.instance_handles, 0, n_handles),
-            ("op", (*self.handle_ops, *(op.forward_of for op in self.ops)), -1, n_ops),
-            ("op", (at for scope in self.scopes for at in (scope.first_op, scope.end_op)), 0, n_ops + 1),
-            ("module call", (op.scope for op in self.ops), -1, len(self.scopes)),
-            ("module call", self.backward_order, 0, len(self.scopes)),
-            ("storage", self.gradients, 0, n_storages),
-            ("tensor", self.gradients.values(), 0, len(self.tensors)),
-        )
-        for what, indices, least, limit in places:
-            if any(not least <= index < limit for index in indices):
-                return f"it refers to a {what} that it does not have"
-        lengths = (len(self.storage_kinds) - n_storages, len(self.handle_tensors) - n_handles)
-        if any(lengths) or len(self.handle_ops) != n_handles:
-            return "its lists do not have the same length"
-        if any(code not in range(len(limits)) or not 0 <= arg < limits[code] for code, arg in self.events):
-            return "an event refers to something that it does not have"
-        if any(not -1 <= scope.parent < i for i, scope in enumerate(self.scopes)):
-            return "a module call is inside of itself"
-        return None
 
     # --- what follows from it ------------------------------------------------------------------------
 

@@ -6,9 +6,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sacplan._plan.plan import Plan
-from sacplan._profile.profile import Profile
-from sacplan._program.arguments import checked
+from sacplan._plan.plan import Plan, PlanOrPath
+from sacplan._profile.profile import Profile, ProfileOrPath
+from sacplan._program.arguments import checked, opened
 from sacplan._program.elements import pattern_of
 from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._report.inputs import planned
@@ -86,7 +86,9 @@ def peak_groups(profile: Profile, program: Program) -> list[AliveGroup]:
 
 
 @checked(PlanError)
-def alive_at_peak(profile: Profile, plan: Plan | None = None, top: int | None = 20) -> pd.DataFrame:
+def alive_at_peak(
+    profile: ProfileOrPath, plan: PlanOrPath | None = None, top: int | None = 20
+) -> pd.DataFrame:
     """What is alive at the peak of the step, and what made it.
 
         sacplan.alive_at_peak(profile, plan, top=5)
@@ -107,6 +109,8 @@ def alive_at_peak(profile: Profile, plan: Plan | None = None, top: int | None = 
         PlanMismatch: the plan was made from another profile.
         PlanError: ``top`` is less than 1.
     """
+    profile = opened(profile, Profile)
+    plan = opened(plan, Plan)
     import pandas as pd
 
     if top is not None and top < 1:

@@ -16,9 +16,9 @@ from sacplan._chunk.executor import losses  # noqa: F401  (registers how losses 
 from sacplan._chunk.executor.lazy import REWRITTEN
 from sacplan._chunk.rest import training_chunk
 from sacplan._factors.rule import rule_of
-from sacplan._plan.plan import Plan
-from sacplan._profile.profile import Profile
-from sacplan._program.arguments import checked
+from sacplan._plan.plan import Plan, PlanOrPath
+from sacplan._profile.profile import Profile, ProfileOrPath
+from sacplan._program.arguments import checked, opened
 from sacplan._program.calls import Opaque, call_with
 from sacplan._program.decisions import Chunk
 from sacplan._program.elements import pattern_of
@@ -65,7 +65,7 @@ class ChunkRow:
 
 
 @checked(PlanError)
-def chunk_table(profile: Profile, plan: Plan) -> pd.DataFrame:
+def chunk_table(profile: ProfileOrPath, plan: PlanOrPath) -> pd.DataFrame:
     """What runs in slices under a plan; chunks of modules that are alike share a row.
 
         sacplan.chunk_table(profile, plan)
@@ -82,6 +82,8 @@ def chunk_table(profile: Profile, plan: Plan) -> pd.DataFrame:
     Raises:
         PlanMismatch: the plan was made from another profile.
     """
+    profile = opened(profile, Profile)
+    plan = opened(plan, Plan)
     import pandas as pd
 
     columns = list(ChunkRow.__dataclass_fields__)
@@ -131,7 +133,7 @@ def what_runs(chunk: Chunk) -> str:
 
 
 @checked(PlanError)
-def loss_table(profile: Profile, plan: Plan) -> pd.DataFrame:
+def loss_table(profile: ProfileOrPath, plan: PlanOrPath) -> pd.DataFrame:
     """The loss of a plan that runs in slices, beside the plain one and what other libraries offer for it.
 
         sacplan.loss_table(profile, plan)
@@ -151,6 +153,8 @@ def loss_table(profile: Profile, plan: Plan) -> pd.DataFrame:
     Raises:
         PlanMismatch: the plan was made from another profile.
     """
+    profile = opened(profile, Profile)
+    plan = opened(plan, Plan)
     import pandas as pd
 
     rows = [asdict(row) for row in loss_rows(profile, plan)]
@@ -247,7 +251,7 @@ class BlockedRow:
 
 
 @checked(PlanError)
-def blocked_ops(profile: Profile, top: int | None = 10) -> pd.DataFrame:
+def blocked_ops(profile: ProfileOrPath, top: int | None = 10) -> pd.DataFrame:
     """Ops that end whatever runs in slices, since no factor rule says how they could; those on most bytes first.
 
         sacplan.blocked_ops(profile, top=3)
@@ -263,6 +267,7 @@ def blocked_ops(profile: Profile, top: int | None = 10) -> pd.DataFrame:
     Raises:
         PlanError: ``top`` is less than 1.
     """
+    profile = opened(profile, Profile)
     import pandas as pd
 
     if top is not None and top < 1:

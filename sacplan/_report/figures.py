@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sacplan._plan.plan import Plan
-from sacplan._profile.profile import Profile
-from sacplan._program.arguments import checked
+from sacplan._plan.plan import Plan, PlanOrPath
+from sacplan._profile.profile import Profile, ProfileOrPath
+from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.program import Phase
 from sacplan._report.curves import Curve, distinct_curves
@@ -81,8 +81,8 @@ _PLACES = (
 @checked(PlanError)
 def save_figures(
     directory: str | Path,
-    profile: Profile,
-    plan: Plan | None = None,
+    profile: ProfileOrPath,
+    plan: PlanOrPath | None = None,
     frontier: pd.DataFrame | None = None,
     formats: Iterable[str] = ("png", "svg"),
 ) -> list[Path]:
@@ -106,6 +106,8 @@ def save_figures(
         PlanError: an unknown format, or a frame that is no frontier; matplotlib is not installed.
         PlanMismatch: the plan was made from another profile.
     """
+    profile = opened(profile, Profile)
+    plan = opened(plan, Plan)
     formats = [formats] if isinstance(formats, str) else list(formats)
     unknown = [f for f in formats if f not in _FORMATS]
     if unknown or not formats:
@@ -127,7 +129,7 @@ def save_figures(
 
 
 @checked(PlanError)
-def memory_figure(profile: Profile, plan: Plan | Sequence[Plan] | None = None) -> Figure:
+def memory_figure(profile: ProfileOrPath, plan: PlanOrPath | Sequence[PlanOrPath] | None = None) -> Figure:
     """Memory over the step, stacked by kind, without the plan and with it.
 
         sacplan.memory_figure(profile, [recomputed, recomputed_and_chunked])
@@ -143,14 +145,16 @@ def memory_figure(profile: Profile, plan: Plan | Sequence[Plan] | None = None) -
         PlanMismatch: a plan was made from another profile.
         PlanError: matplotlib is not installed.
     """
+    profile = opened(profile, Profile)
     panels = panels_of(profile, *_plans(plan))
     return draw_memory(panels, panels, (5.6 * len(panels), 3.9))
 
 
-def _plans(plan: Plan | Sequence[Plan] | None) -> Sequence[Plan]:
+def _plans(plan: PlanOrPath | Sequence[PlanOrPath] | None) -> Sequence[Plan]:
     if plan is None:
         return ()
-    return plan if isinstance(plan, Sequence) else (plan,)
+    several = [plan] if isinstance(plan, (Plan, str, Path)) else plan
+    return [opened(one, Plan) for one in several]
 
 
 def draw_memory(
@@ -200,7 +204,7 @@ def draw_memory(
 
 
 @checked(PlanError)
-def frontier_figure(profile: Profile, frame: pd.DataFrame, plan: Plan | None = None) -> Figure:
+def frontier_figure(profile: ProfileOrPath, frame: pd.DataFrame, plan: PlanOrPath | None = None) -> Figure:
     """Peak of the step against what it costs: solvers as lines, named policies as crosses, the bound dotted.
 
     The cost is that of recomputation and, where plans have chunks, of these; there is no bound over all slices then.
@@ -213,6 +217,8 @@ def frontier_figure(profile: Profile, frame: pd.DataFrame, plan: Plan | None = N
     Raises:
         PlanError: a frame that is no frontier; matplotlib is not installed.
     """
+    profile = opened(profile, Profile)
+    plan = opened(plan, Plan)
     return draw_frontier(profile, frame, plan, (7.2, 4.3))
 
 
@@ -268,7 +274,7 @@ def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size
 
 
 @checked(PlanError)
-def tradeoff_figure(profile: Profile, most: int = 6) -> Figure:
+def tradeoff_figure(profile: ProfileOrPath, most: int = 6) -> Figure:
     """What each distinct kind of module can discard and at what cost, with the fits; equal layers once.
 
     Args:
@@ -278,6 +284,7 @@ def tradeoff_figure(profile: Profile, most: int = 6) -> Figure:
     Raises:
         PlanError: no module has anything to trade; matplotlib is not installed.
     """
+    profile = opened(profile, Profile)
     curves = distinct_curves(profile, most)
     if not curves:
         raise PlanError(

@@ -24,7 +24,7 @@ def planned(profile: Profile, plan: Plan | None) -> Program:
     """
     if plan is None:
         return profile.program
-    if plan.fingerprint != profile.fingerprint:
+    if not plan.fingerprint.is_of_same(profile.fingerprint):
         raise PlanMismatch(
             f"the plan is of a {plan.fingerprint.model_class} with other parameters or another batch than the profile "
             f"of {profile.fingerprint.model_class}. Report on the profile that it was made from."

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sacplan._plan.plan import Plan
-from sacplan._profile.profile import Profile
-from sacplan._program.arguments import checked
+from sacplan._plan.plan import Plan, PlanOrPath
+from sacplan._profile.profile import Profile, ProfileOrPath
+from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.elements import pattern_of
 from sacplan._program.program import Event, Phase
@@ -53,7 +53,7 @@ class ModuleRow:
 
 
 @checked(PlanError)
-def module_table(profile: Profile, plan: Plan | None = None) -> pd.DataFrame:
+def module_table(profile: ProfileOrPath, plan: PlanOrPath | None = None) -> pd.DataFrame:
     """What each module keeps for the backward pass, what it discards, and why; one row per module.
 
         sacplan.module_table(profile, plan).sort_values("recompute_ms")
@@ -74,6 +74,8 @@ def module_table(profile: Profile, plan: Plan | None = None) -> pd.DataFrame:
     Raises:
         PlanMismatch: the plan was made from another profile.
     """
+    profile = opened(profile, Profile)
+    plan = opened(plan, Plan)
     import pandas as pd
 
     return pd.DataFrame(module_rows(profile, plan)).set_index("module")

@@ -15,9 +15,9 @@ from markupsafe import Markup
 
 import sacplan
 from sacplan._chunk.alternatives import Alternative
-from sacplan._plan.plan import Plan
-from sacplan._profile.profile import Profile
-from sacplan._program.arguments import checked
+from sacplan._plan.plan import Plan, PlanOrPath
+from sacplan._profile.profile import Profile, ProfileOrPath
+from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.elements import pattern_of
 from sacplan._program.program import Phase, StorageKind
@@ -55,7 +55,10 @@ _COLOURS = {kind.name.lower().replace("_", " "): css_name(kind) for kind in Stor
 
 @checked(PlanError)
 def write_report(
-    path: str | Path, profile: Profile, plan: Plan | None = None, frontier: pd.DataFrame | None = None
+    path: str | Path,
+    profile: ProfileOrPath,
+    plan: PlanOrPath | None = None,
+    frontier: pd.DataFrame | None = None,
 ) -> Path:
     """Write a page about a step, and about a plan for it: one file, without anything from the network.
 
@@ -78,6 +81,8 @@ def write_report(
         PlanMismatch: the plan was made from another profile.
         PlanError: a frame that is no frontier; matplotlib is not installed.
     """
+    profile = opened(profile, Profile)
+    plan = opened(plan, Plan)
     path = Path(path)
     path.write_text(report_html(profile, plan, frontier), encoding="utf-8")
     return path

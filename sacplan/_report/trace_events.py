@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sacplan._plan.plan import Plan
-from sacplan._profile.profile import Profile
-from sacplan._program.arguments import checked
+from sacplan._plan.plan import Plan, PlanOrPath
+from sacplan._profile.profile import Profile, ProfileOrPath
+from sacplan._program.arguments import checked, opened
 from sacplan._program.program import ROOT_SCOPE, Phase, Program
 from sacplan._report.inputs import planned
 from sacplan._report.names import short_op, shown_module
@@ -29,7 +29,7 @@ _AGAIN_COLOUR = "terrible"  # one of the names that chrome://tracing knows; a st
 
 
 @checked(PlanError)
-def write_memory_trace(path: str | Path, profile: Profile, plan: Plan | None = None) -> Path:
+def write_memory_trace(path: str | Path, profile: ProfileOrPath, plan: PlanOrPath | None = None) -> Path:
     """Write the step as a trace: memory by kind as a counter, ops and module calls as slices.
 
         sacplan.write_memory_trace("step.json.gz", profile, plan)  # open it in https://ui.perfetto.dev
@@ -49,6 +49,8 @@ def write_memory_trace(path: str | Path, profile: Profile, plan: Plan | None = N
     Raises:
         PlanMismatch: the plan was made from another profile.
     """
+    profile = opened(profile, Profile)
+    plan = opened(plan, Plan)
     program, model = planned(profile, plan), profile.fingerprint.model_class
     timeline = timeline_of(program)
     data = {

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from sacplan._apply.apply import Handle, apply
 from sacplan._device.devices import resolve_device
-from sacplan._plan.plan import Plan
+from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import check_runs_here, trace_step
-from sacplan._program.arguments import checked
+from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.places import StepDifference
 from sacplan._record.limits import explained_limits
@@ -81,7 +81,7 @@ class Verification:
 def verify(
     model: torch.nn.Module,
     batch: Any,
-    plan: Plan,
+    plan: PlanOrPath,
     loss_fn: LossFn | None = None,
     optimizer: Any = None,
     run: Literal["fake", "real"] = "fake",
@@ -99,6 +99,7 @@ def verify(
         PlanMismatch: the model or the batch is not the one planned for.
         PlanError: unknown ``run``, or ``run="real"`` for a plan of one of several ranks.
     """
+    plan = opened(plan, Plan)
     if run not in ("fake", "real"):
         raise PlanError(f"unknown run {run!r}; known are 'fake' and 'real'.")
     check_model(model)
