@@ -392,7 +392,7 @@ def test_devices() -> None:
         ("plan train.py:wider --budget 50% --batch 5", "make_batch"),
         ("plan profile.json.gz --budget 50% --device h100", "of a step on cpu"),
         ("plan profile.json.gz --budget 50% --dtype float16", "--dtype"),
-        ("plan plan.json --budget 50%", "'plan', not a sacplan profile"),
+        ("plan plan.json --budget 50%", "plan.json is a plan; a profile or the model itself is needed"),
         ("plan nothere.json --budget 50%", "nothere.json: there is no such file"),
         ("plan nothere.py:make --budget 50%", "nothere.py: there is no such file"),
         ("plan nomodule.at.all:make --budget 50%", "no module 'nomodule.at.all'"),

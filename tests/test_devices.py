@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sacplan._device.devices import DeviceSpec, devices, known_devices, resolve_device, torch_version
-from sacplan.errors import DeviceError, TraceError
+from sacplan.errors import DeviceError
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="required field `kind`"):
         DeviceSpec.load(tmp_path / "bad.json")
     (tmp_path / "other.json").write_text('{"what": "plan", "schema_version": 1}')
-    with pytest.raises(TraceError, match="not a sacplan device"):
+    with pytest.raises(DeviceError, match="not a sacplan device"):
         DeviceSpec.load(tmp_path / "other.json")
 
 

@@ -83,7 +83,7 @@ def is_inside(fqn: str, module: str) -> bool:
     return fqn.startswith(module + ".") if module else fqn != ""
 
 
-class Tensor(msgspec.Struct, frozen=True, array_like=True):
+class Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A view of a storage.
 
     Attributes:
@@ -99,7 +99,7 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
     offset: Count
 
 
-class Op(msgspec.Struct, frozen=True, array_like=True):
+class Op(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One dispatched op.
 
     Attributes:
@@ -152,7 +152,7 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
         return args, kwargs
 
 
-class Scope(msgspec.Struct, frozen=True, array_like=True):
+class Scope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One call of a module's forward.
 
     Attributes:

@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 
-class Program(msgspec.Struct, frozen=True, dict=True, weakref=True):
+class Program(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unknown_fields=True):
     """One step.
 
     A recorded program has its ops in the order in which they ran. In one that was rewritten, ops that were added stand
