@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "sacplan"
 ROOMS = (
     "errors", "_torch", "_factors", "_program", "_device", "_rewrites", "_record", "_shard", "_ranks", "_solve",
     "_recompute", "_chunk", "_techniques", "_rotor", "_classical", "_profile", "_placing", "_plan", "_apply", "_verify",
-    "_report", "integrations", "_cli",
+    "_advice", "_report", "integrations", "_cli",
 )  # fmt: skip
 """From the ground up: a room imports only from rooms before it."""
 
@@ -37,6 +37,7 @@ _FLOORS = (
     {"_plan": 1},
     {"_apply": 1},
     {"_verify": 1},
+    {"_advice": 0},
     {"_report": 0, "integrations": 1},
     {"_cli": 2},
 )
@@ -63,6 +64,7 @@ _SAYS = {
     "_plan": "plan()",
     "_apply": "apply()",
     "_verify": "verify()",
+    "_advice": "what makes the peak, what helps",
     "_report": "tables, figures, a page",
     "integrations": "trainers",
     "_cli": "the command line",

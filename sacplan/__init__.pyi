@@ -1,5 +1,7 @@
 """What ``import sacplan`` offers: read by type checkers, and by the package itself (see ``__init__.py``)."""
 
+from ._advice.advise import Advice, Remedy, advise
+from ._advice.parts import Part
 from ._apply.apply import Handle, apply
 from ._apply.code import parallel_code
 from ._classical.estimators import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats
@@ -56,6 +58,7 @@ from .errors import (
 
 __all__ = [
     "DEFAULT_HEADROOM",
+    "Advice",
     "BudgetError",
     "Capacity",
     "CapacityPoint",
@@ -75,11 +78,13 @@ __all__ = [
     "Milp",
     "ModuleInfo",
     "ModuleStats",
+    "Part",
     "Plan",
     "PlanError",
     "PlanMismatch",
     "Profile",
     "RecipeError",
+    "Remedy",
     "Rotor",
     "RotorResult",
     "RuntimeEstimator",
@@ -95,6 +100,7 @@ __all__ = [
     "Uniform",
     "UnitPlan",
     "Verification",
+    "advise",
     "aggregate_stats",
     "alive_at_peak",
     "apply",

@@ -22,15 +22,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sacplan
+from sacplan._advice.alive import alive_at
 from sacplan._program.elements import pattern_of
+from sacplan._program.names import numbers_of, pattern_over, short_op
 from sacplan._program.program import ROOT_SCOPE, Event, Phase, StorageKind
 from sacplan._recompute.rewrite import discarded_ops, recompute_ops, recomputed
-from sacplan._report.alive import alive_at, alive_at_peak
+from sacplan._report.alive import alive_at_peak
 from sacplan._report.curves import distinct_curves
 from sacplan._report.figures import frontier_figure, memory_figure, save_figures, tradeoff_figure
 from sacplan._report.kept import KeptAndDiscarded
 from sacplan._report.modules import grouped, module_rows, module_table
-from sacplan._report.names import numbers_of, pattern_over, short_op
 from sacplan._report.page import report_html, write_report
 from sacplan._report.timeline import Timeline, buckets_of, timeline_of
 from sacplan._report.trace_events import write_memory_trace

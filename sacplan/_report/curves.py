@@ -10,7 +10,7 @@ from sacplan._classical.fit import Fit, fit_tradeoff
 from sacplan._classical.units import UnitTradeoff
 from sacplan._profile.profile import Profile
 from sacplan._program.elements import pattern_of
-from sacplan._report.names import pattern_over
+from sacplan._program.names import pattern_over
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sacplan._advice.alive import alive_at
+from sacplan._advice.planned import planned
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.elements import pattern_of
+from sacplan._program.names import OUTSIDE, module_of, pattern_over, short_op
 from sacplan._program.program import Event, Phase
-from sacplan._report.alive import alive_at
-from sacplan._report.inputs import in_slices, planned
+from sacplan._report.inputs import in_slices
 from sacplan._report.kept import Cost, KeptAndDiscarded
-from sacplan._report.names import OUTSIDE, module_of, pattern_over, short_op
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:

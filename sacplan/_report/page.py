@@ -14,14 +14,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import sacplan
+from sacplan._advice.alive import WORKSPACE, AliveGroup, peak_groups
 from sacplan._chunk.alternatives import Alternative
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.elements import pattern_of
+from sacplan._program.names import numbers_of, short_op, shown_module
 from sacplan._program.program import Phase, StorageKind
-from sacplan._report.alive import WORKSPACE, AliveGroup, peak_groups
 from sacplan._report.chunks import (
     BlockedRow,
     ChunkRow,
@@ -34,7 +35,6 @@ from sacplan._report.curves import distinct_curves
 from sacplan._report.figures import BUCKETS, GIB, MIB, draw_frontier, draw_memory, draw_tradeoffs
 from sacplan._report.inputs import check_frontier, has_chunks
 from sacplan._report.modules import NOTHING, RowGroup, grouped, module_rows
-from sacplan._report.names import numbers_of, short_op, shown_module
 from sacplan._report.palette import STACK, css_name, css_variables
 from sacplan._report.svg import inline_svg, page_style
 from sacplan._report.timeline import Panel, buckets_of, panels_of

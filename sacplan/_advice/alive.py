@@ -1,0 +1,128 @@
+"""What is alive at an op, and which module and op made it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from sacplan._profile.profile import Profile
+from sacplan._program.elements import pattern_of
+from sacplan._program.names import (
+    OPTIMIZER,
+    OUTSIDE,
+    natural_key,
+    pattern_over,
+    short_op,
+    shown_module,
+)
+from sacplan._program.program import Phase, Program, StorageKind
+
+WORKSPACE = "workspace"
+GENERATOR_STATE = "generator state"
+
+
+def alive_at(program: Program, op: int) -> frozenset[int]:
+    """Storages alive while an op runs, its outputs included, and without the one that it overwrites."""
+    return frozenset(program.liveness.alive(op)) - {program.ops[op].replaces}
+
+
+@dataclass(frozen=True, slots=True)
+class AliveGroup:
+    """Storages of one size that the same op of modules of one pattern made.
+
+    Attributes:
+        module: the modules, with ``*`` for numbers that differ.
+        op: what made them, in a few words.
+        kind: what they are for; ``"workspace"`` and ``"generator state"`` are not storages of the step.
+        recomputed: they were made a second time.
+        count: how many.
+        each_bytes: size of one.
+    """
+
+    module: str
+    op: str
+    kind: str
+    recomputed: bool
+    count: int
+    each_bytes: int
+
+    @property
+    def n_bytes(self) -> int:
+        """All together."""
+        return self.count * self.each_bytes
+
+
+def peak_groups(profile: Profile, program: Program) -> list[AliveGroup]:
+    """Everything that is alive at the peak, in groups, the largest first; their bytes sum up to the peak exactly.
+
+    Args:
+        profile: of the step.
+        program: the step, with a plan or without.
+    """
+    at, origins = program.footprint.peak_op, _Origins(profile, program)
+    grouped: dict[tuple[str, str, str, bool, int], list[str]] = defaultdict(list)
+    for s in alive_at(program, at):
+        module, op, kind, recomputed = origins.of(s)
+        grouped[pattern_of(module), op, kind, recomputed, program.storage_bytes[s]].append(module)
+    workspace = program.ops[at].workspace_bytes
+    if workspace:
+        module, op, recomputed = origins.made_by(at)
+        grouped[pattern_of(module), op, WORKSPACE, recomputed, workspace].append(module)
+    groups = [
+        AliveGroup(pattern_over(modules), op, kind, recomputed, len(modules), size)
+        for (_, op, kind, recomputed, size), modules in grouped.items()
+        if size
+    ]
+    return sorted(groups, key=lambda g: (-g.n_bytes, natural_key(g.module), g.op, g.kind, g.each_bytes))
+
+
+class _Origins:
+    """Where what is alive comes from."""
+
+    def __init__(self, profile: Profile, program: Program) -> None:
+        self.program = program
+        self.n_recorded = len(profile.program.storage_bytes)
+        self.model = profile.fingerprint.model_class
+        self.on_cpu = profile.device == "cpu"
+        self.initial = frozenset(program.initial)
+        self.reader: dict[int, int] = {}
+        for i, op in enumerate(program.ops):
+            for s in op.reads:
+                self.reader.setdefault(s, i)
+
+    def made_by(self, op: int) -> tuple[str, str, bool]:
+        """Module and name of an op, as shown, and whether it runs a second time."""
+        again = self.program.ops[op].recomputes
+        recorded = again if again >= 0 else op
+        return (
+            shown_module(self.program, recorded, self.model),
+            short_op(self.program.ops[recorded].name),
+            again >= 0,
+        )
+
+    def of(self, s: int) -> tuple[str, str, str, bool]:
+        """Module, op and kind of a storage, as shown, and whether it was made a second time."""
+        program, kind = self.program, self.program.storage_kinds[s]
+        for_what = kind.name.lower().replace("_", " ")
+        writer = program.writer.get(s)
+        if writer is not None:
+            module, name, recomputed = self.made_by(writer)
+            if not recomputed and program.ops[writer].phase == Phase.BACKWARD:
+                name = _once(f"{name} backward")
+            return module, name, for_what, recomputed
+        if s >= self.n_recorded:
+            return self.model, "recipes", GENERATOR_STATE, False
+        if kind == StorageKind.OPTIMIZER_STATE:
+            return OPTIMIZER, "state", for_what, False
+        reader = self.reader.get(s)
+        if s not in self.initial and reader is None and not self.on_cpu:
+            return OUTSIDE, "matmul library's workspace", for_what, False
+        if kind == StorageKind.OTHER:
+            return OUTSIDE, "batch" if s in self.initial else "made unseen", for_what, False
+        where = OUTSIDE if reader is None else shown_module(program, reader, self.model)
+        return where, for_what, for_what, False
+
+
+def _once(name: str) -> str:
+    """``"layer norm backward"`` need not say backward twice."""
+    return name.removesuffix(" backward") if "backward" in name.removesuffix(" backward") else name
