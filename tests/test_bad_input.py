@@ -406,3 +406,82 @@ def test_damaged_plans(tmp_path):
 
 
 DAMAGED = 100
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model, its batch, and the paths of a profile and a plan of it."""
+    folder = tmp_path_factory.mktemp("paths")
+    model, batch = make(), torch.ones(4, 8)
+    profile = sacplan.profile(model, batch, device="cpu")
+    plan = sacplan.policy("full", profile=profile, layers="1")
+    profile.save(folder / "profile.json.gz")
+    plan.save(folder / "plan.json")
+    return model, batch, folder / "profile.json.gz", folder / "plan.json", profile, plan
+
+
+@pytest.mark.parametrize("kind", [str, lambda path: path])
+def test_paths_are_accepted(files, kind, tmp_path):
+    model, batch, *paths, profile, plan = files
+    recorded, planned = map(kind, paths)
+    assert sacplan.plan(recorded, 1.0) == sacplan.plan(profile, 1.0)
+    assert sacplan.policy("full", profile=recorded, layers="1") == plan
+    with sacplan.apply(model, planned) as handle:
+        assert handle.units
+    assert sacplan.verify(model, batch, planned).peak_bytes == plan.peak_bytes
+    for function in (sacplan.alive_at_peak, sacplan.module_table):
+        assert function(recorded, planned).equals(function(profile, plan))
+    assert sacplan.write_memory_trace(tmp_path / "a.json", recorded, planned).stat().st_size
+    frontier = sacplan.frontier(recorded, 2, ["uniform"], policies=False)
+    assert len(frontier)
+    assert sacplan.write_report(tmp_path / "a.html", recorded, planned, frontier).stat().st_size
+    sacplan.memory_figure(recorded, [planned])
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda m, b, r, p: sacplan.plan(m, 1.0),
+            "profile must be a Profile.*not a Sequential.*sacplan.profile",
+        ),
+        (lambda m, b, r, p: sacplan.plan(p, 1.0), "not a Plan.*sacplan.profile"),
+        (lambda m, b, r, p: sacplan.plan_smallest(None), "not None"),
+        (lambda m, b, r, p: sacplan.apply(m, r), "plan must be a Plan.*not a Profile.*sacplan.plan"),
+        (lambda m, b, r, p: sacplan.verify(m, b, None), "plan must be a Plan.*not None"),
+        (lambda m, b, r, p: sacplan.write_report("a.html", m), "profile must be a Profile"),
+    ],
+)
+def test_a_wrong_type_gets_a_sentence(files, call, said):
+    model, batch, _, _, profile, plan = files
+    with pytest.raises(sacplan.PlanError, match=said):
+        call(model, batch, profile, plan)
+
+
+def test_a_path_of_something_else(files):
+    model, batch, recorded, planned, *_ = files
+    with pytest.raises(sacplan.TraceError, match="holds 'plan', not a sacplan profile"):
+        sacplan.plan(planned, 1.0)
+    with pytest.raises(sacplan.PlanError, match="holds 'profile', not a sacplan plan"):
+        sacplan.apply(model, recorded)
+    with pytest.raises(FileNotFoundError):
+        sacplan.verify(model, batch, "nothere.json")
+
+
+def test_call_sites_that_are_not_there(files):
+    """A plan of ops and units that the profile and the model do not have."""
+    from msgspec import structs
+
+    model, batch, _, _, profile, plan = files
+    op = structs.replace(plan.decisions[0], op="aten.nothing.default")
+    far = structs.replace(plan.decisions[0], occurrence=10**6)
+    unit = structs.replace(plan.decisions[0], unit="9")
+    for decision in (op, far, unit):
+        wrong = structs.replace(
+            plan, decisions=(decision,), units={decision.unit: next(iter(plan.units.values()))}
+        )
+        for function in (sacplan.module_table, sacplan.alive_at_peak):
+            with pytest.raises(sacplan.PlanMismatch, match="runs no such op there"):
+                function(profile, wrong)
+    with pytest.raises(sacplan.PlanMismatch, match="unit '9', but the model has no such module"):
+        sacplan.verify(model, batch, wrong)

@@ -295,3 +295,73 @@ def test_an_8b_model_for_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     seen = _run(f"{verify} --json")
     assert seen["verified"] is True
     assert seen["peak_bytes"] == planned["peak_bytes"] <= planned["budget_bytes"]
+
+
+def test_a_report_makes_what_the_plan_was_made_with(small: Path) -> None:
+    """Device and options come from the plan; what cannot be the plan's step is said before it is recorded."""
+    _run(f"plan hf:config.json {CHOSEN} --budget 80% -o plan.json --json")
+    result = _invoke("report hf:config.json plan.json --trace memory.json --json")
+    assert result.exit_code == 0, result.stderr
+    facts = json.loads(result.stdout)
+    plan = sacplan.Plan.load("plan.json")
+    assert facts["device"] == plan.device == "cpu"
+    assert facts["plan"]["peak_bytes"] == plan.peak_bytes
+    assert "--seq 48 --dtype float32 --optimizer sgd --attn eager: from plan.json" in result.stderr
+
+
+def test_a_report_on_another_model_is_not_recorded(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _run(f"plan hf:config.json {CHOSEN} --budget 80% -o plan.json --json")
+    monkeypatch.setattr(sacplan, "profile", None)
+    for command in ("hf:config.json plan.json --seq 47", "hf:gpt2 plan.json"):
+        result = _invoke(f"report {command} -o report.html")
+        assert result.exit_code == 2
+        assert "this plan was made for" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("gpt2", "Did you mean hf:gpt2?"),
+        ("meta-llama/Meta-Llama-3-8B", "Did you mean hf:meta-llama/Meta-Llama-3-8B?"),
+        ("gpt-2", "Did you mean hf:openai-community/gpt2"),
+        ("hf:gpt-2", "Did you mean hf:openai-community/gpt2"),
+        ("hf:", "hf: needs a name"),
+        ("hf:nothere.json", "there is no such file"),
+        ("config.json", "looks like a configuration of transformers. Did you mean hf:config.json?"),
+        ("a-plan.json", "a-plan.json is a plan"),
+        ("a-device.json", "A device is given as --device a-device.json"),
+        ("folder.json", "Is a directory"),
+        ("notes.json", "not a sacplan profile"),
+    ],
+)
+def test_what_was_meant_instead_of_a_target(small: Path, target: str, said: str) -> None:
+    Path("a-plan.json").write_text('{"what": "plan", "schema_version": 4}')
+    Path("a-device.json").write_text('{"what": "device"}')
+    Path("notes.json").write_text("[" * 100_000)
+    Path("folder.json").mkdir()
+    result = _invoke(f"plan {target} --budget 80%")
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("error: ") == 1
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("contents", ["", "[" * 100_000, '{"what": NaN}', "\x00\xff", '{"what": "plan"}'])
+@pytest.mark.parametrize("command", ["verify hf:gpt2 bad.json", "report hf:gpt2 bad.json -o r.html"])
+def test_damaged_plans_are_one_line(small: Path, contents: str, command: str) -> None:
+    Path("bad.json").write_bytes(contents.encode("latin-1"))
+    result = _invoke(command)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "contents", ["", "[" * 100_000, '{"what": "device", "schema_version": 1, "spec": {}}']
+)
+def test_damaged_devices_are_one_line(small: Path, contents: str) -> None:
+    Path("bad.json").write_text(contents)
+    result = _invoke("plan hf:config.json --budget 80% --device bad.json")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: bad.json is not a sacplan device")
+    assert len(result.stderr.splitlines()) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import format_bytes
+from sacplan._program.decisions import Recompute
 from sacplan._program.program import Program
 from sacplan.errors import PlanMismatch
 
@@ -13,7 +14,7 @@ def planned(profile: Profile, plan: Plan | None) -> Program:
     """The program of the step, rewritten by the plan if there is one.
 
     Raises:
-        PlanMismatch: the plan was made from another profile.
+        PlanMismatch: the plan was made from another profile, or is about ops that the step does not run.
     """
     if plan is None:
         return profile.program
@@ -30,4 +31,18 @@ def planned(profile: Profile, plan: Plan | None) -> Program:
             f"this profile (on {profile.device}) it is {format_bytes(found)} ({found} bytes): it was made from another "
             "profile, with another device, optimizer or loss. Report on the profile that it was made from."
         )
+    _check_sites(profile, plan)
     return program
+
+
+def _check_sites(profile: Profile, plan: Plan) -> None:
+    """``PlanMismatch`` for a call site that no call of its unit has: nothing would be discarded there."""
+    program = profile.with_plan([one for one in plan.decisions if not isinstance(one, Recompute)])
+    for unit, sites in plan.discarded.items():
+        there = {site for scope in program.calls.get(unit, ()) for site in program.sites(scope).values()}
+        for site in sites:
+            if site not in there:
+                raise PlanMismatch(
+                    f"the plan discards {site.op} (number {site.occurrence}, place {site.place!r}) in unit {unit!r}, "
+                    "but the step of the profile runs no such op there. Report on the profile that it was made from."
+                )

@@ -81,8 +81,9 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         return f"{dtype.removeprefix('torch.')} {list(shape)}"
 
     def is_of_same(self, other: Fingerprint) -> bool:
-        """Whether another is of the same model and batch, whatever the command line made them from."""
-        return structs.replace(self, target=None) == structs.replace(other, target=None)
+        """Whether another is of the same model and batch, whatever made them and however the step was set up."""
+        ours, theirs = (structs.replace(one, target=None, setup=Setup()) for one in (self, other))
+        return ours == theirs
 
     def check_model(self, model: torch.nn.Module) -> None:
         """``PlanMismatch`` that names the first difference, if the model is another one."""
