@@ -32,7 +32,7 @@ import sacplan
 from benchmarks import allocator, common
 from benchmarks.common import GIB, describe, machine, write_results
 from sacplan._apply.apply import apply
-from sacplan._plan.capacity import DEFAULT_HEADROOM
+from sacplan._plan.limits import DEFAULT_HEADROOM
 from sacplan._profile.profile import trace_step
 from sacplan._program.program import Program
 

@@ -28,7 +28,7 @@ from benchmarks.chunk_models import PLANNED, Case
 from benchmarks.common import GIB, describe, machine, write_results
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._device.devices import resolve_device
-from sacplan._plan.capacity import DEFAULT_HEADROOM
+from sacplan._plan.limits import DEFAULT_HEADROOM
 
 TOKENS = {"llama-3-8b": 32768, "gemma-2-2b": 8192}
 TECHNIQUES = {"recomputed": ("recompute",), "chunked": ("recompute", "chunk")}

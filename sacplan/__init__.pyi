@@ -20,9 +20,10 @@ from ._device.calibrate import calibrate
 from ._device.devices import DeviceSpec, devices
 from ._device.kernels import fake_device
 from ._plan.batch_sizes import CapacityPoint
-from ._plan.capacity import DEFAULT_HEADROOM, Capacity, max_batch, throughput
+from ._plan.capacity import Capacity, max_batch, throughput
 from ._plan.frontier import frontier
 from ._plan.layouts import Layout, Layouts, layouts
+from ._plan.limits import DEFAULT_HEADROOM
 from ._plan.plan import Plan, UnitPlan
 from ._plan.planning import plan, plan_smallest
 from ._plan.policies import policy

@@ -18,7 +18,8 @@ from benchmarks.allocator import allocator_peaks
 from benchmarks.capacity import LimitedAllocator, OutOfMemory, needed_bytes, runs_in
 from sacplan._device.devices import resolve_device
 from sacplan._plan.batch_sizes import CapacityPoint
-from sacplan._plan.capacity import DEFAULT_HEADROOM, Capacity, max_batch, throughput
+from sacplan._plan.capacity import Capacity, max_batch, throughput
+from sacplan._plan.limits import DEFAULT_HEADROOM
 from tests.models import LM, cross_entropy, tokens
 
 pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
@@ -289,9 +290,9 @@ def test_headroom_is_taken_from_the_memory(headroom: float | str | None, expecte
     assert found.budget_bytes == 40 * MIB - expected == found.plan.budget_bytes
 
 
-def test_a_budget_is_kept_as_it_is_and_may_be_a_share_of_the_memory() -> None:
+def test_a_budget_is_kept_as_it_is() -> None:
     spec = dataclasses.replace(resolve_device("h100"), memory_bytes=40 * MIB)
-    found = max_batch(perceptron(1), rows, "90%", spec, at_most=1)
+    found = max_batch(perceptron(1), rows, "36MiB", spec, at_most=1)
     assert (found.budget_bytes, found.headroom_bytes) == (36 * MIB, 4 * MIB)
 
 

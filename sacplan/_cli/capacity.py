@@ -74,7 +74,7 @@ def _search(
     import sacplan
 
     check_output(output, "plan", force=force)
-    allowed = sources.check_early(asked.budget, asked.solver, asked.technique)
+    allowed = sources.check_early_of_device(asked)
     spec = sources.device_of(asked.device)
     with stage("loading"):
         target = load_target(name, hf)

@@ -98,6 +98,8 @@ def _facts(error: Exception, message: str, code: int) -> dict[str, Any]:
 # arguments of the library in its messages, and what they are called here
 _OPTIONS = (
     (r'budget="(\w+)"', r"--budget \1"),
+    (r'headroom="(\w+%)"', r"--headroom \1"),
+    (r"\bbudget='([^']*)' and headroom='([^']*)'", r"--budget \1 and --headroom \2"),
     (r"\bfsdp_units: ", "--fsdp-unit: "),
     (r'fsdp_units=\[\.\.\., ""\]', "--fsdp-unit ''"),
     (r"leave world_size at 1", "leave --world-size out"),

@@ -44,7 +44,19 @@ Force = Annotated[bool, option("--force", help="Overwrite files that sacplan did
 Json = Annotated[bool, option("--json", help="One JSON object on stdout, and nothing else there.")]
 Debug = Annotated[bool, option("--debug", help="Show the traceback of an error.")]
 Objective = Annotated[Literal["time", "flops"], typer.Option(help="What to recompute the least of.")]
-BUDGET = "Peak of the whole step: 22GiB, 24GB, or a share of the unplanned peak, 70%."
+BUDGET = (
+    "Peak of the whole step: 22GiB, 24GB, or a share of the unplanned peak, 70%. "
+    "Default: the device's memory less the headroom."
+)
+Budget = Annotated[str | None, option(metavar="SIZE", help=BUDGET)]
+Headroom = Annotated[
+    str | None,
+    option(
+        metavar="SIZE",
+        help="Without a budget: how much of the device's memory to leave free, a share of it or bytes, 5% or 2GiB. "
+        "Default: 15%.",
+    ),
+]
 Solver = Annotated[str, typer.Option(metavar="NAME", help="best, milp, greedy, uniform or rotor.")]
 Techniques = Annotated[
     list[str] | None,
@@ -191,18 +203,12 @@ class BudgetOptions:
         str | None,
         option(
             metavar="SIZE",
-            help="Peak of the whole step: 22GiB, 24GB, or a share of the device's memory, 90%. "
-            "Default: its memory less the headroom.",
+            help="Peak of the whole step: 22GiB or 24GB (no share: there are several steps). "
+            "Default: the device's memory less the headroom.",
         ),
     ] = None
     device: Device = None
-    headroom: Annotated[
-        str | None,
-        option(
-            metavar="SIZE",
-            help="Without a budget: how much of the device's memory to leave free, 5% or 2GiB. Default: 15%.",
-        ),
-    ] = None
+    headroom: Headroom = None
     solver: Solver = "best"
     technique: Techniques = None
 

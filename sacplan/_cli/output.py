@@ -99,8 +99,10 @@ def show_warning(
     line: str | None = None,
 ) -> None:
     """Replaces ``warnings.showwarning``: our own warnings are sentences for people."""
-    ours = issubclass(category, SacplanWarning)
-    note(str(message) if ours else f"{filename}:{lineno}: {category.__name__}: {message}")
+    if issubclass(category, SacplanWarning):
+        warn(str(message))
+    else:
+        note(f"{filename}:{lineno}: {category.__name__}: {message}")
 
 
 @contextlib.contextmanager

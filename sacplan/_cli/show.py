@@ -163,7 +163,7 @@ def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[
             model_row(facts, plan.fingerprint.model_class),
             _device(plan.device, plan.ranks, profile.program),
             ("unplanned", size(plan.baseline_peak_bytes)),
-            ("budget", size(plan.budget_bytes)),
+            ("budget", size(plan.budget_bytes) + _whence(plan)),
             ("planned", size(plan.peak_bytes)),
             (
                 "recompute",
@@ -184,6 +184,16 @@ def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[
     if plan.discarded or (plan.units and not plan.chunks):
         tables.append(_units_table(plan))
     return tables
+
+
+def _whence(plan: Plan) -> str:
+    """Where a budget that was not asked for is from."""
+    from sacplan._plan.limits import DEFAULT_HEADROOM
+
+    if plan.budget_bytes is None or plan.provenance.budget is not None:
+        return ""
+    headroom = plan.provenance.headroom
+    return f", the memory of {plan.device} less {f'{DEFAULT_HEADROOM:.0%}' if headroom is None else headroom}"
 
 
 def _sharding_pairs(plan: Plan) -> list[tuple[str, str]]:

@@ -210,20 +210,33 @@ def verified(target: Target, plan: Plan, run: o.Run) -> Verification:
         return sacplan.verify(target.model, target.batch, plan, loss_fn, optimizer, run=run)
 
 
-def check_early(budget: str | None, solver: str, techniques: list[str] | None) -> dict[str, Any]:
+def check_early(
+    budget: str | None, solver: str, techniques: list[str] | None, headroom: str | None = None
+) -> dict[str, Any]:
     """Whatever is wrong regardless of the model is said before the model is recorded.
 
     Returns:
         ``techniques=`` for functions of the library, where any were asked for.
     """
+    from sacplan._plan.limits import check_one_of
     from sacplan._plan.planning import resolve_solver
     from sacplan._program.budget import parse_budget
     from sacplan._techniques import resolve_techniques
 
-    if budget is not None:
-        parse_budget(budget, 2**40)
+    check_one_of(budget, headroom)
+    for size in (budget, headroom):
+        if size is not None:
+            parse_budget(size, 2**40)
     resolve_solver(solver)
     return {"techniques": resolve_techniques(techniques)} if techniques else {}
+
+
+def check_early_of_device(asked: o.BudgetOptions) -> dict[str, Any]:
+    """The same for commands that look at several steps, of which a budget can be no share."""
+    from sacplan._plan.limits import refuse_share
+
+    refuse_share(asked.budget)
+    return check_early(asked.budget, asked.solver, asked.technique, asked.headroom)
 
 
 def mesh_of(text: str | None, techniques: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,7 +257,7 @@ def mesh_of(text: str | None, techniques: Mapping[str, Any]) -> dict[str, Any]:
     return {"mesh": mesh, "techniques": ("shard", *techniques["techniques"])}
 
 
-def planned(source: Source, budget: str, solver: str = "best", **how: Any) -> Plan:
+def planned(source: Source, budget: str | None, solver: str = "best", **how: Any) -> Plan:
     """A plan of a profile; where there is none, hints at what to change. ``how`` is for ``sacplan.plan``."""
     import sacplan
 

@@ -55,7 +55,7 @@ def profile(
     "plan",
     "Choose what to discard, under a budget.",
     examples=[
-        "sacplan plan train.py:make --budget 70% -o plan.json",
+        "sacplan plan train.py:make --device rtx-4090 -o plan.json",
         "sacplan plan profile.json.gz --budget 70% --objective flops --json",
         "sacplan plan train.py:make --budget 60% --technique recompute --technique chunk",
         "sacplan plan train.py --budget 90% --keep aten.gelu --never 'layers.0*'",
@@ -68,7 +68,8 @@ def profile(
 def plan(
     source: o.Source,
     *,
-    budget: Annotated[str, o.option(metavar="SIZE", help=o.BUDGET)],
+    budget: o.Budget = None,
+    headroom: o.Headroom = None,
     output: Annotated[Path | None, o.output("the plan (.json)")] = None,
     solver: o.Solver = "best",
     objective: o.Objective = "time",
@@ -80,12 +81,15 @@ def plan(
     hf: o.HfOptions,
     force: o.Force = False,
 ) -> Answer:
-    """Choose what each module discards and recomputes, so that the whole step stays under a budget."""
+    """Choose what each module discards and recomputes, so that the whole step stays under a budget.
+
+    Without one, that is the device's memory less a headroom.
+    """
     check_output(output, "plan", force=force)
-    allowed = sources.check_early(budget, solver, technique)
+    allowed = sources.check_early(budget, solver, technique, headroom)
     read = sources.profile_of(source, step, hf)
     pins = {"keep": tuple(keep or ()), "never": tuple(never or ())}
-    how = {**allowed, **sources.mesh_of(mesh, allowed)}
+    how = {"headroom": headroom, **allowed, **sources.mesh_of(mesh, allowed)}
     made = sources.planned(read, budget, solver, objective=objective, **pins, **how)
     return _plan_made("plan", made, read, output)
 
@@ -157,7 +161,12 @@ def _plan_made(name: str, made: Plan, read: sources.Source, output: Path | None)
     save(made, output, read.origin)
     target = show.target_facts(read.target, output)
     profile = read.profile.on_ranks(made.ranks)
-    facts = {**target, **show.plan_facts(made), "assumptions": list(profile.assumptions)}
+    facts = {
+        **target,
+        **show.plan_facts(made),
+        "device_memory_bytes": profile.device_memory_bytes,
+        "assumptions": list(profile.assumptions),
+    }
     shown = show.plan_tables(made, profile, target.get("hf", {}))
     return Answer({"command": name, **facts}, shown, show.remarks(profile, "plan", output))
 

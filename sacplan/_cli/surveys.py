@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -16,8 +16,12 @@ from sacplan._cli.command import command
 from sacplan._cli.exits import OutputError, TargetError
 from sacplan._cli.files import check_output, replacing
 from sacplan._cli.origin import Origin, save
-from sacplan._cli.output import Answer, number, pairs, stage, table
+from sacplan._cli.output import Answer, note, number, pairs, stage, table, warn
 from sacplan._cli.targets import is_json_file, load_target, users_code
+from sacplan.errors import InfeasibleBudget
+
+if TYPE_CHECKING:
+    from sacplan import Plan
 
 _FRONTIER: dict[str, Column | str] = {
     "solver": "solver",
@@ -116,10 +120,8 @@ def report(
             help="Where to save the memory timeline, for Perfetto or chrome://tracing.",
         ),
     ] = None,
-    budget: Annotated[
-        str | None,
-        o.option(metavar="SIZE", help=f"Make a plan for it. {o.BUDGET}"),
-    ] = None,
+    budget: o.Budget = None,
+    headroom: o.Headroom = None,
     technique: o.Techniques = None,
     frontier: Annotated[
         bool, typer.Option("--frontier/--no-frontier", help="With all solvers at several budgets.")
@@ -132,6 +134,7 @@ def report(
     """Show what a plan does to a step: memory before and after, the frontier, chunks, and module by module.
 
     With a plan, a target is recorded as it was for the plan, whose file says how; options given here take precedence.
+    Without one, a plan is made for the budget.
     """
     import sacplan
 
@@ -142,9 +145,10 @@ def report(
     check_output(output, "report", force=force)
     check_output(memory_trace, "trace", force=force)
     _check_directory(png, force=force)
-    if plan_file is not None and budget is not None:
-        raise TargetError(f"give a plan ({plan_file}) or a --budget to make one for, not both.")
-    allowed = sources.check_early(budget, "best", technique)
+    if plan_file is not None and (budget is not None or headroom is not None):
+        asked = "--headroom" if budget is None else "--budget"
+        raise TargetError(f"give a plan ({plan_file}) or a {asked} to make one for, not both.")
+    allowed = sources.check_early(budget, "best", technique, headroom)
     plan = None if plan_file is None else sources.saved_plan(plan_file)
     if plan is None or is_json_file(source):
         read = sources.profile_of(source, step, hf)
@@ -160,9 +164,9 @@ def report(
         raise TargetError(
             f"{plan_file} is for {show.ranks_text(plan.ranks)}, but {source} is of {show.ranks_text(profile.ranks)}."
         )
-    if budget is not None:
-        plan = sources.planned(read, budget, **allowed)
-    elif plan is not None:
+    if plan is None:
+        plan = _plan_to_show(read, budget, headroom, allowed)
+    else:
         allowed = allowed or {"techniques": plan.provenance.techniques}
     curve = sources.curve(profile, points, **allowed) if frontier and (output or png) else None
     written: list[Path] = []
@@ -185,6 +189,26 @@ def report(
         "written": [str(path) for path in written],
     }
     return Answer(facts, facts["written"])
+
+
+def _plan_to_show(
+    read: sources.Source, budget: str | None, headroom: str | None, allowed: dict[str, Any]
+) -> Plan | None:
+    """For a budget that was asked for, or else for the device, if the step needs a plan there and has one."""
+    asked = budget is not None or headroom is not None
+    try:
+        made = sources.planned(read, budget, headroom=headroom, **allowed)
+    except InfeasibleBudget as error:
+        if asked:
+            raise
+        warn(f"the report has no plan: {error}")
+        return None
+    if made.status == "unplanned" and not asked:
+        note(
+            f"no plan is needed: the step fits on {made.device} as it is; --budget makes one for less memory"
+        )
+        return None
+    return made
 
 
 _FIGURES = ("memory", "frontier", "tradeoffs")
@@ -245,7 +269,7 @@ def layouts(
     import sacplan
 
     check_output(output, "plan", force=force)
-    allowed = sources.check_early(asked.budget, asked.solver, asked.technique)
+    allowed = sources.check_early_of_device(asked)
     spec = sources.device_of(asked.device)
     with stage("loading"):
         loaded = load_target(target, hf)

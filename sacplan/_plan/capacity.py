@@ -15,29 +15,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._plan.batch_sizes import BatchSizes, CapacityPoint
+from sacplan._plan.limits import budget_of_device
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import resolve_solver
 from sacplan._profile.profile import Trace
 from sacplan._program.arguments import checked
-from sacplan._program.budget import format_bytes, parse_budget
+from sacplan._program.budget import format_bytes
 from sacplan._record.step import LossFn
 from sacplan._solve.solvers import Solver
 from sacplan._techniques import resolve_techniques
-from sacplan.errors import BudgetError, PlanError
+from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
     import pandas as pd
     from typing_extensions import Unpack
-
-DEFAULT_HEADROOM = 0.15
-"""Share of a device's memory that no budget is made of, see ``max_batch``."""
 
 _ALL = 16  # up to this many sizes, throughput looks at each
 _REFINEMENTS = 16  # looks around the best of those that are spread out
@@ -122,14 +119,15 @@ def max_batch(
         model: as for ``sacplan.profile``.
         make_batch: ``make_batch(n)`` makes a batch of n samples, in any form that ``profile`` takes. It is also
             called with sizes that do not fit; tensors on the meta device take no memory here.
-        budget: for the peak of the step. A number is GiB; a string has a unit, or is a share of the device's
-            memory (``"90%"``). None: the device's memory less the headroom.
+        budget: for the peak of the step. A number is GiB, a string has a unit (``"22GiB"``). None: the device's
+            memory less the headroom. A share (``"90%"``) is refused: it would be one of the unplanned peak of a step,
+            as elsewhere, and here are steps of many sizes.
         device: see ``sacplan.devices()``.
         **options: by keyword.
 
             - ``loss_fn``, ``optimizer``, ``trace``: as for ``profile``. A real trace runs each size that is looked
               at, without a plan: those have to fit here.
-            - ``headroom``: what is left free of the device's memory where no budget is given: a share (``0.05``,
+            - ``headroom``: what is left free of the device's memory where no budget is given: a share of it (``0.05``,
               ``"5%"``) or bytes (``"2GiB"``). By default ``DEFAULT_HEADROOM``, 15%. See below.
             - ``solver``, ``techniques``: as for ``sacplan.plan``.
             - ``at_most``: no larger size is looked at.
@@ -149,7 +147,7 @@ def max_batch(
 
     Raises:
         InfeasibleBudget: one sample does not fit; carries the smallest peak that it does with.
-        BudgetError: a budget or headroom that cannot be read, or leaves nothing.
+        BudgetError: a budget or headroom that cannot be read, or leaves nothing; a budget that is a share.
         PlanError: ``make_batch`` is not callable or does not follow n; a bad ``at_most``; an unknown solver.
         DeviceError: an unknown device.
     """
@@ -233,47 +231,6 @@ def _sizes(
         at_most=at_most,
         **options,
     )
-
-
-def budget_of_device(budget: float | str | None, headroom: float | str | None, spec: DeviceSpec) -> int:
-    """What the step may take: the budget as given, or the device's memory less the headroom."""
-    memory = spec.memory_bytes
-    if budget is None:
-        return memory - _headroom_bytes(DEFAULT_HEADROOM if headroom is None else headroom, spec)
-    if headroom is not None:
-        raise BudgetError(
-            f"budget={budget!r} and headroom={headroom!r}: give one of them. A budget is kept as it is given; a "
-            "headroom makes one of the device's memory."
-        )
-    found = parse_budget(budget, memory)
-    if found > memory:
-        raise BudgetError(
-            f"budget {budget!r} is more than {spec.name} has, {format_bytes(memory)}. Give less, or another device; "
-            "dataclasses.replace(spec, memory_bytes=...) makes one."
-        )
-    return found
-
-
-def _headroom_bytes(headroom: float | str, spec: DeviceSpec) -> int:
-    """A share of the device's memory, or bytes."""
-    memory = spec.memory_bytes
-    if isinstance(headroom, str):
-        try:
-            found = parse_budget(headroom, memory)
-        except BudgetError as error:
-            raise BudgetError(f"headroom: {error}") from error
-    elif isinstance(headroom, bool) or not isinstance(headroom, Real) or not 0 <= headroom < 1:
-        raise BudgetError(
-            f"headroom={headroom!r} must be a share of the device's memory, from 0 to below 1, or bytes such as "
-            "'2GiB'."
-        )
-    else:
-        found = int(float(headroom) * memory)
-    if found >= memory:
-        raise BudgetError(
-            f"headroom {headroom!r} is all that {spec.name} has, {format_bytes(memory)}, or more."
-        )
-    return found
 
 
 def _capacity(sizes: BatchSizes, n: int) -> Capacity:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sacplan._plan.context import Objective
+from sacplan._plan.limits import looking_for_plans
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import plan, plan_smallest
 from sacplan._plan.policies import layers_of, policy
@@ -76,6 +77,21 @@ def frontier(
         solvers = ("milp", "greedy", "uniform", *(("rotor",) if _may_use_rotor(profile, never) else ()))
         if profile.mode == "inference":
             solvers = ("best",)  # there is one search for stretches
+    with looking_for_plans():
+        rows = _rows(profile, points, solvers, objective, policies, keep, never, techniques)
+    return pd.DataFrame(rows)
+
+
+def _rows(
+    profile: Profile,
+    points: int,
+    solvers: Sequence[str | Solver | Rotor],
+    objective: Objective,
+    policies: bool,
+    keep: Sequence[str],
+    never: Sequence[str],
+    techniques: Sequence[str] | None,
+) -> list[dict[str, object]]:
     smallest = plan_smallest(
         profile, objective=objective, keep=keep, never=never, techniques=techniques
     ).peak_bytes
@@ -95,7 +111,7 @@ def frontier(
             rows.append({"solver": name, "budget_bytes": budget} | _figures(found))
     for name, found in named:
         rows.append({"solver": name, "budget_bytes": found.peak_bytes} | _figures(found))
-    return pd.DataFrame(rows)
+    return rows
 
 
 def _may_use_rotor(profile: Profile, never: Sequence[str]) -> bool:

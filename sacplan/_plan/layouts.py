@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sacplan._device.devices import DeviceSpec
-from sacplan._plan.capacity import budget_of_device
+from sacplan._plan.limits import budget_of_device
 from sacplan._plan.meshes import Spread, resolve_mesh, rows_of, spreads, tried
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import plan
@@ -164,7 +164,7 @@ def layouts(
         model: to train, or a profile of it.
         batch: of all ranks together, as for ``sacplan.profile``; not with a profile.
         devices: how many, or ``"8xh100"``; 1: no mesh.
-        budget: for the peak on each rank. A number is GiB; a string has a unit, or is a share of the device's memory.
+        budget: for the peak on each rank. A number is GiB, a string has a unit (``"22GiB"``), and a share is refused.
             None: the device's memory less the headroom.
         device: of each rank, see ``sacplan.devices()``.
         loss_fn, optimizer, trace: as for ``sacplan.profile``.

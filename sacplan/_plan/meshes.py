@@ -22,7 +22,7 @@ from sacplan._placing.data_parallel import with_data_parallel
 from sacplan._placing.shardings import searched, tensor_parallel
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
-from sacplan._program.budget import format_bytes
+from sacplan._program.budget import exact_bytes, format_bytes
 from sacplan._ranks.ranks import Ranks
 from sacplan._ranks.shards import Parameter, parameters_of
 from sacplan._shard.mesh import Mesh
@@ -291,10 +291,11 @@ def plan_on_meshes(
     least = min(found, key=lambda one: one.smallest_bytes)
     where = " or ".join(map(str, meshes))
     raise InfeasibleBudget(
-        f"no plan found keeps the step on mesh {where} under {format_bytes(budget_bytes)} on each rank. The smallest "
-        f"peak reached is {format_bytes(least.smallest_bytes)} ({least.smallest_bytes} bytes), spread as "
+        f"no plan found keeps the step on mesh {where} under {format_bytes(budget_bytes)} on each rank. On a single "
+        f"device it takes {format_bytes(profile.peak_bytes)} unplanned. The smallest peak reached is "
+        f"{format_bytes(least.smallest_bytes)} ({least.smallest_bytes} bytes), spread as "
         f"{least.spread.name!r}; {least.binding} makes it. ",
-        f'Give at least budget="{least.smallest_bytes}B", more ranks, or a smaller batch.',
+        f"Give at least {exact_bytes(least.smallest_bytes)}, more ranks, or a smaller batch.",
         budget_bytes=budget_bytes,
         smallest_feasible_bytes=least.smallest_bytes,
         binding=least.binding,

@@ -60,7 +60,8 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
         gap: relative gap that the solver proved; None where it proved nothing.
         peak_bytes: peak of the whole step with the plan.
         baseline_peak_bytes: the same without it.
-        budget_bytes: what was asked for; None for a plan that was not made for a budget.
+        budget_bytes: what the peak must not exceed: the budget that was asked for, or the device's memory less the
+            headroom; None for a plan that was not made for a budget (by rule, or the smallest).
         recompute_ms, recompute_flops: what runs a second time.
         lower_bound_ms: no schedule with that peak recomputes less (see ``sacplan/_plan/bound.py``); of a plan with
             chunks, no schedule with these.

@@ -12,6 +12,7 @@ from msgspec import structs
 from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
 from sacplan._chunk.search import Found, StretchSearch, stretch_search
 from sacplan._plan.context import Objective, PlanningContext, planning_context
+from sacplan._plan.limits import budget_of_step, handed_out, looking_for_plans
 from sacplan._plan.make import made_plan
 from sacplan._plan.meshes import plan_on_meshes
 from sacplan._plan.plan import Plan, Status
@@ -19,7 +20,7 @@ from sacplan._plan.provenance import Provenance, options_of
 from sacplan._plan.search import Candidate, Search
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
-from sacplan._program.budget import format_bytes, parse_budget
+from sacplan._program.budget import exact_bytes, format_bytes
 from sacplan._program.decisions import Accumulate
 from sacplan._program.program import Phase
 from sacplan._ranks.ranks import Ranks
@@ -40,13 +41,14 @@ _FAMILIES = 3  # kinds of modules that run in slices
 _STAGES = 48  # of a chain that Rotor is asked about only for a message
 
 
-@checked(PlanError, "budget")
+@checked(PlanError, "budget", "headroom")
 def plan(
     profile: ProfileOrPath,
-    budget: float | str,
+    budget: float | str | None = None,
     solver: str | Solver | Rotor = "best",
     objective: Objective = "time",
     *,
+    headroom: float | str | None = None,
     keep: Sequence[str] = (),
     never: Sequence[str] = (),
     techniques: Sequence[str] | None = None,
@@ -57,13 +59,17 @@ def plan(
 ) -> Plan:
     """Choose what each module discards, so that the whole step stays under a budget.
 
+        plan = sacplan.plan(profile)  # for the device's memory, less a headroom
         plan = sacplan.plan(profile, budget="22GiB")
         plan = sacplan.plan(profile, "60%", keep=["*.router", "aten.topk"], never=["vision_tower.*"])
 
     Args:
         profile: from ``sacplan.profile``.
-        budget: a number is GiB; a string has a unit (``"22GiB"``, ``"24GB"``), or is a share of the
-            unplanned peak (``"60%"``). It bounds the peak of the whole step.
+        budget: for the peak of the whole step. A number is GiB; a string has a unit (``"22GiB"``, ``"24GB"``), or is a
+            share of the unplanned peak (``"60%"``). None: the memory of the profile's device (on a CPU, all that the
+            machine has) less the headroom. Several ranks have one device each, and the budget is that of one.
+        headroom: what is left free of the device's memory where no budget is given, a share of it (``0.05``, ``"5%"``)
+            or bytes (``"2GiB"``). By default 15%; what for, see ``sacplan.max_batch``.
         solver: ``"milp"``, ``"greedy"``, ``"uniform"``, ``"best"`` (greedy, and milp where that is not at the bound;
             the cheaper plan wins), or an object such as ``sacplan.Milp(gap=1e-4)``. ``"rotor"`` plans for models that
             are a chain (``sacplan.Rotor``): more expensive, but its smallest peak may be lower, since it may recompute
@@ -91,10 +97,11 @@ def plan(
             that of all ranks together. The budget bounds the peak of each rank; a share is one of the step on a single
             device. ``Plan.ranks.sharding`` says where parameters lie. ``"shard"`` among the techniques says the same.
 
-    With pins ``Plan.lower_bound_ms`` is what no schedule undercuts that keeps what is pinned.
+    With pins ``Plan.lower_bound_ms`` is what no schedule undercuts that keeps what is pinned. A plan that takes more
+    than the device has, since the budget is more, gives a ``SacplanWarning``.
 
     Raises:
-        BudgetError: the budget cannot be read.
+        BudgetError: the budget or headroom cannot be read, or both are given.
         PlanError: an unknown solver, objective or technique; a pattern that matches nothing.
         TraceError: the model cannot be spread over ranks so.
         InfeasibleBudget: no plan found holds it; carries the smallest peak that one does.
@@ -127,27 +134,21 @@ def plan(
             )
 
         quick = partial(on_rank, solver="greedy") if solver == "best" else on_rank
-        limit = parse_budget(budget, profile.peak_bytes)
-        found_plan = plan_on_meshes(profile, mesh, limit, on_rank, quick)
-        return _asked_for(found_plan, budget)
+        limit = budget_of_step(budget, headroom, profile.spec, profile.peak_bytes)
+        with looking_for_plans():
+            found_plan = plan_on_meshes(profile, mesh, limit, on_rank, quick)
+        return handed_out(_asked_for(found_plan, budget, headroom), profile.spec)
     asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units, accumulate)
-    budget_bytes = parse_budget(budget, asked.profile.peak_bytes)
-    if asked.is_about_stretches:
-        held = asked.stretches().solve(budget_bytes)
-        if held is None:
-            raise _infeasible_stretches(asked.stretches(), budget_bytes)
-        return asked.as_plan(asked.of_stretches(held), budget, budget_bytes)
-    searches = asked.searches()
-    found = asked.cheapest(searches, budget_bytes)
-    if found is None:
-        raise _infeasible(asked, searches, budget_bytes)
-    return asked.as_plan(found, budget, budget_bytes)
+    budget_bytes = budget_of_step(budget, headroom, profile.spec, asked.profile.peak_bytes)
+    made = asked.as_plan(asked.under(budget_bytes), budget, budget_bytes, headroom)
+    return handed_out(made, profile.spec)
 
 
-def _asked_for(found: Plan, budget: float | str) -> Plan:
+def _asked_for(found: Plan, budget: float | str | None, headroom: float | str | None) -> Plan:
     """With the budget and the techniques as they were asked for."""
     techniques = (SHARD, *found.provenance.techniques)
-    provenance = structs.replace(found.provenance, budget=budget, techniques=techniques)
+    asked = Provenance.asked(budget, headroom)
+    provenance = structs.replace(found.provenance, **asked, techniques=techniques)
     return structs.replace(found, provenance=provenance)
 
 
@@ -172,8 +173,10 @@ def plan_smallest(
     profile = opened(profile, Profile)
     asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units, accumulate)
     if asked.is_about_stretches:
-        return asked.as_plan(asked.of_stretches(asked.stretches().minimise()))
-    return asked.as_plan(asked.smallest(asked.searches(), 0))
+        found = asked.of_stretches(asked.stretches().minimise())
+    else:
+        found = asked.smallest(asked.searches(), 0)
+    return handed_out(asked.as_plan(found), profile.spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +260,23 @@ class _Asked:
                 chunks = (*chunks, module)
         return self._with_chunks(chunks) if len(chunks) > len(search.context.chunks) else None
 
+    def under(self, budget_bytes: int) -> Candidate:
+        """The cheapest candidate that holds a budget.
+
+        Raises:
+            InfeasibleBudget: none does.
+        """
+        if self.is_about_stretches:
+            held = self.stretches().solve(budget_bytes)
+            if held is None:
+                raise _infeasible_stretches(self, budget_bytes)
+            return self.of_stretches(held)
+        searches = self.searches()
+        found = self.cheapest(searches, budget_bytes)
+        if found is None:
+            raise _infeasible(self, searches, budget_bytes)
+        return found
+
     def cheapest(self, searches: list[Search], budget_bytes: int) -> Candidate | None:
         """The cheapest candidate that holds a budget; None if none does."""
         for search in searches:
@@ -303,7 +323,11 @@ class _Asked:
         return planning_context(profile.program, self.objective, pins, self.techniques, profile.spec, chunks)
 
     def as_plan(
-        self, found: Candidate, budget: float | str | None = None, budget_bytes: int | None = None
+        self,
+        found: Candidate,
+        budget: float | str | None = None,
+        budget_bytes: int | None = None,
+        headroom: float | str | None = None,
     ) -> Plan:
         used = next((options_of(solver) for solver in self.solvers if solver.name == found.solver), None)
         made_by = Provenance.now(
@@ -312,6 +336,7 @@ class _Asked:
             used,
             objective=self.objective,
             budget=budget,
+            headroom=headroom,
             pins=self.pins,
             techniques=self.techniques,
         )
@@ -359,14 +384,14 @@ def resolve_solver(solver: str | Solver | Rotor) -> list[Solver | Rotor]:
     return known[solver]
 
 
-def _infeasible_stretches(search: StretchSearch, budget_bytes: int) -> InfeasibleBudget:
-    run = search.smallest.program.footprint
+def _infeasible_stretches(asked: _Asked, budget_bytes: int) -> InfeasibleBudget:
+    run = asked.stretches().smallest.program.footprint
     binding = run.peak_fqn or "the model itself"
     return InfeasibleBudget(
-        f"no plan found keeps the step under {format_bytes(budget_bytes)}, however finely its ops are sliced. The "
-        f"smallest peak reached is {format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the forward of "
-        f"{binding}. ",
-        f'Give at least budget="{run.peak_bytes}B", or make the batch smaller.',
+        f"no plan found keeps the step under {format_bytes(budget_bytes)}, however finely its ops are sliced. "
+        f"Unplanned it takes {format_bytes(asked.profile.peak_bytes)}. The smallest peak reached is "
+        f"{format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the forward of {binding}. ",
+        f"Give at least {exact_bytes(run.peak_bytes)}, or make the batch smaller.",
         budget_bytes=budget_bytes,
         smallest_feasible_bytes=run.peak_bytes,
         binding=binding,
@@ -391,6 +416,7 @@ def _infeasible(asked: _Asked, searches: list[Search], budget_bytes: int) -> Inf
             "batch does not help"
         )
     reached = f"{format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the {where}. "
+    unplanned = format_bytes(asked.profile.peak_bytes)
     if asked.profile.mode == "inference":
         message = (
             f"the step takes more than {format_bytes(budget_bytes)}, and in inference nothing is kept for a backward "
@@ -398,12 +424,12 @@ def _infeasible(asked: _Asked, searches: list[Search], budget_bytes: int) -> Inf
         )
     else:
         message = (
-            f"no plan found keeps the step under {format_bytes(budget_bytes)} (solvers: {names}). The smallest peak "
-            f"reached is {reached}"
+            f"no plan found keeps the step under {format_bytes(budget_bytes)} (solvers: {names}). Unplanned it takes "
+            f"{unplanned}. The smallest peak reached is {reached}"
         )
     return InfeasibleBudget(
         message,
-        f'Give at least budget="{run.peak_bytes}B", or {advice}.',
+        f"Give at least {exact_bytes(run.peak_bytes)}, or {advice}.",
         alternatives=lambda: (
             _pinned_share(asked, search)
             + _with_rotor(asked, search, budget_bytes)

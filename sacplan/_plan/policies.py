@@ -19,6 +19,7 @@ from typing import Any
 from msgspec import structs
 
 from sacplan._chunk.entries import ChunkOptions, entry_size, loss_chunks
+from sacplan._plan.limits import handed_out, looking_for_plans
 from sacplan._plan.make import made_plan
 from sacplan._plan.meshes import POLICIES, spread_of
 from sacplan._plan.plan import Plan
@@ -86,6 +87,7 @@ def policy(
 
     Returns:
         A plan with status ``"policy"``, without a budget. Its peak, its recomputation and ``added_ms`` are replayed.
+        ``SacplanWarning`` if it takes more than the device has.
 
     Raises:
         PlanError: an unknown mode or option, no layers, a mode that would discard nothing in them, a pattern
@@ -95,7 +97,9 @@ def policy(
     if mesh is not None:
         if option is not None or layers is not None or slices is not None or keep or never:
             raise PlanError("a policy on a mesh takes no option, layers, slices, keep or never.")
-        return spread_policy(profile, mode, mesh)
+        with looking_for_plans():
+            spread = spread_policy(profile, mode, mesh)
+        return handed_out(spread, profile.spec)
     if mode in POLICIES or " + " in mode:
         raise PlanError(f"policy {mode!r} spreads a step over ranks: give them, mesh={{'dp': 8}}.")
     if mode not in MODES:
@@ -120,7 +124,7 @@ def policy(
     provenance = Provenance.now(profile, name, asked, pins=pins, techniques=techniques)
     with_plan = rewritten(program, decisions, profile.spec)
     found = with_plan.footprint
-    return made_plan(
+    made = made_plan(
         profile,
         decisions,
         found,
@@ -129,6 +133,7 @@ def policy(
         status="policy",
         added_ms=with_plan.step_ms - program.step_ms - found.recompute_ms,
     )
+    return handed_out(made, profile.spec)
 
 
 def spread_policy(profile: Profile, mode: str, mesh: Any) -> Plan:

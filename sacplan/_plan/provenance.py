@@ -32,7 +32,8 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         objective: what was recomputed the least of; None for a policy.
         techniques: what the plan was allowed to do.
         keep, never: the pins, see ``sacplan.plan``.
-        budget: as it was asked for; None for a plan that was not made for a budget.
+        budget: as it was asked for; None where ``Plan.budget_bytes`` is the device's memory less a headroom, or None.
+        headroom: as it was asked for; None for the default of 15%, and where a budget was given.
         mode, trace, runtime: of the profile, see ``sacplan.profile``.
         sacplan, torch: versions.
         date: when, in UTC.
@@ -45,6 +46,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     keep: tuple[Name, ...] = ()
     never: tuple[Name, ...] = ()
     budget: int | float | str | None = None
+    headroom: int | float | str | None = None
     mode: Mode = "train"
     trace: Name
     runtime: Name
@@ -61,12 +63,11 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         *,
         objective: Objective | None = None,
         budget: Any = None,
+        headroom: Any = None,
         pins: Pins = NO_PINS,
         techniques: tuple[str, ...] = DEFAULT_TECHNIQUES,
     ) -> Provenance:
         """Of a plan that is made now, by this version; options that are no JSON scalars are written as text."""
-        if budget is not None and not isinstance(budget, str):
-            budget = int(budget) if isinstance(budget, Integral) else float(budget)
         return cls(
             solver=solver,
             options={k: v if type(v) in _SCALARS else repr(v) for k, v in (options or {}).items()},
@@ -74,7 +75,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             techniques=techniques,
             keep=pins.keep,
             never=pins.never,
-            budget=budget,
+            **cls.asked(budget, headroom),
             mode=profile.mode,
             trace=profile.trace,
             runtime=profile.runtime,
@@ -82,6 +83,17 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             torch=str(torch.__version__),
             date=datetime.now(timezone.utc).replace(microsecond=0),
         )
+
+    @staticmethod
+    def asked(budget: Any, headroom: Any) -> dict[str, Any]:
+        """Both fields, in types that JSON has."""
+        return {"budget": _as_written(budget), "headroom": _as_written(headroom)}
+
+
+def _as_written(size: Any) -> int | float | str | None:
+    if size is None or isinstance(size, str):
+        return size
+    return int(size) if isinstance(size, Integral) else float(size)
 
 
 def options_of(solver: object) -> dict[str, Any]:

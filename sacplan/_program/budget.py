@@ -82,7 +82,9 @@ def _parse_text(text: str, baseline_peak_bytes: int) -> tuple[Fraction, Fraction
         )
     number, unit = match.groups()
     if not unit:
-        raise BudgetError(f"memory budget {text!r} has no unit; known units: {_KNOWN}")
+        raise BudgetError(
+            f"memory budget {text!r} has no unit; write {number}GiB, or one of the known units: {_KNOWN}"
+        )
     try:
         # an exponent past a double's range would make a Fraction of as many digits
         if not math.isfinite(float(number)):
@@ -96,8 +98,24 @@ def _parse_text(text: str, baseline_peak_bytes: int) -> tuple[Fraction, Fraction
         return amount, Fraction(_BY_LOWER[unit.lower()])
     except KeyError:
         raise BudgetError(
-            f"memory budget {text!r} has unknown unit {unit!r}; known units: {_KNOWN}"
+            f"memory budget {text!r} has unknown unit {unit!r};{_meant(number, unit)} known units: {_KNOWN}"
         ) from None
+
+
+def _meant(number: str, unit: str) -> str:
+    """Both readings of a unit such as ``G``: they differ by 7%, so none is assumed."""
+    prefix = unit[0].upper()
+    return f" did you mean '{number}{prefix}B' or '{number}{prefix}iB'?" if prefix in "KMGT" else ""
+
+
+def is_share(budget: object) -> bool:
+    """Whether a budget is written as a share, ``"60%"``."""
+    return isinstance(budget, str) and budget.rstrip().endswith("%")
+
+
+def exact_bytes(n_bytes: int) -> str:
+    """A budget to copy, and what it comes to: ``budget="17838196736B" (16.61 GiB)``."""
+    return f'budget="{n_bytes}B" ({format_bytes(n_bytes)})'
 
 
 def format_bytes(n_bytes: int) -> str:

@@ -10,7 +10,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from sacplan._apply.apply import Handle, apply
-from sacplan._device.devices import resolve_device
+from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._plan.limits import memory_less
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import check_runs_here, trace_step
 from sacplan._program.arguments import checked, opened
@@ -39,7 +40,8 @@ class Verification:
     Attributes:
         peak_bytes: of the whole step; traced (``run="fake"``) or measured (``run="real"``).
         predicted_peak_bytes: the plan's own figure.
-        budget_bytes: what the plan was made for; None if it has no budget.
+        budget_bytes: what the plan was made for; of a plan without a budget, the memory of the device that it ran for
+            less a headroom of 15%.
         recompute_flops: floating-point operations of what ran again.
         step_ms: predicted time with the plan (fake), or wall time of the measured step (real).
         run: "fake" or "real".
@@ -49,7 +51,7 @@ class Verification:
 
     peak_bytes: int
     predicted_peak_bytes: int
-    budget_bytes: int | None
+    budget_bytes: int
     recompute_flops: int
     step_ms: float
     run: str
@@ -58,8 +60,8 @@ class Verification:
 
     @property
     def within_budget(self) -> bool:
-        """Whether the peak is at most the budget (True if there is none)."""
-        return self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
+        """Whether the peak is at most the budget."""
+        return self.peak_bytes <= self.budget_bytes
 
     @property
     def error(self) -> float:
@@ -67,9 +69,8 @@ class Verification:
         return self.predicted_peak_bytes / self.peak_bytes - 1
 
     def __repr__(self) -> str:
-        budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
         return (
-            f"Verification({'within' if self.within_budget else 'OVER'} {budget}: peak "
+            f"Verification({'within' if self.within_budget else 'OVER'} budget {format_bytes(self.budget_bytes)}: peak "
             f"{format_bytes(self.peak_bytes)} ({self.source}), predicted {format_bytes(self.predicted_peak_bytes)} "
             f"({self.error:+.2%}), recompute {self.recompute_flops / 1e9:.2f} GFLOP, step {self.step_ms:.2f} ms"
             + "".join(f"; not the step planned for: {found}" for found in self.differences[:1])
@@ -133,7 +134,7 @@ def _verify_fake(
     return Verification(
         peak_bytes=seen.peak_bytes,
         predicted_peak_bytes=plan.peak_bytes,
-        budget_bytes=plan.budget_bytes,
+        budget_bytes=_budget_of(plan, seen.spec),
         recompute_flops=seen.program.flops - plan.step_flops,
         step_ms=seen.step_ms,
         run="fake",
@@ -147,7 +148,8 @@ def _verify_real(
 ) -> Verification:
     first = next((t for t in (*model.parameters(), *model.buffers())), None)
     here = first.device.type if first is not None else "cpu"
-    check_runs_here(model, resolve_device("cuda" if here == "cuda" else "cpu"), 'run="real"')
+    spec = resolve_device("cuda" if here == "cuda" else "cpu")
+    check_runs_here(model, spec, 'run="real"')
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = make_optimizer(optimizer, model)
     elif optimizer is not None:
@@ -164,13 +166,17 @@ def _verify_real(
     return Verification(
         peak_bytes=seen.peak_bytes,
         predicted_peak_bytes=plan.peak_bytes,
-        budget_bytes=plan.budget_bytes,
+        budget_bytes=_budget_of(plan, spec),
         recompute_flops=planned_flops - unplanned_flops,
         step_ms=seen.wall_ms,
         run="real",
         source=seen.source,
         differences=differences,
     )
+
+
+def _budget_of(plan: Plan, spec: DeviceSpec) -> int:
+    return memory_less(None, spec) if plan.budget_bytes is None else plan.budget_bytes
 
 
 class _Applied:

@@ -1,0 +1,115 @@
+"""What a step may take of its device where no budget says it, and a warning where a plan takes more than there is."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
+from numbers import Real
+
+from sacplan._device.devices import DeviceSpec
+from sacplan._plan.plan import Plan
+from sacplan._program.budget import format_bytes, is_share, parse_budget
+from sacplan.errors import BudgetError, SacplanWarning
+
+DEFAULT_HEADROOM = 0.15
+"""Share of a device's memory that no budget is made of, see ``max_batch``."""
+
+
+def budget_of_step(
+    budget: float | str | None, headroom: float | str | None, spec: DeviceSpec, unplanned_bytes: int
+) -> int:
+    """What one step may take: the budget, of which a share is one of the unplanned peak; else see below."""
+    check_one_of(budget, headroom)
+    return memory_less(headroom, spec) if budget is None else parse_budget(budget, unplanned_bytes)
+
+
+def budget_of_device(budget: float | str | None, headroom: float | str | None, spec: DeviceSpec) -> int:
+    """What steps of any size may take: the budget as given, or the device's memory less the headroom.
+
+    Raises:
+        BudgetError: a budget or headroom that cannot be read, both, a share, or more than the device has.
+    """
+    check_one_of(budget, headroom)
+    if budget is None:
+        return memory_less(headroom, spec)
+    refuse_share(budget)
+    found = parse_budget(budget, spec.memory_bytes)
+    if found > spec.memory_bytes:
+        raise BudgetError(
+            f"budget {budget!r} is more than {spec.name} has, {format_bytes(spec.memory_bytes)}. Give less, or another "
+            "device; dataclasses.replace(spec, memory_bytes=...) makes one."
+        )
+    return found
+
+
+def check_one_of(budget: float | str | None, headroom: float | str | None) -> None:
+    """``BudgetError`` where both are given."""
+    if budget is not None and headroom is not None:
+        raise BudgetError(
+            f"budget={budget!r} and headroom={headroom!r}: give one of them. A budget is kept as it is given; a "
+            "headroom makes one of the device's memory."
+        )
+
+
+def refuse_share(budget: float | str | None) -> None:
+    """``BudgetError`` for a share where there is no one step that it could be of."""
+    if is_share(budget):
+        raise BudgetError(
+            f"budget {budget!r}: a share is one of the unplanned peak of a step, and here are several. Give bytes, "
+            'budget="20GiB", or a share of the device\'s memory to leave free, headroom="10%".'
+        )
+
+
+def memory_less(headroom: float | str | None, spec: DeviceSpec) -> int:
+    """The device's memory without the headroom: a share of it, or bytes; None: ``DEFAULT_HEADROOM``."""
+    memory = spec.memory_bytes
+    headroom = DEFAULT_HEADROOM if headroom is None else headroom
+    if isinstance(headroom, str):
+        try:
+            found = parse_budget(headroom, memory)
+        except BudgetError as error:
+            raise BudgetError(f"headroom: {error}") from error
+    elif isinstance(headroom, bool) or not isinstance(headroom, Real) or not 0 <= headroom < 1:
+        raise BudgetError(
+            f"headroom={headroom!r} must be a share of the device's memory, from 0 to below 1, or bytes such as "
+            "'2GiB'."
+        )
+    else:
+        found = int(float(headroom) * memory)
+    if found >= memory:
+        raise BudgetError(
+            f"headroom {headroom!r} is all that {spec.name} has, {format_bytes(memory)}, or more."
+        )
+    return memory - found
+
+
+# --- plans that the device has not the memory for ----------------------------------------------------------
+
+_quiet: ContextVar[bool] = ContextVar("quiet", default=False)
+
+
+@contextlib.contextmanager
+def looking_for_plans() -> Iterator[None]:
+    """Plans that are made inside are looked at, not handed out: no warning about them."""
+    before = _quiet.set(True)
+    try:
+        yield
+    finally:
+        _quiet.reset(before)
+
+
+def handed_out(made: Plan, spec: DeviceSpec) -> Plan:
+    """The plan; ``SacplanWarning`` in the name of the caller's caller if it takes more than the device has."""
+    if made.peak_bytes > spec.memory_bytes and not _quiet.get():
+        rank = " on each rank" if made.ranks.world_size > 1 else ""
+        warnings.warn(
+            f"this plan does not fit: its step takes {format_bytes(made.peak_bytes)}{rank}, and {spec.name} has "
+            f"{format_bytes(spec.memory_bytes)}. Without a budget, a plan is made for the device's memory less a "
+            f"headroom, here {format_bytes(memory_less(None, spec))}. Else try a smaller batch, several devices, or a "
+            "device with more memory.",
+            SacplanWarning,
+            stacklevel=4,  # this function, the public one, and what checks its arguments
+        )
+    return made
