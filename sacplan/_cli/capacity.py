@@ -77,7 +77,7 @@ def _search(
     allowed = sources.check_early_of_device(asked)
     spec = sources.device_of(asked.device)
     with stage("loading"):
-        target = load_target(name, hf)
+        target = load_target(name, sources.dtype_for(spec, name, hf))
     if target.make_batch is None:
         raise TargetError(
             f"{question} tries batches of many sizes, but {name} makes only one. Return a mapping with the key "
@@ -111,6 +111,7 @@ def _search(
         "unplanned_batch_size": found.unplanned_batch_size,
         "largest_batch_size": found.largest_batch_size,
         "bounded_by": found.bounded_by,
+        "fastest_batch_size": found.fastest.batch_size,
         "plan": show.plan_facts(found.plan),
         "points": [asdict(point) for point in found.points],
     }
@@ -130,13 +131,16 @@ def _tables(found: Capacity, hf: dict[str, Any]) -> list[Table]:
                 f"{found.unplanned_batch_size} without a plan, {found.largest_batch_size} with one{limit}",
             ),
             ("samples/s", f"{found.samples_per_s:.2f} (predicted)"),
+            *([("faster", f"{found.faster}; see sacplan throughput")] if found.faster else []),
             ("planned", show.size(found.plan.peak_bytes)),
             ("step", f"{found.step_ms:.2f} ms, {_of_it(found)}"),
             *show.chunk_pairs(found.plan),
         ]
     )
     titles = ("batch", "unplanned", "planned", "step ms", "recompute ms", "added ms", "samples/s")
-    rows = [_row(point, found.batch_size) for point in found.points]
+    says = {found.fastest.batch_size: "the fastest of these"}
+    says[found.batch_size] = "the answer"
+    rows = [_row(point, says) for point in found.points]
     optional = ("added ms", "recompute ms", "unplanned", "step ms", "samples/s")
     return [summary, table([*map(number, titles), ""], rows, optional)]
 
@@ -146,7 +150,7 @@ def _of_it(found: Capacity) -> str:
     return f"{said}, {found.plan.added_ms:.2f} ms for chunks" if found.plan.chunks else said
 
 
-def _row(point: CapacityPoint, answer: int) -> list[str]:
+def _row(point: CapacityPoint, says: dict[int, str]) -> list[str]:
     def figure(value: float | None) -> str:
         return "" if value is None else f"{value:.2f}"
 
@@ -158,5 +162,5 @@ def _row(point: CapacityPoint, answer: int) -> list[str]:
         figure(point.recompute_ms),
         figure(point.added_ms),
         figure(point.samples_per_s),
-        "does not fit" if not point.feasible else "the answer" if point.batch_size == answer else "",
+        "does not fit" if not point.feasible else says.get(point.batch_size, ""),
     ]

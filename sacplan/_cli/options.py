@@ -171,7 +171,10 @@ class HfOptions:
     ] = None
     dtype: Annotated[
         Dtype | None,
-        _hf(help="Of parameters and activations. Default: bfloat16; for verify, the plan's."),
+        _hf(
+            help="Of parameters and activations. Default: bfloat16, or float16 for a device that has none; for "
+            "verify, the plan's."
+        ),
     ] = None
     optimizer: Annotated[
         OptimizerName | None,

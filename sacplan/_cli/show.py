@@ -84,7 +84,12 @@ def target_facts(target: Target | None, output: Path | None = None) -> dict[str,
 
 def remarks(profile: Profile, what: str, output: Path | None) -> list[str]:
     """What was assumed, and where the result was saved."""
-    return [*(f"assumed: {sentence}" for sentence in profile.assumptions), *saved(what, output)]
+    return [*assumed(profile.assumptions), *saved(what, output)]
+
+
+def assumed(sentences: Iterable[str]) -> list[str]:
+    """What was assumed."""
+    return [f"assumed: {sentence}" for sentence in sentences]
 
 
 def saved(what: str, output: Path | None) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,6 +62,14 @@ def _asked_ranks(step: o.StepOptions) -> Ranks | None:
     return None if step.world_size is None else Ranks.of(step.world_size, step.fsdp_unit or None)
 
 
+def dtype_for(spec: DeviceSpec, source: str, asked: o.HfOptions) -> o.HfOptions:
+    """The options of an ``hf:`` target; without a dtype, one that the device computes in."""
+    if asked.dtype is not None or spec.has_bfloat16 or not source.startswith("hf:"):
+        return asked
+    note(f"--dtype float16, since {spec.name} has no bfloat16 arithmetic")
+    return replace(asked, dtype="float16")
+
+
 def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions, plan: Plan | None = None) -> Source:
     """Load a saved profile, or record the step of a target.
 
@@ -80,13 +89,16 @@ def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions, plan: Plan | N
 
     spec = device_of(step.device)
     with stage("loading"):
-        target = load_target(source, hf, spec.kind if step.trace == "real" else "meta")
+        target = load_target(
+            source, dtype_for(spec, source, hf), spec.kind if step.trace == "real" else "meta"
+        )
     if plan is not None:
         with users_code(f"the batch of {target.name}"):
             plan.fingerprint.check_model(target.model)
             plan.fingerprint.check_batch(target.batch() if callable(target.batch) else target.batch)
     train = step.mode != "inference"
-    with stage("tracing"), users_code(f"the step of {target.name}"):
+    with stage("tracing"), users_code(f"the step of {target.name}"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r".* has no bfloat16 ")  # said among the assumptions
         profile = sacplan.profile(
             target.model,
             target.batch,

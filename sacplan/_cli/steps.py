@@ -211,6 +211,7 @@ def verify(
     answer = Answer(
         {**facts, "verified": seen.within_budget, **asdict(seen)},
         [show.verification_table(seen, plan, loaded.facts)],
+        show.assumed(seen.assumptions),
     )
     if seen.within_budget:
         return answer

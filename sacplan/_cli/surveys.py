@@ -272,7 +272,7 @@ def layouts(
     allowed = sources.check_early_of_device(asked)
     spec = sources.device_of(asked.device)
     with stage("loading"):
-        loaded = load_target(target, hf)
+        loaded = load_target(target, sources.dtype_for(spec, target, hf))
     with stage("tracing and planning") as say, users_code(f"the step of {target}"):
         found = sacplan.layouts(
             loaded.model,

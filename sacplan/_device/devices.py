@@ -116,6 +116,13 @@ class DeviceSpec:
             if (getattr(self, what) or 0) < 0:
                 raise DeviceError(f"DeviceSpec {self.name!r}: {what} is negative")
 
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether it computes in bfloat16: of CUDA devices, those from compute capability 8.0 on."""
+        if self.capability is not None:
+            return self.capability >= (8, 0)
+        return self.kind == "cpu" or "bfloat16" in self.flops
+
     def peak_flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """Dense peak in FLOP/s for matrix products on ``dtype``.
 

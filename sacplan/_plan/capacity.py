@@ -69,6 +69,20 @@ class Capacity:
     bounded_by: Literal["memory", "at_most"]
     points: tuple[CapacityPoint, ...]
 
+    @property
+    def fastest(self) -> CapacityPoint:
+        """Of the sizes that were looked at, the one with the most samples per second."""
+        return max(self.points, key=lambda point: (point.samples_per_s or 0.0, -point.batch_size))
+
+    @property
+    def faster(self) -> str:
+        """That another size that was looked at is faster, in words; empty where the answer is the fastest."""
+        best = self.fastest
+        if best.batch_size == self.batch_size or best.samples_per_s is None:
+            return ""
+        more = best.samples_per_s / self.samples_per_s - 1
+        return f"fastest of those looked at: {best.batch_size}, {more:.1%} more samples/s"
+
     def to_frame(self) -> pd.DataFrame:
         """One row per size that was looked at, in their order."""
         import pandas as pd
@@ -83,7 +97,9 @@ class Capacity:
             f"{self.samples_per_s:.2f} samples/s, step {self.step_ms:.2f} ms with {self.plan.recompute_ms:.2f} ms "
             f"recomputed{chunked}, peak {format_bytes(self.plan.peak_bytes)} of {format_bytes(self.budget_bytes)}, "
             f"headroom {format_bytes(self.headroom_bytes)}; largest without a plan {self.unplanned_batch_size}, with "
-            f"one {self.largest_batch_size}{at_most}; {len(self.points)} sizes looked at)"
+            f"one {self.largest_batch_size}{at_most}; {len(self.points)} sizes looked at"
+            + (f"; {self.faster}, see sacplan.throughput" if self.faster else "")
+            + ")"
         )
 
 
@@ -113,7 +129,8 @@ def max_batch(
         found = sacplan.max_batch(model, lambda n: torch.empty(n, 3, 224, 224, device="meta"), device="rtx-4090")
         handle = sacplan.apply(model, found.plan)  # and train with batches of found.batch_size
 
-    The plan is made for batches of just that size, so it discards what it has to. ``throughput`` weighs that.
+    The plan is made for batches of just that size, so it discards what it has to. A smaller batch is often faster:
+    ``found.fastest`` is the best of the sizes that were looked at, and ``throughput`` looks for the best of all.
 
     Args:
         model: as for ``sacplan.profile``.

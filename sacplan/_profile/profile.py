@@ -26,6 +26,7 @@ from sacplan._device.kernels import fake_device
 from sacplan._device.timing import MeasuredTimes
 from sacplan._device.workspace import measured_reserves
 from sacplan._profile import files
+from sacplan._profile.remarks import no_optimizer, without_bfloat16
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import AnyDecision, Decision, Discarded, as_decisions
@@ -159,8 +160,20 @@ class Profile:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What a fake trace, and the step of one of several ranks, take for granted, a sentence each."""
-        return (*self.rules, *self.ranks.assumptions)
+        """What the figures take for granted, a sentence each.
+
+        Of a fake trace, of the step of one of several ranks, of training without an optimizer, and of bfloat16 on a
+        device that has none.
+        """
+        found = [*self.rules, *self.ranks.assumptions]
+        if self.has_no_optimizer:
+            found.append(no_optimizer(self.program, self.spec))
+        return (*found, *filter(None, [without_bfloat16(self.recorded, self.spec)]))
+
+    @property
+    def has_no_optimizer(self) -> bool:
+        """Whether this is a training step in which no optimizer ran: the peak lacks its state."""
+        return self.mode == "train" and self.fingerprint.setup.optimizer is None
 
     @property
     def baseline(self) -> Footprint:
@@ -276,7 +289,7 @@ class Profile:
         """One line: model, device, peak, time, ops."""
         return (
             f"Profile({self.fingerprint.model_class} on {self.device}: peak {format_bytes(self.peak_bytes)}, "
-            f"step {self.step_ms:.2f} ms, {len(self.program.ops)} ops)"
+            f"step {self.step_ms:.2f} ms, {len(self.program.ops)} ops{', no optimizer' * self.has_no_optimizer})"
         )
 
 
@@ -312,7 +325,8 @@ def profile(
             float tensors. It gets a copy of the model, and must use that one. In inference what it returns is the
             output, of any kind; by default that of the model.
         optimizer: an optimizer over the model, or a callable ``params -> optimizer``. With one, its state
-            and the temporaries of its step count.
+            and the temporaries of its step count. Without one they are missing from the peak, and
+            ``Profile.assumptions`` says by how much for AdamW.
         device: what the step will run on, see ``sacplan.devices()``.
         runtime: ``"cost-model"`` (roofline of the device) or ``"benchmark"`` (each distinct op timed here).
         trace: ``"fake"`` computes nothing. ``"real"`` runs the step on the model's own tensors, an optimizer's
@@ -333,6 +347,8 @@ def profile(
     """
     ranks = Ranks.of(world_size, fsdp_units)
     found = trace_step(model, batch, loss_fn, optimizer, device, runtime, trace, mode=mode)
+    if said := without_bfloat16(found.recorded, found.spec):
+        warnings.warn(f"{said}.", SacplanWarning, stacklevel=3)
     return found.on_ranks(ranks)
 
 

@@ -14,6 +14,7 @@ from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._plan.limits import memory_less
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import check_runs_here, trace_step
+from sacplan._profile.remarks import adamw_state_bytes, without_optimizer
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.places import StepDifference
@@ -46,6 +47,7 @@ class Verification:
         step_ms: predicted time with the plan (fake), or wall time of the measured step (real).
         run: "fake" or "real".
         source: where the peak comes from.
+        assumptions: what the figures take for granted, see ``Profile.assumptions``.
         differences: where the step did not run what the plan was made for, see ``Handle.differences``.
     """
 
@@ -57,6 +59,7 @@ class Verification:
     run: str
     source: str
     differences: tuple[StepDifference, ...] = ()
+    assumptions: tuple[str, ...] = ()
 
     @property
     def within_budget(self) -> bool:
@@ -140,6 +143,7 @@ def _verify_fake(
         run="fake",
         source="fake step",
         differences=applied.differences,
+        assumptions=seen.assumptions,
     )
 
 
@@ -172,7 +176,15 @@ def _verify_real(
         run="real",
         source=seen.source,
         differences=differences,
+        assumptions=()
+        if optimizer is not None or mode == "inference"
+        else (_without_optimizer(model, spec),),
     )
+
+
+def _without_optimizer(model: torch.nn.Module, spec: DeviceSpec) -> str:
+    trained = (p.nbytes for p in model.parameters() if p.requires_grad)
+    return without_optimizer(adamw_state_bytes(trained, spec))
 
 
 def _budget_of(plan: Plan, spec: DeviceSpec) -> int:

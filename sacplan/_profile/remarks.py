@@ -1,0 +1,40 @@
+"""What a person should know of a recorded step before believing its peak or its time, a sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sacplan._device.devices import DeviceSpec
+from sacplan._program.budget import format_bytes
+from sacplan._program.program import Program
+
+
+def no_optimizer(program: Program, spec: DeviceSpec) -> str:
+    """That no optimizer ran, and what the state of the usual one takes."""
+    trained = [program.storage_bytes[parameter] for parameter in program.gradients]
+    return without_optimizer(adamw_state_bytes(trained, spec))
+
+
+def without_optimizer(state_bytes: int) -> str:
+    """The sentence for a known size."""
+    return (
+        "no optimizer, so the peak has nothing of one in it: AdamW would add "
+        f"{format_bytes(state_bytes)} of state, and the temporaries of its step"
+    )
+
+
+def adamw_state_bytes(trained: Iterable[int], spec: DeviceSpec) -> int:
+    """What ``torch.optim.AdamW`` keeps for parameters of these sizes: two tensors like each, and on a CPU its step."""
+    step = 4 if spec.kind == "cpu" else 0  # a float32, which for parameters on a GPU is in the CPU's memory
+    return sum(2 * spec.round_up(n_bytes) + step for n_bytes in trained)
+
+
+def without_bfloat16(program: Program, spec: DeviceSpec) -> str:
+    """That the step is in a type which the device has no arithmetic for; empty if it is not."""
+    if spec.has_bfloat16 or all(tensor.dtype != "bfloat16" for tensor in program.tensors):
+        return ""
+    why = f" (compute capability {'.'.join(map(str, spec.capability))}, not 8.0)" if spec.capability else ""
+    return (
+        f"{spec.name} has no bfloat16 arithmetic{why}: this step would run there in emulation, slowly, and some "
+        "kernels refuse. Use float16 with a gradient scaler"
+    )

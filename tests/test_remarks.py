@@ -1,0 +1,158 @@
+"""What profiles, verifications and the command line say before their figures are believed: optimizer, bfloat16."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import sacplan
+from sacplan._cli.app import app
+from sacplan._device.devices import known_devices, resolve_device
+from sacplan._profile.remarks import adamw_state_bytes
+from sacplan._program.budget import format_bytes
+from sacplan._program.elements import StorageKind
+from sacplan._ranks.ranks import Ranks
+
+
+def model() -> nn.Module:
+    """Of odd sizes, with one parameter that is not trained and one that no gradient reaches."""
+    made = nn.Sequential(nn.Linear(33, 129), nn.GELU(), nn.Linear(129, 33))
+    made[0].bias.requires_grad_(False)
+    made.unused = nn.Parameter(torch.zeros(1000))
+    return made
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).float().square().mean()
+
+
+def batch(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(8, 33, dtype=dtype)
+
+
+def remark(sentences: tuple[str, ...]) -> str:
+    found = [sentence for sentence in sentences if sentence.startswith("no optimizer")]
+    return found[0] if found else ""
+
+
+def state_bytes(profile: sacplan.Profile) -> int:
+    program = profile.program
+    return sum(
+        program.storage_bytes[s] for s in program.initial if program.storage_kinds[s] == StorageKind.OPTIMIZER
+    )
+
+
+# --- no optimizer -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["h100", "cpu"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_state_that_is_missing_is_that_of_a_step_with_adamw(device: str, world_size: int) -> None:
+    ranks = Ranks.of(world_size, None if world_size == 1 else ["0", ""])
+    without = sacplan.profile(model(), batch(), loss, device=device).on_ranks(ranks)
+    recorded = sacplan.profile(model(), batch(), loss, torch.optim.AdamW, device=device).on_ranks(ranks)
+    assert state_bytes(recorded) > 0 == state_bytes(without)
+    assert f"AdamW would add {format_bytes(state_bytes(recorded))} of state" in remark(without.assumptions)
+    assert remark(recorded.assumptions) == ""
+
+
+def test_the_state_is_what_torch_makes() -> None:
+    real = model()
+    optimizer = torch.optim.AdamW(real.parameters())
+    loss(real, batch()).backward()
+    optimizer.step()
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    trained = [p.nbytes for p in real.parameters() if p.grad is not None]
+    assert adamw_state_bytes(trained, resolve_device("cpu")) == sum(value.nbytes for value in state)
+
+
+def test_repr_says_that_there_is_none() -> None:
+    assert repr(sacplan.profile(model(), batch(), loss)).endswith(", no optimizer)")
+    assert "no optimizer" not in repr(sacplan.profile(model(), batch(), loss, torch.optim.SGD))
+    assert "no optimizer" not in repr(sacplan.profile(model(), batch(), mode="inference"))
+
+
+def test_inference_misses_no_optimizer() -> None:
+    assert sacplan.profile(model(), batch(), mode="inference").assumptions == ()
+
+
+@pytest.mark.parametrize("run", ["fake", "real"])
+def test_verify_says_it_too(run: Any) -> None:
+    here = nn.Sequential(*model().children())  # all that is trained gets a gradient
+    plan = sacplan.policy("none", profile=sacplan.profile(here, batch(), loss, device="cpu"))
+    seen = sacplan.verify(here, batch(), plan, loss, run=run)
+    assert (
+        remark(seen.assumptions)
+        == remark(sacplan.profile(here, batch(), loss, device="cpu").assumptions)
+        != ""
+    )
+    with_sgd = sacplan.policy(
+        "none", profile=sacplan.profile(here, batch(), loss, torch.optim.SGD, device="cpu")
+    )
+    assert sacplan.verify(here, batch(), with_sgd, loss, torch.optim.SGD, run=run).assumptions == ()
+
+
+# --- bfloat16 -----------------------------------------------------------------------------------------------
+
+
+def test_devices_without_bfloat16_are_those_before_ampere() -> None:
+    assert [name for name in known_devices() if not resolve_device(name).has_bfloat16] == ["t4", "v100-32gb"]
+
+
+def test_a_bfloat16_step_on_a_device_without_it_warns() -> None:
+    half = model().to(torch.bfloat16)
+    with pytest.warns(sacplan.SacplanWarning, match=r"t4 has no bfloat16 .*7\.5.*float16") as caught:
+        profile = sacplan.profile(half, batch(torch.bfloat16), loss, torch.optim.SGD, device="t4")
+    assert caught[0].filename == __file__
+    assert profile.assumptions == (str(caught[0].message).rstrip("."),)
+
+
+def test_others_do_not_warn() -> None:  # a SacplanWarning would be an error here
+    sacplan.profile(model().half(), batch(torch.float16), loss, device="t4")
+    sacplan.profile(model().to(torch.bfloat16), batch(torch.bfloat16), loss, device="a10")
+
+
+def test_autocast_to_bfloat16_counts() -> None:
+    def cast(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return loss(model, batch)
+
+    with pytest.warns(sacplan.SacplanWarning, match="t4 has no bfloat16"):
+        sacplan.profile(model(), batch(), cast, device="t4")
+
+
+# --- on the command line ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    config = {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_head": 2, "n_layer": 2,
+        "vocab_size": 64, "n_positions": 32,
+    }  # fmt: skip
+    (tmp_path / "tiny.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    return lambda words: CliRunner().invoke(app, words.split())
+
+
+def test_commands_say_that_there_is_no_optimizer_once(run: Callable[[str], Any]) -> None:
+    for words in ("plan hf:tiny.json --optimizer none -o plan.json", "verify hf:tiny.json plan.json"):
+        assert len(re.findall("no optimizer, so .* AdamW would add", run(words).stderr)) == 1
+    assert "no optimizer" not in run("plan hf:tiny.json").stderr
+
+
+def test_dtype_follows_the_device(run: Callable[[str], Any]) -> None:
+    made = run("profile hf:tiny.json --device t4 --json")
+    assert json.loads(made.stdout)["hf"]["dtype"] == "float16"
+    assert "--dtype float16, since t4 has no bfloat16" in made.stderr
+    made = run("profile hf:tiny.json --device t4 --dtype bfloat16")
+    assert len(re.findall("t4 has no bfloat16", made.stderr)) == 1
+    assert json.loads(run("profile hf:tiny.json --json").stdout)["hf"]["dtype"] == "bfloat16"
