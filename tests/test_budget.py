@@ -76,6 +76,21 @@ def test_unknown_unit_quotes_the_input_and_lists_units() -> None:
     assert isinstance(caught.value, SacplanError)
 
 
+@pytest.mark.parametrize(
+    ("budget", "meant"),
+    [
+        ("24G", "'24GB' or '24GiB'"),
+        ("24g", "'24GB' or '24GiB'"),
+        ("24M", "'24MB' or '24MiB'"),
+        ("24 gigs", "'24GB' or '24GiB'"),
+        ("1.5Tera", "'1.5TB' or '1.5TiB'"),
+    ],
+)
+def test_a_unit_that_may_mean_two_is_not_guessed(budget: str, meant: str) -> None:
+    with pytest.raises(BudgetError, match=f"did you mean {meant}"):
+        parse_budget(budget, PEAK)
+
+
 def test_a_string_needs_a_unit_and_bytes_are_not_gib() -> None:
     with pytest.raises(BudgetError, match="has no unit"):
         parse_budget("22", PEAK)

@@ -383,7 +383,8 @@ def test_devices() -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("plan train.py:make", "--budget"),
+        ("plan train.py:make --budget 24G", "'24GB' or '24GiB'"),
+        ("plan train.py:make --budget 1GiB --headroom 5%", "give one of them"),
         ("plna", "'plan'"),
         ("plan train.py:make --budget 22", "no unit"),
         ("plan train.py:make --budget 50% --solver simplex", "'greedy'"),

@@ -46,7 +46,9 @@ def remark(sentences: tuple[str, ...]) -> str:
 def state_bytes(profile: sacplan.Profile) -> int:
     program = profile.program
     return sum(
-        program.storage_bytes[s] for s in program.initial if program.storage_kinds[s] == StorageKind.OPTIMIZER
+        program.storage_bytes[s]
+        for s in program.initial
+        if program.storage_kinds[s] == StorageKind.OPTIMIZER_STATE
     )
 
 
@@ -57,8 +59,9 @@ def state_bytes(profile: sacplan.Profile) -> int:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_state_that_is_missing_is_that_of_a_step_with_adamw(device: str, world_size: int) -> None:
     ranks = Ranks.of(world_size, None if world_size == 1 else ["0", ""])
-    without = sacplan.profile(model(), batch(), loss, device=device).on_ranks(ranks)
-    recorded = sacplan.profile(model(), batch(), loss, torch.optim.AdamW, device=device).on_ranks(ranks)
+    made = model() if world_size == 1 else nn.Sequential(*model().children())  # every gradient is reduced
+    without = sacplan.profile(made, batch(), loss, device=device).on_ranks(ranks)
+    recorded = sacplan.profile(made, batch(), loss, torch.optim.AdamW, device=device).on_ranks(ranks)
     assert state_bytes(recorded) > 0 == state_bytes(without)
     assert f"AdamW would add {format_bytes(state_bytes(recorded))} of state" in remark(without.assumptions)
     assert remark(recorded.assumptions) == ""

@@ -8,6 +8,8 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._program.budget import format_bytes
 from sacplan._program.program import Program
 
+_STEPS_BYTES = 4  # a float32
+
 
 def no_optimizer(program: Program, spec: DeviceSpec) -> str:
     """That no optimizer ran, and what the state of the usual one takes."""
@@ -24,9 +26,8 @@ def without_optimizer(state_bytes: int) -> str:
 
 
 def adamw_state_bytes(trained: Iterable[int], spec: DeviceSpec) -> int:
-    """What ``torch.optim.AdamW`` keeps for parameters of these sizes: two tensors like each, and on a CPU its step."""
-    step = 4 if spec.kind == "cpu" else 0  # a float32, which for parameters on a GPU is in the CPU's memory
-    return sum(2 * spec.round_up(n_bytes) + step for n_bytes in trained)
+    """What ``torch.optim.AdamW`` keeps for parameters of these sizes: two tensors like each, and a number of steps."""
+    return sum(2 * spec.round_up(n_bytes) + spec.round_up(_STEPS_BYTES) for n_bytes in trained)
 
 
 def without_bfloat16(program: Program, spec: DeviceSpec) -> str:
