@@ -320,6 +320,20 @@ def test_what_a_step_needs_lies_between_its_peak_and_what_it_reserves() -> None:
     assert not runs_in(program, peaks.allocated_bytes - 1)
 
 
+def test_a_batch_that_is_not_the_fastest_says_which_is() -> None:
+    spec = dataclasses.replace(resolve_device("h100"), memory_bytes=40 * MIB, matmul_workspace_bytes=0)
+    found = max_batch(perceptron(1), rows, device=spec, at_most=8)
+    assert "fastest" not in repr(found)  # it is the answer itself
+    one = found.points[0]
+    answer = dataclasses.replace(found, batch_size=one.batch_size, samples_per_s=one.samples_per_s)
+    best = found.to_frame()["samples_per_s"].idxmax()
+    more = found.to_frame()["samples_per_s"].max() / one.samples_per_s - 1
+    assert answer.fastest.batch_size == best != one.batch_size
+    assert f"fastest of those looked at: {best}, {more:.1%} more samples/s, see sacplan.throughput" in repr(
+        answer
+    )
+
+
 # --- errors -----------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from sacplan._classical.graph import SACStats
 from sacplan._program.arguments import checked, fits
+from sacplan._program.budget import format_bytes
 from sacplan._solve.mip import LinearProgram, check_options
 from sacplan.errors import BudgetError, InfeasibleBudget, PlanError, SolverError
 
@@ -70,8 +71,8 @@ def get_optimal_checkpointing_policy_per_module(
     if needed > budget_bytes:
         largest = max((op for op in ops if group[op] in saved), key=lambda op: sac_stats.memory[op])
         raise InfeasibleBudget(
-            f"{budget_bytes} B may be saved, but random and in-place ops that must be take {needed} B "
-            f"(the largest: op {largest}, {sac_stats.func_names[largest]}); raise the budget to "
+            f"{format_bytes(budget_bytes)} ({budget_bytes} B) may be saved, but random and in-place ops that must be "
+            f"take {format_bytes(needed)} ({needed} B; the largest: op {largest}, {sac_stats.func_names[largest]}); raise the budget to "
             f"{needed / sum(sac_stats.memory):.4f} or recompute random ops",
             budget_bytes=budget_bytes,
             smallest_feasible_bytes=needed,

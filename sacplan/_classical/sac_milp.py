@@ -16,7 +16,7 @@ from sacplan._classical.graph import Graph
 from sacplan._classical.subtrees import tree_problem
 from sacplan._classical.tree import Tree, TreePlan, cost_ms, tree_of
 from sacplan._program.arguments import checked
-from sacplan._program.budget import format_bytes, parse_budget
+from sacplan._program.budget import exact_bytes, format_bytes, parse_budget
 from sacplan._solve.milp import Milp, Refinement
 from sacplan._solve.mip import check_options, relative_gap
 from sacplan.errors import InfeasibleBudget, PlanError, SolverError
@@ -160,15 +160,16 @@ def _smallest(tree: Tree, budget_bytes: int, options: Milp, infeasible: bool) ->
     if not (infeasible or exact):
         raise SolverError(
             f"neither a plan for {format_bytes(budget_bytes)} nor a proof that there is none was found within "
-            f"{options.time_limit_s} s; raise time_limit, or the budget to {smallest_bytes}B"
+            f"{options.time_limit_s} s; raise time_limit, or give {exact_bytes(smallest_bytes, 'memory_budget')}"
         )
     binding = tree.names[int(used.argmax())]
-    advice = f"raise the budget to at least '{smallest_bytes}B', shrink the batch, or shard over more ranks"
+    advice = f"give at least {exact_bytes(smallest_bytes, 'memory_budget')}, shrink the batch, or shard over more ranks"
     if not tree.units:
         advice = "no module may be checkpointed (see ac_units and fsdp_units); " + advice
     raise InfeasibleBudget(
-        f"no plan fits {format_bytes(budget_bytes)} ({budget_bytes} B): with all the checkpointing that the "
-        f"units allow the peak is {format_bytes(smallest_bytes)}, at {binding!r}; {advice}",
+        f"no plan fits {format_bytes(budget_bytes)} ({budget_bytes} B): unplanned the peak is "
+        f"{format_bytes(int(tree.base[-1]))}, and with all the checkpointing that the units allow it is "
+        f"{format_bytes(smallest_bytes)}, at {binding!r}; {advice}",
         budget_bytes=budget_bytes,
         smallest_feasible_bytes=smallest_bytes,
         binding=binding,

@@ -113,9 +113,9 @@ def is_share(budget: object) -> bool:
     return isinstance(budget, str) and budget.rstrip().endswith("%")
 
 
-def exact_bytes(n_bytes: int) -> str:
+def exact_bytes(n_bytes: int, argument: str = "budget") -> str:
     """A budget to copy, and what it comes to: ``budget="17838196736B" (16.61 GiB)``."""
-    return f'budget="{n_bytes}B" ({format_bytes(n_bytes)})'
+    return f'{argument}="{n_bytes}B" ({format_bytes(n_bytes)})'
 
 
 def format_bytes(n_bytes: int) -> str:
