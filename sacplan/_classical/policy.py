@@ -72,8 +72,8 @@ def get_optimal_checkpointing_policy_per_module(
         largest = max((op for op in ops if group[op] in saved), key=lambda op: sac_stats.memory[op])
         raise InfeasibleBudget(
             f"{format_bytes(budget_bytes)} ({budget_bytes} B) may be saved, but random and in-place ops that must be "
-            f"take {format_bytes(needed)} ({needed} B; the largest: op {largest}, {sac_stats.func_names[largest]}); raise the budget to "
-            f"{needed / sum(sac_stats.memory):.4f} or recompute random ops",
+            f"take {format_bytes(needed)} ({needed} B; the largest: op {largest}, {sac_stats.func_names[largest]}); "
+            f"raise the budget to {needed / sum(sac_stats.memory):.4f} or recompute random ops",
             budget_bytes=budget_bytes,
             smallest_feasible_bytes=needed,
             binding=sac_stats.func_names[largest],
