@@ -186,7 +186,7 @@ def test_gpt2_and_a_mixture_of_experts_for_real():
             measured = measured_step(Step(model, batch, default_loss, None), list(batch.values()))
         assert fake.peak_bytes == pytest.approx(real.peak_bytes, rel=tolerance)
         assert real.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
-        assert real.assumptions == ()
+        assert real.rules == ()
 
 
 # --- rules for data ---------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_routing_is_balanced_and_said_so():
     with pytest.warns(SacplanWarning, match=r"tests.test_trace, line \d+, in forward.*balanced"):
         profile = sacplan.profile(MoE(), torch.randn(64, 16), loss_fn=loss_fn)
     assert set(seen) == {(32, 32, 32, 32)}
-    assert len(profile.assumptions) == 1
+    assert len(profile.rules) == 1
     assert "balanced" in profile.assumptions[0]
 
 
