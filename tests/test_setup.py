@@ -11,6 +11,7 @@ import torch
 
 import sacplan
 from sacplan._program.setup import Setup
+from sacplan.errors import SacplanWarning
 
 
 def llama(**options: Any) -> torch.nn.Module:
@@ -115,3 +116,97 @@ def test_files_hold_it(tmp_path: Path) -> None:
     assert setup.optimizer == "AdamW"
     assert sacplan.Profile.load(tmp_path / "profile.json").fingerprint.setup == setup
     assert sacplan.Plan.load(tmp_path / "plan.json").fingerprint.setup == setup
+
+
+def test_apply_warns_of_a_cache_and_the_step_does_take_more() -> None:
+    """The plan discards keys and values; in the cache of an output that the loop holds they are alive."""
+
+    def held(model: Any, batch: Any) -> torch.Tensor:
+        output = model(**batch)
+        output.loss.output = output
+        loss: torch.Tensor = output.loss
+        return loss
+
+    batch = tokens(4, 64)
+    profile = sacplan.profile(llama(use_cache=False), batch, held, device="cpu")
+    plan = sacplan.policy("full", profile=profile)
+    with pytest.warns(SacplanWarning, match=r"cache: off in the plan, on here.*use_cache = False") as seen:
+        sacplan.apply(llama(use_cache=True), plan).remove()
+    assert seen[0].filename == __file__
+    with pytest.warns(SacplanWarning, match="key-value cache"):
+        found = sacplan.verify(llama(use_cache=True), batch, plan, held)
+    keys_and_values = 2 * 2 * 4 * 64 * 32 * 4  # of 2 layers: batch, tokens, width, bytes
+    assert found.peak_bytes == plan.peak_bytes + keys_and_values
+    assert [(d.what, d.planned, d.here) for d in found.setup_differences] == [
+        ("key-value cache", "off", "on")
+    ]
+    assert "set up otherwise: key-value cache: off in the plan, on here" in repr(found)
+
+
+def test_apply_warns_of_another_attention() -> None:
+    plan = sacplan.policy("none", profile=sacplan.profile(llama(), tokens()))
+    with pytest.warns(SacplanWarning, match=r"attention: sdpa in the plan, eager here"):
+        sacplan.apply(llama(attn_implementation="eager"), plan).remove()
+
+
+def test_apply_warns_of_dropout_that_was_not_recorded() -> None:
+    """``from_pretrained`` gives models in eval mode: what is profiled then has no masks."""
+    x = torch.randn(64, 16)
+    plan = sacplan.policy("none", profile=sacplan.profile(net(0.2).eval(), x, device="cpu"))
+    with pytest.warns(SacplanWarning, match=r"dropout: none in the plan, 0\.2 here.*model\.train\(\)"):
+        sacplan.apply(net(0.2), plan).remove()
+    with pytest.warns(SacplanWarning, match=r"dropout"):
+        assert sacplan.verify(net(0.2), x, plan).peak_bytes > plan.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("planned", "here"),
+    [
+        (lambda: llama(use_cache=True), lambda: llama(use_cache=False)),
+        (lambda: llama(attention_dropout=0.1), lambda: llama(attention_dropout=0.2)),
+        (lambda: llama(attention_dropout=0.1), lambda: llama(attention_dropout=0.1).eval()),
+        (lambda: llama(attention_dropout=0.1), lambda: llama(attention_dropout=0.0)),
+    ],
+)
+def test_apply_is_silent_where_a_step_takes_no_more(planned: Any, here: Any) -> None:
+    """Warnings are errors in these tests."""
+    plan = sacplan.policy("none", profile=sacplan.profile(planned(), tokens()))
+    sacplan.apply(here(), plan).remove()
+
+
+def test_a_plan_for_inference_says_nothing_of_a_model_that_is_about_to_be_in_eval_mode() -> None:
+    plan = sacplan.plan(sacplan.profile(net(0.2).eval(), torch.randn(4, 16), mode="inference"), "100%")
+    sacplan.apply(net(0.2), plan).remove()
+
+
+@pytest.mark.parametrize("run", ["fake", "real"])
+@pytest.mark.parametrize(
+    ("made", "given", "words"),
+    [
+        (torch.optim.AdamW, None, "AdamW in the plan, none here"),
+        (None, torch.optim.AdamW, "none in the plan, AdamW here"),
+        (torch.optim.SGD, torch.optim.AdamW, "SGD in the plan, AdamW here"),
+    ],
+)
+def test_verify_warns_of_another_optimizer(run: Any, made: Any, given: Any, words: str) -> None:
+    model, x = net(), torch.randn(4, 16)
+    plan = sacplan.policy("none", profile=sacplan.profile(model, x, optimizer=made, device="cpu"))
+    with pytest.warns(SacplanWarning, match=f"optimizer: {words}"):
+        found = sacplan.verify(model, x, plan, optimizer=given, run=run)
+    assert [d.what for d in found.setup_differences] == ["optimizer"]
+    assert not sacplan.verify(model, x, plan, optimizer=made, run=run).setup_differences
+
+
+def test_verify_tells_another_loss() -> None:
+    def squares(model: Any, batch: Any) -> torch.Tensor:
+        total: torch.Tensor = model(batch).square().sum()
+        return total
+
+    model, x = net(), torch.randn(4, 16)
+    plan = sacplan.policy("none", profile=sacplan.profile(model, x, squares, device="cpu"))
+    with pytest.warns(SacplanWarning, match="loss: squares in the plan, the sum of the outputs here"):
+        sacplan.verify(model, x, plan)
+    found = sacplan.verify(model, x, plan, lambda model, batch: model(batch).square().sum())
+    assert [str(d) for d in found.setup_differences] == [
+        "loss: squares in the plan, <lambda> here"
+    ]  # it may be the same

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.places import StepDifference
+from sacplan._program.setup import Setup, warn_of
 from sacplan._program.technique import Installed
 from sacplan._recompute.executor.copies import StandIn
 from sacplan._record.step import own_checkpointing
@@ -140,8 +141,23 @@ def apply(
         PlanMismatch: the plan was made for another model; names the first difference. Or ranks have different plans.
         PlanError: a plan is applied to this model already, the plan's units nest, or the model is wrapped or
             compiled already.
+
+    Warns:
+        SacplanWarning: the model is set up so that a step takes more than planned: a key-value cache, another attention
+            implementation, dropout that the recorded step did not have.
     """
     plan = opened(plan, Plan)
+    handle = put_on(model, plan, check=check, mesh=mesh)
+    planned, here = plan.fingerprint.setup, Setup.of(model)
+    modes = planned.mode_differences(here) if plan.provenance.mode == "train" and model.training else ()
+    warn_of((*planned.model_differences(here), *modes), stacklevel=3)
+    return handle
+
+
+def put_on(
+    model: torch.nn.Module, plan: Plan, *, check: bool = True, mesh: DeviceMesh | None = None
+) -> Handle:
+    """``apply`` without a look at how the model is set up."""
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"model must be an nn.Module, not {type(model).__name__}.")
     _check_not_wrapped(model)

@@ -10,6 +10,7 @@ from typing import Any
 from sacplan._cli import architectures
 from sacplan._cli.exits import TargetError
 from sacplan._cli.options import HF_DEFAULTS, HfOptions
+from sacplan._cli.output import note
 from sacplan._cli.target import Target
 
 _IMAGE = 224  # pixels, for a configuration that says nothing
@@ -44,6 +45,8 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         ) from error
     import torch
 
+    from sacplan._program.setup import Setup
+
     name = target.removeprefix("hf:")
     if not name.strip():
         raise TargetError(
@@ -55,11 +58,16 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
     task = _task_of(config)
     seq = None if task == _IMAGES and asked.seq is None else _seq(name, config, task, asked.seq)
     dtype = getattr(torch, str(options.dtype))
-    if hasattr(config, "use_cache"):
+    cached = getattr(config, "use_cache", False)
+    if cached:
         config.use_cache = False  # nobody generates while training, and the cache would be held as an output
     attn = {} if options.attn is None else {"attn_implementation": options.attn}
     with torch.device(place):
         model = getattr(transformers, _TASKS[task][0]).from_config(config, dtype=dtype, **attn)
+    if cached and Setup.of(model).use_cache is False:
+        note(
+            "use_cache=False: a cache would be alive until the step is over. Set model.config.use_cache = False too"
+        )
     if task == "causal LM" and getattr(model, "loss_type", "") is None:
         # what transformers falls back to, with a warning, for a class whose name does not say it
         model.loss_type = "ForCausalLM"

@@ -112,6 +112,7 @@ def profile_facts(profile: Profile) -> dict[str, Any]:
         "step_flops": profile.program.flops,
         "ops": len(profile.program.ops),
         "mode": profile.mode,
+        "setup": msgspec.to_builtins(profile.fingerprint.setup),
         "trace": profile.trace,
         "runtime": profile.runtime,
         "assumptions": list(profile.assumptions),
@@ -128,6 +129,7 @@ def profile_table(profile: Profile, facts: Mapping[str, Any]) -> Table:
         [
             model_row(facts, profile.fingerprint.model_class),
             _device(f"{profile.device}, {size(profile.device_memory_bytes)}", profile.ranks, profile.program),
+            ("recorded with", str(profile.fingerprint.setup)),
             ("peak", f"{size(profile.peak_bytes)}, in the {where}"),
             ("step", f"{profile.step_ms:.2f} ms ({profile.runtime}), forward {profile.forward_ms:.2f} ms"),
             ("recorded", f"{len(profile.program.ops)} ops ({profile.mode}, {profile.trace})"),
@@ -140,6 +142,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     return {
         "model_class": plan.fingerprint.model_class,
         "device": plan.device,
+        "setup": msgspec.to_builtins(plan.fingerprint.setup),
         "ranks": msgspec.to_builtins(plan.ranks),
         "budget_bytes": plan.budget_bytes,
         "peak_bytes": plan.peak_bytes,
@@ -167,6 +170,7 @@ def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[
         [
             model_row(facts, plan.fingerprint.model_class),
             _device(plan.device, plan.ranks, profile.program),
+            ("recorded with", str(plan.fingerprint.setup)),
             ("unplanned", size(plan.baseline_peak_bytes)),
             ("budget", size(plan.budget_bytes) + _whence(plan)),
             ("planned", size(plan.peak_bytes)),
@@ -327,5 +331,6 @@ def verification_table(seen: Verification, plan: Plan, facts: Mapping[str, Any])
             ("step", f"{seen.step_ms:.2f} ms ({'wall time' if seen.run == 'real' else 'predicted'})"),
             ("verdict", "within the budget" if seen.within_budget else "OVER the budget"),
             *(("not as planned", str(difference)) for difference in seen.differences[:3]),
+            *(("set up otherwise", str(difference)) for difference in seen.setup_differences),
         ]
     )

@@ -9,13 +9,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from msgspec import Struct
 
 from sacplan._program.files import Name, Share
+from sacplan.errors import SacplanWarning
 
 ModuleMode = Literal["train", "eval", "mixed"]
 
@@ -25,11 +28,12 @@ _MEMORY_OPTIONS = (
 """Options of an optimizer that change what it keeps, or what its step allocates."""
 
 
-class SetupDifference(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SetupDifference:
     """One thing that is set up otherwise than in the recorded step.
 
     Attributes:
-        what: "key-value cache", "dropout", "attention", "modules in eval mode", "loss", "optimizer" or "autocast".
+        what: "key-value cache", "attention", "dropout", "modules", "loss", "optimizer" or "autocast".
         planned, here: both values, in words.
         advice: what to do about it, a sentence; empty where the peak can only be lower.
     """
@@ -41,6 +45,10 @@ class SetupDifference(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.what}: {self.planned} in the plan, {self.here} here"
+
+
+OWN_LOSS, SUM_OF_OUTPUTS = "the model's own loss", "the sum of the outputs"
+"""What ``Setup.loss`` says of the default."""
 
 
 class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -122,7 +130,8 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         found = []
         if self.dropout != here.dropout:
             # A probability changes no shape: what matters is a module that drops values, and dropped none.
-            more = here.dropout.keys() - self.dropout.keys()
+            # Of modes that are mixed a loop may make others before each step.
+            more = "mixed" not in (self.modules, here.modules) and here.dropout.keys() - self.dropout.keys()
             advice = "Dropout keeps a mask of what it drops: call model.train() before sacplan.profile too."
             found.append(
                 SetupDifference(
@@ -140,7 +149,9 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         """Those in the loss, the optimizer and autocast."""
         found = []
         if self.loss != here.loss:
-            found.append(SetupDifference("loss", self.loss, here.loss, "Give the loss_fn that was profiled."))
+            # Under two names there may be one loss, but none that is given takes a sum of all outputs for one.
+            advice = "Give the loss_fn that was profiled." if SUM_OF_OUTPUTS in (self.loss, here.loss) else ""
+            found.append(SetupDifference("loss", self.loss, here.loss, advice))
         found.extend(self.optimizer_difference(here.optimizer))
         if self.autocast != here.autocast:
             advice = "Enter the same torch.autocast as around sacplan.profile."
@@ -173,6 +184,15 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
             return f"{self.modules} mode"
         names = [fqn or "the model itself" for fqn in self.in_eval]
         return f"{', '.join(names[:3])}{', ...' if names[3:] else ''} in eval mode"
+
+
+def warn_of(differences: Iterable[SetupDifference], stacklevel: int) -> None:
+    """One ``SacplanWarning`` of all for which something is to be done."""
+    found = [difference for difference in differences if difference.advice]
+    if found:
+        sentences = " ".join(f"{difference}. {difference.advice}" for difference in found)
+        message = f"this is not set up as the step planned for, so its peak is another. {sentences}"
+        warnings.warn(message, SacplanWarning, stacklevel=stacklevel + 1)
 
 
 def optimizer_name(optimizer: Any) -> str:

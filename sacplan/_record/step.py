@@ -14,7 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from sacplan._program.setup import Setup, function_name
+from sacplan._program.setup import OWN_LOSS, SUM_OF_OUTPUTS, Setup, function_name
 from sacplan._torch.private import is_plain
 from sacplan.errors import TraceError
 
@@ -97,7 +97,7 @@ class DefaultLoss:
         """A scalar."""
         output = call_model(model, batch)
         loss = _own_loss(output)
-        self.took = "the sum of the outputs" if loss is None else "the model's own loss"
+        self.took = SUM_OF_OUTPUTS if loss is None else OWN_LOSS
         return _sum_of(output) if loss is None else loss
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sacplan._apply.apply import Handle, apply
+from sacplan._apply.apply import Handle, put_on
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._plan.limits import memory_less
 from sacplan._plan.plan import Plan, PlanOrPath
@@ -18,6 +18,7 @@ from sacplan._profile.remarks import adamw_state_bytes, without_optimizer
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.places import StepDifference
+from sacplan._program.setup import SetupDifference, current_autocast, warn_of
 from sacplan._record.limits import explained_limits
 from sacplan._record.state import held_by_function, preserved_rng, preserved_state
 from sacplan._record.step import (
@@ -49,6 +50,8 @@ class Verification:
         source: where the peak comes from.
         assumptions: what the figures take for granted, see ``Profile.assumptions``.
         differences: where the step did not run what the plan was made for, see ``Handle.differences``.
+        setup_differences: what is set up otherwise than in the step that was planned for: cache, attention, dropout,
+            modes, loss, optimizer, autocast.
     """
 
     peak_bytes: int
@@ -60,6 +63,7 @@ class Verification:
     source: str
     differences: tuple[StepDifference, ...] = ()
     assumptions: tuple[str, ...] = ()
+    setup_differences: tuple[SetupDifference, ...] = ()
 
     @property
     def within_budget(self) -> bool:
@@ -77,6 +81,7 @@ class Verification:
             f"{format_bytes(self.peak_bytes)} ({self.source}), predicted {format_bytes(self.predicted_peak_bytes)} "
             f"({self.error:+.2%}), recompute {self.recompute_flops / 1e9:.2f} GFLOP, step {self.step_ms:.2f} ms"
             + "".join(f"; not the step planned for: {found}" for found in self.differences[:1])
+            + "".join(f"; set up otherwise: {found}" for found in self.setup_differences)
             + ")"
         )
 
@@ -102,6 +107,9 @@ def verify(
     Raises:
         PlanMismatch: the model or the batch is not the one planned for.
         PlanError: unknown ``run``, or ``run="real"`` for a plan of one of several ranks.
+
+    Warns:
+        SacplanWarning: the step is set up so that it may take more than planned, see ``setup_differences``.
     """
     plan = opened(plan, Plan)
     if run not in ("fake", "real"):
@@ -116,9 +124,10 @@ def verify(
             f"this plan is for one of {plan.ranks.world_size} ranks, and run='real' would run the whole model here. "
             "Use run='fake', which runs the step of one rank."
         )
-    if run == "fake":
-        return _verify_fake(model, batch, plan, loss_fn, optimizer)
-    return _verify_real(model, batch, plan, loss_fn, optimizer)
+    run_step = _verify_fake if run == "fake" else _verify_real
+    seen = run_step(model, batch, plan, loss_fn, optimizer)
+    warn_of(seen.setup_differences, stacklevel=3)
+    return seen
 
 
 def _verify_fake(
@@ -144,6 +153,7 @@ def _verify_fake(
         source="fake step",
         differences=applied.differences,
         assumptions=seen.assumptions,
+        setup_differences=plan.fingerprint.setup.differences(seen.fingerprint.setup),
     )
 
 
@@ -163,10 +173,11 @@ def _verify_real(
     with explained_limits(), preserved_state(model, optimizer, batch, *held_by_function(loss_fn)):
         tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
         unplanned_flops = measured_step(step, tensors, count_flops=True).flops
-        with apply(model, plan) as handle:
+        with put_on(model, plan) as handle:
             seen = measured_step(step, tensors)
             differences = handle.differences
             planned_flops = measured_step(step, tensors, count_flops=True).flops
+        setup = step.setup(current_autocast(here))
     return Verification(
         peak_bytes=seen.peak_bytes,
         predicted_peak_bytes=plan.peak_bytes,
@@ -179,6 +190,7 @@ def _verify_real(
         assumptions=()
         if optimizer is not None or mode == "inference"
         else (_without_optimizer(model, spec),),
+        setup_differences=plan.fingerprint.setup.differences(setup),
     )
 
 
@@ -200,7 +212,7 @@ class _Applied:
         self._handle: Handle | None = None
 
     def __call__(self, model: torch.nn.Module) -> _Applied:
-        self._handle = apply(model, self._plan)
+        self._handle = put_on(model, self._plan)
         return self
 
     def forget_differences(self) -> None:

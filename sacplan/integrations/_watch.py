@@ -20,11 +20,12 @@ from typing import Any, ClassVar
 import torch
 from torch.profiler import ProfilerActivity
 
-from sacplan._apply.apply import Handle, apply
+from sacplan._apply.apply import Handle, put_on
 from sacplan._device.devices import resolve_device
 from sacplan._plan.plan import Plan
 from sacplan._program.budget import format_bytes
 from sacplan._program.places import StepDifference
+from sacplan._program.setup import Setup, optimizer_name, warn_of
 from sacplan._record.step import Step, check_model, default_loss
 from sacplan._torch.allocations import allocation_events, profiler_is_on
 from sacplan._verify.measure import CUDA_ROUND_BYTES, bytes_alive, drop_cublas_workspaces
@@ -49,6 +50,7 @@ class PlannedTraining:
         self._watch_steps = watch_steps
         self._tolerance = tolerance
         self._handle: Handle | None = None
+        self._to_compare: torch.nn.Module | None = None  # until the first step is over
         self._differences: tuple[StepDifference, ...] = ()
         self._watch = PeakWatch(plan, watch_steps, tolerance, self._hint)
 
@@ -65,11 +67,27 @@ class PlannedTraining:
     def _put_on(self, model: torch.nn.Module, *, batches: int = 1) -> None:
         """Apply the plan, and watch the first steps; each of a step's ``batches`` is measured on its own."""
         check_model(model)
-        self._handle = apply(model, self.plan, check=self._check)
+        self._handle = put_on(model, self.plan, check=self._check)
+        warn_of(self.plan.fingerprint.setup.model_differences(Setup.of(model)), stacklevel=4)
+        self._to_compare = model
         self._watch = PeakWatch(self.plan, self._watch_steps * batches, self._tolerance, self._hint)
+
+    def _compare(self, optimizers: Iterable[Any]) -> None:
+        """After the first step, when modules are in its modes: whether these and the optimizer are as planned for."""
+        model, self._to_compare = self._to_compare, None
+        if model is None:
+            return
+        planned = self.plan.fingerprint.setup
+        found = list(planned.mode_differences(Setup.of(model)))
+        # Accelerate wraps them.
+        names = [optimizer_name(getattr(optimizer, "optimizer", optimizer)) for optimizer in optimizers]
+        if len(names) == 1:
+            found.extend(planned.optimizer_difference(names[0]))
+        warn_of(found, stacklevel=3)
 
     def _take_off(self) -> None:
         """Remove the plan, also from a run that failed."""
+        self._to_compare = None
         self._watch.abandon()
         handle, self._handle = self._handle, None
         if handle is not None:

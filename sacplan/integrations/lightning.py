@@ -94,6 +94,7 @@ class PlanCallback(PlannedTraining, pl.Callback):
     ) -> None:
         """Stop before validation."""
         self._watch.end()
+        self._compare(trainer.optimizers)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Remove the plan."""

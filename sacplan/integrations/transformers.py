@@ -93,9 +93,10 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
         assert model is not None
         self._watch.begin(model, [] if optimizer is None else [optimizer])
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Stop before evaluation and saving."""
         self._watch.end()
+        self._compare([] if optimizer is None else [optimizer])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the plan."""
