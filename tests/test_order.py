@@ -72,3 +72,17 @@ def test_a_profile_of_a_planned_model_is_refused(plan: sacplan.Plan) -> None:
         sacplan.profile(model, tokens(4, 16), cross_entropy, device="cpu").peak_bytes
         == plan.baseline_peak_bytes
     )
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_profile_of_what_torch_compile_returned_is_refused(inside: bool) -> None:
+    model: nn.Module = make_model()
+    if inside:
+        model.layers[0] = torch.compile(model.layers[0], backend="eager")  # type: ignore[index, operator]
+    else:
+        model = torch.compile(model, backend="eager")  # type: ignore[assignment]
+    name = r"module 'layers\.0'" if inside else "this model"
+    with pytest.raises(
+        sacplan.TraceError, match=f"{name} is what torch.compile returned.*compile afterwards"
+    ):
+        sacplan.profile(model, tokens(4, 16), cross_entropy, device="cpu")

@@ -481,8 +481,7 @@ def _pinned_share(asked: _Asked, search: Search) -> str:
     smallest = free.smallest.footprint.peak_bytes
     if smallest >= search.smallest.footprint.peak_bytes:
         return ""
-    named = (("keep", asked.pins.keep), ("never", asked.pins.never))
-    pins = " and ".join(f"{argument}={list(patterns)!r}" for argument, patterns in named if patterns)
     return (
-        f"That is with {pins}; without the pins the smallest is {format_bytes(smallest)} ({smallest} bytes). "
+        f"That is with {asked.pins.said}; without the pins the smallest is {format_bytes(smallest)} ({smallest} "
+        "bytes). "
     )

@@ -182,7 +182,7 @@ class Search:
         if pins.widest_units is not None and not pins.may_be_a_unit(program, unit_of(program)):
             raise PlanError(
                 f"solver 'rotor' runs all stages in one unit, {unit_of(program) or 'the model itself'!r}, but "
-                f"never={list(pins.never)!r} leaves modules in it alone. Use another solver, or keep= instead."
+                f"no unit may be around some modules in it ({pins.said}). Use another solver, or keep= instead."
             )
         for found in sequences(program, budget_bytes, rotor, pins.kept_ops):
             self._measure(as_decisions(narrowed(program, found.discarded)), "feasible", None, rotor.name)

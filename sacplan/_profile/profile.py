@@ -33,7 +33,7 @@ from sacplan._program.decisions import AnyDecision, Decision, Discarded, as_deci
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.liveness import Footprint
 from sacplan._program.program import Phase, Program, StorageKind
-from sacplan._program.setup import Setup, current_autocast
+from sacplan._program.setup import Setup, compiled_inside, current_autocast
 from sacplan._ranks.ranks import ONE_RANK, Ranks
 from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
@@ -388,7 +388,8 @@ def trace_step(
         asked = _Asked(model, batch, loss, optimizer, spec, cost, mode, prepare, saved, autocast)
         recorded, rules, setup = run(asked)
     _check_recorded(recorded, mode)
-    fingerprint = structs.replace(fingerprint, setup=setup)
+    compiled = () if model._compiled_call_impl is not None else compiled_inside(model)  # no copy has it
+    fingerprint = structs.replace(fingerprint, setup=structs.replace(setup, compiled=compiled))
     return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules)
 
 

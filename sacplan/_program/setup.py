@@ -65,6 +65,8 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         dropout: modules (numbers as ``*``) to the probability with which they drop values, in training mode.
         loss: the function's name, or what was taken by default.
         optimizer: its class, and the options that change its memory, "AdamW(fused=True)"; None where none ran.
+        compiled: modules that ``.compile()`` had been called on, the model itself aside. They are recorded as they run
+            uncompiled, and a plan has no unit around them, in which they would not run compiled.
         autocast: the type of a ``torch.autocast`` around the call of ``profile``; one inside ``loss_fn`` does not show.
     """
 
@@ -76,6 +78,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     loss: str = ""
     optimizer: Name | None = None
     autocast: Name | None = None
+    compiled: tuple[Name, ...] = ()
 
     @classmethod
     def of(
@@ -176,6 +179,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
             self.loss if " " in self.loss or not self.loss else f"loss {self.loss}",
             self.optimizer or "no optimizer",
             f"autocast {self.autocast}" if self.autocast else "",
+            f"recorded uncompiled: {_patterns(self.compiled)}" if self.compiled else "",
         ]
         return ", ".join(word for word in words if word)
 
@@ -276,6 +280,24 @@ def _dropout(model: torch.nn.Module) -> dict[str, float]:
             pattern = _pattern(fqn)
             found[pattern] = max(p, found.get(pattern, 0.0))
     return found
+
+
+def compiled_inside(model: torch.nn.Module) -> tuple[str, ...]:
+    """The outermost modules in it, itself aside, that are compiled on their own."""
+    found: list[str] = []
+    for fqn, module in model.named_modules():
+        compiled = (
+            module._compiled_call_impl is not None
+            or "_orig_mod" in module._modules
+            or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+        )
+        if fqn and compiled and not any(fqn.startswith(f"{outer}.") for outer in found):
+            found.append(fqn)
+    return tuple(found)
+
+
+def _patterns(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(map(_pattern, names)))
 
 
 def _pattern(fqn: str) -> str:

@@ -45,7 +45,7 @@ class Pins:
             a unit.
         named_ops: of these, those that the patterns themselves name.
         widest_units: by scope, the outermost module call, itself or around it, that may be a unit; ``ROOT_SCOPE`` where
-            there is none. None where all may, which is to say that nothing is in ``never``.
+            there is none. None where all may: nothing is in ``never``, and no module was compiled on its own.
     """
 
     keep: tuple[str, ...] = ()
@@ -55,7 +55,16 @@ class Pins:
     named_ops: frozenset[int] = frozenset()
 
     def __bool__(self) -> bool:
-        return bool(self.keep or self.never)
+        return bool(self.keep) or self.widest_units is not None
+
+    @property
+    def said(self) -> str:
+        """What was given, in words."""
+        named = (("keep", self.keep), ("never", self.never))
+        words = [f"{argument}={list(patterns)!r}" for argument, patterns in named if patterns]
+        if not words or (self.widest_units is not None and not self.never):
+            words.append("modules compiled on their own, around which there is no unit")
+        return " and ".join(words)
 
     @property
     def key(self) -> tuple[frozenset[int], tuple[int, ...] | None]:
@@ -97,7 +106,8 @@ def resolve_pins(
         PlanError: a pattern that matches nothing, or is no pattern; names what comes near.
     """
     keep, never = _patterns("keep", keep), _patterns("never", never)
-    if not keep and not never:
+    compiled = _compiled(program, fingerprint)
+    if not keep and not never and not compiled:
         return NO_PINS
     known = _Names(program, fingerprint)
     kept_ops: set[int] = set()
@@ -109,7 +119,7 @@ def resolve_pins(
             kept_modules.update(known.modules(pattern, "keep"))
     left_alone = {fqn for pattern in never for fqn in known.modules(pattern, "never")}
     alone = _scopes_of(program, left_alone)
-    widest_units = _widest_units(program, alone) if never else None
+    widest_units = _widest_units(program, alone, compiled) if never or compiled else None
     pinned = alone | _scopes_of(program, kept_modules)
     forward = [i for i, op in enumerate(program.ops) if op.phase == Phase.FORWARD]
     named_ops = kept_ops.union(i for i in forward if program.ops[i].scope in pinned)
@@ -249,13 +259,19 @@ def _scopes_of(program: Program, modules: Iterable[str]) -> set[int]:
     return found
 
 
-def _widest_units(program: Program, alone: set[int]) -> tuple[int, ...]:
+def _compiled(program: Program, fingerprint: Fingerprint) -> set[int]:
+    """The calls of modules that were compiled on their own: in a unit around them they would not run compiled."""
+    return {call for fqn in fingerprint.setup.compiled for call in program.calls.get(fqn, ())}
+
+
+def _widest_units(program: Program, alone: set[int], compiled: set[int]) -> tuple[int, ...]:
     """See ``Pins.widest_units``.
 
     A module with a call in or around what is left alone is no unit in any of its calls.
     """
     scopes = program.scopes
-    barred = {scopes[a].fqn for scope in alone for a in (scope, *program.ancestors(scope))}
+    barred = {scopes[scope].fqn for scope in alone}
+    barred.update(scopes[a].fqn for scope in alone | compiled for a in program.ancestors(scope))
     found = program.outermost_calls(barred)
     # Units must not nest by name either: one that is called past the module that it is in is none.
     names = {scopes[call].fqn for call in found.values() if call != ROOT_SCOPE}

@@ -24,6 +24,7 @@ class Differences:
 
     by_unit: dict[str, StepDifference] = field(default_factory=dict)
     warned: bool = False
+    told_of_compiled: bool = False
 
     def note(self, difference: StepDifference, *, may_warn: bool) -> None:
         """A call differed. Says so once: ``SacplanWarning``."""
@@ -37,6 +38,22 @@ class Differences:
                 SacplanWarning,
                 stacklevel=2,
             )
+
+    def note_compiled(self, unit: str, modules: Sequence[str]) -> None:
+        """Modules in a unit that runs uncompiled are compiled. Says so once: ``SacplanWarning``."""
+        if self.told_of_compiled or not modules:
+            return
+        self.told_of_compiled = True
+        names = ", ".join(repr(f"{unit}.{name}" if unit else name) for name in modules[:3])
+        more = ", ..." if len(modules) > 3 else ""
+        where = f"unit {unit!r} of the plan" if unit else "the model, which is one unit of the plan"
+        warnings.warn(
+            f"{names}{more}: compiled on their own, but called in {where}. Inside a unit that is not compiled as a "
+            "whole nothing runs compiled, so they run as if they were not. Compile the whole unit or model instead; "
+            "or compile them before sacplan.profile, and the plan has no unit around them.",
+            SacplanWarning,
+            stacklevel=3,
+        )
 
     def clear(self) -> None:
         """A new step begins."""

@@ -9,6 +9,7 @@ import torch
 from sacplan._program.decisions import Discarded
 from sacplan._program.elements import is_inside
 from sacplan._program.places import OpSequence
+from sacplan._program.setup import compiled_inside
 from sacplan._recompute.executor.alignment import RecordedUnit
 from sacplan._recompute.executor.copies import InstalledStandIns
 from sacplan._recompute.executor.recipes import PlannedForward
@@ -51,13 +52,12 @@ class InstalledRecipes(InstalledStandIns):
 
 def _check_compiled(fqn: str, unit: torch.nn.Module) -> None:
     """What is compiled inside a unit would run under a dispatch mode, and so uncompiled."""
-    for name, module in unit.named_modules():
-        inside = bool(name) and module._compiled_call_impl is not None
-        if inside or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable"):
-            path = ".".join(part for part in (fqn, name) if part)
-            raise PlanError(
-                f"module {path!r} is compiled on its own, but it is part of unit {fqn!r}, in which the plan "
-                "recomputes: inside a unit that is not compiled as a whole, nothing runs compiled. Apply the plan "
-                "first, then compile whole units: model.compile(), or torch.compile(model); or plan with "
-                f"never=[{path!r}]."
-            )
+    own = hasattr(unit.__dict__.get("forward"), "_torchdynamo_orig_callable")
+    for name in ("",) if own else compiled_inside(unit)[:1]:
+        path = ".".join(part for part in (fqn, name) if part)
+        where = f"unit {fqn!r}" if fqn else "the model, which is one unit of the plan"
+        raise PlanError(
+            f"module {path!r} is compiled on its own, but it is part of {where}: inside a unit that is not compiled as "
+            "a whole, nothing runs compiled. Apply the plan first, then compile whole units: model.compile(), or "
+            "torch.compile(model); or compile before sacplan.profile, and the plan has no unit around what is compiled."
+        )

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from sacplan._program import places
+from sacplan._program.setup import compiled_inside
 from sacplan._recompute.executor import alignment, draws, handles, nodes, recorder, schedule, tensors
 from sacplan._recompute.executor.alignment import Differences, RecordedUnit
 from sacplan._recompute.executor.compiled import checkpointed_for_compile, tags_of
@@ -92,6 +93,8 @@ class PlannedForward(StandIn):
             return checkpointed_for_compile(self, args, kwargs)
         if here.recorder is not None or not torch.is_grad_enabled():
             return self.call_original(*args, **kwargs)  # a unit inside a unit belongs to the outer one
+        if self._first_in_training is None:
+            self.differences.note_compiled(self.fqn, compiled_inside(self.module))
         kind = self._kind_of_call(args, kwargs)
         known = self._schedules.get(kind, ())
         recorder = UnitRecorder(self.recorded, self._names, self.first_step, known)
