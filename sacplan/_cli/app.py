@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sacplan._cli import capacity, steps, surveys
+from sacplan._cli import capacity, reading, steps, surveys
 from sacplan._cli import options as o
 from sacplan._cli.command import Command, Group
 
@@ -50,6 +50,8 @@ for _entry in (
     steps.plan,
     steps.policy,
     steps.verify,
+    reading.show_file,
+    reading.diff,
     surveys.frontier,
     surveys.report,
     capacity.max_batch,

@@ -57,7 +57,7 @@ def check_output(path: Path | None, kind: Kind, *, force: bool) -> None:
     if path.exists():
         if not path.is_file():
             raise OutputError(f"{path} is not a regular file; name one.")
-        if not force and path.stat().st_size and not _is_ours(path, kind):
+        if not force and path.stat().st_size and not is_ours(path, kind):
             raise OutputError(
                 f"{path} exists and is not a sacplan {kind}; choose another name, or overwrite it with --force."
             )
@@ -78,7 +78,7 @@ def replacing(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def _is_ours(path: Path, kind: Kind) -> bool:
+def is_ours(path: Path, kind: Kind) -> bool:
     sign, at_the_beginning = _SIGNS[kind]
     characters = _HEAD_CHARACTERS if at_the_beginning else -1
     opener = gzip.open if path.suffix == ".gz" else open

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from sacplan import Plan, Profile, Verification
     from sacplan._cli.target import Target
+    from sacplan._program.notebook import Section
     from sacplan._program.program import CallSite, Program
     from sacplan._ranks.ranks import Ranks
     from sacplan._shard.sharding import Sharding
@@ -50,24 +51,19 @@ def model_row(facts: Mapping[str, Any], model_class: str) -> tuple[str, str]:
 
 def ranks_text(ranks: Ranks, program: Program | None = None) -> str:
     """Over how many ranks a step is spread, and how; with its program, how many modules each pattern matches."""
-    if ranks.world_size == 1:
-        return "one device"
-    if ranks.sharding is not None:
-        return f"one of {ranks.world_size} ranks (mesh {ranks.sharding.mesh})"
-    if ranks.fsdp_units is None:
-        return f"one of {ranks.world_size} ranks (DistributedDataParallel)"
-    units = ", ".join(_unit(pattern, program) for pattern in ranks.fsdp_units)
-    return f"one of {ranks.world_size} ranks (fully_shard: {units})"
+    from sacplan._plan.reading import ranks_text
+
+    return ranks_text(ranks, program)
 
 
-def _unit(pattern: str, program: Program | None) -> str:
-    from sacplan._ranks.shards import resolve_units
-
-    if not pattern:
-        return "the model"
-    if program is None or not re.search(r"[*?[]", pattern):
-        return pattern
-    return f"{len(resolve_units([pattern], program))} x {pattern}"
+def sections_shown(sections: Sequence[Section]) -> list[Table | str]:
+    """Titles with rows below them."""
+    shown: list[Table | str] = []
+    for section in sections:
+        shown += [*([""] if shown else []), section.title]
+        if section.rows:
+            shown.append(pairs([(f"  {label}", text) for label, text in section.rows]))
+    return shown
 
 
 def _device(text: str, ranks: Ranks, program: Program | None = None) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -136,6 +137,13 @@ def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: o.
             f"sacplan profile TARGET --device {step.device}."
         )
     return Source(profile if ranks is None else profile.on_ranks(ranks), None, origin)
+
+
+def saved_profile(path: str) -> Profile:
+    """Load a profile."""
+    import sacplan
+
+    return _read(sacplan.Profile.load, path, "profile")
 
 
 def saved_plan(path: str) -> Plan:
@@ -281,8 +289,9 @@ def curve(profile: Profile, points: int, **how: Any) -> pd.DataFrame:
     """The frontier of a profile. ``how`` is for ``sacplan.frontier``."""
     import sacplan
 
-    with stage(f"planning for {points} budgets"):
-        return sacplan.frontier(profile, points, **how)
+    with stage(f"planning for {points} budgets") as say:
+        done = itertools.count(1)
+        return sacplan.frontier(profile, points, progress=lambda row: say(f"{next(done)} done"), **how)
 
 
 @contextlib.contextmanager

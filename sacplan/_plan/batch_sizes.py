@@ -81,7 +81,7 @@ class BatchSizes:
     at_most: int | None = None
     trace: Trace = "fake"
     techniques: Sequence[str] | None = None
-    progress: Callable[[CapacityPoint], Any] | None = None
+    progress: Callable[[CapacityPoint, str], None] | None = None
     points: dict[int, CapacityPoint] = field(default_factory=dict)
     plans: dict[int, Plan] = field(default_factory=dict)
     above_floor: float = 1.0
@@ -133,7 +133,7 @@ class BatchSizes:
         if found is not None:
             self.plans[n] = found
         if self.progress is not None:
-            self.progress(point)
+            self.progress(point, f"batch {n} {'fits' if point.feasible else 'does not fit'}")
         return point
 
     def _profile(self, n: int) -> Profile:

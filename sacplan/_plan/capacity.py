@@ -27,6 +27,8 @@ from sacplan._plan.planning import resolve_solver
 from sacplan._profile.profile import Trace
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
+from sacplan._program.notebook import Section, as_html, frame_html
+from sacplan._program.progress import Progress, reported
 from sacplan._record.step import LossFn
 from sacplan._solve.solvers import Solver
 from sacplan._techniques import resolve_techniques
@@ -89,6 +91,15 @@ class Capacity:
 
         return pd.DataFrame([asdict(p) for p in self.points]).set_index("batch_size")
 
+    def _repr_html_(self) -> str:
+        rows = (
+            ("budget", f"{format_bytes(self.budget_bytes)}, {format_bytes(self.headroom_bytes)} left free"),
+            ("largest", f"{self.unplanned_batch_size} without a plan, {self.largest_batch_size} with one"),
+            ("samples/s", f"{self.samples_per_s:.2f} (predicted)"),
+        )
+        title = f"Batch of {self.batch_size}: {self.plan.fingerprint.model_class} on {self.device}"
+        return as_html([Section(title, rows)]) + frame_html(self.to_frame())
+
     def __repr__(self) -> str:
         at_most = " (at_most)" if self.bounded_by == "at_most" else ""
         chunked = f" and {self.plan.added_ms:+.2f} ms for slices" if self.plan.chunks else ""
@@ -113,7 +124,7 @@ class SearchOptions(TypedDict, total=False):
     solver: str | Solver
     techniques: Sequence[str] | None
     at_most: int | None
-    progress: Callable[[CapacityPoint], Any] | None
+    progress: Progress
 
 
 @checked(PlanError, "model", "make_batch", "budget")
@@ -148,7 +159,8 @@ def max_batch(
               ``"5%"``) or bytes (``"2GiB"``). By default ``DEFAULT_HEADROOM``, 15%. See below.
             - ``solver``, ``techniques``: as for ``sacplan.plan``.
             - ``at_most``: no larger size is looked at.
-            - ``progress``: called with each ``CapacityPoint``, as soon as it is known.
+            - ``progress``: None shows a bar in a notebook and on a terminal, True anywhere, False never; a function is
+              called with each ``CapacityPoint``, as soon as it is known.
 
     Headroom: the peak of a plan is the sum of what is alive, rounded as the allocator rounds it, with cuBLAS'
     workspaces. The headroom is for what takes memory besides:
@@ -168,8 +180,9 @@ def max_batch(
         PlanError: ``make_batch`` is not callable or does not follow n; a bad ``at_most``; an unknown solver.
         DeviceError: an unknown device.
     """
-    sizes = _sizes(model, make_batch, budget, device, **options)
-    return _capacity(sizes, sizes.edges()[1])
+    with reported(options.pop("progress", None), "batch sizes") as step:
+        sizes = _sizes(model, make_batch, budget, device, step, **options)
+        return _capacity(sizes, sizes.edges()[1])
 
 
 @checked(PlanError, "model", "make_batch", "budget")
@@ -196,12 +209,13 @@ def throughput(
 
     Args and errors: as for ``max_batch``.
     """
-    sizes = _sizes(model, make_batch, budget, device, **options)
-    unplanned, largest = sizes.edges()
-    for n in range(1, largest + 1) if largest <= _ALL else _spread(unplanned, largest):
-        sizes.look(n)
-    sizes.refine(_REFINEMENTS)
-    return _capacity(sizes, sizes.fastest)
+    with reported(options.pop("progress", None), "batch sizes") as step:
+        sizes = _sizes(model, make_batch, budget, device, step, **options)
+        unplanned, largest = sizes.edges()
+        for n in range(1, largest + 1) if largest <= _ALL else _spread(unplanned, largest):
+            sizes.look(n)
+        sizes.refine(_REFINEMENTS)
+        return _capacity(sizes, sizes.fastest)
 
 
 def _spread(unplanned: int, largest: int) -> list[int]:
@@ -218,6 +232,7 @@ def _sizes(
     make_batch: Callable[[int], Any],
     budget: float | str | None,
     device: str | DeviceSpec | torch.device,
+    step: Callable[[CapacityPoint, str], None],
     *,
     headroom: float | str | None = None,
     solver: str | Solver = "best",
@@ -246,6 +261,7 @@ def _sizes(
         solver=solver,
         techniques=techniques,
         at_most=at_most,
+        progress=step,
         **options,
     )
 

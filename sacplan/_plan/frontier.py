@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from sacplan._plan.planning import plan, plan_smallest
 from sacplan._plan.policies import layers_of, policy
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
+from sacplan._program.budget import format_bytes
+from sacplan._program.progress import Progress, reported
 from sacplan._rotor.sequences import Rotor, unit_of
 from sacplan._solve.solvers import Solver
 from sacplan.errors import InfeasibleBudget, PlanError
@@ -43,6 +46,7 @@ def frontier(
     keep: Sequence[str] = (),
     never: Sequence[str] = (),
     techniques: Sequence[str] | None = None,
+    progress: Progress = None,
 ) -> pd.DataFrame:
     """Plans of every solver at budgets from the smallest feasible peak to the unplanned one, and named policies.
 
@@ -60,6 +64,8 @@ def frontier(
             the model has no layers for are left out, and those that would change nothing.
         keep, never: what no plan here touches, see ``sacplan.plan``.
         techniques: what the plans may do, see ``sacplan.plan``. Policies do what their name says.
+        progress: None shows a bar in a notebook and on a terminal, True anywhere, False never; a function is called
+            with each row, a dict, when it is known, and with None for a budget that a solver does not hold.
 
     Returns:
         One row for each solver and budget that it can hold: ``solver``, ``budget_bytes`` (for a policy, its peak),
@@ -78,7 +84,7 @@ def frontier(
         if profile.mode == "inference":
             solvers = ("best",)  # there is one search for stretches
     with looking_for_plans():
-        rows = _rows(profile, points, solvers, objective, policies, keep, never, techniques)
+        rows = _rows(profile, points, solvers, objective, policies, keep, never, techniques, progress)
     return pd.DataFrame(rows)
 
 
@@ -91,6 +97,7 @@ def _rows(
     keep: Sequence[str],
     never: Sequence[str],
     techniques: Sequence[str] | None,
+    progress: Progress,
 ) -> list[dict[str, object]]:
     smallest = plan_smallest(
         profile, objective=objective, keep=keep, never=never, techniques=techniques
@@ -98,17 +105,23 @@ def _rows(
     named = _named_policies(profile, keep, never, techniques) if policies else []
     evenly = {smallest + (profile.peak_bytes - smallest) * i // (points - 1) for i in range(points)}
     theirs = {found.peak_bytes for _, found in named if smallest <= found.peak_bytes <= profile.peak_bytes}
-    rows = []
-    for i, solver in enumerate(solvers):
-        name = solver if isinstance(solver, str) else solver.name
-        for budget in sorted(evenly if i else evenly | theirs):
-            try:
+    asked = [
+        (solver, budget)
+        for i, solver in enumerate(solvers)
+        for budget in sorted(evenly if i else evenly | theirs)
+    ]
+    rows: list[dict[str, object]] = []
+    with reported(progress, "frontier", len(asked)) as step:
+        for solver, budget in asked:
+            name = solver if isinstance(solver, str) else solver.name
+            row: dict[str, object] | None = None
+            with contextlib.suppress(InfeasibleBudget):
                 found = plan(
                     profile, f"{budget}B", solver, objective, keep=keep, never=never, techniques=techniques
                 )
-            except InfeasibleBudget:
-                continue
-            rows.append({"solver": name, "budget_bytes": budget} | _figures(found))
+                row = {"solver": name, "budget_bytes": budget} | _figures(found)
+                rows.append(row)
+            step(row, f"{name} at {format_bytes(budget)}")
     for name, found in named:
         rows.append({"solver": name, "budget_bytes": found.peak_bytes} | _figures(found))
     return rows

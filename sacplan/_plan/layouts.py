@@ -21,6 +21,8 @@ from sacplan._plan.planning import plan
 from sacplan._profile.profile import Profile, Trace, profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
+from sacplan._program.notebook import Section, as_html, frame_html
+from sacplan._program.progress import Progress, reported
 from sacplan._record.step import LossFn
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.sharding import Sharding
@@ -128,6 +130,11 @@ class Layouts:
             ]
         )
 
+    def _repr_html_(self) -> str:
+        rows = (("budget", f"{format_bytes(self.budget_bytes)} on each rank"),)
+        title = f"A batch of {self.batch_size} on {self.devices} x {self.device}"
+        return as_html([Section(title, rows)]) + frame_html(self.to_frame())
+
     def __repr__(self) -> str:
         """One line."""
         fitting = [row for row in self.rows if row.fits]
@@ -153,7 +160,7 @@ def layouts(
     solver: str | Solver = "best",
     techniques: Sequence[str] | None = None,
     search: bool = False,
-    progress: Callable[[Layout], Any] | None = None,
+    progress: Progress = None,
 ) -> Layouts:
     """What a step comes to on each mesh of a number of devices: which parallelism to use.
 
@@ -171,7 +178,8 @@ def layouts(
         headroom: as for ``sacplan.max_batch``.
         solver, techniques: as for ``sacplan.plan``, on each rank.
         search: also search for a sharding on each mesh, beside those that have names; takes longer.
-        progress: called with each row when it is known.
+        progress: None shows a bar in a notebook and on a terminal, True anywhere, False never; a function is called
+            with each row when it is known.
 
     Raises:
         BudgetError: a budget or headroom that cannot be read.
@@ -181,41 +189,39 @@ def layouts(
         devices, _, device = devices.partition("x")
     if not str(devices).strip().isdigit() or isinstance(devices, bool) or int(devices) < 1:
         raise PlanError(f"devices is {devices!r}; give how many, such as 8 or '8xh100'.")
-    if progress is not None and (isinstance(progress, type) or not callable(progress)):
-        raise PlanError(f"progress is {progress!r}; give a function of one row, such as print.")
     n = int(devices)
-    whole = (
-        model
-        if isinstance(model, Profile)
-        else profile(model, batch, loss_fn, optimizer, device, trace=trace)
-    )
-    budget_bytes = budget_of_device(budget, headroom, whole.spec)
+    with reported(progress, "layouts") as step:
+        whole = (
+            model
+            if isinstance(model, Profile)
+            else profile(model, batch, loss_fn, optimizer, device, trace=trace)
+        )
+        budget_bytes = budget_of_device(budget, headroom, whole.spec)
 
-    def on_rank(rank: Profile) -> Plan:
-        return plan(rank, f"{budget_bytes}B", solver, techniques=techniques)
+        def on_rank(rank: Profile) -> Plan:
+            return plan(rank, f"{budget_bytes}B", solver, techniques=techniques)
 
-    rows: list[Layout] = []
-    refused: list[str] = []
+        rows: list[Layout] = []
+        refused: list[str] = []
 
-    def add(row: Layout) -> None:
-        rows.append(row)
-        if progress is not None:
-            progress(row)
+        def add(row: Layout) -> None:
+            rows.append(row)
+            step(row, f"{row.name} {row.mesh or ''}")
 
-    if n == 1:
-        add(_on_one_device(whole, on_rank))
-    for mesh in resolve_mesh(n, whole) if n > 1 else ():
-        try:
-            ways = list(spreads(whole, mesh, (0, budget_bytes) if search else (), _names(mesh)))
-        except PlanError as error:
-            refused.append(str(error))
-            continue
-        for one in tried(ways, on_rank, all_of_them=True):
-            add(_row(whole, one.spread.profile, one.spread, one.plan, one.smallest_bytes, one.binding))
-    if not rows:
-        raise PlanError(" ".join(refused))
-    rows.sort(key=lambda row: (not row.fits, row.step_ms if row.fits else row.peak_bytes))
-    return Layouts(tuple(rows), tuple(refused), n, whole.device, rows_of(whole), budget_bytes)
+        if n == 1:
+            add(_on_one_device(whole, on_rank))
+        for mesh in resolve_mesh(n, whole) if n > 1 else ():
+            try:
+                ways = list(spreads(whole, mesh, (0, budget_bytes) if search else (), _names(mesh)))
+            except PlanError as error:
+                refused.append(str(error))
+                continue
+            for one in tried(ways, on_rank, all_of_them=True):
+                add(_row(whole, one.spread.profile, one.spread, one.plan, one.smallest_bytes, one.binding))
+        if not rows:
+            raise PlanError(" ".join(refused))
+        rows.sort(key=lambda row: (not row.fits, row.step_ms if row.fits else row.peak_bytes))
+        return Layouts(tuple(rows), tuple(refused), n, whole.device, rows_of(whole), budget_bytes)
 
 
 def _names(mesh: Mesh) -> tuple[str, ...]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from sacplan._plan.bound import Bound
 from sacplan._plan.context import op_costs, planning_context
 from sacplan._plan.plan import Plan, Status, UnitPlan
 from sacplan._plan.provenance import Provenance
+from sacplan._plan.reading import LayerReading, kept_layers, kept_sections
 from sacplan._profile.profile import Profile
 from sacplan._program.decisions import Decision, Discarded, Recompute, discarded_by
 from sacplan._program.liveness import Footprint
+from sacplan._program.notebook import Section
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Program
 from sacplan._ranks.unit_limits import too_wide
@@ -91,9 +94,9 @@ def unit_plans(
     held = set(program.handle_storages)
     for fqn in fqns:
         times = discarded.get(fqn, {})
-        kept: dict[CallSite, None] = {}
-        saved_bytes = discarded_bytes = 0
-        recompute_ms = 0.0
+        kept: dict[CallSite, int] = {}
+        dropped = dict.fromkeys(times, (0, 0.0))
+        saved_bytes = 0
         calls: dict[int, None] = {}
         for scope in program.calls[fqn]:
             calls[sequences.setdefault(program.sequence(scope), len(sequences))] = None
@@ -102,14 +105,30 @@ def unit_plans(
                 n_bytes = sum(program.storage_bytes[s] for s in op.writes if s in held)
                 saved_bytes += n_bytes
                 if site in times:
-                    discarded_bytes += n_bytes
-                    recompute_ms += times[site] * op.time_ms
+                    before, ms = dropped[site]
+                    dropped[site] = before + n_bytes, ms + times[site] * op.time_ms
                 elif n_bytes:
-                    kept[site] = None
+                    kept[site] = kept.get(site, 0) + n_bytes
+        discarded_bytes = sum(n_bytes for n_bytes, _ in dropped.values())
         units[fqn] = UnitPlan(
             discard_ratio=discarded_bytes / saved_bytes if saved_bytes else 0.0,
-            recompute_ms=recompute_ms,
+            recompute_ms=math.fsum(ms for _, ms in dropped.values()),
             kept=tuple(kept),
             calls=tuple(calls),
+            kept_bytes=tuple(kept.values()),
+            discarded_bytes=tuple(n_bytes for n_bytes, _ in dropped.values()),
+            discarded_ms=tuple(ms for _, ms in dropped.values()),
         )
     return units, tuple(sequences)
+
+
+def kept_by_layer(profile: Profile) -> list[LayerReading]:
+    """What autograd keeps in each layer of a step without a plan."""
+    program = profile.program
+    outermost = [""] if "" in program.calls else [fqn for fqn in program.calls if "." not in fqn]
+    return kept_layers(*unit_plans(program, {}, outermost))
+
+
+def profile_sections(profile: Profile) -> list[Section]:
+    """A profile in words: its figures, and what autograd keeps in each layer."""
+    return [profile.in_words(), *kept_sections(kept_by_layer(profile))]

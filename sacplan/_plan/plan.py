@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -13,12 +14,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 from sacplan._plan.provenance import Provenance
+from sacplan._plan.reading import as_text, plan_sections
 from sacplan._program import files
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import Chunk, Decision, Recompute, Site, discarded_by
 from sacplan._program.files import Count, Milliseconds, Name, Positive, Share
 from sacplan._program.fingerprint import Fingerprint
+from sacplan._program.notebook import as_html
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite
 from sacplan._ranks.ranks import ONE_RANK, Ranks
@@ -40,12 +43,18 @@ class UnitPlan(Struct, frozen=True, forbid_unknown_fields=True):
         recompute_ms: predicted time of what runs again.
         kept: call sites whose outputs autograd keeps.
         calls: which of ``Plan.sequences`` the unit's calls run.
+        kept_bytes: bytes of what is kept, for each of ``kept``, all calls of the unit together.
+        discarded_bytes, discarded_ms: for each decision to recompute, in their order: bytes that autograd asks for and
+            does not get kept, and the predicted time to run the op again. 0 bytes: it runs again for other ops alone.
     """
 
     discard_ratio: Share
     recompute_ms: Milliseconds
     kept: tuple[CallSite, ...] = ()
     calls: tuple[Count, ...] = ()
+    kept_bytes: tuple[Count, ...] = ()
+    discarded_bytes: tuple[Count, ...] = ()
+    discarded_ms: tuple[Milliseconds, ...] = ()
 
 
 class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True):
@@ -121,6 +130,18 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
                     f"there are two decisions about {decision.site}; a plan has one for a call site."
                 )
             seen.add(decision.site)
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        """``PlanError`` where a unit has figures for other call sites than it has; it may have none."""
+        again = Counter(d.unit for d in self.decisions if isinstance(d, Recompute))
+        for fqn, unit in self.units.items():
+            wanted = {
+                "kept_bytes": len(unit.kept), "discarded_bytes": again[fqn], "discarded_ms": again[fqn],
+            }  # fmt: skip
+            for name, n in wanted.items():
+                if len(getattr(unit, name)) not in (0, n):
+                    raise PlanError(f"unit {fqn!r} has {len(getattr(unit, name))} {name} for {n} call sites.")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
@@ -225,6 +246,13 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
             return ""
         most = max(chunk.slices for chunk in self.chunks)
         return f"chunks of up to {most} slices {self.added_ms:+.2f} ms, "
+
+    def __str__(self) -> str:
+        """What the plan does, layer by layer, in lines of up to 100 characters."""
+        return as_text(plan_sections(self))
+
+    def _repr_html_(self) -> str:
+        return as_html(plan_sections(self))
 
     def __repr__(self) -> str:
         return (

@@ -32,6 +32,7 @@ from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import AnyDecision, Decision, Discarded, as_decisions
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.liveness import Footprint
+from sacplan._program.notebook import Section, as_html
 from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._program.setup import Setup, compiled_inside, current_autocast
 from sacplan._ranks.ranks import ONE_RANK, Ranks
@@ -284,6 +285,23 @@ class Profile:
             TraceError: the file is damaged, or holds something else.
         """
         return cls(**files.load(path))
+
+    def in_words(self) -> Section:
+        """What was recorded, and its figures."""
+        fingerprint, baseline = self.fingerprint, self.baseline
+        where = baseline.peak_phase.name.lower() + (f" of {baseline.peak_fqn}" if baseline.peak_fqn else "")
+        rows = (
+            ("parameters", f"{fingerprint.n_parameters:,}, {fingerprint.dtype or 'none'}"),
+            ("batch", fingerprint.batch_in_words),
+            ("set up as", str(fingerprint.setup)),
+            ("peak", f"{format_bytes(self.peak_bytes)}, in the {where}"),
+            ("step", f"{self.step_ms:.2f} ms ({self.runtime}), forward {self.forward_ms:.2f} ms"),
+            ("recorded", f"{len(self.program.ops)} ops ({self.mode}, {self.trace})"),
+        )
+        return Section(f"Profile of {fingerprint.model_class} on {self.device}", rows)
+
+    def _repr_html_(self) -> str:
+        return as_html([self.in_words()])
 
     def __repr__(self) -> str:
         """One line: model, device, peak, time, ops."""

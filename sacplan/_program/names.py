@@ -1,4 +1,4 @@
-"""Names of modules and ops in reports: layers that repeat share a name, ops are without their namespace."""
+"""Names of modules and ops for people: layers that repeat share a name, ops are without their namespace."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from sacplan._chunk.executor.lazy import REWRITTEN
 from sacplan._chunk.rest import training_chunk
 from sacplan._factors.rule import rule_of
 from sacplan._plan.plan import Plan, PlanOrPath
+from sacplan._plan.reading import what_runs
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.calls import Opaque, call_with
@@ -32,10 +33,6 @@ from sacplan.errors import PlanError
 if TYPE_CHECKING:
     import pandas as pd
 
-_WHAT = {
-    "rest": "all that is computed from its input on: the loss, and their gradients",
-    "module": "the module, forward and backward",
-}
 _CROSS_ENTROPY = ("aten.nll_loss_forward.", "aten.nll_loss2d_forward.", "aten.cross_entropy_loss.")
 
 
@@ -122,11 +119,6 @@ def _rows(program: Program, chunk: Chunk) -> int:
     (last, *_) = program.call_sites(chunk.unit)[chunk.sites[-1]]
     shape = program.tensors[program.ops[last].outputs[0]].shape
     return shape[chunk.dim] // (chunk.outer * chunk.inner)
-
-
-def what_runs(chunk: Chunk) -> str:
-    """What a chunk runs in slices, in words."""
-    return f"a stretch of {len(chunk.sites)} ops" if chunk.span == "stretch" else _WHAT[chunk.span]
 
 
 # --- the same loss by other means -------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from sacplan._profile.profile import check_runs_here, trace_step
 from sacplan._profile.remarks import adamw_state_bytes, without_optimizer
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
+from sacplan._program.notebook import Section, as_html
 from sacplan._program.places import StepDifference
 from sacplan._program.setup import SetupDifference, current_autocast, warn_of
 from sacplan._record.limits import explained_limits
@@ -74,6 +75,20 @@ class Verification:
     def error(self) -> float:
         """Predicted over observed peak, minus one."""
         return self.predicted_peak_bytes / self.peak_bytes - 1
+
+    def _repr_html_(self) -> str:
+        budget = "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)
+        rows = [
+            ("budget", budget),
+            ("planned", format_bytes(self.predicted_peak_bytes)),
+            ("seen", f"{format_bytes(self.peak_bytes)}, {self.source}"),
+            ("difference", f"{self.error:+.3%}, planned against seen"),
+            ("recompute", f"{self.recompute_flops / 1e9:.2f} GFLOP"),
+            ("step", f"{self.step_ms:.2f} ms ({'wall time' if self.run == 'real' else 'predicted'})"),
+            *(("not as planned", str(difference)) for difference in self.differences[:3]),
+        ]
+        verdict = "Within the budget" if self.within_budget else "OVER the budget"
+        return as_html([Section(verdict, tuple(rows))])
 
     def __repr__(self) -> str:
         return (

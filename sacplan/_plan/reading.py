@@ -1,0 +1,475 @@
+"""A plan in words: what each layer keeps, recomputes and runs in slices, and where two plans differ.
+
+    for section in plan_sections(plan): ...
+    print(as_text(plan_sections(plan)))
+
+``print(plan)``, notebooks and the command line show the same sections. Layers that do the same are one section.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from sacplan._program.budget import format_bytes
+from sacplan._program.decisions import Chunk
+from sacplan._program.elements import pattern_of
+from sacplan._program.names import numbers_of, short_op
+from sacplan._program.notebook import Section
+from sacplan._program.places import OpSequence
+from sacplan._program.program import CallSite, Program
+from sacplan._ranks.ranks import Ranks
+from sacplan._ranks.shards import resolve_units
+
+if TYPE_CHECKING:
+    from sacplan._plan.plan import Plan, UnitPlan
+
+ITSELF = "(the model itself)"  # what it computes outside of its modules
+
+_LAST = (2**62, 0)
+_PARTS = 10  # in a sentence; the rest is counted
+_RUNS_IN_SLICES = {
+    "rest": "all that is computed from its input on: the loss, and their gradients",
+    "module": "the module, forward and backward",
+}
+
+
+class _Place(NamedTuple):
+    """Where an op runs, whatever the unit of the plan."""
+
+    module: str
+    place: str
+    op: str
+    occurrence: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What is made at one call site; ``order`` is that of execution, bytes and ms are None where a plan has none."""
+
+    at: _Place
+    order: tuple[int, int]
+    n_bytes: int | None
+    ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Ops of the same kind in modules of a layer.
+
+    Attributes:
+        ops: in words, with how often each runs.
+        modules: relative to the layer; ``""`` is the layer itself.
+        n_bytes: what autograd asks for of them; None if it is not known.
+        ms: predicted time to run them again, likewise; 0 for what is kept.
+    """
+
+    ops: str
+    modules: tuple[str, ...]
+    n_bytes: int | None
+    ms: float | None
+
+    def __str__(self) -> str:
+        names = ", ".join(name for name in self.modules if name)
+        return f"{self.ops} of {names}" if names else self.ops
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReading:
+    """What a plan does in layers that are alike.
+
+    Attributes:
+        layers: their names. A layer is a module that is numbered, or else one that has ops of its own.
+        kept, recomputed: of one of them, the largest parts first.
+        sliced: what runs in slices, in words.
+    """
+
+    layers: tuple[str, ...]
+    kept: tuple[Part, ...]
+    recomputed: tuple[Part, ...]
+    sliced: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """All of them: ``model.layers.0-31 (32 layers)``."""
+        return together(self.layers)
+
+
+def together(layers: Sequence[str]) -> str:
+    """Layers that differ in one number, as one name."""
+    if len(layers) == 1:
+        return layers[0] or ITSELF
+    return f"{_one_name(layers)} ({len(layers)} layers)"
+
+
+def _one_name(names: Sequence[str]) -> str:
+    """Names of one pattern: with the numbers by which they differ, or ``*`` where several do."""
+    numbers = numbers_of(names).replace("–", "-").replace(", ", ",") if len(names) > 1 else ""
+    shown = f"{{{numbers}}}" if "," in numbers else numbers or "*"
+    columns = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(parts[0] if len(set(parts)) == 1 else shown for parts in columns)
+
+
+def read_layers(plan: Plan) -> list[LayerReading]:
+    """What a plan does, layer by layer in the order of execution; outside of its units it does nothing."""
+    kept, recomputed = _values(plan)
+    sliced: dict[str, list[str]] = defaultdict(list)
+    for chunk in plan.chunks:
+        layer, inner = _layer_of(chunk.unit)
+        sliced[layer].append(f"{f'{inner}: ' if inner else ''}{what_runs(chunk)}, in {chunk.slices} slices")
+    return _folded(kept, recomputed, sliced)
+
+
+def kept_layers(units: Mapping[str, UnitPlan], sequences: Sequence[OpSequence]) -> list[LayerReading]:
+    """What a step keeps without a plan, from ``unit_plans`` of what discards nothing."""
+    return _folded(list(_kept_values(units, sequences)), [], {})
+
+
+def what_runs(chunk: Chunk) -> str:
+    """What a chunk runs in slices, in words."""
+    if chunk.span == "stretch":
+        return f"a stretch of {len(chunk.sites)} ops"
+    return _RUNS_IN_SLICES[chunk.span]
+
+
+def _values(plan: Plan) -> tuple[list[_Value], list[_Value]]:
+    """What is kept and what is recomputed in the units of a plan."""
+    discarded = plan.discarded
+    recomputed = []
+    for index, (fqn, unit) in enumerate(plan.units.items()):
+        sites = discarded.get(fqn, {})
+        places = _Places(index, fqn, unit, plan.sequences)
+        n_bytes = unit.discarded_bytes or (None,) * len(sites)
+        times = unit.discarded_ms or (None,) * len(sites)
+        recomputed += [
+            _Value(*places.of(site), n, ms) for site, n, ms in zip(sites, n_bytes, times, strict=True)
+        ]
+    return list(_kept_values(plan.units, plan.sequences)), recomputed
+
+
+def _kept_values(units: Mapping[str, UnitPlan], sequences: Sequence[OpSequence]) -> Iterable[_Value]:
+    for index, (fqn, unit) in enumerate(units.items()):
+        places = _Places(index, fqn, unit, sequences)
+        n_bytes = unit.kept_bytes or (None,) * len(unit.kept)
+        yield from (_Value(*places.of(site), n, 0.0) for site, n in zip(unit.kept, n_bytes, strict=True))
+
+
+class _Places:
+    """Names the call sites of a unit as seen from the model."""
+
+    def __init__(self, index: int, fqn: str, unit: UnitPlan, sequences: Sequence[OpSequence]) -> None:
+        self.index, self.fqn = index, fqn
+        self.known: dict[str, tuple[int, str]] = {}  # by place, its number and the module around it
+        for i in unit.calls:
+            for caller, place, _ in sequences[i]:
+                self.known.setdefault(place, (len(self.known), caller))
+
+    def of(self, site: CallSite) -> tuple[_Place, tuple[int, int]]:
+        """The place, and its order."""
+        after, inner = site.place.startswith("after "), site.place.removeprefix("after ")
+        around = inner.rpartition(".")[0] if after else inner
+        order, caller = self.known.get(site.place, (len(self.known), around))
+        place = f"after {self._named(inner)}" if after else self._named(inner)
+        module = self._named(re.sub(r" \(\d+\)$", "", caller))
+        return _Place(module, place, site.op, site.occurrence), (self.index, order)
+
+    def _named(self, inner: str) -> str:
+        return f"{self.fqn}.{inner}".strip(".")
+
+
+def _layer_of(module: str) -> tuple[str, str]:
+    """The numbered module that one is in, and the rest of its name."""
+    parts = module.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: number + 1]), ".".join(parts[number + 1 :])
+
+
+def _folded(
+    kept: Sequence[_Value], recomputed: Sequence[_Value], sliced: Mapping[str, Sequence[str]]
+) -> list[LayerReading]:
+    by_layer: dict[str, tuple[list[_Value], list[_Value]]] = {}
+    for which, values in enumerate((recomputed, kept)):
+        for value in values:
+            by_layer.setdefault(_layer_of(value.at.module)[0], ([], []))[which].append(value)
+    for layer in sliced:
+        by_layer.setdefault(layer, ([], []))
+
+    def order(layer: str) -> tuple[int, ...]:
+        return min((value.order for values in by_layer[layer] for value in values), default=_LAST)
+
+    alike: dict[object, list[tuple[str, tuple[Part, ...], tuple[Part, ...]]]] = defaultdict(list)
+    for layer in sorted(by_layer, key=order):
+        again, held = map(_parts, by_layer[layer])
+        words = tuple((str(part), part.n_bytes) for part in (*again, *held))
+        alike[pattern_of(layer), len(again), words, tuple(sliced.get(layer, ()))].append((layer, held, again))
+    return [
+        LayerReading(tuple(one[0] for one in same), same[0][1], same[0][2], tuple(sliced.get(same[0][0], ())))
+        for same in alike.values()
+    ]
+
+
+def _parts(values: Iterable[_Value]) -> tuple[Part, ...]:
+    """Values of a layer by module, and modules that do the same as one."""
+    by_module: dict[str, list[_Value]] = defaultdict(list)
+    for value in values:
+        by_module[_layer_of(value.at.module)[1]].append(value)
+    alike: dict[tuple[str, bool], list[tuple[str, list[_Value]]]] = defaultdict(list)
+    for module, own in by_module.items():
+        alike[_ops_in_words(own), not module].append((module, own))
+    parts = [
+        Part(
+            ops,
+            _folded_names([module for module, _ in same]),
+            _sum(value.n_bytes for _, own in same for value in own),
+            _sum(value.ms for _, own in same for value in own),
+        )
+        for (ops, _), same in alike.items()
+    ]
+    return tuple(sorted(parts, key=lambda part: (-(part.n_bytes or 0), -(part.ms or 0.0))))
+
+
+def _folded_names(modules: Sequence[str]) -> tuple[str, ...]:
+    by_pattern: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        by_pattern[pattern_of(module)].append(module)
+    return tuple(_one_name(same) for same in by_pattern.values())
+
+
+def _ops_in_words(values: Iterable[_Value]) -> str:
+    counts = Counter(short_op(value.at.op) for value in values)
+    return ", ".join(op if n == 1 else f"{op} x{n}" for op, n in counts.items())
+
+
+def _sum(numbers: Iterable[float | int | None]) -> int | None:
+    found = list(numbers)
+    return None if None in found else sum(found)  # type: ignore[arg-type]
+
+
+# --- sections ---------------------------------------------------------------------------------------------------
+
+
+def plan_sections(plan: Plan) -> list[Section]:
+    """A plan in words."""
+    sections = [Section(f"Plan for {plan.fingerprint.model_class} on {plan.device}", plan_rows(plan))]
+    if plan.ranks.sharding is not None:
+        homes = tuple(plan.ranks.sharding.homes.items())
+        sections.append(Section(f"Parameters on mesh {plan.ranks.sharding.mesh}", homes))
+    for layer in read_layers(plan):
+        rows = [
+            ("keeps", _amount(layer.kept, len(layer.layers))),
+            ("recomputes", _amount(layer.recomputed, len(layer.layers), with_time=True)),
+            *(("in slices", text) for text in layer.sliced),
+        ]
+        sections.append(Section(layer.name, tuple((label, text) for label, text in rows if text)))
+    if "" not in plan.units:
+        sections.append(
+            Section("All else runs as without a plan." if plan.units else "Runs as without a plan.", ())
+        )
+    return sections
+
+
+def kept_sections(layers: Sequence[LayerReading]) -> list[Section]:
+    """What a step keeps, in words."""
+    return [Section(one.name, (("keeps", _amount(one.kept, len(one.layers))),)) for one in layers]
+
+
+def plan_rows(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """The figures of a plan in words."""
+    fingerprint, setup = plan.fingerprint, str(plan.fingerprint.setup)
+    saves = 1 - plan.peak_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 0.0
+    rows = [
+        ("parameters", f"{fingerprint.n_parameters:,}, {fingerprint.dtype or 'none'}"),
+        ("batch", fingerprint.batch_in_words),
+        ("set up as", setup),
+        ("ranks", "" if plan.ranks.world_size == 1 else ranks_text(plan.ranks)),
+        ("budget", "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)),
+        (
+            "peak",
+            f"{format_bytes(plan.peak_bytes)}, {saves:.1%} less than the {format_bytes(plan.baseline_peak_bytes)} "
+            "without a plan",
+        ),
+        ("recompute", f"{plan.recompute_ms:.2f} ms, {_share(plan.recompute_ms, plan.step_ms)} of the step"),
+        (
+            "slices",
+            f"{plan.added_ms:+.2f} ms, {_share(plan.added_ms, plan.step_ms)} of the step"
+            if plan.chunks
+            else "",
+        ),
+        ("gradients", f"{plan.gradients}: {plan.why_gradients}" if plan.provenance.mode == "train" else ""),
+        ("technique", ", ".join(plan.provenance.techniques)),
+        ("made by", f"{plan.solver} ({plan.status})"),
+    ]
+    return tuple((label, text) for label, text in rows if text)
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "0.0%"
+
+
+def _amount(parts: Sequence[Part], layers: int, *, with_time: bool = False) -> str:
+    """``1.50 GiB in each, 48.00 GiB in all: attention of self_attn; ...``."""
+    if not parts:
+        return ""
+    n_bytes, ms = _sum(part.n_bytes for part in parts), _sum(part.ms for part in parts)
+    figures = []
+    if n_bytes is not None and (n_bytes or not ms):
+        figures.append(format_bytes(n_bytes))
+    if with_time and ms is not None:
+        figures.append(_ms(ms))
+    said = ", ".join(figures)
+    if said and layers > 1:
+        said += " each"
+    words = "; ".join(map(str, parts[:_PARTS]))
+    if parts[_PARTS:]:
+        words += f"; and {len(parts) - _PARTS} more"
+    return f"{said}: {words}" if said else words
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.2f} ms" if ms >= 0.1 or not ms else f"{ms * 1e3:.3g} us"
+
+
+def as_text(sections: Sequence[Section], width: int = 100) -> str:
+    """For ``print``: a title, and rows below it that fold beside their label."""
+    return "\n\n".join(section.text(width) for section in sections)
+
+
+def layer_facts(layers: Sequence[LayerReading]) -> list[dict[str, object]]:
+    """Layers for ``--json``; bytes and ms are those of one layer."""
+    return [
+        {
+            "layers": list(layer.layers),
+            "kept": [_part_facts(part) for part in layer.kept],
+            "recomputed": [_part_facts(part) for part in layer.recomputed],
+            "in_slices": list(layer.sliced),
+        }
+        for layer in layers
+    ]
+
+
+def _part_facts(part: Part) -> dict[str, object]:
+    return {"ops": part.ops, "modules": list(part.modules), "bytes": part.n_bytes, "ms": part.ms}
+
+
+def ranks_text(ranks: Ranks, program: Program | None = None) -> str:
+    """Over how many ranks a step is spread, and how; with its program, how many modules each pattern matches."""
+    if ranks.world_size == 1:
+        return "one device"
+    if ranks.sharding is not None:
+        return f"one of {ranks.world_size} ranks (mesh {ranks.sharding.mesh})"
+    if ranks.fsdp_units is None:
+        return f"one of {ranks.world_size} ranks (DistributedDataParallel)"
+    units = ", ".join(_unit(pattern, program) for pattern in ranks.fsdp_units)
+    return f"one of {ranks.world_size} ranks (fully_shard: {units})"
+
+
+def _unit(pattern: str, program: Program | None) -> str:
+    if not pattern:
+        return "the model"
+    if program is None or not re.search(r"[*?[]", pattern):
+        return pattern
+    return f"{len(resolve_units([pattern], program))} x {pattern}"
+
+
+# --- two plans --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDifference:
+    """What two plans do otherwise in layers that are alike.
+
+    Attributes:
+        layers: their names.
+        only_first, only_second: what one of them recomputes and the other does not; of one layer.
+        slices: what runs in slices in the first, and in the second; empty where that is the same.
+    """
+
+    layers: tuple[str, ...]
+    only_first: tuple[Part, ...]
+    only_second: tuple[Part, ...]
+    slices: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDifference:
+    """Where two plans differ.
+
+    Attributes:
+        equal: they are the same, but for who made them.
+        figures: label to both values in words; those that differ, and always peak and recompute.
+        layers: what they do otherwise.
+    """
+
+    equal: bool
+    figures: Mapping[str, tuple[str, str]]
+    layers: tuple[LayerDifference, ...]
+
+
+def difference(first: Plan, second: Plan) -> PlanDifference:
+    """Compares two plans call site by call site, whatever their units."""
+    rows = [
+        {"model": plan.fingerprint.model_class, "device": plan.device, **dict(plan_rows(plan))}
+        for plan in (first, second)
+    ]
+    figures = {
+        label: (rows[0].get(label, "none"), rows[1].get(label, "none"))
+        for label in dict.fromkeys((*rows[0], *rows[1]))
+        if label in ("peak", "recompute") or rows[0].get(label) != rows[1].get(label)
+    }
+    homes = [dict(plan.ranks.sharding.homes) if plan.ranks.sharding else {} for plan in (first, second)]
+    for name in dict.fromkeys((*homes[0], *homes[1])):
+        if homes[0].get(name) != homes[1].get(name):
+            figures[f"{name} lies as"] = (homes[0].get(name, "replicated"), homes[1].get(name, "replicated"))
+    again = [{value.at: value for value in _values(plan)[1]} for plan in (first, second)]
+    only = [[value for at, value in one.items() if at not in other] for one, other in (again, again[::-1])]
+    changed = [
+        LayerDifference(layer.layers, layer.kept, layer.recomputed) for layer in _folded(only[0], only[1], {})
+    ]
+    return PlanDifference(first == second, figures, (*changed, *_sliced_otherwise(first, second)))
+
+
+def _sliced_otherwise(first: Plan, second: Plan) -> list[LayerDifference]:
+    slices: dict[str, tuple[list[str], list[str]]] = {}
+    for which, plan in enumerate((first, second)):
+        for layer in read_layers(plan):
+            for name in layer.layers:
+                slices.setdefault(name, ([], []))[which].extend(layer.sliced)
+    alike: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for name, both in slices.items():
+        if both[0] != both[1]:
+            texts = ["; ".join(one) or "nothing" for one in both]
+            alike[pattern_of(name), texts[0], texts[1]].append(name)
+    return [LayerDifference(tuple(names), (), (), (a, b)) for (_, a, b), names in alike.items()]
+
+
+def difference_sections(found: PlanDifference, names: tuple[str, str]) -> list[Section]:
+    """The layers of a difference in words; ``names`` are those of the plans."""
+    sections = []
+    for layer in found.layers:
+        rows = [
+            (f"only {name} recomputes", _amount(parts, len(layer.layers), with_time=True))
+            for name, parts in zip(names, (layer.only_first, layer.only_second), strict=True)
+        ]
+        rows += [(f"{name} runs in slices", text) for name, text in zip(names, layer.slices, strict=True)]
+        sections.append(Section(together(layer.layers), tuple((label, text) for label, text in rows if text)))
+    return sections
+
+
+def difference_facts(found: PlanDifference) -> dict[str, object]:
+    """A difference for ``--json``; bytes and ms are those of one layer."""
+    return {
+        "equal": found.equal,
+        "figures": {label: list(both) for label, both in found.figures.items()},
+        "layers": [
+            {
+                "layers": list(layer.layers),
+                "only_first_recomputes": [_part_facts(part) for part in layer.only_first],
+                "only_second_recomputes": [_part_facts(part) for part in layer.only_second],
+                "in_slices": list(layer.slices),
+            }
+            for layer in found.layers
+        ],
+    }

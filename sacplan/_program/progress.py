@@ -1,0 +1,71 @@
+"""Progress of calls that take long: a bar in a notebook and on a terminal, nothing where output goes elsewhere.
+
+with reported(progress, "frontier", total=32) as step:
+step("milp at 3 GiB")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+from sacplan.errors import PlanError
+
+Progress: TypeAlias = bool | Callable[[Any], Any] | None
+"""``progress=`` of a call: None for a bar in a notebook or on a terminal, True for one anywhere, False for none, or a
+function that is called with each result as soon as it is known."""
+
+_PATIENCE_S = 0.5  # what is over by then shows nothing
+
+
+@contextlib.contextmanager
+def reported(progress: Progress, what: str, total: int | None = None) -> Iterator[Callable[[Any, str], None]]:
+    """Yields a function that takes each result, and what it is in a few words.
+
+    Args:
+        progress: as it was asked for.
+        what: the call does, before the bar.
+        total: results to come, if that is known.
+
+    Raises:
+        PlanError: ``progress`` is none of what it may be.
+    """
+    if progress is not None and not isinstance(progress, bool):
+        if isinstance(progress, type) or not callable(progress):
+            raise PlanError(
+                f"progress is {progress!r}; give True, False, None, or a function of one result, such as print."
+            )
+        function = progress
+        yield lambda result, said: (function(result), None)[1]
+        return
+    if not (wanted() if progress is None else progress):
+        yield lambda result, said: None
+        return
+    with _bar(what, total, 0.0 if progress else _PATIENCE_S) as bar:
+
+        def step(result: Any, said: str) -> None:
+            bar.set_postfix_str(said, refresh=False)
+            bar.update()
+
+        yield step
+
+
+def wanted() -> bool:
+    """Whether someone watches: a notebook, or a terminal behind stderr."""
+    return _in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+def _bar(what: str, total: int | None, delay: float) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a notebook without ipywidgets gets a bar of text
+        from tqdm.auto import tqdm
+    return tqdm(total=total, desc=what, delay=delay, leave=False, dynamic_ncols=True)
