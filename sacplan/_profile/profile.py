@@ -527,6 +527,8 @@ def _record_settled_step(
         before, plain = program, plain_attributes(step.model)
         recording = recorder()
         recording.track_storages(left)
+        if rules is not None:
+            rules.assume_statistics(step.model)
         with preserved_rng():  # a layer that is dropped at random is dropped again
             program = _record(step, recording, rules)
         left = recording.left_behind()

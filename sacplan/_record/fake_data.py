@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
 )
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
@@ -82,7 +83,9 @@ def data_rules() -> Iterator[DataRules]:
         A condition on such values that guards an error, of an ``assert`` or of an ``if`` that only raises, has
         the outcome that lets the step go on. This goes before the rule above.
     ``unit value``
-        ``.item()`` of a float (a loss that is logged, a norm) is 1.0.
+        ``.item()`` of a float (a loss that is logged, a norm) is 1.0. So is a buffer of one float that the step has
+        set, or that is on the meta device; it keeps its sign. What asks whether a running statistic still has its
+        initial value, close to 0, is told that it has not.
     ``zeros``
         ``.numpy()`` of floats is all zeros. An assignment made from them (``linear_sum_assignment``) has
         the right size, which does not depend on the costs.
@@ -97,8 +100,14 @@ def data_rules() -> Iterator[DataRules]:
         DataDependentError: names the op, the place in the code, and what to try.
     """
     rules = DataRules()
-    with rules, _PythonValues(rules):
-        yield rules
+    handle = register_module_buffer_registration_hook(
+        lambda module, name, buffer: rules.assume_statistic(buffer, module._buffers.get(name))
+    )
+    try:
+        with rules, _PythonValues(rules):
+            yield rules
+    finally:
+        handle.remove()
     for applied in rules.applied:
         warnings.warn(f'{applied}. trace="real" uses the data.', SacplanWarning, stacklevel=3)
 

@@ -37,7 +37,7 @@ DESCRIPTIONS = {
     "finite": "floats are taken to be finite",
     "all elements": "a mask that is not known is true everywhere, and selects every element (an upper bound)",
     "checks pass": "a check (an assert, or an if that only raises) of values that are not known passes",
-    "unit value": "a float that is read as a Python number is taken to be 1.0",
+    "unit value": "a float that is read as a Python number, or is alone in a buffer, is taken to be 1.0 or -1.0",
 }
 
 
@@ -161,6 +161,27 @@ class KnownValues:
         if value is not None:
             self._attach(fake, value, rules)
         return fake
+
+    def assume_statistics(self, model: torch.nn.Module) -> None:
+        """``assume_statistic`` for each buffer of a model."""
+        for buffer in model.buffers():
+            self.assume_statistic(buffer)
+
+    def assume_statistic(self, buffer: torch.Tensor | None, before: torch.Tensor | None = None) -> None:
+        """A buffer of one float whose value is not known holds 1.0: a running statistic, which steps write.
+
+        Args:
+            buffer: what a module gets as its buffer.
+            before: what it had, whose sign it keeps.
+        """
+        if not isinstance(buffer, FakeTensor) or not is_float(buffer) or buffer.numel() != 1:
+            return
+        if self.value(buffer) is None:
+            old = None if before is None else self.value(before)
+            with no_dispatch():
+                sign = -1.0 if old is not None and bool((old < 0).all()) else 1.0
+                value = torch.full(buffer.shape, sign, dtype=buffer.dtype)
+            self._attach(buffer, value, {"unit value": None})
 
     def rules_of(self, tensors: Iterable[torch.Tensor]) -> dict[str, None]:
         """The rules that the known values of these tensors rest on."""
