@@ -24,7 +24,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -161,23 +161,24 @@ def outcome_of(model_type: str) -> Outcome:
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-def _worker(connection: Connection) -> None:
-    """Answer model types with outcomes, until None comes."""
+def _worker(connection: Connection, work: Callable[[str], Any]) -> None:
+    """Answer model types with what ``work`` makes of them, until None comes."""
     resource.setrlimit(resource.RLIMIT_AS, (GIB_EACH << 30, GIB_EACH << 30))
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     while (model_type := connection.recv()) is not None:
-        connection.send(outcome_of(model_type))
+        connection.send(work(model_type))
 
 
 class _Process:
     """A worker, what it is at, and since when."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Callable[[str], Any], lost: Callable[[str, str, float], Any]) -> None:
+        self._lost = lost
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_worker, args=(theirs,), daemon=True)
+        self.process = context.Process(target=_worker, args=(theirs, work), daemon=True)
         self.process.start()
         theirs.close()
         self.model_type = ""
@@ -188,21 +189,20 @@ class _Process:
         self.model_type, self.began = model_type, time.monotonic()
         self.connection.send(model_type)
 
-    def outcome(self, seconds: float) -> Outcome | None:
+    def outcome(self, seconds: float) -> Any:
         """What became of the architecture that it is at, or None while that is open."""
         took = time.monotonic() - self.began
         if self.connection.poll():
             try:
                 self.done += 1
-                found: Outcome = self.connection.recv()
-                return found
+                return self.connection.recv()
             except EOFError:
                 self.end()
                 reason = f"the process ended with exit code {self.process.exitcode}"
-                return Outcome(self.model_type, FAILED, reason, seconds=took)
+                return self._lost(self.model_type, reason, took)
         if took > seconds:
             self.end()
-            return Outcome(self.model_type, FAILED, f"not done after {seconds:.0f} s", seconds=took)
+            return self._lost(self.model_type, f"not done after {seconds:.0f} s", took)
         return None
 
     def end(self) -> None:
@@ -216,14 +216,32 @@ class _Process:
         return not self.process.is_alive() or self.done >= ARCHITECTURES_EACH
 
 
-def outcomes(model_types: Iterable[str], jobs: int = 2, seconds: float = SECONDS) -> Iterator[Outcome]:
-    """The outcome of each, as they come, from ``jobs`` processes at a time."""
+def _lost(model_type: str, reason: str, seconds: float) -> Outcome:
+    return Outcome(model_type, FAILED, reason, seconds=seconds)
+
+
+def outcomes(
+    model_types: Iterable[str],
+    jobs: int = 2,
+    seconds: float = SECONDS,
+    work: Callable[[str], Any] = outcome_of,
+    lost: Callable[[str, str, float], Any] = _lost,
+) -> Iterator[Any]:
+    """What ``work`` makes of each, as they come, from ``jobs`` processes at a time.
+
+    Args:
+        model_types: what is worked on.
+        jobs: processes.
+        seconds: for each.
+        work: a function of a module, which a process imports.
+        lost: what to make of a type, a reason and seconds, where a process died or took too long.
+    """
     waiting = list(reversed(list(model_types)))
     idle: list[_Process] = []
     busy: list[_Process] = []
     while waiting or busy:
         while waiting and len(busy) < jobs:
-            worker = idle.pop() if idle else _Process()
+            worker = idle.pop() if idle else _Process(work, lost)
             worker.start(waiting.pop())
             busy.append(worker)
         wait([worker.connection for worker in busy], timeout=1.0)

@@ -6,7 +6,7 @@
 A config is made from the defaults of its class. ``RULES`` say what becomes of a field, by its name: widths become 64,
 depths 2, heads 4, vocabularies 512. Configs inside it are shrunk the same way, so that what has to agree between them
 does. ``OVERRIDES`` are for what the rules get wrong, by model type. The class is the first of the architecture's heads
-(``HEADS``) that runs; the batch is made from the signature of its forward (``INPUTS``), with labels where it has them.
+that runs; the batch is made as for an ``hf:`` target (``sacplan._cli.hf_batches``), with labels where it has them.
 
 An architecture that ``zoo`` has a config for, written by hand, takes that one.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -26,10 +25,11 @@ from typing import Any
 import torch
 import transformers
 from transformers import PretrainedConfig
-from transformers.models.auto import configuration_auto, modeling_auto
+from transformers.models.auto import configuration_auto
 
 from benchmarks import zoo
 from benchmarks.common import seed_everything
+from sacplan._cli import hf, hf_batches
 from sacplan._record.step import default_loss
 
 ROWS = 8
@@ -68,37 +68,7 @@ class SmallCase:
     source: str
 
 
-# --- which architectures, and which class of each ------------------------------------------------------------------
-
-HEADS = (
-    "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "CTC", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM",
-    "CAUSAL_LM", "IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "AUDIO_CLASSIFICATION",
-    "SEMANTIC_SEGMENTATION", "DEPTH_ESTIMATION", "OBJECT_DETECTION", "UNIVERSAL_SEGMENTATION",
-    "TIME_SERIES_PREDICTION", "TEXT_TO_SPECTROGRAM", "PRETRAINING", "SEQUENCE_CLASSIFICATION",
-    "TOKEN_CLASSIFICATION", "VISUAL_QUESTION_ANSWERING", "DOCUMENT_QUESTION_ANSWERING",
-    "QUESTION_ANSWERING", None, "IMAGE_TO_IMAGE", "KEYPOINT_DETECTION", "KEYPOINT_MATCHING", "MASK_GENERATION",
-    "ZERO_SHOT_OBJECT_DETECTION", "RETRIEVAL", "TEXT_TO_WAVEFORM", "IMAGE_MATTING", "POSE_ESTIMATION",
-    "TEXT_RECOGNITION", "TABLE_RECOGNITION", "INSTANCE_SEGMENTATION", "IMAGE_SEGMENTATION", "RNNT", "TDT",
-    "NORMAL_ESTIMATION", "POINTMAP_ESTIMATION", "BACKBONE",
-)  # fmt: skip
-"""Tasks of transformers' auto classes in the order in which they are tried; None is the model without a head."""
-
-
-def _mapping(head: str | None) -> dict[str, Any]:
-    name = "MODEL_MAPPING_NAMES" if head is None else f"MODEL_FOR_{head}_MAPPING_NAMES"
-    return dict(getattr(modeling_auto, name, {}))
-
-
-def model_classes(model_type: str) -> list[type[torch.nn.Module]]:
-    """The classes of an architecture, in the order of ``HEADS``."""
-    found = []
-    for head in HEADS:
-        names = _mapping(head).get(model_type, ())
-        for name in (names,) if isinstance(names, str) else names:
-            model_class = getattr(transformers, name, None)
-            if model_class is not None and model_class not in found:
-                found.append(model_class)
-    return found
+# --- which architectures ---------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -107,7 +77,7 @@ def architectures() -> tuple[str, ...]:
 
     Not the towers of an architecture ("qwen2_vl_vision"): they run as part of it.
     """
-    types = sorted({name for head in HEADS for name in _mapping(head)})
+    types = sorted({name for head in hf.HEADS for name in hf.class_names(head)})
     return tuple(t for t in types if not _whole_of(t, types))
 
 
@@ -381,259 +351,27 @@ UNSHRUNK: frozenset[str] = frozenset({
 
 # --- batches ---------------------------------------------------------------------------------------------------------
 
-
-class _Inputs:
-    """Makes the tensors that a forward asks for by name."""
-
-    def __init__(self, model: torch.nn.Module, model_type: str, shapes: dict[str, int]) -> None:
-        self.model, self.shapes = model, shapes
-        config: Any = model.config
-        self.config = config
-        self.name = type(model).__name__
-        self.parameters = inspect.signature(model.forward).parameters
-        self.overrides = BATCH_OVERRIDES.get(model_type, {})
-        self.text = config.get_text_config()
-        self.vocab = _first(self.text, "vocab_size", "n_vocab") or VOCABULARY
-        self.length = min(LENGTH, _first(self.text, "max_position_embeddings", "n_positions") or LENGTH)
-
-    def shape_of(self, name: str) -> int:
-        return self.shapes.get(name, 0)
-
-    def part(self, *names: str) -> Any:
-        """The config inside that describes a tower, or the whole one."""
-        return next((c for n in names if (c := getattr(self.config, n, None)) is not None), self.config)
-
-    def tokens(self, rows: int = ROWS, length: int | None = None) -> torch.Tensor:
-        low = min(10, self.vocab - 1)
-        return torch.randint(low, self.vocab, (rows, length or self.length))
-
-    def images(self) -> torch.Tensor:
-        vision = self.part("vision_config", "vision", "backbone_config", "encoder")
-        channels = _first(vision, "num_channels", "in_channels", "in_chans", "input_channels")
-        channels = channels if isinstance(channels, int) else 3
-        size = _first(vision, "image_size", "img_size") or _first(self.config, "image_size") or IMAGE
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        return torch.randn(ROWS, channels, height, width)
-
-    def labels(self) -> Any:
-        """What the head of the class is trained on, or None where that is not known."""
-        return next((make(self) for pattern, make in LABELS if re.search(pattern, self.name)), None)
-
-
-def _first(config: Any, *names: str) -> Any:
-    return next((v for n in names if (v := getattr(config, n, None)) is not None), None)
-
-
-def _classes(inputs: _Inputs, *shape: int) -> torch.Tensor:
-    return torch.randint(0, max(1, inputs.config.num_labels), shape)
-
-
-def _boxes_of_objects(inputs: _Inputs) -> list[dict[str, torch.Tensor]]:
-    return [{"class_labels": _classes(inputs, 3), "boxes": torch.rand(3, 4) * 0.2 + 0.3} for _ in range(ROWS)]
-
-
-LABELS: tuple[tuple[str, Callable[[_Inputs], Any]], ...] = (
-    (r"ForCTC", lambda i: i.tokens(length=6)),
-    (
-        r"(CausalLM|LMHead\w*|MaskedLM|ConditionalGeneration\w*|SpeechSeq2Seq|Seq2SeqLM)$",
-        lambda i: i.tokens(),
-    ),
-    (r"(Image|Video|Audio|Sequence|Text)Classification\w*$", lambda i: _classes(i, ROWS)),
-    (r"TokenClassification$", lambda i: _classes(i, ROWS, i.length)),
-    (r"SemanticSegmentation$", lambda i: _classes(i, ROWS, *i.images().shape[-2:])),
-    (r"DepthEstimation$", lambda i: torch.rand(ROWS, *i.images().shape[-2:]) + 0.1),
-    (r"ObjectDetection$", _boxes_of_objects),
+SIZES = hf_batches.Sizes(
+    rows=ROWS,
+    tokens=LENGTH,
+    pixels=IMAGE,
+    patches=4,
+    frames=FRAMES,
+    samples=SAMPLES,
+    mels=MELS,
+    transcript=6,
+    padded=True,
 )
-"""End of a class's name, and what its ``labels`` are."""
 
 
-def _pixel_values(i: _Inputs) -> torch.Tensor:
-    """Images; videos, several images a row, or a list of patches, as the model wants it."""
-    images = i.images()
-    vision = i.part("vision_config")
-    if "image_grid_thw" in i.parameters or "grid_thw" in i.parameters:
-        times = _first(vision, "temporal_patch_size", "patch_temporal") or 1
-        patch, count = vision.patch_size, ROWS * _GRID * _GRID
-        flat = torch.randn(count, images.shape[1] * times * patch * patch)
-        squares = torch.randn(count, images.shape[1], patch, patch)
-        return (flat, squares, squares[None], flat[None])[i.shape_of("pixel_values")]
-    if "spatial_shapes" in i.parameters:
-        return torch.randn(ROWS, _GRID * _GRID, images.shape[1] * vision.patch_size**2)
-    frames = _first(i.config, "num_frames") or 2
-    shape = (
-        images,
-        images[:, None],
-        images[:, None].expand(-1, frames, -1, -1, -1).contiguous(),
-        images[:, None].expand(-1, 2, -1, -1, -1).contiguous(),
-    )
-    return shape[i.shape_of("pixel_values")]
+def _sizes(config: Any) -> hf_batches.Sizes:
+    positions = hf_batches.first_of(config.get_text_config(), "max_position_embeddings", "n_positions")
+    return dataclasses.replace(SIZES, tokens=min(LENGTH, positions or LENGTH))
 
 
-_GRID = 4
-
-
-def _audio(i: _Inputs) -> torch.Tensor:
-    audio = i.part("audio_config", "speech_config", "encoder_config", "audio_encoder")
-    mels = _first(audio, "num_mel_bins", "feature_size", "input_feat_per_channel", "feature_projection_input_dim",
-                  "input_dim", "mel_dim", "num_mels", "input_size") or MELS  # fmt: skip
-    positions = _first(audio, "max_source_positions")
-    frames = 2 * positions if positions and positions <= 512 else FRAMES
-    shapes = (
-        (ROWS, mels, frames),
-        (ROWS, frames, mels),
-        (ROWS, 1, frames, mels),
-        (ROWS, SAMPLES),
-        (ROWS, 1, SAMPLES),
-    )
-    return torch.randn(shapes[i.shape_of("input_features")])
-
-
-def _audio_mask(i: _Inputs) -> torch.Tensor:
-    shape = _audio(i).shape
-    return torch.ones(ROWS, shape[2 if i.shape_of("input_features") == 0 else 1], dtype=torch.long)
-
-
-def _videos(i: _Inputs) -> torch.Tensor | None:
-    """Videos, where they are the only input."""
-    if "pixel_values" in i.parameters or "input_ids" in i.parameters:
-        return None
-    frames = _first(i.config, "num_frames", "frames_per_clip") or 2
-    return i.images()[:, None].expand(-1, frames, -1, -1, -1).contiguous()
-
-
-def _series(i: _Inputs, *, past: bool) -> tuple[int, ...]:
-    """Steps of a time series, and its channels where it has them."""
-    channels = _first(i.config, "num_input_channels")
-    if channels is None:
-        return (
-            i.config.context_length + max(i.config.lags_sequence) if past else i.config.prediction_length,
-        )
-    return (i.config.context_length if past else i.config.prediction_length, channels)
-
-
-def _waves(i: _Inputs) -> torch.Tensor:
-    audio = i.part("audio_config")
-    mels = _first(audio, "num_mel_bins", "feature_size") or MELS
-    shapes = (
-        (ROWS, SAMPLES),
-        (ROWS, 1, SAMPLES),
-        (ROWS, _first(audio, "max_length") or FRAMES, mels),
-        (ROWS, mels, FRAMES),
-    )
-    return torch.randn(shapes[i.shape_of("input_values")])
-
-
-def _bbox(i: _Inputs) -> torch.Tensor:
-    corners = torch.randint(0, 64, (ROWS, i.length, 4))
-    return torch.cat([corners[..., :2].clamp(max=31), corners[..., 2:].clamp(min=32)], dim=-1)
-
-
-def _mask(i: _Inputs) -> torch.Tensor:
-    """The last quarter of the first row is padding, in models of text alone."""
-    mask = torch.ones(ROWS, i.length, dtype=torch.long)
-    if not any(name.startswith(("pixel_", "input_features", "input_values")) for name in i.parameters):
-        mask[0, -i.length // 4 :] = 0
-    return mask
-
-
-INPUTS: dict[str, Callable[[_Inputs], Any]] = {
-    "pixel_values": _pixel_values,
-    "input_ids": lambda i: i.tokens(),
-    "attention_mask": lambda i: _mask(i) if "input_ids" in i.parameters else None,
-    "bbox": _bbox,
-    "image": lambda i: i.images(),
-    "flattened_patches": lambda i: torch.rand(ROWS, 16, i.config.vision_config.patch_embed_hidden_size + 2),
-    "input_features": _audio,
-    "input_values": _waves,
-    "image_grid_thw": lambda i: torch.tensor([[1, _GRID, _GRID]] * ROWS),
-    "grid_thw": lambda i: torch.tensor([[1, _GRID, _GRID]] * ROWS),
-    "spatial_shapes": lambda i: torch.tensor([[_GRID, _GRID]] * ROWS),
-    "pixel_attention_mask": lambda i: (
-        torch.ones(ROWS, _GRID * _GRID, dtype=torch.long) if "spatial_shapes" in i.parameters else None
-    ),
-    "image_sizes": lambda i: torch.tensor([list(i.images().shape[-2:])] * ROWS),
-    "input_points": lambda i: torch.rand(ROWS, 1, 2, 2) * IMAGE,
-    "input_labels": lambda i: torch.ones(ROWS, 1, 2, dtype=torch.long),
-    "decoder_input_ids": lambda i: i.tokens(),
-    "qformer_input_ids": lambda i: i.tokens(),
-    "input_features_mask": _audio_mask,
-    "feature_attention_mask": _audio_mask,
-    "pixel_values_videos": _videos,
-    "visual_feats": lambda i: torch.randn(ROWS, 10, i.config.visual_feat_dim),
-    "visual_pos": lambda i: torch.rand(ROWS, 10, 4),
-    "past_values": lambda i: torch.rand(ROWS, *_series(i, past=True)),
-    "past_time_features": lambda i: torch.rand(ROWS, _series(i, past=True)[0], 1),
-    "past_observed_mask": lambda i: torch.ones(ROWS, *_series(i, past=True)),
-    "future_values": lambda i: torch.rand(ROWS, *_series(i, past=False)),
-    "future_time_features": lambda i: torch.rand(ROWS, _series(i, past=False)[0], 1),
-    "return_loss": lambda i: True,
-}
-"""Name of an argument of forward, and how to make it."""
-
-BATCH_OVERRIDES: dict[str, dict[str, Callable[[_Inputs], Any] | None]] = {}
-"""By model type: as in ``INPUTS``; None leaves an argument out."""
-
-SHAPES: dict[str, int] = {"pixel_values": 4, "input_features": 5, "input_values": 4}
-"""Arguments whose number of dimensions the signature does not tell: how many shapes there are to try."""
-
-
-def make_batch(inputs: _Inputs, *, labels: bool) -> dict[str, Any]:
-    """A batch for the arguments of forward that are known."""
-    batch: dict[str, Any] = {}
-    makers = {**INPUTS, **inputs.overrides}
-    made_labels = inputs.labels() if labels and "labels" in inputs.parameters else None
-    for name, make in makers.items():
-        if name not in inputs.parameters or make is None:
-            continue
-        if name == "decoder_input_ids" and made_labels is not None:
-            continue
-        made = make(inputs)
-        if made is not None:
-            batch[name] = made
-    if "input_ids" in batch:
-        if "pixel_values" in batch:
-            _place(inputs, batch, "image")
-        if "input_features" in batch or "input_values" in batch:
-            _place(inputs, batch, "audio")
-    if made_labels is not None:
-        batch["labels"] = (
-            batch["input_ids"].clone() if _same_tokens(inputs, batch, made_labels) else made_labels
-        )
-    return batch
-
-
-def _same_tokens(inputs: _Inputs, batch: dict[str, Any], labels: Any) -> bool:
-    return (
-        isinstance(labels, torch.Tensor)
-        and "input_ids" in batch
-        and (labels.ndim == 2 and not labels.is_floating_point())
-        and not re.search("TokenClassification", inputs.name)
-    )
-
-
-def _place(inputs: _Inputs, batch: dict[str, Any], kind: str) -> None:
-    """Put as many tokens of a kind ("image", "audio") into each row as the model makes features of its input."""
-    token = _first(inputs.config, f"{kind}_token_id", f"{kind}_token_index")
-    features_of = getattr(inputs.model, f"get_{kind}_features", None)
-    if token is None or features_of is None:
-        return
-    accepted = inspect.signature(features_of).parameters
+def _with_data(model: torch.nn.Module, arguments: Any, call: Callable[..., Any]) -> Any:
     with torch.no_grad():
-        found = features_of(**{k: v for k, v in batch.items() if k in accepted})
-    found = getattr(found, "pooler_output", found)
-    found = [
-        f for f in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(f, torch.Tensor)
-    ]
-    count = sum(f.numel() // f.shape[-1] for f in found) // ROWS
-    inputs.length = max(LENGTH, count + 16)
-    batch["input_ids"] = ids = inputs.tokens()
-    ids[:, 4 : 4 + count] = token
-    if "attention_mask" in batch:
-        batch["attention_mask"] = torch.ones_like(ids)
-    if "mm_token_type_ids" in inputs.parameters:
-        batch["mm_token_type_ids"] = (ids == token).long()
-    if "token_type_ids" in inputs.parameters and kind == "image":
-        batch["token_type_ids"] = (ids == token).long()
+        return call(model, arguments)
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -642,9 +380,17 @@ _FROM_ZOO_ROWS = 2
 
 
 @functools.cache
-def _by_hand() -> dict[str, str]:
+def by_hand() -> dict[str, str]:
     """Model type: name in ``zoo``."""
     return {make("small")[1].model_type: name for name, make in zoo.ARCHITECTURES.items()}
+
+
+def config_of(model_type: str) -> PretrainedConfig:
+    """The small config of a model type, by hand or by rule."""
+    if model_type in by_hand():
+        config: PretrainedConfig = zoo.ARCHITECTURES[by_hand()[model_type]]("small")[1]
+        return config
+    return small_config(configuration_auto.CONFIG_MAPPING[model_type])
 
 
 def build(model_type: str) -> SmallCase:
@@ -654,8 +400,8 @@ def build(model_type: str) -> SmallCase:
         NotBuilt: it cannot be made small, or no batch was found that it runs on; the message is the first error.
     """
     seed_everything(_SEED)
-    if model_type in _by_hand():
-        model, batch, loss_fn = zoo.build(_by_hand()[model_type], "small", "cpu", copies=_FROM_ZOO_ROWS)
+    if model_type in by_hand():
+        model, batch, loss_fn = zoo.build(by_hand()[model_type], "small", "cpu", copies=_FROM_ZOO_ROWS)
         return SmallCase(model, batch, loss_fn, type(model).__name__, "zoo")
     config_class = configuration_auto.CONFIG_MAPPING[model_type]
     errors: list[str] = []
@@ -663,28 +409,24 @@ def build(model_type: str) -> SmallCase:
         small_config(config_class)
     if errors:
         raise NotBuilt(errors[0])
-    for model_class in model_classes(model_type):
+    for model_class in hf.model_classes(model_type):
         seed_everything(_SEED)
         with _noted(errors, model_class.__name__):
             model = model_class(small_config(config_class)).train()
-            for batch in _batches(model, model_type, errors):
+            for batch in _batches(model, errors):
                 return SmallCase(model, batch, None, model_class.__name__, "rules")
     raise NotBuilt("; then ".join(dict.fromkeys((*errors[:1], *errors[-1:]))) or "no model class")
 
 
-def _batches(model: torch.nn.Module, model_type: str, errors: list[str]) -> Iterator[dict[str, Any]]:
+def _batches(model: torch.nn.Module, errors: list[str]) -> Iterator[dict[str, Any]]:
     """Batches on which a step runs, one with labels first."""
-    parameters = inspect.signature(model.forward).parameters
-    ambiguous = [name for name in SHAPES if name in parameters]
-    count = math.prod(SHAPES[name] for name in ambiguous)
     for labels in (True, False):
-        for number in range(count):
-            shapes, rest = {}, number
-            for name in ambiguous:
-                rest, shapes[name] = divmod(rest, SHAPES[name])
+        for layout in hf_batches.layouts(model):
             with _noted(errors, type(model).__name__):
                 seed_everything(_SEED)
-                batch = make_batch(_Inputs(model, model_type, shapes), labels=labels)
+                sizes = _sizes(model.config)
+                inputs = hf_batches.Inputs(model, sizes, layout=layout, run=_with_data)
+                batch = hf_batches.make_batch(inputs, labels=labels)
                 _try_step(model, batch)
                 yield batch
                 return

@@ -59,8 +59,112 @@ _GPT2 = _Family(
 )
 _LLAMA = _Family("llama", "LlamaForCausalLM", _DECODER, {"rms_norm_eps": 1e-5, "tie_word_embeddings": False})
 _LLAMA_3: dict[str, Any] = {"bos_token_id": 128000, "eos_token_id": 128001}
+_LLAMA_31: dict[str, Any] = {
+    **_LLAMA_3,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+_LLAMA_32: dict[str, Any] = {
+    **_LLAMA_3,
+    "rope_parameters": {**_LLAMA_31["rope_parameters"], "factor": 32.0},
+    "tie_word_embeddings": True,
+}
 _MISTRAL = _Family("mistral", "MistralForCausalLM", _DECODER, {"tie_word_embeddings": False})
 _QWEN = _Family("qwen2", "Qwen2ForCausalLM", _DECODER, {})
+_QWEN_3 = _Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    _DECODER,
+    {"head_dim": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+)
+_QWEN_3_MOE = _Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    (*_DECODER, "moe_intermediate_size", "num_experts", "num_experts_per_tok"),
+    {"head_dim": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "norm_topk_prob": True},
+)
+_SMOLLM_3 = _Family("smollm3", "SmolLM3ForCausalLM", _DECODER, {"tie_word_embeddings": True})
+_PHI_3 = _Family("phi3", "Phi3ForCausalLM", _DECODER, {"tie_word_embeddings": False, "pad_token_id": 100349})
+_GPT_OSS = _Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    ("num_hidden_layers", "num_local_experts"),
+    {
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 201088,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
+)
+_DEEPSEEK_3 = _Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    (*_DECODER, "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"),
+    {
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+)
+_GEMMA_3 = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "sliding_window",
+)
+_GEMMA_3_TEXT = _Family(
+    "gemma3_text", "Gemma3ForCausalLM", _GEMMA_3, {"vocab_size": 262144, "max_position_embeddings": 32768}
+)
+
+
+def _gemma_3_images(name: str, parameters: int, *sizes: int) -> Architecture:
+    """A Gemma 3 that reads images: a decoder of these sizes, and the SigLIP that all of them have."""
+    text = {
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        **dict(zip(_GEMMA_3, sizes, strict=True)),
+    }
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "image_size": 896,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
+    values = {
+        "text_config": {"model_type": "gemma3_text", **text},
+        "vision_config": vision,
+        "mm_tokens_per_image": 256,
+        "image_token_index": 262144,
+    }
+    return Architecture(name, parameters, "gemma3", "Gemma3ForConditionalGeneration", values, ())
+
+
 _BERT = _Family(
     "bert",
     "BertForMaskedLM",
@@ -107,6 +211,29 @@ TABLE = (
         "meta-llama/Meta-Llama-3-70B", 70_553_706_496, 8192, 28672, 80, 64, 8, 128256, 8192,
         short="Llama-3-70B", **_LLAMA_3,
     ),
+    _LLAMA.row(
+        "meta-llama/Llama-3.1-8B", 8_030_261_248, 4096, 14336, 32, 32, 8, 128256, 131072, **_LLAMA_31
+    ),
+    _LLAMA.row(
+        "meta-llama/Llama-3.1-70B", 70_553_706_496, 8192, 28672, 80, 64, 8, 128256, 131072, **_LLAMA_31
+    ),
+    _LLAMA.row(
+        "meta-llama/Llama-3.1-405B", 405_853_388_800, 16384, 53248, 126, 128, 8, 128256, 131072, **_LLAMA_31
+    ),
+    _LLAMA.row(
+        "meta-llama/Llama-3.2-1B", 1_235_814_400, 2048, 8192, 16, 32, 8, 128256, 131072, head_dim=64, **_LLAMA_32
+    ),
+    _LLAMA.row(
+        "meta-llama/Llama-3.2-3B", 3_212_749_824, 3072, 8192, 28, 24, 8, 128256, 131072, head_dim=128, **_LLAMA_32
+    ),
+    _LLAMA.row(
+        "meta-llama/Llama-3.3-70B-Instruct", 70_553_706_496, 8192, 28672, 80, 64, 8, 128256, 131072,
+        short="Llama-3.3-70B", **_LLAMA_31,
+    ),
+    _MISTRAL.row(
+        "mistralai/Mistral-Small-24B-Base-2501", 23_572_403_200, 5120, 32768, 40, 32, 8, 131072, 32768,
+        short="Mistral-Small-24B", head_dim=128, sliding_window=None,
+    ),
     _MISTRAL.row(
         "mistralai/Mistral-7B-v0.1", 7_241_732_096, 4096, 14336, 32, 32, 8, 32000, 32768,
         short="Mistral-7B", sliding_window=4096,
@@ -117,6 +244,34 @@ TABLE = (
     _QWEN.row(
         "Qwen/Qwen2.5-7B", 7_615_616_512, 3584, 18944, 28, 28, 4, 152064, 131072, tie_word_embeddings=False
     ),
+    _QWEN_3.row(
+        "Qwen/Qwen3-0.6B", 596_049_920, 1024, 3072, 28, 16, 8, 151936, 40960, tie_word_embeddings=True
+    ),
+    _QWEN_3.row(
+        "Qwen/Qwen3-1.7B", 1_720_574_976, 2048, 6144, 28, 16, 8, 151936, 40960, tie_word_embeddings=True
+    ),
+    _QWEN_3.row(
+        "Qwen/Qwen3-4B", 4_022_468_096, 2560, 9728, 36, 32, 8, 151936, 40960, tie_word_embeddings=True
+    ),
+    _QWEN_3.row("Qwen/Qwen3-8B", 8_190_735_360, 4096, 12288, 36, 32, 8, 151936, 40960),
+    _QWEN_3.row("Qwen/Qwen3-14B", 14_768_307_200, 5120, 17408, 40, 40, 8, 151936, 40960),
+    _QWEN_3.row("Qwen/Qwen3-32B", 32_762_123_264, 5120, 25600, 64, 64, 8, 151936, 40960),
+    _QWEN_3_MOE.row(
+        "Qwen/Qwen3-30B-A3B", 30_532_122_624, 2048, 6144, 48, 32, 4, 151936, 40960, 768, 128, 8
+    ),
+    _GEMMA_3_TEXT.row("google/gemma-3-1b-pt", 999_885_952, 1152, 6912, 26, 4, 1, 256, 512, short="gemma-3-1b"),
+    _gemma_3_images("google/gemma-3-4b-pt", 4_300_079_472, 2560, 10240, 34, 8, 4, 256, 1024),
+    _gemma_3_images("google/gemma-3-12b-pt", 12_187_325_040, 3840, 15360, 48, 16, 8, 256, 1024),
+    _gemma_3_images("google/gemma-3-27b-pt", 27_432_406_640, 5376, 21504, 62, 32, 16, 128, 1024),
+    _GPT_OSS.row("openai/gpt-oss-20b", 20_914_757_184, 24, 32),
+    _GPT_OSS.row("openai/gpt-oss-120b", 116_829_156_672, 36, 128),
+    _DEEPSEEK_3.row(
+        "deepseek-ai/DeepSeek-V3", 671_026_404_352, 7168, 18432, 61, 128, 128, 129280, 163840, 2048, 256, 8
+    ),
+    _SMOLLM_3.row(
+        "HuggingFaceTB/SmolLM3-3B", 3_075_098_624, 2048, 11008, 36, 16, 4, 128256, 65536
+    ),
+    _PHI_3.row("microsoft/phi-4", 14_659_507_200, 5120, 17920, 40, 40, 10, 100352, 16384),
     _BERT.row("google-bert/bert-base-uncased", 109_514_298, 768, 12, 12, 3072, short="bert-base"),
     _BERT.row("google-bert/bert-large-uncased", 335_174_458, 1024, 24, 16, 4096, short="bert-large"),
     _T5.row("google-t5/t5-base", 222_903_552, 768, 3072, 12, 12, 12),

@@ -1,29 +1,47 @@
-"""``hf:`` targets: a model from a configuration of transformers, without weights, and a batch for its own loss."""
+"""``hf:`` targets: a model from a configuration of transformers, without weights, and a batch for it."""
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sacplan._cli import architectures
 from sacplan._cli.exits import TargetError
+from sacplan._cli.hf_batches import Found, NoBatch, Sizes, find, first_of, has_own_loss, make, reads_tokens
 from sacplan._cli.options import HF_DEFAULTS, HfOptions
 from sacplan._cli.output import note
 from sacplan._cli.target import Target
 
-_IMAGE = 224  # pixels, for a configuration that says nothing
+HEADS = (
+    "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "CTC", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM",
+    "CAUSAL_LM", "IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "AUDIO_CLASSIFICATION",
+    "SEMANTIC_SEGMENTATION", "DEPTH_ESTIMATION", "OBJECT_DETECTION", "UNIVERSAL_SEGMENTATION",
+    "TIME_SERIES_PREDICTION", "TEXT_TO_SPECTROGRAM", "PRETRAINING", "SEQUENCE_CLASSIFICATION",
+    "TOKEN_CLASSIFICATION", "VISUAL_QUESTION_ANSWERING", "DOCUMENT_QUESTION_ANSWERING",
+    "QUESTION_ANSWERING", None, "IMAGE_TO_IMAGE", "KEYPOINT_DETECTION", "KEYPOINT_MATCHING", "MASK_GENERATION",
+    "ZERO_SHOT_OBJECT_DETECTION", "RETRIEVAL", "TEXT_TO_WAVEFORM", "IMAGE_MATTING", "POSE_ESTIMATION",
+    "TEXT_RECOGNITION", "TABLE_RECOGNITION", "INSTANCE_SEGMENTATION", "IMAGE_SEGMENTATION", "RNNT", "TDT",
+    "NORMAL_ESTIMATION", "POINTMAP_ESTIMATION", "BACKBONE",
+)  # fmt: skip
+"""Tasks of transformers' auto classes, in the order in which they are tried where a configuration names none.
 
-_IMAGES = "image classification"
-# models with a loss of their own: the Auto class that makes them, and transformers' table of their classes
-_TASKS = {
-    "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
-    _IMAGES: ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
-    # before causal LM: BERT and its relatives are in both tables, and are trained on masks
-    "masked LM": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
-    "causal LM": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+None is the model without a head.
+"""
+
+_SPELLED = {
+    "SEQ_TO_SEQ_CAUSAL_LM": "seq2seq",
+    "MASKED_LM": "masked LM",
+    "CAUSAL_LM": "causal LM",
+    "CTC": "CTC",
 }
+_OWN_FUNCTION = "Write a function that returns the model and a batch, and give it as train.py:make."
 
 
 def build(target: str, asked: HfOptions, place: str) -> Target:
@@ -35,18 +53,21 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         place: where the tensors are; on ``"meta"`` there are no weights, elsewhere they are random.
 
     Raises:
-        TargetError: transformers is missing, there is no such configuration here, or its model has no loss.
+        TargetError: transformers is missing, there is no such configuration here, or no batch for its model.
     """
     try:
-        import transformers
+        import transformers  # noqa: F401
     except ModuleNotFoundError as error:
         raise TargetError(
             "hf: targets need transformers, which is not installed; run: pip install 'sacplan[hf]'"
         ) from error
+<<<<<<< HEAD
     import torch
 
     from sacplan._program.setup import Setup
 
+=======
+>>>>>>> 4fb3324 (hf: targets of every kind of architecture, with batches made from the signature of the forward; bundled names up to date)
     name = target.removeprefix("hf:")
     if not name.strip():
         raise TargetError(
@@ -55,9 +76,8 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         )
     options = replace(HF_DEFAULTS, **asked.given())
     config = _config(name)
-    task = _task_of(config)
-    seq = None if task == _IMAGES and asked.seq is None else _seq(name, config, task, asked.seq)
     dtype = getattr(torch, str(options.dtype))
+<<<<<<< HEAD
     cached = getattr(config, "use_cache", False)
     if cached:
         config.use_cache = False  # nobody generates while training, and the cache would be held as an output
@@ -72,6 +92,23 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         # what transformers falls back to, with a warning, for a class whose name does not say it
         model.loss_type = "ForCausalLM"
     make_batch = functools.partial(_batch, config, seq, dtype, place)
+=======
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        if hasattr(part, "use_cache"):
+            part.use_cache = (
+                False  # nobody generates while training, and the cache would be held as an output
+            )
+    if config.is_encoder_decoder and first_of(config, "decoder_start_token_id") is None:
+        config.decoder_start_token_id = first_of(config, "bos_token_id", "pad_token_id") or 0
+    attn = {} if options.attn is None else {"attn_implementation": options.attn}
+    sizes = Sizes(rows=int(options.batch or 1))
+    model, found = _first_that_runs(name, config, asked.seq, sizes, dtype, place, attn)
+    task = task_of(type(model))
+
+    def make_batch(size: int) -> dict[str, Any]:
+        return make(model, found, replace(sizes, rows=size), place, dtype)
+
+>>>>>>> 4fb3324 (hf: targets of every kind of architecture, with batches made from the signature of the forward; bundled names up to date)
     optimizers: dict[str | None, Any] = {
         "adamw": torch.optim.AdamW,
         "adamw-fused": functools.partial(torch.optim.AdamW, fused=True),
@@ -82,16 +119,101 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
         "task": task,
+        **({} if found.has_loss else {"loss": "the sum of its outputs"}),
         "batch": options.batch,
-        **({} if seq is None else {"seq": seq}),
+        **({} if found.tokens is None else {"seq": found.tokens}),
         "dtype": options.dtype,
         "attn": config._attn_implementation,
         "optimizer": options.optimizer,
     }
-    optimizer = optimizers[options.optimizer]
-    return Target(
-        target, model.train(), make_batch(int(options.batch or 1)), None, optimizer, make_batch, facts
-    )
+    return Target(target, model, found.batch, None, optimizers[options.optimizer], make_batch, facts)
+
+
+def _first_that_runs(
+    name: str, config: Any, seq: int | None, sizes: Sizes, dtype: Any, place: str, attn: dict[str, Any]
+) -> tuple[Any, Found]:
+    """The model of the class that the configuration names, else of the first of its architecture that a batch is for.
+
+    Raises:
+        TargetError: there is none.
+    """
+    errors: list[str] = []
+    classes = _classes(config)
+    for model_class in classes:
+        sized = replace(sizes, tokens=_seq(name, config, model_class, seq))
+        try:
+            with torch.device(place):
+                model = model_class._from_config(copy.deepcopy(config), dtype=dtype, **attn)
+        except Exception as error:
+            if len(classes) == 1:
+                raise  # it is the class that was asked for
+            errors.append(f"{model_class.__name__}: {type(error).__name__}: {error}")
+            continue
+        if task_of(model_class) == "causal LM" and getattr(model, "loss_type", "") is None:
+            # what transformers falls back to, with a warning, for a class whose name does not say it
+            model.loss_type = "ForCausalLM"
+        try:
+            found = find(model.train(), sized, place, dtype)
+        except NoBatch as error:
+            errors.append(f"{model_class.__name__}: {error}")
+            continue
+        _check_seq(name, seq, found)
+        return model, found
+    kind = (getattr(config, "architectures", None) or [config.model_type])[0]
+    why = f" ({errors[0]})" if errors else ""
+    raise TargetError(f"{name} is of a {kind!r}, for which no batch could be made{why}. {_OWN_FUNCTION}")
+
+
+def _classes(config: Any) -> list[Any]:
+    """The class that the configuration names; where it has no head, those of its architecture, with a loss first."""
+    import transformers
+
+    named = (getattr(config, "architectures", None) or [""])[0]
+    wanted = getattr(transformers, named, None)
+    if wanted is None and named:
+        raise TargetError(f"transformers {transformers.__version__} has no {named}. {_OWN_FUNCTION}")
+    headless = named.endswith(("Model", "ForPreTraining"))
+    if wanted is not None and (has_own_loss(wanted) or not headless):
+        return [wanted]
+    classes = model_classes(config.model_type)
+    classes = classes if wanted is None or wanted in classes else [*classes, wanted]
+    if not config.is_encoder_decoder:
+        seq2seq = class_names("SEQ_TO_SEQ_CAUSAL_LM").get(config.model_type)
+        classes = [c for c in classes if c.__name__ != seq2seq or len(classes) == 1]
+    return sorted(classes, key=lambda c: not has_own_loss(c))
+
+
+@functools.cache
+def class_names(head: str | None) -> dict[str, Any]:
+    """Model type to the name of a class, or several, with this head."""
+    from transformers.models.auto import modeling_auto
+
+    table = "MODEL_MAPPING_NAMES" if head is None else f"MODEL_FOR_{head}_MAPPING_NAMES"
+    return dict(getattr(modeling_auto, table, {}))
+
+
+def model_classes(model_type: str) -> list[Any]:
+    """The classes of an architecture, in the order of ``HEADS``."""
+    import transformers
+
+    found: list[Any] = []
+    for head in HEADS:
+        names = class_names(head).get(model_type, ())
+        for name in (names,) if isinstance(names, str) else names:
+            model_class = getattr(transformers, name, None)
+            if model_class is not None and model_class not in found:
+                found.append(model_class)
+    return found
+
+
+def task_of(model_class: type[Any]) -> str:
+    """What transformers calls the head of a class, in words."""
+    for head in HEADS:
+        for names in class_names(head).values():
+            if model_class.__name__ in ((names,) if isinstance(names, str) else names):
+                return "no head" if head is None else _SPELLED.get(head, head.lower().replace("_", " "))
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", model_class.__name__.rpartition("For")[2])
+    return words.lower()
 
 
 def _config(name: str) -> Any:
@@ -121,46 +243,30 @@ def _config(name: str) -> Any:
         ) from error
 
 
-def _task_of(config: Any) -> str:
-    from transformers.models.auto import modeling_auto
-
-    tables: dict[str, Any] = {task: getattr(modeling_auto, table) for task, (_, table) in _TASKS.items()}
-    wanted = (getattr(config, "architectures", None) or [""])[0]
-    for task, table in tables.items():
-        names = [n for v in table.values() for n in ((v,) if isinstance(v, str) else v)]
-        if wanted in names:
-            return task
-    if not wanted or wanted.endswith(("Model", "ForPreTraining")):  # no head, or one that contains the others
-        for task, table in tables.items():
-            if config.model_type in table and (task != "seq2seq" or config.is_encoder_decoder):
-                return task
-    raise TargetError(
-        f"hf: targets are {', '.join(_TASKS)}; this configuration is of a {wanted or config.model_type!r}. "
-        "Write a function that returns the model and a batch, and give it as train.py:make."
-    )
-
-
-def _seq(name: str, config: Any, task: str, asked: int | None) -> int:
-    if task == _IMAGES:
-        raise TargetError(f"{name} reads images; --seq is for models that read tokens.")
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+def _seq(name: str, config: Any, model_class: type[Any], asked: int | None) -> int:
+    """Tokens in a sample, as they were asked for or as many as there are positions, but not too many."""
+    if asked is not None and not reads_tokens(model_class):
+        raise TargetError(f"{name} reads {_read_by(model_class)}; --seq is for models that read tokens.")
+    limit = first_of(config.get_text_config(), "max_position_embeddings", "max_target_positions")
     if asked is not None and limit is not None and asked > limit:
         raise TargetError(f"--seq {asked}: {name} has positions for {limit} tokens.")
     default = int(HF_DEFAULTS.seq or 0)
     return asked if asked is not None else min(default, limit or default)
 
 
-def _batch(config: Any, seq: int | None, dtype: Any, place: str, size: int) -> dict[str, Any]:
-    """Full sequences without padding, or images; with labels."""
-    import torch
+def _read_by(model_class: type[Any]) -> str:
+    arguments = inspect.signature(model_class.forward).parameters
+    if any(a.startswith("pixel_values") for a in arguments):
+        return "images"
+    return "sound" if {"input_values", "input_features"} & set(arguments) else "no tokens"
 
-    if seq is None:
-        pixels = getattr(config, "image_size", _IMAGE)
-        height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
-        channels = getattr(config, "num_channels", 3)
-        return {
-            "pixel_values": torch.zeros(size, channels, height, width, dtype=dtype, device=place),
-            "labels": torch.zeros(size, dtype=torch.long, device=place),
-        }
-    ids = torch.randint(0, config.get_text_config().vocab_size, (size, seq), device=place)
-    return {"input_ids": ids, "labels": ids.clone()}
+
+def _check_seq(name: str, asked: int | None, found: Found) -> None:
+    if asked is None or found.tokens == asked:
+        return
+    if found.tokens is None:
+        raise TargetError(f"{name} reads no tokens here; --seq is for models that read tokens.")
+    held = " and ".join(f"{count} of an {kind}" for kind, count in found.features.items())
+    raise TargetError(
+        f"--seq {asked}: a sample of {name} holds {held}, and text; it takes {found.tokens} tokens."
+    )

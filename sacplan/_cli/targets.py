@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sacplan._cli import architectures, hf
+from sacplan._cli import architectures
 from sacplan._cli.exits import TargetError, hinted
 from sacplan._cli.files import kind_of
 from sacplan._cli.options import HfOptions, named
@@ -52,6 +52,8 @@ def load_target(text: str, options: HfOptions, place: str = "meta") -> Target:
         TargetError: it does not exist, or its own code failed; names the line.
     """
     if text.startswith("hf:"):
+        from sacplan._cli import hf  # imports torch
+
         with users_code(text):
             return hf.build(text, options, place)
     given = replace(options, batch=None).given()

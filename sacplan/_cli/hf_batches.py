@@ -1,0 +1,502 @@
+"""Batches for any model of transformers: made from its configuration and from the signature of its forward.
+
+    found = find(model, Sizes(rows=2), "meta", torch.bfloat16)
+    found.batch                   # keyword arguments of forward
+    make(model, found, Sizes(rows=5), "meta", torch.bfloat16)    # of another size
+
+``INPUTS`` says how each argument is made, ``LABELS`` what a head is trained on. Some arguments have one name for
+several layouts (images, videos or patches as ``pixel_values``); the first layout that the forward runs with is taken.
+It runs on tensors without data. Rows of tokens hold as many placeholders as the model makes features of an image or a
+sound.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from sacplan._record.step import call_model
+
+Layout = Mapping[str, int]
+"""Of each argument that has several layouts: which one."""
+
+Run = Callable[[torch.nn.Module, Mapping[str, Any], Callable[[torch.nn.Module, Any], Any]], Any]
+"""``run(model, arguments, call)`` is ``call(model, arguments)``, which asks for shapes alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much a batch holds, where the configuration does not say it.
+
+    Attributes:
+        rows: samples.
+        tokens: in a sample, placeholders included.
+        pixels: side of an image.
+        patches: on a side of an image that is given in patches; None for as many as ``pixels`` gives.
+        frames: of a spectrogram.
+        samples: of a sound.
+        mels: bands of a spectrogram.
+        transcript: tokens in the transcript of a sound.
+        padded: whether the last quarter of the first row of tokens is padding.
+    """
+
+    rows: int = 1
+    tokens: int = 1024
+    pixels: int = 224
+    patches: int | None = None
+    frames: int = 1000
+    samples: int = 160_000
+    mels: int = 80
+    transcript: int = 128
+    padded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A batch that a forward runs with.
+
+    Attributes:
+        batch: keyword arguments.
+        layout, features: to make others alike.
+        tokens: in a sample; None for models that read none.
+        has_loss: whether the output has a loss.
+    """
+
+    batch: dict[str, Any]
+    layout: Layout
+    features: Mapping[str, int]
+    tokens: int | None
+    has_loss: bool
+
+
+class NoBatch(Exception):
+    """No batch was found that a model runs with; the message is the first thing that went wrong."""
+
+
+class Inputs:
+    """Makes the tensors that a forward asks for by name.
+
+    Args:
+        model: with its ``config``.
+        sizes: of the batch.
+        place: where the tensors are. On ``"meta"`` integers lie on the CPU, since sizes may follow from them.
+        dtype: of floats.
+        layout: see ``LAYOUTS``.
+        features: of "image" and "audio", how many a row has; what is missing is counted by running that part.
+        run: how it runs.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        sizes: Sizes,
+        place: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        layout: Layout | None = None,
+        features: Mapping[str, int] | None = None,
+        run: Run | None = None,
+    ) -> None:
+        config: Any = model.config
+        self.model, self.config, self.sizes = model, config, sizes
+        self.name = type(model).__name__
+        self.parameters = inspect.signature(model.forward).parameters
+        self.text = config.get_text_config()
+        self.vocab = first_of(self.text, "vocab_size", "n_vocab") or _VOCABULARY
+        self.length = sizes.tokens
+        self.rows = sizes.rows
+        self.place, self.dtype = place, dtype
+        self.reads_only_text = not any(p.startswith(_NOT_TEXT) for p in self.parameters)
+        self.place_of_integers = "cpu" if place == "meta" and not self.reads_only_text else place
+        self.layout = layout or {}
+        self.features = dict(features or {})
+        self.run = run or without_data
+
+    def layout_of(self, name: str) -> int:
+        return self.layout.get(name, 0)
+
+    def part(self, *names: str) -> Any:
+        """The configuration inside that describes a tower, or the whole one."""
+        return next((c for n in names if (c := getattr(self.config, n, None)) is not None), self.config)
+
+    def floats(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=self.dtype, device=self.place)
+
+    def shares(self, *shape: int) -> torch.Tensor:
+        """Floats in [0, 1)."""
+        return torch.rand(shape, dtype=self.dtype, device=self.place)
+
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, max(high, low + 1), shape, device=self.place_of_integers)
+
+    def ones(self, *shape: int) -> torch.Tensor:
+        return torch.ones(shape, dtype=torch.long, device=self.place_of_integers)
+
+    def rows_of(self, *values: int) -> torch.Tensor:
+        """The same integers in each row."""
+        return torch.tensor([values] * self.rows, device=self.place_of_integers)
+
+    def tokens(self, length: int | None = None) -> torch.Tensor:
+        """None of the first ten, which have a meaning of their own."""
+        choices = (_CHOICES,) if self.name.endswith("MultipleChoice") else ()
+        return self.integers(min(10, self.vocab - 1), self.vocab, self.rows, *choices, length or self.length)
+
+    def classes(self, *shape: int) -> torch.Tensor:
+        return self.integers(0, self.config.num_labels, *shape)
+
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width."""
+        vision = self.part("vision_config", "vision", "backbone_config", "encoder")
+        channels = first_of(vision, "num_channels", "in_channels", "in_chans", "input_channels")
+        size = first_of(vision, "image_size", "img_size") or first_of(self.config, "image_size")
+        size = size or self.sizes.pixels
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        return channels if isinstance(channels, int) else 3, height, width
+
+    def images(self) -> torch.Tensor:
+        return self.floats(self.rows, *self.image_shape())
+
+    def patches(self) -> int:
+        """On a side, a multiple of those that are merged into one feature."""
+        if self.sizes.patches is not None:
+            return self.sizes.patches
+        vision = self.part("vision_config")
+        merged = first_of(vision, "spatial_merge_size", "merge_size") or 1
+        merged = merged if isinstance(merged, int) else 2
+        return max(1, self.sizes.pixels // int(vision.patch_size) // merged) * merged
+
+    def labels(self) -> Any:
+        """What the head of the class is trained on, or None where that is not known."""
+        return next((make(self) for pattern, make in LABELS if re.search(pattern, self.name)), None)
+
+
+_VOCABULARY = 512
+_CHOICES = 2
+_NOT_TEXT = (
+    "pixel_",
+    "input_features",
+    "input_values",
+    "image",
+    "flattened_patches",
+    "visual_",
+    "past_values",
+)
+
+
+def first_of(config: Any, *names: str) -> Any:
+    """The first of these fields that a configuration has a value for."""
+    return next((v for n in names if (v := getattr(config, n, None)) is not None), None)
+
+
+def _boxes_of_objects(i: Inputs) -> list[dict[str, torch.Tensor]]:
+    boxes = [i.shares(3, 4) * 0.2 + 0.3 for _ in range(i.rows)]
+    return [{"class_labels": i.classes(3), "boxes": b} for b in boxes]
+
+
+LABELS: tuple[tuple[str, Callable[[Inputs], Any]], ...] = (
+    (r"ForCTC", lambda i: i.tokens(i.sizes.transcript)),
+    (
+        r"(CausalLM|LMHead\w*|MaskedLM|ConditionalGeneration\w*|SpeechSeq2Seq|Seq2SeqLM)$",
+        lambda i: i.tokens(),
+    ),
+    (r"(Image|Video|Audio|Sequence|Text)Classification\w*$", lambda i: i.classes(i.rows)),
+    (r"MultipleChoice$", lambda i: i.integers(0, _CHOICES, i.rows)),
+    (r"TokenClassification$", lambda i: i.classes(i.rows, i.length)),
+    (r"SemanticSegmentation$", lambda i: i.classes(i.rows, *i.image_shape()[1:])),
+    (r"DepthEstimation$", lambda i: i.shares(i.rows, *i.image_shape()[1:]) + 0.1),
+    (r"ObjectDetection$", _boxes_of_objects),
+)
+"""End of a class's name, and what its ``labels`` are."""
+
+
+def _pixel_values(i: Inputs) -> torch.Tensor:
+    """Images; videos, several images a row, or a list of patches."""
+    channels, height, width = i.image_shape()
+    vision = i.part("vision_config")
+    if "image_grid_thw" in i.parameters or "grid_thw" in i.parameters:
+        times = first_of(vision, "temporal_patch_size", "patch_temporal") or 1
+        patch, count = vision.patch_size, i.rows * i.patches() ** 2
+        flat = (count, channels * times * patch * patch)
+        squares = (count, channels, patch, patch)
+        return i.floats(*(flat, squares, (1, *squares), (1, *flat))[i.layout_of("pixel_values")])
+    if "spatial_shapes" in i.parameters:
+        return i.floats(i.rows, i.patches() ** 2, channels * vision.patch_size**2)
+    frames = first_of(i.config, "num_frames") or 2
+    between: tuple[tuple[int, ...], ...] = ((), (1,), (frames,), (2,))
+    return i.floats(i.rows, *between[i.layout_of("pixel_values")], channels, height, width)
+
+
+def _spectrogram_shape(i: Inputs) -> tuple[int, ...]:
+    audio = i.part("audio_config", "speech_config", "encoder_config", "audio_encoder")
+    mels = first_of(audio, "num_mel_bins", "feature_size", "input_feat_per_channel", "feature_projection_input_dim",
+                    "input_dim", "mel_dim", "num_mels", "input_size") or i.sizes.mels  # fmt: skip
+    positions = first_of(audio, "max_source_positions")
+    frames = 2 * positions if positions and positions <= _WHISPER_POSITIONS else i.sizes.frames
+    return (
+        (i.rows, mels, frames),
+        (i.rows, frames, mels),
+        (i.rows, 1, frames, mels),
+        (i.rows, i.sizes.samples),
+        (i.rows, 1, i.sizes.samples),
+    )[i.layout_of("input_features")]
+
+
+_WHISPER_POSITIONS = 1500
+"""Encoders with no more positions than Whisper's read two frames for each, and always all."""
+
+
+def _audio_mask(i: Inputs) -> torch.Tensor:
+    shape = _spectrogram_shape(i)
+    return i.ones(i.rows, shape[2 if i.layout_of("input_features") == 0 else 1])
+
+
+def _videos(i: Inputs) -> torch.Tensor | None:
+    """Videos, where they are the only input."""
+    if "pixel_values" in i.parameters or "input_ids" in i.parameters:
+        return None
+    frames = first_of(i.config, "num_frames", "frames_per_clip") or 2
+    return i.floats(i.rows, frames, *i.image_shape())
+
+
+def _series(i: Inputs, *, past: bool) -> tuple[int, ...]:
+    """Steps of a time series, and its channels where it has them."""
+    channels = first_of(i.config, "num_input_channels")
+    steps = i.config.context_length if past else i.config.prediction_length
+    if channels is not None:
+        return steps, channels
+    return (steps + max(i.config.lags_sequence) if past else steps,)
+
+
+def _waves(i: Inputs) -> torch.Tensor:
+    audio = i.part("audio_config")
+    mels = first_of(audio, "num_mel_bins", "feature_size") or i.sizes.mels
+    shapes = (
+        (i.rows, i.sizes.samples),
+        (i.rows, 1, i.sizes.samples),
+        (i.rows, first_of(audio, "max_length") or i.sizes.frames, mels),
+        (i.rows, mels, i.sizes.frames),
+    )
+    return i.floats(*shapes[i.layout_of("input_values")])
+
+
+def _boxes_of_tokens(i: Inputs) -> torch.Tensor:
+    low, high = i.integers(0, 32, i.rows, i.length, 2), i.integers(32, 64, i.rows, i.length, 2)
+    return torch.cat([low, high], dim=-1)
+
+
+def _mask(i: Inputs) -> torch.Tensor | None:
+    """Of models of text alone only where rows are padded: without a mask, all is seen."""
+    if "input_ids" not in i.parameters or (i.reads_only_text and not i.sizes.padded):
+        return None
+    mask = i.ones(i.rows, i.length)
+    if i.reads_only_text:
+        mask[0, -i.length // 4 :] = 0
+    return mask
+
+
+def _position(i: Inputs) -> torch.Tensor | None:
+    """Of the answer to a question."""
+    return i.integers(0, i.length, i.rows) if i.name.endswith("QuestionAnswering") else None
+
+
+INPUTS: dict[str, Callable[[Inputs], Any]] = {
+    "pixel_values": _pixel_values,
+    "input_ids": lambda i: i.tokens(),
+    "attention_mask": _mask,
+    "bbox": _boxes_of_tokens,
+    "image": lambda i: i.images(),
+    "flattened_patches": lambda i: i.shares(i.rows, 16, i.config.vision_config.patch_embed_hidden_size + 2),
+    "input_features": lambda i: i.floats(*_spectrogram_shape(i)),
+    "input_values": _waves,
+    "image_grid_thw": lambda i: i.rows_of(1, i.patches(), i.patches()),
+    "grid_thw": lambda i: i.rows_of(1, i.patches(), i.patches()),
+    "spatial_shapes": lambda i: i.rows_of(i.patches(), i.patches()),
+    "pixel_attention_mask": lambda i: (
+        i.ones(i.rows, i.patches() ** 2) if "spatial_shapes" in i.parameters else None
+    ),
+    "image_sizes": lambda i: None if i.layout_of("image_sizes") else i.rows_of(*i.image_shape()[1:]),
+    "input_points": lambda i: i.shares(i.rows, 1, 2, 2) * i.sizes.pixels,
+    "input_labels": lambda i: i.ones(i.rows, 1, 2),
+    "decoder_input_ids": lambda i: i.tokens(),
+    "qformer_input_ids": lambda i: i.tokens(),
+    "input_features_mask": _audio_mask,
+    "feature_attention_mask": _audio_mask,
+    "pixel_values_videos": _videos,
+    "visual_feats": lambda i: i.floats(i.rows, 10, i.config.visual_feat_dim),
+    "visual_pos": lambda i: i.shares(i.rows, 10, 4),
+    "past_values": lambda i: i.shares(i.rows, *_series(i, past=True)),
+    "past_time_features": lambda i: i.shares(i.rows, _series(i, past=True)[0], 1),
+    "past_observed_mask": lambda i: torch.ones_like(i.shares(i.rows, *_series(i, past=True))),
+    "future_values": lambda i: i.shares(i.rows, *_series(i, past=False)),
+    "future_time_features": lambda i: i.shares(i.rows, _series(i, past=False)[0], 1),
+    "start_positions": _position,
+    "end_positions": _position,
+    "return_loss": lambda i: True,
+}
+"""Name of an argument of forward, and how to make it; None leaves it out."""
+
+LAYOUTS: dict[str, int] = {"pixel_values": 4, "input_features": 5, "input_values": 4, "image_sizes": 2}
+"""Arguments whose form the signature does not tell (dimensions, or whether they are wanted), and how many there are."""
+
+
+def has_own_loss(model_class: type[torch.nn.Module]) -> bool:
+    """Whether its forward computes a loss of what we give it."""
+    parameters = inspect.signature(model_class.forward).parameters
+    if "labels" in parameters and any(re.search(pattern, model_class.__name__) for pattern, _ in LABELS):
+        return True
+    return "return_loss" in parameters or model_class.__name__.endswith("QuestionAnswering")
+
+
+def reads_tokens(model_class: type[torch.nn.Module]) -> bool:
+    """Whether samples have a number of tokens."""
+    return any(
+        name in inspect.signature(model_class.forward).parameters
+        for name in ("input_ids", "decoder_input_ids")
+    )
+
+
+def layouts(model: torch.nn.Module) -> Iterator[Layout]:
+    """Every layout of what is ambiguous in the arguments of forward."""
+    ambiguous = [name for name in LAYOUTS if name in inspect.signature(model.forward).parameters]
+    for numbers in itertools.product(*(range(LAYOUTS[name]) for name in reversed(ambiguous))):
+        yield dict(zip(ambiguous, reversed(numbers), strict=True))
+
+
+def make_batch(inputs: Inputs, *, labels: bool = True) -> dict[str, Any]:
+    """A batch for the arguments of forward that are known."""
+    batch: dict[str, Any] = {}
+    made_labels = inputs.labels() if labels and "labels" in inputs.parameters else None
+    for name, make in INPUTS.items():
+        if name not in inputs.parameters or (name == "decoder_input_ids" and made_labels is not None):
+            continue
+        made = make(inputs)
+        if made is not None:
+            batch[name] = made
+    if "input_ids" in batch:
+        if "pixel_values" in batch:
+            _place(inputs, batch, "image")
+        if "input_features" in batch or "input_values" in batch:
+            _place(inputs, batch, "audio")
+    if made_labels is not None:
+        same = "input_ids" in batch and _are_tokens(made_labels) and "TokenClass" not in inputs.name
+        batch["labels"] = batch["input_ids"].clone() if same else made_labels
+    return batch
+
+
+def _are_tokens(labels: Any) -> bool:
+    return isinstance(labels, torch.Tensor) and labels.ndim == 2 and not labels.is_floating_point()
+
+
+def _place(inputs: Inputs, batch: dict[str, Any], kind: str) -> None:
+    """Put as many tokens of a kind ("image", "audio") into each row as the model makes features of its input."""
+    token = first_of(inputs.config, f"{kind}_token_id", f"{kind}_token_index")
+    features_of = getattr(type(inputs.model), f"get_{kind}_features", None)
+    if token is None or features_of is None:
+        return
+    accepted = inspect.signature(features_of).parameters
+    given = {k: v for k, v in batch.items() if k in accepted}
+    if kind not in inputs.features:
+        made = inputs.run(inputs.model, given, lambda model, given: _number_of(features_of(model, **given)))
+        inputs.features[kind] = made // inputs.rows
+    count = inputs.features[kind]
+    inputs.length = max(inputs.sizes.tokens, count + _TEXT_BESIDES)
+    batch["input_ids"] = ids = inputs.tokens()
+    ids[:, 4 : 4 + count] = token
+    if "attention_mask" in batch:
+        batch["attention_mask"] = torch.ones_like(ids)
+    if "mm_token_type_ids" in inputs.parameters:
+        batch["mm_token_type_ids"] = (ids == token).long()
+    if "token_type_ids" in inputs.parameters and kind == "image":
+        batch["token_type_ids"] = (ids == token).long()
+
+
+def _number_of(features: Any) -> int:
+    features = getattr(features, "pooler_output", features)
+    features = features if isinstance(features, (list, tuple)) else [features]
+    return sum(f.numel() // f.shape[-1] for f in features if isinstance(f, torch.Tensor))
+
+
+_TEXT_BESIDES = 16
+"""Tokens that are no placeholders, at least."""
+
+
+def without_data(
+    model: torch.nn.Module, arguments: Mapping[str, Any], call: Callable[[torch.nn.Module, Any], Any]
+) -> Any:
+    """What a call of the model returns in a forward pass on fake tensors; it must hold none of them."""
+    import sacplan
+
+    seen: list[Any] = []
+
+    def watched(model: torch.nn.Module, arguments: Any) -> Any:
+        seen.append(call(model, arguments))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the profile itself says what it assumes
+        sacplan.profile(model, dict(arguments), watched, mode="inference", device="cpu")
+    return seen[-1]
+
+
+def find(model: torch.nn.Module, sizes: Sizes, place: str, dtype: torch.dtype) -> Found:
+    """A batch that the model runs with, with labels if it takes them.
+
+    Args:
+        model: with or without weights.
+        sizes: of the batch; a sample gets more tokens where its placeholders need them.
+        place: where the batch is.
+        dtype: of its floats.
+
+    Raises:
+        NoBatch: there is none.
+    """
+    errors: list[str] = []
+    for labels in (True, False):
+        for layout in layouts(model):
+            inputs = Inputs(model, sizes, place, dtype, layout)
+            try:
+                batch = make_batch(inputs, labels=labels)
+                if not batch:
+                    raise NoBatch(
+                        f"none of the arguments of its forward is known: {', '.join(inputs.parameters)}"
+                    )
+                tokens = inputs.length if "input_ids" in batch or "decoder_input_ids" in batch else None
+                if tokens is None and _are_tokens(batch.get("labels")) and reads_tokens(type(model)):
+                    tokens = inputs.length
+                if "labels" in batch and (inputs.reads_only_text or inputs.features):
+                    return Found(batch, layout, inputs.features, tokens, True)  # nothing is left to try out
+                has_loss = without_data(model, batch, _has_loss)
+            except Exception as error:  # whatever an architecture raises, another layout may do
+                errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+                continue
+            return Found(batch, layout, inputs.features, tokens, has_loss)
+    raise NoBatch(errors[0])
+
+
+def _has_loss(model: torch.nn.Module, batch: Any) -> bool:
+    """Whether there is one in the output.
+
+    Raises:
+        NoBatch: neither a loss, nor anything that could be summed up.
+    """
+    output = call_model(model, batch)
+    loss = getattr(output, "loss", None)
+    output = dict(output) if isinstance(output, Mapping) else output
+    if not any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in tree_leaves(output)):
+        raise NoBatch("its output holds no float tensor")
+    return loss is not None or (isinstance(output, dict) and output.get("loss") is not None)
+
+
+def make(
+    model: torch.nn.Module, found: Found, sizes: Sizes, place: str, dtype: torch.dtype
+) -> dict[str, Any]:
+    """A batch like the one that was found, of another size."""
+    sizes = replace(sizes, tokens=found.tokens or sizes.tokens)
+    inputs = Inputs(model, sizes, place, dtype, found.layout, found.features)
+    return make_batch(inputs, labels="labels" in found.batch)
