@@ -17,10 +17,12 @@ pytest.importorskip("transformers")
 import transformers
 
 from benchmarks import hf_targets, zoo
-from sacplan._cli import hf, hf_batches
+from sacplan._cli import architectures, hf, hf_batches
 from sacplan._cli.exits import TargetError
 from sacplan._cli.options import HfOptions
 from sacplan._cli.targets import load_target
+
+pytestmark = pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
 
 FAMILIES = {
     "llama": ("causal LM", {"input_ids", "labels"}),
@@ -101,7 +103,8 @@ def test_a_class_that_is_not_there(tmp_path: Path) -> None:
 
 def test_sizes_of_sound() -> None:
     """Whisper reads 30 seconds, always: 3,000 frames of 10 ms."""
-    config = transformers.WhisperConfig(d_model=16, encoder_layers=1, decoder_layers=1, vocab_size=64)
+    sides = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    config = transformers.WhisperConfig(d_model=16, vocab_size=64, pad_token_id=0, **sides)
     with torch.device("meta"):
         model = transformers.WhisperForConditionalGeneration(config)
     sizes = hf_batches.Sizes(rows=2, tokens=7)
@@ -127,9 +130,22 @@ def test_tasks_are_in_words() -> None:
     assert hf.task_of(transformers.LlamaForSequenceClassification) == "sequence classification"
 
 
-def test_the_figures_are_of_this_benchmark() -> None:
-    about, found = hf_targets.read()
-    assert about["summary"] == hf_targets.summary(found)
-    assert about["machine"].keys() >= {"machine", "torch", "transformers"}
-    assert not [o for o in found if o.status == hf_targets.FAILED]
-    assert {o.model_type for o in found} <= set(hf_targets.model_types())
+def test_the_benchmark_tells_apart_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = hf_targets.outcome_of("smollm3")
+    assert (found.status, found.model_class, found.loss) == (hf_targets.PROFILED, "SmolLM3ForCausalLM", True)
+    monkeypatch.setattr(hf_targets.sacplan, "profile", _fails)
+    assert hf_targets.outcome_of("smollm3").status == hf_targets.FAILED
+    monkeypatch.delitem(hf_batches.INPUTS, "input_ids")
+    assert hf_targets.outcome_of("smollm3").status == hf_targets.REFUSED
+
+
+def _fails(*_: Any, **__: Any) -> Any:
+    raise sacplan.SolverError("of ours")
+
+
+def test_the_docs_list_the_names() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "huggingface.md").read_text()
+    listed = text.partition("### Names that ship with sacplan")[2]
+    assert [line[3:-1] for line in listed.splitlines() if line.startswith("- `")] == [
+        row.name for row in architectures.TABLE
+    ]

@@ -18,6 +18,7 @@ from sacplan._cli.hf_batches import Found, NoBatch, Sizes, find, first_of, has_o
 from sacplan._cli.options import HF_DEFAULTS, HfOptions
 from sacplan._cli.output import note
 from sacplan._cli.target import Target
+from sacplan._program.setup import Setup
 
 HEADS = (
     "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "CTC", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM",
@@ -61,13 +62,6 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         raise TargetError(
             "hf: targets need transformers, which is not installed; run: pip install 'sacplan[hf]'"
         ) from error
-<<<<<<< HEAD
-    import torch
-
-    from sacplan._program.setup import Setup
-
-=======
->>>>>>> 4fb3324 (hf: targets of every kind of architecture, with batches made from the signature of the forward; bundled names up to date)
     name = target.removeprefix("hf:")
     if not name.strip():
         raise TargetError(
@@ -77,38 +71,23 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
     options = replace(HF_DEFAULTS, **asked.given())
     config = _config(name)
     dtype = getattr(torch, str(options.dtype))
-<<<<<<< HEAD
-    cached = getattr(config, "use_cache", False)
-    if cached:
-        config.use_cache = False  # nobody generates while training, and the cache would be held as an output
-    attn = {} if options.attn is None else {"attn_implementation": options.attn}
-    with torch.device(place):
-        model = getattr(transformers, _TASKS[task][0]).from_config(config, dtype=dtype, **attn)
-    if cached and Setup.of(model).use_cache is False:
-        note(
-            "use_cache=False: a cache would be alive until the step is over. Set model.config.use_cache = False too"
-        )
-    if task == "causal LM" and getattr(model, "loss_type", "") is None:
-        # what transformers falls back to, with a warning, for a class whose name does not say it
-        model.loss_type = "ForCausalLM"
-    make_batch = functools.partial(_batch, config, seq, dtype, place)
-=======
-    for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        if hasattr(part, "use_cache"):
-            part.use_cache = (
-                False  # nobody generates while training, and the cache would be held as an output
-            )
+    cached = [c for c in (config, config.get_text_config()) if getattr(c, "use_cache", False)]
+    for part in cached:
+        part.use_cache = False  # nobody generates while training, and the cache would be held as an output
     if config.is_encoder_decoder and first_of(config, "decoder_start_token_id") is None:
         config.decoder_start_token_id = first_of(config, "bos_token_id", "pad_token_id") or 0
     attn = {} if options.attn is None else {"attn_implementation": options.attn}
     sizes = Sizes(rows=int(options.batch or 1))
     model, found = _first_that_runs(name, config, asked.seq, sizes, dtype, place, attn)
+    if cached and Setup.of(model).use_cache is False:
+        note(
+            "use_cache=False: a cache would be alive until the step is over. Set model.config.use_cache = False too"
+        )
     task = task_of(type(model))
 
     def make_batch(size: int) -> dict[str, Any]:
         return make(model, found, replace(sizes, rows=size), place, dtype)
 
->>>>>>> 4fb3324 (hf: targets of every kind of architecture, with batches made from the signature of the forward; bundled names up to date)
     optimizers: dict[str | None, Any] = {
         "adamw": torch.optim.AdamW,
         "adamw-fused": functools.partial(torch.optim.AdamW, fused=True),
@@ -123,7 +102,7 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         "batch": options.batch,
         **({} if found.tokens is None else {"seq": found.tokens}),
         "dtype": options.dtype,
-        "attn": config._attn_implementation,
+        "attn": model.config._attn_implementation,
         "optimizer": options.optimizer,
     }
     return Target(target, model, found.batch, None, optimizers[options.optimizer], make_batch, facts)

@@ -462,15 +462,16 @@ def find(model: torch.nn.Module, sizes: Sizes, place: str, dtype: torch.dtype) -
             inputs = Inputs(model, sizes, place, dtype, layout)
             try:
                 batch = make_batch(inputs, labels=labels)
-                if not batch:
+                if not batch.keys() - {"labels", "return_loss"}:
                     raise NoBatch(
                         f"none of the arguments of its forward is known: {', '.join(inputs.parameters)}"
                     )
                 tokens = inputs.length if "input_ids" in batch or "decoder_input_ids" in batch else None
                 if tokens is None and _are_tokens(batch.get("labels")) and reads_tokens(type(model)):
                     tokens = inputs.length
-                if "labels" in batch and (inputs.reads_only_text or inputs.features):
-                    return Found(batch, layout, inputs.features, tokens, True)  # nothing is left to try out
+                tried = inputs.features and "image_sizes" not in batch  # the part that reads images has run
+                if "labels" in batch and (inputs.reads_only_text or tried):
+                    return Found(batch, layout, inputs.features, tokens, True)
                 has_loss = without_data(model, batch, _has_loss)
             except Exception as error:  # whatever an architecture raises, another layout may do
                 errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
