@@ -33,6 +33,7 @@ from ._report.chunks import blocked_ops, chunk_table, loss_table
 from ._report.figures import frontier_figure, memory_figure, save_figures, tradeoff_figure
 from ._report.modules import module_table
 from ._report.page import write_report
+from ._report.snapshot import write_snapshot
 from ._report.trace_events import write_memory_trace
 from ._rotor.chain import Chain
 from ._rotor.rotor import RotorResult, rotor
@@ -135,5 +136,6 @@ __all__ = [
     "verify",
     "write_memory_trace",
     "write_report",
+    "write_snapshot",
 ]
 __version__: str

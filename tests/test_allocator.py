@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn, randn
 
 import sacplan
-from benchmarks.allocator import MIB, CachingAllocator, allocator_peaks
+from benchmarks.allocator import allocator_peaks
+from sacplan._device.caching_allocator import MIB, CachingAllocator
 
 KIB = 2**10
 

@@ -137,6 +137,10 @@ def given(tmp_path_factory):
             sacplan.write_memory_trace,
             {"path": folder / "trace.json", "profile": profile},
         ),
+        "write_snapshot": (
+            sacplan.write_snapshot,
+            {"path": folder / "step.pickle", "profile": profile},
+        ),
         "parallel_code": (sacplan.parallel_code, {"model": small, "plan": spread}),
         "layouts": (
             sacplan.layouts,
@@ -162,7 +166,7 @@ FUNCTIONS = [
     "aggregate_stats", "parse_module_info", "get_peak_memory_runtime_baseline", "sac_milp",
     "get_optimal_checkpointing_policy_per_module", "fit_tradeoff", "rotor", "alive_at_peak",
     "module_table", "chunk_table", "loss_table", "blocked_ops", "strategies", "layouts", "parallel_code",
-    "write_memory_trace", "fake_device", "Milp", "Rotor", "MemTracker", "Plan.load",
+    "write_memory_trace", "write_snapshot", "fake_device", "Milp", "Rotor", "MemTracker", "Plan.load",
     "Plan.save", "Profile.load", "Profile.save",
 ]  # fmt: skip
 THEIR_OWN = {

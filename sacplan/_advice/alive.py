@@ -59,7 +59,7 @@ def peak_groups(profile: Profile, program: Program) -> list[AliveGroup]:
         profile: of the step.
         program: the step, with a plan or without.
     """
-    at, origins = program.footprint.peak_op, _Origins(profile, program)
+    at, origins = program.footprint.peak_op, Origins(profile, program)
     grouped: dict[tuple[str, str, str, bool, int], list[str]] = defaultdict(list)
     for s in alive_at(program, at):
         module, op, kind, recomputed = origins.of(s)
@@ -76,7 +76,7 @@ def peak_groups(profile: Profile, program: Program) -> list[AliveGroup]:
     return sorted(groups, key=lambda g: (-g.n_bytes, natural_key(g.module), g.op, g.kind, g.each_bytes))
 
 
-class _Origins:
+class Origins:
     """Where what is alive comes from."""
 
     def __init__(self, profile: Profile, program: Program) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from sacplan._cli.exits import OutputError
 from sacplan._program.files import read
 
-Kind = Literal["plan", "profile", "curve", "report", "trace"]
+Kind = Literal["plan", "profile", "curve", "report", "trace", "snapshot"]
 
 _HEAD_CHARACTERS = 4096
 # what a file of each kind contains, and whether it is at the beginning
@@ -26,6 +26,7 @@ _SIGNS: dict[Kind, tuple[str, bool]] = {
     "curve": (r"\Asolver,budget_bytes,peak_bytes,", True),
     "report": (r"<footer>[^<]*Made by sacplan|<meta name=.generator. content=.sacplan", False),
     "trace": (r'"otherData":\{"model":"[^"]*","device":"[^"]*","peak_bytes":', False),
+    "snapshot": (r"predicted_by.{1,6}sacplan", True),
 }
 
 

@@ -120,6 +120,13 @@ def report(
             help="Where to save the memory timeline, for Perfetto or chrome://tracing.",
         ),
     ] = None,
+    snapshot: Annotated[
+        Path | None,
+        o.option(
+            metavar="FILE",
+            help="Where to save a predicted memory snapshot (.pickle), for pytorch.org/memory_viz.",
+        ),
+    ] = None,
     budget: o.Budget = None,
     headroom: o.Headroom = None,
     technique: o.Techniques = None,
@@ -138,12 +145,13 @@ def report(
     """
     import sacplan
 
-    if output is None and png is None and memory_trace is None:
+    if output is None and png is None and memory_trace is None and snapshot is None:
         raise OutputError(
-            "nothing to write: give -o report.html, --png DIR, --trace memory.json, or several."
+            "nothing to write: give -o report.html, --png DIR, --trace memory.json, --snapshot step.pickle, or several."
         )
     check_output(output, "report", force=force)
     check_output(memory_trace, "trace", force=force)
+    check_output(snapshot, "snapshot", force=force)
     _check_directory(png, force=force)
     if plan_file is not None and (budget is not None or headroom is not None):
         asked = "--headroom" if budget is None else "--budget"
@@ -179,6 +187,10 @@ def report(
             with replacing(memory_trace) as part:
                 sacplan.write_memory_trace(part, profile, plan)
             written.append(memory_trace)
+        if snapshot is not None:
+            with replacing(snapshot) as part:
+                sacplan.write_snapshot(part, profile, plan)
+            written.append(snapshot)
         if png is not None:
             written += sacplan.save_figures(png, profile, plan, curve, formats=_FORMATS)
     facts = {

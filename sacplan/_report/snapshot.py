@@ -1,0 +1,290 @@
+"""``write_snapshot``: the step as a memory snapshot, for the viewer at https://pytorch.org/memory_viz.
+
+Format: what ``torch.cuda.memory._snapshot`` returns, pickled; ``torch/cuda/memory.py`` says what is in it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sacplan._advice.alive import WORKSPACE, Origins
+from sacplan._advice.planned import planned
+from sacplan._device.caching_allocator import Block, CachingAllocator
+from sacplan._plan.plan import Plan, PlanOrPath
+from sacplan._profile.profile import Profile, ProfileOrPath
+from sacplan._program.arguments import checked, opened
+from sacplan._program.liveness import Fold
+from sacplan._program.names import shown_module
+from sacplan._program.program import ROOT_SCOPE, Event, Op, Program
+from sacplan.errors import PlanError
+
+Entry = dict[str, Any]
+Frames = list[dict[str, Any]]
+
+_PROTOCOL = 4  # the latest that the viewer can read
+_FIRST_ADDRESS = 0x7F0000000000
+_POOL = (0, 0)
+_WITHOUT_CATEGORY = "unknown"  # the viewer fails on a snapshot with categories of which none has this name
+_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1, "expandable_segments": False}
+
+
+@checked(PlanError)
+def write_snapshot(path: str | Path, profile: ProfileOrPath, plan: PlanOrPath | None = None) -> Path:
+    """Write the step as a predicted memory snapshot, as ``torch.cuda.memory._dump_snapshot`` writes a real one.
+
+        sacplan.write_snapshot("step.pickle", profile, plan)  # open it in https://pytorch.org/memory_viz
+
+    PyTorch's viewer shows it, and ``python -m torch.cuda._memory_viz`` reads it. Each allocation has a stack: the op
+    that makes it, the modules around it, and the part of the step. The snapshot begins with an empty device: what is
+    alive before the step (parameters, optimizer state, batch) is allocated first. The workspace of an op
+    is allocated and freed while it runs. The most that is allocated at once is the predicted peak.
+
+    Sizes are those of the blocks. Times are predicted, in µs from the beginning of the step. Addresses and segments
+    are those that the caching allocator with its default settings would give out; on a device they differ.
+
+    Args:
+        path: by custom, its name ends in ``.pickle``.
+        profile: from ``sacplan.profile``.
+        plan: made from that profile; without one, the step as it is.
+
+    Returns:
+        The path.
+
+    Raises:
+        PlanMismatch: the plan was made from another profile.
+    """
+    profile, plan = opened(profile, Profile), opened(plan, Plan)
+    path = Path(path)
+    path.write_bytes(pickle.dumps(snapshot_of(profile, planned(profile, plan)), protocol=_PROTOCOL))
+    return path
+
+
+def snapshot_of(profile: Profile, program: Program) -> dict[str, Any]:
+    """The snapshot of a step, with a plan or without.
+
+    Args:
+        profile: of the step.
+        program: the step.
+    """
+    written = _Writer(profile, program)
+    written.play()
+    return {
+        "predicted_by": "sacplan",
+        "segments": written.segments(),
+        "device_traces": [written.entries],
+        "allocator_settings": _SETTINGS,
+    }
+
+
+class _Changes(Fold):
+    """A fold that notes which storages came or went."""
+
+    __slots__ = ("changed",)
+
+    def __init__(self, program: Program) -> None:
+        self.changed: dict[int, None] = {}
+        super().__init__(program)
+
+    def hold(self, storage: int) -> None:
+        super().hold(storage)
+        if self.holders[storage] == 1:
+            self.changed[storage] = None
+
+    def release(self, storage: int) -> None:
+        super().release(storage)
+        if not self.holders[storage]:
+            self.changed[storage] = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Allocation:
+    """A block in use, what was asked for, and by whom."""
+
+    block: Block
+    n_bytes: int
+    frames: Frames
+
+    @property
+    def address(self) -> int:
+        return _FIRST_ADDRESS + self.block.address
+
+
+class _Writer:
+    """Plays a step on an empty allocator.
+
+    The peak of a step is what is alive while an op runs. So what comes and goes between two ops is done when the next
+    one begins: first what is freed, then what is allocated.
+    """
+
+    def __init__(self, profile: Profile, program: Program) -> None:
+        self.program = program
+        self.entries: list[Entry] = []
+        self.allocator = CachingAllocator()
+        self.alive: dict[int, _Allocation] = {}  # by storage
+        self.stacks = _Stacks(profile, program)
+        self.now_ms = 0.0
+
+    def play(self) -> None:
+        """Fill ``entries``."""
+        program = self.program
+        fold = _Changes(program)
+        self._settle(fold)
+        for code, arg in program.events:
+            fold.step(code, arg)
+            if code != Event.OP:
+                continue
+            op = program.ops[arg]
+            if op.replaces >= 0:
+                self._take_over(op)
+            self._settle(fold)
+            if op.replaces >= 0:
+                fold.changed[op.replaces] = None  # if somebody still holds it, it comes back
+            if op.workspace_bytes:
+                workspace = self._allocate(op.workspace_bytes, self.stacks.of_workspace(arg), WORKSPACE)
+            self.now_ms += op.time_ms
+            if op.workspace_bytes:
+                self._free(workspace)
+        self._settle(fold)
+
+    def _take_over(self, op: Op) -> None:
+        """An op that writes in place: its output has the bytes of what it overwrites."""
+        sizes, new = self.program.storage_bytes, op.writes[0]
+        if op.replaces in self.alive:
+            old = self.alive.pop(op.replaces)
+            if sizes[new] == sizes[op.replaces]:
+                self.alive[new] = old
+            else:
+                self._free(old)
+
+    def _settle(self, fold: _Changes) -> None:
+        gone = [s for s in fold.changed if not fold.holders[s] and s in self.alive]
+        come = [s for s in fold.changed if fold.holders[s] and s not in self.alive]
+        fold.changed.clear()
+        for storage in gone:
+            self._free(self.alive.pop(storage))
+        for storage in come:
+            n_bytes = self.program.storage_bytes[storage]
+            if n_bytes:
+                kind = self.program.storage_kinds[storage].name.lower()
+                self.alive[storage] = self._allocate(n_bytes, self.stacks.of_storage(storage), kind)
+
+    def _allocate(self, n_bytes: int, frames: Frames, category: str) -> _Allocation:
+        known = len(self.allocator.segments)
+        made = _Allocation(self.allocator.allocate(n_bytes), n_bytes, frames)
+        for segment in self.allocator.segments[known:]:
+            address = _FIRST_ADDRESS + segment.address
+            self._note("segment_alloc", address, segment.nbytes, frames, category=_WITHOUT_CATEGORY)
+        self._note("alloc", made.address, n_bytes, frames, category=category)
+        return made
+
+    def _free(self, allocation: _Allocation) -> None:
+        self.allocator.free(allocation.block)
+        for action in ("free_requested", "free_completed"):
+            self._note(action, allocation.address, allocation.n_bytes, allocation.frames)
+
+    def _note(self, action: str, address: int, n_bytes: int, frames: Frames, **more: str) -> None:
+        self.entries.append(
+            {
+                "action": action,
+                "addr": address,
+                "size": n_bytes,
+                "stream": 0,
+                "time_us": round(self.now_ms * 1e3),
+                "pool_id": _POOL,
+                "frames": frames,
+                **more,
+            }
+        )
+
+    def segments(self) -> list[Entry]:
+        """What is reserved, and what is alive in it, when the step is over."""
+        in_use = {one.block.address: one for one in self.alive.values()}
+        found = []
+        for segment in self.allocator.segments:
+            blocks = [_block(block, in_use.get(block.address)) for block in segment]
+            active = sum(b["size"] for b in blocks if b["state"] == "active_allocated")
+            found.append(
+                {
+                    "device": 0,
+                    "address": _FIRST_ADDRESS + segment.address,
+                    "total_size": segment.nbytes,
+                    "allocated_size": active,
+                    "active_size": active,
+                    "requested_size": sum(b["requested_size"] for b in blocks),
+                    "stream": 0,
+                    "segment_type": "small" if segment.first.small else "large",
+                    "segment_pool_id": _POOL,
+                    "is_expandable": False,
+                    "frames": [],
+                    "blocks": blocks,
+                }
+            )
+        return found
+
+
+def _block(block: Block, allocation: _Allocation | None) -> Entry:
+    return {
+        "address": _FIRST_ADDRESS + block.address,
+        "size": block.nbytes,
+        "requested_size": 0 if allocation is None else allocation.n_bytes,
+        "state": "inactive" if allocation is None else "active_allocated",
+        "frames": [] if allocation is None else allocation.frames,
+    }
+
+
+class _Stacks:
+    """Stacks of modules for what is allocated, innermost first. A line number is always 0."""
+
+    def __init__(self, profile: Profile, program: Program) -> None:
+        self.program = program
+        self.model = profile.fingerprint.model_class
+        self.origins = Origins(profile, program)
+        self.of_ops: dict[int, Frames] = {}
+
+    def of_op(self, op: int) -> Frames:
+        """The op, the modules in whose call it runs, the part of the step."""
+        if op not in self.of_ops:
+            run = self.program.ops[op]
+            again = run.recomputes
+            recorded = op if again < 0 else again
+            name = self.program.ops[recorded].name + (" (recomputed)" if again >= 0 else "")
+            phase = run.phase.name.lower()
+            self.of_ops[op] = [
+                _frame(name, shown_module(self.program, recorded, self.model)),
+                *self._around(recorded, phase),
+                _frame(phase, self.model),
+            ]
+        return self.of_ops[op]
+
+    def of_workspace(self, op: int) -> Frames:
+        """What a kernel allocates inside."""
+        frames = self.of_op(op)
+        return [_frame(WORKSPACE, frames[0]["filename"]), *frames]
+
+    def of_storage(self, storage: int) -> Frames:
+        """Where a storage comes from: an op, or what was there before the step."""
+        writer = self.program.writer.get(storage)
+        if writer is not None:
+            return self.of_op(writer)
+        module, what, *_ = self.origins.of(storage)
+        reader = self.origins.reader.get(storage)
+        in_model = reader is not None and module == shown_module(self.program, reader, self.model)
+        when = "before the step" if storage in self.origins.initial else "in the step"
+        return [
+            _frame(what, module),
+            *(self._around(reader, when) if reader is not None and in_model else ()),
+            _frame(when, self.model),
+        ]
+
+    def _around(self, op: int, name: str) -> Frames:
+        """The module calls around that of an op, without the model itself."""
+        scope = self.program.ops[op].scope
+        around = () if scope == ROOT_SCOPE else self.program.ancestors(scope)
+        return [_frame(name, fqn) for s in around if (fqn := self.program.scopes[s].fqn)]
+
+
+def _frame(name: str, filename: str) -> dict[str, Any]:
+    return {"name": name, "filename": filename, "line": 0}
