@@ -8,7 +8,9 @@ How a page is run, from top to bottom, in a directory of its own:
   ``# exits with N`` names the exit code, where it is not 0.
 - A ``text`` block right after one of these is its output. Words are compared exactly, numbers to 2 %, and ``...``
   stands for anything. ``SACPLAN_WRITE_DOCS=1 pytest tests/test_docs.py`` writes new numbers into the pages.
-- A block with ``title="Not run by the tests: REASON"`` does not run. ``NOT_RUN`` lists all of these.
+- A block after a comment ``<!-- not run by the tests: REASON -->`` does not run. ``NOT_RUN`` lists all of these.
+
+The README is one of the pages.
 """
 
 from __future__ import annotations
@@ -35,14 +37,16 @@ import sacplan
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+README = "../README.md"
+PAGES = [README, *sorted(path.name for path in DOCS.glob("*.md"))]
 
 NOT_RUN = {
     ("alternatives.md", "python -m benchmarks.frontier", "takes ten minutes"),
     ("alternatives.md", "python -m benchmarks.rotor", "takes minutes"),
     ("compatibility.md", "python -m benchmarks.compatibility", "takes an hour"),
     ("figures.md", "python -m benchmarks.gpu", "needs a CUDA device"),
-    ("index.md", "make demo", "installs packages"),
+    (README, "pip install", "installs packages"),
+    (README, "make demo", "installs packages"),
     ("modes.md", "python -m benchmarks.modes", "takes minutes"),
     ("op_memory.md", "python -m benchmarks.op_memory", "takes minutes"),
     ("start.md", "pip install", "installs packages"),
@@ -50,7 +54,7 @@ NOT_RUN = {
 }
 """Page, beginning of the block, reason."""
 
-NOT_RUN_TITLE = "Not run by the tests: "
+NOT_RUN_COMMENT = re.compile(r"<!-- not run by the tests: ([^>]*) -->\s*$")
 
 NEEDS = {"huggingface.md": ("transformers", "accelerate"), "lightning.md": ("lightning",)}
 """What a page needs besides ``transformers``, ``matplotlib`` and the command line."""
@@ -70,16 +74,11 @@ class Block:
     code: str
     options: dict[str, str] = field(default_factory=dict)
     follows: bool = False  # nothing but empty lines between it and the block before
-
-    @property
-    def not_run(self) -> str | None:
-        """Why it is not run; None if it is."""
-        title = self.options.get("title", "")
-        return title.removeprefix(NOT_RUN_TITLE) if title.startswith(NOT_RUN_TITLE) else None
+    not_run: str | None = None  # why it is not run; None if it is
 
     @property
     def where(self) -> str:
-        return f"docs/{self.page}:{self.line}"
+        return f"{Path('docs', self.page)}:{self.line}"
 
 
 def blocks_of(page: str) -> list[Block]:
@@ -87,6 +86,7 @@ def blocks_of(page: str) -> list[Block]:
     found: list[Block] = []
     end = 0
     for match in FENCE.finditer(text):
+        comment = NOT_RUN_COMMENT.search(text, end, match.start())
         found.append(
             Block(
                 page,
@@ -95,6 +95,7 @@ def blocks_of(page: str) -> list[Block]:
                 textwrap.dedent(match["code"]),
                 dict(re.findall(r'(\w+)="([^"]*)"', match["options"])),
                 bool(found) and not text[end : match.start()].strip(),
+                None if comment is None else comment[1],
             )
         )
         end = match.end()
@@ -105,7 +106,7 @@ class Page:
     """One page as a reader works through it."""
 
     def __init__(self, name: str) -> None:
-        self.module = types.ModuleType(f"docs_{name.removesuffix('.md')}")
+        self.module = types.ModuleType(f"docs_{Path(name).stem}")
         self.module.__file__ = str(DOCS / name)
         sys.modules[self.module.__name__] = self.module
         self.output = ""

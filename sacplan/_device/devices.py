@@ -153,6 +153,15 @@ class DeviceSpec:
         """
         return replace(self, name=self.name + WITHOUT_WORKSPACES, matmul_workspace_bytes=0)
 
+    @classmethod
+    def of(cls, device: str | torch.device) -> DeviceSpec:
+        """That of a name in the table (``sacplan.devices()``), of ``"cuda"``, the GPU that is here, or of ``"cpu"``.
+
+        Raises:
+            DeviceError: an unknown name, or ``"cuda"`` where there is none.
+        """
+        return resolve_device(device)
+
     def save(self, path: str | Path) -> None:
         """Write to a file (JSON, see ``docs/files.md``; compressed where the name ends in ``.gz``)."""
         files.save(path, dataclasses.asdict(self))
