@@ -38,8 +38,8 @@ def overhead() -> Iterator[tuple[str, str]]:
     yield (
         "docs/alternatives.md",
         f"a step takes {ratio('tiny', 'sacplan, half')} times as long with half of its ops discarded, where "
-        f"`checkpoint` around every layer takes {ratio('tiny', 'checkpoint')} times. On a model dominated by matmuls it is "
-        f"{ratio('small', 'sacplan, half')} times",
+        f"`checkpoint` around every layer takes {ratio('tiny', 'checkpoint')} times. On a model dominated by matmuls "
+        f"it is {ratio('small', 'sacplan, half')} times",
     )
 
 

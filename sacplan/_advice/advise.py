@@ -205,24 +205,21 @@ class _Tried:
         yield Remedy(name, kind, sentence, saves, peak, added, code, option)
 
     def loss(self) -> Iterator[Remedy]:
-        """The loss in slices."""
+        """The loss in slices; beside a plan, in place of what that does: both together take a search of minutes."""
         if not self._trains or (self.plan is not None and self.plan.chunks) or self._is_spread:
-            return
-        if self.plan is not None:
-            names = (*self.plan.provenance.techniques, "chunk")
-            yield from self._smallest("chunked-loss", "loss", "Running the loss in slices as well", names)
             return
         found = loss_chunks(self.profile.program, self.profile.spec)
         if not isinstance(found, ChunkOptions):
             return
         programs = {chunk.slices: self.profile.with_plan((chunk,)) for chunk, _ in found.options}
         smallest = min(program.footprint.peak_bytes for program in programs.values())
-        enough = smallest + _SAME * (self.peak_bytes - smallest)
+        enough = smallest + _SAME * max(0, self.peak_bytes - smallest)
         slices = min(n for n, program in programs.items() if program.footprint.peak_bytes <= enough)
         yield from self._remedy(
             "chunked-loss",
             "loss",
-            f"A chunked loss ({slices} slices from {found.unit} on)",
+            f"A chunked loss ({slices} slices from {found.unit} on)"
+            + (" in place of this plan" if self.plan is not None else ""),
             programs[slices],
             f'sacplan.policy("chunked-loss", slices={slices}, profile=profile)',
             f"sacplan policy TARGET chunked-loss --slices {slices}",

@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import sacplan
+from sacplan._advice.advise import advise
 from sacplan._advice.alive import WORKSPACE, AliveGroup, peak_groups
 from sacplan._chunk.alternatives import Alternative
 from sacplan._plan.plan import Plan, PlanOrPath
@@ -64,7 +65,8 @@ def write_report(
 
         sacplan.write_report("report.html", profile, plan, sacplan.frontier(profile))
 
-    It shows the headline figures, memory over the step with what is alive at the peak, the frontier, what runs in
+    It shows the headline figures, what would make the peak smaller, how to use the plan, memory over the step with what
+    is alive at the peak, the frontier, what runs in
     slices (and what else there is for the loss, and which ops are in the way) where the plan may do that, what each
     module keeps and discards and why, and what each kind of module could trade.
 
@@ -108,6 +110,7 @@ def report_html(profile: Profile, plan: Plan | None = None, frontier: pd.DataFra
             colours=Markup(css_variables()),
             cards=_cards(profile, plan, panels),
             peak=_peak(profile, panels[-1]),
+            remedies=advise(profile, plan).remedies if profile.mode == "train" else (),
             assumptions=profile.assumptions,
             panels=[_panel(profile, panel, panels) for panel in panels],
             made=_made,
