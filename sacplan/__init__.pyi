@@ -1,6 +1,7 @@
 """What ``import sacplan`` offers: read by type checkers, and by the package itself (see ``__init__.py``)."""
 
 from ._advice.advise import Advice, Remedy, advise
+from ._advice.fit import FitRow, Verdict, fit
 from ._advice.parts import Part
 from ._apply.apply import Handle, apply
 from ._apply.code import parallel_code
@@ -70,6 +71,7 @@ __all__ = [
     "DeviceSpec",
     "Emission",
     "Fit",
+    "FitRow",
     "Graph",
     "Greedy",
     "Handle",
@@ -101,6 +103,7 @@ __all__ = [
     "TraceError",
     "Uniform",
     "UnitPlan",
+    "Verdict",
     "Verification",
     "advise",
     "aggregate_stats",
@@ -111,6 +114,7 @@ __all__ = [
     "chunk_table",
     "devices",
     "fake_device",
+    "fit",
     "fit_tradeoff",
     "frontier",
     "frontier_figure",

@@ -198,7 +198,7 @@ def test_plan_is_the_librarys(saved: Path) -> None:
 
 
 def test_what_a_target_prints_is_not_in_the_results(saved: Path) -> None:
-    result = run("profile train.py:make --device cpu --json")
+    result = run("profile train.py:make --device cpu --batch 1 --json")
     assert json.loads(result.stdout)["command"] == "profile"
     assert "loading the data" in result.stderr
 
@@ -312,7 +312,7 @@ def test_replicas(saved: Path) -> None:
 
 
 def test_inference(saved: Path) -> None:
-    train = json.loads(run("profile train.py:make --device cpu --json").stdout)
+    train = json.loads(run("profile train.py:make --device cpu --batch 1 --json").stdout)
     facts = json.loads(
         run("profile train.py:make --device cpu --mode inference -o forward.json.gz --json").stdout
     )
@@ -371,6 +371,25 @@ def test_max_batch(saved: Path) -> None:
     assert run(f"verify train.py:make largest.json --batch {n}").exit_code == 0
     assert run(f"plan train.py:make --device cpu --budget 1MiB --batch {n + 1}").exit_code == 3
     assert "make_batch" in error_line(run("max-batch train.py:wider --device cpu --budget 1MiB"))
+
+
+def test_fit(saved: Path) -> None:
+    """The peak as it is is that of the profile; what is to be run makes a plan that holds."""
+    facts = json.loads(run("profile train.py:make --device cpu --batch 1 --json").stdout)
+    found = json.loads(run("fit train.py:make --device cpu --budget 1GiB --json").stdout)
+    assert found["fits"]
+    assert found["rows"][0]["peak_bytes"] == facts["peak_bytes"]
+    tight = f"fit train.py:make --device cpu --budget {int(0.8 * facts['peak_bytes'])}B"
+    found = json.loads(run(f"{tight} --json").stdout)
+    assert not found["fits"]
+    assert found["recommended"]["fits"]
+    made = run(found["run"].partition(" ")[2])
+    assert made.exit_code == 0, made.stderr
+    shown = run(tight).stdout
+    assert shown.startswith(found["verdict"])
+    assert found["run"] in shown
+    assert found["code"] in shown
+    assert "make_batch" in error_line(run("fit train.py:wider --device cpu --budget 1MiB"))
 
 
 def test_devices() -> None:

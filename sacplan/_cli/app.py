@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sacplan._cli import capacity, reading, steps, surveys
+from sacplan._cli import capacity, fit, reading, steps, surveys
 from sacplan._cli import options as o
 from sacplan._cli.command import Command, Group
 
@@ -46,6 +46,7 @@ def root(
 
 
 for _entry in (
+    fit.fit,
     steps.profile,
     steps.plan,
     steps.policy,

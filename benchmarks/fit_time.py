@@ -1,0 +1,50 @@
+"""Seconds that ``sacplan fit`` takes for Llama-3-8B, from the start of the process to the verdict.
+
+    python -m benchmarks.fit_time [--json FILE]
+
+Batch 1 of 8192 tokens on an RTX 4090 (nothing fits) and 2048 tokens on an H200 (it fits: the largest sizes are
+computed, and what is recommended is recorded). Seconds of the clock, and of the processor: on a machine that is busy
+the first are more. Each is one run in a process of its own, with imports and the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from benchmarks import common
+from benchmarks.common import describe, machine, write_results
+
+RUNS = (("rtx-4090", 8192), ("h200", 2048))
+MODEL = "hf:meta-llama/Meta-Llama-3-8B"
+
+
+def main() -> None:
+    arguments = common.parser(__doc__).parse_args()
+    print(describe(machine()))
+    rows = [run(device, seq) for device, seq in RUNS]
+    write_results(arguments.json, rows)
+
+
+def run(device: str, seq: int) -> dict[str, Any]:
+    """One command, timed."""
+    began, used = time.perf_counter(), os.times()
+    done = subprocess.run(
+        [sys.executable, "-m", "sacplan", "fit", MODEL, "--device", device, "--seq", str(seq), "--json"],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    seconds, now = time.perf_counter() - began, os.times()
+    processor = now.children_user + now.children_system - used.children_user - used.children_system
+    facts = json.loads(done.stdout)
+    print(f"{seconds:6.1f} s, {processor:6.1f} s of the processor: {facts['verdict']}", flush=True)
+    return {
+        "device": device, "seq": seq, "seconds": seconds, "processor_seconds": processor, "verdict": facts["verdict"],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

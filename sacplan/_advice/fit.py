@@ -1,0 +1,519 @@
+"""``fit``: whether a step fits a device, by how much not, and what to do about it.
+
+    print(sacplan.fit(model, lambda n: torch.randint(0, 50257, (n, 1024)), device="rtx-4090"))
+
+The step is recorded without its optimizer, once at the asked size and once at another; other sizes are computed from
+these (``sizes.py``). Optimizers are recorded on the parameters alone (``optimizers.py``): each adds its state to the
+step, and has a peak of its own. So one search for plans serves all of them. What is recommended is recorded as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from sacplan._advice.optimizers import (
+    BY_NAME,
+    Candidate,
+    OptimizerStep,
+    recorded_step,
+    with_optimizer,
+)
+from sacplan._advice.sizes import Peaks, Sized, largest, sized
+from sacplan._chunk.entries import ChunkOptions, loss_chunks
+from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._plan.limits import DEFAULT_HEADROOM, budget_of_device, looking_for_plans, memory_less
+from sacplan._plan.planning import plan, plan_smallest
+from sacplan._profile.profile import Profile, profile
+from sacplan._program.arguments import checked
+from sacplan._program.budget import format_bytes
+from sacplan._program.decisions import Decision
+from sacplan._program.program import Phase
+from sacplan._record.step import LossFn, resolve_batch
+from sacplan.errors import PlanError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Way = Literal["as it is", "plan", "chunked loss", "plan + chunked loss"]
+
+TECHNIQUES: dict[Way, tuple[str, ...]] = {
+    "as it is": (),
+    "plan": ("recompute",),
+    "chunked loss": ("chunk",),
+    "plan + chunked loss": ("recompute", "chunk"),
+}
+_ENOUGH = 0.1  # share of what the most slices save that half of them may save less
+_SOLVER = "greedy"  # what is recommended is planned by all
+_TOKENS = 128  # sequences are looked at in multiples of so many: kernels pad others
+
+
+@dataclass(frozen=True, slots=True)
+class FitRow:
+    """One way to run the step.
+
+    Attributes:
+        optimizer: its name.
+        way: "as it is", "plan" (recomputation), "chunked loss", or both.
+        peak_bytes: of the step. With a plan: of the fastest that fits; where none does, the smallest.
+        fits: whether that is within the budget.
+        step_ms: predicted time of the step; None where nothing was planned because nothing fits.
+        largest_batch: at the asked sequence; 0 where one sample does not fit; None where it was not to be computed.
+        longest_seq: at the asked batch, in multiples of 128 tokens where the asked one is; None for models without.
+        confirmed: the peak was recorded with this optimizer and plan; else it follows from recordings of the parts.
+    """
+
+    optimizer: str
+    way: Way
+    peak_bytes: int
+    fits: bool
+    step_ms: float | None
+    largest_batch: int | None
+    longest_seq: int | None
+    confirmed: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.optimizer}, {self.way}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a step fits a device, and how.
+
+    Attributes:
+        model: its class, or the name that was given.
+        parameters: how many numbers are trained or not.
+        batch, seq: the asked size; ``seq`` is None for models without one.
+        optimizer: name of the asked one.
+        device, memory_bytes: the device, and what it has.
+        budget_bytes: what the step may take of that.
+        budget: as ``plan`` takes it; None where it is the default.
+        rows: all ways that were tried, the asked optimizer's first.
+        recommended: of those that fit, the one to take; None if nothing fits.
+        larger_devices: from the table, those on which the smallest row would fit; only where nothing fits here.
+        computed: sentences on what was computed from recordings, and what was not.
+    """
+
+    model: str
+    parameters: int
+    batch: int
+    seq: int | None
+    optimizer: str
+    device: str
+    memory_bytes: int
+    budget_bytes: int
+    budget: str | None
+    rows: tuple[FitRow, ...]
+    recommended: FitRow | None
+    larger_devices: tuple[str, ...]
+    computed: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits as it is."""
+        return self.rows[0].fits
+
+    @property
+    def sentence(self) -> str:
+        """One sentence."""
+        tokens = "" if self.seq is None else f", {self.seq} tokens"
+        step = f"{self.model}, batch {self.batch}{tokens}, {self.optimizer}"
+        device = f"{self.device} ({format_bytes(self.memory_bytes)})"
+        peak = self.rows[0].peak_bytes
+        free = 1 - self.budget_bytes / self.memory_bytes
+        left = f"the {format_bytes(self.budget_bytes)} that {free:.0%} headroom leaves"
+        over = peak - self.budget_bytes
+        if over <= 0:
+            return f"{step} on {device}: fits. It needs {format_bytes(peak)} of {left}."
+        if self.recommended is not None:
+            best = self.recommended
+            return (
+                f"{step} on {device}: does not fit as it is ({format_bytes(peak)}, {format_bytes(over)} more than "
+                f"{left}), but does with {best.name}: {format_bytes(best.peak_bytes)}."
+            )
+        smallest = self.smallest
+        return (
+            f"{step} on {device}: does not fit. It needs {format_bytes(peak)}, {format_bytes(over)} more than {left}; "
+            f"the smallest found is {format_bytes(smallest.peak_bytes)}, with {smallest.name}."
+        )
+
+    @property
+    def smallest(self) -> FitRow:
+        """The row with the smallest peak."""
+        return min(self.rows, key=lambda row: row.peak_bytes)
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to do, a sentence each."""
+        if self.recommended is None:
+            devices = ", ".join(self.larger_devices)
+            return (
+                (
+                    f"One device that holds the smallest: {devices}."
+                    if devices
+                    else "No device in the table holds it."
+                ),
+                "Over several devices: sacplan.layouts, or sacplan.plan(profile, budget, mesh=...).",
+            )
+        if self.recommended is self.rows[0]:
+            return ("No plan is needed.",)
+        return (f"Use {self.recommended.name}.",)
+
+    @property
+    def techniques(self) -> tuple[str, ...]:
+        """Of the plan that is recommended."""
+        return () if self.recommended is None else TECHNIQUES[self.recommended.way]
+
+    @property
+    def code(self) -> str:
+        """Lines to paste; ``model``, ``batch`` and ``params`` stand for one's own."""
+        best = self.recommended
+        if best is None:
+            return ""
+        make = BY_NAME[best.optimizer].code if best.optimizer in BY_NAME else "..."
+        lines = [f"optimizer = {make}"] if best.optimizer != self.optimizer else []
+        if best.way != "as it is":
+            techniques = TECHNIQUES[best.way]
+            more = "" if self.budget is None else f', "{self.budget}"'
+            more += "" if techniques == ("recompute",) else f", techniques={techniques!r}"
+            lines += [
+                f'profile = sacplan.profile(model, batch, optimizer=optimizer, device="{self.device}")',
+                f"handle = sacplan.apply(model, sacplan.plan(profile{more}))",
+            ]
+        return "\n".join(lines)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per way."""
+        import pandas as pd
+
+        return pd.DataFrame([asdict(row) for row in self.rows])
+
+    def __str__(self) -> str:
+        rows = [
+            f"  {row.name}: {format_bytes(row.peak_bytes)}, {'fits' if row.fits else 'does not fit'}"
+            for row in self.rows
+        ]
+        return "\n".join([self.sentence, *rows, *self.advice, *self.computed])
+
+
+@checked(PlanError, "model", "make_batch", "optimizer", "budget")
+def fit(
+    model: torch.nn.Module,
+    make_batch: Callable[..., Any],
+    device: str | DeviceSpec | torch.device = "rtx-4090",
+    loss_fn: LossFn | None = None,
+    optimizer: Any = "adamw",
+    budget: float | str | None = None,
+    headroom: float | str | None = None,
+    *,
+    batch: int = 1,
+    seq: int | None = None,
+    longest: int | None = None,
+    name: str | None = None,
+) -> Verdict:
+    """Whether a training step fits a device; if not, by how much, and what to do.
+
+        found = sacplan.fit(model, lambda n: torch.empty(n, 3, 224, 224, device="meta"), device="rtx-4090", batch=64)
+        print(found)
+        found = sacplan.fit(model, lambda n, seq: torch.zeros(n, seq, dtype=torch.long), seq=4096)
+
+    Args:
+        model: as for ``sacplan.profile``; on the meta device it takes no memory here.
+        make_batch: ``make_batch(n)`` makes a batch of n samples; with ``seq``, ``make_batch(n, seq)`` one of so many
+            tokens each.
+        device: see ``sacplan.devices()``.
+        loss_fn: as for ``profile``.
+        optimizer: a name (``"adamw"``, ``"adamw-fused"``, ``"adamw-8bit"``, ``"sgd"``), a callable
+            ``params -> optimizer``, or None.
+        budget, headroom: what the step may take of the device, as for ``max_batch``.
+        batch, seq: the size that is asked about.
+        longest: no longer sequence is looked at; for models with a limit.
+        name: what to call the model.
+
+    Peaks of the rows are exact, as those of ``plan`` are. The largest batches and sequences hold with a plan that was
+    found near them; a search at each size (``max_batch``) may find a somewhat larger one.
+
+    Raises:
+        PlanError: an unknown name of an optimizer; a size below 1.
+        BudgetError: a budget or headroom that cannot be read, or leaves nothing.
+        TraceError, DeviceError: as for ``profile``.
+    """
+    for what, value in (("batch", batch), ("seq", seq)):
+        if value is not None and (isinstance(value, bool) or value < 1):
+            raise PlanError(f"{what}={value!r} must be 1 or more.")
+    if isinstance(optimizer, str) and optimizer not in BY_NAME:
+        raise PlanError(
+            f"unknown optimizer {optimizer!r}; known are {', '.join(map(repr, BY_NAME))}, or a callable."
+        )
+    spec = resolve_device(device)
+    search = _Search(
+        model,
+        make_batch,
+        loss_fn,
+        optimizer,
+        spec,
+        budget_of_device(budget, headroom, spec),
+        batch,
+        seq,
+        longest,
+    )
+    with looking_for_plans():
+        return search.found(name or type(model).__name__)
+
+
+@dataclass
+class _Search:
+    """What is recorded and computed on the way."""
+
+    model: torch.nn.Module
+    make_batch: Callable[..., Any]
+    loss_fn: LossFn | None
+    optimizer: Any
+    spec: DeviceSpec
+    budget_bytes: int
+    batch: int
+    seq: int | None
+    longest: int | None
+    notes: list[str] = field(default_factory=list)
+
+    def recorded(self, batch: int, seq: int | None, optimizer: Any = None) -> Profile:
+        """The step at a size."""
+        given = (batch,) if seq is None else (batch, seq)
+
+        def made() -> Any:
+            return resolve_batch(self.make_batch(*given))
+
+        return profile(self.model, made, self.loss_fn, optimizer, self.spec)
+
+    @cached_property
+    def base(self) -> Profile:
+        """The step at the asked size, without an optimizer."""
+        return self.recorded(self.batch, self.seq)
+
+    # --- optimizers
+
+    @cached_property
+    def candidates(self) -> dict[str, Candidate]:
+        """The asked optimizer, and those worth comparing with it."""
+        own = self.optimizer
+        if own is None:
+            return {}
+        if isinstance(own, str):
+            first = BY_NAME[own]
+        else:
+            first = next((c for c in BY_NAME.values() if c.make is own), None) or Candidate(
+                getattr(own, "__name__", type(own).__name__), "the optimizer", own, "..."
+            )
+        others = ("adamw-fused", "adamw-8bit") if first.name.startswith("adam") else ()
+        return {one.name: one for one in (first, *(BY_NAME[o] for o in others))}
+
+    @cached_property
+    def steps(self) -> dict[str, OptimizerStep | None]:
+        """By name, the optimizers' steps; None stands for no optimizer."""
+        if not self.candidates:
+            return {"no optimizer": None}
+        return {one.name: recorded_step(self.base, one.make) for one in self.candidates.values()}
+
+    @cached_property
+    def own(self) -> dict[str, tuple[int, int, float]]:
+        """By optimizer: what its state adds to all of the step, the peak of its own step, and its time."""
+        found = {}
+        for name, step in self.steps.items():
+            if step is None:
+                found[name] = 0, 0, 0.0
+                continue
+            program = with_optimizer(self.base, step).program
+            peak = max(
+                int(n)
+                for op, n in zip(program.ops, program.liveness.at_op, strict=True)
+                if op.phase == Phase.OPTIMIZER
+            )
+            found[name] = step.state_bytes, peak, program.step_ms - self.base.step_ms
+        return found
+
+    # --- ways
+
+    @cached_property
+    def chunk(self) -> tuple[Decision, ...]:
+        """The loss in as few slices as save nearly the most; none where it cannot run in slices."""
+        found = loss_chunks(self.base.program, self.spec)
+        if not isinstance(found, ChunkOptions):
+            return ()
+        peaks = {chunk: self.base.footprint((chunk,)).peak_bytes for chunk, _ in found.options}
+        smallest = min(peaks.values())
+        enough = smallest + _ENOUGH * (self.base.peak_bytes - smallest)
+        best = next(chunk for chunk, peak in peaks.items() if peak <= enough)
+        return (best,) if smallest < self.base.peak_bytes else ()
+
+    @cached_property
+    def ways(self) -> dict[Way, tuple[Decision, ...]]:
+        """By way, the decisions with the smallest peak."""
+        found: dict[Way, tuple[Decision, ...]] = {"as it is": ()}
+        found["plan"] = plan_smallest(self.base, _SOLVER).decisions
+        if self.chunk:
+            found["chunked loss"] = self.chunk
+            both = plan_smallest(self.base, _SOLVER, techniques=TECHNIQUES["plan + chunked loss"])
+            found["plan + chunked loss"] = both.decisions
+        return found
+
+    def row(self, name: str, way: Way) -> FitRow:
+        """One way with one optimizer, at the asked size."""
+        state, own_peak, ms = self.own[name]
+        base, left = self.base, self.budget_bytes - state
+        decisions, step_ms = self.ways[way], None
+        smallest = max(base.footprint(decisions).peak_bytes + state, own_peak)
+        if "recompute" in TECHNIQUES[way] and smallest <= self.budget_bytes:
+            decisions = plan(base, f"{left}B", _SOLVER, techniques=TECHNIQUES[way]).decisions
+        program = base.with_plan(decisions)
+        peak = max(program.footprint.peak_bytes + state, own_peak)
+        fits = peak <= self.budget_bytes
+        if fits or not TECHNIQUES[way]:
+            step_ms = program.step_ms + ms
+        batch, seq = self.largest(name, way, "batch"), self.largest(name, way, "seq")
+        return FitRow(name, way, peak, fits, step_ms, batch, seq)
+
+    # --- sizes
+
+    @cached_property
+    def by_batch(self) -> Sized | None:
+        """The step at any batch."""
+        first = max(2, self.batch)
+        one = self.base if first == self.batch else self.recorded(first, self.seq)
+        return self._sized("batch", (first, first + 2), one, lambda n: self.recorded(n, self.seq))
+
+    @cached_property
+    def by_seq(self) -> Sized | None:
+        """The step at any length."""
+        if self.seq is None:
+            return None
+        other = self.seq // 2 if self.seq % (2 * _TOKENS) == 0 else 2 * self.seq
+        if self.longest is not None and other > self.longest:
+            other = max(1, self.seq // 2)
+        return self._sized("seq", (self.seq, other), self.base, lambda n: self.recorded(self.batch, n))
+
+    def _sized(
+        self, axis: str, sizes: tuple[int, int], one: Profile, record: Callable[[int], Profile]
+    ) -> Sized | None:
+        found = sized(sizes, (one, record(sizes[1])))
+        if found is None:
+            what = "batch" if axis == "batch" else "sequence"
+            self.notes.append(
+                f"Steps with another {what} run other ops, so the largest was not computed: use sacplan.max_batch."
+            )
+        return found
+
+    def largest(self, name: str, way: Way, axis: Literal["batch", "seq"]) -> int | None:
+        """The largest size that fits; None where it cannot be computed."""
+        if axis == "seq" and self.seq is None:
+            return None
+        state, own_peak, _ = self.own[name]
+        left = self.budget_bytes - state
+        if own_peak > self.budget_bytes or self.constant_bytes > left:
+            return 0
+        steps = self.by_batch if axis == "batch" else self.by_seq
+        if steps is None:
+            return None
+        unit = _TOKENS if axis == "seq" and self.seq is not None and self.seq % _TOKENS == 0 else 1
+        most = None if axis == "batch" or self.longest is None else self.longest // unit
+        found = largest(lambda n: self._fits(steps, axis, way, n * unit, left), most)
+        return found * unit
+
+    @cached_property
+    def constant_bytes(self) -> int:
+        """What no size goes below: parameters, buffers and gradients."""
+        return self.base.baseline.end_bytes - self._batch_bytes
+
+    @property
+    def _batch_bytes(self) -> int:
+        program = self.base.recorded
+        initial = (s for s in program.initial if program.storage_kinds[s].name == "OTHER")
+        return sum(program.storage_bytes[s] for s in initial)
+
+    def _fits(self, steps: Sized, axis: str, way: Way, n: int, left: int) -> bool:
+        """By lines through recordings; where rounding could decide, by the program at that size."""
+        for decisions, peaks in self._known(steps, axis, way):
+            peak = peaks.at(n)
+            margin = len(self.base.recorded.storage_bytes) * self.spec.round_up(1)
+            if abs(peak - left) <= margin:
+                peak = steps.at(n).footprint(decisions).peak_bytes
+            if peak <= left:
+                return True
+        return False
+
+    def _known(self, steps: Sized, axis: str, way: Way) -> list[tuple[tuple[Decision, ...], Peaks]]:
+        """The decisions that are tried, with their peaks by size."""
+        key = axis, way
+        if key not in self._decided:
+            tried = {self.ways[way]: None, (): None}
+            self._decided[key] = [(decisions, steps.peaks(decisions)) for decisions in tried]
+        return self._decided[key]
+
+    @cached_property
+    def _decided(self) -> dict[tuple[str, Way], list[tuple[tuple[Decision, ...], Peaks]]]:
+        return {}
+
+    # --- the answer
+
+    def found(self, name: str) -> Verdict:
+        """All rows, and the one to take."""
+        own = next(iter(self.steps))
+        rows = [self.row(own, way) for way in self.ways]
+        for other in list(self.steps)[1:]:
+            ways: list[Way] = ["as it is", "plan"] if other == "adamw-fused" else list(self.ways)
+            rows += [self.row(other, way) for way in ways]
+        best = self._confirmed(rows)
+        rows = [best if best is not None and row.name == best.name else row for row in rows]
+        smallest = min(row.peak_bytes for row in rows)
+        return Verdict(
+            model=name,
+            parameters=sum(p.numel() for p in self.model.parameters()),
+            batch=self.batch,
+            seq=self.seq,
+            optimizer=own,
+            device=self.spec.name,
+            memory_bytes=self.spec.memory_bytes,
+            budget_bytes=self.budget_bytes,
+            budget=None if self.budget_bytes == memory_less(None, self.spec) else f"{self.budget_bytes}B",
+            rows=tuple(rows),
+            recommended=best,
+            larger_devices=() if best is not None else _holding(smallest),
+            computed=tuple(self.notes),
+        )
+
+    def _confirmed(self, rows: list[FitRow]) -> FitRow | None:
+        """The row to take, recorded as a whole."""
+        holding = [row for row in rows if row.fits]
+        if not holding:
+            return None
+        same = [row for row in holding if row.optimizer in (rows[0].optimizer, "adamw-fused")]
+        best = (
+            holding[0] if holding[0] is rows[0] else min(same or holding, key=lambda row: row.step_ms or 0.0)
+        )
+        make = self.candidates[best.optimizer].make if self.candidates else None
+        whole = self.recorded(self.batch, self.seq, make)
+        techniques = TECHNIQUES[best.way]
+        if not techniques:
+            peak, step_ms = whole.peak_bytes, whole.step_ms
+        else:
+            made = plan(whole, f"{self.budget_bytes}B", techniques=techniques)
+            peak, step_ms = made.peak_bytes, made.step_ms + made.recompute_ms + made.added_ms
+        self.notes.append(
+            f"{best.name} was recorded as a whole; the other peaks follow from recordings of the step and of the "
+            "optimizers, and the largest sizes from the step at two sizes."
+        )
+        return replace(best, peak_bytes=peak, step_ms=step_ms, confirmed=True)
+
+
+def _holding(n_bytes: int) -> tuple[str, ...]:
+    """Devices of the table that hold so much with the usual headroom, the smallest first."""
+    from sacplan._device.devices import devices
+
+    named = [resolve_device(name) for name in devices().index]
+    able = [spec for spec in named if spec.memory_bytes * (1 - DEFAULT_HEADROOM) >= n_bytes]
+    return tuple(spec.name for spec in sorted(able, key=lambda spec: spec.memory_bytes))

@@ -1,0 +1,164 @@
+"""The command ``fit``: one verdict about a step and a device, and what to do."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.table import Column, Table
+
+from sacplan._cli import options as o
+from sacplan._cli import show, sources
+from sacplan._cli.command import command
+from sacplan._cli.exits import TargetError
+from sacplan._cli.output import Answer, number, stage, table
+from sacplan._cli.targets import load_target, users_code
+
+if TYPE_CHECKING:
+    from sacplan import FitRow, Verdict
+
+_DEVICE = "rtx-4090"
+
+
+@command(
+    "fit",
+    "Does it fit, and what to do.",
+    examples=[
+        "sacplan fit hf:gpt2 --seq 512 --batch 4 --device rtx-4090",
+        "sacplan fit train.py:make --device cpu --budget 2GiB --json",
+    ],
+)
+def fit(
+    target: o.Target,
+    *,
+    device: o.Device = None,
+    budget: Annotated[
+        str | None,
+        o.option(
+            metavar="SIZE",
+            help="What the step may take: 22GiB. Default: the device's memory less the headroom.",
+        ),
+    ] = None,
+    headroom: Annotated[
+        str | None,
+        o.option(
+            metavar="SIZE",
+            help="Without a budget: how much of the device's memory to leave free, 5% or 2GiB. Default: 15%.",
+        ),
+    ] = None,
+    hf: o.HfOptions,
+) -> Answer:
+    """Whether a training step fits a device: as it is, with a plan, a chunked loss, another optimizer.
+
+    Other targets than hf: need make_batch.
+    """
+    import sacplan
+
+    spec = sources.device_of(device or _DEVICE)
+    with stage("loading"):
+        loaded = load_target(target, hf)
+    if loaded.make_batch is None:
+        raise TargetError(
+            f"fit tries batches of several sizes, but {target} makes only one. Return a mapping with the key "
+            "make_batch as well, a function of the batch size: make_batch=lambda n: torch.randn(n, 512)."
+        )
+    seq = loaded.facts.get("seq")
+    optimizer: Any = loaded.optimizer
+    if loaded.facts:
+        optimizer = None if loaded.facts["optimizer"] == "none" else loaded.facts["optimizer"]
+    with stage("recording and planning"), users_code(f"the step of {target}"):
+        found = sacplan.fit(
+            loaded.model,
+            loaded.make_batch if seq is None else functools.partial(_of_length, loaded.make_batch, seq),
+            spec,
+            loaded.loss_fn,
+            optimizer,
+            budget,
+            headroom,
+            batch=int(hf.batch or 1),
+            seq=seq,
+            longest=None if seq is None else _positions(loaded.model),
+            name=target.removeprefix("hf:"),
+        )
+    line = functools.partial(_command, target, found, hf)
+    facts = {
+        "command": "fit",
+        **show.target_facts(loaded),
+        **{k: v for k, v in asdict(found).items() if k not in ("rows", "recommended")},
+        "fits": found.fits,
+        "verdict": found.sentence,
+        "rows": [asdict(row) for row in found.rows],
+        "recommended": None if found.recommended is None else asdict(found.recommended),
+        "advice": list(found.advice),
+        "run": line(),
+        "code": found.code,
+    }
+    shown: list[Table | str] = [found.sentence, "", _table(found), *found.advice]
+    if line():
+        shown += ["", f"$ {line()}"]
+    if found.code:
+        shown += ["", found.code]
+    return Answer(facts, shown, found.computed)
+
+
+def _of_length(make_batch: Callable[[int], Any], seq: int, batch: int, length: int) -> Any:
+    """A batch whose sequences have another length; what it holds does not matter."""
+
+    def resized(tensor: Any) -> Any:
+        shape = [length if d > 0 and n == seq else n for d, n in enumerate(tensor.shape)]
+        return tensor.new_zeros(shape)
+
+    return {name: resized(tensor) for name, tensor in make_batch(batch).items()}
+
+
+def _positions(model: Any) -> int | None:
+    """How many tokens a model of transformers has positions for."""
+    found: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return found
+
+
+def _command(target: str, found: Verdict, hf: o.HfOptions) -> str:
+    """What makes the plan that is recommended."""
+    best = found.recommended
+    if best is None or best.way == "as it is" or best.optimizer == "adamw-8bit":
+        return ""
+    given = {**hf.given(), "batch": found.batch}
+    if target.startswith("hf:"):
+        given["optimizer"] = best.optimizer
+    words = ["sacplan", "plan", target, *o.written(given).split(), "--device", found.device]
+    words += [] if found.budget is None else ["--budget", found.budget]
+    if best.way != "plan":
+        words += [word for name in found.techniques for word in ("--technique", name)]
+    return " ".join([*map(shlex.quote, words), "-o", "plan.json"])
+
+
+def _table(found: Verdict) -> Table:
+    columns: list[Column | str] = [
+        "optimizer",
+        "",
+        number("peak"),
+        "fits",
+        number("step ms"),
+        number("largest batch"),
+    ]
+    if found.seq is not None:
+        columns.append(number("longest sequence"))
+    return table(columns, [_row(row, found) for row in found.rows])
+
+
+def _row(row: FitRow, found: Verdict) -> list[str]:
+    over = row.peak_bytes - found.budget_bytes
+    cells = [
+        row.optimizer,
+        row.way,
+        show.rounded_size(row.peak_bytes),
+        "yes" if row.fits else f"no, by {show.rounded_size(over)}",
+        "" if row.step_ms is None else f"{row.step_ms:.1f}",
+        "?" if row.largest_batch is None else str(row.largest_batch),
+    ]
+    if found.seq is not None:
+        cells.append("?" if row.longest_seq is None else str(row.longest_seq))
+    return cells
