@@ -347,9 +347,18 @@ class _Search:
             return ()
         peaks = {chunk: self.base.footprint((chunk,)).peak_bytes for chunk, _ in found.options}
         smallest = min(peaks.values())
+        if smallest >= self.base.peak_bytes:
+            return ()
         enough = smallest + _ENOUGH * (self.base.peak_bytes - smallest)
-        best = next(chunk for chunk, peak in peaks.items() if peak <= enough)
-        return (best,) if smallest < self.base.peak_bytes else ()
+        return (next(chunk for chunk, peak in peaks.items() if peak <= enough),)
+
+    @property
+    def _could_fit(self) -> bool:
+        """Whether any plan could hold: what no plan makes smaller is within the budget."""
+        return any(
+            max(self.constant_bytes + state, own_peak) <= self.budget_bytes
+            for state, own_peak, _ in self.own.values()
+        )
 
     @cached_property
     def ways(self) -> dict[Way, tuple[Decision, ...]]:
@@ -358,6 +367,7 @@ class _Search:
         found["plan"] = plan_smallest(self.base, _SOLVER).decisions
         if self.chunk:
             found["chunked loss"] = self.chunk
+        if self.chunk and self._could_fit:  # the longest of the searches
             both = plan_smallest(self.base, _SOLVER, techniques=TECHNIQUES["plan + chunked loss"])
             found["plan + chunked loss"] = both.decisions
         return found
