@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "sacplan"
 ROOMS = (
     "errors", "_torch", "_factors", "_program", "_device", "_rewrites", "_record", "_shard", "_ranks", "_solve",
     "_recompute", "_chunk", "_techniques", "_rotor", "_classical", "_profile", "_placing", "_plan", "_apply", "_verify",
-    "_advice", "_report", "integrations", "_cli",
+    "_advice", "_report", "testing", "integrations", "_cli",
 )  # fmt: skip
 """From the ground up: a room imports only from rooms before it."""
 
@@ -38,7 +38,7 @@ _FLOORS = (
     {"_apply": 1},
     {"_verify": 1},
     {"_advice": 0},
-    {"_report": 0, "integrations": 1},
+    {"_report": 0, "integrations": 1, "testing": 3},
     {"_cli": 2},
 )
 """The floors of the picture from the ground up: rooms and their columns. Arrows go to lower floors."""
@@ -66,6 +66,7 @@ _SAYS = {
     "_verify": "verify()",
     "_advice": "what makes the peak, what helps",
     "_report": "tables, figures, a page",
+    "testing": "for test suites",
     "integrations": "trainers",
     "_cli": "the command line",
 }

@@ -37,6 +37,7 @@ def checked(error: type[SacplanError], *skip: str) -> Callable[[Callable[P, R]],
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            __tracebackhide__ = True  # pytest shows the line of the caller
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError as wrong:

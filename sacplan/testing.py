@@ -1,0 +1,200 @@
+"""Memory in a test suite: assertions about the peak of a training step, on any device, without that device."""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from sacplan._advice.advise import advise
+from sacplan._advice.alive import AliveGroup, peak_groups
+from sacplan._advice.parts import moment_of
+from sacplan._advice.planned import planned
+from sacplan._device.devices import DeviceSpec
+from sacplan._plan.limits import budget_of_step
+from sacplan._plan.plan import Plan, PlanOrPath
+from sacplan._profile.profile import Profile, Trace, profile
+from sacplan._profile.remarks import no_optimizer
+from sacplan._program.arguments import checked, opened
+from sacplan._program.budget import format_bytes
+from sacplan._program.program import Program
+from sacplan._program.setup import warn_of
+from sacplan._record.step import LossFn, Mode
+from sacplan._verify.verify import Verification, verify
+from sacplan.errors import PlanError, PlanMismatch, SacplanWarning
+
+__all__ = ["assert_step_fits"]
+
+_SHOWN = 8  # groups of what is alive at the peak
+_WIDTH = 110
+
+
+@checked(PlanError, "model", "batch", "optimizer")
+def assert_step_fits(
+    model: torch.nn.Module,
+    batch: Any,
+    device: str | DeviceSpec | torch.device | None = None,
+    budget: float | str | None = None,
+    *,
+    headroom: float | str | None = None,
+    loss_fn: LossFn | None = None,
+    optimizer: Any = None,
+    plan: PlanOrPath | None = None,
+    mode: Mode = "train",
+    trace: Trace = "fake",
+) -> Profile:
+    """Assert that the peak of one step stays within a budget.
+
+        def test_memory():
+            assert_step_fits(make_model(), make_batch(), device="rtx-4090", budget="20GiB", optimizer=torch.optim.AdamW)
+
+    The step is recorded as ``sacplan.profile`` records it: nothing is computed, and the device need not be there.
+
+    Args:
+        model, batch, loss_fn, optimizer, mode, trace: as for ``sacplan.profile``. With a plan, the mode is that of
+            the plan.
+        device: that the step is to fit on, see ``sacplan.devices()``; may be left out with a plan, which is for one.
+        budget: for the peak of the step. A number is GiB; a string has a unit (``"20GiB"``), or is a share of the
+            unplanned peak (``"60%"``). None: the device's memory less the headroom.
+        headroom: what is left free of the device's memory where no budget is given: a share of it or bytes; by default
+            ``sacplan.DEFAULT_HEADROOM``.
+        plan: that the step runs with, as ``sacplan.apply`` would apply it. Of a plan for several ranks, the peak is
+            that of one rank.
+
+    Returns:
+        The profile of the step, without the plan.
+
+    Raises:
+        AssertionError: the peak is over the budget. The message says by how much, where the peak is, what is alive
+            then, and what would make it smaller.
+        BudgetError: a budget or headroom that cannot be read, or both.
+        PlanMismatch: the plan is for another model, batch or device.
+        PlanError: neither a device nor a plan.
+        TraceError, DeviceError: as ``sacplan.profile``.
+
+    Warns:
+        SacplanWarning: a training step without an optimizer, whose state is then missing from the peak; or a plan of a
+            step that was set up otherwise.
+    """
+    __tracebackhide__ = True
+    plan = opened(plan, Plan)
+    if plan is not None:
+        plan.fingerprint.check_model(model)
+        device, mode = plan.device if device is None else device, plan.provenance.mode
+    if device is None:
+        raise PlanError('name the device that the step is to fit on, for example device="rtx-4090".')
+    found = profile(model, batch, loss_fn, optimizer, device, trace=trace, mode=mode)
+    if plan is not None:
+        found = found.on_ranks(plan.ranks)
+    budget_bytes = budget_of_step(budget, headroom, found.spec, found.peak_bytes)
+    if found.has_no_optimizer:
+        missing = no_optimizer(found.program, found.spec)
+        warnings.warn(f"{missing}. Give the optimizer=.", SacplanWarning, stacklevel=3)
+    program = found.program
+    if plan is not None:
+        _check_plan(found, plan)
+        try:
+            program = planned(found, plan)
+        except PlanMismatch:  # apply carries a plan out as far as it goes: what that comes to, a step tells
+            seen = verify(model, batch, plan, loss_fn, optimizer)
+            if seen.peak_bytes > budget_bytes:
+                raise AssertionError(_lines(_of_another_step(found, seen, budget_bytes))) from None
+            return found
+        warn_of(plan.fingerprint.setup.differences(found.fingerprint.setup), stacklevel=3)
+    if program.footprint.peak_bytes > budget_bytes:
+        raise AssertionError(_lines(_report(found, plan, program, budget_bytes)))
+    return found
+
+
+def _check_plan(found: Profile, plan: Plan) -> None:
+    """``PlanMismatch`` for a plan of another device or batch."""
+    if plan.device != found.device:
+        raise PlanMismatch(
+            f"the plan is for {plan.device}, but the step is checked for {found.device}. Leave device= out, or make a "
+            "plan for that device."
+        )
+    if not plan.fingerprint.is_of_same(found.fingerprint):
+        raise PlanMismatch(
+            f"the plan was made for another batch ({plan.fingerprint.batch_in_words}) than the one given here "
+            f"({found.fingerprint.batch_in_words}). Give the batch that it was made for, or make it again."
+        )
+
+
+def _report(found: Profile, plan: Plan | None, program: Program, budget_bytes: int) -> Iterator[str]:
+    """What is wrong, where, and what to try."""
+    yield from _verdict(found, program.footprint.peak_bytes, budget_bytes)
+    if plan is not None:
+        yield f"This is with the plan; without it, the peak is {format_bytes(found.peak_bytes)}."
+    yield f"The peak is {moment_of(program, found.fingerprint.model_class)[-1]}. Alive then:"
+    yield from _rows(peak_groups(found, program))
+    if found.mode == "train":
+        yield from _advice(found, plan, budget_bytes)
+
+
+def _of_another_step(found: Profile, seen: Verification, budget_bytes: int) -> Iterator[str]:
+    """The step with a plan that was made for another one: with other ops, another loss or optimizer."""
+    yield from _verdict(found, seen.peak_bytes, budget_bytes)
+    yield (
+        "This is with the plan, which was made for a step that takes "
+        f"{format_bytes(seen.predicted_peak_bytes)} with it. Make the plan again. What is not as planned:"
+    )
+    different = [*map(str, seen.setup_differences), *map(str, seen.differences)]
+    yield from (f"- {one}" for one in different or ["the ops outside of what the plan changes"])
+
+
+def _verdict(found: Profile, peak: int, budget_bytes: int) -> Iterator[str]:
+    rank = " on each rank" if found.ranks.world_size > 1 else ""
+    yield (
+        f"the step of {found.fingerprint.model_class} takes {format_bytes(peak)}{rank} on {found.device}: "
+        f"{format_bytes(peak - budget_bytes)} over the budget of {format_bytes(budget_bytes)} ({peak} bytes against "
+        f"{budget_bytes})."
+    )
+    yield f"Batch: {found.fingerprint.batch_in_words}. Recorded with {found.fingerprint.setup}."
+    yield from (f"Note: {sentence}." for sentence in found.assumptions)
+
+
+def _lines(paragraphs: Iterable[str]) -> str:
+    """Text that is wrapped, but for rows of a table."""
+    return "\n".join(
+        line
+        for one in paragraphs
+        for line in ([one] if one.startswith(" ") else textwrap.wrap(one, _WIDTH, subsequent_indent="  "))
+    )
+
+
+def _rows(groups: list[AliveGroup]) -> list[str]:
+    """The largest groups, and the others in a last row."""
+    rows = [f"  {format_bytes(group.n_bytes):>11}  {_row(group)}" for group in groups[:_SHOWN]]
+    rest = groups[_SHOWN:]
+    if rest:
+        rows.append(
+            f"  {format_bytes(sum(g.n_bytes for g in rest)):>11}  {sum(g.count for g in rest)} smaller ones"
+        )
+    return rows
+
+
+def _row(group: AliveGroup) -> str:
+    """Such as ``matmul of layers.*.mlp.0, activation, 2 of 256.00 KiB``."""
+    where = group.module if group.module.startswith("(") else f"of {group.module}"
+    words = [
+        f"{group.op} {where}",
+        "" if group.kind in (group.op, "other") else group.kind,
+        "recomputed" * group.recomputed,
+        f"{group.count} of {format_bytes(group.each_bytes)}" if group.count > 1 else "",
+    ]
+    return ", ".join(word for word in words if word)
+
+
+def _advice(found: Profile, plan: Plan | None, budget_bytes: int) -> Iterator[str]:
+    """What would help, each remedy tried on the recording."""
+    remedies = advise(found, plan).remedies
+    if not remedies:
+        yield "Nothing that sacplan.advise tries makes the peak smaller: try a smaller batch, or several devices."
+        return
+    yield "What would help, each tried alone:"
+    for remedy in remedies:
+        enough = " This alone is enough." if remedy.peak_bytes <= budget_bytes else ""
+        yield f"- {remedy.sentence}{enough}"
