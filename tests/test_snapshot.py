@@ -256,6 +256,33 @@ def test_a_step_that_writes_in_place() -> None:
         assert (played.peak, played.live) == (program.footprint.peak_bytes, program.footprint.end_bytes)
 
 
+def test_with_slices() -> None:
+    """A plan that runs ops in slices adds ops and storages."""
+    model = LM(layers=1, dim=32, vocab=2048)
+    profile = sacplan.profile(
+        model, tokens(2), loss_fn=cross_entropy, device="h100", optimizer=torch.optim.SGD
+    )
+    plan = sacplan.plan_smallest(profile, techniques=("recompute", "chunk"))
+    assert plan.chunks
+    assert played_back(snapshot_of(profile, profile.with_plan(plan))).peak == plan.peak_bytes
+
+
+def test_one_rank_of_several() -> None:
+    """Buffers of ``fully_shard`` are blocks like others."""
+    profile = sacplan.profile(
+        LM(layers=1),
+        tokens(2),
+        loss_fn=cross_entropy,
+        device="h100",
+        world_size=2,
+        fsdp_units=["layers.*", ""],
+    )
+    snapshot = snapshot_of(profile, profile.program)
+    assert played_back(snapshot).peak == profile.peak_bytes
+    ops = {entry["frames"][0]["name"] for entry in snapshot["device_traces"][0]}
+    assert "fsdp.all_gather_copy_in.default" in ops
+
+
 def test_in_inference() -> None:
     profile = sacplan.profile(LM(layers=1), tokens(), device="h100", mode="inference")
     assert played_back(snapshot_of(profile, profile.program)).peak == profile.peak_bytes
