@@ -129,6 +129,11 @@ def given(tmp_path_factory):
             },
         ),
         "alive_at_peak": (sacplan.alive_at_peak, {"profile": profile}),
+        "advise": (sacplan.advise, {"profile": profile}),
+        "fit": (
+            sacplan.fit,
+            {"model": model, "make_batch": lambda n, seq=8: torch.ones(n, 8), "device": "cpu"},
+        ),
         "module_table": (sacplan.module_table, {"profile": profile}),
         "chunk_table": (sacplan.chunk_table, {"profile": profile, "plan": plan}),
         "loss_table": (sacplan.loss_table, {"profile": profile, "plan": plan}),
@@ -166,13 +171,14 @@ FUNCTIONS = [
     "aggregate_stats", "parse_module_info", "get_peak_memory_runtime_baseline", "sac_milp",
     "get_optimal_checkpointing_policy_per_module", "fit_tradeoff", "rotor", "alive_at_peak",
     "module_table", "chunk_table", "loss_table", "blocked_ops", "strategies", "layouts", "parallel_code",
-    "write_memory_trace", "write_snapshot", "fake_device", "Milp", "Rotor", "MemTracker", "Plan.load",
+    "write_memory_trace", "write_snapshot", "advise", "fit", "fake_device", "Milp", "Rotor", "MemTracker", "Plan.load",
     "Plan.save", "Profile.load", "Profile.save",
 ]  # fmt: skip
 THEIR_OWN = {
     "loss_fn": ("class",),
     "optimizer": ("class",),
     "batch": ("tensor",),
+    "fit.batch": ("huge",),
     "make_batch": (),
     "tensors": ("tensor",),
     "op": ("class",),
@@ -185,7 +191,7 @@ def wrong_calls(name, function, right):
     names = {p.name for p in parameters} - {"args", "kwargs"} | set(right)
     for argument in sorted(names):
         for kind, value in WRONG.items():
-            if kind not in THEIR_OWN.get(argument, ()):
+            if kind not in THEIR_OWN.get(f"{name}.{argument}", THEIR_OWN.get(argument, ())):
                 yield argument, kind, right | {argument: value}
 
 

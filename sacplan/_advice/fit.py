@@ -240,10 +240,15 @@ def fit(
     found near them; a search at each size (``max_batch``) may find a somewhat larger one.
 
     Raises:
-        PlanError: an unknown name of an optimizer; a size below 1.
+        PlanError: ``make_batch`` is not callable; an unknown name of an optimizer; a size below 1.
         BudgetError: a budget or headroom that cannot be read, or leaves nothing.
         TraceError, DeviceError: as for ``profile``.
     """
+    if not callable(make_batch) or isinstance(make_batch, torch.nn.Module):
+        raise PlanError(
+            f"make_batch must be a function of the batch size, not {type(make_batch).__name__}. For example "
+            "make_batch=lambda n: torch.zeros(n, 1024, dtype=torch.long)."
+        )
     for what, value in (("batch", batch), ("seq", seq)):
         if value is not None and (isinstance(value, bool) or value < 1):
             raise PlanError(f"{what}={value!r} must be 1 or more.")
