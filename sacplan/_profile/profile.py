@@ -50,6 +50,7 @@ from sacplan._record.step import (
     cached_tensors,
     check_model,
     check_optimizer,
+    inner_optimizer,
     loss_or_default,
     make_optimizer,
     resolve_batch,
@@ -403,7 +404,9 @@ def trace_step(
         fingerprint = Fingerprint.of(model, batch)
         loss = loss_or_default(loss_fn, mode)
         cost = with_collectives(times.cost, spec)
-        asked = _Asked(model, batch, loss, optimizer, spec, cost, mode, prepare, saved, autocast)
+        asked = _Asked(
+            model, batch, loss, inner_optimizer(optimizer), spec, cost, mode, prepare, saved, autocast
+        )
         recorded, rules, setup = run(asked)
     _check_recorded(recorded, mode)
     compiled = () if model._compiled_call_impl is not None else compiled_inside(model)  # no copy has it

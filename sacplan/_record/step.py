@@ -202,6 +202,16 @@ def check_model(model: Any) -> None:
             )
 
 
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside of a wrapper that is an ``Optimizer`` by its class only, as Accelerate's is."""
+    while isinstance(optimizer, torch.optim.Optimizer):
+        inner = vars(optimizer).get("optimizer")
+        if not isinstance(inner, torch.optim.Optimizer):
+            break
+        optimizer = inner
+    return optimizer
+
+
 def make_optimizer(factory: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
     """Call ``params -> optimizer`` on the parameters of the model that can be trained."""
     if not callable(factory):

@@ -27,6 +27,7 @@ from sacplan._record.step import (
     Step,
     check_model,
     check_optimizer,
+    inner_optimizer,
     loss_or_default,
     make_optimizer,
     resolve_batch,
@@ -179,6 +180,7 @@ def _verify_real(
     here = first.device.type if first is not None else "cpu"
     spec = resolve_device("cuda" if here == "cuda" else "cpu")
     check_runs_here(model, spec, 'run="real"')
+    optimizer = inner_optimizer(optimizer)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = make_optimizer(optimizer, model)
     elif optimizer is not None:

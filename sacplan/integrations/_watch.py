@@ -26,7 +26,7 @@ from sacplan._plan.plan import Plan
 from sacplan._program.budget import format_bytes
 from sacplan._program.places import StepDifference
 from sacplan._program.setup import Setup, optimizer_name, warn_of
-from sacplan._record.step import Step, check_model, default_loss
+from sacplan._record.step import Step, check_model, default_loss, inner_optimizer
 from sacplan._torch.allocations import allocation_events, profiler_is_on
 from sacplan._verify.measure import CUDA_ROUND_BYTES, bytes_alive, drop_cublas_workspaces
 from sacplan.errors import DeviceError, PlanError, SacplanWarning
@@ -79,8 +79,7 @@ class PlannedTraining:
             return
         planned = self.plan.fingerprint.setup
         found = list(planned.mode_differences(Setup.of(model)))
-        # Accelerate wraps them.
-        names = [optimizer_name(getattr(optimizer, "optimizer", optimizer)) for optimizer in optimizers]
+        names = [optimizer_name(inner_optimizer(optimizer)) for optimizer in optimizers]
         if len(names) == 1:
             found.extend(planned.optimizer_difference(names[0]))
         warn_of(found, stacklevel=3)
