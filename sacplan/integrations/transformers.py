@@ -7,7 +7,7 @@
     trainer.train()
 
 The callback applies the plan when the model is prepared for training (mixed precision, DDP, ``torch.compile``,
-sharding), and removes it at the end. ``sacplan.apply(model, plan)`` before ``Trainer(...)`` works too; then
+``fully_shard``), and removes it at the end. ``sacplan.apply(model, plan)`` before ``Trainer(...)`` works too; then
 nobody checks the first steps.
 
 Uses the Trainer's public methods, and what Accelerate's ``prepare_model`` uses for mixed precision; tested with
@@ -23,11 +23,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from sacplan._device.devices import DeviceSpec
+from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile, Runtime, Trace, profile
+from sacplan._program.program import is_inside
 from sacplan._record.state import preserved_rng
-from sacplan._record.step import check_model
+from sacplan._record.step import check_model, inner_optimizer
 from sacplan.errors import PlanError, TraceError
 from sacplan.integrations._watch import PlannedTraining
 
@@ -61,7 +64,8 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
 
     Raises:
         PlanMismatch: when training begins, if the plan was made for another model.
-        PlanError: the Trainer's own checkpointing is switched on, or a plan is on the model already.
+        PlanError: the Trainer's own checkpointing is switched on, or a plan is on the model already; ``fsdp=`` has
+            sharded the model, and the plan is not one of a rank.
     """
 
     _hint = (
@@ -78,6 +82,7 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
         problem = _own_checkpointing(args)
         if problem is not None:
             raise PlanError(problem)
+        _check_sharded(model, self.plan)
         self._put_on(model)
 
     def on_step_begin(
@@ -154,7 +159,7 @@ def step_arguments(trainer: transformers.Trainer) -> dict[str, Any]:
         "model": trainer.model,
         "batch": {"micro_batches": batches, "num_items_in_batch": items},
         "loss_fn": _TrainerLoss(shadow),
-        "optimizer": getattr(optimizer, "optimizer", optimizer),  # unwrapped from Accelerate's
+        "optimizer": inner_optimizer(optimizer),
     }
 
 
@@ -165,7 +170,7 @@ class _TrainerLoss:
     trainer: transformers.Trainer
 
     def __call__(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        trainer = copy.copy(self.trainer)
+        trainer = _without_metrics(self.trainer)
         trainer.model = trainer.model_wrapped = model
         micro_batches, items = batch["micro_batches"], batch["num_items_in_batch"]
         trainer.current_gradient_accumulation_steps = len(micro_batches)
@@ -181,6 +186,19 @@ class _TrainerLoss:
         if not _is_normalized(trainer, items):
             loss = loss / trainer.current_gradient_accumulation_steps
         return cast(torch.Tensor, loss)
+
+
+def _without_metrics(trainer: transformers.Trainer) -> transformers.Trainer:
+    """A copy that logs nothing: trainers of TRL add up metrics in ``compute_loss``, and read them as numbers there.
+
+    What they gather for metrics is all ones. It has no part in the loss, and a fake step has no other values.
+    """
+    shadow = copy.copy(trainer)
+    shadow.accelerator = copy.copy(trainer.accelerator)
+    shadow.accelerator.gather_for_metrics = torch.ones_like
+    if hasattr(trainer, "_metrics"):
+        shadow._metrics = copy.deepcopy(trainer._metrics)
+    return shadow
 
 
 def _is_normalized(trainer: transformers.Trainer, items: Any) -> bool:
@@ -250,17 +268,64 @@ def _check_plannable(trainer: transformers.Trainer) -> None:
     if problem is not None:
         raise TraceError(problem)
     check_model(trainer.model)
+    if trainer.is_fsdp_enabled or args.fsdp:
+        raise TraceError(
+            "this trainer shards its model (fsdp=). Record the whole model, in a process of its own: give "
+            "profile_trainer a Trainer without fsdp=, and say to sacplan.plan over how many ranks, and which modules, "
+            "fully_shard spreads it: world_size=8, fsdp_units=['model.layers.*', '']. Save the plan, and train with "
+            "PlanCallback(sacplan.Plan.load(...))."
+        )
     found = {
         "nn.DataParallel over several GPUs": args.n_gpu > 1,
         "DeepSpeed": trainer.is_deepspeed_enabled,
-        "FSDP": bool(args.fsdp) or trainer.is_fsdp_enabled,
         "Liger kernels": args.use_liger_kernel,
+        "activation_offloading": getattr(args, "activation_offloading", False),  # of TRL
+        # The head that TRL puts on the model then calls the forward of the model that it was put on, not of a copy.
+        "label_smoothing_factor or compute_loss_func with TRL (both are deprecated there)": _is_of_trl(
+            trainer
+        )
+        and (args.label_smoothing_factor > 0 or trainer.compute_loss_func is not None),
     }
     for what, is_used in found.items():
         if is_used:
             raise TraceError(
                 f"this trainer uses {what}, which profile_trainer does not support. Describe the step of one "
                 "process to sacplan.profile yourself."
+            )
+
+
+def _is_of_trl(trainer: transformers.Trainer) -> bool:
+    return any(base.__module__.partition(".")[0] == "trl" for base in type(trainer).__mro__)
+
+
+def _check_sharded(model: torch.nn.Module, plan: Plan) -> None:
+    """``PlanError`` if ``fsdp=`` has sharded the model, and the plan is not for that."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise PlanError(
+            "the Trainer has wrapped this model in the older FullyShardedDataParallel, which a plan does not go with. "
+            'Shard with fully_shard: fsdp_config={"version": 2}.'
+        )
+    sharded = [fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        return
+    if plan.ranks.fsdp_units is None:
+        raise PlanError(
+            f"the Trainer shards this model with fully_shard, and the plan is not one of a rank: its peak is another "
+            "one, and it may recompute where parameters are not gathered. Plan with "
+            f"sacplan.plan(profile, ..., world_size={dist.get_world_size()}, fsdp_units=[...]) for these modules: "
+            f"{', '.join(map(repr, sharded[:6]))}{', ...' if len(sharded) > 6 else ''}."
+        )
+    for unit in plan.units:
+        inner = next((fqn for fqn in sharded if fqn != unit and is_inside(fqn, unit)), None)
+        if inner is not None:
+            raise PlanError(
+                f"the plan's unit {unit!r} contains {inner!r}, which the Trainer shards by itself, so that its "
+                f"parameters are not gathered where the unit recomputes. Name {inner!r} in the fsdp_units that you "
+                "plan with."
             )
 
 

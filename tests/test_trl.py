@@ -1,0 +1,149 @@
+"""A plan in TRL's SFTTrainer: same run, the predicted peak, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sacplan
+
+transformers = pytest.importorskip("transformers")
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+
+from sacplan.integrations.transformers import PlanCallback, profile_trainer, step_arguments  # noqa: E402
+from tests.models import bit_equal  # noqa: E402
+
+WORDS = ["<pad>", "<eos>", "<unk>", "the", "cat", "sat", "on", "a", "mat", "and", "slept", "under", "my"]
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def sentences(count: int, length: int = 31) -> Any:
+    """Of one length, so that all batches are alike."""
+    drawn = torch.randint(3, len(WORDS), (count, length), generator=torch.Generator().manual_seed(0))
+    return datasets.Dataset.from_list([{"text": " ".join(WORDS[i] for i in row)} for row in drawn.tolist()])
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A trainer; all start from the same weights."""
+    # So that the columns of the head that are looked at together do not outweigh this small model.
+    monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 64)
+
+    def make_trainer(peft_config: Any = None, **options: Any) -> Any:
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            hidden_size=32,
+            intermediate_size=80,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=128,
+        )
+        arguments = trl.SFTConfig(
+            **{
+                "output_dir": str(tmp_path / "run"),
+                "max_steps": 3,
+                "per_device_train_batch_size": 4,
+                "logging_steps": 1,
+                "save_strategy": "no",
+                "report_to": "none",
+                "use_cpu": True,
+                "bf16": False,
+                "gradient_checkpointing": False,
+                "disable_tqdm": True,
+            }
+            | options
+        )
+        trainer = trl.SFTTrainer(
+            transformers.LlamaForCausalLM(config),
+            arguments,
+            train_dataset=sentences(32),
+            processing_class=tokenizer(),
+            peft_config=peft_config,
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        return trainer
+
+    return make_trainer
+
+
+@pytest.fixture(autouse=True)
+def _strict() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", sacplan.SacplanWarning)
+        yield
+
+
+def train(trainer: Any) -> list[torch.Tensor]:
+    """Losses and metrics of the steps, and the weights after."""
+    transformers.set_seed(3)
+    trainer.train()
+    logged = [e[k] for e in trainer.state.log_history for k in ("loss", "entropy", "num_tokens") if k in e]
+    assert len(logged) == 3 * trainer.state.global_step
+    return [torch.tensor(logged), *trainer.model.parameters()]
+
+
+def lora() -> Any:
+    return pytest.importorskip("peft").LoraConfig(target_modules=["q_proj", "v_proj"], r=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "adapters"),
+    [
+        ({}, None),
+        ({"bf16": True, "padding_free": True, "max_length": None}, None),
+        ({"gradient_accumulation_steps": 2, "max_steps": 2}, None),
+        ({"loss_type": "dft"}, lora),
+    ],
+    ids=["plain", "bf16+padding_free", "accumulation", "dft+lora"],
+)
+def test_a_planned_run_is_the_same_run_in_the_predicted_memory(
+    make: Callable[..., Any], options: dict[str, Any], adapters: Callable[[], Any] | None
+) -> None:
+    adapted = {} if adapters is None else {"peft_config": adapters()}
+    expected = train(make(**options, **adapted))
+    trainer = make(**options, **adapted)
+    arguments = step_arguments(trainer)
+    plan = sacplan.plan(sacplan.profile(**arguments, device="cpu"), "80%", solver="greedy")
+    assert plan.units
+    callback = PlanCallback(plan)
+    trainer.add_callback(callback)
+    assert bit_equal(train(trainer), expected)
+    assert callback.peaks_bytes[1] == pytest.approx(plan.peak_bytes, abs=256)
+
+
+def test_profiling_does_not_touch_the_metrics(make: Callable[..., Any]) -> None:
+    trainer = make()
+    before = {**vars(trainer), "_metrics": copy.deepcopy(trainer._metrics)}
+    profile_trainer(trainer, device="h100")
+    profile_trainer(trainer, device="cpu", trace="real")
+    assert vars(trainer) == before
+
+
+def test_what_is_not_supported_is_refused_by_name(make: Callable[..., Any]) -> None:
+    with pytest.raises(sacplan.TraceError, match="checkpointing=True"):
+        profile_trainer(make(gradient_checkpointing=True), device="cpu")
+    with pytest.warns(FutureWarning, match="label_smoothing_factor"):
+        smoothed = make(label_smoothing_factor=0.1)
+    with pytest.raises(sacplan.TraceError, match="label_smoothing_factor or compute_loss_func with TRL"):
+        profile_trainer(smoothed, device="cpu")
+    offloading = make()
+    offloading.args.activation_offloading = True  # TRL itself wants an accelerator for it
+    with pytest.raises(sacplan.TraceError, match="activation_offloading"):
+        profile_trainer(offloading, device="cpu")
