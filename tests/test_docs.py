@@ -48,15 +48,23 @@ NOT_RUN = {
     (README, "pip install", "installs packages"),
     (README, "make demo", "installs packages"),
     ("modes.md", "python -m benchmarks.modes", "takes minutes"),
+    ("huggingface.md", "arguments = transformers", "Accelerate shards on accelerators only"),
     ("op_memory.md", "python -m benchmarks.op_memory", "takes minutes"),
     ("start.md", "pip install", "installs packages"),
+    ("trainers.md", "import torch", "needs torchtune and an old torchao"),
+    ("trainers.md", "from dataclasses", "needs torchtitan and Triton"),
     ("which-parallelism.md", "sacplan layouts", "takes minutes"),
 }
 """Page, beginning of the block, reason."""
 
 NOT_RUN_COMMENT = re.compile(r"<!-- not run by the tests: ([^>]*) -->\s*$")
 
-NEEDS = {"huggingface.md": ("transformers", "accelerate"), "lightning.md": ("lightning",)}
+NEEDS = {
+    "accelerate.md": ("accelerate",),
+    "huggingface.md": ("transformers", "accelerate"),
+    "lightning.md": ("lightning",),
+    "trl.md": ("trl", "datasets"),
+}
 """What a page needs besides ``transformers``, ``matplotlib`` and the command line."""
 
 NUMBER = re.compile(r"\d[\d,_]*\.?\d*(?:e[+-]?\d+)?")

@@ -193,12 +193,12 @@ def _without_metrics(trainer: transformers.Trainer) -> transformers.Trainer:
 
     What they gather for metrics is all ones. It has no part in the loss, and a fake step has no other values.
     """
-    shadow = copy.copy(trainer)
+    shadow: Any = copy.copy(trainer)
     shadow.accelerator = copy.copy(trainer.accelerator)
     shadow.accelerator.gather_for_metrics = torch.ones_like
     if hasattr(trainer, "_metrics"):
         shadow._metrics = copy.deepcopy(trainer._metrics)
-    return shadow
+    return cast("transformers.Trainer", shadow)
 
 
 def _is_normalized(trainer: transformers.Trainer, items: Any) -> bool:
