@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, Literal
 import torch
 from msgspec import Struct
 
+from sacplan._program.elements import pattern_of
 from sacplan._program.files import Name, Share
 from sacplan.errors import SacplanWarning
 
@@ -261,7 +261,7 @@ def _in_eval(model: torch.nn.Module) -> tuple[str, ...]:
         fqn for fqn, training in modes.items()
         if not training and (not fqn or modes[fqn.rpartition(".")[0]])
     )  # fmt: skip
-    return tuple(dict.fromkeys(_pattern(fqn) for fqn in top))
+    return tuple(dict.fromkeys(pattern_of(fqn) for fqn in top))
 
 
 def _dropout(model: torch.nn.Module) -> dict[str, float]:
@@ -277,7 +277,7 @@ def _dropout(model: torch.nn.Module) -> dict[str, float]:
         ]  # fmt: skip
         p = max((float(value) for value in held if 0 < value <= 1), default=0.0)
         if p > 0:
-            pattern = _pattern(fqn)
+            pattern = pattern_of(fqn)
             found[pattern] = max(p, found.get(pattern, 0.0))
     return found
 
@@ -297,11 +297,7 @@ def compiled_inside(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _patterns(names: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(map(_pattern, names)))
-
-
-def _pattern(fqn: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", fqn)
+    return ", ".join(dict.fromkeys(map(pattern_of, names)))
 
 
 def _probabilities(dropout: Mapping[str, float]) -> str:
