@@ -135,7 +135,6 @@ def test_the_verdict_says_whether_it_fits_and_by_how_much_not() -> None:
     assert fits.fits
     assert "fits. It needs" in fits.sentence
     assert fits.recommended == fits.rows[0]
-    assert fits.recommended.confirmed
     assert fits.code == ""
     never = fitted("200KiB", batch=64)
     assert never.recommended is None

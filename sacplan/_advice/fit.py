@@ -4,7 +4,8 @@
 
 The step is recorded without its optimizer, once at the asked size and once at another; other sizes are computed from
 these (``sizes.py``). Optimizers are recorded on the parameters alone (``optimizers.py``): each adds its state to the
-step, and has a peak of its own. So one search for plans serves all of them. What is recommended is recorded as a whole.
+step, and has a peak of its own. So one search for plans serves all of them. A chunked loss goes together with a plan by
+planning recomputation for the step with that loss; ``plan`` with both techniques may find something better.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from sacplan._advice.sizes import Peaks, Sized, largest, sized
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._plan.limits import DEFAULT_HEADROOM, budget_of_device, looking_for_plans, memory_less
+from sacplan._plan.plan import Plan
 from sacplan._plan.planning import plan, plan_smallest
 from sacplan._profile.profile import Profile, profile
 from sacplan._program.arguments import checked
@@ -64,7 +66,6 @@ class FitRow:
         step_ms: predicted time of the step; None where nothing was planned because nothing fits.
         largest_batch: at the asked sequence; 0 where one sample does not fit; None where it was not to be computed.
         longest_seq: at the asked batch, in multiples of 128 tokens where the asked one is; None for models without.
-        confirmed: the peak was recorded with this optimizer and plan; else it follows from recordings of the parts.
     """
 
     optimizer: str
@@ -74,7 +75,6 @@ class FitRow:
     step_ms: float | None
     largest_batch: int | None
     longest_seq: int | None
-    confirmed: bool = False
 
     @property
     def name(self) -> str:
@@ -357,25 +357,25 @@ class _Search:
         enough = smallest + _ENOUGH * (self.base.peak_bytes - smallest)
         return (next(chunk for chunk, peak in peaks.items() if peak <= enough),)
 
-    @property
-    def _could_fit(self) -> bool:
-        """Whether any plan could hold: what no plan makes smaller is within the budget."""
-        return any(
-            max(self.constant_bytes + state, own_peak) <= self.budget_bytes
-            for state, own_peak, _ in self.own.values()
-        )
-
     @cached_property
     def ways(self) -> dict[Way, tuple[Decision, ...]]:
         """By way, the decisions with the smallest peak."""
         found: dict[Way, tuple[Decision, ...]] = {"as it is": ()}
-        found["plan"] = plan_smallest(self.base, _SOLVER).decisions
+        found["plan"] = self._decisions(plan_smallest(self.base, _SOLVER), self.base)
         if self.chunk:
             found["chunked loss"] = self.chunk
-        if self.chunk and self._could_fit:  # the longest of the searches
-            both = plan_smallest(self.base, _SOLVER, techniques=TECHNIQUES["plan + chunked loss"])
-            found["plan + chunked loss"] = both.decisions
+            found["plan + chunked loss"] = self._decisions(plan_smallest(self.chunked, _SOLVER), self.chunked)
         return found
+
+    @cached_property
+    def chunked(self) -> Profile:
+        """The step with the chunked loss, as what plans are made from."""
+        changed = replace(self.base)
+        object.__setattr__(changed, "program", self.base.with_plan(self.chunk))
+        return changed
+
+    def _decisions(self, made: Plan, of: Profile) -> tuple[Decision, ...]:
+        return (*self.chunk, *made.decisions) if of is not self.base else made.decisions
 
     def row(self, name: str, way: Way) -> FitRow:
         """One way with one optimizer, at the asked size."""
@@ -384,13 +384,16 @@ class _Search:
         decisions, step_ms = self.ways[way], None
         smallest = max(base.footprint(decisions).peak_bytes + state, own_peak)
         if "recompute" in TECHNIQUES[way] and smallest <= self.budget_bytes:
-            decisions = plan(base, f"{left}B", _SOLVER, techniques=TECHNIQUES[way]).decisions
+            planned = self.chunked if "chunk" in TECHNIQUES[way] else base
+            decisions = self._decisions(plan(planned, f"{left}B", _SOLVER), planned)
         program = base.with_plan(decisions)
         peak = max(program.footprint.peak_bytes + state, own_peak)
         fits = peak <= self.budget_bytes
         if fits or not TECHNIQUES[way]:
             step_ms = program.step_ms + ms
-        batch, seq = self.largest(name, way, "batch"), self.largest(name, way, "seq")
+        none = not fits and self.batch == 1  # then no other batch has to be recorded
+        batch = 0 if none else self.largest(name, way, "batch")
+        seq = self.largest(name, way, "seq")
         return FitRow(name, way, peak, fits, step_ms, batch, seq)
 
     # --- sizes
@@ -466,7 +469,9 @@ class _Search:
         key = axis, way
         if key not in self._decided:
             tried = {self.ways[way]: None, (): None}
-            self._decided[key] = [(decisions, steps.peaks(decisions)) for decisions in tried]
+            self._decided[key] = [
+                (decisions, steps.peaks(decisions, 1 if axis == "batch" else 2)) for decisions in tried
+            ]
         return self._decided[key]
 
     @cached_property
@@ -482,8 +487,11 @@ class _Search:
         for other in list(self.steps)[1:]:
             ways: list[Way] = ["as it is", "plan"] if other == "adamw-fused" else list(self.ways)
             rows += [self.row(other, way) for way in ways]
-        best = self._confirmed(rows)
-        rows = [best if best is not None and row.name == best.name else row for row in rows]
+        best = _recommended(rows)
+        self.notes.append(
+            "Peaks follow from recordings of the step and of the optimizers, the largest sizes from the step at two "
+            "sizes. sacplan.plan looks longer: its plan may recompute less."
+        )
         smallest = min(row.peak_bytes for row in rows)
         return Verdict(
             model=name,
@@ -501,28 +509,14 @@ class _Search:
             computed=tuple(self.notes),
         )
 
-    def _confirmed(self, rows: list[FitRow]) -> FitRow | None:
-        """The row to take, recorded as a whole."""
-        holding = [row for row in rows if row.fits]
-        if not holding:
-            return None
-        same = [row for row in holding if row.optimizer in (rows[0].optimizer, "adamw-fused")]
-        best = (
-            holding[0] if holding[0] is rows[0] else min(same or holding, key=lambda row: row.step_ms or 0.0)
-        )
-        make = self.candidates[best.optimizer].make if self.candidates else None
-        whole = self.recorded(self.batch, self.seq, make)
-        techniques = TECHNIQUES[best.way]
-        if not techniques:
-            peak, step_ms = whole.peak_bytes, whole.step_ms
-        else:
-            made = plan(whole, f"{self.budget_bytes}B", techniques=techniques)
-            peak, step_ms = made.peak_bytes, made.step_ms + made.recompute_ms + made.added_ms
-        self.notes.append(
-            f"{best.name} was recorded as a whole; the other peaks follow from recordings of the step and of the "
-            "optimizers, and the largest sizes from the step at two sizes."
-        )
-        return replace(best, peak_bytes=peak, step_ms=step_ms, confirmed=True)
+
+def _recommended(rows: list[FitRow]) -> FitRow | None:
+    """As it is, if that fits; else the fastest that does, of the asked optimizer and of the same one fused, if any."""
+    holding = [row for row in rows if row.fits]
+    if not holding or holding[0] is rows[0]:
+        return holding[0] if holding else None
+    same = [row for row in holding if row.optimizer in (rows[0].optimizer, "adamw-fused")]
+    return min(same or holding, key=lambda row: row.step_ms or 0.0)
 
 
 def _holding(n_bytes: int) -> tuple[str, ...]:

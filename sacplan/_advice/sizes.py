@@ -61,9 +61,9 @@ class Sized:
         (first, second), exact = self.sizes, (n - self.sizes[0])
         return lambda x, y: x + (y - x) * exact / (second - first)
 
-    def peaks(self, decided: Decided) -> Peaks:
-        """The peak with a plan, as a function of the size."""
-        at = (*self.sizes, 2 * max(self.sizes))
+    def peaks(self, decided: Decided, degree: int = 2) -> Peaks:
+        """The peak with a plan, as a polynomial in the size: of degree 1 for batches, of 2 where scores are kept."""
+        at = (*self.sizes, 2 * max(self.sizes))[: degree + 1]
         programs = [self.at(n).with_plan(decided) for n in at]
         moments = [program.liveness.at_op for program in programs]
         if len({len(found) for found in moments}) > 1:
