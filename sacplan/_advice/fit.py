@@ -28,7 +28,6 @@ from sacplan._advice.sizes import Peaks, Sized, largest, sized
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._plan.limits import DEFAULT_HEADROOM, budget_of_device, looking_for_plans, memory_less
-from sacplan._plan.plan import Plan
 from sacplan._plan.planning import plan, plan_smallest
 from sacplan._profile.profile import Profile, profile
 from sacplan._program.arguments import checked
@@ -41,13 +40,14 @@ from sacplan.errors import PlanError
 if TYPE_CHECKING:
     import pandas as pd
 
-Way = Literal["as it is", "plan", "chunked loss", "plan + chunked loss"]
+Way = Literal["as it is", "plan", "chunked loss", "plan + chunked loss", "plan + chunks"]
 
 TECHNIQUES: dict[Way, tuple[str, ...]] = {
     "as it is": (),
     "plan": ("recompute",),
     "chunked loss": ("chunk",),
     "plan + chunked loss": ("recompute", "chunk"),
+    "plan + chunks": ("recompute", "chunk"),
 }
 _ENOUGH = 0.1  # share of what the most slices save that half of them may save less
 _SOLVER = "greedy"  # what is recommended is planned by all
@@ -60,7 +60,8 @@ class FitRow:
 
     Attributes:
         optimizer: its name.
-        way: "as it is", "plan" (recomputation), "chunked loss", or both.
+        way: "as it is", "plan" (recomputation), "chunked loss", or both; "plan + chunks" where only modules in slices
+            could help as well.
         peak_bytes: of the step. With a plan: of the fastest that fits; where none does, the smallest.
         fits: whether that is within the budget.
         step_ms: predicted time of the step; None where nothing was planned because nothing fits.
@@ -345,8 +346,8 @@ class _Search:
     # --- ways
 
     @cached_property
-    def chunk(self) -> tuple[Decision, ...]:
-        """The loss in as few slices as save nearly the most; none where it cannot run in slices."""
+    def chunks(self) -> tuple[Decision, ...]:
+        """The loss in as few slices as save nearly the most, and in the most slices; none where it has to be whole."""
         found = loss_chunks(self.base.program, self.spec)
         if not isinstance(found, ChunkOptions):
             return ()
@@ -355,27 +356,29 @@ class _Search:
         if smallest >= self.base.peak_bytes:
             return ()
         enough = smallest + _ENOUGH * (self.base.peak_bytes - smallest)
-        return (next(chunk for chunk, peak in peaks.items() if peak <= enough),)
+        return next(chunk for chunk, peak in peaks.items() if peak <= enough), found.options[-1][0]
+
+    @cached_property
+    def chunked(self) -> tuple[Decision, Profile]:
+        """A chunked loss, and the step with it to plan from: in few slices, or in the most where these do not fit."""
+        least = min(state for state, _, _ in self.own.values())
+        for chunk in self.chunks:
+            step = replace(self.base)
+            object.__setattr__(step, "program", self.base.with_plan((chunk,)))
+            if plan_smallest(step, _SOLVER).peak_bytes + least <= self.budget_bytes:
+                break
+        return chunk, step
 
     @cached_property
     def ways(self) -> dict[Way, tuple[Decision, ...]]:
         """By way, the decisions with the smallest peak."""
         found: dict[Way, tuple[Decision, ...]] = {"as it is": ()}
-        found["plan"] = self._decisions(plan_smallest(self.base, _SOLVER), self.base)
-        if self.chunk:
-            found["chunked loss"] = self.chunk
-            found["plan + chunked loss"] = self._decisions(plan_smallest(self.chunked, _SOLVER), self.chunked)
+        found["plan"] = plan_smallest(self.base, _SOLVER).decisions
+        if self.chunks:
+            found["chunked loss"] = self.chunks[:1]
+            chunk, step = self.chunked
+            found["plan + chunked loss"] = (chunk, *plan_smallest(step, _SOLVER).decisions)
         return found
-
-    @cached_property
-    def chunked(self) -> Profile:
-        """The step with the chunked loss, as what plans are made from."""
-        changed = replace(self.base)
-        object.__setattr__(changed, "program", self.base.with_plan(self.chunk))
-        return changed
-
-    def _decisions(self, made: Plan, of: Profile) -> tuple[Decision, ...]:
-        return (*self.chunk, *made.decisions) if of is not self.base else made.decisions
 
     def row(self, name: str, way: Way) -> FitRow:
         """One way with one optimizer, at the asked size."""
@@ -384,8 +387,7 @@ class _Search:
         decisions, step_ms = self.ways[way], None
         smallest = max(base.footprint(decisions).peak_bytes + state, own_peak)
         if "recompute" in TECHNIQUES[way] and smallest <= self.budget_bytes:
-            planned = self.chunked if "chunk" in TECHNIQUES[way] else base
-            decisions = self._decisions(plan(planned, f"{left}B", _SOLVER), planned)
+            decisions = self._planned(way, left)
         program = base.with_plan(decisions)
         peak = max(program.footprint.peak_bytes + state, own_peak)
         fits = peak <= self.budget_bytes
@@ -395,6 +397,19 @@ class _Search:
         batch = 0 if none else self.largest(name, way, "batch")
         seq = self.largest(name, way, "seq")
         return FitRow(name, way, peak, fits, step_ms, batch, seq)
+
+    def _planned(self, way: Way, left: int) -> tuple[Decision, ...]:
+        """The least recomputation under a budget that is known to hold."""
+        if way == "plan + chunked loss":
+            chunk, step = self.chunked
+            return (chunk, *plan(step, f"{left}B", _SOLVER).decisions)
+        return plan(self.base, f"{left}B", _SOLVER, techniques=TECHNIQUES[way]).decisions
+
+    @property
+    def _could_fit(self) -> bool:
+        """Whether any plan could hold: what no plan makes smaller is within the budget."""
+        needs = (max(self.constant_bytes + state, own_peak) for state, own_peak, _ in self.own.values())
+        return any(n_bytes <= self.budget_bytes for n_bytes in needs)
 
     # --- sizes
 
@@ -487,6 +502,11 @@ class _Search:
         for other in list(self.steps)[1:]:
             ways: list[Way] = ["as it is", "plan"] if other == "adamw-fused" else list(self.ways)
             rows += [self.row(other, way) for way in ways]
+        if not any(row.fits for row in rows) and self._could_fit:  # the search that takes long
+            self.ways["plan + chunks"] = plan_smallest(
+                self.base, _SOLVER, techniques=TECHNIQUES["plan + chunks"]
+            ).decisions
+            rows += [self.row(each, "plan + chunks") for each in self.steps]
         best = _recommended(rows)
         self.notes.append(
             "Peaks follow from recordings of the step and of the optimizers, the largest sizes from the step at two "
