@@ -662,6 +662,7 @@ class Finder:
         if name == os.environ["INTERRUPTED_IMPORT"]:
             os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
 sys.meta_path.insert(0, Finder())
 """
 

@@ -73,13 +73,13 @@ def test_without_chunks_nothing_is_said_about_them() -> None:
     assert "gradients" not in shown
     assert "chunks" not in shown
     allowed = run(f"plan {TARGET} --budget 100% {BOTH}").stdout
-    assert "gradients    bit-equal, because" in allowed
-    assert "chunks       none" in allowed
+    assert "gradients bit-equal, because" in " ".join(allowed.split())
+    assert "chunks none" in " ".join(allowed.split())
 
 
 def test_policies() -> None:
     shown = run(f"policy {TARGET} chunked-loss --slices 8 -o plan.json").stdout
-    assert "gradients    close, because those of parameters in head" in shown
+    assert "gradients close, because those of parameters in head" in " ".join(shown.split())
     (row,) = [line for line in shown.splitlines() if line.startswith("head ")]
     assert row.split()[1:4] == ["1", "8", "64"]
     plan = sacplan.Plan.load("plan.json")

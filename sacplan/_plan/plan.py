@@ -282,10 +282,10 @@ class PlanFile(Plan, frozen=True, kw_only=True, eq=False, tag_field="what", tag=
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         data = _plain(self)
         if self.sha256 != _digest({name: data[name] for name in Plan.__struct_fields__ if name in data}):
             raise PlanError("its contents do not have the checksum in `sha256`: it was damaged or edited.")
+        super().__post_init__()
 
 
 def _plain(plan: Plan) -> dict[str, Any]:
