@@ -69,10 +69,10 @@ def make(directory: str, **options: Any) -> Any:
     return trainer
 
 
-def make_sharded(directory: str) -> Any:
+def make_sharded(directory: str, **config: Any) -> Any:
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    trainer = make(directory, fsdp=True)
+    trainer = make(directory, fsdp=True, fsdp_config=config)
     state = trainer.accelerator.state
     state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
@@ -130,6 +130,10 @@ def on_rank(rank: int, directory: str, port: int) -> None:
             trainer.add_callback(PlanCallback(sacplan.Plan.load(f"{directory}/{name}.json")))
             with pytest.raises(sacplan.PlanError, match=said):
                 train(trainer)
+        trainer = make_sharded(directory, activation_checkpointing=True)
+        trainer.add_callback(PlanCallback(plan))
+        with pytest.raises(sacplan.SacplanError, match="CheckpointWrapper"):
+            train(trainer)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A plan in TRL's SFTTrainer: same run, the predicted peak, and nothing left behind."""
+"""A plan in trainers of TRL: same run, the predicted peak, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -39,13 +39,19 @@ def sentences(count: int, length: int = 31) -> Any:
     return datasets.Dataset.from_list([{"text": " ".join(WORDS[i] for i in row)} for row in drawn.tolist()])
 
 
+def preferences(count: int) -> Any:
+    texts = [row["text"] for row in sentences(3 * count, length=10)]
+    names = ("prompt", "chosen", "rejected")
+    return datasets.Dataset.from_list([dict(zip(names, texts[i::count], strict=True)) for i in range(count)])
+
+
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """A trainer; all start from the same weights."""
     # So that the columns of the head that are looked at together do not outweigh this small model.
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 64)
 
-    def make_trainer(peft_config: Any = None, **options: Any) -> Any:
+    def make_trainer(kind: str = "SFT", peft_config: Any = None, beside: bool = False, **options: Any) -> Any:
         torch.manual_seed(0)
         config = transformers.LlamaConfig(
             hidden_size=32,
@@ -55,7 +61,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             num_key_value_heads=2,
             vocab_size=128,
         )
-        arguments = trl.SFTConfig(
+        arguments = getattr(trl, f"{kind}Config")(
             **{
                 "output_dir": str(tmp_path / "run"),
                 "max_steps": 3,
@@ -70,12 +76,13 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             }
             | options
         )
-        trainer = trl.SFTTrainer(
+        trainer = getattr(trl, f"{kind}Trainer")(
             transformers.LlamaForCausalLM(config),
-            arguments,
-            train_dataset=sentences(32),
+            args=arguments,
+            train_dataset=sentences(32) if kind == "SFT" else preferences(32),
             processing_class=tokenizer(),
             peft_config=peft_config,
+            **({"ref_model": transformers.LlamaForCausalLM(config)} if beside else {}),
         )
         trainer.remove_callback(transformers.PrinterCallback)
         return trainer
@@ -110,8 +117,10 @@ def lora() -> Any:
         ({"bf16": True, "padding_free": True, "max_length": None}, None),
         ({"gradient_accumulation_steps": 2, "max_steps": 2}, None),
         ({"loss_type": "dft"}, lora),
+        ({"kind": "DPO"}, lora),
+        ({"kind": "DPO", "precompute_ref_log_probs": True}, None),
     ],
-    ids=["plain", "bf16+padding_free", "accumulation", "dft+lora"],
+    ids=["plain", "bf16+padding_free", "accumulation", "dft+lora", "DPO+lora", "DPO"],
 )
 def test_a_planned_run_is_the_same_run_in_the_predicted_memory(
     make: Callable[..., Any], options: dict[str, Any], adapters: Callable[[], Any] | None
@@ -147,3 +156,5 @@ def test_what_is_not_supported_is_refused_by_name(make: Callable[..., Any]) -> N
     offloading.args.activation_offloading = True  # TRL itself wants an accelerator for it
     with pytest.raises(sacplan.TraceError, match="activation_offloading"):
         profile_trainer(offloading, device="cpu")
+    with pytest.raises(sacplan.TraceError, match=r"a reference model of TRL \(precompute_ref_log_probs"):
+        profile_trainer(make("DPO", beside=True), device="cpu")

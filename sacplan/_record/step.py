@@ -167,7 +167,9 @@ def own_checkpointing(model: torch.nn.Module) -> str | None:
                 "(gradient_checkpointing=True). Call model.gradient_checkpointing_disable() first: sacplan "
                 "chooses what to recompute."
             )
-        if type(module).__name__ == "CheckpointWrapper":
+        if any(
+            base.__name__ == "CheckpointWrapper" for base in type(module).__mro__
+        ):  # fully_shard derives a class
             return (
                 f"module {fqn!r} is wrapped in a CheckpointWrapper: checkpointing is already switched on. "
                 "Plan the model without the wrapper."

@@ -82,6 +82,7 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
         problem = _own_checkpointing(args)
         if problem is not None:
             raise PlanError(problem)
+        check_model(model)
         _check_sharded(model, self.plan)
         self._put_on(model)
 
@@ -195,7 +196,7 @@ def _without_metrics(trainer: transformers.Trainer) -> transformers.Trainer:
     """
     shadow: Any = copy.copy(trainer)
     shadow.accelerator = copy.copy(trainer.accelerator)
-    shadow.accelerator.gather_for_metrics = torch.ones_like
+    shadow.accelerator.gather_for_metrics = shadow.accelerator.gather = torch.ones_like
     if hasattr(trainer, "_metrics"):
         shadow._metrics = copy.deepcopy(trainer._metrics)
     return cast("transformers.Trainer", shadow)
@@ -279,6 +280,10 @@ def _check_plannable(trainer: transformers.Trainer) -> None:
         "nn.DataParallel over several GPUs": args.n_gpu > 1,
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "Liger kernels": args.use_liger_kernel,
+        "a reference model of TRL (precompute_ref_log_probs=True and LoRA do without)": (
+            getattr(trainer, "ref_model", None) is not None
+            and not getattr(args, "precompute_ref_log_probs", False)
+        ),
         "activation_offloading": getattr(args, "activation_offloading", False),  # of TRL
         # The head that TRL puts on the model then calls the forward of the model that it was put on, not of a copy.
         "label_smoothing_factor or compute_loss_func with TRL (both are deprecated there)": _is_of_trl(
