@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,13 @@ from tests.models import bit_equal
 accelerate = pytest.importorskip("accelerate")
 
 ROWS, TOKENS, VOCAB = 4, 32, 64
+
+
+@pytest.fixture(autouse=True)
+def _forgotten_afterwards() -> Iterator[None]:
+    """Accelerate keeps what the first ``Accelerator`` of a process was told."""
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
