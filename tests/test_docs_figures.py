@@ -165,8 +165,16 @@ def one_gpu() -> Iterator[tuple[str, str]]:
     )
 
 
+def fit_time() -> Iterator[tuple[str, str]]:
+    seconds = [each["seconds"] for each in results("fit_time")["rows"]]
+    yield (
+        "docs/fit.md",
+        f"takes for Llama-3-8B, on a machine with two cores: {min(seconds):.0f} to {max(seconds):.0f}.",
+    )
+
+
 SOURCES: tuple[Callable[[], Iterator[tuple[str, str]]], ...] = (
-    overhead, capacity, planning, rotor, bound, frontier, rivals, real_models, one_gpu,
+    overhead, capacity, planning, rotor, bound, frontier, rivals, real_models, one_gpu, fit_time,
 )  # fmt: skip
 
 
