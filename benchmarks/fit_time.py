@@ -3,7 +3,7 @@
     python -m benchmarks.fit_time [--json FILE]
 
 Batch 1 of 8192 tokens on an RTX 4090 (nothing fits) and 2048 tokens on an H200 (it fits: the largest sizes are
-computed, and what is recommended is recorded). Seconds of the clock, and of the processor: on a machine that is busy
+computed). Seconds of the clock, and of the processor: on a machine that is busy
 the first are more. Each is one run in a process of its own, with imports and the model.
 """
 
@@ -24,7 +24,7 @@ MODEL = "hf:meta-llama/Meta-Llama-3-8B"
 
 
 def main() -> None:
-    arguments = common.parser(__doc__).parse_args()
+    arguments = common.parser(__doc__, "fit_time.json").parse_args()
     print(describe(machine()))
     rows = [run(device, seq) for device, seq in RUNS]
     write_results(arguments.json, rows)
