@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan._advice.optimizers import CANDIDATES, recorded_step, with_optimizer, without_optimizer
+from sacplan._profile.optimizers import CANDIDATES, recorded_step, with_optimizer, without_optimizer
 from tests.models import LM, cross_entropy, tokens
 
 DEVICES = ("h100", "rtx-4090", "cpu")

@@ -230,3 +230,23 @@ def test_a_plan_can_be_copied_and_pickled() -> None:
         assert again == plan
         assert again.units == plan.units
         assert again.provenance == plan.provenance
+
+
+def test_an_infeasible_budget_says_what_another_adam_would_reach() -> None:
+    """Where the optimizer's step binds: its temporaries are as large as a parameter."""
+    model, batch = nn.Linear(512, 512, bias=False), torch.randn(2, 512)
+    adam = sacplan.profile(model, batch, optimizer=torch.optim.AdamW, device="cpu")
+    fused = sacplan.profile(
+        model, batch, optimizer=lambda params: torch.optim.AdamW(params, fused=True), device="cpu"
+    )
+    assert fused.peak_bytes < adam.peak_bytes
+    with pytest.raises(sacplan.InfeasibleBudget) as info:
+        sacplan.plan(adam, f"{fused.peak_bytes}B")
+    assert "With AdamW with fused=True the budget holds" in str(info.value)
+    with pytest.raises(sacplan.InfeasibleBudget) as info:
+        sacplan.plan(adam, "1KiB")
+    assert "With AdamW with 8-bit state (bitsandbytes) the smallest is" in str(info.value)
+    sgd = sacplan.profile(model, batch, optimizer=torch.optim.SGD, device="cpu")
+    with pytest.raises(sacplan.InfeasibleBudget) as info:
+        sacplan.plan(sgd, "1KiB")
+    assert "AdamW" not in str(info.value)

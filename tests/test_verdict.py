@@ -10,9 +10,9 @@ from torch import nn
 
 import sacplan
 from sacplan._advice.fit import _Search
-from sacplan._advice.optimizers import BY_NAME
 from sacplan._advice.sizes import largest, sized
 from sacplan._device.devices import resolve_device
+from sacplan._profile.optimizers import BY_NAME
 from tests.models import LM, cross_entropy, tokens
 
 

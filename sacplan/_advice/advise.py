@@ -9,7 +9,12 @@ from functools import cached_property
 from typing import Any, Literal
 
 from sacplan._advice.changes import changes
-from sacplan._advice.optimizers import (
+from sacplan._advice.parts import Part, moment_of, parts_of
+from sacplan._advice.planned import planned
+from sacplan._chunk.entries import ChunkOptions, loss_chunks
+from sacplan._plan.plan import Plan, PlanOrPath
+from sacplan._plan.planning import plan_smallest
+from sacplan._profile.optimizers import (
     BY_NAME,
     CANDIDATES,
     Candidate,
@@ -18,11 +23,6 @@ from sacplan._advice.optimizers import (
     with_optimizer,
     without_optimizer,
 )
-from sacplan._advice.parts import Part, moment_of, parts_of
-from sacplan._advice.planned import planned
-from sacplan._chunk.entries import ChunkOptions, loss_chunks
-from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._plan.planning import plan_smallest
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
@@ -153,11 +153,6 @@ def advise(
         alive=parts_of(tried.program, tried.optimizer_name),
         remedies=tuple(sorted(found, key=lambda remedy: remedy.peak_bytes)),
     )
-
-
-def optimizer_advice(profile: Profile, plan: Plan | None = None) -> tuple[Remedy, ...]:
-    """Only what other optimizers would save: quick, for messages."""
-    return tuple(sorted(_Tried(profile, plan).optimizers(), key=lambda remedy: remedy.peak_bytes))
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from sacplan._advice.optimizers import (
+from sacplan._advice.sizes import Peaks, Sized, largest, sized
+from sacplan._chunk.entries import ChunkOptions, loss_chunks
+from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._plan.limits import DEFAULT_HEADROOM, budget_of_device, looking_for_plans, memory_less
+from sacplan._plan.planning import plan, plan_smallest
+from sacplan._profile.optimizers import (
     BY_NAME,
     Candidate,
     OptimizerStep,
     recorded_step,
     with_optimizer,
 )
-from sacplan._advice.sizes import Peaks, Sized, largest, sized
-from sacplan._chunk.entries import ChunkOptions, loss_chunks
-from sacplan._device.devices import DeviceSpec, resolve_device
-from sacplan._plan.limits import DEFAULT_HEADROOM, budget_of_device, looking_for_plans, memory_less
-from sacplan._plan.planning import plan, plan_smallest
 from sacplan._profile.profile import Profile, profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes

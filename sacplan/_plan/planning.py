@@ -18,6 +18,7 @@ from sacplan._plan.meshes import plan_on_meshes
 from sacplan._plan.plan import Plan, Status
 from sacplan._plan.provenance import Provenance, options_of
 from sacplan._plan.search import Candidate, Search
+from sacplan._profile.optimizers import BY_NAME, recorded_step, with_optimizer, without_optimizer
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import exact_bytes, format_bytes
@@ -434,6 +435,7 @@ def _infeasible(asked: _Asked, searches: list[Search], budget_bytes: int) -> Inf
             _pinned_share(asked, search)
             + _with_rotor(asked, search, budget_bytes)
             + _with_chunks(asked, budget_bytes)
+            + _with_optimizers(asked, search, budget_bytes)
         ),
         budget_bytes=budget_bytes,
         smallest_feasible_bytes=run.peak_bytes,
@@ -470,6 +472,24 @@ def _with_chunks(asked: _Asked, budget_bytes: int) -> str:
     if smallest >= _smallest_bytes(searches[0]):
         return ""
     return f"With {named} the smallest is {format_bytes(smallest)} ({smallest} bytes). "
+
+
+def _with_optimizers(asked: _Asked, search: Search, budget_bytes: int) -> str:
+    """A sentence on what an Adam that keeps less, or has no temporaries, would reach; tried on the recording."""
+    profile = asked.profile
+    if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or profile.ranks.world_size > 1:
+        return ""
+    bare = without_optimizer(profile)
+    peaks = {}
+    for one in (BY_NAME["adamw-fused"], BY_NAME["adamw-8bit"]):
+        step = with_optimizer(bare, recorded_step(profile, one.make))
+        peaks[one.says] = step.footprint(search.smallest.decisions).peak_bytes
+        if peaks[one.says] <= budget_bytes:
+            return f"With {one.says} the budget holds: {format_bytes(peaks[one.says])}. "
+    best = min(peaks, key=peaks.__getitem__)
+    if peaks[best] >= search.smallest.footprint.peak_bytes:
+        return ""
+    return f"With {best} the smallest is {format_bytes(peaks[best])}. "
 
 
 def _pinned_share(asked: _Asked, search: Search) -> str:
