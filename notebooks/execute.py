@@ -2,7 +2,7 @@
 
 Runs in the folder it is started from (the root of the repository, so that ``examples`` can be imported). What
 differs from run to run without a reason is left out of OUT: times of execution, the version of Python, log lines
-of torch's profiler, and a warning of tqdm's.
+of torch's profiler, progress bars, and a warning of tqdm's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from nbclient import NotebookClient
 _QUIET = {
     "KINETO_LOG_LEVEL": "99",  # these are written to stderr from C++, with times
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TQDM_DISABLE": "1",  # progress bars leave blanks
     "PYTHONWARNINGS": "ignore:IProgress not found",  # tqdm's, where there are no widgets; it has a path in it
 }
 
