@@ -188,7 +188,7 @@ MEANINGS = {
         "units",
         "layers.0.mlp",
         to={"discard_ratio": 0.0, "recompute_ms": 0.0}
-        | dict.fromkeys(("kept", "calls", "kept_bytes", "discarded_bytes", "discarded_ms"), []),
+        | {key: [] for key in ("kept", "calls", "kept_bytes", "discarded_bytes", "discarded_ms")},
     ),
     "a decision twice": lambda data: data["decisions"].append(data["decisions"][0] | {"times": 7}),
     "a decision about a unit that is not there": lambda data: data["units"].pop("layers.0"),
