@@ -39,6 +39,18 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README = "../README.md"
 PAGES = [README, *sorted(path.name for path in DOCS.glob("*.md"))]
+SLOW = {
+    README,
+    "cli.md",
+    "fit.md",
+    "fsdp.md",
+    "index.md",
+    "reports.md",
+    "start.md",
+    "testing.md",
+    "which-parallelism.md",
+}
+"""Pages that take more than fifteen seconds."""
 
 NOT_RUN = {
     ("alternatives.md", "python -m benchmarks.frontier", "takes ten minutes"),
@@ -270,7 +282,9 @@ def as_it_was(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("as_it_was")
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in PAGES]
+)
 def test_a_page_does_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = blocks_of(name)
     if blocks:

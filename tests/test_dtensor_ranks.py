@@ -153,6 +153,7 @@ def on_rank(rank: int, names: Sequence[str], directory: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_parallel_step_takes_what_was_planned(tmp_path: Path) -> None:
     mp.spawn(on_rank, (("sequences",), str(tmp_path)), nprocs=RANKS)
 

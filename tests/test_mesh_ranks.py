@@ -271,6 +271,7 @@ def check_all(models: Mapping[Any, tuple[str, ...]], directory: Path, n_budgets:
         check(found, case)
 
 
+@pytest.mark.slow
 def test_plans_on_a_mesh_hold_on_ranks(tmp_path: Path) -> None:
     check_all({lm: ("2x2",)}, tmp_path, 1)
 
