@@ -257,7 +257,7 @@ def check(found: Any, case: str) -> None:
         assert result["loss"] < 1e-5
         assert result["gradients"] < 1e-5
         assert result["parameters"] < 1e-5
-        # A gather that does not run, since the copy of an earlier one is still there, is said to differ: it costs nothing.
+        # A gather that does not run, since the copy of an earlier one is there, is said to differ: it costs nothing.
         assert all("recorded step ran _c10d_functional.all_gather" in each for each in result["differences"])
         assert result["keys"]
         assert result["plain"]
