@@ -257,8 +257,8 @@ def check(found: Any, case: str) -> None:
         assert result["loss"] < 1e-5
         assert result["gradients"] < 1e-5
         assert result["parameters"] < 1e-5
-        # A gather that does not run, since the copy of an earlier one is there, is said to differ: it costs nothing.
-        assert all("recorded step ran _c10d_functional.all_gather" in each for each in result["differences"])
+        # Of a value that becomes summands the first rank keeps all, and the others make zeros: an op more there.
+        assert all("the step ran aten.zeros_like.default" in each for each in result["differences"])
         assert result["keys"]
         assert result["plain"]
         assert result["whole again"] < 1e-5
