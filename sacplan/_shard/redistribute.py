@@ -111,7 +111,9 @@ def take_step(
         return _parts_into(parts, here.dim, local_axis(layout, ranks, step.axis))
     if here.is_partial:
         return collectives.all_reduce(local, here.reduce, group)
-    return local if position == 0 else torch.zeros_like(local)
+    # Zeros on all ranks but the first. All run the same ops, so that the step of one is that of the others.
+    elsewhere = torch.full((), position > 0, dtype=torch.bool, device=local.device)
+    return local.masked_fill(elsewhere, 0)
 
 
 def _part(x: torch.Tensor, dim: int, outer: int, n: int, position: int) -> torch.Tensor:
