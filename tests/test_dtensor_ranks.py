@@ -25,7 +25,7 @@ from tests.parallel_models import (
     parallel_llama,
     parallel_sequences,
 )
-from tests.ranks import OPTIMIZER, RankMemory, patient
+from tests.ranks import OPTIMIZER, RankMemory, patient_collectives
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
@@ -101,9 +101,8 @@ def gradients(model: nn.Module, case: Case, batch: torch.Tensor) -> list[torch.T
 
 
 def check_peak(model: nn.Module, case: Case, batch: torch.Tensor, predicted: int, what: str) -> None:
-    """The least of two: gloo's threads sometimes hold the tensors of a collective a moment longer."""
-    memory = RankMemory(model, batch, case.loss_fn)
-    measured = min(memory.peak_bytes() for _ in range(2))
+    with patient_collectives():
+        measured = RankMemory(model, batch, case.loss_fn).peak_bytes()
     assert measured == pytest.approx(predicted, rel=0.01), (
         f"{what}: predicted {predicted}, measured {measured}"
     )
@@ -138,12 +137,8 @@ def check(name: str, directory: Path) -> None:
 
 
 def on_rank(rank: int, names: Sequence[str], directory: str) -> None:
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for collective in (collectives.DefaultAllGather, collectives.DefaultReduceScatter):
-        collective.__call__ = patient(collective.__call__)  # type: ignore[method-assign]
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
     try:
         for name in names:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import sacplan
-from sacplan._torch import collectives
 from tests.models import LM, Block, cross_entropy, tokens
-from tests.ranks import OPTIMIZER, RankMemory
+from tests.ranks import OPTIMIZER, RankMemory, patient_collectives
 from tests.spread import Case, far, ok, on_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -105,39 +102,6 @@ def seeded(make: Callable[[], Made]) -> Made:
 # --- on a rank ------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def patient_collectives() -> Iterator[None]:
-    """Collectives that return when gloo's threads hold their tensors no more, as NCCL's stream order has it.
-
-    Use counts show that of inputs and outputs. Of the copies that gloo makes itself (it reduces a clone) nothing is
-    seen: its threads get a moment for these.
-    """
-
-    def uses(t: torch.Tensor) -> int:
-        count: int = torch._C._storage_Use_Count(t.untyped_storage()._cdata)  # type: ignore[attr-defined]
-        return count
-
-    alone = uses(torch.empty(1))
-
-    def patient(collective: Any) -> Any:
-        def waits(x: torch.Tensor, *args: Any) -> torch.Tensor:
-            x = x.contiguous()
-            before = uses(x)
-            out: torch.Tensor = collective(x, *args)
-            until = time.monotonic() + 0.5
-            while (uses(x) > before or uses(out) > alone) and time.monotonic() < until:
-                time.sleep(1e-4)
-            time.sleep(2e-3)
-            return out
-
-        return waits
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-            patch.setattr(collectives, name, patient(getattr(collectives, name)))
-        yield
-
-
 def whole(t: torch.Tensor) -> torch.Tensor:
     t = t.detach()
     return t.full_tensor() if hasattr(t, "full_tensor") else t
@@ -146,8 +110,7 @@ def whole(t: torch.Tensor) -> torch.Tensor:
 def measured(make: Callable[[], Made], plan: sacplan.Plan) -> int:
     model, batch, loss_fn = seeded(make)
     with sacplan.apply(model, plan, check=False), patient_collectives():
-        memory = RankMemory(model, batch, loss_fn)
-        return min(memory.peak_bytes() for _ in range(4))  # a busy machine may still be late with them
+        return RankMemory(model, batch, loss_fn).peak_bytes()
 
 
 def runs(make: Callable[[], Made], file: Path) -> dict[str, Any]:
@@ -257,8 +220,7 @@ def check(found: Any, case: str) -> None:
         assert result["loss"] < 1e-5
         assert result["gradients"] < 1e-5
         assert result["parameters"] < 1e-5
-        # Of a value that becomes summands the first rank keeps all, and the others make zeros: an op more there.
-        assert all("the step ran aten.zeros_like.default" in each for each in result["differences"])
+        assert not result["differences"]
         assert result["keys"]
         assert result["plain"]
         assert result["whole again"] < 1e-5
