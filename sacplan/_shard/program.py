@@ -81,14 +81,14 @@ class _Part:
         given: storages of the inputs, in order.
         made: (storage, dtype, shape, stride, offset) of the outputs.
         sizes: by storage, its bytes.
-        sent: by position, what each collective takes.
+        taken: what each op takes.
     """
 
     seen: Seen
     given: tuple[int, ...]
     made: tuple[Tensor, ...]
     sizes: Mapping[int, int]
-    sent: Mapping[int, tuple[Tensor, ...]]
+    taken: tuple[tuple[Tensor, ...], ...]
 
 
 class _Known(NamedTuple):
@@ -352,10 +352,8 @@ class _Rank:
         storages = {t.storage for t in made}.union(*((*op.reads, *op.writes, *op.mutates) for op in seen.ops))
         storages.update(arg for code, arg in seen.events if code != _OP)
         sizes = self.rehearsal.sizes
-        sent = {
-            i: self.rehearsal.tensors(op.inputs) for i, op in enumerate(seen.ops) if collective_named(op.name)
-        }
-        return _Part(seen, given, tuple(made), {s: sizes[s] for s in storages}, sent)
+        taken = tuple(tuple(self.rehearsal.tensors(op.inputs)) for op in seen.ops)
+        return _Part(seen, given, tuple(made), {s: sizes[s] for s in storages}, taken)
 
     def _emit(
         self,
@@ -413,7 +411,7 @@ class _Rank:
                             recomputable=op.recomputable and like.phase == Phase.FORWARD,
                             state_bytes=0,
                             replaces=-1,
-                            inputs=self._sent(part.sent.get(arg, ()), storage),
+                            inputs=self._taken(part.taken[arg], storage),
                             outputs=(),
                         )
                     )
@@ -424,7 +422,7 @@ class _Rank:
             storage(t.storage)
         return known
 
-    def _sent(self, tensors: Sequence[Tensor], storage: Callable[[int], int]) -> tuple[int, ...]:
+    def _taken(self, tensors: Sequence[Tensor], storage: Callable[[int], int]) -> tuple[int, ...]:
         """Tensors of a rehearsal as tensors of the program."""
         first = len(self.tensors)
         self.tensors += [msgspec.structs.replace(t, storage=storage(t.storage)) for t in tensors]
