@@ -479,17 +479,20 @@ def test_a_path_of_something_else(files):
 
 
 def test_call_sites_that_are_not_there(files):
-    """A plan of ops and units that the profile and the model do not have."""
+    """A plan of ops and units that the plan itself, the profile or the model does not have."""
     from msgspec import structs
 
     model, batch, _, _, profile, plan = files
     op = structs.replace(plan.decisions[0], op="aten.nothing.default")
     far = structs.replace(plan.decisions[0], occurrence=10**6)
     unit = structs.replace(plan.decisions[0], unit="9")
-    for decision in (op, far, unit):
-        wrong = structs.replace(
-            plan, decisions=(decision,), units={decision.unit: next(iter(plan.units.values()))}
-        )
+    known = next(iter(plan.units.values()))
+    for decision in (op, far):
+        with pytest.raises(sacplan.PlanError, match=r"decision about .* but in the recorded step"):
+            structs.replace(plan, decisions=(decision,), units={decision.unit: known})
+    unknown = structs.replace(known, calls=())
+    for decision, ops in ((op, unknown), (far, unknown), (unit, known)):
+        wrong = structs.replace(plan, decisions=(decision,), units={decision.unit: ops})
         for function in (sacplan.module_table, sacplan.alive_at_peak):
             with pytest.raises(sacplan.PlanMismatch, match="runs no such op there"):
                 function(profile, wrong)

@@ -23,7 +23,7 @@ import sacplan
 from sacplan._plan import schema
 from sacplan._plan.plan import _digest
 from sacplan._plan.provenance import Provenance
-from sacplan._program.decisions import AnyDecision, Recompute, Site, as_decisions, discarded_by
+from sacplan._program.decisions import AnyDecision, Chunk, Recompute, Site, as_decisions, discarded_by
 from sacplan._program.fingerprint import Fingerprint
 from tests.models import LM, cross_entropy, tokens
 from tests.plans import discarding
@@ -124,16 +124,16 @@ def test_decisions_as_a_mapping_and_back(plan: sacplan.Plan) -> None:
 
 
 def test_a_further_technique_is_a_class_and_a_member() -> None:
-    class Chunk(AnyDecision, frozen=True, tag="chunk"):
+    class Sliced(AnyDecision, frozen=True, tag="chunk"):
         sites: tuple[Site, ...]
         slices: int
 
     decisions = (
         Recompute("layers.0", "aten.mm.default", 0, "attn", 2),
-        Chunk((Site("", "aten.mm.default", 0, "attn"),), 4),
+        Sliced((Site("", "aten.mm.default", 0, "attn"),), 4),
     )
     text = msgspec.json.encode(decisions)
-    assert msgspec.json.decode(text, type=tuple[Recompute | Chunk, ...]) == decisions
+    assert msgspec.json.decode(text, type=tuple[Recompute | Sliced, ...]) == decisions
     assert [one["technique"] for one in json.loads(text)] == ["recompute", "chunk"]
 
 
@@ -192,6 +192,9 @@ MEANINGS = {
     ),
     "a decision twice": lambda data: data["decisions"].append(data["decisions"][0] | {"times": 7}),
     "a decision about a unit that is not there": lambda data: data["units"].pop("layers.0"),
+    "a decision about an op that is not there": _set("decisions", 0, "op", to="aten.nothing.default"),
+    "a decision about an op in another place": _set("decisions", 0, "place", to="nowhere"),
+    "an op more often than the unit runs it": _set("decisions", 0, "occurrence", to=99),
     "units of fully_shard for one rank": _set("ranks", to={"world_size": 1, "fsdp_units": ["layers.*"]}),
     "a date that is none": _set("provenance", "date", to="yesterday"),
     "a date without a time zone": _set("provenance", "date", to="2025-01-01T00:00:00"),
@@ -259,6 +262,29 @@ def test_plans_that_mean_nothing_are_not_even_made(plan: sacplan.Plan) -> None:
         structs.replace(plan, decisions=(*plan.decisions, plan.decisions[0]))
     with pytest.raises(sacplan.PlanError, match="no unit"):
         structs.replace(plan, units={})
+
+
+def test_call_sites_that_the_units_do_not_run(plan: sacplan.Plan) -> None:
+    """Refused with what is there instead, whatever the technique; a unit may come without its ops."""
+    first = plan.decisions[0]
+    there = f"there it runs .*{first.op}"
+    for change, said in (
+        ({"op": "aten.nothing.default"}, there),
+        (
+            {"occurrence": 99},
+            rf"about {first.op} \(number 99, place '{first.place}'\) in unit 'layers\.0', .*{there}",
+        ),
+        ({"place": "nowhere"}, f"no such place, but .*'{first.place}'"),
+    ):
+        wrong = structs.replace(first, **change)
+        with pytest.raises(sacplan.PlanError, match=said):
+            structs.replace(plan, decisions=(wrong, *plan.decisions[1:]))
+        with pytest.raises(sacplan.PlanError, match=said):
+            structs.replace(
+                plan, decisions=(*plan.decisions, Chunk("layers.0", "stretch", 2, 0, sites=wrong.sites))
+            )
+        without = {fqn: structs.replace(unit, calls=()) for fqn, unit in plan.units.items()}
+        structs.replace(plan, decisions=(wrong, *plan.decisions[1:]), units=without)
 
 
 # --- damage -----------------------------------------------------------------------------------------------

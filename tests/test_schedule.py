@@ -67,11 +67,20 @@ def calls_in_step(
     return len(seen)
 
 
-def applied(model: nn.Module, sites: dict[str, list[tuple[str, int]]], **kwargs: Any) -> nn.Module:
-    """A copy of the model with call sites discarded."""
+DISCARDED = {"aten.addmm.default", "aten.gelu.default", "aten.mul.Tensor", "aten.sub.Tensor"} | {
+    f"aten.{name}.default" for name in ("sin", "cos", "exp", "tanh")
+}
+
+
+def applied(model: nn.Module, sites: dict[str, list[tuple[str, int]] | None], **kwargs: Any) -> nn.Module:
+    """A copy of the model with call sites discarded; None: those of all ops in ``DISCARDED``."""
     profile = sacplan.profile(model, batch(), device="cpu", trace="real")
+    found = {
+        fqn: own if own is not None else [s for s in fitting_sites(profile, fqn) if s.op in DISCARDED]
+        for fqn, own in sites.items()
+    }
     planned = copy.deepcopy(model)
-    sacplan.apply(planned, plan_of(profile, sites), **kwargs)
+    sacplan.apply(planned, plan_of(profile, found), **kwargs)
     return planned
 
 
@@ -225,12 +234,6 @@ class Flow(nn.Module):
 FLOWS = ["long", "other", "short", "gelu", "long", "short", "other", "gelu", "gelu", "short", "long"]
 
 
-def everything() -> list[tuple[str, int]]:
-    names = ["addmm.default", "gelu.default", "mul.Tensor", "sub.Tensor"]
-    names += [f"{name}.default" for name in ("sin", "cos", "exp", "tanh")]
-    return [(f"aten.{name}", i) for name in names for i in range(4)]
-
-
 def dispatched(model: nn.Module, x: torch.Tensor) -> list[str]:
     """The ops of a step; what runs again is among them."""
     seen: list[str] = []
@@ -249,7 +252,7 @@ def dispatched(model: nn.Module, x: torch.Tensor) -> list[str]:
 def test_a_call_that_does_something_else_is_planned_as_if_it_were_the_first() -> None:
     torch.manual_seed(0)
     model = Outer(Flow())
-    never_run = applied(model, {"units.0": everything()}, check=False)
+    never_run = applied(model, {"units.0": None}, check=False)
     planned = copy.deepcopy(never_run)
     for i, flow in enumerate(FLOWS):
         fresh = copy.deepcopy(never_run)
@@ -263,7 +266,7 @@ def test_a_call_that_does_something_else_is_planned_as_if_it_were_the_first() ->
 
 @pytest.mark.filterwarnings("ignore:the step is not the one")
 def test_flows_that_take_turns_are_known_from_their_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = applied(Outer(Flow()), {"units.0": everything()}, check=False)
+    planned = applied(Outer(Flow()), {"units.0": None}, check=False)
     for turn in range(3):
         for flow in ("long", "gelu", "other", "short"):
             planned.units[0].flow = flow
@@ -272,7 +275,7 @@ def test_flows_that_take_turns_are_known_from_their_second_time(monkeypatch: pyt
 
 @pytest.mark.filterwarnings("ignore:the step is not the one")
 def test_a_write_that_no_call_before_made_is_seen() -> None:
-    planned = applied(Outer(Flow()), {"units.0": everything()}, check=False)
+    planned = applied(Outer(Flow()), {"units.0": None}, check=False)
     for flow in ("long", "other", "long"):
         planned.units[0].flow = flow
         step(planned, batch())
@@ -335,9 +338,8 @@ def test_the_quick_check_of_a_call_is_the_thorough_one(kind: str, monkeypatch: p
     monkeypatch.setattr(Alignment, "next", _discarded)
     torch.manual_seed(0)
     model = Net([([kind, "linear"], "plain")], share=False, tie=False)
-    sacplan.apply(
-        model, plan_of(sacplan.profile(model, batch(), device="cpu", trace="real"), {"": [("x", 0)]})
-    )
+    profile = sacplan.profile(model, batch(), device="cpu", trace="real")
+    sacplan.apply(model, plan_of(profile, {"": sorted(fitting_sites(profile, ""))[:1]}))
     model(batch())
     assert seen
     for name, noted, thorough in seen:
@@ -425,9 +427,8 @@ def backward_inside(x: torch.Tensor) -> torch.Tensor:
 def test_hooks_that_come_and_go_inside_of_a_unit(middle: Callable[[torch.Tensor], torch.Tensor]) -> None:
     model = outer(middle, torch.sin)
     plain = outer(torch.sin, torch.sin)
-    sites = [(name, i) for name, _ in everything() for i in range(6)]
     for runs in ([model] * 4, [plain, plain, model, plain, model]):  # known, or a surprise
-        planned = applied(model, {"units.0": sites, "units.1": sites}, check=False)
+        planned = applied(model, {"units.0": None, "units.1": None}, check=False)
         for m in runs:
             planned.units[0].middle = m.units[0].middle
             assert same_bits(step(m, batch()), step(planned, batch()))

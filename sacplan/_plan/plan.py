@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
@@ -22,7 +22,7 @@ from sacplan._program.decisions import Chunk, Decision, Recompute, Site, discard
 from sacplan._program.files import Count, Milliseconds, Name, Positive, Share
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.notebook import as_html
-from sacplan._program.places import OpSequence
+from sacplan._program.places import OpSequence, ops_of
 from sacplan._program.program import CallSite
 from sacplan._ranks.ranks import ONE_RANK, Ranks
 from sacplan.errors import PlanError
@@ -86,8 +86,8 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
         sequences: the ops that the recorded step runs in the calls of the units, see ``places.py``.
 
     Raises:
-        PlanError: units that nest, two decisions about one call site, one about a unit that is not listed, or a unit
-            whose ops are not there.
+        PlanError: units that nest, two decisions about one call site, one about a unit that is not listed or about ops
+            that its calls do not run, or a unit whose ops are not there.
     """
 
     MADE_BY: ClassVar[str] = "sacplan.plan(profile, budget)"
@@ -131,6 +131,7 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
                 )
             seen.add(decision.site)
         self._check_lengths()
+        self._check_sites()
 
     def _check_lengths(self) -> None:
         """``PlanError`` where a unit has figures for other call sites than it has; it may have none."""
@@ -142,6 +143,15 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
             for name, n in wanted.items():
                 if len(getattr(unit, name)) not in (0, n):
                     raise PlanError(f"unit {fqn!r} has {len(getattr(unit, name))} {name} for {n} call sites.")
+
+    def _check_sites(self) -> None:
+        """``PlanError`` for a call site that no call of its unit has; the calls of a unit may not be known."""
+        sites = [{site for _, _, site in ops_of(sequence)} for sequence in self.sequences]
+        for decision in self.decisions:
+            there = [sites[i] for i in self.units[decision.unit].calls]
+            for site in decision.sites if there else ():
+                if not any(site in call for call in there):
+                    raise PlanError(_not_run(decision.unit, site, set().union(*there)))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
@@ -303,6 +313,22 @@ def _as_dict(value: Any) -> dict[Any, Any]:
 def _digest(data: Mapping[str, Any]) -> str:
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _not_run(unit: str, site: CallSite, run: Iterable[CallSite]) -> str:
+    """That no call of a unit has a call site, and what there is instead."""
+    in_place = Counter(one.op for one in run if one.place == site.place)
+    places = sorted({one.place for one in run})
+    if in_place:
+        there = ", ".join(op if n == 1 else f"{op} x{n}" for op, n in sorted(in_place.items()))
+        there = f"there it runs {there}"
+    else:
+        there = f"it has no such place, but {', '.join(map(repr, places[:9]))}{', ...' if places[9:] else ''}"
+    return (
+        f"there is a decision about {site.op} (number {site.occurrence}, place {site.place!r}) in unit {unit!r}, but "
+        f"in the recorded step the unit runs no such op, views aside: {there}. Numbers begin at 0. Make the plan for "
+        "this model with sacplan.plan, or decide about call sites of `plan.op_decisions`."
+    )
 
 
 def _check_nesting(units: Collection[str]) -> None:

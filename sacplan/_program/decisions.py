@@ -46,6 +46,11 @@ class SiteDecision(AnyDecision, frozen=True):
         """Where the op runs."""
         return Site(self.unit, self.op, self.occurrence, self.place)
 
+    @property
+    def sites(self) -> tuple[CallSite, ...]:
+        """The call sites in the unit that it is about: this one."""
+        return (CallSite(self.op, self.occurrence, self.place),)
+
 
 class Recompute(SiteDecision, frozen=True, tag="recompute", omit_defaults=True):
     """Discard what an op makes and run the op again when the backward pass asks for it.

@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+from sacplan._program.elements import CallSite
+
 Call = tuple[str, int]
 """A module's name relative to the unit, and which of its calls in this call of the unit it is, from 0."""
 
@@ -25,6 +27,16 @@ def described(op: str, ranks: Sequence[int]) -> str:
 def op_of(description: str) -> str:
     """The op's name."""
     return description.partition("(")[0]
+
+
+def ops_of(sequence: OpSequence) -> Iterator[tuple[str, str, CallSite]]:
+    """The ops of a call in order: the module call around each, the op as ``described``, and its call site."""
+    seen: dict[tuple[str, str], int] = defaultdict(int)
+    for caller, place, descriptions in sequence:
+        for description in descriptions:
+            name = op_of(description)
+            yield caller, description, CallSite(name, seen[place, name], place)
+            seen[place, name] += 1
 
 
 @dataclass(frozen=True, slots=True)

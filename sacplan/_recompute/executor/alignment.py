@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sacplan._program.elements import CallSite
-from sacplan._program.places import OpSequence, StepDifference, op_of
+from sacplan._program.places import OpSequence, StepDifference, op_of, ops_of
 from sacplan.errors import SacplanWarning
 
 
@@ -88,7 +88,13 @@ class RecordedUnit:
 
     def __init__(self, fqn: str, sequences: Sequence[OpSequence], times: Mapping[CallSite, int]) -> None:
         self.fqn = fqn
-        self.calls = tuple(_read(sequence, times) for sequence in sequences)
+        self.calls = tuple(
+            tuple(
+                RecordedOp(caller, site.place, description, site, times.get(site, 0))
+                for caller, description, site in ops_of(sequence)
+            )
+            for sequence in sequences
+        )
         self._times = times
 
     def discarded_by_name(self) -> dict[tuple[str, int], int]:
@@ -106,19 +112,6 @@ class RecordedUnit:
     def not_recorded(self) -> set[CallSite]:
         """What is discarded, but runs in none of the recorded calls."""
         return set(self._times) - {op.site for call in self.calls for op in call}
-
-
-def _read(sequence: OpSequence, times: Mapping[CallSite, int]) -> tuple[RecordedOp, ...]:
-    seen: dict[tuple[str, str], int] = {}
-    found = []
-    for caller, place, descriptions in sequence:
-        for description in descriptions:
-            name = op_of(description)
-            occurrence = seen.get((place, name), 0)
-            seen[place, name] = occurrence + 1
-            site = CallSite(name, occurrence, place)
-            found.append(RecordedOp(caller, place, description, site, times.get(site, 0)))
-    return tuple(found)
 
 
 class Alignment:
