@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import gzip
 import json
 import math
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import msgspec
@@ -25,6 +22,7 @@ from sacplan._plan.plan import _digest
 from sacplan._plan.provenance import Provenance
 from sacplan._program.decisions import AnyDecision, Chunk, Recompute, Site, as_decisions, discarded_by
 from sacplan._program.fingerprint import Fingerprint
+from tests.damage import damaged_bytes, damaged_contents, set_to
 from tests.models import LM, cross_entropy, tokens
 from tests.plans import discarding
 
@@ -150,41 +148,32 @@ def test_the_schema_accepts_what_is_written(profile: sacplan.Profile, plan: sacp
         VALIDATOR.validate(json.loads(path.read_text()))
 
 
-def _set(*keys: Any, to: Any) -> Callable[[Any], None]:
-    def change(data: Any) -> None:
-        for key in keys[:-1]:
-            data = data[key]
-        data[keys[-1]] = to
-
-    return change
-
-
 CHANGES = {
-    "another type": _set("peak_bytes", to="1"),
-    "a float for an integer": _set("peak_bytes", to=1.5),
-    "a bool for a number": _set("step_ms", to=True),
-    "a negative size": _set("peak_bytes", to=-1),
-    "a 400-digit integer": _set("decisions", 0, "occurrence", to=10**400),
-    "a negative occurrence": _set("decisions", 0, "occurrence", to=-1),
-    "dropped not even once": _set("decisions", 0, "times", to=0),
-    "an empty name": _set("decisions", 0, "op", to=""),
-    "an unknown technique": _set("decisions", 0, "technique", to="pray"),
-    "an unknown key": _set("mood", to="good"),
-    "an unknown key inside": _set("decisions", 0, "mood", to="good"),
+    "another type": set_to("peak_bytes", to="1"),
+    "a float for an integer": set_to("peak_bytes", to=1.5),
+    "a bool for a number": set_to("step_ms", to=True),
+    "a negative size": set_to("peak_bytes", to=-1),
+    "a 400-digit integer": set_to("decisions", 0, "occurrence", to=10**400),
+    "a negative occurrence": set_to("decisions", 0, "occurrence", to=-1),
+    "dropped not even once": set_to("decisions", 0, "times", to=0),
+    "an empty name": set_to("decisions", 0, "op", to=""),
+    "an unknown technique": set_to("decisions", 0, "technique", to="pray"),
+    "an unknown key": set_to("mood", to="good"),
+    "an unknown key inside": set_to("decisions", 0, "mood", to="good"),
     "a missing key": lambda data: data.pop("peak_bytes"),
     "a missing key inside": lambda data: data["decisions"][0].pop("op"),
-    "a share above one": _set("units", "layers.0", "discard_ratio", to=1.1),
-    "an unknown status": _set("status", to="guessed"),
-    "no ranks at all": _set("ranks", "world_size", to=0),
-    "a shape of text": _set("fingerprint", "parameters", 0, 1, to="wide"),
-    "another schema version": _set("schema_version", to=5),
-    "another kind of file": _set("what", to="profile"),
-    "a checksum of another form": _set("sha256", to="0"),
+    "a share above one": set_to("units", "layers.0", "discard_ratio", to=1.1),
+    "an unknown status": set_to("status", to="guessed"),
+    "no ranks at all": set_to("ranks", "world_size", to=0),
+    "a shape of text": set_to("fingerprint", "parameters", 0, 1, to="wide"),
+    "another schema version": set_to("schema_version", to=5),
+    "another kind of file": set_to("what", to="profile"),
+    "a checksum of another form": set_to("sha256", to="0"),
 }
 """What the schema forbids."""
 
 MEANINGS = {
-    "nested units": _set(
+    "nested units": set_to(
         "units",
         "layers.0.mlp",
         to={"discard_ratio": 0.0, "recompute_ms": 0.0}
@@ -192,12 +181,12 @@ MEANINGS = {
     ),
     "a decision twice": lambda data: data["decisions"].append(data["decisions"][0] | {"times": 7}),
     "a decision about a unit that is not there": lambda data: data["units"].pop("layers.0"),
-    "a decision about an op that is not there": _set("decisions", 0, "op", to="aten.nothing.default"),
-    "a decision about an op in another place": _set("decisions", 0, "place", to="nowhere"),
-    "an op more often than the unit runs it": _set("decisions", 0, "occurrence", to=99),
-    "units of fully_shard for one rank": _set("ranks", to={"world_size": 1, "fsdp_units": ["layers.*"]}),
-    "a date that is none": _set("provenance", "date", to="yesterday"),
-    "a date without a time zone": _set("provenance", "date", to="2025-01-01T00:00:00"),
+    "a decision about an op that is not there": set_to("decisions", 0, "op", to="aten.nothing.default"),
+    "a decision about an op in another place": set_to("decisions", 0, "place", to="nowhere"),
+    "an op more often than the unit runs it": set_to("decisions", 0, "occurrence", to=99),
+    "units of fully_shard for one rank": set_to("ranks", to={"world_size": 1, "fsdp_units": ["layers.*"]}),
+    "a date that is none": set_to("provenance", "date", to="yesterday"),
+    "a date without a time zone": set_to("provenance", "date", to="2025-01-01T00:00:00"),
 }
 """What is forbidden besides: also with the right checksum."""
 
@@ -363,22 +352,7 @@ damage = settings(max_examples=400, deadline=None, derandomize=True, suppress_he
 @damage
 @given(st.data())
 def test_damaged_bytes(contents: bytes, path: Path, plan: sacplan.Plan, data: st.DataObject) -> None:
-    """Bytes that are flipped, cut out, written twice or cut off."""
-    text = bytearray(contents)
-    kind = data.draw(st.sampled_from(["flip", "replace", "cut", "repeat", "end"]))
-    at = data.draw(st.integers(0, len(text) - 1))
-    length = data.draw(st.integers(1, 200))
-    if kind == "flip":
-        text[at] ^= 1 << data.draw(st.integers(0, 7))
-    elif kind == "replace":
-        text[at] = data.draw(st.integers(0, 255))
-    elif kind == "cut":
-        del text[at : at + length]
-    elif kind == "repeat":
-        text[at:at] = text[at : at + length]
-    else:
-        del text[at:]
-    path.write_bytes(text)
+    path.write_bytes(damaged_bytes(contents, data))
     loads_equal_or_raises(path, plan)
 
 
@@ -396,44 +370,10 @@ def test_damaged_compression(contents: bytes, path: Path, plan: sacplan.Plan, da
     loads_equal_or_raises(file, plan)
 
 
-def _places(value: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    for key in keys:
-        yield (*here, key)
-        yield from _places(value[key], (*here, key))
-
-
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
-    max_leaves=6,
-)
-
-
 @damage
-@given(st.data(), st.sampled_from(["delete", "replace", "repeat", "add"]))
-def test_damaged_contents(
-    contents: bytes, path: Path, plan: sacplan.Plan, data: st.DataObject, kind: str
-) -> None:
-    """Keys that are missing, of another type, unknown, or twice."""
-    changed = json.loads(contents)
-    place = data.draw(st.sampled_from(list(_places(changed))))
-    inside = changed
-    for key in place[:-1]:
-        inside = inside[key]
-    if kind == "delete":
-        del inside[place[-1]]
-    elif kind == "replace":
-        inside[place[-1]] = data.draw(VALUES)
-    elif kind == "repeat" and isinstance(inside, list):
-        inside.insert(data.draw(st.integers(0, len(inside))), copy.deepcopy(inside[place[-1]]))
-    elif isinstance(inside, dict):
-        inside[data.draw(st.text(max_size=9))] = data.draw(VALUES)
-    path.write_text(json.dumps(changed))
+@given(st.data())
+def test_damaged_contents(contents: bytes, path: Path, plan: sacplan.Plan, data: st.DataObject) -> None:
+    path.write_text(json.dumps(damaged_contents(contents, data)))
     loads_equal_or_raises(path, plan)
 
 

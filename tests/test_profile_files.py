@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gzip
 import json
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from sacplan._plan import schema
 from sacplan._profile import files as profile_files
 from sacplan._program import files
 from sacplan.errors import DeviceError, SacplanError
-from tests.test_plan_files import VALUES, _places, _set
+from tests.damage import damaged_bytes, damaged_contents, set_to
 
 SCHEMAS = {path.stem: json.loads(path.read_text()) for path in schema.schemas()}
 PROFILES = jsonschema.Draft202012Validator(SCHEMAS["profile-3"])
@@ -190,39 +189,39 @@ def test_a_key_twice(kind: str, saved: dict[str, bytes], tmp_path: Path) -> None
 # --- contents ---------------------------------------------------------------------------------------------
 
 CHANGES = {
-    "another type": _set("recorded", "storage_bytes", 0, to="1"),
-    "a negative size": _set("recorded", "storage_bytes", 0, to=-1),
-    "a 400-digit size": _set("recorded", "storage_bytes", 0, to=10**400),
-    "a negative time": _set("recorded", "ops", 0, 3, to=-1.0),
-    "an unknown phase": _set("recorded", "ops", 0, 1, to=7),
-    "an unknown mode": _set("mode", to="sleep"),
-    "an unknown key": _set("mood", to="good"),
-    "an unknown key inside": _set("recorded", "mood", to="good"),
+    "another type": set_to("recorded", "storage_bytes", 0, to="1"),
+    "a negative size": set_to("recorded", "storage_bytes", 0, to=-1),
+    "a 400-digit size": set_to("recorded", "storage_bytes", 0, to=10**400),
+    "a negative time": set_to("recorded", "ops", 0, 3, to=-1.0),
+    "an unknown phase": set_to("recorded", "ops", 0, 1, to=7),
+    "an unknown mode": set_to("mode", to="sleep"),
+    "an unknown key": set_to("mood", to="good"),
+    "an unknown key inside": set_to("recorded", "mood", to="good"),
     "a missing key": lambda data: data.pop("recorded"),
     "a missing key inside": lambda data: data["recorded"].pop("ops"),
-    "another schema version": _set("schema_version", to=2),
-    "a checksum of another form": _set("sha256", to="0"),
+    "another schema version": set_to("schema_version", to=2),
+    "a checksum of another form": set_to("sha256", to="0"),
 }
 """What the schema of profiles forbids."""
 
 MEANINGS = {
-    "a storage that is not there": _set("recorded", "ops", 0, 6, to=[10**6]),
-    "a tensor that is not there": _set("recorded", "ops", 0, 12, to=[10**6]),
-    "a module call that is not there": _set("recorded", "ops", 0, 2, to=10**6),
-    "an op that is not there": _set("recorded", "ops", 0, 15, to=10**6),
-    "an event that is none": _set("recorded", "events", 0, to=[9, 0]),
+    "a storage that is not there": set_to("recorded", "ops", 0, 6, to=[10**6]),
+    "a tensor that is not there": set_to("recorded", "ops", 0, 12, to=[10**6]),
+    "a module call that is not there": set_to("recorded", "ops", 0, 2, to=10**6),
+    "an op that is not there": set_to("recorded", "ops", 0, 15, to=10**6),
+    "an event that is none": set_to("recorded", "events", 0, to=[9, 0]),
     "lists of different lengths": lambda data: data["recorded"]["storage_kinds"].pop(),
-    "a stride too few": _set("recorded", "tensors", 0, 3, to=[]),
-    "a module call around itself": _set("recorded", "scopes", 0, 1, to=0),
+    "a stride too few": set_to("recorded", "tensors", 0, 3, to=[]),
+    "a module call around itself": set_to("recorded", "scopes", 0, 1, to=0),
     "an op twice": lambda data: data["recorded"]["events"].append([2, 0]),
     "a module that is never left": lambda data: data["recorded"]["events"].remove([8, 0]),
     "more freed than there is": lambda data: data["recorded"]["events"].extend([[1, 0]] * 9),
-    "sizes that no counter holds": _set("recorded", "storage_bytes", 0, to=2**63 - 1),
-    "times without end": _set("recorded", "ops", 0, 3, to=1e308),
-    "a type that torch does not have": _set("recorded", "tensors", 0, 1, to="nn"),
-    "arguments that are not JSON": _set("recorded", "ops", 0, 14, to="[" * 100_000),
-    "arguments that are none": _set("recorded", "ops", 0, 14, to="[1,2]"),
-    "an argument that is not there": _set("recorded", "ops", 0, 14, to='[[{"tensor":99}],{}]'),
+    "sizes that no counter holds": set_to("recorded", "storage_bytes", 0, to=2**63 - 1),
+    "times without end": set_to("recorded", "ops", 0, 3, to=1e308),
+    "a type that torch does not have": set_to("recorded", "tensors", 0, 1, to="nn"),
+    "arguments that are not JSON": set_to("recorded", "ops", 0, 14, to="[" * 100_000),
+    "arguments that are none": set_to("recorded", "ops", 0, 14, to="[1,2]"),
+    "an argument that is not there": set_to("recorded", "ops", 0, 14, to='[[{"tensor":99}],{}]'),
 }
 """What is forbidden besides, also with the right checksum: it would be an IndexError later, or another step."""
 
@@ -259,16 +258,16 @@ def test_an_edited_profile_is_not_what_it_says(saved: dict[str, bytes], tmp_path
 
 
 WRONG_DEVICES = {
-    "no name": _set("spec", "name", to=""),
-    "no memory": _set("spec", "memory_bytes", to=0),
-    "memory of text": _set("spec", "memory_bytes", to="80GiB"),
-    "a misspelt figure": _set("spec", "memory_gib", to=80),
-    "more than all of the peak": _set("spec", "compute_efficiency", to=1.5),
-    "a link that is none": _set("spec", "inner_link", to={"name": "x"}),
-    "a kind that is none": _set("spec", "kind", to="tpu"),
+    "no name": set_to("spec", "name", to=""),
+    "no memory": set_to("spec", "memory_bytes", to=0),
+    "memory of text": set_to("spec", "memory_bytes", to="80GiB"),
+    "a misspelt figure": set_to("spec", "memory_gib", to=80),
+    "more than all of the peak": set_to("spec", "compute_efficiency", to=1.5),
+    "a link that is none": set_to("spec", "inner_link", to={"name": "x"}),
+    "a kind that is none": set_to("spec", "kind", to="tpu"),
     "no bandwidth": lambda data: data["spec"].pop("bandwidth_bytes_per_s"),
-    "half a capability": _set("spec", "capability", to=[9]),
-    "another schema version": _set("schema_version", to=2),
+    "half a capability": set_to("spec", "capability", to=[9]),
+    "another schema version": set_to("schema_version", to=2),
 }
 
 
@@ -300,46 +299,16 @@ damage = settings(max_examples=150, deadline=None, derandomize=True, suppress_he
 def test_damaged_bytes(
     saved: dict[str, bytes], profile: sacplan.Profile, tmp_path_factory: Any, data: st.DataObject
 ) -> None:
-    text = bytearray(saved["profile"])
-    at, length = data.draw(st.integers(0, len(text) - 1)), data.draw(st.integers(1, 200))
-    kind = data.draw(st.sampled_from(["flip", "cut", "repeat", "end"]))
-    if kind == "flip":
-        text[at] ^= 1 << data.draw(st.integers(0, 7))
-    elif kind == "cut":
-        del text[at : at + length]
-    elif kind == "repeat":
-        text[at:at] = text[at : at + length]
-    else:
-        del text[at:]
-    _equal_or_error(bytes(text), profile, tmp_path_factory)
+    _equal_or_error(damaged_bytes(saved["profile"], data), profile, tmp_path_factory)
 
 
 @damage
-@given(st.data(), st.sampled_from(["delete", "replace", "repeat", "add"]))
+@given(st.data())
 def test_damaged_contents(
-    saved: dict[str, bytes],
-    profile: sacplan.Profile,
-    tmp_path_factory: Any,
-    data: st.DataObject,
-    kind: str,
+    saved: dict[str, bytes], profile: sacplan.Profile, tmp_path_factory: Any, data: st.DataObject
 ) -> None:
-    changed = json.loads(saved["profile"])
-    place = data.draw(st.sampled_from(PLACES or PLACES.extend(_places(changed)) or PLACES))
-    inside = changed
-    for key in place[:-1]:
-        inside = inside[key]
-    if kind == "delete":
-        del inside[place[-1]]
-    elif kind == "replace":
-        inside[place[-1]] = data.draw(VALUES)
-    elif kind == "repeat" and isinstance(inside, list):
-        inside.insert(data.draw(st.integers(0, len(inside))), copy.deepcopy(inside[place[-1]]))
-    elif isinstance(inside, dict):
-        inside[data.draw(st.text(max_size=9))] = data.draw(VALUES)
+    changed = damaged_contents(saved["profile"], data)
     _equal_or_error(json.dumps(changed).encode(), profile, tmp_path_factory)
-
-
-PLACES: list[Any] = []
 
 
 def _equal_or_error(text: bytes, profile: sacplan.Profile, factory: pytest.TempPathFactory) -> None:
