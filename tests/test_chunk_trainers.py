@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,6 @@ from tests.models import LM
 
 VOCAB, SEQUENCE = 2000, 32
 BOTH = ("recompute", "chunk")
-
-
-@pytest.fixture(autouse=True)
-def _strict() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("error", sacplan.SacplanWarning)
-        yield
 
 
 def tokens(count: int) -> torch.Tensor:

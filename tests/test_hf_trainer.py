@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,59 +27,14 @@ from sacplan.integrations.transformers import (  # noqa: E402
     step_arguments,
 )
 from tests.models import bit_equal  # noqa: E402
-
-SEQUENCE, VOCAB = 32, 128
-
-
-def examples(count: int) -> list[dict[str, torch.Tensor]]:
-    tokens = torch.randint(0, VOCAB, (count, SEQUENCE), generator=torch.Generator().manual_seed(0))
-    return [{"input_ids": t, "labels": t} for t in tokens]
+from tests.trainers import SEQUENCE, VOCAB  # noqa: E402
+from tests.trainers import trainer as trainer_in  # noqa: E402
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Any]:
     """A trainer; all start from the same weights."""
-
-    def make_trainer(**options: Any) -> Any:
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            hidden_size=32,
-            intermediate_size=80,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=VOCAB,
-            attention_dropout=0.1,
-        )
-        arguments = transformers.TrainingArguments(
-            **{
-                "output_dir": str(tmp_path / "run"),
-                "max_steps": 3,
-                "per_device_train_batch_size": 4,
-                "per_device_eval_batch_size": 4,
-                "logging_steps": 1,
-                "save_strategy": "no",
-                "report_to": "none",
-                "use_cpu": True,
-                "disable_tqdm": True,
-            }
-            | options
-        )
-        model = transformers.LlamaForCausalLM(config)
-        trainer = transformers.Trainer(
-            model=model, args=arguments, train_dataset=examples(32), eval_dataset=examples(8)
-        )
-        trainer.remove_callback(transformers.PrinterCallback)
-        return trainer
-
-    return make_trainer
-
-
-@pytest.fixture(autouse=True)
-def _strict() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", sacplan.SacplanWarning)
-        yield
+    return functools.partial(trainer_in, tmp_path)
 
 
 def train(trainer: Any, **options: Any) -> list[torch.Tensor]:

@@ -25,6 +25,8 @@ from tests.ranks import patient_collectives
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", minversion="1.6")
 
+from tests.trainers import trainer as trainer_in  # noqa: E402
+
 pytestmark = [
     pytest.mark.skipif(
         not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
@@ -32,41 +34,13 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-RANKS, SEQUENCE, VOCAB = 2, 32, 128
+RANKS = 2
 UNITS = ["model.layers.*", "model.embed_tokens", ""]
 
 
 def make(directory: str, **options: Any) -> Any:
     """A trainer; all start from the same weights."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=80,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        attention_dropout=0.1,
-    )
-    arguments = transformers.TrainingArguments(
-        output_dir=f"{directory}/run",
-        max_steps=3,
-        per_device_train_batch_size=4,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-        **options,
-    )
-    rows = torch.randint(0, VOCAB, (32, SEQUENCE), generator=torch.Generator().manual_seed(0))
-    trainer = transformers.Trainer(
-        transformers.LlamaForCausalLM(config),
-        arguments,
-        train_dataset=[{"input_ids": r, "labels": r} for r in rows],
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
-    return trainer
+    return trainer_in(directory, layers=3, **options)
 
 
 def make_sharded(directory: str, **config: Any) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ datasets = pytest.importorskip("datasets")
 
 from sacplan.integrations.transformers import PlanCallback, profile_trainer, step_arguments  # noqa: E402
 from tests.models import bit_equal  # noqa: E402
+from tests.trainers import llama, short_run  # noqa: E402
 
 WORDS = ["<pad>", "<eos>", "<unk>", "the", "cat", "sat", "on", "a", "mat", "and", "slept", "under", "my"]
 
@@ -52,49 +52,22 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 64)
 
     def make_trainer(kind: str = "SFT", peft_config: Any = None, beside: bool = False, **options: Any) -> Any:
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            hidden_size=32,
-            intermediate_size=80,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=128,
-        )
+        model = llama()
         arguments = getattr(trl, f"{kind}Config")(
-            **{
-                "output_dir": str(tmp_path / "run"),
-                "max_steps": 3,
-                "per_device_train_batch_size": 4,
-                "logging_steps": 1,
-                "save_strategy": "no",
-                "report_to": "none",
-                "use_cpu": True,
-                "bf16": False,
-                "gradient_checkpointing": False,
-                "disable_tqdm": True,
-            }
-            | options
+            **short_run(tmp_path, bf16=False, gradient_checkpointing=False) | options
         )
         trainer = getattr(trl, f"{kind}Trainer")(
-            transformers.LlamaForCausalLM(config),
+            model,
             args=arguments,
             train_dataset=sentences(32) if kind == "SFT" else preferences(32),
             processing_class=tokenizer(),
             peft_config=peft_config,
-            **({"ref_model": transformers.LlamaForCausalLM(config)} if beside else {}),
+            **({"ref_model": type(model)(model.config)} if beside else {}),
         )
         trainer.remove_callback(transformers.PrinterCallback)
         return trainer
 
     return make_trainer
-
-
-@pytest.fixture(autouse=True)
-def _strict() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", sacplan.SacplanWarning)
-        yield
 
 
 def train(trainer: Any) -> list[torch.Tensor]:
