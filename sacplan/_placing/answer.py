@@ -6,18 +6,18 @@ rule would move inputs otherwise than the strategies do, a place asks for what t
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 
 from sacplan._placing.evaluation import Choice, Evaluation
 from sacplan._placing.graph import Call, Graph
-from sacplan._program.elements import pattern_of
+from sacplan._program.elements import by_pattern, pattern_of
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase
 from sacplan._shard.choose import Choice as Ran
 from sacplan._shard.choose import WholeCall, choose
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Layout, format_layout
 from sacplan._shard.places import Place
-from sacplan._shard.sharding import Sharding
+from sacplan._shard.sharding import Sharding, cut_homes
 
 _Site = tuple[str, str, int]
 """Module, op, occurrence, as in ``Place``."""
@@ -29,18 +29,13 @@ def sharding_of(evaluation: Evaluation, choice: Choice) -> Sharding:
 
 
 def homes_of(evaluation: Evaluation, choice: Choice) -> dict[str, Layout]:
-    """Where parameters lie that are not replicated: by pattern where all that it matches lie alike."""
-    found: dict[str, dict[str, Layout]] = defaultdict(dict)
+    """Where parameters lie that are not replicated: see ``cut_homes``."""
+    homes: dict[str, Layout] = {}
     for c in evaluation.graph.classes:
         if c.is_parameter:
             home = tuple(s.outputs[0] for s in evaluation.strategies(choice, c.index))
-            found[c.name].update((p.name, home) for p in c.parameters)
-    homes: dict[str, Layout] = {}
-    for pattern, by_name in found.items():
-        if len(set(by_name.values())) == 1:
-            by_name = {pattern: next(iter(by_name.values()))}
-        homes.update((name, home) for name, home in by_name.items() if any(p.is_cut for p in home))
-    return homes
+            homes.update((p.name, home) for p in c.parameters)
+    return cut_homes(homes)
 
 
 class _Forward:
@@ -68,13 +63,12 @@ class _Forward:
                 continue
             self._run(arg, op, ran[op.scope, op.name])
             ran[op.scope, op.name] += 1
-        wanted: dict[_Site, set[tuple[Layout, ...]]] = defaultdict(set)
-        for (unit, name, occurrence), inputs in self._wanted.items():
-            wanted[pattern_of(unit), name, occurrence].add(inputs)
-        found: dict[_Site, tuple[Layout, ...]] = {}
-        for (unit, name, occurrence), inputs in self._asked.items():
-            pattern = (pattern_of(unit), name, occurrence)
-            found[pattern if len(wanted[pattern]) == 1 else (unit, name, occurrence)] = inputs
+
+        def pattern(site: _Site) -> _Site:
+            unit, name, occurrence = site
+            return pattern_of(unit), name, occurrence
+
+        found = by_pattern(self._asked, self._wanted, pattern)
         return [Place(*site, tuple(map(format_layout, inputs))) for site, inputs in found.items()]
 
     def _layout(self, tensor: int) -> Layout:

@@ -15,7 +15,7 @@ from sacplan._program.program import ROOT_SCOPE, Phase, Program, StorageKind
 from sacplan._ranks.shards import Parameter
 from sacplan._shard.placements import REPLICATED, Layout, cut, fits, format_layout
 from sacplan._shard.places import Place
-from sacplan._shard.sharding import Sharding
+from sacplan._shard.sharding import Sharding, cut_homes
 from sacplan._torch.ops import is_computation
 from sacplan.errors import PlanError
 
@@ -56,7 +56,7 @@ def _cut_homes(sharding: Sharding, at: int, parameters: Sequence[Parameter]) -> 
     """Every parameter is cut along the first dimension that the ranks of the axis divide."""
     mesh = sharding.mesh
     here = sharding.layouts([(p.name, p.shape) for p in parameters])
-    found: dict[str, Layout] = {}
+    homes: dict[str, Layout] = {}
     for p in parameters:
         layout = here.get(p.name, (REPLICATED,) * len(mesh.axes))
         options = []
@@ -64,22 +64,8 @@ def _cut_homes(sharding: Sharding, at: int, parameters: Sequence[Parameter]) -> 
             others = prod(n for q, n in zip(layout, mesh.ranks, strict=True) if q.is_cut and q.dim == dim)
             options.append((*layout[:at], cut(dim, others), *layout[at + 1 :]))
         layout = next((option for option in options if fits(p.shape, option, mesh.ranks)), layout)
-        if any(q.is_cut for q in layout):
-            found[p.name] = layout
-    return by_pattern(found, [p.name for p in parameters])
-
-
-def by_pattern(homes: Mapping[str, Layout], names: Sequence[str]) -> dict[str, str]:
-    """Homes of parameters by pattern, where all that match lie alike."""
-    alike: dict[str, set[str | None]] = {}
-    for name in names:
-        home = homes.get(name)
-        alike.setdefault(pattern_of(name), set()).add(None if home is None else format_layout(home))
-    found: dict[str, str] = {}
-    for name, home in homes.items():
-        pattern = pattern_of(name)
-        found[pattern if len(alike[pattern]) == 1 else name] = format_layout(home)
-    return found
+        homes[p.name] = layout
+    return {name: format_layout(layout) for name, layout in cut_homes(homes).items()}
 
 
 def _entries(program: Program, rows: int) -> dict[tuple[str, str, int], list[int]]:

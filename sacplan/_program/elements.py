@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from sacplan._program.files import Count, MaybeIndex, Milliseconds, Name
 
 ROOT_SCOPE = -1
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V", bound=Hashable)
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -23,6 +27,14 @@ def pattern_of(fqn: str) -> str:
     ``"layers.3.mlp"`` becomes ``"layers.*.mlp"``.
     """
     return _NUMBER.sub("*", fqn)
+
+
+def by_pattern(values: Mapping[K, V], among: Mapping[K, V], pattern: Callable[[K], K]) -> dict[K, V]:
+    """Values by pattern where all of ``among`` that have it are alike, else each by its own key."""
+    alike: dict[K, set[V]] = defaultdict(set)
+    for key, value in among.items():
+        alike[pattern(key)].add(value)
+    return {pattern(key) if len(alike[pattern(key)]) == 1 else key: value for key, value in values.items()}
 
 
 class CallSite(NamedTuple):

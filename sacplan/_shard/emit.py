@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sacplan._program.elements import pattern_of
+from sacplan._program.elements import by_pattern, pattern_of
 from sacplan._shard.placements import REPLICATED, Layout, Placement
 from sacplan._shard.places import Place, matches
 from sacplan._shard.sharding import Sharding
@@ -525,15 +525,8 @@ class _Styles:
     def _grouped(self, styles: Mapping[str, str]) -> dict[str, str]:
         """One line for repeated layers that are alike, in the order of modules."""
         names = (*self.model.kinds, *self.model.shapes)
-        by_pattern: dict[str, set[str]] = {}
-        for name in names:
-            by_pattern.setdefault(pattern_of(name), set()).add(styles.get(name, ""))
-        found: dict[str, str] = {}
-        for name in names:
-            if name in styles:
-                pattern = pattern_of(name)
-                found[pattern if len(by_pattern[pattern]) == 1 else name] = styles[name]
-        return found
+        everywhere = {name: styles.get(name, "") for name in names}
+        return by_pattern({name: styles[name] for name in names if name in styles}, everywhere, pattern_of)
 
 
 def _expert_style(placement: Placement) -> str:

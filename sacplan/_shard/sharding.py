@@ -10,11 +10,22 @@ from typing import Any
 
 from msgspec import Struct
 
+from sacplan._program.elements import by_pattern, pattern_of
 from sacplan._program.files import Name
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import Asked, Layout, fits, format_layout, parse_layout
 from sacplan._shard.places import Place, matches
 from sacplan.errors import PlanError
+
+
+def cut_homes(homes: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Homes of parameters that are cut, by name, and by pattern where all that it matches lie alike.
+
+    Args:
+        homes: of all parameters, by name.
+    """
+    cut = {name: home for name, home in homes.items() if any(p.is_cut for p in home)}
+    return by_pattern(cut, homes, pattern_of)
 
 
 class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
