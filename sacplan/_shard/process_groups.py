@@ -20,13 +20,8 @@ def is_running() -> bool:
     return bool(dist.is_available() and dist.is_initialized())
 
 
-def device_mesh_of(device: str, ranks: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """A mesh over all ranks of the default process group.
-
-    Raises:
-        PlanError: there is no group, or it has another number of ranks.
-    """
-    n = prod(ranks)
+def check_ranks(n: int) -> None:
+    """``PlanError`` where there is no default process group, or one of another number of ranks."""
     if not is_running():
         raise PlanError(
             f"this plan is for a mesh of {n} ranks, and there is no process group: start {n} processes with "
@@ -37,6 +32,15 @@ def device_mesh_of(device: str, ranks: Sequence[int], names: Sequence[str]) -> D
             f"this plan is for a mesh of {n} ranks, and {dist.get_world_size()} run: start {n}, or plan for a mesh of "
             f"{dist.get_world_size()}."
         )
+
+
+def device_mesh_of(device: str, ranks: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """A mesh over all ranks of the default process group.
+
+    Raises:
+        PlanError: there is no group, or it has another number of ranks.
+    """
+    check_ranks(prod(ranks))
     return init_device_mesh(device, tuple(ranks), mesh_dim_names=tuple(names))
 
 

@@ -18,6 +18,7 @@ from sacplan._shard.executor.placed import moved_to, place, placed_from
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Layout, fits, format_layout
 from sacplan._shard.places import Place, matches
+from sacplan._shard.process_groups import check_ranks
 from sacplan._torch.dtensors import DTensor
 from sacplan._torch.private import active_fake_mode, backward_number, call_after_backward
 from sacplan.errors import PlanError, PlanMismatch
@@ -48,13 +49,7 @@ def spread(
         PlanError: the mesh does not match the ranks, or a parameter cannot lie where its home says.
         PlanMismatch: the model has no parameter of a pattern, or another rank has another model or sharding.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise PlanError("there is no process group; start with torchrun and call init_process_group first.")
-    if mesh.size != dist.get_world_size():
-        raise PlanError(
-            f"mesh {mesh} has {mesh.size} ranks, and {dist.get_world_size()} run; "
-            f"plan for a mesh of {dist.get_world_size()}, or start {mesh.size} with torchrun."
-        )
+    check_ranks(mesh.size)
     if active_fake_mode() is None:  # else nothing is sent, and there are no values
         _agree(model, mesh, homes, places)
     grid = Grid(mesh, device_mesh, places)
