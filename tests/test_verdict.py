@@ -167,6 +167,26 @@ def test_what_cannot_be_asked_is_refused() -> None:
         fitted("1GiB", batch=0)
 
 
+@pytest.mark.parametrize(
+    ("make_batch", "said"),
+    [
+        (lambda n, seq: tokens(2, seq, 1024), r"sizes 2 and 4: \(2, 64\)"),
+        (lambda n, seq: tokens(n, 32, 1024), r"sizes 64 and 128: \(1, 32\)"),
+    ],
+    ids=["batch", "seq"],
+)
+def test_a_batch_that_does_not_follow_the_size_is_refused(make_batch: Any, said: str) -> None:
+    model = LM(layers=1, vocab=1024, dropout=0.0)
+    with pytest.raises(sacplan.PlanError, match=f"same shapes for {said}.*of the size that it is asked for"):
+        sacplan.fit(model, make_batch, "cpu", cross_entropy, "sgd", "1GiB", seq=64)
+
+
+def test_where_there_is_one_length_none_is_the_longest() -> None:
+    row = fitted("1GiB", optimizer="sgd", seq=1, longest=1).rows[0]
+    assert row.fits
+    assert row.longest_seq is None
+
+
 def test_parts_of_the_peak_of_an_optimizer_add_up() -> None:
     """What lets one search for plans serve all optimizers: its state is added, or its own step is the peak."""
     model, spec = LM(layers=2, vocab=1024, dropout=0.0), resolve_device("h100")

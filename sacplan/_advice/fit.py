@@ -241,7 +241,8 @@ def fit(
     found near them; a search at each size (``max_batch``) may find a somewhat larger one.
 
     Raises:
-        PlanError: ``make_batch`` is not callable; an unknown name of an optimizer; a size below 1.
+        PlanError: ``make_batch`` is not callable, or makes batches of one size; an unknown name of an optimizer; a size
+            below 1.
         BudgetError: a budget or headroom that cannot be read, or leaves nothing.
         TraceError, DeviceError: as for ``profile``.
     """
@@ -428,6 +429,8 @@ class _Search:
         other = self.seq // 2 if self.seq % (2 * _TOKENS) == 0 else 2 * self.seq
         if self.longest is not None and other > self.longest:
             other = max(1, self.seq // 2)
+        if other == self.seq:
+            return None
         return self._sized("seq", (self.seq, other), self.base, lambda n: self.recorded(self.batch, n))
 
     def _sized(

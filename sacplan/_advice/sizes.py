@@ -106,7 +106,18 @@ def largest(fits: Callable[[int], bool], most: int | None = None) -> int:
 
 
 def sized(sizes: tuple[int, int], profiles: tuple[Profile, Profile]) -> Sized | None:
-    """The step at any size; None if the two recordings differ in more than sizes."""
+    """The step at any size; None if the two recordings differ in more than sizes.
+
+    Raises:
+        PlanError: their batches do not differ.
+    """
+    batch, other = (one.fingerprint.batch for one in profiles)
+    if batch == other:
+        shapes = ", ".join(str(shape) for _, shape, _ in batch)
+        raise PlanError(
+            f"make_batch gave batches of the same shapes for sizes {sizes[0]} and {sizes[1]}: {shapes}. It must make a "
+            "batch of the size that it is asked for, for example lambda n, seq: torch.zeros(n, seq, dtype=torch.long)."
+        )
     a, b = (one.recorded for one in profiles)
     return Sized(sizes, profiles) if _shape(a) == _shape(b) else None
 
