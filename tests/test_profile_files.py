@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from sacplan._device.files import DeviceFields
 from sacplan._plan import schema
 from sacplan._profile import files as profile_files
 from sacplan._program import files
+from sacplan._ranks.ranks import Ranks
+from sacplan._shard.sharding import Sharding
 from sacplan.errors import DeviceError, SacplanError
 from tests.damage import damaged_bytes, damaged_contents, set_to
 
@@ -73,6 +76,14 @@ def test_what_is_saved_is_valid(saved: dict[str, bytes], tmp_path: Path) -> None
     for name in ("cpu", "t4", "mi300x"):
         sacplan._device.devices.resolve_device(name).save(tmp_path / "device.json")
         DEVICES.validate(json.loads((tmp_path / "device.json").read_text()))
+
+
+def test_a_frozen_parameter_there_and_back(tmp_path: Path) -> None:
+    model = torch.nn.Linear(8, 8)
+    model.weight.requires_grad_(False)
+    found = sacplan.profile(model, torch.ones(4, 8), device="h100")
+    found.save(tmp_path / "profile.json")
+    assert sacplan.Profile.load(tmp_path / "profile.json") == found
 
 
 def test_a_device_file_has_what_a_device_has() -> None:
@@ -219,6 +230,7 @@ MEANINGS = {
     "sizes that no counter holds": set_to("recorded", "storage_bytes", 0, to=2**63 - 1),
     "times without end": set_to("recorded", "ops", 0, 3, to=1e308),
     "a type that torch does not have": set_to("recorded", "tensors", 0, 1, to="nn"),
+    "a parameter of such a type": set_to("fingerprint", "parameters", 0, 2, to="nn"),
     "arguments that are not JSON": set_to("recorded", "ops", 0, 14, to="[" * 100_000),
     "arguments that are none": set_to("recorded", "ops", 0, 14, to="[1,2]"),
     "an argument that is not there": set_to("recorded", "ops", 0, 14, to='[[{"tensor":99}],{}]'),
@@ -245,6 +257,31 @@ def test_profiles_that_mean_nothing(change: str, saved: dict[str, bytes], tmp_pa
     with pytest.raises(sacplan.TraceError, match="not a sacplan profile") as info:
         sacplan.Profile.load(tmp_path / "profile.json")
     assert "checksum" not in str(info.value)
+
+
+SPREAD = Ranks.spread(Sharding.of({"tp": 2}, {"0.weight": "S0", "0.bias": "S0", "2.weight": "S1"}))
+
+ON_A_MESH = {
+    "a tensor that is no argument": (set_to("ops", 11, 12, to=[12, 6, 0]), r"aten\.mm\.default cannot run"),
+    "tensors that an op does not take": (set_to("ops", 11, 12, to=[12, 12]), r"cannot run.*reduction dim"),
+    "a parameter on the storage of another": (set_to("tensors", 2, 0, to=2), "cannot run"),
+    "a view of more elements": (set_to("tensors", 17, 2, to=[8, 8]), None),
+    "a gradient that no op makes": (set_to("ops", 13, 13, to=[0]), "does not make the gradient"),
+}
+"""What is forbidden besides, but found only when each op is run on the sizes of a rank. None: torch may accept it."""
+
+
+@pytest.mark.parametrize("change", ON_A_MESH)
+def test_recordings_that_do_not_run_on_a_mesh(change: str, saved: dict[str, bytes], tmp_path: Path) -> None:
+    data, (damage, said) = json.loads(saved["profile"]), ON_A_MESH[change]
+    damage(data["recorded"])
+    (tmp_path / "profile.json").write_text(json.dumps(signed(data)))
+    loaded = sacplan.Profile.load(tmp_path / "profile.json")
+    if said is None:
+        loaded.on_ranks(SPREAD)
+        return
+    with pytest.raises(sacplan.PlanError, match=said):
+        loaded.on_ranks(SPREAD)
 
 
 def test_an_edited_profile_is_not_what_it_says(saved: dict[str, bytes], tmp_path: Path) -> None:
@@ -309,6 +346,26 @@ def test_damaged_contents(
 ) -> None:
     changed = damaged_contents(saved["profile"], data)
     _equal_or_error(json.dumps(changed).encode(), profile, tmp_path_factory)
+
+
+@settings(damage, max_examples=60)
+@given(st.data())
+def test_damaged_recordings_on_a_mesh(
+    saved: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """With the right checksum: refused when the file is read, or when the step is spread."""
+    contents = json.loads(saved["profile"])
+    values = st.integers(0, 25) | st.lists(st.integers(0, 25), max_size=3)
+    recorded = json.dumps({name: contents["recorded"][name] for name in ("ops", "tensors", "gradients")})
+    contents["recorded"] |= damaged_contents(recorded.encode(), data, values)
+    try:
+        contents = signed(contents)
+    except msgspec.ValidationError:
+        return
+    path = tmp_path_factory.getbasetemp() / "damaged-recording.json"
+    path.write_text(json.dumps(contents))
+    with contextlib.suppress(sacplan.TraceError, sacplan.PlanError):
+        sacplan.Profile.load(path).on_ranks(SPREAD)
 
 
 def _equal_or_error(text: bytes, profile: sacplan.Profile, factory: pytest.TempPathFactory) -> None:

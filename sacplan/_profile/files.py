@@ -10,7 +10,7 @@ import msgspec
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program import files
-from sacplan._program.checks import first_problem
+from sacplan._program.checks import first_problem, unknown_type
 from sacplan._program.files import Checksum
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.program import Program
@@ -44,7 +44,8 @@ class ProfileFile(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True
     sha256: Checksum
 
     def __post_init__(self) -> None:
-        problem = first_problem(self.recorded)
+        types = (dtype.rpartition(".")[2] for _, _, dtype in self.fingerprint.parameters)
+        problem = first_problem(self.recorded) or unknown_type(types)
         if problem:
             raise TraceError(f"{problem}: it is damaged.")
         if self.sha256 != _digest(self):

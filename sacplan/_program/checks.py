@@ -122,7 +122,12 @@ _ONCE = (Event.PACK, Event.RELEASE, Event.UNPACK, Event.DROP)
 
 def _tensor(program: Program) -> str | None:
     """Types that torch does not have."""
-    for name in {tensor.dtype for tensor in program.tensors}:
+    return unknown_type(tensor.dtype for tensor in program.tensors)
+
+
+def unknown_type(names: Iterable[str]) -> str | None:
+    """A type that torch does not have, as ``first_problem`` says it."""
+    for name in set(names):
         if not isinstance(getattr(torch, name, None), torch.dtype):
             return f"it has tensors of type {name[:40]!r}"
     return None

@@ -61,7 +61,15 @@ def on_one_rank(
     Raises:
         PlanError: an op cannot run so.
     """
-    return _Rank(program, homes, places, mesh, device).program()
+    rank = _Rank(program, homes, places, mesh, device)
+    try:
+        return rank.program()
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:  # tensors that are none of the op's
+        said = str(error).partition("\n")[0].rstrip(".")
+        raise PlanError(
+            f"{rank.running} cannot run on a mesh as it was recorded: {said}. Make the profile again, with this "
+            "version of PyTorch; or plan without a mesh."
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +164,7 @@ class _Rank:
         self.ahead: set[int] = set()  # collectives that gather parameters
         self.behind: set[int] = set()  # collectives that reduce gradients
         self.events: list[tuple[int, int]] = []
+        self.running = "the step"  # the op, for errors
         # What was seen on this mesh is the same for other homes and places.
         self.seen, self.redistributions = program.derived(("parts", mesh, device), _Known.nothing)
         self.metas = [Meta(t.shape, getattr(torch, t.dtype)) for t in program.tensors]
@@ -240,6 +249,7 @@ class _Rank:
 
     def _run(self, index: int) -> None:
         op = self.r.ops[index]
+        self.running = op.name
         if accumulates(op):
             op = msgspec.structs.replace(op, name=_ADD, mutates=())
         have = [self._layout(t) for t in op.inputs]
@@ -562,7 +572,12 @@ class _Rank:
     def _move_gradients(self) -> None:
         """What the hooks of parameters do: gradients get their layouts, and what was computed is freed."""
         for op, tensor in self.complete:
-            target, source = self.homes[self.gradient_of[tensor]], self.layouts[tensor]
+            target, source = self.homes[self.gradient_of[tensor]], self._layout(tensor)
+            if source is None:
+                raise PlanError(
+                    f"{op.name} does not make the gradient that the recording has there: it is damaged. Make the "
+                    "profile again."
+                )
             if source != target:
                 self._free_copies(self.copies.make_room(self._sent_along(tensor, source, target)))
                 self._replace(tensor, self._moved(op, tensor, source, target, keep=True), target)
