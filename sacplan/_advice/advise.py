@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from sacplan._advice.changes import changes
+from sacplan._advice.changes import changes, recorded
 from sacplan._advice.parts import Part, moment_of, parts_of
 from sacplan._advice.planned import planned
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
@@ -120,9 +120,10 @@ def advise(
     peak is a maximum, so that saving at one moment helps only down to the next highest one. Tried are the loss in
     slices, recomputation (the plan with the smallest peak), and other optimizers, each alone.
 
-    With the model, and what else the profile was recorded with, its configuration is changed, too, where it keeps
-    memory for nothing: keys and values that nobody reads (``use_cache``), attention scores (``"eager"`` attention).
-    The step is then recorded again; the configuration is put back.
+    With the model, and what else the profile was recorded with, more is tried where it keeps memory for nothing: keys
+    and values that nobody reads (``use_cache``), attention scores (``"eager"`` attention, or calls of
+    ``scaled_dot_product_attention`` that no fused kernel of the GPU runs: the remedy says why, and what such a kernel
+    needs). The step is then recorded again; the model stays as it is.
 
     Args:
         profile: from ``sacplan.profile``, of a step of training on one device or a rank.
@@ -293,9 +294,9 @@ class _Tried:
     def configurations(
         self, model: Any, batch: Any, loss_fn: LossFn | None, optimizer: Any
     ) -> Iterator[Remedy]:
-        """What the model's configuration keeps for nothing."""
-        for change in changes(model):
-            again = change.recorded(self.profile, model, batch, loss_fn, optimizer)
+        """What the model keeps for nothing, by its configuration or its calls of attention."""
+        for change in changes(self.profile, model):
+            again = recorded(change, self.profile, model, batch, loss_fn, optimizer)
             decisions = () if self.plan is None else self.plan.decisions
             program = again.with_plan(decisions)
             yield from self._remedy(change.name, "model", change.says, program, change.code, "")

@@ -1,28 +1,43 @@
-"""Changes of a model's configuration that are worth another recording, and how they are taken back."""
+"""Changes of a model that are worth another recording, and how they are taken back."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
+from sacplan._device.attention_repairs import repaired
 from sacplan._profile.profile import Profile, trace_step
+from sacplan._program.program import Phase
 from sacplan._record.step import LossFn
+
+_UNFUSED = "aten._safe_softmax.default"  # of scaled_dot_product_attention alone
+
+
+class Change(Protocol):
+    """A change of a model: its name, and, once it was recorded, a phrase for people and the code that makes it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def says(self) -> str: ...
+
+    @property
+    def code(self) -> str: ...
+
+    def made(self) -> AbstractContextManager[None]:
+        """Inside, the model is changed."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A change of a configuration.
-
-    Attributes:
-        name, says: for people.
-        code: what makes it.
-        attribute, value: what it sets.
-        config: of whom.
-    """
+class ConfigChange:
+    """``config.attribute = value``."""
 
     name: str
     says: str
@@ -33,7 +48,6 @@ class Change:
 
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
-        """Inside, the configuration is changed."""
         before = getattr(self.config, self.attribute)
         setattr(self.config, self.attribute, self.value)
         try:
@@ -41,22 +55,42 @@ class Change:
         finally:
             setattr(self.config, self.attribute, before)
 
-    def recorded(
-        self, like: Profile, model: torch.nn.Module, batch: Any, loss_fn: LossFn | None, optimizer: Any
-    ) -> Profile:
-        """The step with the change, recorded as the profile was."""
-        with self.made():
-            again = trace_step(
-                model, batch, loss_fn, optimizer, like.spec, like.runtime, like.trace, mode=like.mode
-            )
-        return again.on_ranks(like.ranks)
+
+@dataclass(frozen=True, slots=True)
+class FusedAttention:
+    """Calls of attention that a fused kernel can run, in place of those that none can; ``found``: what differs."""
+
+    found: dict[str, str] = field(default_factory=dict)
+    name: str = "fused-attention"
+
+    @property
+    def says(self) -> str:
+        return f"Attention runs as separate ops because {', and '.join(self.found)}: a fused kernel"
+
+    @property
+    def code(self) -> str:
+        return "\n".join(self.found.values())
+
+    def made(self) -> AbstractContextManager[None]:
+        return repaired(self.found)
 
 
-def changes(model: torch.nn.Module) -> Iterator[Change]:
-    """Those that a model of transformers could do with."""
+def recorded(
+    change: Change, like: Profile, model: torch.nn.Module, batch: Any, loss_fn: LossFn | None, optimizer: Any
+) -> Profile:
+    """The step with a change, recorded as the profile was."""
+    with change.made():
+        again = trace_step(
+            model, batch, loss_fn, optimizer, like.spec, like.runtime, like.trace, mode=like.mode
+        )
+    return again.on_ranks(like.ranks)
+
+
+def changes(profile: Profile, model: torch.nn.Module) -> Iterator[Change]:
+    """Those that a step could do with."""
     config = getattr(model, "config", None)
     if model.training and getattr(config, "use_cache", False) is True:
-        yield Change(
+        yield ConfigChange(
             "use_cache",
             "use_cache=False (the output otherwise keeps keys and values that training does not read)",
             "model.config.use_cache = False",
@@ -65,7 +99,7 @@ def changes(model: torch.nn.Module) -> Iterator[Change]:
             config,
         )
     if getattr(config, "_attn_implementation", None) == "eager" and getattr(model, "_supports_sdpa", False):
-        yield Change(
+        yield ConfigChange(
             "sdpa",
             'Attention with scaled_dot_product_attention instead of "eager", which keeps the attention scores,',
             'model.set_attn_implementation("sdpa")',
@@ -73,3 +107,9 @@ def changes(model: torch.nn.Module) -> Iterator[Change]:
             "sdpa",
             config,
         )
+    if profile.trace == "fake" and profile.spec.kind == "cuda" and _is_unfused(profile):
+        yield FusedAttention()
+
+
+def _is_unfused(profile: Profile) -> bool:
+    return any(op.phase == Phase.FORWARD and op.name == _UNFUSED for op in profile.recorded.ops)

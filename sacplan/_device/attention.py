@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -234,6 +235,51 @@ def _user_priority() -> list[Backend] | None:
     return names
 
 
+class Arguments(NamedTuple):
+    """Of ``F.scaled_dot_product_attention``."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def call(self) -> AttentionCall | None:
+        """What the choice of a kernel sees; None where fused kernels do not come into question."""
+        query, key, value, mask = self[:4]
+        if (self.is_causal and mask is not None) or not query.dtype == key.dtype == value.dtype:
+            return None
+        strided = (query, key, value) if mask is None else (query, key, value, mask)
+        return AttentionCall(
+            tuple(query.shape),
+            tuple(key.shape),
+            tuple(value.shape),
+            query.dtype,
+            mask_dim=None if mask is None else mask.dim(),
+            mask_requires_grad=mask is not None and mask.requires_grad,
+            is_causal=self.is_causal,
+            dropout_p=self.dropout_p,
+            enable_gqa=self.enable_gqa,
+            needs_grad=self.needs_grad,
+            deterministic=torch.are_deterministic_algorithms_enabled()
+            and not torch.is_deterministic_algorithms_warn_only_enabled(),
+            unit_last_stride=all(t.dim() > 0 and (t.stride(-1) == 1 or t.shape[-1] == 1) for t in strided),
+        )
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a backward pass will follow."""
+        return torch.is_grad_enabled() and any(t.requires_grad for t in self[:3])
+
+
+in_place_of_math: ContextVar[Callable[[DeviceSpec, Arguments, AttentionCall], torch.Tensor | None] | None]
+in_place_of_math = ContextVar("in_place_of_math", default=None)
+"""What runs a call that would run as separate ops; None, from it too: these."""
+
+
 @override(aten.scaled_dot_product_attention.default)
 def attention(
     spec: DeviceSpec,
@@ -249,27 +295,14 @@ def attention(
 ) -> Any:
     """``F.scaled_dot_product_attention`` as CUDA runs it: the fused op that ``attention_backend`` names, or math."""
     mask = attn_mask
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    valid = not (is_causal and mask is not None) and query.dtype == key.dtype == value.dtype
+    arguments = Arguments(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+    needs_grad = arguments.needs_grad
     backend: Backend = "math"
-    if valid:
-        strided = (query, key, value) if mask is None else (query, key, value, mask)
-        call = AttentionCall(
-            tuple(query.shape),
-            tuple(key.shape),
-            tuple(value.shape),
-            query.dtype,
-            mask_dim=None if mask is None else mask.dim(),
-            mask_requires_grad=mask is not None and mask.requires_grad,
-            is_causal=is_causal,
-            dropout_p=dropout_p,
-            enable_gqa=enable_gqa,
-            needs_grad=needs_grad,
-            deterministic=torch.are_deterministic_algorithms_enabled()
-            and not torch.is_deterministic_algorithms_warn_only_enabled(),
-            unit_last_stride=all(t.dim() > 0 and (t.stride(-1) == 1 or t.shape[-1] == 1) for t in strided),
-        )
+    if (call := arguments.call()) is not None:
         backend = attention_backend(spec, call, priority=_user_priority(), enabled=_enabled_backends())
+        other = in_place_of_math.get() if backend == "math" else None
+        if other is not None and (out := other(spec, arguments, call)) is not None:
+            return out
     if mask is not None and mask.dtype == torch.bool:
         # As convert_boolean_attn_mask: at the mask's own size, expanded later.
         minus_inf = torch.full((), float("-inf"), dtype=query.dtype, device=query.device)
