@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import sacplan
 from sacplan._plan.context import PlanningContext
+from sacplan._plan.effects import RegionProblem, _Effects
 from sacplan._plan.search import decisions_of
 from sacplan._program.decisions import discarded_by
 from sacplan._program.program import Phase, Program
@@ -124,3 +128,45 @@ def test_layers_are_cells_and_experts_are_not() -> None:
     assert layers[1:-1] == ["layers.1", "layers.2", "layers.3"]
     kinds = [region.kind for region in PlanningContext(program_of("lm"), "time").effects(1).regions]
     assert len(set(kinds[1:-1])) == 1
+
+
+# --- layers that are alike share what is worked out for them
+
+
+def _effects_worked_out(program: Program, monkeypatch: pytest.MonkeyPatch) -> tuple[int, RegionProblem]:
+    """How many, and what they come to, where regions are not joined."""
+    ran = 0
+    work_out = _Effects._local_effect
+
+    def counted(*args: Any) -> Any:
+        nonlocal ran
+        ran += 1
+        return work_out(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Effects, "_local_effect", counted)
+        found = PlanningContext(program, "time").effects(1)
+    return ran, found
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_shared_effects_are_those_of_each_region(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = program_of(name)
+    ran, shared = _effects_worked_out(program, monkeypatch)
+    own = itertools.count()
+    monkeypatch.setattr(_Effects, "_pattern", lambda *_: (next(own),))
+    ran_for_each, alone = _effects_worked_out(program, monkeypatch)
+    assert ran <= ran_for_each
+    for one, other in zip(shared.problem.choices, alone.problem.choices, strict=True):
+        assert np.array_equal(one.uses, other.uses)
+        assert np.array_equal(one.costs, other.costs)
+
+
+def test_more_layers_of_a_kind_take_no_more_effects(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = {}
+    for layers in (6, 12):
+        with torch.device("meta"):
+            model = LM(layers=layers, dim=64, vocab=300)
+        program = sacplan.profile(model, tokens(4, 64, 300), cross_entropy, device="h100").program
+        ran[layers], _ = _effects_worked_out(program, monkeypatch)
+    assert 0 < ran[12] <= ran[6]

@@ -14,7 +14,8 @@ off, which the rewritten program shows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,37 @@ class _LocalEffect:
 
 LocalEffects = dict[tuple[object, ...], _LocalEffect]
 """Effects that are known, by kind of region and option; for one program."""
+
+
+class _Events:
+    """The events that say how long what a region touches is alive, in their order; once for all of its options.
+
+    Attributes:
+        events: (position, code, argument) of each.
+        made: storages that ops of the region make.
+        at: by position, which it is.
+        about: by storage, those about it.
+    """
+
+    __slots__ = ("about", "at", "events", "made")
+
+    def __init__(self, program: Program, region: Region, events: Sequence[tuple[int, int, int]]) -> None:
+        self.events = events
+        self.made = {s for group in region.members for op in group for s in program.ops[op].writes}
+        self.at = {position: k for k, (position, _, _) in enumerate(events)}
+        self.about: dict[int, list[int]] = defaultdict(list)
+        storage_of = program.liveness.storage
+        for k, (_, code, arg) in enumerate(events):
+            if code == _OP:
+                for s in program.ops[arg].writes:
+                    self.about[s].append(k)
+            elif code not in _CALLS:
+                self.about[storage_of(code, arg)].append(k)
+
+    def touched(self, patch: Patch, storages: Iterable[int]) -> list[int]:
+        """Those that a patch replaces, or that are about one of some storages."""
+        found = {self.at[position] for position in patch.events}
+        return sorted(found.union(*map(self.about.__getitem__, storages)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,8 +195,9 @@ class _Effects:
                 events = self._events_for(region)
                 key = (region.kind, self._pattern(events))
                 if key not in patterns:
+                    own = _Events(self.program, region, events)
                     patterns[key] = [
-                        self._local_effect_of(key, region, option, events) for option in region.options[1:]
+                        self._local_effect_of(key, region, option, own) for option in region.options[1:]
                     ]
                 self._spread(patterns[key], np.array([event[0] for event in events]), changes[1:])
             found.append(changes)
@@ -214,7 +247,7 @@ class _Effects:
         return tuple(pattern)
 
     def _local_effect_of(
-        self, key: tuple[object, ...], region: Region, option: Option, events: Sequence[tuple[int, int, int]]
+        self, key: tuple[object, ...], region: Region, option: Option, events: _Events
     ) -> _LocalEffect:
         number = -1 if option.decision is None else region.options.index(option)  # members say nothing of it
         of_option = (key, option.technique, option.members, number)
@@ -248,42 +281,35 @@ class _Effects:
         events += [event for event in died if event[0] < len(program.events)]
         return sorted(events)
 
-    def _local_effect(
-        self, region: Region, option: Option, events: Sequence[tuple[int, int, int]]
-    ) -> _LocalEffect:
+    def _local_effect(self, region: Region, option: Option, own: _Events) -> _LocalEffect:
         """Folds the events of what the option's rewrite touches, with and without it; all the rest is the same."""
-        program, storage_of = self.program, self.liveness.storage
+        program, storage_of, events = self.program, self.liveness.storage, own.events
         patch = TECHNIQUES[option.technique].option_patch(program, region, option, events)
         touched = {s for s in patch.handle_storages if s < len(program.storage_bytes)} | set(patch.resized)
         touched.update(
             storage_of(code, arg)
-            for position, code, arg in events
-            if position in patch.events and code != _OP and code not in _CALLS
+            for code, arg in map(program.events.__getitem__, patch.events)
+            if code != _OP and code not in _CALLS
         )
-        made = {s for group in region.members for op in group for s in program.ops[op].writes}
+        outside = touched - own.made
         if option.patch is not None:
-            made.update(self._held(patch))
-        plain, planned = Fold(program, initial=touched - made), Fold(program, patch, touched - made)
-        places, after, during = [], [], []
+            outside.difference_update(self._held(patch))
+        plain, planned = Fold(program, initial=outside), Fold(program, patch, outside)
+        places, after, during = own.touched(patch, touched), [], []
         again: list[tuple[int, int]] = []
-        noted = 0
-        for k, (position, code, arg) in enumerate(events):
-            if position not in patch.events and code in _CALLS:
-                continue
-            about = program.ops[arg].writes if code == _OP else (storage_of(code, arg),)
-            if position not in patch.events and touched.isdisjoint(about):
-                continue
+        noted, n_ops = 0, len(program.ops)
+        for k in places:
+            position, code, arg = events[k]
             before = plain.live
             plain.step(code, arg)
             noted, most = planned.live, 0  # where the op does not run any more
             for new_code, new_arg in patch.events.get(position, ((code, arg),)):
                 planned.step(new_code, new_arg)
                 if new_code == _OP:
-                    if new_arg < len(program.ops):
+                    if new_arg < n_ops:
                         noted = planned.noted
                     else:
                         most = max(most, planned.noted)
-            places.append(k)
             after.append(planned.live - plain.live)
             during.append(noted - plain.noted)
             if most:

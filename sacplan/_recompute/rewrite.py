@@ -14,7 +14,7 @@ A rewrite is local. It looks at the events of the storages that discarded ops wr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from sacplan._program.decisions import Discarded
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind
@@ -58,7 +58,6 @@ def recompute_ops(
     program: Program,
     discarded: Mapping[int, int],
     units: Collection[int],
-    view: Sequence[tuple[int, int, int]] | None = None,
 ) -> Patch:
     """The rewrite that discards ops.
 
@@ -66,14 +65,11 @@ def recompute_ops(
         program: the step.
         discarded: ops that leave a node, if they run inside one of the ``units``, and how often they are discarded.
         units: scopes (module calls) in which nodes are made.
-        view: (position, ``Event``, index) of the events to look at; by default all that matter.
     """
     if not discarded:
         return Patch()
-    if view is None:
-        view = _events_that_matter(program, discarded, units)
     rewriter = _Rewriter(program, discarded, units)
-    for position, code, arg in view:
+    for position, code, arg in _events_that_matter(program, discarded, units):
         rewriter.step(position, code, arg)
     return rewriter.patch()
 

@@ -30,7 +30,7 @@ class Recomputation:
     def option_patch(self, program: Program, region: Region, option: Option, view: View) -> Patch:
         """Discard the option's ops in the region's unit."""
         discarded = dict.fromkeys(region.ops(option), 1)
-        return recompute_ops(program, discarded, frozenset(program.calls.get(region.unit, ())), view)
+        return recompute_ops(program, discarded, frozenset(program.calls.get(region.unit, ())))
 
     def decisions(self, program: Program, taken: Sequence[tuple[Region, Option]]) -> tuple[Decision, ...]:
         """Call sites of units that do not nest; a unit takes over those of units inside it."""
