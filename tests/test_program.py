@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
 from sacplan._program.checks import first_problem
-from sacplan._program.liveness import Fold
+from sacplan._program.liveness import Fold, bytes_at_ops
 from sacplan._program.program import Event, Patch, Phase, Program
 from sacplan._recompute.rewrite import discarded_ops, recompute, recomputed
 from sacplan._record.step import default_loss
@@ -197,6 +197,7 @@ def test_liveness_is_what_counting_holders_gives(name: str) -> None:
             holders[s] = holders.get(s, 0) + (1 if gained else -1)
             if not holders[s]:
                 assert liveness.died[s] == position
+    assert bytes_at_ops(program).tolist() == liveness.at_op.tolist()
     assert program.footprint.peak_bytes == max(*liveness.at_op.tolist(), liveness.initial_bytes)
     assert program.footprint.end_bytes == sum(program.storage_bytes[s] for s, n in holders.items() if n)
     assert liveness.peak.live_bytes == sum(liveness.peak.by_kind) == program.footprint.peak_bytes

@@ -33,6 +33,7 @@ from sacplan._profile.profile import Profile, profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import Decision
+from sacplan._program.liveness import bytes_at_ops
 from sacplan._program.program import Phase
 from sacplan._record.step import LossFn, resolve_batch
 from sacplan.errors import PlanError
@@ -338,7 +339,7 @@ class _Search:
             program = with_optimizer(self.base, step).program
             peak = max(
                 int(n)
-                for op, n in zip(program.ops, program.liveness.at_op, strict=True)
+                for op, n in zip(program.ops, bytes_at_ops(program), strict=True)
                 if op.phase == Phase.OPTIMIZER
             )
             found[name] = step.state_bytes, peak, program.step_ms - self.base.step_ms
@@ -473,27 +474,24 @@ class _Search:
 
     def _fits(self, steps: Sized, axis: str, way: Way, n: int, left: int) -> bool:
         """By lines through recordings; where rounding could decide, by the program at that size."""
-        for decisions, peaks in self._known(steps, axis, way):
-            peak = peaks.at(n)
+        tried: tuple[Way, ...] = ("as it is",) if way == "as it is" else (way, "as it is")
+        for one in tried:
+            peak = self._peaks(steps, axis, one).at(n)
             margin = len(self.base.recorded.storage_bytes) * self.spec.round_up(1)
             if abs(peak - left) <= margin:
-                peak = steps.at(n).footprint(decisions).peak_bytes
+                peak = steps.at(n).footprint(self.ways[one]).peak_bytes
             if peak <= left:
                 return True
         return False
 
-    def _known(self, steps: Sized, axis: str, way: Way) -> list[tuple[tuple[Decision, ...], Peaks]]:
-        """The decisions that are tried, with their peaks by size."""
-        key = axis, way
-        if key not in self._decided:
-            tried = {self.ways[way]: None, (): None}
-            self._decided[key] = [
-                (decisions, steps.peaks(decisions, 1 if axis == "batch" else 2)) for decisions in tried
-            ]
-        return self._decided[key]
+    def _peaks(self, steps: Sized, axis: str, way: Way) -> Peaks:
+        """The peaks of a way by size, worked out when they are first asked for."""
+        if (axis, way) not in self._known:
+            self._known[axis, way] = steps.peaks(self.ways[way], 1 if axis == "batch" else 2)
+        return self._known[axis, way]
 
     @cached_property
-    def _decided(self) -> dict[tuple[str, Way], list[tuple[tuple[Decision, ...], Peaks]]]:
+    def _known(self) -> dict[tuple[str, Way], Peaks]:
         return {}
 
     # --- the answer

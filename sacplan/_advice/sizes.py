@@ -13,7 +13,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._profile.profile import Decided, Profile
+from sacplan._program.liveness import bytes_at_ops
 from sacplan._program.program import Op, Program, Tensor
 from sacplan.errors import PlanError
 
@@ -41,11 +42,17 @@ class Sized:
 
     sizes: tuple[int, int]
     profiles: tuple[Profile, Profile]
+    _made: dict[int, Profile] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def at(self, n: int) -> Profile:
         """The step at a size; the recording itself where there is one."""
         if n in self.sizes:
             return self.profiles[self.sizes.index(n)]
+        if n not in self._made:
+            self._made[n] = self._computed(n)
+        return self._made[n]
+
+    def _computed(self, n: int) -> Profile:
         a, b = (one.recorded for one in self.profiles)
         line = self._line(n)
         tensors = tuple(_tensor(x, y, line) for x, y in zip(a.tensors, b.tensors, strict=True))
@@ -64,8 +71,7 @@ class Sized:
     def peaks(self, decided: Decided, degree: int = 2) -> Peaks:
         """The peak with a plan, as a polynomial in the size: of degree 1 for batches, of 2 where scores are kept."""
         at = (*self.sizes, 2 * max(self.sizes))[: degree + 1]
-        programs = [self.at(n).with_plan(decided) for n in at]
-        moments = [program.liveness.at_op for program in programs]
+        moments = [bytes_at_ops(self.at(n).with_plan(decided)) for n in at]
         if len({len(found) for found in moments}) > 1:
             raise PlanError("the plan rewrites the step otherwise at another size.")
         points = np.stack([found.astype(np.float64) for found in moments])
