@@ -40,6 +40,7 @@ from sacplan._torch.private import (
     is_plain,
     storage_key,
     strided_parts,
+    without_torch_functions,
 )
 from sacplan.errors import TraceError
 
@@ -154,6 +155,7 @@ class Recorder(Watching):
 
     # --- what is there before the step -------------------------------------------------------
 
+    @without_torch_functions
     def track_model(self, model: torch.nn.Module) -> None:
         """Name the modules after ``model`` and count its parameters, buffers and gradients."""
         for fqn, module in model.named_modules():
@@ -195,12 +197,14 @@ class Recorder(Watching):
         self._optimizers.append(optimizer)
         self._track_optimizer_state(optimizer, initial=initial)
 
+    @without_torch_functions
     def _track_optimizer_state(self, optimizer: torch.optim.Optimizer, *, initial: bool = False) -> None:
         for state in optimizer.state.values():
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
                     self._track(value, StorageKind.OPTIMIZER_STATE, initial=initial)
 
+    @without_torch_functions
     def track_tensors(self, tensors: Iterable[torch.Tensor], kind: StorageKind = StorageKind.OTHER) -> None:
         """Count tensors that are alive from the start, such as the batch."""
         for t in tensors:
@@ -317,6 +321,7 @@ class Recorder(Watching):
         if self._error is None:
             self._error = error
 
+    @without_torch_functions
     def _track_gradients(self) -> None:
         for p in self._parameters.values():
             if p.grad is not None:
@@ -405,6 +410,7 @@ class Recorder(Watching):
         self._scope_marks.append((autograd_sequence_number(), self._stack[-1] if self._stack else ROOT_SCOPE))
         self._events.append((_EXIT, scope))
 
+    @without_torch_functions
     def _bytes_of(self, value: Any) -> int:
         return sum(self._rounded(t.numel() * t.element_size()) for t in map(local_part, tensors_in(value)))
 
@@ -463,7 +469,7 @@ class Recorder(Watching):
         known = self._ids
         n_storages = len(self._storage_bytes)
         mutates = self._mutated(traits, args, kwargs) if traits.written_names else ()
-        taken = _plain_tensors(args, kwargs)
+        taken = _plain_tensors(args, kwargs) if key is None else _tensor_list(args, kwargs)
         storages = []
         for t in taken:
             storage = t.untyped_storage()
@@ -475,7 +481,7 @@ class Recorder(Watching):
         )
         writes: dict[int, None] = {}
         outputs = _tensor_list(out)
-        made = _plain_tensors(outputs)
+        made = outputs if seen is not None and seen.outputs is not None else _plain_tensors(outputs)
         fresh = len(made) == len(outputs)
         for t in made:
             storage = t.untyped_storage()

@@ -24,6 +24,7 @@ from sacplan._torch.private import (
     fake_empty_strided,
     is_plain,
     storage_key,
+    without_torch_functions,
 )
 
 SavedMode = Literal["virtual", "clone", "observe"]
@@ -116,6 +117,7 @@ class SavedTensors:
             self._hooks = None
         self._clones.clear()
 
+    @without_torch_functions
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not is_plain(tensor):
             if not stands_for_another(tensor):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch._C._dynamo.eval_frame as _dynamo
@@ -33,6 +33,8 @@ from torch.utils._python_dispatch import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from sacplan._torch.local_tensors import Watching, is_deferred, local_part
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 GENERATOR_STATE_BYTES: int = torch.default_generator.get_state().nbytes
 """State of a CPU generator. It counts as device memory in a CPU step; a GPU generator's state is on the host."""
@@ -286,6 +288,17 @@ def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
                 yield function
 
 
+def without_torch_functions(function: F) -> F:
+    """Decorates what only looks at tensors: no ``__torch_function__`` of a mode or a class sees that."""
+
+    @functools.wraps(function)
+    def looking(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return cast(F, looking)
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is an ordinary strided one with a storage (fake ones included), not a wrapper subclass.
 
@@ -409,7 +422,14 @@ def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwarg
             out = kernel(mode, func, *given, **named)
             if out is not NotImplemented:
                 return out
+    if args and isinstance(args[0], (list, tuple)) and len(args[0]) > _MOST_REMEMBERED:
+        with fake_tensor.disable_fake_tensor_cache(mode):
+            return _torchs_own(mode, func, types, args, kwargs or {})
     return _torchs_own(mode, func, types, args, kwargs or {})
+
+
+_MOST_REMEMBERED = 16
+"""Tensors of a call that FakeTensorMode is to remember: to look for a longer list takes as long as to answer."""
 
 
 class _NotFake(Exception):
