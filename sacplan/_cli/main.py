@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 
 from sacplan._cli import interrupts
 
+_BETWEEN_COLLECTIONS = 200_000, 20, 50
+"""Allocations before the garbage collector looks at the youngest objects; collections before it looks at older ones.
+
+With Python's defaults it goes through the modules of PyTorch and transformers again and again while they are imported.
+"""
+
 
 def main() -> None:
     """Run the command line on ``sys.argv``; ends the process with the exit code (see ``exits.py``)."""
     interrupts.watch()
+    gc.set_threshold(*_BETWEEN_COLLECTIONS)
     try:
         from sacplan._cli.app import app
         from sacplan._cli.output import show_warning
