@@ -10,10 +10,10 @@ step, or another branch.
 
 Every program is trained with five kinds of decisions. Those of the planner at some budget, and those of its policy
 "full"; random ones; everything that can be discarded; and adversarial ones: every call site of every unit, whether it
-can be discarded and whether it exists there or not. After each step, the loss, all gradients, weights, buffers and the
-state of the generator are compared, bit for bit, with those of the model without a plan. A refusal (a SacplanError
-while training) is counted, and is a failure of the planner's own decisions in a step like the recorded one. Nor may
-such a step be said to differ from it, but for the first, which may fill caches.
+can be discarded or not. After each step, the loss, all gradients, weights, buffers and the state of the generator are
+compared, bit for bit, with those of the model without a plan. A refusal (a SacplanError while training) is counted, and
+is a failure of the planner's own decisions in a step like the recorded one. Nor may such a step be said to differ from
+it, but for the first, which may fill caches.
 
 One program in four is then trained with the planner's decisions on two threads at once, in half of the cases while a
 third one draws from the same generator. What each drew is noted, and the model without a plan computes the same step
@@ -45,6 +45,7 @@ from sacplan._plan.make import unit_plans
 from sacplan._program.decisions import as_decisions
 from sacplan._program.elements import CallSite
 from sacplan._program.program import Phase, Program
+from sacplan._torch.ops import is_computation
 
 BATCH, LENGTH, DIM = 3, 3, 4
 STEPS = 5
@@ -477,6 +478,8 @@ def decisions(
         sites: dict[Any, bool] = {}
         for scope in recorded.calls.get(unit, ()):
             for op, site in recorded.sites(scope).items():
+                if not is_computation(recorded.ops[op].name):
+                    continue
                 fits = recorded.ops[op].recomputable and recorded.ops[op].phase == Phase.FORWARD
                 sites[site] = sites.get(site, True) and fits
         every[unit] = list(sites)
@@ -491,8 +494,8 @@ def decisions(
         once = {unit: dict.fromkeys(sites, 1) for unit, sites in fitting.items()}
         yield "everything", _deciding(anything, recorded, once)
     if "adversarial" in kinds:
-        anywhere = {site: 1 for sites in every.values() for site in sites}
-        yield "adversarial", _deciding(anything, recorded, dict.fromkeys(units, anywhere))
+        once = {unit: dict.fromkeys(sites, 1) for unit, sites in every.items()}
+        yield "adversarial", _deciding(anything, recorded, once)
 
 
 def _deciding(
