@@ -11,11 +11,14 @@ pytest.importorskip("transformers")
 
 from benchmarks import zoo
 from benchmarks.architectures import plan_or_smallest, same_bits
+from tests.slow import slow_after
 
 pytestmark = pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
 
 
-@pytest.mark.parametrize("name", [*zoo.EIGHT, "llama+lora", "llama+frozen", "llama+accumulation"])
+@pytest.mark.parametrize(
+    "name", slow_after(3, [*zoo.EIGHT, "llama+lora", "llama+frozen", "llama+accumulation"])
+)
 def test_plan_holds_on_an_h100(name):
     torch.manual_seed(0)
     model, batch, loss_fn = zoo.build(name, "small", "meta", torch.bfloat16)

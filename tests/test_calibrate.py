@@ -21,6 +21,7 @@ def spec() -> DeviceSpec:
     return calibrate("cpu", matmul_size=64, copy_bytes=2**16)
 
 
+@pytest.mark.slow
 def test_figures_are_sane(spec: DeviceSpec) -> None:
     assert spec.name == "cpu"
     assert spec.kind == "cpu"

@@ -89,6 +89,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_largest_batch_is_that_of_planning_for_every_size(name: str) -> None:
     case = CASES[name]

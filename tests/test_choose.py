@@ -117,6 +117,7 @@ def test_an_axis_of_one_rank_moves_nothing() -> None:
         assert chosen(aten.mm.default, (X, W), text, mesh)[0] == text
 
 
+@pytest.mark.slow
 def test_another_process_chooses_the_same() -> None:
     """Whatever its hashes are: no set's order is in it."""
     code = (

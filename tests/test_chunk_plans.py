@@ -125,9 +125,8 @@ def test_budgets_that_recomputation_cannot_hold(name: str) -> None:
     check_gradients(case, between)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "gpt2" else pytest.param(n, marks=pytest.mark.slow) for n in TRAINING]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINING)
 def test_the_smallest_peak_holds(name: str) -> None:
     case, _, smallest, between = planned(name)
     profile = sacplan.profile(case.model, case.batch, case.loss_fn, device="cpu")

@@ -86,7 +86,8 @@ def gradients(model: nn.Module, x: torch.Tensor, loss_fn: Any) -> list[torch.Ten
     return [loss.detach() + 0, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("h100", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "h100"])
 @settings(max_examples=6, deadline=None)
 @given(
     ops=st.lists(st.sampled_from(list(OPS)), max_size=3),

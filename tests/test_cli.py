@@ -23,6 +23,7 @@ from sacplan._cli import interrupts
 from sacplan._cli.app import app
 from sacplan._cli.command import EXAMPLES
 from sacplan._cli.show import together
+from tests.slow import slow_after
 
 ROOT = Path(sacplan.__file__).parent.parent
 
@@ -505,6 +506,7 @@ def test_ours_is_overwritten_and_others_with_force(saved: Path) -> None:
     assert not list(Path().glob(".*part*"))
 
 
+@pytest.mark.slow
 def test_reports_are_written_and_written_again(saved: Path) -> None:
     command = "report profile.json.gz plan.json -o page.html --png figures --trace step.json.gz --no-frontier --json"
     facts = json.loads(run(command).stdout)
@@ -633,7 +635,7 @@ _TABLES = {
 }
 
 
-@pytest.mark.parametrize("columns", [40, 100])
+@pytest.mark.parametrize("columns", slow_after(1, [40, 100]))
 @pytest.mark.parametrize("command", list(_TABLES.values()), ids=list(_TABLES))
 def test_narrow_tables_leave_out_columns(saved: Path, command: str, columns: int) -> None:
     """A table stays one: as many rows as a wide one, headed by as many of its titles as there is room for."""

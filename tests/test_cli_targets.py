@@ -271,6 +271,7 @@ def test_plans_that_do_not_say_what_made_them(small: Path) -> None:
     assert "'lion'" in result.stderr
 
 
+@pytest.mark.slow
 def test_where_the_optimizer_is_what_does_not_fit(small: Path) -> None:
     """On a GPU AdamW works on all parameters at once; a batch of one token leaves nothing else to be large."""
     command = "hf:config.json --seq 1 --budget 100KiB"
@@ -301,6 +302,7 @@ def test_no_optimizer_is_proposed_that_is_there(optimizer: OptimizerName, hints:
     assert getattr(caught.value, "__notes__", ()) == hints
 
 
+@pytest.mark.slow
 def test_an_8b_model_for_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two commands that the help shows: planned, and seen again to the byte in a step with the plan applied."""
     monkeypatch.chdir(tmp_path)

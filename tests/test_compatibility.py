@@ -16,6 +16,7 @@ from benchmarks import compatibility, small_configs
 from benchmarks.common import write_results
 from benchmarks.compatibility import FAILED, NOT_BUILT, TRAINED, Outcome, outcome_of, outcomes, page, read
 from benchmarks.real_models import Row
+from tests.slow import slow_after
 
 
 def test_the_page_is_what_the_figures_give() -> None:
@@ -33,7 +34,7 @@ def test_the_figures_are_of_more_than_210_architectures_each_within_its_budgets_
 
 
 @pytest.mark.parametrize(
-    "model_type", ["smollm3", "gpt_bigcode", "bros", "poolformer", "squeezebert", "vit_msn"]
+    "model_type", slow_after(2, ["smollm3", "vit_msn", "bros", "gpt_bigcode", "poolformer", "squeezebert"])
 )
 def test_peaks_of_an_architecture_made_by_rule_are_as_predicted(model_type: str) -> None:
     found = outcome_of(model_type)

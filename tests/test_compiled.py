@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 import sacplan
 from sacplan._recompute.executor.recipes import PlannedForward
 from tests.plans import discarding
+from tests.slow import slow_after
 
 DIM, VOCAB = 32, 64
 
@@ -164,7 +165,7 @@ def planned(model: nn.Module, plan: sacplan.Plan) -> nn.Module:
 
 
 @pytest.mark.parametrize("partition", [min_cut_rematerialization_partition, default_partition])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dropout", slow_after(1, [0.2, 0.0]))
 def test_what_is_saved_and_recomputed_is_what_the_plan_says(
     tokens: torch.Tensor, partition: Callable[..., Any], dropout: float
 ) -> None:

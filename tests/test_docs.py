@@ -478,6 +478,7 @@ def test_every_command_has_an_example() -> None:
         assert f"| {code} |" in page, f"exit code {code}"
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """``--strict``: links, anchors, pages without a place in the navigation, names that do not exist."""
     for library in ("mkdocs", "material", "mkdocstrings"):

@@ -99,6 +99,7 @@ def test_a_batch_the_model_rejects_is_the_models_own_exception() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_rejected_batch_does_not_abort_the_interpreter() -> None:
     code = (
         "import torch, sacplan\n"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import sacplan
+from tests.slow import slow_after
 
 transformers = pytest.importorskip("transformers")
 
@@ -108,7 +109,7 @@ def _swin(window: int) -> tuple[nn.Module, dict[str, Any]]:
 MODELS = {"ibert": _ibert, "swin": lambda: _swin(4), "swin, padded windows": lambda: _swin(5)}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_after(1, MODELS))
 def test_peaks_with_and_without_data_and_measured(name: str) -> None:
     torch.manual_seed(0)
     model, batch = MODELS[name]()

@@ -68,6 +68,7 @@ def test_without_transformers_its_rows_are_skipped(tmp_path: Path, monkeypatch: 
     assert "not installed" in data["rows"][0]["skipped"]
 
 
+@pytest.mark.slow
 def test_no_row_starts_when_the_time_is_over(tmp_path: Path) -> None:
     status, data = run(tmp_path, "--names", "gpt2", "--kinds", "bf16", "--seconds", "0")
     assert status == 0

@@ -27,6 +27,7 @@ from sacplan.integrations.transformers import (  # noqa: E402
     step_arguments,
 )
 from tests.models import bit_equal  # noqa: E402
+from tests.slow import slow_after  # noqa: E402
 from tests.trainers import SEQUENCE, VOCAB  # noqa: E402
 from tests.trainers import trainer as trainer_in  # noqa: E402
 
@@ -65,13 +66,16 @@ def planned_modules(model: torch.nn.Module) -> list[str]:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"bf16": True, "optim": "sgd", "max_grad_norm": 0.5},
-        {"gradient_accumulation_steps": 3, "max_steps": 2},
-        {"bf16": True, "gradient_accumulation_steps": 2},
-        {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0},
-    ],
+    slow_after(
+        2,
+        [
+            {},
+            {"bf16": True, "optim": "sgd", "max_grad_norm": 0.5},
+            {"gradient_accumulation_steps": 3, "max_steps": 2},
+            {"bf16": True, "gradient_accumulation_steps": 2},
+            {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0},
+        ],
+    ),
     ids=lambda options: "+".join(options) or "plain",
 )
 def test_a_planned_run_is_the_same_run_in_the_predicted_memory(

@@ -21,6 +21,7 @@ L = pytest.importorskip("lightning")
 
 from sacplan.integrations.lightning import PlanCallback, profile_trainer, step_arguments  # noqa: E402
 from tests.models import LM, bit_equal  # noqa: E402
+from tests.slow import slow_after  # noqa: E402
 
 VOCAB = 128
 
@@ -100,12 +101,15 @@ def planned_modules(module: torch.nn.Module) -> list[str]:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"precision": "bf16-mixed"},
-        {"accumulate_grad_batches": 2},
-        {"precision": "bf16-mixed", "accumulate_grad_batches": 3, "gradient_clip_val": 0.5},
-    ],
+    slow_after(
+        1,
+        [
+            {},
+            {"precision": "bf16-mixed"},
+            {"accumulate_grad_batches": 2},
+            {"precision": "bf16-mixed", "accumulate_grad_batches": 3, "gradient_clip_val": 0.5},
+        ],
+    ),
     ids=lambda options: "+".join(options) or "plain",
 )
 def test_a_planned_fit_is_the_same_fit_in_the_predicted_memory(
@@ -232,6 +236,7 @@ def test_a_fit_that_fails_leaves_no_plan_behind(module: Module, plan: sacplan.Pl
     assert not torch.autograd._profiler_enabled()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_keeps_its_plan(module: Module, plan: sacplan.Plan) -> None:
     def run(units: Any) -> tuple[list[torch.Tensor], int]:
         torch._dynamo.reset()

@@ -13,6 +13,7 @@ from torch import nn
 
 import sacplan
 from tests.models import LM, bit_equal, cross_entropy, grads_of
+from tests.slow import slow_after
 
 # Plans are used in other steps than those that they were made for.
 pytestmark = pytest.mark.filterwarnings("ignore:the step is not the one")
@@ -416,13 +417,16 @@ def without_dropout() -> LM:
 
 @pytest.mark.parametrize(
     ("compiled", "order"),
-    [
-        (compiled_in_place, "apply first"),
-        (compiled_in_place, "apply last"),
-        (compiled_in_place, "apply after a step"),
-        (layers_compiled_in_place, "apply last"),
-        (compiled_around, "apply after a step"),
-    ],
+    slow_after(
+        1,
+        [
+            (compiled_in_place, "apply first"),
+            (compiled_in_place, "apply last"),
+            (compiled_in_place, "apply after a step"),
+            (layers_compiled_in_place, "apply last"),
+            (compiled_around, "apply after a step"),
+        ],
+    ),
 )
 def test_compiled_models_keep_their_plan(
     plan_without_dropout: sacplan.Plan, compiled: Callable[[LM], Any], order: str

@@ -228,6 +228,7 @@ def differing(rank: int, directory: str, files: tuple[str, str]) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
 )

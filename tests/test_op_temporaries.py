@@ -199,6 +199,7 @@ def test_what_is_not_run_allocates_nothing_inside() -> None:
     assert not mode.found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_sample_of_the_database_is_predicted_to_one_percent() -> None:
     from benchmarks.op_memory import differences, is_off, reason_of, rows_of

@@ -89,6 +89,7 @@ def test_the_smallest_peak_falls_behind_the_steps() -> None:
     assert shares[-1] < 0.25, shares
 
 
+@pytest.mark.slow
 def test_the_step_with_the_plan_takes_what_it_says() -> None:
     plan = planned(STEPS[0])[0]
     torch.manual_seed(0)

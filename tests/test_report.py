@@ -640,6 +640,7 @@ def test_assumptions_are_shown(gpu: SimpleNamespace) -> None:
     assert "a mask is taken to select half" in _read(report_html(profile))[1]
 
 
+@pytest.mark.slow
 def test_a_deep_model_stays_a_small_file() -> None:
     profile = sacplan.profile(LM(layers=24), tokens(), loss_fn=cross_entropy, optimizer=torch.optim.SGD)
     html = report_html(profile, sacplan.plan_smallest(profile))

@@ -73,6 +73,7 @@ def _in_frame(page: Path, folder: Path, width: int, fragment: str) -> Path:
     return frame
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1400])
 def test_the_page_fits_and_works(page: Path, tmp_path: Path, width: int, theme: str) -> None:

@@ -44,9 +44,12 @@ from tests.spread import (
     spread_on,
 )
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
+    ),
+    pytest.mark.slow,
+]
 
 
 class MLP(nn.Module):

@@ -431,6 +431,7 @@ print("alive")
 """
 
 
+@pytest.mark.slow
 def test_gradients_without_memory_end_no_interpreter():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", _SCRIPT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -174,6 +174,7 @@ def test_steps_that_never_settle_are_said() -> None:
 # --- budgets ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the step is not the one")
 @pytest.mark.parametrize("share", [0.4, 0.55, 0.7])
 def test_padded_batches_keep_the_budget(share: float) -> None:

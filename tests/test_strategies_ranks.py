@@ -170,6 +170,7 @@ def on_rank(rank: int, directory: str, check: Callable[[Rank], None]) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("check", [forms_of_linear, pytest.param(ops_of_all_kinds, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [forms_of_linear, ops_of_all_kinds])
 def test_four_ranks(check: Callable[[Rank], None], tmp_path: Path) -> None:
     mp.spawn(on_rank, (str(tmp_path), check), nprocs=4)  # type: ignore[no-untyped-call]

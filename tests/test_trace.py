@@ -134,6 +134,7 @@ def test_fake_trace_copies_no_weights():
     assert max((e.self_cpu_memory_usage for e in profiler.events()), default=0) < 2**20
 
 
+@pytest.mark.slow
 def test_seventy_billion_parameters_fit_on_this_machine():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -18,6 +18,7 @@ datasets = pytest.importorskip("datasets")
 
 from sacplan.integrations.transformers import PlanCallback, profile_trainer, step_arguments  # noqa: E402
 from tests.models import bit_equal  # noqa: E402
+from tests.slow import slow_after  # noqa: E402
 from tests.trainers import llama, short_run  # noqa: E402
 
 WORDS = ["<pad>", "<eos>", "<unk>", "the", "cat", "sat", "on", "a", "mat", "and", "slept", "under", "my"]
@@ -85,14 +86,17 @@ def lora() -> Any:
 
 @pytest.mark.parametrize(
     ("options", "adapters"),
-    [
-        ({}, None),
-        ({"bf16": True, "padding_free": True, "max_length": None}, None),
-        ({"gradient_accumulation_steps": 2, "max_steps": 2}, None),
-        ({"loss_type": "dft"}, lora),
-        ({"kind": "DPO"}, lora),
-        ({"kind": "DPO", "precompute_ref_log_probs": True}, None),
-    ],
+    slow_after(
+        1,
+        [
+            ({}, None),
+            ({"bf16": True, "padding_free": True, "max_length": None}, None),
+            ({"gradient_accumulation_steps": 2, "max_steps": 2}, None),
+            ({"loss_type": "dft"}, lora),
+            ({"kind": "DPO"}, lora),
+            ({"kind": "DPO", "precompute_ref_log_probs": True}, None),
+        ],
+    ),
     ids=["plain", "bf16+padding_free", "accumulation", "dft+lora", "DPO+lora", "DPO"],
 )
 def test_a_planned_run_is_the_same_run_in_the_predicted_memory(

@@ -98,6 +98,7 @@ def test_rows_are_what_profile_and_plan_say() -> None:
         assert row.fits == (row.peak_bytes <= 8 * 2**20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["6MiB", "20MiB", "100MiB"])
 def test_the_largest_batches_are_those_of_max_batch(budget: str) -> None:
     found = fitted(budget, optimizer="sgd")
@@ -117,6 +118,7 @@ def test_the_largest_batches_are_those_of_max_batch(budget: str) -> None:
     assert looked.unplanned_batch_size < rows["plan"].largest_batch <= looked.largest_batch_size
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_is_the_last_that_fits() -> None:
     found = fitted("20MiB", optimizer="sgd", seq=128)
     longest = found.rows[0].longest_seq
