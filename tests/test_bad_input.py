@@ -179,6 +179,7 @@ THEIR_OWN = {
     "optimizer": ("class",),
     "batch": ("tensor",),
     "fit.batch": ("huge",),
+    "fit.on_verdict": ("class",),  # it is called, and raises
     "make_batch": (),
     "tensors": ("tensor",),
     "op": ("class",),

@@ -390,6 +390,10 @@ def test_fit(saved: Path) -> None:
     assert shown.startswith(found["verdict"])
     assert found["run"] in shown
     assert found["code"] in shown
+    quick = run(f"{tight} --no-sizes").stdout
+    assert quick.startswith(found["verdict"])
+    assert "largest batch" in shown
+    assert "largest batch" not in quick
     assert "make_batch" in error_line(run("fit train.py:wider --device cpu --budget 1MiB"))
 
 

@@ -166,10 +166,14 @@ def one_gpu() -> Iterator[tuple[str, str]]:
 
 
 def fit_time() -> Iterator[tuple[str, str]]:
-    seconds = [each["seconds"] for each in results("fit_time")["rows"]]
+    both = {
+        sizes: [each["seconds"] for each in results("fit_time")["rows"] if each["sizes"] == sizes]
+        for sizes in (True, False)
+    }
+    with_sizes, without = (f"{min(each):.0f} to {max(each):.0f}" for each in both.values())
     yield (
         "docs/fit.md",
-        f"takes for Llama-3-8B, on a machine with two cores: {min(seconds):.0f} to {max(seconds):.0f}.",
+        f"takes for Llama-3-8B, on a machine with two cores: {with_sizes}, and {without} with `--no-sizes`.",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,6 +97,18 @@ def test_rows_are_what_profile_and_plan_say() -> None:
         elif row.way == "plan":
             assert row.peak_bytes == sacplan.plan(profile, "8MiB", "greedy").peak_bytes
         assert row.fits == (row.peak_bytes <= 8 * 2**20)
+
+
+def test_the_verdict_is_told_before_sizes_are_computed() -> None:
+    """It is the one without sizes, and the last one but for them."""
+    told: list[Any] = []
+    found = fitted("8MiB", batch=8, on_verdict=told.append)
+    (first,) = told
+    assert first == fitted("8MiB", batch=8, sizes=False)
+    assert {row.largest_batch for row in first.rows} == {None}
+    assert None not in {row.largest_batch for row in found.rows}
+    assert (first.sentence, first.advice, first.code) == (found.sentence, found.advice, found.code)
+    assert first.rows == tuple(replace(row, largest_batch=None) for row in found.rows)
 
 
 @pytest.mark.slow

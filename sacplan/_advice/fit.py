@@ -52,6 +52,10 @@ TECHNIQUES: dict[Way, tuple[str, ...]] = {
 }
 _ENOUGH = 0.1  # share of what the most slices save that half of them may save less
 _SOLVER = "greedy"  # what is recommended is planned by all
+_COMPUTED = (
+    "Peaks follow from recordings of the step and of the optimizers, the largest sizes from the step at two sizes. "
+    "sacplan.plan looks longer: its plan may recompute less."
+)
 _TOKENS = 128  # sequences are looked at in multiples of so many: kernels pad others
 
 
@@ -218,6 +222,8 @@ def fit(
     seq: int | None = None,
     longest: int | None = None,
     name: str | None = None,
+    sizes: bool = True,
+    on_verdict: Callable[[Verdict], object] | None = None,
 ) -> Verdict:
     """Whether a training step fits a device; if not, by how much, and what to do.
 
@@ -237,6 +243,8 @@ def fit(
         batch, seq: the size that is asked about.
         longest: no longer sequence is looked at; for models with a limit.
         name: what to call the model.
+        sizes: whether to compute the largest batches and sequences; without, it takes about half as long.
+        on_verdict: called with the verdict as soon as it is known, before the largest sizes are.
 
     Peaks of the rows are exact, as those of ``plan`` are. The largest batches and sequences hold with a plan that was
     found near them; a search at each size (``max_batch``) may find a somewhat larger one.
@@ -272,7 +280,7 @@ def fit(
         longest,
     )
     with looking_for_plans():
-        return search.found(name or type(model).__name__)
+        return search.found(name or type(model).__name__, sizes, on_verdict)
 
 
 @dataclass
@@ -395,10 +403,13 @@ class _Search:
         fits = peak <= self.budget_bytes
         if fits or not TECHNIQUES[way]:
             step_ms = program.step_ms + ms
-        none = not fits and self.batch == 1  # then no other batch has to be recorded
-        batch = 0 if none else self.largest(name, way, "batch")
-        seq = self.largest(name, way, "seq")
-        return FitRow(name, way, peak, fits, step_ms, batch, seq)
+        return FitRow(name, way, peak, fits, step_ms, None, None)
+
+    def with_sizes(self, row: FitRow) -> FitRow:
+        """The row with the largest batch and sequence."""
+        none = not row.fits and self.batch == 1  # then no other batch has to be recorded
+        batch = 0 if none else self.largest(row.optimizer, row.way, "batch")
+        return replace(row, largest_batch=batch, longest_seq=self.largest(row.optimizer, row.way, "seq"))
 
     def _planned(self, way: Way, left: int) -> tuple[Decision, ...]:
         """The least recomputation under a budget that is known to hold."""
@@ -496,8 +507,8 @@ class _Search:
 
     # --- the answer
 
-    def found(self, name: str) -> Verdict:
-        """All rows, and the one to take."""
+    def found(self, name: str, sizes: bool, on_verdict: Callable[[Verdict], object] | None) -> Verdict:
+        """All rows, and the one to take; first without the largest sizes."""
         own = next(iter(self.steps))
         rows = [self.row(own, way) for way in self.ways]
         for other in list(self.steps)[1:]:
@@ -508,18 +519,20 @@ class _Search:
                 self.base, _SOLVER, techniques=TECHNIQUES["plan + chunks"]
             ).decisions
             rows += [self.row(each, "plan + chunks") for each in self.steps]
+        verdict = self._verdict(name, rows)
+        if on_verdict is not None:
+            on_verdict(verdict)
+        return self._verdict(name, list(map(self.with_sizes, rows))) if sizes else verdict
+
+    def _verdict(self, name: str, rows: list[FitRow]) -> Verdict:
         best = _recommended(rows)
-        self.notes.append(
-            "Peaks follow from recordings of the step and of the optimizers, the largest sizes from the step at two "
-            "sizes. sacplan.plan looks longer: its plan may recompute less."
-        )
         smallest = min(row.peak_bytes for row in rows)
         return Verdict(
             model=name,
             parameters=sum(p.numel() for p in self.model.parameters()),
             batch=self.batch,
             seq=self.seq,
-            optimizer=own,
+            optimizer=next(iter(self.steps)),
             device=self.spec.name,
             memory_bytes=self.spec.memory_bytes,
             budget_bytes=self.budget_bytes,
@@ -527,7 +540,7 @@ class _Search:
             rows=tuple(rows),
             recommended=best,
             larger_devices=() if best is not None else _holding(smallest),
-            computed=tuple(self.notes),
+            computed=(*self.notes, _COMPUTED),
         )
 
 

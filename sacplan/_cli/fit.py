@@ -49,6 +49,10 @@ def fit(
             help="Without a budget: how much of the device's memory to leave free, 5% or 2GiB. Default: 15%.",
         ),
     ] = None,
+    sizes: Annotated[
+        bool,
+        o.option("--sizes/--no-sizes", help="Also the largest batch and sequence of each way: takes longer."),
+    ] = True,
     hf: o.HfOptions,
 ) -> Answer:
     """Whether a training step fits a device: as it is, with a plan, a chunked loss, another optimizer.
@@ -69,7 +73,7 @@ def fit(
     optimizer: Any = loaded.optimizer
     if loaded.facts:
         optimizer = None if loaded.facts["optimizer"] == "none" else loaded.facts["optimizer"]
-    with stage("recording and planning"), users_code(f"the step of {target}"):
+    with stage("recording and planning") as say, users_code(f"the step of {target}"):
         found = sacplan.fit(
             loaded.model,
             loaded.make_batch if seq is None else functools.partial(_of_length, loaded.make_batch, seq),
@@ -82,6 +86,8 @@ def fit(
             seq=seq,
             longest=None if seq is None else _positions(loaded.model),
             name=target.removeprefix("hf:"),
+            sizes=sizes,
+            on_verdict=lambda verdict: say(f"{verdict.sentence} Largest sizes ..."),
         )
     line = functools.partial(_command, target, found, hf)
     facts = {
@@ -96,7 +102,7 @@ def fit(
         "run": line(),
         "code": found.code,
     }
-    shown: list[Table | str] = [found.sentence, "", _table(found), *found.advice]
+    shown: list[Table | str] = [found.sentence, "", _table(found, sizes), *found.advice]
     if line():
         shown += ["", f"$ {line()}"]
     if found.code:
@@ -135,30 +141,23 @@ def _command(target: str, found: Verdict, hf: o.HfOptions) -> str:
     return " ".join([*map(shlex.quote, words), "-o", "plan.json"])
 
 
-def _table(found: Verdict) -> Table:
-    columns: list[Column | str] = [
-        "optimizer",
-        "",
-        number("peak"),
-        "fits",
-        number("step ms"),
-        number("largest batch"),
-    ]
-    if found.seq is not None:
+def _table(found: Verdict, sizes: bool) -> Table:
+    columns: list[Column | str] = ["optimizer", "", number("peak"), "fits", number("step ms")]
+    if sizes:
+        columns.append(number("largest batch"))
+    if sizes and found.seq is not None:
         columns.append(number("longest sequence"))
-    return table(columns, [_row(row, found) for row in found.rows])
+    return table(columns, [_row(row, found)[: len(columns)] for row in found.rows])
 
 
 def _row(row: FitRow, found: Verdict) -> list[str]:
     over = row.peak_bytes - found.budget_bytes
-    cells = [
+    return [
         row.optimizer,
         row.way,
         show.rounded_size(row.peak_bytes),
         "yes" if row.fits else f"no, by {show.rounded_size(over)}",
         "" if row.step_ms is None else f"{row.step_ms:.1f}",
         "?" if row.largest_batch is None else str(row.largest_batch),
+        "?" if row.longest_seq is None else str(row.longest_seq),
     ]
-    if found.seq is not None:
-        cells.append("?" if row.longest_seq is None else str(row.longest_seq))
-    return cells
