@@ -13,6 +13,7 @@ from torch import nn
 import sacplan
 from sacplan._profile.optimizers import CANDIDATES, recorded_step, with_optimizer, without_optimizer
 from tests.models import LM, cross_entropy, tokens
+from tests.slow import slow_after
 
 DEVICES = ("h100", "rtx-4090", "cpu")
 
@@ -46,7 +47,7 @@ def language(optimizer: Any = None, device: str = "rtx-4090") -> sacplan.Profile
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("make", [wide, language])
+@pytest.mark.parametrize("make", slow_after(1, [wide, language]))
 @pytest.mark.parametrize("one", CANDIDATES, ids=lambda one: one.name)
 def test_an_optimizer_that_is_put_in_gives_the_step_recorded_with_it(
     make: Any, one: Any, device: str

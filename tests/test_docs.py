@@ -44,13 +44,17 @@ SLOW = {
     "cli.md",
     "fit.md",
     "fsdp.md",
+    "how.md",
     "index.md",
+    "loop.md",
+    "no_gpu.md",
     "reports.md",
     "start.md",
     "testing.md",
+    "trl.md",
     "which-parallelism.md",
 }
-"""Pages that take more than fifteen seconds."""
+"""Pages that take more than a few seconds."""
 
 NOT_RUN = {
     ("alternatives.md", "python -m benchmarks.frontier", "takes ten minutes"),

@@ -16,6 +16,7 @@ from sacplan._shard.strategies import AxisStrategy, axis_strategies, local_call,
 from tests.op_steps import STEPS, below, calls_of, ignored, x
 from tests.placed import assert_all_right, assert_right, offered, random_pairs, run_on_ranks
 from tests.slices import OpCall
+from tests.slow import slow_after
 
 aten = torch.ops.aten
 
@@ -35,7 +36,7 @@ def test_every_strategy_is_right(name: str) -> None:
     assert sum(n > 1 for n in found) >= 0.5 * len(found)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", slow_after(8, STEPS))
 def test_axes_do_not_depend_on_each_other(name: str) -> None:
     """A strategy for each of two axes, whatever they are, where their cuts fit together."""
     mesh = Mesh.of({"dp": 2, "tp": 2})
