@@ -13,7 +13,7 @@ from sacplan._plan.context import planning_context
 from sacplan._program.decisions import Decision, SiteDecision
 from sacplan._program.program import Event, Op, Patch, Phase, Program, StorageKind
 from sacplan._program.regions import Option, Region
-from sacplan._program.technique import Installed, View
+from sacplan._program.technique import Installed
 from sacplan._techniques import TECHNIQUES, rewritten
 from tests import models
 
@@ -31,8 +31,8 @@ class HalfPrecision:
         saved = [m for m, ops in enumerate(region.members) if any(saved_floats(program, op) for op in ops)]
         return [Option(1e-3 * len(saved), 0, tuple(saved), "half")] if saved else []
 
-    def option_patch(self, program: Program, region: Region, option: Option, view: View) -> Patch:
-        return halved(program, {s for op in region.ops(option) for s in saved_floats(program, op)}, view)
+    def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
+        return halved(program, {s for op in region.ops(option) for s in saved_floats(program, op)})
 
     def decisions(self, program: Program, taken: Sequence[tuple[Region, Option]]) -> tuple[Decision, ...]:
         ops = {op: region.unit for region, option in taken for op in region.ops(option)}
@@ -46,8 +46,7 @@ class HalfPrecision:
         wanted = {decision.site for decision in decisions}
         calls = {call: unit for unit, *_ in wanted for call in program.calls[unit]}
         ops = {op for c, u in calls.items() for op, site in program.sites(c).items() if (u, *site) in wanted}
-        view = [(position, *event) for position, event in enumerate(program.events)]
-        return halved(program, {s for op in ops for s in saved_floats(program, op)}, view)
+        return halved(program, {s for op in ops for s in saved_floats(program, op)})
 
     def install(self, model: torch.nn.Module, decisions: Any, recorded: Any, *, check: bool) -> Installed:
         raise NotImplementedError("a simulation")
@@ -60,12 +59,12 @@ def saved_floats(program: Program, op: int) -> list[int]:
     return [s for s in program.ops[op].writes if s in full and s in program.handle_storages]
 
 
-def halved(program: Program, storages: set[int], view: View) -> Patch:
+def halved(program: Program, storages: set[int]) -> Patch:
     events: dict[int, Any] = {}
     ops: list[Op] = []
     casts: dict[tuple[int, int], int] = {}  # (PACK, handle) or (UNPACK, instance) to the storage of a cast
     sizes: list[int] = []
-    for position, code, arg in view:
+    for position, (code, arg) in enumerate(program.events):
         saved = code in (Event.PACK, Event.RELEASE, Event.UNPACK, Event.DROP)
         s = program.liveness.storage(code, arg) if saved else -1
         if s not in storages:

@@ -14,7 +14,7 @@ from sacplan._program.decisions import Chunk, Decision
 from sacplan._program.places import OpSequence
 from sacplan._program.program import Patch, Program
 from sacplan._program.regions import Option, Region
-from sacplan._program.technique import Installed, View
+from sacplan._program.technique import Installed
 from sacplan.errors import PlanError
 
 
@@ -28,7 +28,7 @@ class Chunking:
         """None: what can run in slices is a region of its own."""
         return ()
 
-    def option_patch(self, program: Program, region: Region, option: Option, view: View) -> Patch:
+    def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
         """The patch that the option came with."""
         assert option.patch is not None
         return option.patch

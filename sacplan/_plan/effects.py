@@ -284,7 +284,7 @@ class _Effects:
     def _local_effect(self, region: Region, option: Option, own: _Events) -> _LocalEffect:
         """Folds the events of what the option's rewrite touches, with and without it; all the rest is the same."""
         program, storage_of, events = self.program, self.liveness.storage, own.events
-        patch = TECHNIQUES[option.technique].option_patch(program, region, option, events)
+        patch = TECHNIQUES[option.technique].option_patch(program, region, option)
         touched = {s for s in patch.handle_storages if s < len(program.storage_bytes)} | set(patch.resized)
         touched.update(
             storage_of(code, arg)

@@ -19,9 +19,6 @@ from sacplan._program.regions import Option, Region
 if TYPE_CHECKING:
     from sacplan._device.devices import DeviceSpec
 
-View = Sequence[tuple[int, int, int]]
-"""(position, ``Event``, index) of some events of a program."""
-
 
 class Installed(Protocol):
     """Decisions of one technique on a model.
@@ -66,8 +63,8 @@ class Technique(Protocol):
         """Options for a region beyond those that it has; ``costs``: by op, what running it again costs."""
         ...
 
-    def option_patch(self, program: Program, region: Region, option: Option, view: View) -> Patch:
-        """The rewrite that an option is, where only the events in ``view`` are looked at."""
+    def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
+        """The rewrite that an option is: of events about what the region touches, no others."""
         ...
 
     def decisions(self, program: Program, taken: Sequence[tuple[Region, Option]]) -> tuple[Decision, ...]:

@@ -12,7 +12,7 @@ from sacplan._program.decisions import Decision, Recompute, as_decisions, discar
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Patch, Program
 from sacplan._program.regions import Option, Region
-from sacplan._program.technique import Installed, View
+from sacplan._program.technique import Installed
 from sacplan._ranks.unit_limits import narrowed
 from sacplan._recompute.rewrite import recompute, recompute_ops
 
@@ -27,7 +27,7 @@ class Recomputation:
         """None beyond those that regions are made with."""
         return ()
 
-    def option_patch(self, program: Program, region: Region, option: Option, view: View) -> Patch:
+    def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
         """Discard the option's ops in the region's unit."""
         discarded = dict.fromkeys(region.ops(option), 1)
         return recompute_ops(program, discarded, frozenset(program.calls.get(region.unit, ())))
