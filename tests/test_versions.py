@@ -63,6 +63,18 @@ def test_a_write_in_place_makes_a_version_that_takes_the_others_place() -> None:
         assert program.inside_bytes[i] == op.workspace_bytes - program.storage_bytes[op.replaces]
 
 
+def test_the_backward_pass_reads_the_version_that_autograd_kept() -> None:
+    model, batch = convnet()
+    program = sacplan.profile(model, batch, device="cpu").program
+    made = {s for i in forward_ops(program, "aten.relu_.default") for s in program.ops[i].writes}
+    backward = [op for op in program.ops if op.name == "aten.threshold_backward.default"]
+    assert len(backward) == 4
+    for op in backward:
+        _, kept = op.inputs
+        assert program.tensors[kept].storage in made.intersection(op.reads)
+    assert not {op.replaces for op in program.ops}.intersection(s for op in backward for s in op.reads)
+
+
 @pytest.mark.parametrize("activation", ["relu", "silu", "hardswish"])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_convnets_can_discard_batch_norms_and_what_is_written_in_place(

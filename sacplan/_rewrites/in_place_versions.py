@@ -50,7 +50,7 @@ class _Splitter:
                 held[program.handle_storages[arg]] -= 1
             elif code in (Event.FREE, Event.ALLOC):
                 if arg in now:
-                    events[position] = ((code, now.pop(arg)),)
+                    events[position] = ((code, now[arg]),)  # what autograd keeps of it is still read
             elif code == Event.OP:
                 old = self._op(arg, held)
                 if old is not None:
