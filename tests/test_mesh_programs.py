@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from torch import nn
 
 import sacplan
 from sacplan._apply.apply import SpreadModel
+from sacplan._placing.answer import sharding_of
+from sacplan._placing.search import Search
 from sacplan._placing.shardings import searched
 from sacplan._plan.meshes import named_sharding
 from sacplan._profile.profile import trace_step
@@ -214,6 +217,42 @@ def test_shardings_that_are_found_take_what_is_predicted(
     except sacplan.PlanError as error:
         pytest.skip(str(error))
     check(model, "foreach", "h100", found)
+
+
+def drawn(model: str, axes: dict[str, int], share: float, seed: int) -> Sharding:
+    """Any strategies for a share of all ops and parameters, the others replicated."""
+    _, profile = step(model, "foreach", "h100")
+    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
+    evaluation = Search(profile.recorded, parameters, Mesh.of(axes), profile.spec).evaluation
+    choice, rng = evaluation.replicated(), random.Random(seed)
+    for c in range(len(evaluation.graph.classes)):
+        if rng.random() < share:
+            offered = itertools.product(
+                *(range(len(options.strategies[c])) for options in evaluation.options)
+            )
+            valid = [
+                picks
+                for picks in offered
+                if evaluation.is_valid(
+                    c, [o.strategies[c][k] for o, k in zip(evaluation.options, picks, strict=True)]
+                )
+            ]
+            for axis, pick in enumerate(rng.choice(valid)):
+                choice[axis][c] = pick
+    return sharding_of(evaluation, choice)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+@pytest.mark.parametrize("axes", [{"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("model", "seeds"),
+    [("cnn", 3), *(pytest.param(model, 3, marks=pytest.mark.slow) for model in ("llama", "gpt2", "vit"))],
+)
+def test_any_sharding_takes_what_is_predicted(
+    model: str, seeds: int, axes: dict[str, int], share: float
+) -> None:
+    for seed in range(seeds):
+        check(model, "foreach", "h100", drawn(model, axes, share, seed))
 
 
 @pytest.mark.parametrize(

@@ -138,21 +138,32 @@ class _Rank:
         self.ran: Counter[tuple[int, str]] = Counter()  # ops on tensors that are placed, by module call
         self.versions: dict[int, int] = defaultdict(int)  # of storages, by writes in place
         self.moved: dict[int, int] = {}  # recorded storages to those that have taken their place
-        self.packed: dict[int, list[int]] = defaultdict(list)  # handles by tensor
+        self.packed: dict[int, list[int]] = defaultdict(list)  # by tensor, handles of what it is now
+        self.packed_as: dict[int, tuple[Layout, Tensor, list[int]]] = {}  # by handle, these of its tensor
+        self.packed_at: dict[int, int] = {}  # by handle, the event
         self.recorded_as: dict[int, int] = {}  # the inverse
         self.viewed: set[int] = set()  # storages of copies that have views
         self.freed_with: dict[int, list[int]] = defaultdict(list)  # by recorded storage, these
         self.handle_tensors = list(program.handle_tensors)
         self.handle_ops = list(program.handle_ops)
         self.writers: dict[int, list[int]] = defaultdict(list)  # by storage, recorded ops
-        self.made_by = {  # views, by the ops that made them
-            t: op.name
+        self.views = {  # tensors of which autograd knows what they are views of, and holds that
+            t
             for op in program.ops
             for t in op.outputs
-            if program.tensors[t].storage not in op.writes
+            if program.tensors[t].storage not in {*op.writes, *op.mutates} and op.name not in _NO_VIEWS
         }
-        self.last_use = {t: index for index, op in enumerate(program.ops) for t in op.inputs}
-        self.due: dict[int, list[int]] = defaultdict(list)  # by op, copies that nothing uses after it
+        self.uses: dict[int, list[int]] = defaultdict(list)  # by tensor, ops that take it
+        self.made: dict[int, list[int]] = defaultdict(list)  # by view, ops that make it
+        for index, op in enumerate(program.ops):
+            for t in op.inputs:
+                self.uses[t].append(index)
+            for t in self.views.intersection(op.outputs) if op.name not in _NO_VIEWS else ():
+                self.made[t].append(index)
+        self.sharing: dict[int, list[int]] = defaultdict(list)  # tensors by storage
+        for t, tensor in enumerate(program.tensors):
+            self.sharing[tensor.storage].append(t)
+        self.due: dict[int, list[int]] = defaultdict(list)  # by op, storages that nothing uses after it
         self.bases: dict[int, int] = {}  # by handle, one on what its tensor is a view of
         self.homes = {
             s: homes.get(s, self.whole) for s, kind in enumerate(self.kinds) if kind == StorageKind.PARAMETER
@@ -164,7 +175,7 @@ class _Rank:
         self.ahead: set[int] = set()  # collectives that gather parameters
         self.behind: set[int] = set()  # collectives that reduce gradients
         self.events: list[tuple[int, int]] = []
-        self.running = "the step"  # the op, for errors
+        self.index, self.running = -1, "the step"  # the op
         # What was seen on this mesh is the same for other homes and places.
         self.seen, self.redistributions = program.derived(("parts", mesh, device), _Known.nothing)
         self.metas = [Meta(t.shape, getattr(torch, t.dtype)) for t in program.tensors]
@@ -191,7 +202,7 @@ class _Rank:
                         self._drop_copies()
                         phase = op.phase
                     self._run(arg)
-                    self._free_copies(self.due.pop(arg, ()))
+                    self.events.extend((_FREE, storage) for storage in self.due.pop(arg, ()))
                     for storage in self.ops[arg].writes:
                         self.writers[storage].append(arg)
                     self.complete = [(op, gradient) for gradient in self.last_of.get(arg, ())]
@@ -203,8 +214,12 @@ class _Rank:
                     self.events.append((code, arg))
                     if code == Event.PACK:
                         self._pack(arg)
-                    elif code == Event.RELEASE and arg in self.bases:
-                        self.events.append((code, self.bases.pop(arg)))
+                    elif code == Event.UNPACK:
+                        self._unpack(r.instance_handles[arg])
+                    elif code == Event.RELEASE:
+                        self.packed_at.pop(arg, None)
+                        if arg in self.bases:
+                            self.events.append((code, self.bases.pop(arg)))
             self._move_gradients()
             self._drop_copies()
         self._hide_collectives()
@@ -249,7 +264,7 @@ class _Rank:
 
     def _run(self, index: int) -> None:
         op = self.r.ops[index]
-        self.running = op.name
+        self.running, self.index = op.name, index
         if accumulates(op):
             op = msgspec.structs.replace(op, name=_ADD, mutates=())
         have = [self._layout(t) for t in op.inputs]
@@ -279,6 +294,8 @@ class _Rank:
             if self.r.tensors[t].storage in op.writes
         }
         storages = self._emit(part, [self.tensors[t].storage for t in given], results, like, index)
+        if op.replaces >= 0:
+            self._make_version(index, op, part, storages)
         for storage in self.ops[index].mutates:
             self.versions[storage] += 1
         if op is not self.r.ops[index]:
@@ -289,6 +306,8 @@ class _Rank:
                 self.layouts[same], self.tensors[same] = choice.outputs[0], self.tensors[-1]
             return
         for t, made, layout in zip(op.outputs, part.made, choice.outputs, strict=True):
+            if t not in op.inputs:
+                self.packed.pop(t, None)
             recorded, storage = self.r.tensors[t].storage, storages[made.storage]
             self.layouts[t] = layout
             self.tensors[t] = msgspec.structs.replace(made, storage=storage)
@@ -297,6 +316,16 @@ class _Rank:
         self._free_copies(passing)
         if all(weights):
             self.weights.update(op.outputs)
+
+    def _make_version(self, index: int, op: Op, part: _Part, storages: dict[int, int]) -> None:
+        """An op that writes in place makes a new version of a storage (``Op.replaces``), as it was recorded."""
+        (version,), (made,) = op.writes, part.made
+        old = storages[made.storage]
+        self.sizes[version] = self.sizes[old]
+        storages[made.storage] = version
+        self.ops[index] = msgspec.structs.replace(
+            self.ops[index], writes=(version,), mutates=(), replaces=old
+        )
 
     def _asked(self, op: Op) -> tuple[Asked | None, ...] | None:
         """What a place of the plan asks for at an op of the forward pass."""
@@ -490,9 +519,11 @@ class _Rank:
         """
         if is_reduced(source, target):
             summed = self._moved(op, tensor, source, target)
-            if self._is_view(tensor):  # what it is a view of still has the summands
+            if tensor in self.views:  # what it is a view of still has the summands
+                old = self.tensors[tensor].storage
                 self.layouts[tensor], self.tensors[tensor] = target, self.tensors[summed]
-                self.due[self._end_of_use(tensor)].append(tensor)
+                self._free_with_view(tensor, self.tensors[summed].storage)
+                self._pack_again(tensor, old)
             else:
                 self._replace(tensor, summed, target)
             return tensor
@@ -507,7 +538,7 @@ class _Rank:
         copy = self._moved(op, tensor, source, target)
         if axes:
             self.copies.keep(key, axes, copy)
-        else:
+        elif self.tensors[copy].storage != self.tensors[tensor].storage:
             passing.append(copy)
         return copy
 
@@ -539,16 +570,22 @@ class _Rank:
             self.viewed.add(copy)
             self.freed_with[recorded].append(copy)
 
-    def _is_view(self, tensor: int) -> bool:
-        """Whether autograd knows what a tensor is a view of, and holds that."""
-        return tensor in self.made_by and self.made_by[tensor] not in _NO_VIEWS
+    def _free_with_view(self, tensor: int, storage: int) -> None:
+        """What takes the place of a view is alive as long as that; autograd keeps what the backward pass needs of it.
 
-    def _end_of_use(self, tensor: int) -> int:
-        """The op after which nothing uses a tensor: its last one, or the next, where one function calls both."""
-        ops, last = self.r.ops, self.last_use[tensor]
+        Of the last view, as long as what it is a view of; of another until its last op, or the next, where one function
+        calls both.
+        """
+        ops, recorded = self.r.ops, self.r.tensors[tensor].storage
+        again = next((i for i in self.made[tensor] if i > self.index), len(ops))
+        last = max(i for i in self.uses[tensor] if i < again and ops[i].phase == ops[self.index].phase)
+        later = (i for t in self.sharing[recorded] for i in (*self.uses[t], *self.made[t]))
+        if not any(i > last and ops[i].phase == ops[last].phase for i in later):
+            self.freed_with[recorded].append(storage)
+            return
         if last + 1 < len(ops) and not set(ops[last].writes).isdisjoint(ops[last + 1].reads):
-            return last + 1
-        return last
+            last += 1
+        self.due[last].append(storage)
 
     # --- gradients, and what is there before the step -------------------------------------------------------
 
@@ -594,9 +631,7 @@ class _Rank:
         if new == old:
             return
         self.kinds[new], self.kinds[old] = self.kinds[old], StorageKind.TEMPORARY
-        for handle in self.packed.get(tensor, ()):
-            if self.handles[handle] == old:
-                self.handles[handle] = new
+        self._pack_again(tensor, old)
         recorded = self.recorded_as.pop(old, old)
         self.recorded_as[new], self.moved[recorded] = recorded, new
         self.events.append((_FREE, old))
@@ -633,26 +668,55 @@ class _Rank:
         self.sizes[storage] = self.device.round_up(-(-self.sizes[storage] // parts))
 
     def _pack(self, handle: int) -> None:
-        """What autograd keeps may be a view of a copy; what it is a view of as far as autograd knows is then kept, too.
-
-        That is never discarded: the view would still hold it.
-        """
+        """Autograd keeps a tensor, and with a view what that is a view of as far as autograd knows."""
         tensor = self.r.handle_tensors[handle]
         if tensor not in self.layouts:
             return
-        kept = self.handles[handle] = self.tensors[tensor].storage
+        self.handles[handle] = self.tensors[tensor].storage
         self.packed[tensor].append(handle)
-        recorded = self.r.tensors[tensor].storage
+        self._note(tensor, handle)
+        self.packed_at[handle] = len(self.events) - 1
+        self._pack_base(tensor, handle)
+
+    def _note(self, tensor: int, handle: int) -> None:
+        self.packed_as[handle] = self.layouts[tensor], self.tensors[tensor], self.packed[tensor]
+
+    def _unpack(self, handle: int) -> None:
+        """Views that are alike are one tensor of the program; of several, autograd has its own one back."""
+        if handle in self.packed_as:
+            tensor = self.r.handle_tensors[handle]
+            self.layouts[tensor], self.tensors[tensor], self.packed[tensor] = self.packed_as[handle]
+
+    def _pack_again(self, tensor: int, old: int) -> None:
+        """What autograd keeps of a tensor is another storage from now on."""
+        for handle in self.packed.get(tensor, ()):
+            if self.handles[handle] != old or handle not in self.packed_at:
+                continue
+            before = self._new_handle(handle, old)
+            self.events[self.packed_at[handle]] = (int(Event.PACK), before)
+            self.events.append((int(Event.RELEASE), before))
+            self.handles[handle] = self.tensors[tensor].storage
+            self._note(tensor, handle)
+            self.events.append((int(Event.PACK), handle))
+            self.packed_at[handle] = len(self.events) - 1
+            self._pack_base(tensor, handle)
+
+    def _pack_base(self, tensor: int, handle: int) -> None:
+        """That of a view of a copy is never discarded: the view would still hold it."""
+        recorded, kept = self.r.tensors[tensor].storage, self.handles[handle]
         base = self.moved.get(recorded, recorded)
-        if kept == base or kept not in self.viewed:
+        if kept == base or handle in self.bases or not (kept in self.viewed or tensor in self.views):
             return
-        self.bases[handle] = len(self.handles)
-        self.handles.append(base)
-        self.handle_tensors.append(-1)
-        self.handle_ops.append(self.handle_ops[handle])
-        self.events.append((Event.PACK, self.bases[handle]))
+        self.bases[handle] = self._new_handle(handle, base)
+        self.events.append((int(Event.PACK), self.bases[handle]))
         for writer in self.writers[base]:
             self.ops[writer] = msgspec.structs.replace(self.ops[writer], recomputable=False)
+
+    def _new_handle(self, like: int, storage: int) -> int:
+        self.handles.append(storage)
+        self.handle_tensors.append(-1)
+        self.handle_ops.append(self.handle_ops[like])
+        return len(self.handles) - 1
 
     def _new_storage(self, n_bytes: int) -> int:
         self.sizes.append(n_bytes)
