@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,8 +16,6 @@ from torch import nn
 
 import sacplan
 from sacplan._apply.apply import SpreadModel
-from sacplan._placing.answer import sharding_of
-from sacplan._placing.search import Search
 from sacplan._placing.shardings import searched
 from sacplan._plan.meshes import named_sharding
 from sacplan._profile.profile import trace_step
@@ -28,6 +25,8 @@ from sacplan._ranks.shards import parameters_of
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.process_groups import pretended_ranks
 from sacplan._shard.sharding import Sharding
+from tests.drawn import drawn_sharding
+from tests.slow import slow_after
 
 pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
 
@@ -219,40 +218,42 @@ def test_shardings_that_are_found_take_what_is_predicted(
     check(model, "foreach", "h100", found)
 
 
-def drawn(model: str, axes: dict[str, int], share: float, seed: int) -> Sharding:
-    """Any strategies for a share of all ops and parameters, the others replicated."""
-    _, profile = step(model, "foreach", "h100")
-    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
-    evaluation = Search(profile.recorded, parameters, Mesh.of(axes), profile.spec).evaluation
-    choice, rng = evaluation.replicated(), random.Random(seed)
-    for c in range(len(evaluation.graph.classes)):
-        if rng.random() < share:
-            offered = itertools.product(
-                *(range(len(options.strategies[c])) for options in evaluation.options)
-            )
-            valid = [
-                picks
-                for picks in offered
-                if evaluation.is_valid(
-                    c, [o.strategies[c][k] for o, k in zip(evaluation.options, picks, strict=True)]
-                )
-            ]
-            for axis, pick in enumerate(rng.choice(valid)):
-                choice[axis][c] = pick
-    return sharding_of(evaluation, choice)
-
-
-@pytest.mark.parametrize("share", [0.1, 0.5])
-@pytest.mark.parametrize("axes", [{"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
-@pytest.mark.parametrize(
-    ("model", "seeds"),
-    [("cnn", 3), *(pytest.param(model, 3, marks=pytest.mark.slow) for model in ("llama", "gpt2", "vit"))],
+ANY = pytest.mark.parametrize(
+    ("model", "axes", "share", "seed"),
+    slow_after(
+        4,
+        (
+            (model, axes, share, seed)
+            for model, seeds in {"cnn": 3, "llama": 3, "gpt2": 2, "vit": 2}.items()
+            for seed in range(seeds)
+            for axes in ({"tp": 4}, {"dp": 2, "tp": 2})
+            for share in (0.1, 0.5)
+        ),
+    ),
+    ids=str,
 )
+
+
+@ANY
 def test_any_sharding_takes_what_is_predicted(
-    model: str, seeds: int, axes: dict[str, int], share: float
+    model: str, axes: dict[str, int], share: float, seed: int
 ) -> None:
-    for seed in range(seeds):
-        check(model, "foreach", "h100", drawn(model, axes, share, seed))
+    _, profile = step(model, "foreach", "h100")
+    check(model, "foreach", "h100", drawn_sharding(profile, axes, share, seed))
+
+
+@ANY
+def test_plans_on_any_sharding_take_what_is_predicted(
+    model: str, axes: dict[str, int], share: float, seed: int
+) -> None:
+    (module, batch, loss_fn), profile = step(model, "none", "h100")
+    on_ranks = profile.on_ranks(Ranks.spread(drawn_sharding(profile, axes, share, seed)))
+    smallest = sacplan.plan_smallest(on_ranks, techniques=("recompute",))
+    between = (smallest.peak_bytes + on_ranks.peak_bytes) // 2
+    for plan in (smallest, sacplan.plan(on_ranks, f"{between}B", techniques=("recompute",))):
+        seen = sacplan.verify(module, batch, plan, loss_fn)
+        assert seen.peak_bytes == plan.peak_bytes
+        assert not seen.differences
 
 
 @pytest.mark.parametrize(

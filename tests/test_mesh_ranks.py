@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import sacplan
+from sacplan._ranks.ranks import Ranks
+from tests.drawn import drawn_sharding
 from tests.models import LM, Block, cross_entropy, tokens
 from tests.ranks import OPTIMIZER, RankMemory, patient_collectives
 from tests.spread import Case, far, ok, on_ranks
@@ -204,6 +206,18 @@ def planned(
         budget = int(0.93 * plan.peak_bytes)
 
 
+def planned_on_any_sharding(make: Callable[[], Made], mesh: dict[str, int], file: Path) -> None:
+    """A plan for the smallest budget on strategies that are drawn at random."""
+    model, batch, loss_fn = seeded(make)
+    profile = sacplan.profile(model, batch, loss_fn, OPTIMIZER, device="cpu")
+    sharding = drawn_sharding(profile, mesh, 0.3, 0)
+    on_rank = profile.on_ranks(Ranks.spread(sharding))
+    smallest = sacplan.plan_smallest(on_rank, techniques=("recompute",)).peak_bytes
+    plan = sacplan.plan(on_rank, f"{smallest}B", techniques=("recompute",))
+    assert plan.decisions
+    plan.save(file)
+
+
 def cases_of(models: Mapping[Any, tuple[str, ...]], directory: Path, n_budgets: int) -> dict[str, Case]:
     return {
         f"{make.__name__} on {mesh}, {n}": functools.partial(runs, make, file)
@@ -243,6 +257,18 @@ def test_plans_on_a_mesh_hold_on_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("meshes", "budgets"), [(("2x2",), 3), (("4", "tp"), 1)])
 def test_models_of_transformers(meshes: tuple[str, ...], budgets: int, tmp_path: Path) -> None:
     check_all(dict.fromkeys((llama, gpt2, vit), meshes), tmp_path, budgets)
+
+
+@pytest.mark.slow
+def test_plans_on_any_sharding_hold_on_ranks(tmp_path: Path) -> None:
+    cases = {}
+    for make in (llama, gpt2, vit):
+        file = tmp_path / f"{make.__name__}.json"
+        planned_on_any_sharding(make, MESHES["2x2"], file)
+        cases[make.__name__] = functools.partial(runs, make, file)
+    found = on_ranks(cases, tmp_path)
+    for case in cases:
+        check(found, case)
 
 
 @pytest.mark.slow

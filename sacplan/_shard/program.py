@@ -203,8 +203,6 @@ class _Rank:
                         phase = op.phase
                     self._run(arg)
                     self.events.extend((_FREE, storage) for storage in self.due.pop(arg, ()))
-                    for storage in self.ops[arg].writes:
-                        self.writers[storage].append(arg)
                     self.complete = [(op, gradient) for gradient in self.last_of.get(arg, ())]
                 elif code == _FREE:
                     self._free(arg)
@@ -269,7 +267,7 @@ class _Rank:
             op = msgspec.structs.replace(op, name=_ADD, mutates=())
         have = [self._layout(t) for t in op.inputs]
         if all(layout is None for layout in have):
-            self.events.append((_OP, index))  # of plain tensors: every rank does the same
+            self._append(index)  # of plain tensors: every rank does the same
             return
         layouts = tuple(self.whole if layout is None else layout for layout in have)
         asked = self._asked(op) if op.phase == Phase.FORWARD else None
@@ -441,8 +439,11 @@ class _Rank:
                     arguments=op.arguments,
                 )
                 if arg == carrier and main is not None:
-                    self.ops[main] = msgspec.structs.replace(found, recomputable=like.recomputable)
-                    self.events.append((_OP, main))
+                    taken = like.inputs if op.name == like.name else self._taken(part.taken[arg], storage)
+                    self.ops[main] = msgspec.structs.replace(
+                        found, recomputable=like.recomputable, inputs=taken
+                    )
+                    self._append(main)
                 else:
                     self.ops.append(
                         msgspec.structs.replace(
@@ -454,12 +455,17 @@ class _Rank:
                             outputs=(),
                         )
                     )
-                    self.events.append((_OP, len(self.ops) - 1))
+                    self._append(len(self.ops) - 1)
             elif code in (Event.ALLOC, Event.FREE):
                 self.events.append((code, storage(arg)))
         for t in part.made:
             storage(t.storage)
         return known
+
+    def _append(self, index: int) -> None:
+        self.events.append((_OP, index))
+        for storage in self.ops[index].writes:
+            self.writers[storage].append(index)
 
     def _taken(self, tensors: Sequence[Tensor], storage: Callable[[int], int]) -> tuple[int, ...]:
         """Tensors of a rehearsal as tensors of the program."""
@@ -688,7 +694,10 @@ class _Rank:
             self.layouts[tensor], self.tensors[tensor], self.packed[tensor] = self.packed_as[handle]
 
     def _pack_again(self, tensor: int, old: int) -> None:
-        """What autograd keeps of a tensor is another storage from now on."""
+        """What autograd keeps of a tensor is another storage from now on.
+
+        Recipes for the old one do not make it, so neither is discarded.
+        """
         for handle in self.packed.get(tensor, ()):
             if self.handles[handle] != old or handle not in self.packed_at:
                 continue
@@ -700,6 +709,12 @@ class _Rank:
             self.events.append((int(Event.PACK), handle))
             self.packed_at[handle] = len(self.events) - 1
             self._pack_base(tensor, handle)
+            self._keep(old)
+            self._keep(self.handles[handle])
+
+    def _keep(self, storage: int) -> None:
+        for writer in self.writers[storage]:
+            self.ops[writer] = msgspec.structs.replace(self.ops[writer], recomputable=False)
 
     def _pack_base(self, tensor: int, handle: int) -> None:
         """That of a view of a copy is never discarded: the view would still hold it."""
@@ -709,8 +724,7 @@ class _Rank:
             return
         self.bases[handle] = self._new_handle(handle, base)
         self.events.append((int(Event.PACK), self.bases[handle]))
-        for writer in self.writers[base]:
-            self.ops[writer] = msgspec.structs.replace(self.ops[writer], recomputable=False)
+        self._keep(base)
 
     def _new_handle(self, like: int, storage: int) -> int:
         self.handles.append(storage)

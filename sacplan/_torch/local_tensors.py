@@ -72,6 +72,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def held_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What a tensor is a view of, if that may lie on other memory than the tensor: autograd holds it with the view.
+
+    A class says so with ``holds_base``.
+    """
+    return tensor._base if getattr(type(tensor), "holds_base", False) else None
+
+
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
     """``local_part``, after a collective has filled it."""
     while stands_for_another(tensor):
@@ -101,7 +109,9 @@ def wrapping_of(tensor: torch.Tensor) -> Wrapping:
     base = sys.modules["torch.distributed.tensor"].DTensor
     if kind.__tensor_unflatten__ is not base.__tensor_unflatten__:
         return Wrapping(functools.partial(_unflattened, *_flattened(dtensor)))
-    attributes = None if kind is base else vars(dtensor)
+    attributes = (
+        None if kind is base else dict(vars(dtensor))
+    )  # as they are now: summands may be reduced later
     return Wrapping(functools.partial(_made, kind, dtensor._spec, attributes))
 
 

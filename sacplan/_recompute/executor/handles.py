@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from sacplan._recompute.executor.nodes import Recomputation, Slot, compute
 from sacplan._recompute.executor.tensors import checksum, history_free_aliases, version_of
-from sacplan._torch.local_tensors import Wrapping
+from sacplan._torch.local_tensors import Wrapping, held_base, local_part
 from sacplan.errors import RecipeError
 
 
@@ -89,17 +89,23 @@ class RecipeHandle:
 
 
 class Kept:
-    """What autograd keeps for a kept tensor: itself, and the version it had."""
+    """What autograd keeps for a kept tensor: itself, and the version it had.
 
-    __slots__ = ("original", "tensor", "unit", "version")
+    Attributes:
+        base: what autograd without hooks holds with it.
+    """
+
+    __slots__ = ("base", "original", "tensor", "unit", "version")
 
     def __init__(self, tensor: torch.Tensor, plain: bool, unit: str) -> None:
         self.unit = unit
         self.original: weakref.ref[torch.Tensor] | None = None
         self.tensor = tensor
         self.version = version_of(tensor)
+        self.base: torch.Tensor | None = None
         if tensor.grad_fn is not None:  # else an op's output holds the op's autograd node, which holds this
             (self.tensor,) = history_free_aliases((tensor,))
+            self.base = base_without_history(tensor)
             self.original = weakref.ref(tensor) if plain else None
 
     def unpack(self) -> torch.Tensor:
@@ -116,12 +122,23 @@ class Kept:
         return self.tensor
 
 
+def base_without_history(tensor: torch.Tensor, discarded: torch.Tensor | None = None) -> torch.Tensor | None:
+    """``held_base``, detached; None if it lies on the memory that is discarded."""
+    base = held_base(tensor)
+    if base is None:
+        return None
+    if discarded is not None and local_part(base).untyped_storage() is discarded.untyped_storage():
+        return None
+    return history_free_aliases((base,))[0]
+
+
 @dataclass(slots=True)
 class Wrapped:
     """A DTensor whose local part is discarded."""
 
     local: RecipeHandle
     wrapping: Wrapping
+    base: torch.Tensor | None
 
     def unpack(self) -> torch.Tensor:
         """Of the same class, around the part that is recomputed."""

@@ -26,7 +26,15 @@ from sacplan._program.places import Call, Places, StepDifference, described
 from sacplan._program.program import CallSite
 from sacplan._recompute.executor.alignment import Alignment, RecordedUnit
 from sacplan._recompute.executor.draws import Draw, draw_of
-from sacplan._recompute.executor.handles import FirstStep, Kept, PassedOn, RecipeHandle, Wrapped, unpack
+from sacplan._recompute.executor.handles import (
+    FirstStep,
+    Kept,
+    PassedOn,
+    RecipeHandle,
+    Wrapped,
+    base_without_history,
+    unpack,
+)
 from sacplan._recompute.executor.nodes import (
     OpSignature,
     RecipeNode,
@@ -437,9 +445,12 @@ class UnitRecorder(Watching):
             (self._kept_gaps if slot is None else self._handle_gaps).add(len(self._looked_up))
         if slot is not None:
             handle = RecipeHandle(slot, local, self._first_step)
-            return handle if local is t else Wrapped(handle, wrapping_of(t))
+            if local is t:
+                return handle
         paused, self.paused = self.paused, True  # what runs now is not part of the unit
         try:
+            if slot is not None:
+                return Wrapped(handle, wrapping_of(t), base_without_history(t, local))
             if self._outer is not None:
                 pack_hook, unpack_hook = self._outer
                 return PassedOn(pack_hook(t), unpack_hook)

@@ -35,6 +35,7 @@ class Form:
         shape, stride, dtype: of the whole tensor.
         weight: whether they are parameters, or made of nothing else.
         spec: the same, as DTensors have it.
+        is_partial: whether ranks have summands.
     """
 
     layout: Layout
@@ -43,6 +44,7 @@ class Form:
     dtype: torch.dtype
     weight: bool
     spec: dtensors.DTensorSpec
+    is_partial: bool
 
 
 class Grid:
@@ -93,7 +95,10 @@ class Grid:
         if found is None:
             placements = placements_of(layout, self.ranks)
             spec = dtensors.dtensor_spec(self.device_mesh, placements, shape, stride, dtype)
-            found = self._forms[key] = Form(layout, torch.Size(shape), tuple(stride), dtype, weight, spec)
+            partial = any(p.is_partial for p in layout)
+            found = self._forms[key] = Form(
+                layout, torch.Size(shape), tuple(stride), dtype, weight, spec, partial
+            )
         return found
 
     def move(self, local: torch.Tensor, shape: Sequence[int], source: Layout, target: Layout) -> torch.Tensor:

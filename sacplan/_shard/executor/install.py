@@ -181,7 +181,7 @@ class Handle:
         self._model, self._shells = None, []
 
 
-_OURS = frozenset(("_form", "_grid", "_is_copy", "_local_tensor", "_spec", "_is_param"))
+_OURS = frozenset(("_form", "_grid", "_is_copy", "_same", "_local_tensor", "_spec", "_is_param"))
 
 
 def _replace(model: nn.Module, by_id: Mapping[int, Any]) -> None:

@@ -6,6 +6,7 @@ rank has, and what it returns lies as its strategy states. Plain tensors count a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
@@ -40,6 +41,12 @@ class PlacedTensor(DTensor):
     """Its values have been reduced since it was made: views of it that were made before show the summands."""
 
     _has_views = False
+
+    _same: list[weakref.ref[PlacedTensor]] | None = None
+    """This, and what was detached from it, as long as its values are summands: they are reduced together."""
+
+    holds_base = True
+    """A view may lie on other memory than what it is a view of, which autograd holds, too."""
 
     # Each op would go through Python twice, and plain results become placed ones.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -246,6 +253,8 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if prepared.returns:
         return _written(prepared, args, kwargs)
     made = _wrapped(out, prepared.outputs, grid)
+    if func is _DETACH and made._form.is_partial:
+        _tie(tensors[0], made)
     if prepared.is_view:
         tensors[0]._has_views = True
         if _is_detached(tensors[0], parts[0], prepared, out):
@@ -255,6 +264,14 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 _FOREACH_NORM = torch.ops.aten._foreach_norm.Scalar
+_DETACH = torch.ops.aten.detach.default
+
+
+def _tie(t: PlacedTensor, detached: PlacedTensor) -> None:
+    if t._same is None:
+        t._same = [weakref.ref(t)]
+    t._same.append(weakref.ref(detached))
+    detached._same = t._same
 
 
 def _norms(tensors: Sequence[torch.Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Any]:
@@ -270,11 +287,13 @@ def _moved_input(tensors: list[Any], i: int, layout: Layout, grid: Grid) -> torc
         return grid.moved(t, t.shape, grid.replicated, layout, _version(t))
     form = t._form
     if is_reduced(form.layout, layout) and sum(other is t for other in tensors) == 1:
-        t._local_tensor = grid.move(t._local_tensor, form.shape, form.layout, layout)
-        t._form = grid.form(layout, form.shape, form.stride, form.dtype, form.weight)
-        t._spec = t._form.spec
-        t._is_reduced = True
-        return t._local_tensor
+        part = grid.move(t._local_tensor, form.shape, form.layout, layout)
+        reduced = grid.form(layout, form.shape, form.stride, form.dtype, form.weight)
+        for same in (t, *(ref() for ref in t._same or ())):
+            if same is not None and same._form is form:
+                same._local_tensor, same._form, same._spec = part, reduced, reduced.spec
+                same._is_reduced = True
+        return part
     return grid.moved(t._local_tensor, form.shape, form.layout, layout, _version(t))
 
 
