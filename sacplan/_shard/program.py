@@ -38,6 +38,7 @@ from sacplan._shard.places import Place, Places
 from sacplan._shard.recorded import collective_named
 from sacplan._shard.redistribute import kept, redistribute
 from sacplan._shard.strategies import local_call
+from sacplan._shard.views import Views
 from sacplan._torch.collectives import all_reduce
 from sacplan._torch.ops import op_named
 from sacplan._torch.private import below_autograd
@@ -138,31 +139,16 @@ class _Rank:
         self.ran: Counter[tuple[int, str]] = Counter()  # ops on tensors that are placed, by module call
         self.versions: dict[int, int] = defaultdict(int)  # of storages, by writes in place
         self.moved: dict[int, int] = {}  # recorded storages to those that have taken their place
+        self.recorded_as: dict[int, int] = {}  # the inverse
         self.packed: dict[int, list[int]] = defaultdict(list)  # by tensor, handles of what it is now
         self.packed_as: dict[int, tuple[Layout, Tensor, list[int]]] = {}  # by handle, these of its tensor
         self.packed_at: dict[int, int] = {}  # by handle, the event
-        self.recorded_as: dict[int, int] = {}  # the inverse
         self.viewed: set[int] = set()  # storages of copies that have views
         self.freed_with: dict[int, list[int]] = defaultdict(list)  # by recorded storage, these
         self.handle_tensors = list(program.handle_tensors)
         self.handle_ops = list(program.handle_ops)
-        self.writers: dict[int, list[int]] = defaultdict(list)  # by storage, recorded ops
-        self.views = {  # tensors of which autograd knows what they are views of, and holds that
-            t
-            for op in program.ops
-            for t in op.outputs
-            if program.tensors[t].storage not in {*op.writes, *op.mutates} and op.name not in _NO_VIEWS
-        }
-        self.uses: dict[int, list[int]] = defaultdict(list)  # by tensor, ops that take it
-        self.made: dict[int, list[int]] = defaultdict(list)  # by view, ops that make it
-        for index, op in enumerate(program.ops):
-            for t in op.inputs:
-                self.uses[t].append(index)
-            for t in self.views.intersection(op.outputs) if op.name not in _NO_VIEWS else ():
-                self.made[t].append(index)
-        self.sharing: dict[int, list[int]] = defaultdict(list)  # tensors by storage
-        for t, tensor in enumerate(program.tensors):
-            self.sharing[tensor.storage].append(t)
+        self.writers: dict[int, list[int]] = defaultdict(list)  # by storage, ops
+        self.views = program.derived(("views",), lambda: Views(program))
         self.due: dict[int, list[int]] = defaultdict(list)  # by op, storages that nothing uses after it
         self.bases: dict[int, int] = {}  # by handle, one on what its tensor is a view of
         self.homes = {
@@ -526,10 +512,7 @@ class _Rank:
         if is_reduced(source, target):
             summed = self._moved(op, tensor, source, target)
             if tensor in self.views:  # what it is a view of still has the summands
-                old = self.tensors[tensor].storage
-                self.layouts[tensor], self.tensors[tensor] = target, self.tensors[summed]
-                self._free_with_view(tensor, self.tensors[summed].storage)
-                self._pack_again(tensor, old)
+                self._replace_view(tensor, summed, target)
             else:
                 self._replace(tensor, summed, target)
             return tensor
@@ -575,23 +558,6 @@ class _Rank:
         if copy >= len(self.r.storage_bytes) and copy not in self.viewed:
             self.viewed.add(copy)
             self.freed_with[recorded].append(copy)
-
-    def _free_with_view(self, tensor: int, storage: int) -> None:
-        """What takes the place of a view is alive as long as that; autograd keeps what the backward pass needs of it.
-
-        Of the last view, as long as what it is a view of; of another until its last op, or the next, where one function
-        calls both.
-        """
-        ops, recorded = self.r.ops, self.r.tensors[tensor].storage
-        again = next((i for i in self.made[tensor] if i > self.index), len(ops))
-        last = max(i for i in self.uses[tensor] if i < again and ops[i].phase == ops[self.index].phase)
-        later = (i for t in self.sharing[recorded] for i in (*self.uses[t], *self.made[t]))
-        if not any(i > last and ops[i].phase == ops[last].phase for i in later):
-            self.freed_with[recorded].append(storage)
-            return
-        if last + 1 < len(ops) and not set(ops[last].writes).isdisjoint(ops[last + 1].reads):
-            last += 1
-        self.due[last].append(storage)
 
     # --- gradients, and what is there before the step -------------------------------------------------------
 
@@ -641,6 +607,17 @@ class _Rank:
         recorded = self.recorded_as.pop(old, old)
         self.recorded_as[new], self.moved[recorded] = recorded, new
         self.events.append((_FREE, old))
+
+    def _replace_view(self, tensor: int, moved: int, layout: Layout) -> None:
+        """What was made of a view takes its place, and is freed where code would let go of the view."""
+        old, new = self.tensors[tensor].storage, self.tensors[moved].storage
+        self.layouts[tensor], self.tensors[tensor] = layout, self.tensors[moved]
+        end = self.views.last_op_of(tensor, self.index)
+        if end is None:
+            self.freed_with[self.r.tensors[tensor].storage].append(new)
+        else:
+            self.due[end].append(new)
+        self._pack_again(tensor, old)
 
     def _free(self, storage: int) -> None:
         """A recorded storage is let go: what has taken its place is."""
@@ -763,7 +740,6 @@ def accumulates(op: Op) -> bool:
 
 
 _TWO_TENSORS = '[[{"tensor":0},{"tensor":1}],{}]'
-_NO_VIEWS = ("aten._unsafe_view.default", "aten.detach.default")
 _RESHAPE = "aten.reshape.default"
 
 

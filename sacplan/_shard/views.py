@@ -1,0 +1,65 @@
+"""Views of a recorded step: which tensors are views for autograd, and how long code has them.
+
+    views = Views(program)
+    tensor in views, views.last_op_of(tensor, index)
+
+Views that are alike, such as those that three projections make of one input, are one tensor of a program: it is made
+several times.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from sacplan._program.program import Program
+
+_NO_VIEWS = ("aten._unsafe_view.default", "aten.detach.default")
+"""Autograd does not hold what their outputs are views of."""
+
+
+class Views:
+    """Of one program.
+
+    Args:
+        program: as it was recorded.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._uses: dict[int, list[int]] = defaultdict(list)  # by tensor, ops that take it
+        self._made: dict[int, list[int]] = defaultdict(list)  # by view, ops that make it
+        self._on: dict[int, list[int]] = defaultdict(list)  # tensors by storage
+        for index, op in enumerate(program.ops):
+            for t in op.inputs:
+                self._uses[t].append(index)
+            if op.name in _NO_VIEWS:
+                continue
+            own = {*op.writes, *op.mutates}
+            for t in op.outputs:
+                if program.tensors[t].storage not in own:
+                    self._made[t].append(index)
+        for t, tensor in enumerate(program.tensors):
+            self._on[tensor.storage].append(t)
+
+    def __contains__(self, tensor: int) -> bool:
+        return tensor in self._made
+
+    def last_op_of(self, tensor: int, index: int) -> int | None:
+        """The op of a phase after which no code has the view that op ``index`` takes.
+
+        That is its last one, or the next, where one function calls both. What the backward pass needs of the forward
+        pass autograd keeps, not the code.
+
+        Returns:
+            None: the code has it as long as what it is a view of, as it is the last of the phase on that storage.
+        """
+        ops, phase = self._program.ops, self._program.ops[index].phase
+        again = next((i for i in self._made[tensor] if i > index), len(ops))
+        last = max(i for i in self._uses[tensor] if i < again and ops[i].phase == phase)
+        others = self._on[self._program.tensors[tensor].storage]
+        later = (i for t in others for i in (*self._uses[t], *self._made.get(t, ())))
+        if not any(i > last and ops[i].phase == phase for i in later):
+            return None
+        if last + 1 < len(ops) and not set(ops[last].writes).isdisjoint(ops[last + 1].reads):
+            return last + 1
+        return last
