@@ -1,8 +1,9 @@
 """What ``import sacplan`` offers: read by type checkers, and by the package itself (see ``__init__.py``)."""
 
 from ._advice.advise import Advice, Remedy, advise
-from ._advice.fit import FitRow, Verdict, fit
+from ._advice.fit import fit
 from ._advice.parts import Part
+from ._advice.verdict import FitRow, Verdict
 from ._apply.apply import Handle, apply
 from ._apply.code import parallel_code
 from ._classical.estimators import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats

@@ -11,13 +11,14 @@ planning recomputation for the step with that loss; ``plan`` with both technique
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from sacplan._advice.sizes import Peaks, Sized, largest, sized
+from sacplan._advice.verdict import TECHNIQUES, FitRow, Verdict, Way, recommended
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._plan.limits import DEFAULT_HEADROOM, budget_of_device, looking_for_plans, memory_less
@@ -31,25 +32,12 @@ from sacplan._profile.optimizers import (
 )
 from sacplan._profile.profile import Profile, profile
 from sacplan._program.arguments import checked
-from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import Decision
 from sacplan._program.liveness import bytes_at_ops
 from sacplan._program.program import Phase
 from sacplan._record.step import LossFn, resolve_batch
 from sacplan.errors import PlanError
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-Way = Literal["as it is", "plan", "chunked loss", "plan + chunked loss", "plan + chunks"]
-
-TECHNIQUES: dict[Way, tuple[str, ...]] = {
-    "as it is": (),
-    "plan": ("recompute",),
-    "chunked loss": ("chunk",),
-    "plan + chunked loss": ("recompute", "chunk"),
-    "plan + chunks": ("recompute", "chunk"),
-}
 _ENOUGH = 0.1  # share of what the most slices save that half of them may save less
 _SOLVER = "greedy"  # what is recommended is planned by all
 _COMPUTED = (
@@ -57,155 +45,6 @@ _COMPUTED = (
     "sacplan.plan looks longer: its plan may recompute less."
 )
 _TOKENS = 128  # sequences are looked at in multiples of so many: kernels pad others
-
-
-@dataclass(frozen=True, slots=True)
-class FitRow:
-    """One way to run the step.
-
-    Attributes:
-        optimizer: its name.
-        way: "as it is", "plan" (recomputation), "chunked loss", or both; "plan + chunks" where only modules in slices
-            could help as well.
-        peak_bytes: of the step. With a plan: of the fastest that fits; where none does, the smallest.
-        fits: whether that is within the budget.
-        step_ms: predicted time of the step; None where nothing was planned because nothing fits.
-        largest_batch: at the asked sequence; 0 where one sample does not fit; None where it was not to be computed.
-        longest_seq: at the asked batch, in multiples of 128 tokens where the asked one is; None for models without.
-    """
-
-    optimizer: str
-    way: Way
-    peak_bytes: int
-    fits: bool
-    step_ms: float | None
-    largest_batch: int | None
-    longest_seq: int | None
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return f"{self.optimizer}, {self.way}"
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether a step fits a device, and how.
-
-    Attributes:
-        model: its class, or the name that was given.
-        parameters: how many numbers are trained or not.
-        batch, seq: the asked size; ``seq`` is None for models without one.
-        optimizer: name of the asked one.
-        device, memory_bytes: the device, and what it has.
-        budget_bytes: what the step may take of that.
-        budget: as ``plan`` takes it; None where it is the default.
-        rows: all ways that were tried, the asked optimizer's first.
-        recommended: of those that fit, the one to take; None if nothing fits.
-        larger_devices: from the table, those on which the smallest row would fit; only where nothing fits here.
-        computed: sentences on what was computed from recordings, and what was not.
-    """
-
-    model: str
-    parameters: int
-    batch: int
-    seq: int | None
-    optimizer: str
-    device: str
-    memory_bytes: int
-    budget_bytes: int
-    budget: str | None
-    rows: tuple[FitRow, ...]
-    recommended: FitRow | None
-    larger_devices: tuple[str, ...]
-    computed: tuple[str, ...]
-
-    @property
-    def fits(self) -> bool:
-        """Whether the step fits as it is."""
-        return self.rows[0].fits
-
-    @property
-    def sentence(self) -> str:
-        """One sentence."""
-        tokens = "" if self.seq is None else f", {self.seq} tokens"
-        step = f"{self.model}, batch {self.batch}{tokens}, {self.optimizer}"
-        device = f"{self.device} ({format_bytes(self.memory_bytes)})"
-        peak = self.rows[0].peak_bytes
-        free = 1 - self.budget_bytes / self.memory_bytes
-        left = f"the {format_bytes(self.budget_bytes)} that {free:.0%} headroom leaves"
-        over = peak - self.budget_bytes
-        if over <= 0:
-            return f"{step} on {device}: fits. It needs {format_bytes(peak)} of {left}."
-        if self.recommended is not None:
-            best = self.recommended
-            return (
-                f"{step} on {device}: does not fit as it is ({format_bytes(peak)}, {format_bytes(over)} more than "
-                f"{left}), but does with {best.name}: {format_bytes(best.peak_bytes)}."
-            )
-        smallest = self.smallest
-        return (
-            f"{step} on {device}: does not fit. It needs {format_bytes(peak)}, {format_bytes(over)} more than {left}; "
-            f"the smallest found is {format_bytes(smallest.peak_bytes)}, with {smallest.name}."
-        )
-
-    @property
-    def smallest(self) -> FitRow:
-        """The row with the smallest peak."""
-        return min(self.rows, key=lambda row: row.peak_bytes)
-
-    @property
-    def advice(self) -> tuple[str, ...]:
-        """What to do, a sentence each."""
-        if self.recommended is None:
-            devices = ", ".join(self.larger_devices)
-            return (
-                (
-                    f"One device that holds the smallest: {devices}."
-                    if devices
-                    else "No device in the table holds it."
-                ),
-                "Over several devices: sacplan.layouts, or sacplan.plan(profile, budget, mesh=...).",
-            )
-        if self.recommended is self.rows[0]:
-            return ("No plan is needed.",)
-        return (f"Use {self.recommended.name}.",)
-
-    @property
-    def techniques(self) -> tuple[str, ...]:
-        """Of the plan that is recommended."""
-        return () if self.recommended is None else TECHNIQUES[self.recommended.way]
-
-    @property
-    def code(self) -> str:
-        """Lines to paste; ``model``, ``batch`` and ``params`` stand for one's own."""
-        best = self.recommended
-        if best is None:
-            return ""
-        make = BY_NAME[best.optimizer].code if best.optimizer in BY_NAME else "..."
-        lines = [f"optimizer = {make}"] if best.optimizer != self.optimizer else []
-        if best.way != "as it is":
-            techniques = TECHNIQUES[best.way]
-            more = "" if self.budget is None else f', "{self.budget}"'
-            more += "" if techniques == ("recompute",) else f", techniques={techniques!r}"
-            lines += [
-                f'profile = sacplan.profile(model, batch, optimizer=optimizer, device="{self.device}")',
-                f"handle = sacplan.apply(model, sacplan.plan(profile{more}))",
-            ]
-        return "\n".join(lines)
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per way."""
-        import pandas as pd
-
-        return pd.DataFrame([asdict(row) for row in self.rows])
-
-    def __str__(self) -> str:
-        rows = [
-            f"  {row.name}: {format_bytes(row.peak_bytes)}, {'fits' if row.fits else 'does not fit'}"
-            for row in self.rows
-        ]
-        return "\n".join([self.sentence, *rows, *self.advice, *self.computed])
 
 
 @checked(PlanError, "model", "make_batch", "optimizer", "budget")
@@ -525,7 +364,7 @@ class _Search:
         return self._verdict(name, list(map(self.with_sizes, rows))) if sizes else verdict
 
     def _verdict(self, name: str, rows: list[FitRow]) -> Verdict:
-        best = _recommended(rows)
+        best = recommended(rows)
         smallest = min(row.peak_bytes for row in rows)
         return Verdict(
             model=name,
@@ -542,15 +381,6 @@ class _Search:
             larger_devices=() if best is not None else _holding(smallest),
             computed=(*self.notes, _COMPUTED),
         )
-
-
-def _recommended(rows: list[FitRow]) -> FitRow | None:
-    """As it is, if that fits; else the fastest that does, of the asked optimizer and of the same one fused, if any."""
-    holding = [row for row in rows if row.fits]
-    if not holding or holding[0] is rows[0]:
-        return holding[0] if holding else None
-    same = [row for row in holding if row.optimizer in (rows[0].optimizer, "adamw-fused")]
-    return min(same or holding, key=lambda row: row.step_ms or 0.0)
 
 
 def _holding(n_bytes: int) -> tuple[str, ...]:
