@@ -109,9 +109,7 @@ def wrapping_of(tensor: torch.Tensor) -> Wrapping:
     base = sys.modules["torch.distributed.tensor"].DTensor
     if kind.__tensor_unflatten__ is not base.__tensor_unflatten__:
         return Wrapping(functools.partial(_unflattened, *_flattened(dtensor)))
-    attributes = (
-        None if kind is base else dict(vars(dtensor))
-    )  # as they are now: summands may be reduced later
+    attributes = None if kind is base else dict(vars(dtensor))  # a copy: what it says may change later
     return Wrapping(functools.partial(_made, kind, dtensor._spec, attributes))
 
 
