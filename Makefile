@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help demo test test-slow lint format notebook docs benchmark clean
+.PHONY: help demo test test-slow test-torch lint format notebook docs benchmark clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -25,6 +25,13 @@ test: $(VENV)/.installed  ## the tests, but for the slow ones
 test-slow: $(VENV)/.installed  ## the slow tests, which CI runs too
 	$(PYTEST) -m slow
 
+test-torch:  ## what holds with another torch: make test-torch TORCH=2.15.0
+	test -n "$(TORCH)" || { echo "say which torch: make test-torch TORCH=2.15.0" >&2; exit 2; }
+	test -d $(VENV)-$(TORCH) || $(PYTHON) -m venv $(VENV)-$(TORCH)
+	$(VENV)-$(TORCH)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-$(TORCH)/bin/python -m pip install --quiet "torch==$(TORCH)" --editable '.[cli,hf,highs,plot,dev]'
+	$(VENV)-$(TORCH)/bin/python -m benchmarks.torch_versions
+
 lint: $(VENV)/.installed  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,4 +51,4 @@ benchmark: $(VENV)/.installed  ## how long planning takes
 	$(BIN)/python -m benchmarks.planning_time
 
 clean:  ## what make and the tools leave behind
-	rm -rf $(VENV) out site build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-* out site build dist *.egg-info

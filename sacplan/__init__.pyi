@@ -58,6 +58,7 @@ from .errors import (
     SacplanWarning,
     SolverError,
     TraceError,
+    UnsupportedTorch,
 )
 
 __all__ = [
@@ -104,6 +105,7 @@ __all__ = [
     "TraceError",
     "Uniform",
     "UnitPlan",
+    "UnsupportedTorch",
     "Verdict",
     "Verification",
     "advise",

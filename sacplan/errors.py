@@ -15,6 +15,10 @@ class SacplanWarning(UserWarning):
     """Something was assumed, and the result is only as good as the assumption."""
 
 
+class UnsupportedTorch(SacplanError, ImportError):
+    """The torch that is installed lacks something that sacplan needs of it."""
+
+
 class BudgetError(SacplanError, ValueError):
     """A memory budget that cannot be parsed: negative, NaN, or with an unknown unit."""
 

@@ -67,6 +67,7 @@ NOT_RUN = {
     ("huggingface.md", "arguments = transformers", "Accelerate shards on accelerators only"),
     ("op_memory.md", "python -m benchmarks.op_memory", "takes minutes"),
     ("start.md", "pip install", "installs packages"),
+    ("versions.md", "make test-torch", "installs packages"),
     ("trainers.md", "import torch", "needs torchtune and an old torchao"),
     ("trainers.md", "from dataclasses", "needs torchtitan and Triton"),
     ("which-parallelism.md", "sacplan layouts", "takes minutes"),

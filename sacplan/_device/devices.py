@@ -40,10 +40,9 @@ WITHOUT_WORKSPACES = " without workspaces"
 
 def torch_version() -> tuple[int, int]:
     """Major and minor of the torch that is running; its kernels are the ones that are emulated."""
-    import torch
+    from sacplan._torch.versions import torch_release  # torch takes seconds to import
 
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
+    return torch_release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

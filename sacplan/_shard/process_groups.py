@@ -1,6 +1,6 @@
 """Process groups: a mesh over the ranks that run, and one that only pretends to have others.
 
-Private PyTorch API, tried on 2.13: the ``"fake"`` backend of ``torch.testing._internal.distributed.fake_pg``.
+The latter is the private ``"fake"`` backend of ``torch.testing._internal.distributed.fake_pg``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from math import prod
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from sacplan._torch.versions import torch_names
 from sacplan.errors import PlanError
 
 
@@ -53,7 +54,8 @@ def pretended_ranks(n: int) -> Iterator[None]:
     if is_running():
         yield
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    with torch_names():
+        from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=n, store=FakeStore())
     try:

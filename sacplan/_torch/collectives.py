@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as _collectives  # noqa: F401 (registers the ops)
 
-_ops: Any = torch.ops._c10d_functional
-_wait = _ops.wait_tensor
+from sacplan._torch.versions import torch_names
+
+with torch_names():
+    import torch.distributed._functional_collectives as _collectives  # noqa: F401 (registers the ops)
+
+    _ops: Any = torch.ops._c10d_functional
+    _wait = _ops.wait_tensor
 
 
 def arrived(sent: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,13 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
-from torch.distributed.tensor._dtensor_spec import TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
+
+from sacplan._torch.versions import torch_names
+
+with torch_names():
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+    from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def dtensor_spec(

@@ -1,6 +1,6 @@
 """Private PyTorch interfaces that tracing and recipes need, one function each.
 
-Tried on torch 2.11 and 2.13; the names are present in 2.11 to 2.15.
+Tried on torch 2.11 to 2.15 (``docs/versions.md``).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from sacplan._torch.local_tensors import Watching, is_deferred, local_part
+from sacplan._torch.versions import torch_names
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -73,9 +74,6 @@ def fake_empty_strided(
             meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, size, stride)
         return FakeTensor(mode, meta, _CPU)
 
-
-CUSTOM_FUNCTION_APPLY: CodeType = vars(torch.autograd.Function)["apply"].__func__.__code__
-"""Of what saves the tensors of a custom ``autograd.Function``."""
 
 _CALL_IMPL: CodeType = torch.nn.Module._call_impl.__code__
 _CALL_WITH_HOOKS = next(c for c in _CALL_IMPL.co_consts if isinstance(c, CodeType) and c.co_name == "inner")
@@ -273,7 +271,8 @@ def _raise_while_compiling(context: Any) -> None:
 
 def _uncompilable(error: type[Exception], message: str) -> Exception:
     """The same error as one that Dynamo neither swallows nor wraps."""
-    from torch._dynamo.exc import UncapturedHigherOrderOpError
+    with torch_names():
+        from torch._dynamo.exc import UncapturedHigherOrderOpError
 
     found: Exception = type(error.__name__, (error, UncapturedHigherOrderOpError), {})(message)
     return found

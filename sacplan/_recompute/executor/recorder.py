@@ -59,7 +59,7 @@ from sacplan._recompute.executor.tensors import history_free_aliases, is_ordinar
 from sacplan._torch.local_tensors import Watching, is_deferred, local_part, wrapping_of
 from sacplan._torch.ops import is_computation, op_traits, tensors_in
 from sacplan._torch.private import (
-    CUSTOM_FUNCTION_APPLY,
+    autograd_sequence_number,
     current_saved_tensors_hooks,
     in_backward,
     is_plain,
@@ -133,6 +133,8 @@ class UnitRecorder(Watching):
         self._known: list[Known | None] = []  # of what was looked up
         self._named = -1  # position of the last op among those that are known
         self._alignment = Alignment(recorded)
+        self._differs = False  # whether this call is known not to run what was recorded
+        self._last: tuple[int, bool, CallSite | None] | None = None  # see _saved_by_custom_function
         self._places = Places()
         self._outer_frame: FrameType | None = None
         self._in_backward = False
@@ -164,6 +166,7 @@ class UnitRecorder(Watching):
         schedule = self._schedule
         if schedule is not None:
             self._ops = schedule.ops
+            self._differs = schedule.difference is not None
         # With hooks around the unit, kept tensors go through ours, so that ops of those hooks are not counted.
         self._switches = self._outer is None and (schedule is None or schedule.switches)
         if schedule is None or not self._switches:
@@ -195,6 +198,8 @@ class UnitRecorder(Watching):
             self._at += 1
         else:
             op = self._look_up(func, args, kwargs)
+        if self._differs:
+            self._last = (autograd_sequence_number(), torch.is_grad_enabled(), op.site if op else None)
         if op is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
@@ -239,6 +244,7 @@ class UnitRecorder(Watching):
             known = (self._places.calls, description)
             self._named += 1
             recorded = self._alignment.next(self._places.caller, place, description)
+            self._differs = self._alignment.difference is not None
             if found.signature is None:
                 pass
             elif recorded is None:
@@ -268,6 +274,7 @@ class UnitRecorder(Watching):
         for other in self._others:
             if other.switches == self._switches and other.goes_on(self._ops, done, func):
                 self._schedule, self._ops = other, other.ops
+                self._differs = other.difference is not None
                 if other.switches:
                     self._set_hooks(other.hooks_before(done))
                 return True
@@ -439,8 +446,8 @@ class UnitRecorder(Watching):
         local = local_part(t)
         plain = is_plain(t)
         slot = self._slot_of(local) if plain or is_plain(local) else None
-        if slot is not None and self._differs() and sys._getframe(1).f_code is CUSTOM_FUNCTION_APPLY:
-            slot = None  # what a custom function that was not recorded saves, it may overwrite
+        if slot is not None and self._differs and self._saved_by_custom_function(slot):
+            slot = None  # its backward pass was not recorded, and may overwrite what it saved
         if self._looked_up is not None:
             (self._kept_gaps if slot is None else self._handle_gaps).add(len(self._looked_up))
         if slot is not None:
@@ -458,10 +465,20 @@ class UnitRecorder(Watching):
         finally:
             self.paused = paused
 
-    def _differs(self) -> bool:
-        """Whether this call is known not to run what was recorded."""
-        known = self._schedule.difference if self._schedule is not None and self._looked_up is None else None
-        return (known or self._alignment.difference) is not None
+    def _saved_by_custom_function(self, slot: Slot) -> bool:
+        """Whether a custom ``autograd.Function`` saves this slot's tensor now, rather than an op.
+
+        PyTorch does not say who calls a pack hook. But an op's node takes its sequence number just before it saves the
+        inputs, so the number has moved on since the last op ran; and outputs are saved right after the op, which ran
+        with gradients enabled. A custom function saves after its forward, whose ops ran with gradients disabled.
+        Where this is wrong, a tensor is kept that need not be, or ``Slot.take`` notices the write.
+        """
+        if self._last is None:
+            return False  # no op since the call departed from the recorded step
+        number, with_gradients, site = self._last
+        if autograd_sequence_number() != number:
+            return False
+        return not with_gradients or slot.node.site is not site
 
 
 @functools.cache

@@ -1,0 +1,168 @@
+"""What holds with the torch that is installed: the README, and the main invariants. One row a version.
+
+    make test-torch TORCH=2.15.0                      # an environment with that torch, and this command in it
+    python -m benchmarks.torch_versions               # with the torch of this environment
+    python -m benchmarks.torch_versions --table       # the page of the docs again, from the figures that are there
+
+Each check is a few files of the test suite, run by pytest; the row says how many of its tests passed. The rows of other
+versions in the file of results stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+
+from benchmarks.common import RESULTS, parser
+
+FIGURES = RESULTS / "torch_versions.json"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "versions.md"
+BEGIN, END = "<!-- table: python -m benchmarks.torch_versions --table -->\n", "<!-- end of table -->"
+
+CHECKS: dict[str, list[str]] = {
+    "README": ["tests/test_docs.py", "-k", "README"],
+    "prediction = fake step": ["tests/test_recipes.py", "tests/test_trace.py", "tests/test_kernels.py"],
+    "prediction = measured": ["tests/test_ground_truth.py", "tests/test_fake_and_real.py"],
+    "same bits": ["tests/test_steps_that_differ.py", "tests/test_random_programs.py"],
+    "chunks": ["tests/test_chunked_steps.py", "tests/test_chunk_models.py"],
+    "shards on four ranks": [
+        "tests/test_mesh_ranks.py::test_plans_on_a_mesh_hold_on_ranks",
+        "tests/test_dtensor_ranks.py::test_a_parallel_step_takes_what_was_planned",
+    ],
+    "FSDP2 and DDP": ["tests/test_distributed.py"],
+    "torch.compile": ["tests/test_compiled.py", "tests/test_dynamo.py"],
+    "names": ["tests/test_torch_versions.py", "-k", "torch_that_runs"],
+}
+"""What pytest is given, by what is checked."""
+
+SLOW = ("README", "shards on four ranks", "FSDP2 and DDP")
+"""Checks that consist of tests marked slow. Of the others, only the quick tests are run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The tests of one check: how many there were of each outcome, and the names of those that failed."""
+
+    name: str
+    passed: int
+    failed: tuple[str, ...]
+    skipped: int
+
+    @property
+    def cell(self) -> str:
+        """Its cell of the table."""
+        if self.failed:
+            return f"**{len(self.failed)} of {self.passed + len(self.failed)} fail**"
+        return f"{self.passed} passed" if self.passed else "**not run**"
+
+
+def run(name: str) -> Check:
+    """Run one check in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            "auto",
+            "--maxprocesses",
+            "4",
+            "--dist",
+            "worksteal",
+        ]
+        command += [*CHECKS[name], "-m", "slow or not slow" if name in SLOW else "not slow"]
+        done = subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, check=False)
+        if not report.exists():
+            return Check(name, 0, (f"pytest ended with {done.returncode}",), 0)
+        return read(name, ElementTree.parse(report).getroot())
+
+
+def read(name: str, report: Any) -> Check:
+    """Read pytest's report of one check."""
+    cases = list(report.iter("testcase"))
+    failed = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
+    skipped = [c for c in cases if c.find("skipped") is not None]
+    names = tuple(f"{c.get('classname')}::{c.get('name')}" for c in failed)
+    return Check(name, len(cases) - len(failed) - len(skipped), names, len(skipped))
+
+
+def rows() -> list[dict[str, Any]]:
+    """Read the rows that there are, the oldest torch first."""
+    return json.loads(FIGURES.read_text(encoding="utf-8"))["rows"] if FIGURES.exists() else []
+
+
+def release(row: dict[str, Any]) -> tuple[int, ...]:
+    """Return the version of torch as numbers, without what follows a plus."""
+    return tuple(int(n) for n in row["torch"].partition("+")[0].split("."))
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Write one column a version, one line a check."""
+    checks = [[Check(**c) for c in row["checks"]] for row in found]
+    lines = [["check", *(f"torch {row['torch']}" for row in found)]]
+    lines.append(["---"] * len(lines[0]))
+    for name in CHECKS:
+        lines.append(
+            [name, *(next((c.cell for c in one if c.name == name), "**not run**") for one in checks)]
+        )
+    lines.append(["Python", *(row["python"] for row in found)])
+    lines.append(["date", *(row["date"] for row in found)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def write_page(found: list[dict[str, Any]]) -> None:
+    """Put the table into the page of the docs."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    """Run the checks, and write the row and the page."""
+    options = parser(__doc__, FIGURES.name)
+    options.add_argument("--table", action="store_true", help="write the page of the docs, and run nothing")
+    options.add_argument(
+        "--only", nargs="+", choices=tuple(CHECKS), help="run these checks, and write nothing"
+    )
+    arguments = options.parse_args()
+    if arguments.table:
+        write_page(rows())
+        return
+    checks = [run(name) for name in arguments.only or CHECKS]
+    for check in checks:
+        print(
+            f"{check.name:24} {check.passed:4} passed {len(check.failed):3} failed {check.skipped:3} skipped"
+        )
+        for failed in check.failed:
+            print(f"    {failed}")
+    if arguments.only is None:
+        version = str(torch.__version__)
+        row = {
+            "torch": version,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "date": time.strftime("%Y-%m-%d"),
+            "checks": [asdict(c) for c in checks],
+        }
+        found = sorted([*(r for r in rows() if r["torch"] != version), row], key=release)
+        arguments.json.write_text(json.dumps({"rows": found}, indent=1) + "\n", encoding="utf-8")
+        write_page(found)
+    if any(check.failed or not check.passed for check in checks):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
