@@ -114,10 +114,10 @@ def table(found: list[dict[str, Any]]) -> str:
     checks = [[Check(**c) for c in row["checks"]] for row in found]
     lines = [["check", *(f"torch {row['torch']}" for row in found)]]
     lines.append(["---"] * len(lines[0]))
-    for name in CHECKS:
-        lines.append(
-            [name, *(next((c.cell for c in one if c.name == name), "**not run**") for one in checks)]
-        )
+    lines += [
+        [name, *(next((c.cell for c in one if c.name == name), "**not run**") for one in checks)]
+        for name in CHECKS
+    ]
     lines.append(["Python", *(row["python"] for row in found)])
     lines.append(["date", *(row["date"] for row in found)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
