@@ -46,6 +46,9 @@ LEFT = {
 }
 """What may differ, and why it does no harm."""
 
+SAMPLES_LOOKED_AT = 100
+"""Of an op, for some that have elements: the first ones of ``unfold`` are all empty."""
+
 Difference = tuple[str, str, str]
 """What differs, what it really is, and what it is on a fake tensor."""
 
@@ -64,9 +67,7 @@ def described(out: Any, inputs: list[torch.Tensor]) -> list[dict[str, Any]]:
             {
                 "shape": tuple(t.shape),
                 "dtype": str(t.dtype),
-                "stride": tuple(s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1)
-                if t.numel()
-                else (),
+                "stride": t.stride() if t.numel() else (),
                 "offset": int(t.storage_offset()),
                 "bytes": storage.nbytes(),
                 "storage": whose,
@@ -185,8 +186,20 @@ def _sliced(t: torch.Tensor) -> torch.Tensor:
     return larger[1:-1, ..., : t.shape[-1]] if t.dim() > 1 else larger[1 : 1 + t.shape[0]]
 
 
+def _one_row(t: torch.Tensor) -> torch.Tensor:
+    return t[:1].clone() if t.dim() > 1 else t
+
+
+def _one_row_of_transposed(t: torch.Tensor) -> torch.Tensor:
+    return _transposed(t)[:1] if t.dim() > 1 else t
+
+
+def _one_row_in_channels_last(t: torch.Tensor) -> torch.Tensor:
+    return _channels_last(t[:1]) if t.dim() > 1 else t
+
+
 _Change = Callable[[torch.Tensor], torch.Tensor]
-"""A tensor of the same values in another layout."""
+"""A tensor in another layout, with the same values or the first row of them."""
 
 
 def _changed(change: _Change, which: Callable[[int], bool]) -> Callable[[torch.Tensor, int], torch.Tensor]:
@@ -200,6 +213,9 @@ _CHANGES: dict[str, _Change] = {
     "channels last": _channels_last,
     "expanded": _expanded,
     "sliced": _sliced,
+    "one row": _one_row,
+    "one row of transposed": _one_row_of_transposed,
+    "one row in channels last": _one_row_in_channels_last,
 }
 LAYOUTS = (
     {"contiguous": _changed(torch.clone, lambda i: True)}
@@ -250,9 +266,9 @@ def run_with_backward(run: Callable[[], Any], leaves: list[torch.Tensor]) -> Non
 
 def samples(op: Any, dtype: torch.dtype, limit: int) -> Iterator[Any]:
     grad = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
-    found = op.sample_inputs("cpu", dtype, requires_grad=grad)
-    for sample in itertools.islice(found, limit):
-        yield (sample.input, sample.args, sample.kwargs)
+    found = ((s.input, s.args, s.kwargs) for s in op.sample_inputs("cpu", dtype, requires_grad=grad))
+    kept = (s for s in itertools.islice(found, SAMPLES_LOOKED_AT) if all(t.numel() for t in tensors_in(s)))
+    yield from itertools.islice(kept, limit)
 
 
 def sweep(

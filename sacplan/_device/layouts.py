@@ -312,6 +312,12 @@ def _scatter(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
     return fake_empty_strided(mode, own.shape, own.stride(), own.dtype, storage, int(input.storage_offset()))
 
 
+@on_all_devices(aten.col2im.default)  # Col2Im.cpp, Col2Im.cu
+def _col2im(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    """Made by ``empty_like`` of the columns and then resized, which keeps a storage that is large enough."""
+    return _in_larger_storage(mode, own, max(a["self"].numel(), own.numel()))
+
+
 @on_cpu(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)  # EmbeddingBag.cpp
 def _embedding_bag(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
     """Which bag each index is in, and the size of each bag; one more of each may be allocated than is returned."""

@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -417,6 +417,10 @@ def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwarg
             named = {name: _as_fake(mode, v) for name, v in (kwargs or {}).items()}
         except _NotFake:
             kernels = ()
+        else:
+            # An op on Python numbers alone, torch.div(7, 2, rounding_mode="floor"), has a real result.
+            if not _has_fakes(given) and not _has_fakes(named.values()):
+                kernels = ()
         for kernel in kernels:
             out = kernel(mode, func, *given, **named)
             if out is not NotImplemented:
@@ -446,6 +450,10 @@ def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
     elif isinstance(value, (list, tuple)):
         return type(value)([_as_fake(mode, v) for v in value])
     return value
+
+
+def _has_fakes(values: Iterable[Any]) -> bool:
+    return any(isinstance(v, FakeTensor) or (isinstance(v, (list, tuple)) and _has_fakes(v)) for v in values)
 
 
 def torchs_own_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
