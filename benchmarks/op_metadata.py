@@ -4,9 +4,10 @@
     python -m benchmarks.op_metadata xlogy       # an op of it, all that differs
 
 Each op that is dispatched, in the backward pass too, runs for real and on fake copies of its arguments: same sizes,
-strides, storage offsets and shared storages. What comes back is compared: size, type, strides (of dimensions longer
-than 1), storage offset, bytes of the storage, and whose storage it is. Arguments are contiguous, transposed, channels
-last, expanded, slices of larger tensors, or one of them is and the others are not.
+strides, storage offsets and shared storages. What comes back is compared: size, type, strides (of dimensions of size 1
+too: kernels look at them when they choose a memory format), storage offset, bytes of the storage, and whose storage it
+is. Arguments are contiguous, transposed, channels last, expanded, slices of larger tensors, the first row of them, or
+one of them is and the others are not.
 
 The table has a row for each op of which torch's own fake kernel differs: an example, which rule of
 ``sacplan/_device/layouts.py`` puts it right, and what differs with the rules. Ends with an error if something does that
@@ -20,10 +21,12 @@ import itertools
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -42,7 +45,9 @@ LEFT = {
     "aten._embedding_bag.default": "a CPU returns empty indices where a sum needs none; the fake kernel has them",
     "aten._fft_c2c.default": "an expanded input of equal strides: MKL's order of the dimensions; same bytes",
     "aten._fft_r2c.default": "an expanded input of equal strides: MKL's order of the dimensions; same bytes",
+    "aten.div.Tensor": "an expanded operand of another type is copied first: a stride of a size of 1; same bytes",
     "aten.lift_fresh.default": "returns its argument, of which FakeTensorMode makes a fake tensor",
+    "aten.rot90.default": "a stride of a size of 1, of the copy that is turned; same bytes",
 }
 """What may differ, and why it does no harm."""
 
@@ -194,8 +199,12 @@ def _one_row_of_transposed(t: torch.Tensor) -> torch.Tensor:
     return _transposed(t)[:1] if t.dim() > 1 else t
 
 
-def _one_row_in_channels_last(t: torch.Tensor) -> torch.Tensor:
-    return _channels_last(t[:1]) if t.dim() > 1 else t
+def _one_image_in_channels_last(t: torch.Tensor) -> torch.Tensor:
+    """As linear layers, ``transpose`` and ``view`` make one: the first stride is what is left of the view."""
+    if t.dim() < 3:
+        return t
+    made = _channels_last(t[:1])
+    return made.as_strided(made.shape, (made.shape[1], *made.stride()[1:]))
 
 
 _Change = Callable[[torch.Tensor], torch.Tensor]
@@ -215,7 +224,7 @@ _CHANGES: dict[str, _Change] = {
     "sliced": _sliced,
     "one row": _one_row,
     "one row of transposed": _one_row_of_transposed,
-    "one row in channels last": _one_row_in_channels_last,
+    "one image in channels last": _one_image_in_channels_last,
 }
 LAYOUTS = (
     {"contiguous": _changed(torch.clone, lambda i: True)}
@@ -262,6 +271,47 @@ def run_with_backward(run: Callable[[], Any], leaves: list[torch.Tensor]) -> Non
         for gradient in GRADIENTS.values():
             grads = [gradient(t.detach()) for t in outs]
             torch.autograd.grad(outs, wanted, grads, allow_unused=True, retain_graph=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Arguments of an op that the database does not have, under the names of the database's own."""
+
+    input: torch.Tensor
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MoreOfAnOp:
+    """An op, or a way to call it, that the database lacks, in the form of its ``OpInfo``."""
+
+    name: str
+    op: Callable[[torch.Tensor], Any]
+    shapes: tuple[tuple[int, ...], ...] = ((2, 4, 3, 5),)
+    supports_autograd: bool = True
+
+    def supported_dtypes(self, device: str) -> tuple[torch.dtype, ...]:
+        return (torch.float32,)
+
+    def sample_inputs(self, device: str, dtype: torch.dtype, requires_grad: bool) -> Iterator[Sample]:
+        for shape in self.shapes:
+            yield Sample(torch.rand(shape, device=device, dtype=dtype, requires_grad=requires_grad))
+
+
+MORE = (
+    MoreOfAnOp("fold", lambda x: F.fold(x, (6, 6), 3), ((2, 18, 16), (18, 16))),
+    MoreOfAnOp("add a number", lambda x: x + 1.0),
+    MoreOfAnOp("subtract from a number", lambda x: 1.0 - x),
+    MoreOfAnOp("multiply by a number", lambda x: x * 2.0),
+    MoreOfAnOp("divide by a number", lambda x: x / 2.0),
+    MoreOfAnOp("compare with a number", lambda x: x > 0.5),
+    MoreOfAnOp("integers as floats", lambda x: (x > 0.5).long() * 0.5 + x),
+    MoreOfAnOp("where", lambda x: torch.where(x > 0.5, x, x * 2)),
+    MoreOfAnOp("tokens to an image", lambda x: x.flatten(2).transpose(1, 2).transpose(1, 2).reshape(x.shape)),
+    MoreOfAnOp("group_norm", lambda x: F.group_norm(x, 2)),
+    MoreOfAnOp("interpolate", lambda x: F.interpolate(x, scale_factor=2.0)),
+)
 
 
 def samples(op: Any, dtype: torch.dtype, limit: int) -> Iterator[Any]:
@@ -313,7 +363,9 @@ def table(compare: CompareMetadata) -> list[dict[str, Any]]:
                     "fake": fake,
                     "arguments": own[what, real, fake],
                     "rule": rule_of_name(name),
-                    "left": [" ".join(difference) for difference in left],
+                    "left": [
+                        f"{' '.join(difference)} for {arguments}" for difference, arguments in left.items()
+                    ],
                     "reason": LEFT.get(name) if left else None,
                 }
             )
@@ -336,7 +388,7 @@ def main() -> None:
     given = arguments.parse_args()
     from torch.testing._internal.common_methods_invocations import op_db
 
-    ops = [op for op in op_db if not given.ops or op.name in given.ops]
+    ops = [op for op in (*op_db, *MORE) if not given.ops or op.name in given.ops]
     start = time.perf_counter()
     compare = CompareMetadata()
     failed = sweep(compare, ops, [getattr(torch, name) for name in given.dtypes], given.limit)

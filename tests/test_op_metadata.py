@@ -11,10 +11,20 @@ import torch.nn.functional as F
 
 import sacplan
 from benchmarks.common import real_step
-from benchmarks.op_metadata import LAYOUTS, LEFT, CompareMetadata, laid_out, run_with_backward, sweep
+from benchmarks.op_metadata import (
+    LAYOUTS,
+    LEFT,
+    MORE,
+    CompareMetadata,
+    MoreOfAnOp,
+    laid_out,
+    run_with_backward,
+    sweep,
+)
 from sacplan._device.kernels import device_kernels, fake_device
 from sacplan._device.layouts import on_all_devices, on_cpu, rule_of
 from sacplan._torch.ops import tensors_in
+from tests.chunks import allocations
 
 aten = torch.ops.aten
 
@@ -230,3 +240,100 @@ def test_batch_norm_of_a_transposed_input() -> None:
     planned = real_step(model, batch, plan=plan)
     assert plan.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.002)
     assert planned.same_bits(plain)
+
+
+FOLDS = {
+    "fold": (lambda x: F.fold(x, (6, 6), 3), ((2, 18, 16), (18, 16))),
+    "unfold": (lambda x: F.unfold(x, 3), ((2, 2, 6, 6), (2, 6, 6))),
+    "one column": (lambda x: F.unfold(x, 2, stride=8), ((2, 3, 9, 9),)),  # smaller than what it is made of
+    "few columns": (lambda x: F.fold(x, (5, 5), 2, dilation=2, stride=2), ((2, 12, 4),)),
+}
+
+
+@pytest.mark.parametrize("name", FOLDS)
+def test_columns_keep_the_storage_that_they_are_resized_from(name: str) -> None:
+    run, shapes = FOLDS[name]
+    for shape in shapes:
+        compare = compared(run, rand(*shape))
+        assert not compare.found()
+        assert compare.calls["aten.col2im.default"]
+
+
+class Folded(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out = torch.nn.Conv2d(3, 8, 1), torch.nn.Linear(8 * 25, 72)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        columns = F.unfold(self.conv(x).relu(), 5, padding=2)
+        return F.fold(self.out(columns.transpose(1, 2)).transpose(1, 2), (24, 24), 3, padding=1)
+
+
+def test_steps_with_columns() -> None:
+    torch.manual_seed(0)
+    model, batch = Folded(), torch.randn(2, 3, 24, 24)
+    profile = sacplan.profile(model, batch, device="cpu")
+    plain = real_step(model, batch)
+    assert profile.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.002)
+    plan = sacplan.plan_smallest(profile)
+    planned = real_step(model, batch, plan=plan)
+    assert plan.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.002)
+    assert planned.same_bits(plain)
+
+
+# --- images of a batch of one, whose first stride says nothing but is looked at --------------------------------------
+
+
+@pytest.mark.parametrize("op", MORE, ids=lambda op: op.name)
+def test_strides_of_sizes_of_one(op: MoreOfAnOp) -> None:
+    compare = CompareMetadata()
+    assert not sweep(compare, [op], [torch.float32], limit=2)
+    assert not compare.found()
+    assert compare.calls
+
+
+class Autoencoder(torch.nn.Module):
+    """Attention over the pixels of an image, then convolutions, as in the autoencoders of diffusion models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(32, 32), torch.nn.GroupNorm(8, 32)
+        self.conv = torch.nn.Conv2d(32, 32, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pixels = x.flatten(2).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(*(self.linear(pixels)[:, None],) * 3).squeeze(1)
+        image = (mixed.transpose(-1, -2).reshape(x.shape) + x) / 1.0
+        image = image + self.conv(F.silu(self.norm(image)))
+        return self.conv(F.interpolate(image, scale_factor=2.0))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_steps_on_a_batch_of_one(rows: int) -> None:
+    torch.manual_seed(0)
+    model, batch = Autoencoder(), torch.randn(rows, 32, 16, 16)
+    profile = sacplan.profile(model, batch, device="cpu")
+    plain = real_step(model, batch)
+    assert profile.peak_bytes == plain.peak_bytes
+    assert profile.peak_bytes == sacplan.profile(model, batch, device="cpu", trace="real").peak_bytes
+    plan = sacplan.plan_smallest(profile)
+    planned = real_step(model, batch, plan=plan)
+    assert plan.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.002)
+    assert planned.same_bits(plain)
+
+
+@pytest.mark.filterwarnings("error:the workspace of")
+@pytest.mark.parametrize("rows", [1, 2])
+def test_inference_on_a_batch_of_one(rows: int) -> None:
+    torch.manual_seed(0)
+    model, batch = Autoencoder().eval(), torch.randn(rows, 32, 16, 16)
+    profile = sacplan.profile(model, batch, device="cpu", mode="inference")
+    before = sum(profile.program.storage_bytes[s] for s in profile.program.initial)
+    plan = sacplan.plan_smallest(profile)
+    with torch.no_grad():
+        expected = model(batch)
+        assert profile.peak_bytes - before == allocations(lambda: model(batch))[1]
+        handle = sacplan.apply(model, plan)
+        torch.testing.assert_close(model(batch), expected)
+        assert plan.peak_bytes - before == allocations(lambda: model(batch))[1]
+        handle.remove()

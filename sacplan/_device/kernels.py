@@ -45,7 +45,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from sacplan._device import attention, autocast, cudnn_rnn  # noqa: F401  (each registers its overrides)
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._device.foreach import foreach_by_default
-from sacplan._device.layouts import cpu_kernels, shared_kernels
+from sacplan._device.layouts import cpu_kernels, elementwise_kernels, shared_kernels
 from sacplan._device.overrides import fake_kernel, override
 from sacplan._torch.local_tensors import local_part
 from sacplan._torch.ops import tensors_in
@@ -124,6 +124,8 @@ def _register_layouts(stack: ExitStack) -> None:
     on_cpu = {op: _where(_is_cpu, kernel) for op, kernel in cpu_kernels().items()}
     stack.enter_context(fake_kernels(on_any))
     stack.enter_context(fake_kernels(on_cpu))
+    sizes_of_one = {op: _where(_is_any, kernel) for op, kernel in elementwise_kernels().items()}
+    stack.enter_context(fake_kernels(sizes_of_one))
 
 
 def _register_cuda_kernels(stack: ExitStack) -> None:

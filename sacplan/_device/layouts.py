@@ -1,13 +1,18 @@
 """Strides and storages of what kernels return, where torch's own fake kernels say something else.
 
 Found by running PyTorch's op database on a CPU, forward and backward, for real and fake side by side
-(``python -m benchmarks.op_metadata``; ``benchmarks/results/op_metadata.json``). There are two causes.
+(``python -m benchmarks.op_metadata``; ``benchmarks/results/op_metadata.json``). There are three causes.
 
 **Formulas in Python, in the place of the function that makes the outputs.** A structured op has such a function in C++,
 which is the same for every device, and works on the meta device too. Almost all have a formula registered over it, and
 some of these differ: the mean of ``mse_loss`` lies in a storage as large as its input, since the function allocates the
 unreduced loss, and then makes it a scalar; with operands of mixed layouts it is TensorIterator that decides the strides
-of ``xlogy``. For these the function in C++ is asked: ``_STRUCTURED``.
+of ``xlogy``. For these the function in C++ is asked: ``_IN_CPP``.
+
+**Strides of dimensions of size 1.** They move no element, so torch's formulas choose them at will. But kernels look at
+them when they choose a memory format: an image [1, C, H, W] counts as channels last by the strides that a view or an
+elementwise op left in its first dimension, and all that follows is laid out by that. Here every elementwise op, every
+view and ``empty_like`` has the strides of C++ for such sizes: ``elementwise_kernels``.
 
 **Formulas that were never right**, for ops that are not structured. Each has a rule below. A rule of ``on_all_devices``
 is read from code that all devices run, one of ``on_cpu`` from a CPU's kernel: of the others nothing is known there.
@@ -24,13 +29,15 @@ from typing import Any
 
 import torch
 
-from sacplan._torch.ops import RuleTable, arguments_by_name, op_named
+from sacplan._torch.ops import RuleTable, arguments_by_name, op_named, tensors_in
 from sacplan._torch.private import (
     FakeKernel,
     FakeTensorMode,
+    elementwise_ops,
     fake_empty_strided,
+    is_structured,
     meta_storage,
-    run_structured,
+    run_in_cpp,
     suggested_memory_format,
     torchs_own_fake,
     viewed,
@@ -45,16 +52,21 @@ on_cpu: RuleTable[Rule] = RuleTable()
 """(fake mode, arguments by name, torch's own outputs) -> outputs, by ``OpOverload``."""
 
 
-_STRUCTURED = (
+_IN_CPP = (
+    aten._log_softmax.default,
     aten._log_softmax_backward_data.default,
     aten.copysign.Tensor,
     aten.div.Tensor_mode,
     aten.heaviside.default,
+    aten.index_copy.default,
     aten.leaky_relu_backward.default,
+    aten.linalg_vector_norm.default,
     aten.logaddexp.default,
     aten.logit_backward.default,
     aten.mse_loss.default,
+    aten.mvlgamma.default,
     aten.pow.Scalar,
+    aten.rot90.default,
     aten.smooth_l1_loss.default,
     aten.special_xlog1py.default,
     aten.threshold_backward.default,
@@ -62,8 +74,8 @@ _STRUCTURED = (
 )
 
 
-def _structured(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
-    return run_structured(mode, func, args, kwargs)
+def _in_cpp(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+    return run_in_cpp(mode, func, args, kwargs)
 
 
 def _kernel(rule: Rule) -> FakeKernel:
@@ -77,7 +89,7 @@ def _kernel(rule: Rule) -> FakeKernel:
 @functools.cache
 def shared_kernels() -> dict[Any, FakeKernel]:
     """Fake kernels for every device, by op."""
-    structured: dict[Any, FakeKernel] = dict.fromkeys(_STRUCTURED, _structured)
+    structured: dict[Any, FakeKernel] = dict.fromkeys(_IN_CPP, _in_cpp)
     return structured | {op: _kernel(rule) for op, rule in on_all_devices.items()}
 
 
@@ -87,9 +99,58 @@ def cpu_kernels() -> dict[Any, FakeKernel]:
     return {op: _kernel(rule) for op, rule in on_cpu.items()}
 
 
+@functools.cache
+def elementwise_kernels() -> dict[Any, FakeKernel]:
+    """Fake kernels of elementwise ops where a size is 1, for every device, by op; they come before all others."""
+    found: dict[Any, FakeKernel] = {}
+    for op in elementwise_ops():
+        if is_structured(op):
+            found[op] = _elementwise_in_cpp
+        elif op not in (*_IN_CPP, *on_all_devices, *on_cpu, aten.clone.default):
+            found[op] = _kernel_where_a_size_is_one
+    return found
+
+
+def _elementwise_in_cpp(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+    operands = list(tensors_in((args, kwargs)))
+    if not any(1 in t.shape for t in operands) or _copied_first(operands):
+        return NotImplemented
+    return run_in_cpp(mode, func, args, kwargs)
+
+
+def _kernel_where_a_size_is_one(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+    operands = list(tensors_in((args, kwargs)))
+    if not any(1 in t.shape for t in operands) or _copied_first(operands):
+        return NotImplemented
+    own = torchs_own_fake(mode, func, args, kwargs)
+    if _takes_a_number(func):  # which the kernel makes an operand without dimensions
+        operands.append(fake_empty_strided(mode, (), (), operands[0].dtype))
+    if not isinstance(own, torch.Tensor) or not 1 <= len(operands) <= 3:
+        return own
+    return _as_iterated(mode, own, *operands)
+
+
+@functools.cache
+def _takes_a_number(func: Any) -> bool:
+    """Whether it is ``add.Scalar`` or alike, which C++ computes as ``add.Tensor``."""
+    structured = getattr(func.overloadpacket, "Tensor", None)
+    return func._overloadname in ("Scalar", "Scalar_mode") and structured is not None
+
+
+def _copied_first(operands: Sequence[torch.Tensor]) -> bool:
+    """Whether TensorIterator may copy an expanded operand to another type: the strides of the copy count, then."""
+    mixed = len({t.dtype for t in operands}) > 1
+    return mixed and any(s == 0 and n > 1 for t in operands for n, s in zip(t.shape, t.stride(), strict=True))
+
+
 def rule_of(func: Any) -> str | None:
-    """Which rule an op has on a CPU: ``"C++"``, ``"all devices"`` or ``"CPU"``; None if it has none."""
-    tables = {"CPU": on_cpu, "all devices": on_all_devices, "C++": _STRUCTURED}
+    """Which rule an op has on a CPU: ``"C++"``, ``"all devices"``, ``"CPU"`` or ``"sizes of 1"``; None if none."""
+    tables: dict[str, Any] = {
+        "CPU": on_cpu,
+        "all devices": on_all_devices,
+        "C++": _IN_CPP,
+        "sizes of 1": elementwise_kernels(),
+    }
     return next((name for name, ops in tables.items() if func in ops), None)
 
 
@@ -105,8 +166,14 @@ def _laid_out(mode: FakeTensorMode, own: torch.Tensor, stride: Sequence[int]) ->
 
 def _like(mode: FakeTensorMode, own: torch.Tensor, model: torch.Tensor, memory_format: Any) -> torch.Tensor:
     """As ``empty_like(model, memory_format=...)`` is laid out."""
-    with mode:
-        return _laid_out(mode, own, torch.empty_like(model, memory_format=memory_format).stride())
+    return _laid_out(mode, own, _empty_like_stride(mode, model, memory_format))
+
+
+def _empty_like_stride(mode: FakeTensorMode, model: torch.Tensor, memory_format: Any) -> tuple[int, ...]:
+    stride: tuple[int, ...] = run_in_cpp(
+        mode, aten.empty_like.default, (model,), {"memory_format": memory_format}
+    ).stride()
+    return stride
 
 
 def _contiguous(mode: FakeTensorMode, own: torch.Tensor) -> torch.Tensor:
@@ -114,8 +181,15 @@ def _contiguous(mode: FakeTensorMode, own: torch.Tensor) -> torch.Tensor:
 
 
 def _as_iterated(mode: FakeTensorMode, own: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
-    """As TensorIterator lays out the output of an elementwise op over two operands."""
-    return _laid_out(mode, own, run_structured(mode, aten.add.Tensor, operands, {}).stride())
+    """As TensorIterator lays out the output of an elementwise op over up to three operands."""
+    op = _ITERATED[len(operands)]
+    if len(operands) == 3:  # of one type, which this op wants
+        operands = tuple(fake_empty_strided(mode, t.shape, t.stride(), torch.float32) for t in operands)
+    return _laid_out(mode, own, run_in_cpp(mode, op, operands, {}).stride())
+
+
+_ITERATED = {1: aten.sgn.default, 2: aten.add.Tensor, 3: aten.addcmul.default}
+"""A structured elementwise op of so many operands."""
 
 
 def _in_larger_storage(mode: FakeTensorMode, own: torch.Tensor, elements: int) -> torch.Tensor:
@@ -131,6 +205,29 @@ def _in_larger_storage(mode: FakeTensorMode, own: torch.Tensor, elements: int) -
 def _strides_where_sizes_are_one(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
     """They decide what kernels take for channels last."""
     return viewed(mode, a["self"], own.shape) if 1 in own.shape else own
+
+
+# --- factories: TensorFactories.cpp, empty_like ----------------------------------------------------------------
+
+
+@on_all_devices(aten.empty_like.default)
+def _empty_like(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    if 1 not in own.shape:
+        return own
+    return _laid_out(mode, own, _empty_like_stride(mode, a["self"], a["memory_format"]))
+
+
+@on_all_devices(
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+)
+def _made_by_empty_like(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    return _like(mode, own, a["self"], a["memory_format"]) if 1 in own.shape else own
 
 
 # --- losses: Loss.cpp, Loss.cu ------------------------------------------------------------------------------
@@ -161,6 +258,9 @@ def _binary_cross_entropy_backward(mode: FakeTensorMode, a: Mapping[str, Any], o
     aten.smooth_l1_loss_backward.default,
     aten.huber_loss_backward.default,
     aten.normal.Tensor_Tensor,  # DistributionTemplates.h
+    aten.masked_fill.Scalar,  # TensorAdvancedIndexing.cpp
+    aten.masked_fill.Tensor,
+    aten._unsafe_masked_index.default,
 )
 def _contiguous_output(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
     return _contiguous(mode, own)
@@ -177,6 +277,21 @@ def _contiguous_outputs(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) ->
 
 
 # --- elementwise ops: Activation.cpp, BinaryOps.cpp ---------------------------------------------------------
+
+
+@on_all_devices(aten.hardswish.default)
+def _unary(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    return _as_iterated(mode, own, a["self"]) if 1 in own.shape else own
+
+
+@on_all_devices(aten.abs.default)  # UnaryOps.cpp
+def _abs(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    return (_like_itself if a["self"].is_complex() else _unary)(mode, a, own)
+
+
+@on_all_devices(aten._conj_physical.default)  # UnaryOps.cpp
+def _like_itself(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    return _like(mode, own, a["self"], torch.preserve_format) if 1 in own.shape else own
 
 
 @on_all_devices(aten.hardswish_backward.default, aten.hardtanh_backward.default)
@@ -223,7 +338,7 @@ def _contiguous_unary(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> A
 @on_all_devices(aten.ldexp.Tensor)
 def _ldexp(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
     """``self * 2**other``, of which the power is contiguous."""
-    return _as_iterated(mode, own, a["self"], run_structured(mode, aten.pow.Scalar, (2.0, a["other"]), {}))
+    return _as_iterated(mode, own, a["self"], run_in_cpp(mode, aten.pow.Scalar, (2.0, a["other"]), {}))
 
 
 @on_cpu(aten.native_dropout_backward.default)  # Dropout.cpp; CUDA has a kernel of its own
@@ -312,9 +427,9 @@ def _scatter(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
     return fake_empty_strided(mode, own.shape, own.stride(), own.dtype, storage, int(input.storage_offset()))
 
 
-@on_all_devices(aten.col2im.default)  # Col2Im.cpp, Col2Im.cu
-def _col2im(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
-    """Made by ``empty_like`` of the columns and then resized, which keeps a storage that is large enough."""
+@on_all_devices(aten.col2im.default, aten.im2col.default)  # Col2Im.cpp, Im2Col.cpp, and .cu
+def _columns(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    """Made by ``empty_like`` of the input and then resized, which keeps a storage that is large enough."""
     return _in_larger_storage(mode, own, max(a["self"].numel(), own.numel()))
 
 

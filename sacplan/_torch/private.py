@@ -462,19 +462,46 @@ def torchs_own_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> 
 
 
 _NON_FUNCTIONAL = torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 
 
-def run_structured(mode: FakeTensorMode, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
-    """The outputs of a structured op as its function in C++ makes them, which is the same for every device.
+def is_structured(op: torch._ops.OpOverload) -> bool:
+    """Whether a function in C++ makes the outputs of an op, the same one for every device."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _NON_FUNCTIONAL))
 
-    torch itself prefers formulas in Python that are registered over that function. What is called instead is the kernel
-    that runs it and then the op's ``out`` variant.
+
+@functools.cache
+def _key_in_cpp(op: torch._ops.OpOverload) -> torch._C.DispatchKey:
+    return _NON_FUNCTIONAL if is_structured(op) else _EXPLICIT
+
+
+def run_in_cpp(mode: FakeTensorMode, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    """The outputs of a structured op, or one that has a single kernel, as C++ makes them: the same for every device.
+
+    torch itself prefers formulas in Python that are registered over that code. Of a structured op, what is called
+    instead is the kernel that runs the function that makes its outputs, and then the op's ``out`` variant.
     """
     with in_kernel_invocation_manager(mode):
-        out = op._op_dk(_NON_FUNCTIONAL, *args, **kwargs)
+        out = op._op_dk(_key_in_cpp(op), *args, **kwargs)
         if isinstance(out, torch.Tensor):
             return FakeTensor(mode, out, _CPU)
         return type(out)(FakeTensor(mode, t, _CPU) for t in out)
+
+
+def elementwise_ops() -> list[torch._ops.OpOverload]:
+    """The ops of ATen that torch tags as elementwise and that write nothing, except those made of other ops."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        if namespace != "aten":
+            continue
+        packet, _, overload = rest.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        if op is None or torch.Tag.pointwise not in op.tags:
+            continue
+        if not op._schema.is_mutable and not op._can_decompose():
+            found.append(op)
+    return found
 
 
 def viewed(mode: FakeTensorMode, tensor: FakeTensor, shape: Sequence[int]) -> FakeTensor:

@@ -525,8 +525,22 @@ def _call(step: _Step, held: Mapping[int, torch.Tensor], length: int) -> Any:
 
     args = [_filled(get, arg) for arg in args]
     if op.func in _VIEWS:
-        return args[0].reshape(args[1])
+        out = args[0].reshape(args[1])
+        return _as_a_row_of_many(out) if length == 1 else out
     return op.func(*args, **{name: _filled(get, value) for name, value in op.kwargs.items()})
+
+
+def _as_a_row_of_many(t: torch.Tensor) -> torch.Tensor:
+    """The same tensor; if it is an image [1, C, H, W] alone, with the first stride that it would have beside others.
+
+    A view leaves another one there. Kernels choose a memory format by it, and the ops that were recorded for all rows
+    hold for the format of all rows only: ``native_group_norm`` would refuse its input.
+    """
+    if t.dim() < 4 or t.shape[0] != 1 or not t.numel():
+        return t
+    shape, stride = t.shape, t.stride()
+    row = 1 + sum((n - 1) * s for n, s in zip(shape[1:], stride[1:], strict=True))
+    return t if stride[0] == row else t.as_strided(shape, (row, *stride[1:]))
 
 
 def _add_part(buffer: torch.Tensor, part: torch.Tensor, kind: Kind, first: bool, share: float) -> None:
