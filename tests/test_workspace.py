@@ -237,6 +237,17 @@ def test_what_an_lstm_keeps_for_its_backward_pass():
         assert kept() == without < real
 
 
+@pytest.mark.parametrize("more", [{}, {"bias": False}, {"num_layers": 2, "bidirectional": True}], ids=str)
+def test_the_peak_of_a_step_of_a_small_lstm_is_exact(more):
+    model, batch = nn.LSTM(20, 48, batch_first=True, **more), torch.randn(2, 11, 20)
+
+    def loss_fn(model, batch):
+        return model(batch)[0].square().mean()
+
+    profile = sacplan.profile(model, batch, loss_fn=loss_fn, device="cpu")
+    assert measured_step(Step(model, batch, loss_fn, None), [batch]).peak_bytes == profile.peak_bytes
+
+
 # --- the measuring itself ---------------------------------------------------------------------------------
 
 

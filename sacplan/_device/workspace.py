@@ -227,16 +227,19 @@ def _peak_beyond_outputs(run: Callable[[], Any], given: Any) -> int:
 # What a kernel keeps for its backward pass without its fake kernel knowing
 
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
+_LSTM_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
 
 @contextmanager
 def measured_reserves() -> Iterator[None]:
-    """Inside, oneDNN's fake LSTM keeps the workspace that the real one keeps for its backward pass.
+    """Inside, oneDNN's fake LSTM returns tensors of the bytes that the real one returns.
 
-    torch's own fake kernel gives it no bytes, though it is several times the layer's output. Enter this inside a
-    FakeTensorMode for a CPU. It applies to the whole process while it is on; contexts nest.
+    torch's own fake kernels are wrong twice (2.11 to 2.15). The workspace that the forward pass keeps for the
+    backward pass has no bytes, though it is several times the layer's output. The gradients of the two biases are
+    one tensor, while the real kernel copies one for the other. Enter this inside a FakeTensorMode for a CPU. It
+    applies to the whole process while it is on; contexts nest.
     """
-    with fake_kernels({_LSTM: _fake_lstm_layer}):
+    with fake_kernels({_LSTM: _fake_lstm_layer, _LSTM_BACKWARD: _fake_lstm_layer_backward}):
         yield
 
 
@@ -252,6 +255,22 @@ def _fake_lstm_layer(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         new(a["cx_"].shape),
         new((reserve,), dtype=torch.uint8),
     )
+
+
+def _fake_lstm_layer_backward(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gradients of input, four parameters, hidden and cell state, in float32 whatever the type of the operands."""
+    a = arguments_by_name(func, args, kwargs)
+
+    def new(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        return like.new_empty(shape, dtype=torch.float32)
+
+    # A layer without biases passes zeros in the shape of its matrices, and still gets a vector for each.
+    biases = [new(a[name], a[name].shape[:1]) for name in ("weight3", "weight4")]
+    before, after = (
+        [new(a[name], a[name].shape) for name in names]
+        for names in (("input", "weight1", "weight2"), ("hx_", "cx_tmp"))
+    )
+    return (*before, *biases, *after)
 
 
 def _lstm_reserve_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
