@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import sacplan
-from benchmarks import common, zoo
+from benchmarks import common, hf_models
 from benchmarks.common import describe, machine, write_results
 
 SOLVERS = ("milp", "greedy", "uniform")
@@ -35,14 +35,16 @@ def profiles(names: list[str]) -> dict[str, sacplan.Profile]:
         found[f"example, {layers} layers"] = sacplan.profile(model, torch.randint(0, 8192, (8, 1024)))
     for name in names:
         torch.manual_seed(0)
-        model, batch, loss_fn = zoo.build(name, "medium", "meta", torch.bfloat16)
+        model, batch, loss_fn = hf_models.build(name, "medium", "meta", torch.bfloat16)
         found[name] = sacplan.profile(model, batch, loss_fn=loss_fn)
     return found
 
 
 def main() -> None:
     parser = common.parser(__doc__, "ablation.json")
-    parser.add_argument("--names", nargs="+", default=list(zoo.EIGHT), choices=list(zoo.ARCHITECTURES))
+    parser.add_argument(
+        "--names", nargs="+", default=list(hf_models.EIGHT), choices=list(hf_models.ARCHITECTURES)
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     print(describe(machine()))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import sacplan
-from benchmarks import zoo
+from benchmarks import hf_models
 from benchmarks.common import GIB, on_one_thread, plan_or_smallest, real_step
 
 
@@ -51,7 +51,7 @@ def rows(
 ) -> Iterator[Row]:
     """Profile once, then plan and verify for each budget."""
     torch.manual_seed(0)
-    model, batch, loss_fn = zoo.build(name, size, "cpu" if real else "meta", dtype)
+    model, batch, loss_fn = hf_models.build(name, size, "cpu" if real else "meta", dtype)
     began = time.perf_counter()
     profile = sacplan.profile(model, batch, loss_fn=loss_fn, device=device)
     seconds = time.perf_counter() - began
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--names", nargs="*", default=list(zoo.NAMES))
+    parser.add_argument("--names", nargs="*", default=list(hf_models.NAMES))
     parser.add_argument("--budgets", nargs="*", default=["75%", "50%"])
     parser.add_argument("--size", choices=["small", "medium"], default="medium")
     parser.add_argument("--device", default=None, help="h100, or cpu with --real")

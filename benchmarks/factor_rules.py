@@ -2,8 +2,8 @@
 
     python -m benchmarks.factor_rules [--models gpt2 t5 ...] [--devices h100 cpu]
 
-Ops of the forward and the backward pass of one step, and of inference, of the models in ``benchmarks/zoo.py``. Ops on
-scalars are left out. A call is
+Ops of the forward and the backward pass of one step, and of inference, of the models in
+``benchmarks/hf_models.py``. Ops on scalars are left out. A call is
 
 - ``sliced``: some dimension of what it returns, or of what it reads, may be sliced;
 - ``whole``: it has a rule, by which everything must be whole;
@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 
 import sacplan
-from benchmarks import common, zoo
+from benchmarks import common, hf_models
 from sacplan._factors.rule import Rule, rule_of
 from sacplan._program.elements import Op, Phase, Tensor
 from sacplan._program.program import Program
@@ -102,9 +102,9 @@ def _elements(t: Tensor) -> int:
 
 
 def coverage_of(name: str, device: str, size: str = "small") -> Coverage:
-    """Of one model of the zoo: a training step and one of inference."""
+    """Of one model of ``hf_models``: a training step and one of inference."""
     found = Coverage()
-    model, batch, loss_fn = zoo.build(name, size, "meta")
+    model, batch, loss_fn = hf_models.build(name, size, "meta")
     found.add(sacplan.profile(model, batch, loss_fn, device=device).program)
     found.add(sacplan.profile(model, batch, device=device, mode="inference").program)
     return found
@@ -130,7 +130,9 @@ def _row(name: str, device: str, found: Coverage) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Count, print, and write the figures."""
     parser = common.parser(__doc__, "factor_rules.json")
-    parser.add_argument("--models", nargs="+", default=zoo.NAMES, choices=zoo.NAMES, metavar="NAME")
+    parser.add_argument(
+        "--models", nargs="+", default=hf_models.NAMES, choices=hf_models.NAMES, metavar="NAME"
+    )
     parser.add_argument("--devices", nargs="+", default=("h100", "cpu"))
     parser.add_argument("--size", default="small", choices=("small", "medium"))
     options = parser.parse_args(arguments)

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu [--names gpt2 llama ...] [--kinds bf16 autocast] [--seconds 420] [--json FILE]
     python -m benchmarks.gpu --smoke          # the same code on the CPU, at tiny sizes
 
-Needs torch and sacplan; with transformers installed the models of ``zoo.py`` are measured too. For each model, in
+Needs torch and sacplan; with transformers installed the models of ``hf_models.py`` are measured too. For each model, in
 bfloat16 and under autocast, with AdamW: the predicted peak of the step beside ``torch.cuda.max_memory_allocated``
 (and what the allocator played through reserves beside ``max_memory_reserved``), the step's time by the roofline of
 the datasheet, by one that was measured here (``sacplan.calibrate``) and by timing each op (``runtime="benchmark"``)
@@ -64,13 +64,13 @@ def cases(
     if not wanted:
         return
     try:
-        from benchmarks import zoo
+        from benchmarks import hf_models
     except ImportError as error:
         for name in wanted:
             yield {"model": name, "kind": "bf16"}, f"not installed: {error.name or error}"
         return
     for name in wanted:
-        build = _bind(_from_zoo, zoo, name.split("/")[1], "small" if smoke else "medium", device)
+        build = _bind(_from_hf_models, hf_models, name.split("/")[1], "small" if smoke else "medium", device)
         yield {"model": name, "kind": "bf16"}, build
 
 
@@ -78,9 +78,9 @@ def _bind(function: Callable[..., Any], *args: Any) -> Build:
     return lambda: function(*args)
 
 
-def _from_zoo(zoo: Any, name: str, size: str, device: str) -> tuple[torch.nn.Module, Any, Any]:
+def _from_hf_models(hf_models: Any, name: str, size: str, device: str) -> tuple[torch.nn.Module, Any, Any]:
     torch.manual_seed(0)
-    model, batch, loss_fn = zoo.build(name, size, device=device, dtype=torch.bfloat16)
+    model, batch, loss_fn = hf_models.build(name, size, device=device, dtype=torch.bfloat16)
     return model, {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}, loss_fn
 
 

@@ -42,7 +42,7 @@ from typing import Any
 import torch
 
 import sacplan
-from benchmarks import common, step_variants, zoo
+from benchmarks import common, hf_models, step_variants
 from benchmarks.common import (
     MIB,
     RESULTS,
@@ -71,7 +71,7 @@ _NAMES_BY_FAMILY = {
     "variant": "llama+lora llama+frozen llama+accumulation llama+summed llama+autocast gpt2+adamw",
 }
 FAMILY = {name: family for family, names in _NAMES_BY_FAMILY.items() for name in names.split()}
-"""Of each entry; the names are those of ``zoo``, and one with an optimizer."""
+"""Of each entry; the names are those of ``hf_models``, and one with an optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ def rows_of(name: str, shares: tuple[float, ...] = SHARES, copies: int | None = 
 
     def case() -> Case:
         seed_everything(0)
-        model, batch, loss_fn = zoo.build(
+        model, batch, loss_fn = hf_models.build(
             name.removesuffix("+adamw"),
             "small",
             "cpu",

@@ -8,7 +8,7 @@ depths 2, heads 4, vocabularies 512. Configs inside it are shrunk the same way, 
 does. ``OVERRIDES`` are for what the rules get wrong, by model type. The class is the first of the architecture's heads
 that runs; the batch is made as for an ``hf:`` target (``sacplan._cli.hf_batches``), with labels where it has them.
 
-An architecture that ``zoo`` has a config for, written by hand, takes that one.
+An architecture that ``hf_models`` has a config for, written by hand, takes that one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.models.auto import configuration_auto
 
-from benchmarks import zoo
+from benchmarks import hf_models
 from benchmarks.common import seed_everything
 from sacplan._cli import hf, hf_batches
 from sacplan._record.step import default_loss
@@ -58,7 +58,7 @@ class SmallCase:
 
     Attributes:
         model_class: its name, such as "LlamaForCausalLM".
-        source: "zoo" (written by hand) or "rules".
+        source: "hf_models" (written by hand) or "rules".
     """
 
     model: torch.nn.Module
@@ -376,19 +376,19 @@ def _with_data(model: torch.nn.Module, arguments: Any, call: Callable[..., Any])
 
 # --- models ----------------------------------------------------------------------------------------------------------
 
-_FROM_ZOO_ROWS = 2
+_BY_HAND_ROWS = 2
 
 
 @functools.cache
 def by_hand() -> dict[str, str]:
-    """Model type: name in ``zoo``."""
-    return {make("small")[1].model_type: name for name, make in zoo.ARCHITECTURES.items()}
+    """Model type: name in ``hf_models``."""
+    return {make("small")[1].model_type: name for name, make in hf_models.ARCHITECTURES.items()}
 
 
 def config_of(model_type: str) -> PretrainedConfig:
     """The small config of a model type, by hand or by rule."""
     if model_type in by_hand():
-        config: PretrainedConfig = zoo.ARCHITECTURES[by_hand()[model_type]]("small")[1]
+        config: PretrainedConfig = hf_models.ARCHITECTURES[by_hand()[model_type]]("small")[1]
         return config
     return small_config(configuration_auto.CONFIG_MAPPING[model_type])
 
@@ -401,8 +401,8 @@ def build(model_type: str) -> SmallCase:
     """
     seed_everything(_SEED)
     if model_type in by_hand():
-        model, batch, loss_fn = zoo.build(by_hand()[model_type], "small", "cpu", copies=_FROM_ZOO_ROWS)
-        return SmallCase(model, batch, loss_fn, type(model).__name__, "zoo")
+        model, batch, loss_fn = hf_models.build(by_hand()[model_type], "small", "cpu", copies=_BY_HAND_ROWS)
+        return SmallCase(model, batch, loss_fn, type(model).__name__, "hf_models")
     config_class = configuration_auto.CONFIG_MAPPING[model_type]
     errors: list[str] = []
     with _noted(errors, "config"):

@@ -9,7 +9,7 @@ import sacplan
 
 pytest.importorskip("transformers")
 
-from benchmarks import zoo
+from benchmarks import hf_models
 from benchmarks.architectures import plan_or_smallest, same_bits
 from tests.slow import slow_after
 
@@ -17,11 +17,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
 
 
 @pytest.mark.parametrize(
-    "name", slow_after(3, [*zoo.EIGHT, "llama+lora", "llama+frozen", "llama+accumulation"])
+    "name", slow_after(3, [*hf_models.EIGHT, "llama+lora", "llama+frozen", "llama+accumulation"])
 )
 def test_plan_holds_on_an_h100(name):
     torch.manual_seed(0)
-    model, batch, loss_fn = zoo.build(name, "small", "meta", torch.bfloat16)
+    model, batch, loss_fn = hf_models.build(name, "small", "meta", torch.bfloat16)
     profile = sacplan.profile(model, batch, loss_fn=loss_fn, device="h100")
     plan, _ = plan_or_smallest(profile, "75%")
     result = sacplan.verify(model, batch, plan, loss_fn=loss_fn)
@@ -31,10 +31,10 @@ def test_plan_holds_on_an_h100(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", zoo.EIGHT)
+@pytest.mark.parametrize("name", hf_models.EIGHT)
 def test_planned_step_has_the_same_bits(name):
     torch.manual_seed(0)
-    model, batch, loss_fn = zoo.build(name, "small", "cpu")
+    model, batch, loss_fn = hf_models.build(name, "small", "cpu")
     profile = sacplan.profile(model, batch, loss_fn=loss_fn, device="cpu")
     plan, _ = plan_or_smallest(profile, "75%")
     assert plan.units
@@ -42,7 +42,7 @@ def test_planned_step_has_the_same_bits(name):
 
 
 def test_smallest_feasible_budget_works():
-    model, batch, _ = zoo.build("vit", "small", "meta", torch.bfloat16)
+    model, batch, _ = hf_models.build("vit", "small", "meta", torch.bfloat16)
     profile = sacplan.profile(model, batch)
     with pytest.raises(sacplan.InfeasibleBudget) as caught:
         sacplan.plan(profile, "10%")

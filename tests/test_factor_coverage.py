@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks import zoo
+from benchmarks import hf_models
 from benchmarks.factor_rules import coverage_of
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "factor_rules.json"
@@ -30,11 +30,11 @@ def test_dropout_is_random_not_unknown() -> None:
 
 
 def test_the_committed_figures() -> None:
-    """All models of the zoo on both devices: at most one call in a hundred has no rule."""
+    """All of ``hf_models`` on both devices: at most one call in a hundred has no rule."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     rows = results["rows"]
     assert {(row["model"], row["device"]) for row in rows} == {
-        (name, device) for name in zoo.NAMES for device in ("h100", "cpu")
+        (name, device) for name in hf_models.NAMES for device in ("h100", "cpu")
     }
     calls = [sum(row["calls"].values()) for row in rows]
     assert sum(row["calls"]["none"] for row in rows) < 0.01 * sum(calls)

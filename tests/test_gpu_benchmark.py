@@ -62,8 +62,8 @@ def test_a_row_that_fails_is_reported_and_the_others_go_on(
 @pytest.mark.slow
 def test_without_transformers_its_rows_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "benchmarks.zoo", raising=False)
-    monkeypatch.delattr(sys.modules["benchmarks"], "zoo", raising=False)
+    monkeypatch.delitem(sys.modules, "benchmarks.hf_models", raising=False)
+    monkeypatch.delattr(sys.modules["benchmarks"], "hf_models", raising=False)
     status, data = run(tmp_path, "--names", "transformers/gpt2")
     assert status == 0
     assert "not installed" in data["rows"][0]["skipped"]

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from benchmarks import hf_targets, zoo
+from benchmarks import hf_models, hf_targets
 from sacplan._cli import architectures, hf, hf_batches
 from sacplan._cli.exits import TargetError
 from sacplan._cli.options import HfOptions
@@ -48,7 +48,7 @@ def _saved(config: Any, directory: Path, **more: Any) -> str:
 def test_families(name: str, tmp_path: Path) -> None:
     """A loss of its own in a step without data, and the same loss backpropagates in a real one."""
     task, arguments = FAMILIES[name]
-    model_class, config, _ = zoo.ARCHITECTURES[name]("small")
+    model_class, config, _ = hf_models.ARCHITECTURES[name]("small")
     target = load_target(
         _saved(config, tmp_path, architectures=[model_class.__name__]), HfOptions(batch=2, dtype="float32")
     )
@@ -66,7 +66,7 @@ def test_families(name: str, tmp_path: Path) -> None:
 
 def test_rows_hold_what_the_models_of_images_make(tmp_path: Path) -> None:
     """Computed by the model itself, which refuses another number of placeholders."""
-    _, config, _ = zoo.ARCHITECTURES["qwen2_vl"]("small")
+    _, config, _ = hf_models.ARCHITECTURES["qwen2_vl"]("small")
     text = _saved(config, tmp_path, architectures=["Qwen2VLForConditionalGeneration"])
     target = load_target(text, HfOptions(batch=2, dtype="float32"), "cpu")
     side = 224 // 14
@@ -80,7 +80,7 @@ def test_rows_hold_what_the_models_of_images_make(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_head_is_summed_up_and_says_so(tmp_path: Path) -> None:
-    _, config, _ = zoo.ARCHITECTURES["clip"]("small")
+    _, config, _ = hf_models.ARCHITECTURES["clip"]("small")
     target = load_target(_saved(config.text_config, tmp_path), HfOptions(seq=8))
     assert (target.facts["model"], target.facts["task"]) == ("CLIPTextModel", "no head")
     assert target.facts["loss"] == "the sum of its outputs"
@@ -88,7 +88,7 @@ def test_a_model_without_a_head_is_summed_up_and_says_so(tmp_path: Path) -> None
 
 
 def test_a_model_that_no_batch_is_known_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, config, _ = zoo.ARCHITECTURES["vit"]("small")
+    _, config, _ = hf_models.ARCHITECTURES["vit"]("small")
     text = _saved(config, tmp_path, architectures=["ViTForImageClassification"])
     monkeypatch.delitem(hf_batches.INPUTS, "pixel_values")
     with pytest.raises(TargetError, match=r"'ViTForImageClassification'.*no batch.*train\.py:make"):
@@ -117,7 +117,7 @@ def test_sizes_of_sound() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_floats_have_the_models_type(dtype: torch.dtype) -> None:
-    _, config, _ = zoo.ARCHITECTURES["vit"]("small")
+    _, config, _ = hf_models.ARCHITECTURES["vit"]("small")
     model = transformers.ViTForImageClassification(config)
     batch = hf_batches.make_batch(hf_batches.Inputs(model, hf_batches.Sizes(), "cpu", dtype))
     assert batch["pixel_values"].dtype == dtype

@@ -12,7 +12,7 @@ import sacplan
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from benchmarks import zoo
+from benchmarks import hf_models
 from benchmarks.common import real_step
 from benchmarks.real_models import FAMILY, TOLERANCE, claim, plans_of, read, rows_of
 
@@ -35,7 +35,7 @@ def test_predicted_peak_is_the_measured_one_and_bits_are_equal(name: str) -> Non
 
 @pytest.mark.slow
 def test_values_of_steps_with_other_dropout_masks_differ() -> None:
-    model, batch, _ = zoo.build("gpt2", "small", "cpu")
+    model, batch, _ = hf_models.build("gpt2", "small", "cpu")
     once, again, other = (real_step(model, batch, seed=seed) for seed in (1, 1, 2))
     assert once.same_bits(again)
     assert not once.same_bits(other)
@@ -43,7 +43,7 @@ def test_values_of_steps_with_other_dropout_masks_differ() -> None:
 
 
 def test_where_a_share_is_infeasible_budgets_start_at_the_smallest_feasible_one() -> None:
-    model, batch, _ = zoo.build("bert", "small", "meta")
+    model, batch, _ = hf_models.build("bert", "small", "meta")
     profile = sacplan.profile(model, batch, device="cpu")
     found = list(plans_of(profile, (0.5, 0.01)))
     assert [words.split()[0] for words, _, _ in found][-1] == "smallest"
@@ -57,15 +57,15 @@ def test_where_a_share_is_infeasible_budgets_start_at_the_smallest_feasible_one(
 @pytest.mark.parametrize("name", ["gpt2", "qwen2_vl", "yolos"])
 def test_copies_join_batches(name: str) -> None:
     torch.manual_seed(0)
-    _, one, _ = zoo.build(name, "small", "meta")
-    _, three, _ = zoo.build(name, "small", "meta", copies=3)
+    _, one, _ = hf_models.build(name, "small", "meta")
+    _, three, _ = hf_models.build(name, "small", "meta", copies=3)
     assert {k: 3 * len(v) for k, v in one.items()} == {k: len(v) for k, v in three.items()}
 
 
 def test_dropout_is_put_where_the_config_has_none() -> None:
-    model, _, _ = zoo.build("llama", "small", "meta", dropout=0.25)
+    model, _, _ = hf_models.build("llama", "small", "meta", dropout=0.25)
     assert model.config.attention_dropout == 0.25
-    model, _, _ = zoo.build("gpt2", "small", "meta", dropout=0.25)
+    model, _, _ = hf_models.build("gpt2", "small", "meta", dropout=0.25)
     assert model.config.attn_pdrop == 0.1  # its own
 
 
@@ -76,4 +76,4 @@ def test_the_docs_say_what_the_figures_are() -> None:
 
 
 def test_every_architecture_and_variant_is_an_entry() -> None:
-    assert set(zoo.NAMES) <= set(FAMILY)
+    assert set(hf_models.NAMES) <= set(FAMILY)

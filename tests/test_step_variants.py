@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
-from benchmarks import step_variants, zoo
+from benchmarks import hf_models, step_variants
 from benchmarks.common import real_step
 from benchmarks.real_models import Case, steps_of
 
@@ -31,7 +31,7 @@ def _cosines(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> int:
 
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
 def test_tables_are_filled_in_the_first_forward_and_again_when_they_are_emptied(name: str) -> None:
-    model, batch, _ = zoo.build(name, "small", "cpu")
+    model, batch, _ = hf_models.build(name, "small", "cpu")
     before = _cosines(model, batch)
     parameters = {k: p.clone() for k, p in model.named_parameters()}
     kind = type(model)
@@ -47,7 +47,7 @@ def test_tables_are_filled_in_the_first_forward_and_again_when_they_are_emptied(
 
 
 def test_tables_count_as_memory_and_change_the_output() -> None:
-    model, batch, _ = zoo.build("gpt2", "small", "cpu")
+    model, batch, _ = hf_models.build("gpt2", "small", "cpu")
     plain = real_step(model, batch)
     empty = step_variants.rotate_lazily(model, batch)
     first = real_step(model, batch)
@@ -67,7 +67,7 @@ def test_tables_count_as_memory_and_change_the_output() -> None:
     ],
 )
 def test_a_smaller_batch_is_one_that_the_model_takes(name: str, words: str) -> None:
-    model, batch, loss_fn = zoo.build(name, "small", "cpu")
+    model, batch, loss_fn = hf_models.build(name, "small", "cpu")
     smaller, said = step_variants.smaller_batch(model, batch, loss_fn)
     assert said == words
     assert smaller.keys() == batch.keys()
@@ -75,13 +75,13 @@ def test_a_smaller_batch_is_one_that_the_model_takes(name: str, words: str) -> N
 
 
 def test_rows_with_several_entries_stay_together() -> None:
-    _, batch, _ = zoo.build("qwen2_vl", "small", "cpu", copies=2)
+    _, batch, _ = hf_models.build("qwen2_vl", "small", "cpu", copies=2)
     smaller = step_variants.fewer_rows(batch, 3, 4)
     assert {k: len(v) / len(batch[k]) for k, v in smaller.items()} == dict.fromkeys(batch, 0.75)
 
 
 def test_a_smaller_batch_after_the_full_one_needs_no_more_and_has_the_same_bits() -> None:
-    model, batch, loss_fn = zoo.build("gpt2", "small", "cpu", copies=2)
+    model, batch, loss_fn = hf_models.build("gpt2", "small", "cpu", copies=2)
     rows = list(steps_of("gpt2", "dense", Case(model, batch, loss_fn), shares=(0.8,), smaller=True))
     assert [row.budget for row in rows] == ["none", "80%"]
     assert all(row.smaller_bytes is not None and row.smaller_bytes < row.measured_bytes for row in rows)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sacplan
-from benchmarks import zoo
+from benchmarks import hf_models
 from benchmarks.common import real_step
 from sacplan._program.places import OpSequence, Places
 from sacplan._program.program import CallSite
@@ -236,7 +236,7 @@ def test_calls_of_a_unit_that_run_a_module_once_and_twice_are_both_as_recorded()
     ["gpt2", "llama", "bert", "t5", "bart", "albert", "mixtral", "vit", "swin", "xlnet"],
 )
 def test_a_smaller_last_batch_needs_no_more_memory(name: str) -> None:
-    model, batch, loss_fn = zoo.build(name, "small", device="cpu")
+    model, batch, loss_fn = hf_models.build(name, "small", device="cpu")
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
     smallest = sacplan.plan_smallest(profile)
     middle = (smallest.peak_bytes + profile.peak_bytes) // 2

@@ -174,11 +174,11 @@ def test_fake_and_real_trace_agree_with_each_other_and_with_the_allocator(optimi
 
 def test_gpt2_and_a_mixture_of_experts_for_real():
     pytest.importorskip("transformers")
-    from benchmarks import zoo
+    from benchmarks import hf_models
 
     torch.manual_seed(0)
     for name, tolerance in (("gpt2", 0.005), ("switch", 0.05)):
-        model, batch, _ = zoo.build(name, "small", "cpu")
+        model, batch, _ = hf_models.build(name, "small", "cpu")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SacplanWarning)
             fake = sacplan.profile(model, batch, device="cpu")
@@ -404,9 +404,9 @@ def test_optimizers_steps_count():
 
 def test_functions_that_cache_tensors_keep_no_fake_ones():
     pytest.importorskip("transformers")
-    from benchmarks import zoo
+    from benchmarks import hf_models
 
-    model, batch, _ = zoo.build("beit", "small", "cpu")
+    model, batch, _ = hf_models.build("beit", "small", "cpu")
     sacplan.profile(model, batch)
     assert torch.isfinite(model(**batch).loss)
     sacplan.profile(model, batch)

@@ -5,7 +5,7 @@ and returns ``(model class, config, make_batch)``; ``make_batch()`` gives real C
 ``build`` makes the model and the batch of a name, the variants (LoRA, frozen layers, gradient
 accumulation) included.
 
-    model, batch, loss_fn = zoo.build("gpt2", "small", device="cpu")
+    model, batch, loss_fn = hf_models.build("gpt2", "small", device="cpu")
 """
 
 from __future__ import annotations
