@@ -109,7 +109,9 @@ class Outcome:
     def good(self) -> bool:
         """Whether nothing speaks against sacplan: a model that is not built is no fault of its."""
         if self.status == TRAINED:
-            return self.within_budget == self.bit_equal == len(self.planned)
+            return self.within_budget == len(self.planned) and all(
+                s.bit_equal is not False for s in self.planned
+            )
         return self.status == NOT_BUILT
 
     def as_dict(self) -> dict[str, Any]:
@@ -142,20 +144,22 @@ def outcome_of(model_type: str) -> Outcome:
         case = small_configs.build(model_type)
     except small_configs.NotBuilt as error:
         return Outcome(model_type, NOT_BUILT, reason=str(error), seconds=time.perf_counter() - began)
-    about: dict[str, Any] = {"model_class": case.model_class, "source": case.source}
+    steps = steps_of(model_type, case.source, Case(case.model, case.batch, case.loss_fn))
+    return outcome_of_steps(
+        steps, began, model_type=model_type, model_class=case.model_class, source=case.source
+    )
+
+
+def outcome_of_steps(steps: Iterable[Row], began: float, **about: Any) -> Outcome:
+    """Run steps as they are asked for; ``about`` are fields of the outcome."""
     try:
-        steps = tuple(steps_of(model_type, case.source, Case(case.model, case.batch, case.loss_fn)))
+        ran = tuple(steps)
     except Exception as error:  # whatever it is, it is what the row is about
         text = " ".join(str(error).split())
         kind = "" if isinstance(error, sacplan.SacplanError) else "not one of sacplan's errors: "
-        return Outcome(
-            model_type,
-            FAILED,
-            reason=f"{kind}{type(error).__name__}: {text[:300]}",
-            seconds=time.perf_counter() - began,
-            **about,
-        )
-    return Outcome(model_type, TRAINED, seconds=time.perf_counter() - began, steps=steps, **about)
+        reason = f"{kind}{type(error).__name__}: {text[:300]}"
+        return Outcome(status=FAILED, reason=reason, seconds=time.perf_counter() - began, **about)
+    return Outcome(status=TRAINED, seconds=time.perf_counter() - began, steps=ran, **about)
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
@@ -259,7 +263,7 @@ def outcomes(
         worker.end()
 
 
-def summary(found: Iterable[Outcome]) -> str:
+def summary(found: Iterable[Outcome], what: str = "architectures trained") -> str:
     """One line."""
     found = list(found)
     trained = [o for o in found if o.status == TRAINED]
@@ -267,7 +271,7 @@ def summary(found: Iterable[Outcome]) -> str:
     planned = [s for o in trained for s in o.planned]
     worst = max((o.worst_error for o in trained), key=abs, default=0.0)
     return (
-        f"{len(trained)} architectures trained, {len(steps)} steps: {sum(o.exact for o in trained)} exact to the byte "
+        f"{len(trained)} {what}, {len(steps)} steps: {sum(o.exact for o in trained)} exact to the byte "
         f"in every step, worst error {worst:+.3%}; {sum(s.within_budget for s in planned)} of {len(planned)} planned "
         f"steps within the budget, {sum(bool(s.bit_equal) for s in planned)} bit-equal; "
         f"{sum(o.status == FAILED for o in found)} failed, {sum(o.status == NOT_BUILT for o in found)} not built"
@@ -370,7 +374,8 @@ def _line(cells: Iterable[str]) -> str:
 # --- command line ----------------------------------------------------------------------------------------------------
 
 
-def _print(o: Outcome) -> None:
+def show(o: Outcome) -> None:
+    """Print an outcome as a line."""
     if o.status != TRAINED:
         print(f"{o.model_type:>28} {o.status}: {o.reason}", flush=True)
         return
@@ -380,6 +385,47 @@ def _print(o: Outcome) -> None:
         f"{o.within_budget} of {len(o.planned)}, equal {o.bit_equal}, {o.seconds:.1f} s{note}",
         flush=True,
     )
+
+
+def done_before(path: Path | None) -> dict[str, Outcome]:
+    """The outcomes of a file that the same versions of torch and transformers wrote; none without a file."""
+    if path is None or not path.exists():
+        return {}
+    about, before = read(path)
+    here = torch.__version__, transformers.__version__
+    same = (about["machine"]["torch"], about["machine"]["transformers"]) == here
+    return {o.model_type: o for o in before} if same else {}
+
+
+def run_all(
+    names: Iterable[str],
+    path: Path | None,
+    found: dict[str, Outcome],
+    *,
+    jobs: int,
+    work: Callable[[str], Outcome] = outcome_of,
+    what: str = "architectures trained",
+    **about: Any,
+) -> list[Outcome]:
+    """Run what is not found yet, print each as it comes, and write the file after each; all outcomes by name.
+
+    Args:
+        names: what is run.
+        path: of the file; None: none.
+        found: outcomes by name that there are already; the new ones are added.
+        jobs: processes at a time.
+        work: what makes an outcome of a name.
+        what: of the summary.
+        about: more that the file says.
+    """
+    ordered = [found[name] for name in sorted(found)]
+    for outcome in outcomes([n for n in names if n not in found], jobs, work=work):
+        found[outcome.model_type] = outcome
+        show(outcome)
+        ordered = [found[name] for name in sorted(found)]
+        rows = [o.as_dict() for o in ordered]
+        write_results(path, rows, row_a_line=True, summary=summary(ordered, what), **about)
+    return ordered
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -397,23 +443,10 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"no architecture of transformers {transformers.__version__}: {', '.join(unknown)}")
     path = arguments.json or (None if arguments.names else FIGURES)
-    found: dict[str, Outcome] = {}
-    if arguments.resume and path is not None and path.exists():
-        about, before = read(path)
-        if (about["machine"]["torch"], about["machine"]["transformers"]) == (
-            torch.__version__,
-            transformers.__version__,
-        ):
-            found = {o.model_type: o for o in before}
-    names = arguments.names or small_configs.architectures()
+    found = done_before(path) if arguments.resume else {}
     torch.set_num_threads(1)
     print(describe(machine()))
-    for outcome in outcomes([n for n in names if n not in found], arguments.jobs):
-        found[outcome.model_type] = outcome
-        _print(outcome)
-        ordered = [found[name] for name in sorted(found)]
-        write_results(path, [o.as_dict() for o in ordered], row_a_line=True, summary=summary(ordered))
-    ordered = [found[name] for name in sorted(found)]
+    ordered = run_all(arguments.names or small_configs.architectures(), path, found, jobs=arguments.jobs)
     print(summary(ordered))
     if path == FIGURES:
         PAGE.write_text(page(*read(path)))

@@ -1,0 +1,202 @@
+"""Models of timm, torchvision, diffusers, torch_geometric and PEFT, trained for a step and measured: what is not exact.
+
+    pip install -e '.[zoo]'
+    python -m benchmarks.zoo                            # all that is installed; figures into benchmarks/results
+    python -m benchmarks.zoo peft timm/resnet           # a whole package, or some of its models, printed
+    python -m benchmarks.zoo --resume                   # what an interrupted run has not done yet
+
+One model of each module of ``timm.models`` and ``torchvision.models``, and some of the other packages, without weights
+and as small as they come (``zoo_models.py``): a step without a plan and at three budgets, on the CPU, predicted and
+measured, as ``benchmarks.compatibility`` does it. Of some also inference (``timm/resnet+inference``), at a budget
+half-way to the smallest peak; slices may round otherwise, so that its outputs are compared within a tolerance.
+
+A package that is not installed is named and left out. The last lines say what failed and what is not exact, then all
+in one line.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+import sacplan
+from benchmarks import common
+from benchmarks.common import RESULTS, describe, machine, on_one_thread, seed_everything
+from benchmarks.compatibility import (
+    NOT_BUILT,
+    TRAINED,
+    Outcome,
+    done_before,
+    outcome_of_steps,
+    run_all,
+    summary,
+)
+from benchmarks.real_models import Case, Row, int_budget, steps_of
+from benchmarks.zoo_models import FAMILIES, REASONS, loss_of
+from sacplan._record.state import preserved_state
+from sacplan._record.step import Step, call_model
+from sacplan._verify.measure import measured_step
+
+FIGURES = RESULTS / "zoo.json"
+WHAT = "models of other packages run"
+INFERENCE = "+inference"
+_SEED = 7
+
+
+def names_of(family: str) -> list[str]:
+    """The entries of a package that is installed: its models, then those whose inference is planned, too."""
+    found = FAMILIES[family]
+    return [f"{family}/{n}" for n in found.models()] + [f"{family}/{n}{INFERENCE}" for n in found.inference]
+
+
+def chosen(asked: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The entries to run, and the packages that would be needed for the rest of what was asked for.
+
+    Args:
+        asked: packages and entries; none of them: all packages.
+
+    Raises:
+        ValueError: there is no such package or entry.
+    """
+    names: list[str] = []
+    missing: list[str] = []
+    for word in asked or FAMILIES:
+        family = word.split("/")[0]
+        if family not in FAMILIES:
+            raise ValueError(f"no package {family}; there are {', '.join(FAMILIES)}")
+        if not FAMILIES[family].installed:
+            missing.append(family)
+            continue
+        known = names_of(family)
+        if word != family and word not in known:
+            raise ValueError(f"no entry {word}; there are {', '.join(known)}")
+        names += known if word == family else [word]
+    return list(dict.fromkeys(names)), list(dict.fromkeys(missing))
+
+
+# --- one model -------------------------------------------------------------------------------------------------------
+
+
+def outcome_of(name: str) -> Outcome:
+    """Build, profile, plan and run one entry."""
+    began = time.perf_counter()
+    family, _, model_name = name.partition("/")
+    seed_everything(_SEED)
+    try:
+        model, batch = FAMILIES[family].models()[model_name.removesuffix(INFERENCE)]()
+    except Exception as error:  # the package's own, and it says why
+        return Outcome(
+            name, NOT_BUILT, f"{type(error).__name__}: {error}", seconds=time.perf_counter() - began
+        )
+    steps = (
+        inference_of(name, family, model.eval(), batch)
+        if name.endswith(INFERENCE)
+        else steps_of(name, family, Case(model, batch, loss_of))
+    )
+    return outcome_of_steps(steps, began, model_type=name, model_class=type(model).__name__, source=family)
+
+
+@on_one_thread
+def inference_of(name: str, family: str, model: torch.nn.Module, batch: Any) -> Iterator[Row]:
+    """The plain forward pass, then with a plan whose budget is half-way to the smallest peak.
+
+    Raises:
+        AssertionError: outputs with the plan are not close to the plain ones.
+    """
+    began = time.perf_counter()
+    profile = sacplan.profile(model, batch, device="cpu", mode="inference")
+    plain, row = _forward(model, batch, None)
+    row |= {"model": name, "family": family, "trace": profile.trace, "recompute_share": 0.0}
+    row |= {"parameters": sum(p.numel() for p in model.parameters())}
+    unplanned = {
+        "budget": "none",
+        "budget_bytes": None,
+        "predicted_bytes": profile.peak_bytes,
+        "bit_equal": None,
+    }
+    yield Row(**row, **unplanned, seconds=time.perf_counter() - began)
+    began = time.perf_counter()
+    smallest = sacplan.plan_smallest(profile).peak_bytes
+    plan = sacplan.plan(profile, int_budget((smallest + profile.peak_bytes) // 2))
+    seconds = time.perf_counter() - began
+    sliced, measured = _forward(model, batch, plan)
+    torch.testing.assert_close(sliced, plain, rtol=1e-4, atol=1e-5)
+    yield Row(
+        **row | measured,
+        budget=f"{plan.budget_bytes / profile.peak_bytes:.0%}",
+        budget_bytes=plan.budget_bytes,
+        predicted_bytes=plan.peak_bytes,
+        bit_equal=all(map(torch.equal, sliced, plain)) or None,
+        seconds=seconds,
+    )
+
+
+def _forward(
+    model: torch.nn.Module, batch: Any, plan: sacplan.Plan | None
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Outputs of a forward pass, and what was measured of another one."""
+    step = Step(model, batch, call_model, None, "inference")
+    with preserved_state(model, None), sacplan.apply(model, plan) if plan is not None else nullcontext():
+        seed_everything(_SEED)
+        seen = measured_step(step, [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)])
+        seed_everything(_SEED)
+        outputs = [t for t in tree_leaves(step.run()) if isinstance(t, torch.Tensor)]
+    return outputs, {"measured_bytes": seen.peak_bytes, "wall_ms": seen.wall_ms}
+
+
+# --- all of them -----------------------------------------------------------------------------------------------------
+
+
+def remarks(found: Iterable[Outcome]) -> list[str]:
+    """A line for each model that failed or was not built, and for each whose predicted peaks are not exact."""
+    lines = []
+    for o in found:
+        if o.status != TRAINED:
+            lines.append(f"{o.model_type}: {o.status}: {o.reason}")
+        elif not o.exact or not o.good:
+            wrong = (
+                "" if o.good else f"; within {o.within_budget}, bit-equal {o.bit_equal} of {len(o.planned)}"
+            )
+            reason = f": {REASONS[o.model_type]}" if o.model_type in REASONS else ""
+            lines.append(f"{o.model_type}: {o.difference} ({o.worst.budget}){wrong}{reason}")
+    return lines
+
+
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Of the packages of these entries."""
+    return {f: importlib.metadata.version(f) for f in dict.fromkeys(name.split("/")[0] for name in names)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run; the exit status is 1 where a budget was broken, bits differ, or sacplan failed."""
+    parser = common.parser(__doc__)
+    parser.add_argument("names", nargs="*", help="packages and entries (default: all)", metavar="name")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="keep the outcomes that the file already has")
+    arguments = parser.parse_args(argv)
+    try:
+        names, missing = chosen(arguments.names)
+    except ValueError as error:
+        parser.error(str(error))
+    path = arguments.json or (None if arguments.names else FIGURES)
+    torch.set_num_threads(1)
+    print(", ".join([describe(machine()), *(f"{k} {v}" for k, v in versions(names).items())]))
+    for family in missing:
+        print(f"{family} is not installed: its models are left out")
+    found = done_before(path) if arguments.resume else {}
+    ordered = run_all(
+        names, path, found, jobs=arguments.jobs, work=outcome_of, what=WHAT, packages=versions(names)
+    )
+    print("\n".join(["", *remarks(ordered), summary(ordered, WHAT)]))
+    return int(not all(o.good for o in ordered))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
