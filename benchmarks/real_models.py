@@ -180,7 +180,7 @@ def profile_of(model: torch.nn.Module, batch: Any, loss_fn: Any, optimizer: Any)
             found = profile("fake")
     except sacplan.DataDependentError:
         return profile("real")
-    return profile("real") if found.assumptions else found
+    return profile("real") if found.rules else found
 
 
 def plans_of(
