@@ -10,6 +10,7 @@ taken, and images are as small as the model takes them.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import inspect
@@ -70,7 +71,7 @@ def _smallest_image(build: Callable[[int], nn.Module], sizes: Iterable[int] = IM
         torch.manual_seed(0)
         try:
             model = build(size).train()
-            before = {k: v.clone() for k, v in model.state_dict().items()}
+            before = copy.deepcopy(model.state_dict())
             with torch.no_grad():
                 model(_image(size))
         except Exception as error:  # the message of a model that wants other images may be of any kind
@@ -403,7 +404,7 @@ _DIFFUSERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
     ),
     "UNet1DModel": (
         {"sample_size": 64, "in_channels": 2, "out_channels": 2, "block_out_channels": (32, 32, 64),
-         "extra_in_channels": 16},
+         "extra_in_channels": 64},
         lambda: {"sample": _noise(_ROWS, 2, 512), "timestep": _times()},
     ),
 }  # fmt: skip
