@@ -38,6 +38,7 @@ from sacplan._torch.private import (
     fake_device_of,
     in_backward,
     is_plain,
+    keeps_graph,
     storage_key,
     strided_parts,
     without_torch_functions,
@@ -54,12 +55,22 @@ _Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], int]  # shape, stride,
 NUMBER_BYTES = 8
 """Of the tensor that a Python number becomes."""
 
-_KEEP_THEIR_SECOND = frozenset((torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor))
+_KEEP_THEIR_SECOND = frozenset(
+    (
+        torch.ops.aten.mul.Tensor,
+        torch.ops.aten.mul_.Tensor,
+        torch.ops.aten.div.Tensor,
+        torch.ops.aten.div_.Tensor,
+    )
+)
+_LIFTS = torch.ops.aten.lift_fresh.default
 
 
 def _keeps_a_number(func: Any, args: Any) -> bool:
     """Whether autograd keeps the tensor that a Python number became; it shows those to no saved-tensor hook."""
-    return func in _KEEP_THEIR_SECOND and not isinstance(args[1], torch.Tensor) and args[0].requires_grad
+    if func not in _KEEP_THEIR_SECOND or isinstance(args[1], torch.Tensor):
+        return False
+    return args[0].requires_grad and torch.is_grad_enabled()  # in the forward of a custom function it is off
 
 
 def _as_recorded(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int] | None:
@@ -134,6 +145,7 @@ class Recorder(Watching):
         self._backward_scope = ROOT_SCOPE
         self._on_dtensors: set[str] = set()
         self._node: int | None = None  # the autograd node that runs
+        self._numbers: dict[int, list[int]] = {}  # autograd's next sequence number to storages of kept numbers
         self._fqns: dict[int, str] = {}
         self._modules: dict[int, torch.nn.Module] = {}
         self._parameters: dict[int, torch.Tensor] = {}
@@ -475,6 +487,10 @@ class Recorder(Watching):
             storage = t.untyped_storage()
             at = known.get(storage_key(storage))
             storages.append(self._found(storage) if at is None else at)
+            if at is None and func is _LIFTS and self._fake:
+                # A constant, made outside of the fake mode. A plain step goes on with it; the fake one replaces it by
+                # a tensor with a storage of its own, and that one counts.
+                self._storage_bytes[storages[-1]] = 0
         left_out = [args[i] for i in traits.left_out(args)]  # statistics, which it only writes
         reads = dict.fromkeys(
             s for t, s in zip(taken, storages, strict=True) if not any(t is other for other in left_out)
@@ -534,7 +550,9 @@ class Recorder(Watching):
             if inside is not None:
                 self._formulas[index] = self._rounded(inside[0]), self._rounded(inside[1])
         if self._number_bytes and phase is Phase.FORWARD and _keeps_a_number(func, args):
-            self._events.append((_ALLOC, len(self._storage_bytes)))
+            number = len(self._storage_bytes)
+            self._events.append((_ALLOC, number))
+            self._numbers.setdefault(autograd_sequence_number(), []).append(number)
             self._storage_bytes.append(self._number_bytes)
             self._kinds.append(StorageKind.OTHER)
             self._born.append(phase)
@@ -574,7 +592,10 @@ class Recorder(Watching):
             return self._stack[-1] if self._stack else ROOT_SCOPE
         if phase == Phase.OPTIMIZER:
             return ROOT_SCOPE
-        self._node = number = current_node_sequence_number()
+        number = current_node_sequence_number()
+        if number != self._node:
+            self._leave_node()
+            self._node = number
         if number is None:
             return self._backward_scope  # gradient accumulation goes with what came before
         at = bisect_right(self._scope_marks, number, key=lambda mark: mark[0])
@@ -586,6 +607,11 @@ class Recorder(Watching):
             scope = self._scopes[scope][1]
         self._backward_order.update(dict.fromkeys(reversed(chain)))
         return self._backward_scope
+
+    def _leave_node(self) -> None:
+        """Free the numbers that the node kept: autograd releases what a node saved once the node has run."""
+        if self._node is not None and not keeps_graph():
+            self._events.extend((_FREE, storage) for storage in self._numbers.pop(self._node + 1, ()))
 
     def _is_as_made(self, tensor: Any, storages: Sequence[int]) -> bool:
         """Whether what an op writes is what another one gave back, and not an alias, which may count other versions."""

@@ -185,6 +185,11 @@ def current_node_sequence_number() -> int | None:
     return None if number >= 2**62 or number < 0 else number
 
 
+def keeps_graph() -> bool:
+    """Whether the backward pass that runs now keeps what its nodes saved (``retain_graph``, ``create_graph``)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def called_by_autograd() -> bool:
     """Whether the op that a dispatch mode sees now was called by autograd's C++ code, with no Python code in between.
 
