@@ -1,13 +1,11 @@
-"""Output files: written whole or not at all, and never over something that sacplan did not write."""
+"""Output files: checked before any work, and never written over something that is not of sacplan."""
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import os
 import re
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,19 +62,6 @@ def check_output(path: Path | None, kind: Kind, *, force: bool) -> None:
             )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise OutputError(f"{path} cannot be written: no permission.")
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A name to write to; it replaces the file when all is written, and otherwise the file stays as it was."""
-    part = path.with_name(
-        f".{os.getpid()}-part-{path.name}"
-    )  # keeps the suffix, which says if it is compressed
-    try:
-        yield part
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def is_ours(path: Path, kind: Kind) -> bool:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, get_args
 from msgspec import structs
 
 from sacplan._cli import options as o
-from sacplan._cli.files import replacing
 from sacplan._cli.target import Target
 
 if TYPE_CHECKING:
@@ -71,8 +70,7 @@ def save(made: Plan | Profile, path: Path | None, origin: Origin | None) -> None
     target = None if origin is None else origin.to_dict()
     fingerprint = structs.replace(made.fingerprint, target=target)
     replace: Any = dataclasses.replace if dataclasses.is_dataclass(made) else structs.replace
-    with replacing(path) as part:
-        replace(made, fingerprint=fingerprint).save(part)
+    replace(made, fingerprint=fingerprint).save(path)
 
 
 def origin_of(made: Plan | Profile) -> Origin | None:

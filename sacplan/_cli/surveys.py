@@ -14,10 +14,11 @@ from sacplan._cli import options as o
 from sacplan._cli import show, sources
 from sacplan._cli.command import command
 from sacplan._cli.exits import OutputError, TargetError
-from sacplan._cli.files import check_output, replacing
+from sacplan._cli.files import check_output
 from sacplan._cli.origin import Origin, save
 from sacplan._cli.output import Answer, note, number, pairs, stage, table, warn
 from sacplan._cli.targets import is_json_file, load_target, users_code
+from sacplan._program.writing import replacing
 from sacplan.errors import InfeasibleBudget
 
 if TYPE_CHECKING:
@@ -180,16 +181,13 @@ def report(
     written: list[Path] = []
     with stage("writing"):
         if output is not None:
-            with replacing(output) as part:
-                sacplan.write_report(part, profile, plan, curve)
+            sacplan.write_report(output, profile, plan, curve)
             written.append(output)
         if memory_trace is not None:
-            with replacing(memory_trace) as part:
-                sacplan.write_memory_trace(part, profile, plan)
+            sacplan.write_memory_trace(memory_trace, profile, plan)
             written.append(memory_trace)
         if snapshot is not None:
-            with replacing(snapshot) as part:
-                sacplan.write_snapshot(part, profile, plan)
+            sacplan.write_snapshot(snapshot, profile, plan)
             written.append(snapshot)
         if png is not None:
             written += sacplan.save_figures(png, profile, plan, curve, formats=_FORMATS)

@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from sacplan._program.writing import write_bytes
 from sacplan.errors import SacplanError
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -112,16 +113,12 @@ def schema_path(what: str, version: int) -> Path:
 
 def write(path: str | Path, data: Any) -> None:
     """Write JSON for people, compressed where the name ends in ``.gz``."""
-    path = Path(path)
-    text = (_laid_out(data) + "\n").encode()
-    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    write_bytes(path, (_laid_out(data) + "\n").encode())
 
 
 def write_compact(path: str | Path, value: Any) -> None:
     """Write JSON for programs, compressed where the name ends in ``.gz``."""
-    path = Path(path)
-    data = msgspec.json.encode(value)
-    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    write_bytes(path, msgspec.json.encode(value))
 
 
 def _laid_out(value: Any, indent: int = 0, key: str = "") -> str:

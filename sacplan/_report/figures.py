@@ -14,6 +14,7 @@ from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.program import Phase
+from sacplan._program.writing import replacing
 from sacplan._report.curves import Curve, distinct_curves
 from sacplan._report.inputs import check_frontier, has_chunks
 from sacplan._report.palette import (
@@ -123,7 +124,8 @@ def save_figures(
     for name, figure in figures.items():
         for suffix in formats:
             path = directory / f"{name}.{suffix}"
-            figure.savefig(path, dpi=144)
+            with replacing(path) as part:
+                figure.savefig(part, dpi=144)
             written.append(path)
     return written
 

@@ -24,6 +24,7 @@ from sacplan._program.budget import format_bytes
 from sacplan._program.elements import pattern_of
 from sacplan._program.names import numbers_of, short_op, shown_module
 from sacplan._program.program import Phase, StorageKind
+from sacplan._program.writing import replacing
 from sacplan._report.chunks import (
     BlockedRow,
     ChunkRow,
@@ -86,7 +87,8 @@ def write_report(
     profile = opened(profile, Profile)
     plan = opened(plan, Plan)
     path = Path(path)
-    path.write_text(report_html(profile, plan, frontier), encoding="utf-8")
+    with replacing(path) as part:
+        part.write_text(report_html(profile, plan, frontier), encoding="utf-8")
     return path
 
 

@@ -19,6 +19,7 @@ from sacplan._program.arguments import checked, opened
 from sacplan._program.liveness import Fold
 from sacplan._program.names import shown_module
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Program
+from sacplan._program.writing import replacing
 from sacplan.errors import PlanError
 
 Entry = dict[str, Any]
@@ -58,7 +59,9 @@ def write_snapshot(path: str | Path, profile: ProfileOrPath, plan: PlanOrPath | 
     """
     profile, plan = opened(profile, Profile), opened(plan, Plan)
     path = Path(path)
-    path.write_bytes(pickle.dumps(snapshot_of(profile, planned(profile, plan)), protocol=_PROTOCOL))
+    contents = pickle.dumps(snapshot_of(profile, planned(profile, plan)), protocol=_PROTOCOL)
+    with replacing(path) as part:
+        part.write_bytes(contents)
     return path
 
 

@@ -6,7 +6,6 @@ in microseconds.
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.names import short_op, shown_module
 from sacplan._program.program import ROOT_SCOPE, Phase, Program
+from sacplan._program.writing import write_bytes
 from sacplan._report.palette import STACK
 from sacplan._report.timeline import Timeline, timeline_of
 from sacplan.errors import PlanError
@@ -67,7 +67,7 @@ def write_memory_trace(path: str | Path, profile: ProfileOrPath, plan: PlanOrPat
     }  # fmt: skip
     path = Path(path)
     content = json.dumps(data, separators=(",", ":")).encode()
-    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+    write_bytes(path, content)
     return path
 
 

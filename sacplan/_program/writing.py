@@ -1,0 +1,60 @@
+"""Files that replace others: everything that the package writes for a user is written beside and then renamed.
+
+Whoever reads such a file at any moment finds all of the old contents or all of the new ones, and a failure leaves the
+old ones. Two writers at once are fine: the last one to finish has its contents there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gzip
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Yield a name to write to; when the block ends, that file takes the place of ``path``.
+
+        with replacing("curve.csv") as part:
+            frame.to_csv(part)
+
+    If the block raises, what it wrote is removed and ``path`` stays as it was. A file that was there keeps its
+    permissions, and one that may not be written to is a ``PermissionError`` as with ``open``. A symbolic link stays one:
+    the file that it points to is replaced. What is no regular file (``/dev/stdout``, a pipe) cannot be
+    replaced, and is written to directly.
+
+    Nothing is synchronized to disk: this is about readers, not about power cuts.
+    """
+    path = Path(os.path.realpath(path))
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = None
+    if mode is not None and not stat.S_ISREG(mode):
+        yield path
+        return
+    # Said here about the file that was asked for; later the message would name the file beside it.
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    if not os.access(path.parent if mode is None else path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    # In the same directory, since renaming is atomic within a file system only. The name is random, since several
+    # threads, processes or machines may write at once; its end says to some writers which format is meant.
+    part = path.with_name(f".{secrets.token_hex(8)}-{path.name[-128:]}")
+    try:
+        yield part
+        if mode is not None:
+            os.chmod(part, stat.S_IMODE(mode))
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Write a file as ``replacing`` does, compressed where its name ends in ``.gz``."""
+    with replacing(path) as part:
+        part.write_bytes(gzip.compress(data, mtime=0) if Path(path).suffix == ".gz" else data)
