@@ -200,6 +200,12 @@ def test_a_model_needs_its_batch() -> None:
         sacplan.advise(language(), model=LM())
 
 
+def test_what_is_no_model_and_no_batch() -> None:
+    for model, batch, said in ((3, 4, "model must be an nn.Module, not int"), (LM(), 4, "holds no tensor")):
+        with pytest.raises(sacplan.TraceError, match=said):
+            sacplan.advise(language(), None, model, batch)
+
+
 def test_advice_on_inference_and_on_ranks_has_no_remedy_that_was_not_tried() -> None:
     model = LM(layers=2)
     inference = sacplan.profile(model, tokens(), mode="inference")

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import sacplan
 from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._profile.profile import Profile, trace_step
 from sacplan._program.decisions import Chunk
@@ -124,3 +125,25 @@ def test_the_inside_of_a_module_is_not_kept() -> None:
     inside_bytes = 512 * 512 * 4
     assert whole.peak_bytes - predicted.peak_bytes > 5 * inside_bytes
     assert predicted.peak_bytes == pytest.approx(measured(model, batch, decisions), rel=0.005)
+
+
+@pytest.mark.parametrize("n_slices", [64])
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_loss_that_is_read_before_the_backward_pass_is_computed_there(n_slices: int, reads: bool) -> None:
+    """Numbers that code reads take a loop of their own: the plan of a step that logs its loss is made for that one."""
+    model, batch = LM(2, 32, 2, VOCAB, dropout=0.0).bfloat16(), tokens(4, 96, VOCAB)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss = model(batch).pow(2).mean()
+        if reads:
+            loss.item()
+        return loss
+
+    profile = sacplan.profile(model, batch, loss_fn, device="cpu", trace="real")
+    plan = sacplan.policy("chunked-loss", slices=n_slices, profile=profile)
+    handle = sacplan.apply(model, plan)
+    step = Step(model, batch, loss_fn, None)
+    measured_step(step, [batch])
+    seen = measured_step(step, [batch]).peak_bytes
+    handle.remove()
+    assert seen == plan.peak_bytes

@@ -6,6 +6,7 @@ import gc
 import random
 import resource
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -522,3 +523,29 @@ def test_a_mask_that_masks_nothing_is_left_out_as_in_a_real_step():
         for trace in ("fake", "real")
     ]
     assert names[0] == names[1]
+
+
+class Pool(nn.Module):
+    """Runs its parts in threads, as modules or as functions on their weights."""
+
+    def __init__(self, as_functions: bool) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+        self.as_functions = as_functions
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def functions(part):
+            return F.gelu(x @ part[0].weight.T) @ part[2].weight.T
+
+        with ThreadPoolExecutor(3) as pool:
+            return sum(pool.map(functions if self.as_functions else (lambda part: part(x)), self.parts))
+
+
+@pytest.mark.parametrize(("trace", "as_functions"), [("fake", False), ("fake", True), ("real", False)])
+def test_a_step_in_several_threads_is_refused(trace: str, as_functions: bool) -> None:
+    model, x = Pool(as_functions), torch.randn(24, 16)
+    for _ in range(3):  # threads meet now and then
+        with pytest.raises(sacplan.TraceError, match="another thread") as refused:
+            sacplan.profile(model, x, lambda m, b: m(b).pow(2).mean(), device="cpu", trace=trace)
+        assert ("module 'parts." in str(refused.value)) is not as_functions
+    model(x).sum().backward()  # nothing is left behind

@@ -27,7 +27,7 @@ from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.program import Phase, Program
-from sacplan._record.step import LossFn
+from sacplan._record.step import LossFn, check_model, resolve_batch
 from sacplan.errors import PlanError
 
 _SAME = 0.1  # share of the most that a loss in slices saves that is not worth twice as many
@@ -133,10 +133,14 @@ def advise(
     Raises:
         PlanMismatch: the plan was made from another profile.
         PlanError: a model without its batch.
-        TraceError: the step with another configuration cannot be recorded.
+        TraceError: the model is no module, or the batch holds no tensor; the step with another configuration cannot be
+            recorded.
     """
     if (model is None) != (batch is None):
         raise PlanError("give both the model and the batch that the profile was recorded with, or neither.")
+    if model is not None:
+        check_model(model)
+        batch = resolve_batch(batch)
     profile, plan = opened(profile, Profile), opened(plan, Plan)
     tried = _Tried(profile, plan)
     found = [*tried.loss(), *tried.recomputation(), *tried.optimizers()]

@@ -16,12 +16,13 @@ from collections import ChainMap, Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from typing import Any
 
 import msgspec
 import torch
 
 from sacplan._chunk.executor import losses  # noqa: F401  (registers how losses are put together)
-from sacplan._chunk.executor.lazy import Lazy, defer, root
+from sacplan._chunk.executor.lazy import Lazy, defer, real, root
 from sacplan._chunk.executor.loop import compute, needed_nodes
 from sacplan._chunk.executor.values import Held, Region, Value, Window
 from sacplan._chunk.families import transferred
@@ -120,6 +121,14 @@ class _Sampled(Region):
     def _lengths(self, bounds: tuple[int, int]) -> tuple[int, ...]:
         start, stop = bounds
         return tuple(max(0, min(stop, end) - max(start, begin)) for begin, end in sorted(self.windows))
+
+
+def _deferred(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``defer``, where nothing has a value: a number that code reads is computed, and nobody asks for it."""
+    if func is torch.ops.aten._local_scalar_dense.default:
+        real(args[0])
+        return None
+    return defer(func, args, kwargs)
 
 
 def _refuse(op: str, why: str) -> None:
@@ -379,7 +388,7 @@ class _Rehearsed:
         try:
             args, kwargs = call_with(op.arguments, [self._tensor(t, known) for t in op.inputs])
             loops = self.region.tally.loops
-            out, seen = self.rehearsal.seen(lambda: defer(func, args, kwargs))
+            out, seen = self.rehearsal.seen(lambda: _deferred(func, args, kwargs))
         except (Opaque, ChunkError) as error:
             raise CannotChunk(str(error), index) from error
         if self.region.tally.loops > loops:

@@ -128,6 +128,7 @@ _FREE = aten_names("""
     empty empty_like empty_strided empty_permuted empty_quantized new_empty new_empty_strided _unsafe_view detach_
     lift_fresh resize_ set_ is_same_size is_pinned _has_compatible_shallow_copy_type _version sym_size sym_stride
     sym_numel sym_storage_offset record_stream _assert_tensor_metadata _nested_tensor_size
+    _local_scalar_dense
 """)
 _FREE_NAMESPACES = ("prim", "profiler", "inductor")
 # Write their first argument without reading it.

@@ -40,7 +40,7 @@ from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.fake_data import REAL_TENSOR, DataRules, data_rules
 from sacplan._record.limits import explained_limits
-from sacplan._record.recorder import Recorder
+from sacplan._record.recorder import Recorder, other_thread
 from sacplan._record.saved_tensors import SavedMode
 from sacplan._record.state import held_by_function, preserved_rng, preserved_state
 from sacplan._record.step import (
@@ -67,7 +67,7 @@ from sacplan._rotor.stages import stages_of
 from sacplan._shard.recorded import with_collectives
 from sacplan._techniques import rewritten
 from sacplan._torch.ops import is_computation
-from sacplan._torch.private import FakeTensorMode
+from sacplan._torch.private import FakeTensorMode, keep_to_this_thread
 from sacplan.errors import DeviceError, PlanError, SacplanWarning, TraceError
 
 if TYPE_CHECKING:
@@ -454,6 +454,7 @@ def _run_fake(asked: _Asked, note: Callable[[FakeTensorMode], None]) -> _Recorde
         data_rules() as rules,
     ):
         note(fake_mode)
+        keep_to_this_thread(fake_mode, lambda: other_thread("an op of the model"))
         copier = FakeCopier(rules)
         fake = copier.model(model)
         handle = asked.prepare(fake) if asked.prepare is not None else None

@@ -10,6 +10,7 @@ the backward pass, from autograd's sequence numbers.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -73,6 +74,23 @@ def _keeps_a_number(func: Any, args: Any) -> bool:
     return args[0].requires_grad and torch.is_grad_enabled()  # in the forward of a custom function it is off
 
 
+def _reads_a_number(func: Any, read: Sequence[torch.Tensor]) -> bool:
+    """Whether the step asks for the value of a float, such as that of its loss.
+
+    A chunk that would compute the value later computes it there, in a loop of its own.
+    """
+    return func is torch.ops.aten._local_scalar_dense.default and read[0].is_floating_point()
+
+
+def other_thread(what: str) -> TraceError:
+    """What to say where a part of the step runs in another thread."""
+    return TraceError(
+        f"{what} runs in another thread than the step that is recorded, such as one of a ThreadPoolExecutor. Dispatch "
+        "modes and saved-tensor hooks belong to one thread, so neither a recording nor a plan would see what it runs. "
+        "Call the parts of the model one after the other, in the thread that calls the model."
+    )
+
+
 def _as_recorded(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int] | None:
     return None
 
@@ -122,6 +140,7 @@ class Recorder(Watching):
         self._seen: SeenOps | None = None
         self._paused = 0
         self._active = False
+        self._thread = threading.get_ident()
         self._fake = active_fake_mode() is not None
         self._error: Exception | None = None
         self._ids: dict[int, int] = {}
@@ -255,6 +274,7 @@ class Recorder(Watching):
                 self._removers.append(module.register_forward_pre_hook(self._begin_module))
                 self._have_hooks.add(key)
         self._saved.__enter__()
+        self._thread = threading.get_ident()
         self._active = True
         self._fake = active_fake_mode() is not None
         if self._rules is not None:
@@ -401,6 +421,12 @@ class Recorder(Watching):
                     )
                 )
             return
+        if threading.get_ident() != self._thread:
+            if id(module) in self._fqns:
+                error = other_thread(f"module {self._fqns[id(module)]!r}")
+                self._fail(error)  # whoever started the thread may never ask what became of it
+                raise error
+            return  # of a model that is not recorded
         if id(module) not in self._fqns:
             if self._stack or self._fqns:
                 return
@@ -415,6 +441,8 @@ class Recorder(Watching):
 
     def _exit_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if in_backward() or id(module) not in self._fqns or not self._stack:
+            return
+        if threading.get_ident() != self._thread:
             return
         scope = self._stack.pop()
         self._scopes[scope][3] = len(self._ops)
@@ -509,14 +537,16 @@ class Recorder(Watching):
             elif at not in writes:
                 fresh = False
             storages.append(at)
-        if not outputs and not mutates:
+        phase = self._phase()
+        reads_number = _reads_a_number(func, taken) and phase is Phase.FORWARD
+        if not outputs and not mutates and not reads_number:
             return  # a metadata query
         index = len(self._ops)
         if seen is None:
             seen = self._figures(func, args, kwargs, out, key)
-        phase = self._phase()
         scope = self._scope(phase)
-        self._op_of_number.setdefault(autograd_sequence_number(), index)
+        if not reads_number:  # autograd makes no node for it, and the op behind has the same sequence number
+            self._op_of_number.setdefault(autograd_sequence_number(), index)
         tensors = self._tensors_of((*taken, *made), storages, seen if key is not None else None)
         op = Op(
             traits.name,

@@ -172,6 +172,10 @@ def op_named(name: str) -> torch._ops.OpOverload | None:
     return func if isinstance(func, torch._ops.OpOverload) else None
 
 
+READS_NUMBER = "aten._local_scalar_dense.default"
+"""The op behind ``.item()``, ``float(t)`` and ``bool(t)``, by its name in a program."""
+
+
 @functools.cache
 def is_computation(name: str) -> bool:
     """Whether an op, by the name of its overload, makes or writes values: no view, and of collectives gathers alone."""

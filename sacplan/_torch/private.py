@@ -414,7 +414,22 @@ def fake_kernels(kernels: Mapping[torch._ops.OpOverload, FakeKernel]) -> Iterato
         FakeTensorMode.cache_clear()
 
 
+def keep_to_this_thread(mode: FakeTensorMode, otherwise: Callable[[], Exception]) -> None:
+    """Raise ``otherwise()`` where another thread runs an op on a tensor of the mode, inside ``fake_kernels``.
+
+    Dispatch modes belong to a thread, so nothing that watches a step sees that op; and the mode itself, which is shared,
+    takes no two ops at a time.
+    """
+    vars(mode)[_KEEPS_TO] = threading.get_ident(), otherwise
+
+
+_KEEPS_TO = "_sacplan_keeps_to"
+
+
 def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    thread, otherwise = vars(mode).get(_KEEPS_TO, (None, None))
+    if otherwise is not None and thread != threading.get_ident():
+        raise otherwise()
     kernels = _fake_kernels.get(id(func))
     if kernels is not None:
         try:
