@@ -13,7 +13,9 @@ Prints tables, and writes a picture of memory over the step, before and after, t
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -141,16 +143,26 @@ def classical(budget_gib: float) -> None:
     )
 
 
+def sum_of_logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The loss of PyTorch's example."""
+    logits: torch.Tensor = model(tokens)
+    return logits.sum()
+
+
 def main_road(
-    model: nn.Module, batch: object, budgets: list[float | str], optimizer: object = None
+    model: nn.Module,
+    batch: object,
+    budgets: list[float | str],
+    loss_fn: Callable[[nn.Module, Any], Any] | None = None,
+    optimizer: object = None,
 ) -> tuple[sacplan.Profile, list[sacplan.Plan]]:
     """Profile once, plan for each budget, check each plan by a fake step with it applied."""
-    profile = sacplan.profile(model, batch, optimizer=optimizer, device="h100")
+    profile = sacplan.profile(model, batch, loss_fn, optimizer, device="h100")
     print(f"   {profile}")
     plans, rows = [], []
     for budget in budgets:
         plan = sacplan.plan(profile, budget)
-        checked = sacplan.verify(model, batch, plan, optimizer=optimizer)
+        checked = sacplan.verify(model, batch, plan, loss_fn, optimizer)
         plans.append(plan)
         rows.append(
             {
@@ -204,7 +216,7 @@ def main() -> None:
     with torch.device("meta"):
         model = Transformer()
     tokens = torch.randint(0, 8192, (8, 1024))
-    profile, plans = main_road(model, tokens, [1.75, 1.5, 1.25, 1.0, 0.8])
+    profile, plans = main_road(model, tokens, [1.75, 1.5, 1.25, 1.0, 0.8], sum_of_logits)
     picture(profile, plans[3], out / "transformer_memory.png")
     hugging_face()
 

@@ -57,6 +57,7 @@ from .errors import (
     SacplanError,
     SacplanWarning,
     SolverError,
+    SumOfOutputsWarning,
     TraceError,
     UnsupportedTorch,
 )
@@ -102,6 +103,7 @@ __all__ = [
     "SolverError",
     "Strategies",
     "Strategy",
+    "SumOfOutputsWarning",
     "TraceError",
     "Uniform",
     "UnitPlan",

@@ -15,6 +15,10 @@ class SacplanWarning(UserWarning):
     """Something was assumed, and the result is only as good as the assumption."""
 
 
+class SumOfOutputsWarning(SacplanWarning):
+    """A step trains the sum of its outputs, since no ``loss_fn`` was given and the outputs have no loss."""
+
+
 class UnsupportedTorch(SacplanError, ImportError):
     """The torch that is installed lacks something that sacplan needs of it."""
 

@@ -16,7 +16,7 @@ from sacplan._advice.planned import planned
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.limits import budget_of_step
 from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._profile.profile import Profile, Trace, profile
+from sacplan._profile.profile import Profile, Trace, trace_step, warn_of_step
 from sacplan._profile.remarks import no_optimizer
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
@@ -78,6 +78,7 @@ def assert_step_fits(
     Warns:
         SacplanWarning: a training step without an optimizer, whose state is then missing from the peak; or a plan of a
             step that was set up otherwise.
+        SumOfOutputsWarning: a training step that trains the sum of the outputs, for want of a loss.
     """
     __tracebackhide__ = True
     plan = opened(plan, Plan)
@@ -86,7 +87,8 @@ def assert_step_fits(
         device, mode = plan.device if device is None else device, plan.provenance.mode
     if device is None:
         raise PlanError('name the device that the step is to fit on, for example device="rtx-4090".')
-    found = profile(model, batch, loss_fn, optimizer, device, trace=trace, mode=mode)
+    found = trace_step(model, batch, loss_fn, optimizer, device, "cost-model", trace, mode=mode)
+    warn_of_step(found, stacklevel=3)
     if plan is not None:
         found = found.on_ranks(plan.ranks)
     budget_bytes = budget_of_step(budget, headroom, found.spec, found.peak_bytes)

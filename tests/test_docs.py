@@ -285,7 +285,7 @@ def as_it_was(tmp_path: Path) -> Iterator[None]:
     assert torch.get_default_dtype() == default
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore", "error::sacplan.errors.SumOfOutputsWarning")
 @pytest.mark.usefixtures("as_it_was")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in PAGES]

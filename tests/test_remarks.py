@@ -1,9 +1,10 @@
-"""What profiles, verifications and the command line say before their figures are believed: optimizer, bfloat16."""
+"""What is said before the figures of a step are believed: of its loss, its optimizer and bfloat16."""
 
 from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from sacplan._profile.remarks import adamw_state_bytes
 from sacplan._program.budget import format_bytes
 from sacplan._program.elements import StorageKind
 from sacplan._ranks.ranks import Ranks
+from sacplan._record.step import default_loss
 
 
 def model() -> nn.Module:
@@ -101,6 +103,91 @@ def test_verify_says_it_too(run: Any) -> None:
         "none", profile=sacplan.profile(here, batch(), loss, torch.optim.SGD, device="cpu")
     )
     assert sacplan.verify(here, batch(), with_sgd, loss, torch.optim.SGD, run=run).assumptions == ()
+
+
+# --- the loss -----------------------------------------------------------------------------------------------
+
+
+class LogitsAndLoss(nn.Module):
+    """A model as nanoGPT's is, which returns its loss beside its logits; ``metrics`` come after them."""
+
+    def __init__(self, metrics: int = 0, losses: int = 1) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(8, 32), nn.Linear(32, 5)
+        self.metrics, self.losses = metrics, losses
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[Any, ...]:
+        logits = self.head(torch.relu(self.up(x)))
+        loss = nn.functional.cross_entropy(logits, y)
+        return (
+            logits,
+            {"losses": [loss * n for n in range(1, 1 + self.losses)]},
+            *[loss.detach()] * self.metrics,
+        )
+
+
+def pair() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(64, 8), torch.randint(5, (64,))
+
+
+@pytest.mark.parametrize("metrics", [0, 1])
+@pytest.mark.parametrize("trace", ["fake", "real"])
+def test_the_only_scalar_of_the_outputs_is_the_loss(trace: Any, metrics: int) -> None:
+    net, options = LogitsAndLoss(metrics), {"optimizer": torch.optim.SGD, "device": "cpu", "trace": trace}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", sacplan.SacplanWarning)
+        found = sacplan.profile(net, pair(), **options)
+    meant = sacplan.profile(net, pair(), lambda m, b: m(*b)[1]["losses"][0], **options)
+    summed = sacplan.profile(net, pair(), lambda m, b: m(*b)[0].sum() + m(*b)[1]["losses"][0], **options)
+    assert [op.name for op in found.program.ops] == [op.name for op in meant.program.ops]
+    assert found.peak_bytes == meant.peak_bytes != summed.peak_bytes
+    assert found.fingerprint.setup.loss == "the only scalar of the outputs"
+    assert found.assumptions == meant.assumptions
+
+
+def test_a_real_step_trains_it_too() -> None:
+    net, batch = LogitsAndLoss(), pair()
+    plan = sacplan.policy(
+        "none", profile=sacplan.profile(net, batch, device="cpu", optimizer=torch.optim.SGD)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", sacplan.SacplanWarning)
+        seen = sacplan.verify(net, batch, plan, optimizer=torch.optim.SGD, run="real")
+    assert seen.assumptions == ()
+    assert seen.setup_differences == ()
+    expected = torch.autograd.grad(net(*batch)[1]["losses"][0], list(net.parameters()))
+    taken = torch.autograd.grad(default_loss(net, batch), list(net.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(expected, taken, strict=True))
+
+
+@pytest.mark.parametrize("losses", [0, 2])
+def test_the_sum_of_the_outputs_is_said(losses: int) -> None:
+    net, batch = LogitsAndLoss(losses=losses), pair()
+    with pytest.warns(
+        sacplan.SumOfOutputsWarning, match=r"sum of its float outputs.* loss_fn=lambda"
+    ) as caught:
+        profile = sacplan.profile(net, batch, optimizer=torch.optim.SGD, device="cpu")
+    assert caught[0].filename == __file__
+    assert profile.assumptions == (str(caught[0].message).rstrip("."),)
+    plan = sacplan.policy("none", profile=profile)
+    for run in ("fake", "real"):
+        with pytest.warns(sacplan.SumOfOutputsWarning) as again:
+            seen = sacplan.verify(net, batch, plan, optimizer=torch.optim.SGD, run=run)
+        assert [warning.filename for warning in again] == [__file__]
+        assert seen.assumptions == profile.assumptions
+    with pytest.warns(sacplan.SacplanWarning, match="Give the loss_fn that was profiled") as other:
+        sacplan.verify(net, batch, plan, lambda m, b: m(*b)[0].mean(), torch.optim.SGD)
+    assert len(other) == 1
+
+
+def test_a_sum_that_was_asked_for_is_not_said() -> None:
+    def summed(m: nn.Module, b: torch.Tensor) -> torch.Tensor:
+        return m(b).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", sacplan.SacplanWarning)
+        sacplan.profile(nn.Linear(4, 4), torch.ones(2, 4), summed)
+        sacplan.profile(nn.Linear(4, 4), torch.ones(2, 4), mode="inference")
 
 
 # --- bfloat16 -----------------------------------------------------------------------------------------------

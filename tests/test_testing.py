@@ -180,13 +180,24 @@ def test_wrong_arguments_are_no_failures_of_the_test(wrong: dict[str, Any], erro
 
 def test_a_missing_optimizer_is_said() -> None:
     net, x = nn.Linear(4, 4), torch.ones(1, 4)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).sum()
+
     with pytest.warns(sacplan.SacplanWarning, match="AdamW would add") as seen:
-        assert_step_fits(net, x, DEVICE)
+        assert_step_fits(net, x, DEVICE, loss_fn=loss_fn)
     assert seen[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert_step_fits(net, x, DEVICE, optimizer=torch.optim.SGD)
+        assert_step_fits(net, x, DEVICE, loss_fn=loss_fn, optimizer=torch.optim.SGD)
         assert_step_fits(net, x, DEVICE, mode="inference")
+
+
+def test_a_missing_loss_is_said() -> None:
+    net, x = nn.Linear(4, 4), torch.ones(1, 4)
+    with pytest.warns(sacplan.SumOfOutputsWarning, match="loss_fn=lambda") as seen:
+        assert_step_fits(net, x, DEVICE, optimizer=torch.optim.SGD)
+    assert [warning.filename for warning in seen] == [__file__]
 
 
 def test_in_inference() -> None:

@@ -190,7 +190,7 @@ def test_a_convolutional_step_is_predicted_to_half_a_percent(name, optimizer):
     model, batch = MODELS[name](), torch.randn(4, 3, 64, 64)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        profile = sacplan.profile(model, batch, device="cpu", optimizer=optimizer)
+        profile = sacplan.profile(model, batch, default_loss, device="cpu", optimizer=optimizer)
     made = optimizer(model.parameters()) if optimizer else None
     seen = measured_step(Step(model, batch, default_loss, made), [batch])
     assert profile.peak_bytes == pytest.approx(seen.peak_bytes, rel=0.005)

@@ -99,7 +99,10 @@ def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions, plan: Plan | N
             plan.fingerprint.check_batch(target.batch() if callable(target.batch) else target.batch)
     train = step.mode != "inference"
     with stage("tracing"), users_code(f"the step of {target.name}"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r".* has no bfloat16 ")  # said among the assumptions
+        warnings.filterwarnings(
+            "ignore", r".* has no bfloat16 "
+        )  # said among the assumptions, as is the next
+        warnings.simplefilter("ignore", sacplan.SumOfOutputsWarning)
         profile = sacplan.profile(
             target.model,
             target.batch,
@@ -226,7 +229,8 @@ def verified(target: Target, plan: Plan, run: o.Run) -> Verification:
 
     train = plan.provenance.mode == "train"
     loss_fn, optimizer = (target.loss_fn, target.optimizer) if train else (None, None)
-    with stage("verifying"), users_code(f"the step of {target.name}"):
+    with stage("verifying"), users_code(f"the step of {target.name}"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", sacplan.SumOfOutputsWarning)  # said among the assumptions
         return sacplan.verify(target.model, target.batch, plan, loss_fn, optimizer, run=run)
 
 

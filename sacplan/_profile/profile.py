@@ -26,7 +26,7 @@ from sacplan._device.kernels import fake_device
 from sacplan._device.timing import MeasuredTimes
 from sacplan._device.workspace import measured_reserves
 from sacplan._profile import files
-from sacplan._profile.remarks import no_optimizer, without_bfloat16
+from sacplan._profile.remarks import no_optimizer, summed_outputs, without_bfloat16
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import AnyDecision, Decision, Discarded, as_decisions
@@ -68,7 +68,7 @@ from sacplan._shard.recorded import with_collectives
 from sacplan._techniques import rewritten
 from sacplan._torch.ops import is_computation
 from sacplan._torch.private import FakeTensorMode, keep_to_this_thread
-from sacplan.errors import DeviceError, PlanError, SacplanWarning, TraceError
+from sacplan.errors import DeviceError, PlanError, SacplanWarning, SumOfOutputsWarning, TraceError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -164,10 +164,14 @@ class Profile:
     def assumptions(self) -> tuple[str, ...]:
         """What the figures take for granted, a sentence each.
 
-        Of a fake trace, of the step of one of several ranks, of training without an optimizer, and of bfloat16 on a
-        device that has none.
+        Of a fake trace, of the step of one of several ranks, of training without a loss or without an optimizer, and
+        of bfloat16 on a device that has none.
         """
-        found = [*self.rules, *self.ranks.assumptions]
+        found = [
+            *self.rules,
+            *self.ranks.assumptions,
+            *filter(None, [summed_outputs(self.fingerprint.setup)]),
+        ]
         if self.has_no_optimizer:
             found.append(no_optimizer(self.program, self.spec))
         return (*found, *filter(None, [without_bfloat16(self.recorded, self.spec)]))
@@ -340,9 +344,9 @@ def profile(
             beside the model's classes are emptied before and afterwards. Fake tensors that a fake step leaves in
             globals and class attributes are taken out, and what was there before is put back.
         batch: a tensor, a tuple (positional), a mapping (keyword arguments), or a callable that makes one.
-        loss_fn: ``loss_fn(model, batch) -> scalar``; by default the output's loss, else the sum of its
-            float tensors. It gets a copy of the model, and must use that one. In inference what it returns is the
-            output, of any kind; by default that of the model.
+        loss_fn: ``loss_fn(model, batch) -> scalar``. By default the output's ``.loss`` or ``["loss"]``, else its only
+            scalar with a gradient, else the sum of its float tensors, with a warning. It gets a copy of the model, and
+            must use that one. In inference what it returns is the output, of any kind; by default that of the model.
         optimizer: an optimizer over the model, or a callable ``params -> optimizer``. With one, its state
             and the temporaries of its step count. Without one they are missing from the peak, and
             ``Profile.assumptions`` says by how much for AdamW.
@@ -363,12 +367,23 @@ def profile(
         TraceError: the step cannot be recorded, has no gradient, or cannot be spread so. What the model itself
             raises comes through.
         DeviceError: an unknown device, or one that is not here where it is needed.
+
+    Warns:
+        SumOfOutputsWarning: the step trains the sum of the outputs, for want of a loss.
+        SacplanWarning: the step is in bfloat16, and the device has no arithmetic for it.
     """
     ranks = Ranks.of(world_size, fsdp_units)
     found = trace_step(model, batch, loss_fn, optimizer, device, runtime, trace, mode=mode)
-    if said := without_bfloat16(found.recorded, found.spec):
-        warnings.warn(f"{said}.", SacplanWarning, stacklevel=3)
+    warn_of_step(found, stacklevel=3)
     return found.on_ranks(ranks)
+
+
+def warn_of_step(found: Profile, stacklevel: int) -> None:
+    """Warn of what makes a recorded step another than the one that its user trains."""
+    if said := without_bfloat16(found.recorded, found.spec):
+        warnings.warn(f"{said}.", SacplanWarning, stacklevel=stacklevel + 1)
+    if said := summed_outputs(found.fingerprint.setup):
+        warnings.warn(f"{said}.", SumOfOutputsWarning, stacklevel=stacklevel + 1)
 
 
 def trace_step(

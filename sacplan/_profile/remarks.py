@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.budget import format_bytes
 from sacplan._program.program import Program
+from sacplan._program.setup import SUM_OF_OUTPUTS, Setup
 
 _STEPS_BYTES = 4  # a float32
 
@@ -28,6 +29,17 @@ def without_optimizer(state_bytes: int) -> str:
 def adamw_state_bytes(trained: Iterable[int], spec: DeviceSpec) -> int:
     """What ``torch.optim.AdamW`` keeps for parameters of these sizes: two tensors like each, and a number of steps."""
     return sum(2 * spec.round_up(n_bytes) + spec.round_up(_STEPS_BYTES) for n_bytes in trained)
+
+
+def summed_outputs(setup: Setup) -> str:
+    """That the step trains the sum of its outputs, and what to give instead; empty if it has a loss."""
+    if setup.loss != SUM_OF_OUTPUTS:
+        return ""
+    return (
+        "no loss_fn, and among the outputs of the model neither a loss nor exactly one scalar that could be it: the "
+        "step trains the sum of its float outputs, and its peak is not that of the loss that you train. Give "
+        "loss_fn=lambda model, batch: ... that returns the loss"
+    )
 
 
 def without_bfloat16(program: Program, spec: DeviceSpec) -> str:

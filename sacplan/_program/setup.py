@@ -47,7 +47,8 @@ class SetupDifference:
         return f"{self.what}: {self.planned} in the plan, {self.here} here"
 
 
-OWN_LOSS, SUM_OF_OUTPUTS = "the model's own loss", "the sum of the outputs"
+OWN_LOSS, ONLY_SCALAR = "the model's own loss", "the only scalar of the outputs"
+SUM_OF_OUTPUTS = "the sum of the outputs"
 """What ``Setup.loss`` says of the default."""
 
 
@@ -152,7 +153,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         """Those in the loss, the optimizer and autocast."""
         found = []
         if self.loss != here.loss:
-            # Under two names there may be one loss, but none that is given takes a sum of all outputs for one.
+            # Two names may stand for the same loss, but no loss_fn that is given sums all outputs.
             advice = "Give the loss_fn that was profiled." if SUM_OF_OUTPUTS in (self.loss, here.loss) else ""
             found.append(SetupDifference("loss", self.loss, here.loss, advice))
         found.extend(self.optimizer_difference(here.optimizer))

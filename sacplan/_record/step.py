@@ -6,7 +6,7 @@ To run a step on a copy without data, see ``fake_copy.py``; to put everything ba
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from sacplan._program.setup import OWN_LOSS, SUM_OF_OUTPUTS, Setup, function_name
+from sacplan._program.setup import ONLY_SCALAR, OWN_LOSS, SUM_OF_OUTPUTS, Setup, function_name
 from sacplan._torch.private import is_plain
 from sacplan.errors import TraceError
 
@@ -54,7 +54,7 @@ class Step:
         return None
 
     def setup(self, autocast: str | None = None) -> Setup:
-        """How it was set up, read after it has run: a ``loss_fn`` may switch modes, and the default has two forms."""
+        """How it was set up, read after it has run: a ``loss_fn`` may switch modes, the default has three forms."""
         loss = self.loss_fn.took if isinstance(self.loss_fn, DefaultLoss) else function_name(self.loss_fn)
         return Setup.of(self.model, self.optimizer, "" if self.loss_fn is call_model else loss, autocast)
 
@@ -97,12 +97,25 @@ class DefaultLoss:
         """A scalar."""
         output = call_model(model, batch)
         loss = _own_loss(output)
-        self.took = SUM_OF_OUTPUTS if loss is None else OWN_LOSS
-        return _sum_of(output) if loss is None else loss
+        if loss is not None:
+            self.took = OWN_LOSS
+            return loss
+        outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        # A scalar without a gradient is a metric that the model returns beside its loss, or without one.
+        scalars = [t for t in outputs if t.dim() == 0 and t.requires_grad]
+        if len(scalars) == 1:
+            self.took = ONLY_SCALAR
+            return scalars[0]
+        self.took = SUM_OF_OUTPUTS
+        return _sum_of(output, outputs)
 
 
 def default_loss(model: torch.nn.Module, batch: Any) -> Any:
-    """Call the model; its ``.loss`` or ``["loss"]`` where there is one, else the sum of its float outputs."""
+    """Call the model and find a loss in what it returns.
+
+    That is ``.loss`` or ``["loss"]`` where there is one, else the only scalar with a gradient, else the sum of the
+    float outputs.
+    """
     return DefaultLoss()(model, batch)
 
 
@@ -113,8 +126,8 @@ def _own_loss(output: Any) -> Any:
     return loss
 
 
-def _sum_of(output: Any) -> torch.Tensor:
-    sums = [t.sum() for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+def _sum_of(output: Any, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    sums = [t.sum() for t in outputs]
     if not sums:
         raise TraceError(
             f"the model returned {type(output).__name__} without a loss and without a float tensor. "

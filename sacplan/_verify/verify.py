@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._plan.limits import memory_less
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import check_runs_here, trace_step
-from sacplan._profile.remarks import adamw_state_bytes, without_optimizer
+from sacplan._profile.remarks import adamw_state_bytes, summed_outputs, without_optimizer
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.notebook import Section, as_html
@@ -34,7 +35,7 @@ from sacplan._record.step import (
 )
 from sacplan._shard.process_groups import pretended_ranks
 from sacplan._verify.measure import measured_step
-from sacplan.errors import PlanError
+from sacplan.errors import PlanError, SumOfOutputsWarning
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ def verify(
 
     Warns:
         SacplanWarning: the step is set up so that it may take more than planned, see ``setup_differences``.
+        SumOfOutputsWarning: the step trains the sum of the outputs, for want of a loss, as the one planned for did.
     """
     plan = opened(plan, Plan)
     if run not in ("fake", "real"):
@@ -143,6 +145,9 @@ def verify(
     run_step = _verify_fake if run == "fake" else _verify_real
     seen = run_step(model, batch, plan, loss_fn, optimizer)
     warn_of(seen.setup_differences, stacklevel=3)
+    if all(difference.what != "loss" for difference in seen.setup_differences):  # else that has said it
+        for said in filter(None, [summed_outputs(plan.fingerprint.setup)]):
+            warnings.warn(f"{said}.", SumOfOutputsWarning, stacklevel=3)
     return seen
 
 
@@ -204,9 +209,10 @@ def _verify_real(
         run="real",
         source=seen.source,
         differences=differences,
-        assumptions=()
-        if optimizer is not None or mode == "inference"
-        else (_without_optimizer(model, spec),),
+        assumptions=(
+            *filter(None, [summed_outputs(setup)]),
+            *([] if optimizer is not None or mode == "inference" else [_without_optimizer(model, spec)]),
+        ),
         setup_differences=plan.fingerprint.setup.differences(setup),
     )
 
