@@ -199,12 +199,39 @@ def test_an_infeasible_budget_asks_rotor_when_somebody_reads_it(monkeypatch: pyt
     monkeypatch.setattr(search, "sequences", lambda *args: asked.append(args) or [])
     profile = sacplan.profile(LM(), torch.randint(0, 128, (4, 32)), device="cpu")
     with pytest.raises(sacplan.InfeasibleBudget) as info:
-        sacplan.plan(profile, "1%")
+        sacplan.plan(profile, "1%", "milp")
     assert not asked
     assert "smallest peak" in str(info.value)
     assert len(asked) == 1
     assert str(pickle.loads(pickle.dumps(info.value))) == str(info.value)
     assert len(asked) == 1
+
+
+def test_the_default_asks_rotor_before_it_gives_up() -> None:
+    """A chain that is so long that running each op at most twice is not enough."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(32)))
+    batch = torch.randn(2048, 16)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    profile = sacplan.profile(model, batch, loss_fn, device="cpu")
+    twice = sacplan.plan_smallest(profile, "milp").peak_bytes
+    smallest = sacplan.plan_smallest(profile)
+    assert smallest.solver == "rotor"
+    assert smallest.peak_bytes < 0.8 * twice
+    for budget in (smallest.peak_bytes, (smallest.peak_bytes + twice) // 2):
+        plan = sacplan.plan(profile, f"{budget}B")
+        assert plan.solver == "rotor"
+        assert plan.peak_bytes <= budget
+        assert sacplan.verify(model, batch, plan, loss_fn).peak_bytes == plan.peak_bytes
+    assert sacplan.plan(profile, f"{twice}B").solver != "rotor"
+    with pytest.raises(sacplan.InfeasibleBudget, match="greedy and milp, then rotor") as info:
+        sacplan.plan(profile, f"{smallest.peak_bytes - 1}B")
+    assert info.value.smallest_feasible_bytes == smallest.peak_bytes
+    assert "solver=" not in str(info.value)
+    assert sacplan.frontier(profile, 2, ["milp"], policies=False)["budget_bytes"].min() == twice
 
 
 def test_ranks_may_be_said_to_plan() -> None:

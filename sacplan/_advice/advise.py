@@ -13,7 +13,7 @@ from sacplan._advice.parts import Part, moment_of, parts_of
 from sacplan._advice.planned import planned
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._plan.planning import plan_smallest
+from sacplan._plan.planning import smallest_without_rotor
 from sacplan._profile.optimizers import (
     BY_NAME,
     CANDIDATES,
@@ -234,7 +234,7 @@ class _Tried:
         yield from self._smallest("recompute", "recompute", more, names)
 
     def _smallest(self, name: str, kind: Kind, what: str, techniques: tuple[str, ...]) -> Iterator[Remedy]:
-        smallest = plan_smallest(self.profile, techniques=techniques)
+        smallest = smallest_without_rotor(self.profile, techniques=techniques)
         gib = f"{math.ceil(smallest.peak_bytes / 2**30 * 100) / 100:.2f}GiB"
         if smallest.peak_bytes < 2**30:
             gib = f"{math.ceil(smallest.peak_bytes / 2**20 * 10) / 10:.1f}MiB"

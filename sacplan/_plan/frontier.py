@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sacplan._plan.context import Objective
 from sacplan._plan.limits import looking_for_plans
 from sacplan._plan.plan import Plan
-from sacplan._plan.planning import plan, plan_smallest
+from sacplan._plan.planning import plan, smallest_without_rotor
 from sacplan._plan.policies import layers_of, policy
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
@@ -99,9 +99,7 @@ def _rows(
     techniques: Sequence[str] | None,
     progress: Progress,
 ) -> list[dict[str, object]]:
-    smallest = plan_smallest(
-        profile, objective=objective, keep=keep, never=never, techniques=techniques
-    ).peak_bytes
+    smallest = smallest_without_rotor(profile, objective, keep, never, techniques).peak_bytes
     named = _named_policies(profile, keep, never, techniques) if policies else []
     evenly = {smallest + (profile.peak_bytes - smallest) * i // (points - 1) for i in range(points)}
     theirs = {found.peak_bytes for _, found in named if smallest <= found.peak_bytes <= profile.peak_bytes}

@@ -39,7 +39,7 @@ SHARD = "shard"
 
 _OPTIMAL = 2e-3  # share of its cost that a plan may be above the bound for no other solver to be asked
 _FAMILIES = 3  # kinds of modules that run in slices
-_STAGES = 48  # of a chain that Rotor is asked about only for a message
+_STAGES = 48  # of a chain that Rotor is asked about where the other solvers hold no budget
 
 
 @checked(PlanError, "budget", "headroom")
@@ -74,7 +74,8 @@ def plan(
         solver: ``"milp"``, ``"greedy"``, ``"uniform"``, ``"best"`` (greedy, and milp where that is not at the bound;
             the cheaper plan wins), or an object such as ``sacplan.Milp(gap=1e-4)``. ``"rotor"`` plans for models that
             are a chain (``sacplan.Rotor``): more expensive, but its smallest peak may be lower, since it may recompute
-            the same values several times; it always minimises time.
+            the same values several times; it always minimises time. Where neither greedy nor milp holds the budget,
+            ``"best"`` asks ``sacplan.Rotor(stages=48)``.
         objective: what is recomputed the least of: ``"time"`` (ms, as the profile predicts them) or ``"flops"``.
         keep: patterns of ops and modules; what they make is never discarded. A pattern that starts with ``aten.`` or
             ``prims.``, or has ``::`` in it, is matched (``fnmatch``) with the names of ops: ``"aten.topk"``,
@@ -173,16 +174,31 @@ def plan_smallest(
     """
     profile = opened(profile, Profile)
     asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units, accumulate)
-    if asked.is_about_stretches:
-        found = asked.of_stretches(asked.stretches().minimise())
-    else:
-        found = asked.smallest(asked.searches(), 0)
-    return handed_out(asked.as_plan(found), profile.spec)
+    return handed_out(asked.smallest_plan(), profile.spec)
+
+
+def smallest_without_rotor(
+    profile: Profile,
+    objective: Objective = "time",
+    keep: Sequence[str] = (),
+    never: Sequence[str] = (),
+    techniques: Sequence[str] | None = None,
+) -> Plan:
+    """The plan with the smallest peak that runs no op more than twice, as ``plan_smallest`` without its last resort.
+
+    Rotor's smallest peak may cost several times the step. Who compares plans, or recommends one, asks for this.
+    """
+    asked = _Asked.of(profile, "best", objective, keep, never, techniques, None, None)
+    return replace(asked, last=None).smallest_plan()
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a plan is asked for, checked."""
+    """What a plan is asked for, checked.
+
+    Attributes:
+        last: what is asked where none of the solvers holds a budget.
+    """
 
     profile: Profile
     solvers: tuple[Solver | Rotor, ...]
@@ -190,6 +206,7 @@ class _Asked:
     pins: Pins
     techniques: tuple[str, ...]
     accumulate: Accumulate
+    last: Rotor | None = None
 
     @classmethod
     def of(
@@ -214,7 +231,8 @@ class _Asked:
         if accumulate not in get_args(Accumulate):
             known = " and ".join(map(repr, get_args(Accumulate)))
             raise PlanError(f"accumulate is {accumulate!r}; known are {known}.")
-        return cls(profile, solvers, objective, pins, names, accumulate)
+        last = Rotor(stages=_STAGES) if solver == "best" and "recompute" in names else None
+        return cls(profile, solvers, objective, pins, names, accumulate, last)
 
     @property
     def is_about_stretches(self) -> bool:
@@ -278,6 +296,12 @@ class _Asked:
             raise _infeasible(self, searches, budget_bytes)
         return found
 
+    def smallest_plan(self) -> Plan:
+        """The plan with the smallest peak."""
+        if self.is_about_stretches:
+            return self.as_plan(self.of_stretches(self.stretches().minimise()))
+        return self.as_plan(self.smallest(self.searches(), 0))
+
     def cheapest(self, searches: list[Search], budget_bytes: int) -> Candidate | None:
         """The cheapest candidate that holds a budget; None if none does."""
         for search in searches:
@@ -316,7 +340,24 @@ class _Asked:
         while best.context.chunks and known != _smallest_bytes(best) > budget_bytes:
             known = _smallest_bytes(best)
             self._solve(best, known - 1)  # what a budget right below it would find
-        return best.smallest
+        self._ask_last(searches[0], best, budget_bytes)
+        return min(searches, key=_smallest_bytes).smallest
+
+    def _ask_last(self, search: Search, best: Search, budget_bytes: int) -> None:
+        """Rotor's smallest peak if the others hold no budget, and where that holds it, its plan for the budget.
+
+        Only a budget that the smallest peak holds is asked for: the peak that an error reports is then found again by
+        whoever asks for it.
+        """
+        run = best.smallest.footprint
+        if self.last is None or run.peak_bytes <= budget_bytes or run.peak_phase == Phase.OPTIMIZER:
+            return
+        try:
+            search.solve(self.last, 0)
+            if _smallest_bytes(search) <= budget_bytes:
+                search.solve(self.last, budget_bytes)
+        except PlanError:
+            return  # the model is no chain, or pins do not leave it one unit
 
     def context(self, pins: Pins, chunks: tuple[ChunkOptions, ...] = ()) -> PlanningContext:
         """What planning looks at, with these pins."""
@@ -330,7 +371,8 @@ class _Asked:
         budget_bytes: int | None = None,
         headroom: float | str | None = None,
     ) -> Plan:
-        used = next((options_of(solver) for solver in self.solvers if solver.name == found.solver), None)
+        known = (*self.solvers, *(() if self.last is None else (self.last,)))
+        used = next((options_of(solver) for solver in known if solver.name == found.solver), None)
         made_by = Provenance.now(
             self.profile,
             found.solver,
@@ -409,7 +451,9 @@ def _infeasible(asked: _Asked, searches: list[Search], budget_bytes: int) -> Inf
             "the loss, outside of any module" if run.peak_scope < 0 else "the model itself"
         )
     where = f"{run.peak_phase.name.lower()} of {binding}" if binding != "optimizer step" else binding
-    names = " and ".join(s.name for s in asked.solvers)
+    names = " and ".join(s.name for s in asked.solvers) + ", then rotor" * any(
+        each.has_sequences for each in searches
+    )
     advice = "make the batch smaller"
     if binding == "optimizer step":
         advice = (
@@ -446,6 +490,8 @@ def _infeasible(asked: _Asked, searches: list[Search], budget_bytes: int) -> Inf
 def _with_rotor(asked: _Asked, search: Search, budget_bytes: int) -> str:
     """A sentence on what Rotor, which may recompute values more than once, would do."""
     free, rotor = Search(search.context), Rotor(stages=_STAGES)
+    if asked.last is not None:
+        return ""  # it was asked
     try:
         free.solve(rotor, budget_bytes)
         named = f"sacplan.Rotor(stages={_STAGES})" if is_longer(search.program, rotor) else '"rotor"'
@@ -467,7 +513,10 @@ def _with_chunks(asked: _Asked, budget_bytes: int) -> str:
     named = f"techniques={more.techniques!r}"
     if found is not None:
         share = (found.footprint.recompute_ms + found.added_ms) / asked.profile.step_ms
-        return f"With {named} the budget holds, {share:.1%} slower than without a plan. "
+        takes = f"takes {abs(share):.1%} {'more' if share > 0 else 'less'} time than"
+        if f"{abs(share):.1%}" == "0.0%":
+            takes = "takes as long as"
+        return f"With {named} the budget holds, and the step {takes} without a plan. "
     smallest = min(map(_smallest_bytes, searches))
     if smallest >= _smallest_bytes(searches[0]):
         return ""

@@ -129,6 +129,11 @@ class Search:
         return above / cost if cost else 0.0, above / sum(self.context.costs)
 
     @property
+    def has_sequences(self) -> bool:
+        """Whether Rotor has found any."""
+        return any(one.solver == Rotor().name for one in self.tried.values())
+
+    @property
     def smallest(self) -> Candidate:
         """The lowest peak seen."""
         return min(self.tried.values(), key=lambda t: (t.footprint.peak_bytes, self.cost(t)))
