@@ -14,6 +14,7 @@ from sacplan._advice.fit import _Search
 from sacplan._advice.sizes import largest, sized
 from sacplan._device.devices import resolve_device
 from sacplan._profile.optimizers import BY_NAME
+from sacplan._program.budget import format_bytes
 from tests.models import LM, cross_entropy, tokens
 
 
@@ -77,7 +78,7 @@ def test_the_largest_size_is_the_last_that_fits(edge: int) -> None:
 # --- the verdict
 
 
-def fitted(budget: str, optimizer: Any = "adamw", seq: int | None = None, **options: Any) -> Any:
+def fitted(budget: str | None, optimizer: Any = "adamw", seq: int | None = None, **options: Any) -> Any:
     model = LM(layers=2, vocab=1024, dropout=0.0)
     batches = (lambda n: tokens(n, 64, 1024)) if seq is None else (lambda n, s: tokens(n, s, 1024))
     return sacplan.fit(model, batches, "cpu", cross_entropy, optimizer, budget, seq=seq, **options)
@@ -157,6 +158,50 @@ def test_the_verdict_says_whether_it_fits_and_by_how_much_not() -> None:
     assert never.smallest.peak_bytes == min(row.peak_bytes for row in never.rows)
     assert all(row.largest_batch == 0 for row in never.rows if row.optimizer == "adamw")
     assert "h100" in never.larger_devices
+
+
+def test_a_budget_is_not_called_headroom() -> None:
+    given = fitted("1GiB", sizes=False)
+    assert f"of the budget of {format_bytes(2**30)}." in given.sentence
+    assert "headroom" not in given.sentence
+    left = fitted(None, headroom="20%", sizes=False)
+    assert left.headroom_bytes == left.memory_bytes - left.budget_bytes
+    assert left.sentence.endswith("that 20% headroom leaves.")
+
+
+def test_every_way_is_tried_with_every_optimizer() -> None:
+    found = fitted("8MiB", batch=8, sizes=False)
+    ways = {row.way for row in found.rows}
+    assert {"as it is", "plan", "chunked loss", "plan + chunked loss"} <= ways
+    tried = [(row.optimizer, row.way) for row in found.rows]
+    assert sorted(tried) == sorted(
+        (name, way) for name in ("adamw", "adamw-fused", "adamw-8bit") for way in ways
+    )
+
+
+def test_a_plan_that_changes_nothing_says_so() -> None:
+    found = fitted("1GiB", sizes=False)
+    for row in found.rows:
+        (like,) = [
+            each
+            for each in found.rows
+            if (each.optimizer, each.way) == (row.optimizer, row.same_as or row.way)
+        ]
+        assert (row.same_as is not None) == row.way.startswith("plan")
+        assert (row.peak_bytes, row.step_ms) == (like.peak_bytes, like.step_ms)
+        assert (f"  {row.name}: " in str(found)) == (row.same_as is None)
+    needed = next(row for row in fitted("8MiB", batch=8, sizes=False).rows if row.way == "plan")
+    assert needed.same_as is None
+
+
+def test_the_larger_devices_are_a_few_gpus() -> None:
+    never = fitted("200KiB", batch=64, sizes=False)
+    memory = [resolve_device(name).memory_bytes for name in never.larger_devices]
+    assert memory == sorted(memory)
+    assert "cpu" not in never.larger_devices
+    (advice,) = [sentence for sentence in never.advice if sentence.startswith("GPUs that hold")]
+    assert advice.count(",") == 2
+    assert advice.endswith(f" and {len(memory) - 3} larger ones.")
 
 
 def test_what_is_recommended_holds_the_budget_in_a_step_that_is_run() -> None:

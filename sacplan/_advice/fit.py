@@ -21,7 +21,7 @@ from sacplan._advice.sizes import Peaks, Sized, largest, sized
 from sacplan._advice.verdict import TECHNIQUES, FitRow, Verdict, Way, recommended
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._device.devices import DeviceSpec, resolve_device
-from sacplan._plan.limits import DEFAULT_HEADROOM, budget_of_device, looking_for_plans, memory_less
+from sacplan._plan.limits import budget_of_device, looking_for_plans, memory_less
 from sacplan._plan.planning import plan, plan_smallest
 from sacplan._profile.optimizers import (
     BY_NAME,
@@ -114,6 +114,7 @@ def fit(
         optimizer,
         spec,
         budget_of_device(budget, headroom, spec),
+        budget is None,
         batch,
         seq,
         longest,
@@ -132,6 +133,7 @@ class _Search:
     optimizer: Any
     spec: DeviceSpec
     budget_bytes: int
+    leaves_headroom: bool
     batch: int
     seq: int | None
     longest: int | None
@@ -242,7 +244,9 @@ class _Search:
         fits = peak <= self.budget_bytes
         if fits or not TECHNIQUES[way]:
             step_ms = program.step_ms + ms
-        return FitRow(name, way, peak, fits, step_ms, None, None)
+        self._decided[name, way] = frozenset(decisions)
+        same = next(w for w in self.ways if self._decided.get((name, w)) == frozenset(decisions))
+        return FitRow(name, way, peak, fits, step_ms, None, None, None if same == way else same)
 
     def with_sizes(self, row: FitRow) -> FitRow:
         """The row with the largest batch and sequence."""
@@ -341,6 +345,11 @@ class _Search:
         return self._known[axis, way]
 
     @cached_property
+    def _decided(self) -> dict[tuple[str, Way], frozenset[Decision]]:
+        """What the rows do, by optimizer and way."""
+        return {}
+
+    @cached_property
     def _known(self) -> dict[tuple[str, Way], Peaks]:
         return {}
 
@@ -348,11 +357,7 @@ class _Search:
 
     def found(self, name: str, sizes: bool, on_verdict: Callable[[Verdict], object] | None) -> Verdict:
         """All rows, and the one to take; first without the largest sizes."""
-        own = next(iter(self.steps))
-        rows = [self.row(own, way) for way in self.ways]
-        for other in list(self.steps)[1:]:
-            ways: list[Way] = ["as it is", "plan"] if other == "adamw-fused" else list(self.ways)
-            rows += [self.row(other, way) for way in ways]
+        rows = [self.row(each, way) for each in self.steps for way in self.ways]
         if not any(row.fits for row in rows) and self._could_fit:  # the search that takes long
             self.ways["plan + chunks"] = plan_smallest(
                 self.base, _SOLVER, techniques=TECHNIQUES["plan + chunks"]
@@ -376,6 +381,7 @@ class _Search:
             memory_bytes=self.spec.memory_bytes,
             budget_bytes=self.budget_bytes,
             budget=None if self.budget_bytes == memory_less(None, self.spec) else f"{self.budget_bytes}B",
+            headroom_bytes=self.spec.memory_bytes - self.budget_bytes if self.leaves_headroom else None,
             rows=tuple(rows),
             recommended=best,
             larger_devices=() if best is not None else _holding(smallest),
@@ -384,9 +390,10 @@ class _Search:
 
 
 def _holding(n_bytes: int) -> tuple[str, ...]:
-    """Devices of the table that hold so much with the usual headroom, the smallest first."""
+    """GPUs of the table that hold so much with the usual headroom, the smallest first."""
     from sacplan._device.devices import devices
 
     named = [resolve_device(name) for name in devices().index]
-    able = [spec for spec in named if spec.memory_bytes * (1 - DEFAULT_HEADROOM) >= n_bytes]
+    gpus = [spec for spec in named if spec.kind != "cpu"]
+    able = [spec for spec in gpus if memory_less(None, spec) >= n_bytes]
     return tuple(spec.name for spec in sorted(able, key=lambda spec: spec.memory_bytes))

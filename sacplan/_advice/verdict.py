@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 Way = Literal["as it is", "plan", "chunked loss", "plan + chunked loss", "plan + chunks"]
 
+_SHOWN_DEVICES = 3  # of those that are larger
+
 TECHNIQUES: dict[Way, tuple[str, ...]] = {
     "as it is": (),
     "plan": ("recompute",),
@@ -36,6 +38,7 @@ class FitRow:
         step_ms: predicted time of the step; None where nothing was planned because nothing fits.
         largest_batch: at the asked sequence; 0 where one sample does not fit; None where it was not to be computed.
         longest_seq: at the asked batch, in multiples of 128 tokens where the asked one is; None for models without.
+        same_as: the simpler way that this one is at the asked size, where a plan finds nothing to do.
     """
 
     optimizer: str
@@ -45,6 +48,7 @@ class FitRow:
     step_ms: float | None
     largest_batch: int | None
     longest_seq: int | None
+    same_as: Way | None = None
 
     @property
     def name(self) -> str:
@@ -66,7 +70,9 @@ class Verdict:
         budget: as ``plan`` takes it; None where it is the default.
         rows: all ways that were tried, the asked optimizer's first.
         recommended: of those that fit, the one to take; None if nothing fits.
-        larger_devices: from the table, those on which the smallest row would fit; only where nothing fits here.
+        headroom_bytes: what is left free of the device's memory; None where a budget was given.
+        larger_devices: GPUs from the table on which the smallest row would fit, the smallest first; only where nothing
+            fits here.
         computed: sentences on what was computed from recordings, and what was not.
     """
 
@@ -79,6 +85,7 @@ class Verdict:
     memory_bytes: int
     budget_bytes: int
     budget: str | None
+    headroom_bytes: int | None
     rows: tuple[FitRow, ...]
     recommended: FitRow | None
     larger_devices: tuple[str, ...]
@@ -96,8 +103,10 @@ class Verdict:
         step = f"{self.model}, batch {self.batch}{tokens}, {self.optimizer}"
         device = f"{self.device} ({format_bytes(self.memory_bytes)})"
         peak = self.rows[0].peak_bytes
-        free = 1 - self.budget_bytes / self.memory_bytes
-        left = f"the {format_bytes(self.budget_bytes)} that {free:.0%} headroom leaves"
+        left = f"the budget of {format_bytes(self.budget_bytes)}"
+        if self.headroom_bytes is not None:
+            free = self.headroom_bytes / self.memory_bytes
+            left = f"the {format_bytes(self.budget_bytes)} that {free:.0%} headroom leaves"
         over = peak - self.budget_bytes
         if over <= 0:
             return f"{step} on {device}: fits. It needs {format_bytes(peak)} of {left}."
@@ -122,13 +131,12 @@ class Verdict:
     def advice(self) -> tuple[str, ...]:
         """What to do, a sentence each."""
         if self.recommended is None:
-            devices = ", ".join(self.larger_devices)
+            names, more = self.larger_devices[:_SHOWN_DEVICES], len(self.larger_devices[_SHOWN_DEVICES:])
+            larger = f"{', '.join(names)}{f' and {more} larger ones' if more else ''}"
             return (
-                (
-                    f"One device that holds the smallest: {devices}."
-                    if devices
-                    else "No device in the table holds it."
-                ),
+                f"GPUs that hold the smallest of these: {larger}."
+                if names
+                else "No GPU in the table holds it.",
                 "Over several devices: sacplan.layouts, or sacplan.plan(profile, budget, mesh=...).",
             )
         if self.recommended is self.rows[0]:
@@ -168,6 +176,7 @@ class Verdict:
         rows = [
             f"  {row.name}: {format_bytes(row.peak_bytes)}, {'fits' if row.fits else 'does not fit'}"
             for row in self.rows
+            if row.same_as is None
         ]
         return "\n".join([self.sentence, *rows, *self.advice, *self.computed])
 

@@ -147,7 +147,9 @@ def _table(found: Verdict, sizes: bool) -> Table:
         columns.append(number("largest batch"))
     if sizes and found.seq is not None:
         columns.append(number("longest sequence"))
-    return table(columns, [_row(row, found)[: len(columns)] for row in found.rows])
+    # A plan that finds nothing to do at this size may still hold larger ones.
+    rows = [row for row in found.rows if row.same_as is None or sizes]
+    return table(columns, [_row(row, found)[: len(columns)] for row in rows])
 
 
 def _row(row: FitRow, found: Verdict) -> list[str]:
@@ -155,9 +157,9 @@ def _row(row: FitRow, found: Verdict) -> list[str]:
     return [
         row.optimizer,
         row.way,
-        show.rounded_size(row.peak_bytes),
+        show.rounded_size(row.peak_bytes) if row.same_as is None else "the same",
         "yes" if row.fits else f"no, by {show.rounded_size(over)}",
-        "" if row.step_ms is None else f"{row.step_ms:.1f}",
+        "" if row.step_ms is None or row.same_as is not None else f"{row.step_ms:.1f}",
         "?" if row.largest_batch is None else str(row.largest_batch),
         "?" if row.longest_seq is None else str(row.longest_seq),
     ]
