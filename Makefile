@@ -10,13 +10,17 @@ help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Installing into $(VENV), about 2 GB: this takes one to five minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	@echo "1 of 2: torch"
 	$(BIN)/python -m pip install --quiet torch --constraint constraints.txt
+	@echo "2 of 2: sacplan, and what its tests, notebooks and documentation need"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cli,hf,highs,plot,notebook,examples,docs,dev]'
 	touch $@
 
 demo: $(VENV)/.installed  ## the end-to-end example
+	@echo "Running examples/transformer.py: half a minute to two minutes."
 	$(BIN)/python examples/transformer.py
 
 test: $(VENV)/.installed  ## the tests, but for the slow ones

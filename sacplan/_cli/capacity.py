@@ -85,7 +85,7 @@ def _search(
         )
     search = sacplan.max_batch if question == "max-batch" else sacplan.throughput
     hints = sources.optimizer_hints(Origin.of(target), None)
-    with stage("tracing and planning") as say, users_code(f"the step of {name}"), hints:
+    with stage("tracing and planning", long=True) as say, users_code(f"the step of {name}"), hints:
         found = search(
             target.model,
             target.make_batch,

@@ -73,7 +73,7 @@ def fit(
     optimizer: Any = loaded.optimizer
     if loaded.facts:
         optimizer = None if loaded.facts["optimizer"] == "none" else loaded.facts["optimizer"]
-    with stage("recording and planning") as say, users_code(f"the step of {target}"):
+    with stage("recording and planning", long=True) as say, users_code(f"the step of {target}"):
         found = sacplan.fit(
             loaded.model,
             loaded.make_batch if seq is None else functools.partial(_of_length, loaded.make_batch, seq),

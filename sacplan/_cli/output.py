@@ -106,9 +106,16 @@ def show_warning(
 
 
 @contextlib.contextmanager
-def stage(name: str) -> Iterator[Callable[[str], None]]:
-    """Says what is going on, on stderr and only on a terminal; yields a function that reports progress."""
+def stage(name: str, *, long: bool = False) -> Iterator[Callable[[str], None]]:
+    """Say on stderr what is going on; yields a function that reports progress.
+
+    Args:
+        name: of the stage.
+        long: whether it may take a minute. Then it has a line in a log, too; others are shown on a terminal alone.
+    """
     if not sys.stderr.isatty():
+        if long:
+            say(f"{name} ...")
         yield lambda text: None
         return
     with _console(stderr=True).status(f"{name} ...", spinner="line") as status:

@@ -98,7 +98,18 @@ def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions, plan: Plan | N
             plan.fingerprint.check_model(target.model)
             plan.fingerprint.check_batch(target.batch() if callable(target.batch) else target.batch)
     train = step.mode != "inference"
-    with stage("tracing"), users_code(f"the step of {target.name}"), warnings.catch_warnings():
+    computes = (
+        "running the step"
+        if step.trace == "real"
+        else "timing each op"
+        if step.runtime == "benchmark"
+        else ""
+    )
+    with (
+        stage(f"tracing{computes and f', {computes}'}", long=bool(computes)),
+        users_code(f"the step of {target.name}"),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings(
             "ignore", r".* has no bfloat16 "
         )  # said among the assumptions, as is the next
@@ -229,7 +240,12 @@ def verified(target: Target, plan: Plan, run: o.Run) -> Verification:
 
     train = plan.provenance.mode == "train"
     loss_fn, optimizer = (target.loss_fn, target.optimizer) if train else (None, None)
-    with stage("verifying"), users_code(f"the step of {target.name}"), warnings.catch_warnings():
+    steps = "running three real steps: one without the plan, two with it" if run == "real" else "verifying"
+    with (
+        stage(steps, long=run == "real"),
+        users_code(f"the step of {target.name}"),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore", sacplan.SumOfOutputsWarning)  # said among the assumptions
         return sacplan.verify(target.model, target.batch, plan, loss_fn, optimizer, run=run)
 
@@ -293,7 +309,7 @@ def curve(profile: Profile, points: int, **how: Any) -> pd.DataFrame:
     """The frontier of a profile. ``how`` is for ``sacplan.frontier``."""
     import sacplan
 
-    with stage(f"planning for {points} budgets") as say:
+    with stage(f"planning for {points} budgets", long=True) as say:
         done = itertools.count(1)
         return sacplan.frontier(profile, points, progress=lambda row: say(f"{next(done)} done"), **how)
 

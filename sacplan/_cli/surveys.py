@@ -283,7 +283,7 @@ def layouts(
     spec = sources.device_of(asked.device)
     with stage("loading"):
         loaded = load_target(target, sources.dtype_for(spec, target, hf))
-    with stage("tracing and planning") as say, users_code(f"the step of {target}"):
+    with stage("tracing and planning", long=True) as say, users_code(f"the step of {target}"):
         found = sacplan.layouts(
             loaded.model,
             loaded.batch,
