@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -219,9 +220,32 @@ def test_verify(saved: Path) -> None:
     assert facts["peak_bytes"] == facts["predicted_peak_bytes"] <= facts["budget_bytes"]
 
 
+def test_the_step_of_a_plan_is_that_of_its_verification(saved: Path) -> None:
+    made = run("plan train.py:make --device cpu --budget 85%").stdout
+    seen = run("verify train.py:make plan.json").stdout
+    times = [
+        re.findall(r"^step +([\d.]+) ms\b.* ([\d.]+) ms without a plan", said, re.M) for said in (made, seen)
+    ]
+    assert times[0] == times[1]
+    assert float(times[0][0][0]) > float(times[0][0][1])
+    real = run("verify train.py:make plan.json --run real").stdout
+    assert f"wall time here; predicted for cpu: {times[0][0][0]} ms" in real
+
+
+def test_help_is_about_the_command(saved: Path) -> None:
+    """Defaults of options that several commands share."""
+    said = {
+        name: " ".join(run(f"{name} --help").stdout.split()) for name in ("fit", "layouts", "plan", "verify")
+    }
+    assert "Default: rtx-4090. " in said["fit"]
+    assert "Default: h100. " in said["layouts"]
+    assert "Default: h100; a saved profile has its own." in said["plan"]
+    assert {name for name, text in said.items() if "the plan's" in text} == {"verify"}
+
+
 def test_verify_real_measures(saved: Path) -> None:
     result = run("verify train.py:make plan.json --run real --json")
-    assert result.stderr.startswith("running three real steps: ")  # it may be a minute until the next line
+    assert "running three real steps: " in result.stderr  # it may be a minute until the next line
     facts = json.loads(result.stdout)
     assert facts["run"] == "real"
     assert facts["peak_bytes"] == pytest.approx(facts["predicted_peak_bytes"], rel=0.02)

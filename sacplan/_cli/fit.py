@@ -34,7 +34,7 @@ _DEVICE = "rtx-4090"
 def fit(
     target: o.Target,
     *,
-    device: o.Device = None,
+    device: Annotated[str | None, o.option(metavar="NAME", help=f"{o.DEVICE}{_DEVICE}.")] = None,
     budget: Annotated[
         str | None,
         o.option(

@@ -81,13 +81,9 @@ Never = Annotated[
     ),
 ]
 Points = Annotated[int, typer.Option(min=2, metavar="N", help="How many budgets the frontier has.")]
+DEVICE = "What the step will run on: a name (see sacplan devices), cuda, cpu, or the file of a DeviceSpec. Default: "
 Device = Annotated[
-    str | None,
-    option(
-        metavar="NAME",
-        help="What the step will run on: a name (see sacplan devices), cuda, cpu, or the file of a DeviceSpec. "
-        f"Default: {DEFAULT_DEVICE}; a saved profile has its own.",
-    ),
+    str | None, option(metavar="NAME", help=f"{DEVICE}{DEFAULT_DEVICE}; a saved profile has its own.")
 ]
 MESH = (
     "dp=2,tp=4: ranks of each axis, the slowest links first. 8, or 8xh100: the best mesh of so many devices"
@@ -148,51 +144,39 @@ class StepOptions:
     ] = None
 
 
+BATCH = "Samples; also of a target with make_batch. Default: 1"
+SEQ = "Tokens in a sample. Default: 1024, or fewer if the model has fewer positions"
+DTYPE = "Of parameters and activations. Default: bfloat16, or float16 for a device that has none"
+OPTIMIZER = "adamw, adamw-fused (no temporaries), sgd or none; its state and its step count. Default: adamw"
+ATTN = "Attention. Default: what transformers chooses"
+_PLANNED = "; with a plan, the plan's."
+
+
 @dataclass(frozen=True, slots=True)
 class HfOptions:
     """How an ``hf:`` target is made; None where the command line says nothing."""
 
-    batch: Annotated[
-        int | None,
-        _hf(
-            min=1,
-            metavar="N",
-            help="Samples; also of a target with make_batch. Default: 1; for verify, the plan's.",
-        ),
-    ] = None
-    seq: Annotated[
-        int | None,
-        _hf(
-            min=1,
-            metavar="N",
-            help="Tokens in a sample. Default: 1024, or fewer if the model has fewer positions; for verify, the "
-            "plan's.",
-        ),
-    ] = None
-    dtype: Annotated[
-        Dtype | None,
-        _hf(
-            help="Of parameters and activations. Default: bfloat16, or float16 for a device that has none; for "
-            "verify, the plan's."
-        ),
-    ] = None
-    optimizer: Annotated[
-        OptimizerName | None,
-        _hf(
-            metavar="NAME",
-            help="adamw, adamw-fused (no temporaries), sgd or none; its state and its step count. Default: adamw; "
-            "for verify, the plan's.",
-        ),
-    ] = None
-    attn: Annotated[
-        Attn | None,
-        _hf(help="Attention. Default: what transformers chooses; for verify, the plan's."),
-    ] = None
+    batch: Annotated[int | None, _hf(min=1, metavar="N", help=f"{BATCH}.")] = None
+    seq: Annotated[int | None, _hf(min=1, metavar="N", help=f"{SEQ}.")] = None
+    dtype: Annotated[Dtype | None, _hf(help=f"{DTYPE}.")] = None
+    optimizer: Annotated[OptimizerName | None, _hf(metavar="NAME", help=f"{OPTIMIZER}.")] = None
+    attn: Annotated[Attn | None, _hf(help=f"{ATTN}.")] = None
 
     def given(self) -> dict[str, Any]:
         """What was said: name of the option to its value."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedHfOptions(HfOptions):
+    """The same where a plan is given, whose file says how its target was made."""
+
+    batch: Annotated[int | None, _hf(min=1, metavar="N", help=f"{BATCH}{_PLANNED}")] = None
+    seq: Annotated[int | None, _hf(min=1, metavar="N", help=f"{SEQ}{_PLANNED}")] = None
+    dtype: Annotated[Dtype | None, _hf(help=f"{DTYPE}{_PLANNED}")] = None
+    optimizer: Annotated[OptimizerName | None, _hf(metavar="NAME", help=f"{OPTIMIZER}{_PLANNED}")] = None
+    attn: Annotated[Attn | None, _hf(help=f"{ATTN}{_PLANNED}")] = None
 
 
 HF_DEFAULTS = HfOptions(batch=1, seq=1024, dtype="bfloat16", optimizer="adamw")
@@ -210,7 +194,7 @@ class BudgetOptions:
             "Default: the device's memory less the headroom.",
         ),
     ] = None
-    device: Device = None
+    device: Annotated[str | None, option(metavar="NAME", help=f"{DEVICE}{DEFAULT_DEVICE}.")] = None
     headroom: Headroom = None
     solver: Solver = "best"
     technique: Techniques = None

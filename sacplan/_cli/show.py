@@ -172,9 +172,10 @@ def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[
             ("planned", size(plan.peak_bytes)),
             (
                 "recompute",
-                f"{plan.recompute_ms:.2f} ms, {_share(plan.recompute_ms, plan.step_ms)} of a step of "
-                f"{plan.step_ms:.2f} ms; {_share(plan.recompute_flops, plan.step_flops)} of its FLOPs",
+                f"{plan.recompute_ms:.2f} ms, {_share(plan.recompute_ms, plan.step_ms)} of the step without a plan; "
+                f"{_share(plan.recompute_flops, plan.step_flops)} of its FLOPs",
             ),
+            ("step", f"{_planned_ms(plan)}, {plan.step_ms:.2f} ms without a plan"),
             ("lower bound", f"{plan.lower_bound_ms:.2f} ms, for any schedule with that peak"),
             *chunk_pairs(plan),
             ("solver", f"{plan.solver}, {plan.status}"),
@@ -189,6 +190,10 @@ def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[
     if plan.discarded or (plan.units and not plan.chunks):
         tables.append(_units_table(plan))
     return tables
+
+
+def _planned_ms(plan: Plan) -> str:
+    return f"{plan.step_ms + plan.recompute_ms + plan.added_ms:.2f} ms"
 
 
 def _whence(plan: Plan) -> str:
@@ -313,6 +318,13 @@ def _op_counts(sites: Iterable[CallSite]) -> str:
     return ", ".join([*words[:_OPS], *more])
 
 
+def _whose_time(seen: Verification, plan: Plan) -> str:
+    """What a verification's time is, which is another one than the plan's where the step is run."""
+    if seen.run == "real":
+        return f"wall time here; predicted for {plan.device}: {_planned_ms(plan)}"
+    return f"predicted, {plan.step_ms:.2f} ms without a plan"
+
+
 def verification_table(seen: Verification, plan: Plan, facts: Mapping[str, Any]) -> Table:
     """A verification."""
     return pairs(
@@ -324,7 +336,7 @@ def verification_table(seen: Verification, plan: Plan, facts: Mapping[str, Any])
             ("seen", f"{size(seen.peak_bytes)}, {seen.source}"),
             ("difference", f"{seen.error:+.3%}, planned against seen"),
             ("recompute", f"{seen.recompute_flops / 1e9:.2f} GFLOP"),
-            ("step", f"{seen.step_ms:.2f} ms ({'wall time' if seen.run == 'real' else 'predicted'})"),
+            ("step", f"{seen.step_ms:.2f} ms ({_whose_time(seen, plan)})"),
             ("verdict", "within the budget" if seen.within_budget else "OVER the budget"),
             *(("not as planned", str(difference)) for difference in seen.differences[:3]),
             *(("set up otherwise", str(difference)) for difference in seen.setup_differences),

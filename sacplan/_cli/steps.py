@@ -187,7 +187,7 @@ def verify(
     run: Annotated[
         o.Run, typer.Option(help="A fake step, which needs no hardware, or a real one here, measured.")
     ] = "fake",
-    hf: o.HfOptions,
+    hf: o.PlannedHfOptions,
 ) -> Answer:
     """Run one step with a plan applied, and compare its peak with the plan and the budget.
 

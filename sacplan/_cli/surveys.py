@@ -136,7 +136,7 @@ def report(
     ] = True,
     points: o.Points = 8,
     step: o.StepOptions,
-    hf: o.HfOptions,
+    hf: o.PlannedHfOptions,
     force: o.Force = False,
 ) -> Answer:
     """Show what a plan does to a step: memory before and after, the frontier, chunks, and module by module.
