@@ -366,6 +366,38 @@ def test_what_was_meant_instead_of_a_target(small: Path, target: str, said: str)
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model", "plain.py:model is a model (Linear)"),
+        ("Net", "plain.py:Net is a model (the class Net)"),
+        ("batch", "plain.py:batch is a value of type Tensor"),
+    ],
+)
+def test_a_model_is_not_taken_for_a_function(small: Path, name: str, said: str) -> None:
+    """Both are callable, and calling a model complains about its forward."""
+    Path("plain.py").write_text(
+        "import torch\nclass Net(torch.nn.Module): pass\nmodel, batch = torch.nn.Linear(2, 2), torch.ones(1, 2)\n"
+    )
+    result = _invoke(f"plan plain.py:{name}")
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "a function without arguments that returns" in result.stderr
+    assert "forward" not in result.stderr
+
+
+def test_names_that_are_known_have_a_line_for_each_owner(small: Path) -> None:
+    names = {row.name for row in architectures.TABLE}
+    for target in ("hf:", "hf:nothing-like-it"):
+        error, *hints = _invoke(f"plan {target}").stderr.splitlines()
+        assert error.startswith("error: ")
+        assert not any(name in error for name in names)
+        listed = [hint.removeprefix("hint: ").split(": ") for hint in hints[1:]]
+        assert {f"{owner}/{name}" for owner, all_of_it in listed for name in all_of_it.split(", ")} == names
+    (_, hint) = _invoke("plan hf:gpt-2").stderr.splitlines()
+    assert hint == "hint: sacplan plan hf: lists the names that are known"
+
+
 @pytest.mark.parametrize("contents", ["", "[" * 100_000, '{"what": NaN}', "\x00\xff", '{"what": "plan"}'])
 @pytest.mark.parametrize("command", ["verify hf:gpt2 bad.json", "report hf:gpt2 bad.json -o r.html"])
 def test_damaged_plans_are_one_line(small: Path, contents: str, command: str) -> None:

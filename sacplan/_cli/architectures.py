@@ -292,6 +292,15 @@ def find(name: str) -> Architecture | None:
     return _by_name().get(name.lower())
 
 
+def by_owner() -> list[str]:
+    """A line for each owner of known names at the hub."""
+    found: dict[str, list[str]] = {}
+    for row in TABLE:
+        owner, _, name = row.name.partition("/")
+        found.setdefault(owner, []).append(name)
+    return [f"{owner}: {', '.join(names)}" for owner, names in found.items()]
+
+
 def near(name: str) -> list[str]:
     """Names of rows that look like it."""
     known = _by_name()

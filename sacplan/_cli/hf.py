@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sacplan._cli import architectures
-from sacplan._cli.exits import TargetError
+from sacplan._cli.exits import TargetError, hinted
 from sacplan._cli.hf_batches import Found, NoBatch, Sizes, find, first_of, has_own_loss, make, reads_tokens
 from sacplan._cli.options import HF_DEFAULTS, HfOptions
 from sacplan._cli.output import note
@@ -45,6 +45,10 @@ _SPELLED = {
 _OWN_FUNCTION = "Write a function that returns the model and a batch, and give it as train.py:make."
 
 
+_KNOWN = ("names that are known, with or without their owner:", *architectures.by_owner())
+"""Hints, a line each."""
+
+
 def build(target: str, asked: HfOptions, place: str) -> Target:
     """The model that a name or a configuration file describes, in training mode, with a batch and an optimizer.
 
@@ -64,10 +68,8 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
         ) from error
     name = target.removeprefix("hf:")
     if not name.strip():
-        raise TargetError(
-            "hf: needs a name, a configuration file or a directory behind it: hf:gpt2, hf:config.json. Names that are "
-            f"known: {', '.join(row.name for row in architectures.TABLE)}."
-        )
+        needed = "hf: needs a name, a configuration file or a directory behind it: hf:gpt2, hf:config.json."
+        raise hinted(TargetError(needed), *_KNOWN)
     options = replace(HF_DEFAULTS, **asked.given())
     config = _config(name)
     dtype = getattr(torch, str(options.dtype))
@@ -214,11 +216,13 @@ def _config(name: str) -> Any:
         return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as error:
         near = architectures.near(name)
-        hint = f" Did you mean hf:{' or hf:'.join(near)}?" if near else ""
-        known = ", ".join(row.name for row in architectures.TABLE)
-        raise TargetError(
-            f"no configuration {name!r} is known or in the local cache, and nothing is downloaded.{hint} Known are "
-            f"{known}; or give its file: hf:config.json."
+        meant = f" Did you mean hf:{' or hf:'.join(near)}?" if near else ""
+        failed = TargetError(
+            f"no configuration {name!r} is known or in the local cache, and nothing is downloaded.{meant} Any other "
+            "model is named by the file of its configuration: hf:config.json."
+        )
+        raise hinted(
+            failed, *(["sacplan plan hf: lists the names that are known"] if near else _KNOWN)
         ) from error
 
 

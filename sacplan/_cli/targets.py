@@ -214,18 +214,47 @@ def _find(module: ModuleType, attribute: str | None, text: str) -> Callable[[], 
     found: Any = module
     for part in wanted.split("."):
         found = getattr(found, part, None)
+    file = text.removesuffix(f":{attribute}")
+    if _is_model(found):
+        raise TargetError(
+            f"{text} is a model ({_name_of(found)}), and a target is a function without arguments that returns a model "
+            f"and a batch. Write one in {file}, for example: def {_DEFAULT_NAME}(): return {_made(wanted, found)}, "
+            "torch.randn(8, 64)"
+        )
     function: Callable[[], Any] = found
     if callable(found):
         return function
+    if found is not None:
+        raise TargetError(
+            f"{text} is a value of type {type(found).__name__}, and a target is a function without arguments that "
+            "returns (model, batch)."
+        )
     names = [
         name
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     ]
-    file = text.removesuffix(f":{attribute}")
     has = f"it has {', '.join(names)}" if names else "it defines no functions"
     example = f"; name one as {file}:{names[0]}" if names and attribute is None else ""
     raise TargetError(f"{file} has no function {wanted}; {has}{example}.")
+
+
+def _is_model(found: Any) -> bool:
+    """Whether this is a module or a class of modules; nobody has made one where torch is not imported."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    return isinstance(found, torch.nn.Module) or (
+        inspect.isclass(found) and issubclass(found, torch.nn.Module)
+    )
+
+
+def _name_of(found: Any) -> str:
+    return f"the class {found.__name__}" if inspect.isclass(found) else type(found).__name__
+
+
+def _made(name: str, found: Any) -> str:
+    return f"{name}()" if inspect.isclass(found) else name
 
 
 def _check_no_arguments(function: Callable[[], Any], text: str) -> None:
