@@ -183,7 +183,7 @@ def main_road(
 def picture(profile: sacplan.Profile, plan: sacplan.Plan, path: Path) -> None:
     """Memory over the step by kind, before and after, with the budget."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    sacplan.memory_figure(profile, plan).savefig(path, dpi=120)
+    sacplan.memory_figure(profile, plan, columns=1).savefig(path, dpi=180)
     print(f"   picture: {path}\n")
 
 

@@ -385,7 +385,7 @@ def test_the_stack_is_what_is_alive(gpu: SimpleNamespace) -> None:
         assert np.allclose(alive[:-1], line.live_bytes, atol=1)
         top = max(area.get_path().vertices[:, 1].max() for area in axis.patches)
         assert top * 2**20 == pytest.approx(line.peak_bytes)
-        assert drawn["budget"].get_ydata()[0] * 2**20 == pytest.approx(gpu.plan.budget_bytes)
+        assert drawn[f"budget {format_bytes(gpu.plan.budget_bytes)}"].get_ydata()[0] * 2**20 == pytest.approx(gpu.plan.budget_bytes)
         assert drawn["peak"].get_ydata()[0] * 2**20 == pytest.approx(line.peak_bytes)
         assert axis.get_xlim()[1] >= gpu.profile.step_ms + gpu.plan.recompute_ms
     assert len(memory_figure(gpu.profile).axes) == 1

@@ -49,6 +49,7 @@ _THIN = 1 / 400  # of the highest peak: what is never more is under a pixel high
 _NAMED = 0.075  # of the height: what a band needs for its name to stand in it
 _LETTER = 0.62  # width of a letter, about, in font sizes
 _FONT = 8.5
+_ABOVE = 10.0  # points from a peak up to its name: a budget may lie right on it
 _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": FAINT,
@@ -131,7 +132,12 @@ def save_figures(
 
 
 @checked(PlanError)
-def memory_figure(profile: ProfileOrPath, plan: PlanOrPath | Sequence[PlanOrPath] | None = None) -> Figure:
+def memory_figure(
+    profile: ProfileOrPath,
+    plan: PlanOrPath | Sequence[PlanOrPath] | None = None,
+    *,
+    columns: int | None = None,
+) -> Figure:
     """Memory over the step, stacked by kind, without the plan and with it.
 
         sacplan.memory_figure(profile, [recomputed, recomputed_and_chunked])
@@ -142,14 +148,20 @@ def memory_figure(profile: ProfileOrPath, plan: PlanOrPath | Sequence[PlanOrPath
         profile: from ``sacplan.profile``.
         plan: made from that profile, or several, side by side under the names of their techniques; without one, the
             step as it is.
+        columns: how many panels stand side by side; by default all. One below the other can be read on a narrow page.
 
     Raises:
         PlanMismatch: a plan was made from another profile.
-        PlanError: matplotlib is not installed.
+        PlanError: a number of columns below 1; matplotlib is not installed.
     """
     profile = opened(profile, Profile)
     panels = panels_of(profile, *_plans(plan))
-    return draw_memory(panels, panels, (5.6 * len(panels), 3.9))
+    if columns is not None and (isinstance(columns, bool) or not isinstance(columns, int) or columns < 1):
+        raise PlanError(f"columns is {columns!r}; give 1 or more, or None for all panels side by side.")
+    columns = min(columns or len(panels), len(panels))
+    rows = -(-len(panels) // columns)
+    size = (5.6 * columns, 3.9) if rows == 1 else (4.8 * columns, 2.2 * rows + 0.8)
+    return draw_memory(panels, panels, size, columns=columns)
 
 
 def _plans(plan: PlanOrPath | Sequence[PlanOrPath] | None) -> Sequence[Plan]:
@@ -160,14 +172,20 @@ def _plans(plan: PlanOrPath | Sequence[PlanOrPath] | None) -> Sequence[Plan]:
 
 
 def draw_memory(
-    panels: Sequence[Panel], scale: Sequence[Panel], size: Size, *, sampled: bool = False
+    panels: Sequence[Panel],
+    scale: Sequence[Panel],
+    size: Size,
+    *,
+    columns: int | None = None,
+    sampled: bool = False,
 ) -> Figure:
-    """Some panels side by side.
+    """Some panels side by side, or in rows.
 
     Args:
         panels: what is drawn.
         scale: what has to fit the axes: the panels that these are compared with.
         size: of the figure, in inches.
+        columns: how many stand side by side; by default all.
         sampled: draw only as much as can be seen, for a small file.
     """
     x_ms = max(p.timeline.end_ms for p in scale) or 1.0
@@ -175,32 +193,48 @@ def draw_memory(
     unit, unit_bytes = _unit(highest)
     with _style() as new_figure:
         figure = new_figure(figsize=size, layout="constrained")
-        axes = figure.subplots(1, len(panels), sharey=True, sharex=True, squeeze=False)[0]
+        columns = columns or len(panels)
+        grid = figure.subplots(-(-len(panels) // columns), columns, sharey=True, sharex=True, squeeze=False)
+        axes = grid.ravel()[: len(panels)]
+        for unused in grid.ravel()[len(panels) :]:
+            unused.set_axis_off()
         axes[0].set_xlim(0, x_ms)
         axes[0].set_ylim(0, highest / unit_bytes * 1.2)
-        axes[0].set_ylabel(f"alive, {unit}")
-        for axis, panel in zip(axes, panels, strict=True):
-            axis.set_xlabel("time of the step (predicted), ms")
+        for i, (axis, panel) in enumerate(zip(axes, panels, strict=True)):
+            if i % columns == 0:
+                axis.set_ylabel(f"alive, {unit}")
+            if i + columns >= len(panels):
+                axis.set_xlabel("time of the step (predicted), ms")
             axis.set_title(f"{panel.title}: {panel.timeline.end_ms:.1f} ms")
             _stack(axis, panel.timeline, unit_bytes, highest * _THIN, x_ms / BUCKETS if sampled else None)
+            if panel.budget_bytes is not None:
+                # Its name is in the legend: beside the line it would lie on what is alive.
+                axis.axhline(
+                    panel.budget_bytes / unit_bytes,
+                    color=MARK,
+                    linestyle=(0, (5, 3)),
+                    linewidth=1,
+                    label=f"budget {format_bytes(panel.budget_bytes)}",
+                )
+        budgets = {
+            label: line
+            for axis in axes
+            for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
+            if label.startswith("budget ")
+        }
         kinds = dict(zip(*axes[0].get_legend_handles_labels()[::-1], strict=True))
-        kinds = {name: kinds[name] for name in STACK.values() if name in kinds}
+        kinds = {name: kinds[name] for name in STACK.values() if name in kinds} | budgets
         figure.legend(
-            kinds.values(), kinds, loc="outside lower center", ncols=3 * len(panels), handlelength=1.2
+            kinds.values(), kinds, loc="outside lower center", ncols=max(2, 3 * columns - 1), handlelength=1.2
         )
         figure.draw_without_rendering()
         for axis, panel in zip(axes, panels, strict=True):
             _name_bands(axis, panel.timeline, unit_bytes)
             _name_phases(axis, panel.timeline)
-            above = 0.04 * axis.get_ylim()[1]
+            above = _ABOVE * axis.get_ylim()[1] * axis.figure.dpi / (72 * axis.bbox.height)
             at, top = float(panel.timeline.start_ms[panel.timeline.peak]), panel.timeline.peak_bytes
             axis.plot([at], [top / unit_bytes], "o", color=INK, markersize=4, label="peak")
-            labels: list[Label] = [(at, top / unit_bytes + above, f"peak {format_bytes(top)}", INK)]
-            if (budget := panel.budget_bytes) is not None:
-                y = budget / unit_bytes
-                axis.axhline(y, color=MARK, linestyle=(0, (5, 3)), linewidth=1, label="budget")
-                far = 0.0 if at > 0.45 * x_ms else x_ms
-                labels.append((far, y + above, f"budget {format_bytes(budget)}", MARK))
+            labels: list[Label] = [(at, top / unit_bytes + above, f"peak {top / unit_bytes:.2f} {unit}", INK)]
             _place(axis, labels)
     return figure
 
