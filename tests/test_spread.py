@@ -27,7 +27,8 @@ from sacplan._shard.executor.placed import PlacedTensor, placed_from
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Layout, fits, format_layout, parse_layout
 from sacplan._shard.places import Place
-from sacplan.errors import PlanError, PlanMismatch
+from sacplan.errors import PlanError, PlanMismatch, SacplanError
+from tests.agreement import agreement_cases
 from tests.models import LM, tokens
 from tests.spread import (
     MESHES,
@@ -475,7 +476,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "dropout": dropout_with_checkpoints,
         "other ways": other_ways,
     }
-    return on_ranks({**MODEL_CASES, **others}, directory)
+    return on_ranks({**MODEL_CASES, **others, **agreement_cases(directory)}, directory)
 
 
 @pytest.mark.parametrize("case", MODEL_CASES)
@@ -585,3 +586,53 @@ def test_other_ways_to_run(found: list[dict[str, Any]]) -> None:
         assert result["inference"] < 1e-6
         assert result["parts"] < 1e-6
         assert result["one rank"] < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("differently", "alike"), [("differently", "alike"), ("again", "alike"), ("parts", "parts alike")]
+)
+def test_seeds_that_differ_give_what_the_seed_of_rank_0_gives(
+    found: list[dict[str, Any]], differently: str, alike: str
+) -> None:
+    expected = ok(found, alike)[0]
+    for result in ok(found, differently):
+        for name in ("losses", "gradients"):
+            assert all(map(torch.equal, result[name], expected[name]))
+
+
+@pytest.mark.parametrize("case", ["differently", "again"])
+def test_what_is_replicated_is_alike_and_parts_drop_by_themselves(
+    found: list[dict[str, Any]], case: str
+) -> None:
+    results = ok(found, case)
+    for step in range(3):
+        inside, after = ([r[name][step] == 0 for r in results] for name in ("inside", "after"))
+        assert torch.equal(after[0], after[1])  # replicated on tp
+        assert torch.equal(after[2], after[3])
+        assert not torch.equal(after[0], after[2])  # another part of the batch
+        assert len({t.numpy().tobytes() for t in inside}) == 4  # cut on both axes
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("values", "in the call of the model, ranks differ in the values of argument 0: 3 from rank 0"),
+        ("labels", r"in aten.mse_loss.default in the model, .*the tensor of shape \(8, 16\): 3 from rank 0"),
+        ("shapes", r"argument 0 \(\(8, 16\) of torch.float32 on rank 0, \(4, 16\) .* on rank 3\)"),
+        (
+            "later",
+            r"argument 0 \(\(4, 16\) of torch.float32 on rank 0, \(8, 16\) .* on rank 1\): 1, 2, 3 from",
+        ),
+    ],
+)
+def test_batches_that_differ_are_named_on_all_ranks(
+    found: list[dict[str, Any]], case: str, says: str
+) -> None:
+    for result in ok(found, case):
+        with pytest.raises(SacplanError, match=says):
+            raise SacplanError(result["says"])
+        assert "same whole batch" in result["says"]
+
+
+def test_batches_that_are_the_same_go_without_a_word(found: list[dict[str, Any]]) -> None:
+    assert {result["says"] for result in ok(found, "same batches")} == {""}

@@ -34,14 +34,18 @@ class SpreadModel:
     units: tuple[str, ...] = ()
 
     def __init__(
-        self, model: torch.nn.Module, sharding: Sharding, device_mesh: DeviceMesh | None = None
+        self,
+        model: torch.nn.Module,
+        sharding: Sharding,
+        device_mesh: DeviceMesh | None = None,
+        check: bool = True,
     ) -> None:
         mesh = sharding.mesh
         if device_mesh is None:
             device = next((p.device.type for p in model.parameters()), "cpu")
             device_mesh = device_mesh_of(device, mesh.ranks, mesh.names)
         homes = {pattern: parse_layout(text) for pattern, text in sharding.homes.items()}
-        self._spread = spread(model, mesh, device_mesh, homes, sharding.places)
+        self._spread = spread(model, mesh, device_mesh, homes, sharding.places, check=check)
 
     @property
     def differences(self) -> tuple[StepDifference, ...]:
@@ -128,14 +132,16 @@ def apply(
         check: in the first step, compare checksums of recomputed tensors with those of what autograd saved. This
             detects kernels that are not deterministic or write where PyTorch cannot see it, and costs that
             step a reduction and a synchronization for each discarded tensor. In every step on a CPU, also compare
-            a few bytes of what recomputation starts from.
-
+            a few bytes of what recomputation starts from. On a mesh, also compare the batches of all ranks in the
+            first step, and the shapes in each step.
         mesh: for a plan on a mesh, the ranks (``torch.distributed.device_mesh``); default: one over all of the default
             process group's.
 
     A plan on a mesh is applied on all of its ranks, to a model that is whole on each, before the optimizer is made.
     Parameters become DTensors in their homes, and so do their gradients and the optimizer's state, which
     ``torch.distributed.checkpoint`` saves and loads. What the model is called with is whole on each rank, and the same.
+    Ranks may be seeded differently. When a step begins, all take over the state of rank 0's generators, since what is
+    replicated has to be drawn alike.
 
     Raises:
         PlanMismatch: the plan was made for another model; names the first difference. Or ranks have different plans.
@@ -166,7 +172,7 @@ def put_on(
     installed: list[Installed] = []
     try:
         if plan.ranks.sharding is not None:
-            installed.append(SpreadModel(model, plan.ranks.sharding, mesh))
+            installed.append(SpreadModel(model, plan.ranks.sharding, mesh, check))
         for technique, own in by_technique(plan.decisions):
             installed.append(technique.install(model, own, plan.recorded, check=check))
     except BaseException:

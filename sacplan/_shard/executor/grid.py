@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sacplan._shard.copies import Copies
 from sacplan._shard.costs import sent_along
+from sacplan._shard.executor.agreement import Agreement
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Layout, Placement, cut, fits
 from sacplan._shard.places import Place, Places
@@ -57,9 +58,12 @@ class Grid:
         modules: those that run, the innermost last: fqn, and the ops that it ran itself.
         prepared: how calls run, see ``prepare.py``.
         backward: number of the last backward pass that sent gradients home.
+        agreement: on random numbers and batches.
     """
 
-    def __init__(self, mesh: Mesh, device_mesh: DeviceMesh, places: Sequence[Place] = ()) -> None:
+    def __init__(
+        self, mesh: Mesh, device_mesh: DeviceMesh, places: Sequence[Place] = (), check: bool = True
+    ) -> None:
         coordinate = device_mesh.get_coordinate()
         if tuple(device_mesh.shape) != mesh.ranks or coordinate is None:
             raise PlanError(
@@ -72,6 +76,7 @@ class Grid:
         self.places = Places(places)
         self.modules: list[tuple[str, Counter[str]]] = []
         self.backward = -1
+        self.agreement = Agreement(device_mesh.device_type, check)
         self.prepared: dict[Any, Any] = {}
         self._forms: dict[Any, Form] = {}
 
@@ -143,7 +148,14 @@ class Grid:
 
     @contextmanager
     def drawing(self, generator: torch.Generator, axes: Sequence[int]) -> Iterator[None]:
-        """Inside, ranks that differ on ``axes`` draw different numbers; afterwards all generators agree again."""
+        """Draw from a generator that agrees on all ranks, but inside only on those that agree on all of ``axes``.
+
+        Those that have the same part draw the same numbers; the others have other seeds. Afterwards all agree again.
+        """
+        self.agreement.share(generator)
+        if not axes:
+            yield
+            return
         state = generator.get_state()
         where = ",".join(str(self.coordinate[axis]) for axis in axes)
         digest = hashlib.blake2b(state.numpy().tobytes() + where.encode(), digest_size=7).digest()

@@ -30,6 +30,8 @@ def spread(
     device_mesh: DeviceMesh,
     homes: Mapping[str, Layout],
     places: Sequence[Place] = (),
+    *,
+    check: bool = True,
 ) -> Handle:
     """Spread a model over the ranks of a mesh; call it on all of them, with the same model on each.
 
@@ -41,6 +43,7 @@ def spread(
         device_mesh: the same ranks; see ``torch.distributed.device_mesh.init_device_mesh``.
         homes: by name pattern (``*`` is the number of a layer), where parameters lie. The others are replicated.
         places: calls whose inputs are moved.
+        check: in the first step, compare the batches of all ranks.
 
     Returns:
         What removes it.
@@ -52,7 +55,7 @@ def spread(
     check_ranks(mesh.size)
     if active_fake_mode() is None:  # else nothing is sent, and there are no values
         _agree(model, mesh, homes, places)
-    grid = Grid(mesh, device_mesh, places)
+    grid = Grid(mesh, device_mesh, places, check)
     return Handle(model, grid, _homes_of(model, mesh, homes))
 
 
@@ -144,14 +147,17 @@ class Handle:
             number = backward_number()
             if number != grid.backward:
                 grid.backward = number
-                call_after_backward(_clears(grid))
+                call_after_backward(_ends(grid))
             return moved_to(gradient, home, grid)
 
         return hook
 
     def _watch(self, model: nn.Module) -> None:
-        """Know the module that runs, if places ask; let go of copies when the model's forward ends."""
+        """Begin steps; know the module that runs, if places ask; let go of copies when the model's forward ends."""
         grid = self.grid
+        for fqn, module in model.named_modules():
+            begins = _begins(grid, fqn)
+            self._hooks.append(module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True))
         if len(grid.places):
             for fqn, module in model.named_modules():
                 self._hooks.append(module.register_forward_pre_hook(_enters(grid, fqn), prepend=True))
@@ -190,6 +196,21 @@ def _replace(model: nn.Module, by_id: Mapping[int, Any]) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in by_id:
                 module._parameters[name] = by_id[id(parameter)]
+
+
+def _begins(grid: Grid, fqn: str) -> Any:
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        grid.agreement.begin(module, fqn, args, kwargs)
+
+    return hook
+
+
+def _ends(grid: Grid) -> Any:
+    def callback() -> None:
+        grid.copies.clear()
+        grid.agreement.end()
+
+    return callback
 
 
 def _enters(grid: Grid, fqn: str) -> Any:

@@ -242,6 +242,10 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         )
     if prepared.writes:
         _refuse_copies(func, args, kwargs)
+    if grid.agreement.is_checking:
+        written = {id(t) for t in flat_tensors(op_traits(func).written(args, kwargs))}
+        plain = [t for t in tensors if type(t) is not PlacedTensor and id(t) not in written]
+        grid.agreement.check_plain(str(func), grid.modules[-1][0] if grid.modules else "", plain)
     for i, layout in prepared.moves:
         parts[i] = _moved_input(tensors, i, layout, grid)
     if prepared.strides is not None and parts[0].stride() != prepared.strides:
@@ -350,7 +354,7 @@ def _on_parts(prepared: Prepared, func: Any, args: list[Any], kwargs: dict[str, 
         args = call.args(args)
     if prepared.reshapes:
         return args[0].reshape(args[1])
-    if prepared.draws:
+    if prepared.draws is not None:
         generator = kwargs.get("generator") or _default_generator(args)
         with grid.drawing(generator, prepared.draws):
             return func(*args, **kwargs)
