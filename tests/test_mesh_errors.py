@@ -210,6 +210,62 @@ def test_chunks_are_refused_by_name() -> None:
         sacplan.plan(profile(), "90%", mesh={"dp": 4}, techniques=(*BOTH, "chunk"))
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.before, self.cells = nn.Linear(32, 32), kind(32, 32, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cells(self.before(x))[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (nn.GRU, "module 'cells' cannot be spread .* aten.transpose_.default .* build them without it"),
+        (nn.RNN, "module 'cells' cannot be spread .* aten.transpose_.default .* build them without it"),
+        (nn.LSTM, r"module 'cells' cannot be spread .* aten.mkldnn_rnn_layer.default .* \(device='h100'\)"),
+    ],
+)
+def test_recurrent_networks_are_refused_when_the_plan_is_made(kind: type[nn.RNNBase], says: str) -> None:
+    of_rnn = sacplan.profile(Recurrent(kind), torch.randn(8, 4, 32), mean_square, device="cpu")
+    for name in ("ddp", "fsdp"):
+        with pytest.raises(PlanError, match=says):
+            sacplan.policy(name, profile=of_rnn, mesh={"dp": 2})
+
+
+def test_ways_that_cannot_run_do_not_stop_those_that_can() -> None:
+    model, batch = nn.Sequential(nn.LSTM(32, 32)), torch.randn(8, 4, 32)
+
+    def first(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x)[0].square().mean()
+
+    of_rnn = sacplan.profile(model, batch, first, device="h100")
+    with pytest.raises(PlanError, match=r"module '0' cannot be spread so: aten\._cudnn_rnn"):
+        sacplan.policy("ddp", profile=of_rnn, mesh={"dp": 2})
+    plan = sacplan.plan(of_rnn, "1GiB", mesh={"dp": 2}, techniques=BOTH)
+    assert sacplan.verify(model, batch, plan, first).peak_bytes == plan.peak_bytes
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 32, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        offs = torch.tensor([4, 8], dtype=torch.int32)
+        return torch.ops.aten._grouped_mm(x, self.weight, offs)
+
+
+def test_ops_that_torch_refuses_are_one_sentence_and_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), Experts())
+    experts = sacplan.profile(model, torch.randn(8, 32), mean_square, device="h100")
+    says = r"^aten._grouped_mm.default in module '1' cannot run on mesh dp 2 .*: Expected inputs of BF16 type"
+    with pytest.raises(PlanError, match=says):
+        sacplan.policy("fsdp", profile=experts, mesh={"dp": 2})
+    assert not caplog.records
+
+
 # --- two ranks that differ --------------------------------------------------------------------------------
 
 

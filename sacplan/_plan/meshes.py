@@ -125,18 +125,25 @@ def spreads(
         for name in (_names(mesh) if names is None else names)
     ]
     makers += [("search", functools.partial(searched, profile, parameters, mesh, limit)) for limit in limits]
-    refused, seen = [], set[str]()
+    refused: dict[str, list[str]] = {}  # by reason
+    seen, is_any = set[str](), False
     for name, make in makers:
         try:
-            sharding = make()
+            spread = Spread(name, profile, make())
+            if repr(spread.sharding) in seen or not _is_spread(spread.sharding):
+                continue
+            seen.add(repr(spread.sharding))
+            _ = spread.profile  # refused here where the step cannot run so
         except PlanError as error:
-            refused.append(f"{name}: {error}")
+            refused.setdefault(str(error), []).append(name)
             continue
-        if repr(sharding) not in seen and _is_spread(sharding):
-            seen.add(repr(sharding))
-            yield Spread(name, profile, sharding)
-    if not seen:
-        raise PlanError(f"the step cannot be spread over mesh {mesh}. " + " ".join(refused))
+        is_any = True
+        yield spread
+    if not is_any:
+        reasons = " ".join(
+            f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in refused.items()
+        )
+        raise PlanError(f"the step cannot be spread over mesh {mesh}. {reasons}".rstrip())
 
 
 def _is_spread(sharding: Sharding) -> bool:
@@ -186,7 +193,10 @@ def spread_of(profile: Profile, name: str, mesh: Any) -> Spread:
     parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
     sharding = named_sharding(profile, parameters, meshes[0], name)
     if not _is_spread(sharding):
-        raise PlanError(f"{name!r} spreads nothing of this step over mesh {meshes[0]}.")
+        raise PlanError(
+            f"{name!r} spreads nothing of this step over mesh {meshes[0]}: no op that takes parameters can be cut along"
+            " the batch. Leave the sharding to sacplan.plan, or plan without a mesh."
+        )
     return Spread(name, profile, sharding)
 
 

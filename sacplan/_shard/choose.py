@@ -155,15 +155,11 @@ def _no_strategy(call: WholeCall, have: Sequence[Layout], mesh: Mesh, asked: Seq
         + ("" if wanted is None else f", asked as {format_asked(wanted)}")
         for t, layout, wanted in zip(call.inputs, have, asked, strict=True)
     )
-    why = (
-        "it writes a tensor in place, which cannot be moved"
-        if call.written
-        else "no strategy has such inputs"
-    )
-    return (
-        f"{call.func} on {shapes} cannot run on mesh {mesh}: {why}. "
-        f"Ask for other layouts at this call, or write the result to a new tensor."
-    )
+    why, remedy = "no strategy has such inputs", "leave the sharding to the search of sacplan.plan"
+    if call.written:
+        why = "it writes a tensor in place, which cannot be moved"
+        remedy = "write the result to a new tensor"
+    return f"{call.func} on {shapes} cannot run on mesh {mesh}: {why}. Ask for other layouts at this call, or {remedy}."
 
 
 def _offered(

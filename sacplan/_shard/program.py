@@ -29,7 +29,7 @@ from sacplan._record.rehearsal import Rehearsal, Seen
 from sacplan._shard.choose import Choice, WholeCall, choose
 from sacplan._shard.copies import Copies
 from sacplan._shard.costs import Costs, sent_along
-from sacplan._shard.executor.prepare import RESHAPES
+from sacplan._shard.executor.prepare import RESHAPES, changes_shape
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.optimizer import optimizer_state
 from sacplan._shard.overlap import Overlap
@@ -40,11 +40,13 @@ from sacplan._shard.redistribute import kept, redistribute
 from sacplan._shard.strategies import local_call
 from sacplan._shard.views import Views
 from sacplan._torch.collectives import all_reduce
-from sacplan._torch.ops import READS_NUMBER, op_named
-from sacplan._torch.private import below_autograd
+from sacplan._torch.ops import READS_NUMBER, aten_names, op_named
+from sacplan._torch.private import below_autograd, fake_failures_unlogged
 from sacplan.errors import PlanError
 
 _FREE, _OP = int(Event.FREE), int(Event.OP)
+_OF_UNKNOWN_SIZE = aten_names("mkldnn_rnn_layer")
+"""Ops with an output whose size only the kernel knows."""
 
 
 def on_one_rank(
@@ -64,12 +66,13 @@ def on_one_rank(
     """
     rank = _Rank(program, homes, places, mesh, device)
     try:
-        return rank.program()
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:  # tensors that are none of the op's
+        with fake_failures_unlogged():  # they are part of the error below
+            return rank.program()
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:  # the op does not accept these tensors
         said = str(error).partition("\n")[0].rstrip(".")
         raise PlanError(
-            f"{rank.running} cannot run on a mesh as it was recorded: {said}. Make the profile again, with this "
-            "version of PyTorch; or plan without a mesh."
+            f"{rank.running} cannot run on mesh {mesh} as it was recorded: {said}. Change this in the model, or plan "
+            "without a mesh; if the profile was made by another version of PyTorch, make it again."
         ) from error
 
 
@@ -248,12 +251,19 @@ class _Rank:
 
     def _run(self, index: int) -> None:
         op = self.r.ops[index]
-        self.running, self.index = op.name, index
+        self.running, self.index = f"{op.name} in {self._module(op)}", index
         if op.name == READS_NUMBER:
             return  # the few bytes that ranks would add up for it are left out
         if accumulates(op):
             op = msgspec.structs.replace(op, name=_ADD, mutates=())
         have = [self._layout(t) for t in op.inputs]
+        if op.mutates and self._changes_shape_of_placed(op):
+            raise PlanError(
+                f"{self._module(op)} cannot be spread over mesh {self.mesh}: {op.name} changes the shape of a tensor "
+                "in place. nn.GRU, nn.LSTM and nn.RNN do so with batch_first=True: build them without it, and "
+                "transpose what goes in and comes out. In code of your own, make a new tensor (transpose instead of "
+                "transpose_)."
+            )
         if all(layout is None for layout in have):
             self._append(index)  # of plain tensors: every rank does the same
             return
@@ -303,6 +313,13 @@ class _Rank:
         if all(weights):
             self.weights.update(op.outputs)
 
+    def _changes_shape_of_placed(self, op: Op) -> bool:
+        """Whether an op changes the shape of a placed tensor in place; after it the recording has another tensor."""
+        func = op_named(op.name)
+        if func is None or not changes_shape(func):
+            return False
+        return any(self.r.tensors[t].storage in op.mutates for t in self.layouts)
+
     def _make_version(self, index: int, op: Op, part: _Part, storages: dict[int, int]) -> None:
         """An op that writes in place makes a new version of a storage (``Op.replaces``), as it was recorded."""
         (version,), (made,) = op.writes, part.made
@@ -322,6 +339,10 @@ class _Rank:
         place = self.places.find(self.r.scopes[op.scope].fqn, op.name, occurrence)
         return None if place is None else tuple(place.asked(len(op.inputs)))
 
+    def _module(self, op: Op) -> str:
+        fqn = self.r.scopes[op.scope].fqn if op.scope != ROOT_SCOPE else ""
+        return f"module {fqn!r}" if fqn else "the model"
+
     def _rehearsed(
         self,
         op: Op,
@@ -337,8 +358,16 @@ class _Rank:
             args, kwargs = call_with(op.arguments, [self.metas[t] for t in op.inputs])
         except Opaque as error:
             raise PlanError(f"{op.name} cannot run on a mesh: {error}") from error
+        if func._schema.name in _OF_UNKNOWN_SIZE:
+            raise PlanError(
+                f"{self._module(op)} cannot be spread over mesh {self.mesh}: how large the workspace of {op.name} is "
+                "for a rank is not known. Plan for a GPU (device='h100'), which runs another op, or without a mesh."
+            )
         results = [self.metas[t] for t in op.outputs]
-        choice = choose(WholeCall(func, args, kwargs, results), have, self.mesh, asked, weights)
+        try:
+            choice = choose(WholeCall(func, args, kwargs, results), have, self.mesh, asked, weights)
+        except PlanError as error:
+            raise PlanError(f"{self._module(op)} cannot be spread so: {error}") from error
         inputs = []
         for t, source, target in zip(op.inputs, have, choice.inputs, strict=True):
             local = self.tensors[t]

@@ -73,7 +73,7 @@ def prepare(
     Raises:
         PlanError: it cannot run with its inputs where they are.
     """
-    if torch.Tag.inplace_view in func.tags or func._schema.name in _CHANGES_SHAPE:
+    if changes_shape(func):
         raise PlanError(
             f"{func} changes the shape of a tensor in place, which a sharded one cannot; use a new tensor."
         )
@@ -113,6 +113,13 @@ def prepare(
 
 
 _CHANGES_SHAPE = aten_names("set_ resize_ resize_as_")
+
+
+def changes_shape(func: Any) -> bool:
+    """Whether an op changes the shape of a tensor in place, which the shape of a placed tensor does not allow."""
+    return torch.Tag.inplace_view in func.tags or func._schema.name in _CHANGES_SHAPE
+
+
 _UNKNOWN = object()
 
 
