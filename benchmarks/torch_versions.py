@@ -36,17 +36,15 @@ CHECKS: dict[str, list[str]] = {
     "prediction = measured": ["tests/test_ground_truth.py", "tests/test_fake_and_real.py"],
     "same bits": ["tests/test_steps_that_differ.py", "tests/test_random_programs.py"],
     "chunks": ["tests/test_chunked_steps.py", "tests/test_chunk_models.py"],
-    "shards on four ranks": [
-        "tests/test_mesh_ranks.py::test_plans_on_a_mesh_hold_on_ranks",
-        "tests/test_dtensor_ranks.py::test_a_parallel_step_takes_what_was_planned",
-    ],
+    "shards on four ranks": ["tests/test_mesh_ranks.py::test_plans_on_a_mesh_hold_on_ranks"],
+    "DTensors on four ranks": ["tests/test_dtensor_ranks.py::test_a_parallel_step_takes_what_was_planned"],
     "FSDP2 and DDP": ["tests/test_distributed.py"],
     "torch.compile": ["tests/test_compiled.py", "tests/test_dynamo.py"],
     "names": ["tests/test_torch_versions.py", "-k", "torch_that_runs"],
 }
 """What pytest is given, by what is checked."""
 
-SLOW = ("README", "shards on four ranks", "FSDP2 and DDP")
+SLOW = ("README", "shards on four ranks", "DTensors on four ranks", "FSDP2 and DDP")
 """Checks that consist of tests marked slow. Of the others, only the quick tests are run."""
 
 
@@ -64,7 +62,7 @@ class Check:
         """Its cell of the table."""
         if self.failed:
             return f"**{len(self.failed)} of {self.passed + len(self.failed)} fail**"
-        return f"{self.passed} passed" if self.passed else "**not run**"
+        return f"{self.passed} passed" if self.passed else "refused" if self.skipped else "**not run**"
 
 
 def run(name: str) -> Check:

@@ -106,7 +106,9 @@ def test_the_page_has_the_committed_figures_and_nothing_failed() -> None:
     for row in found:
         checks = {check["name"]: check for check in row["checks"]}
         assert set(checks) == set(torch_versions.CHECKS)
-        assert all(check["passed"] and not check["failed"] for check in checks.values()), row["torch"]
+        refused = {name for name, check in checks.items() if not check["passed"]}
+        assert refused == ({"shards on four ranks"} if row["torch"].startswith("2.11.") else set())
+        assert not [check["failed"] for check in checks.values() if check["failed"]], row["torch"]
 
 
 def test_the_files_of_the_checks_are_there() -> None:
@@ -124,4 +126,5 @@ def test_a_test_that_failed_is_told_from_one_that_was_skipped() -> None:
     check = torch_versions.read("README", report)
     assert check == torch_versions.Check("README", 1, ("tests.a::bad", "tests.b::ugly"), 1)
     assert check.cell == "**2 of 3 fail**"
-    assert torch_versions.Check("README", 0, (), 3).cell == "**not run**"
+    assert torch_versions.Check("README", 0, (), 3).cell == "refused"
+    assert torch_versions.Check("README", 0, (), 0).cell == "**not run**"

@@ -121,7 +121,7 @@ class Handle:
             if type(placed.detach()) is not type(placed):
                 raise PlanError(
                     f"torch {torch.__version__} runs the ops of DTensors without asking their class, so no model can "
-                    "be spread by a plan. Use torch 2.13."
+                    "be spread by a plan with a mesh. Use torch 2.12 or newer."
                 )
             made = nn.Parameter(placed, requires_grad=parameter.requires_grad)
             made.__dict__.update(
