@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import gc
 import random
 import threading
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import Phase as Stage
 from torch import nn
+from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
@@ -29,6 +31,7 @@ from sacplan._profile.profile import trace_step
 from sacplan._program.decisions import as_decisions
 from sacplan._program.places import ops_of
 from sacplan._program.program import CallSite, Phase
+from sacplan._recompute.executor.tensors import digest
 from sacplan._recompute.in_place_groups import without_missing_versions
 from sacplan._recompute.rewrite import recomputed
 from tests.plans import Sites, times_of
@@ -914,6 +917,93 @@ def test_the_first_step_finds_what_was_written_unseen(
         step(planned, batch())
     unchecked, _ = discard_all(model, check=False)  # or the test above would prove nothing
     assert not same_bits(step(model, batch()), step(unchecked, batch()))
+
+
+class Scaled(nn.Module):
+    """Its product is recomputed from its input and its weight."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(*shape) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).sin().exp()
+
+
+def scaled(*shape: int) -> tuple[nn.Module, torch.Tensor]:
+    """A model with that unit, and a batch, after its first step: from then on there are no checksums."""
+    torch.manual_seed(0)
+    model, x = Outer(Scaled(*shape)), torch.randn(*shape)
+    profile = sacplan.profile(model, x, device="cpu")
+    sacplan.apply(model, plan_of(profile, {"units.0": sorted(fitting_sites(profile, "units.0"))}))
+    model(x).backward()
+    return model, x
+
+
+def swap_rows(t: torch.Tensor) -> None:
+    t.data[[0, 1]] = t.data[[1, 0]]
+
+
+UNSEEN: dict[str, Callable[[torch.Tensor], Any]] = {
+    "one element, numpy": lambda t: t.detach().numpy().__setitem__((3, 5), 9.0),
+    "one element, .data": lambda t: t.data.__setitem__((-1, -1), 9.0),
+    "one row, DLPack": lambda t: torch.from_dlpack(torch.utils.dlpack.to_dlpack(t.detach()))[2].fill_(9.0),
+    "64 bytes, a pointer": lambda t: ctypes.memset(t.data_ptr() + t.nbytes // 3 // 4 * 4, 1, 64),
+    "two rows that change places": swap_rows,
+}
+
+
+@pytest.mark.parametrize("write", UNSEEN)
+@pytest.mark.parametrize("what", ["input", "weight"])
+@pytest.mark.parametrize("shape", [(24, 16), (1500, 16)])  # hashed, and added up in blocks
+def test_every_step_finds_what_autograd_cannot_see(write: str, what: str, shape: tuple[int, ...]) -> None:
+    model, x = scaled(*shape)
+    loss = model(x)
+    UNSEEN[write](x if what == "input" else next(model.parameters()))
+    with pytest.raises(sacplan.RecipeError, match=rf"{shape[0]}, {shape[1]}\) holds other values"):
+        loss.backward()
+    model(x).backward()  # what is written before the forward pass is no concern
+
+
+@given(st.data())
+@fuzz(100)
+def test_any_write_changes_the_digest(data: st.DataObject) -> None:
+    n_bytes = data.draw(st.integers(1, 2**14) | st.integers(2**14 + 1, 2**16))
+    t = torch.randint(0, 256, (n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(n_bytes))
+    before = digest(t)
+    assert digest(t.clone()) == before
+    at = data.draw(st.integers(0, n_bytes - 1))
+    t[at] += data.draw(st.integers(1, 255))
+    assert digest(t) != before
+
+
+def test_what_leaves_no_digest() -> None:
+    """Tensors with gaps, in which others may write. Those whose dimensions lie in another order are looked at."""
+    t = torch.rand(64, 64)
+    assert digest(t[:, ::2]) is None and digest(t[:, :32]) is None and digest(torch.rand(1).expand(8)) is None
+    assert digest(t.t()) is not None and digest(t.reshape(4, 4, 16, 16).permute(0, 2, 3, 1)) is not None
+
+
+def test_words_that_keep_all_sums_are_not_noticed() -> None:
+    """The limit that the documentation names: +1 and -1 at the corners of a rectangle of places and blocks."""
+    t = torch.zeros(8, 512, dtype=torch.int64)
+    before = digest(t)
+    t[0, 0] += 1
+    t[0, 1] -= 1
+    assert digest(t) != before  # the places tell
+    t[1, 0] -= 1
+    t[1, 1] += 1
+    assert digest(t) == before
+
+
+@pytest.mark.parametrize("n", [2**10, 2**16])
+def test_digests_allocate_nothing_of_pytorchs(n: int) -> None:
+    t = torch.rand(n)
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        torch.empty(8)
+        digest(t)
+    seen = [e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert sum(n_bytes > 0 for n_bytes in seen) == 1  # the profiler sees allocations, and this is not one
 
 
 def test_only_the_first_step_leaves_checksums() -> None:

@@ -26,11 +26,11 @@ class FirstStep:
 
     Attributes:
         pending: whether discarded tensors leave checksums: true until the first has been compared.
-        samples: whether the arguments of recipes leave samples, in every step.
+        digests: whether the arguments of recipes leave digests, in every step.
     """
 
     pending: bool
-    samples: bool
+    digests: bool
 
 
 class RecipeHandle:

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from sacplan._program.elements import CallSite
 from sacplan._recompute.executor.draws import Draw
-from sacplan._recompute.executor.tensors import View, sample, view_of
+from sacplan._recompute.executor.tensors import View, digest, view_of
 from sacplan._torch.ops import OpTraits, is_between_ranks, op_traits, tensors_in
 from sacplan._torch.private import kernel_settings, set_kernel_settings, storage_key
 from sacplan.errors import RecipeError
@@ -188,8 +188,8 @@ class Slot:
         return torch.as_strided(base, size, stride, offset)
 
 
-HeldArg = tuple[Place, torch.Tensor, int, int, bytes | None]
-"""An argument that is a kept tensor: its place, an alias, its version, the last write that a mode saw, a sample."""
+HeldArg = tuple[Place, torch.Tensor, int, int, int | None]
+"""An argument that is a kept tensor: its place, an alias, its version, the last write that a mode saw, its digest."""
 
 SlotArg = tuple[Place, Slot, View, bool]
 """An argument that is a view of a slot: its place, slot and view, and whether it requires a gradient."""
@@ -266,7 +266,7 @@ class RecipeNode:
         The exception is an op that writes in place: it may take over its argument's value.
         """
         args, kwargs = self.args.copy(), self.kwargs.copy() if self.kwargs else self.kwargs
-        for place, tensor, version, before, sampled in self.held:
+        for place, tensor, version, before, digested in self.held:
             if tensor._version != version or last_write_to(tensor) != before:
                 raise RecipeError(
                     f"{self} has to run again in the backward pass, but an argument of shape "
@@ -279,7 +279,7 @@ class RecipeNode:
                     "has been freed: a parameter that fully_shard gathers only for its own module. Plan with "
                     "sacplan.profile(..., world_size=, fsdp_units=), so that no unit contains several such modules."
                 )
-            if sampled is not None and sample(tensor) != sampled:
+            if digested is not None and digest(tensor) != digested:
                 raise RecipeError(
                     f"{self} has to run again in the backward pass, but an argument of shape {tuple(tensor.shape)} "
                     "holds other values than in the forward pass: something wrote to it where autograd cannot see it "

@@ -14,7 +14,7 @@ modules, wrapper subclasses), what has been written since, and ops that must not
 says. What is kept is still checked: a saved-tensor hook disables autograd's own check for in-place writes, so handles
 carry the version and check it themselves. A kernel that writes through a pointer (Triton, numpy) is seen by no mode and
 bumps no version; so in the first step of a unit each discarded tensor leaves a checksum, which the recomputed one must
-match.
+match; and on a CPU each kept argument of a recipe leaves a digest in every step.
 
 Related work: RETURNN's ``gradient_checkpoint_scope``, DTR (Kirisame et al. 2020). Known inefficiencies: every op in the
 forward of a unit passes through Python, kept ones too, since no op that writes may be missed; an argument that a recipe

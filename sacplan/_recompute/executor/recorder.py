@@ -55,7 +55,7 @@ from sacplan._recompute.executor.schedule import (
     ScheduledOps,
     schedule_of,
 )
-from sacplan._recompute.executor.tensors import history_free_aliases, is_ordinary, sample, version_of, view_of
+from sacplan._recompute.executor.tensors import digest, history_free_aliases, is_ordinary, version_of, view_of
 from sacplan._torch.local_tensors import Watching, is_deferred, local_part, wrapping_of
 from sacplan._torch.ops import is_computation, op_traits, tensors_in
 from sacplan._torch.private import (
@@ -406,8 +406,8 @@ class UnitRecorder(Watching):
             for alias, (place, t, key) in zip(aliases, held, strict=True):
                 if t.requires_grad:
                     alias.requires_grad_()
-                sampled = sample(t) if self._first_step.samples else None
-                node.held.append((place, alias, t._version, last_writes.get(key, 0), sampled))
+                digested = digest(t) if self._first_step.digests else None
+                node.held.append((place, alias, t._version, last_writes.get(key, 0), digested))
         made: dict[int, Slot] = {}
         for t, storage, key in zip(outputs, output_storages, keys, strict=True):
             if key in made:  # two outputs on one storage
