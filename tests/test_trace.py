@@ -238,6 +238,33 @@ def test_assumptions_are_saved(tmp_path):
     assert sacplan.Profile.load(tmp_path / "profile.json").assumptions == profile.assumptions
 
 
+def test_a_plan_says_that_routing_was_taken_for_balanced(tmp_path):
+    """The profile, the plan in words, its file, and what a measured step with other routing is compared with."""
+    model, x = MoE(), torch.randn(64, 16)
+    with pytest.warns(SacplanWarning):
+        profile = sacplan.profile(model, x, device="cpu")
+    plan = sacplan.plan(profile, "100%")
+    plan.save(tmp_path / "plan.json")
+    plan = sacplan.Plan.load(tmp_path / "plan.json")
+    assert "assumed (balanced)" in str(plan) and 'trace="real"' in str(plan)
+    seen = sacplan.verify(model, x, plan, run="real")
+    assert any("assumed (balanced)" in sentence for sentence in seen.assumptions)
+
+
+def test_a_plan_that_takes_no_size_for_granted_says_nothing():
+    """Nor of numbers that are read: they decide no size."""
+
+    def loss_fn(model, batch):
+        loss = model(batch).pow(2).mean()
+        loss.item()
+        return loss
+
+    with pytest.warns(SacplanWarning, match="unit value"):
+        profile = sacplan.profile(nn.Linear(4, 4), torch.randn(8, 4), loss_fn, device="cpu")
+    plan = sacplan.plan(profile, "100%")
+    assert plan.provenance.assumed == () and "assume" not in str(plan)
+
+
 def ask(question, *real):
     """The answer in a fake step, and the names of the rules that it took."""
     with warnings.catch_warnings():

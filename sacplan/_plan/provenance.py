@@ -9,13 +9,14 @@ from numbers import Integral
 from typing import Annotated, Any
 
 import torch
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 import sacplan
 from sacplan._plan.context import Objective
 from sacplan._profile.profile import Profile
 from sacplan._program.files import Name
 from sacplan._recompute.pins import NO_PINS, Pins
+from sacplan._record.fake_values import decides_sizes
 from sacplan._record.step import Mode
 from sacplan._techniques import DEFAULT_TECHNIQUES
 
@@ -35,6 +36,8 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         budget: as it was asked for; None where ``Plan.budget_bytes`` is the device's memory less a headroom, or None.
         headroom: as it was asked for; None for the default of 15%, and where a budget was given.
         mode, trace, runtime: of the profile, see ``sacplan.profile``.
+        assumptions: of the profile, by which sizes were decided that depend on data (``data_rules``), such as balanced
+            routing. Absent where there were none.
         sacplan, torch: versions.
         date: when, in UTC.
     """
@@ -50,6 +53,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mode: Mode = "train"
     trace: Name
     runtime: Name
+    assumptions: tuple[Name, ...] | UnsetType = UNSET
     sacplan: Name
     torch: Name
     date: Annotated[datetime, Meta(tz=True)]
@@ -79,9 +83,21 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             mode=profile.mode,
             trace=profile.trace,
             runtime=profile.runtime,
+            assumptions=tuple(filter(decides_sizes, profile.rules)) or UNSET,
             sacplan=sacplan.__version__,
             torch=str(torch.__version__),
             date=datetime.now(timezone.utc).replace(microsecond=0),
+        )
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What the plan's figures take for granted where sizes depend on data, and what to try, a sentence each."""
+        if self.assumptions is UNSET:
+            return ()
+        return tuple(
+            f'{found}. Where the data decide otherwise, a step may take more than the plan says: make the profile with '
+            'trace="real" and the most uneven batch, or leave headroom'
+            for found in self.assumptions
         )
 
     @staticmethod

@@ -41,6 +41,14 @@ DESCRIPTIONS = {
 }
 
 
+_OF_SIZES = ("balanced", "even spread", "all elements")
+
+
+def decides_sizes(sentence: str) -> bool:
+    """Whether an applied rule, as text, is one by which tensors may have other sizes than in a real step."""
+    return any(f"assumed ({rule})" in sentence for rule in _OF_SIZES)
+
+
 @dataclass(frozen=True, slots=True)
 class AppliedRule:
     """A rule that decided a size or a value.

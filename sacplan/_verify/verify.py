@@ -88,6 +88,7 @@ class Verification:
             ("recompute", f"{self.recompute_flops / 1e9:.2f} GFLOP"),
             ("step", f"{self.step_ms:.2f} ms ({'wall time' if self.run == 'real' else 'predicted'})"),
             *(("not as planned", str(difference)) for difference in self.differences[:3]),
+            *(("assumed", sentence) for sentence in self.assumptions),
         ]
         verdict = "Within the budget" if self.within_budget else "OVER the budget"
         return as_html([Section(verdict, tuple(rows))])
@@ -210,6 +211,7 @@ def _verify_real(
         source=seen.source,
         differences=differences,
         assumptions=(
+            *plan.provenance.assumed,
             *filter(None, [summed_outputs(setup)]),
             *([] if optimizer is not None or mode == "inference" else [_without_optimizer(model, spec)]),
         ),

@@ -203,6 +203,7 @@ class PeakWatch:
                 f"step {len(self.peaks_bytes)} took {format_bytes(peak_bytes)} at its peak, "
                 f"{peak_bytes / plan.peak_bytes - 1:+.1%} from the {format_bytes(plan.peak_bytes)} that its plan "
                 f"predicts ({budget}). The plan was made for a batch of {_planned_batch(plan)}. {self._hint}"
+                + "".join(f" Assumed was: {sentence}." for sentence in plan.provenance.assumed)
             )
 
     def _warn(self, message: str) -> None:
