@@ -81,9 +81,14 @@ def test_nothing_in_the_package_writes_in_any_other_way() -> None:
 def test_what_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text("old")
-    with pytest.raises(KeyboardInterrupt), replacing(path) as part:
-        part.write_text("half of the n")
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with replacing(path) as part:
+            part.write_text("half of the n")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -97,7 +102,9 @@ def test_permissions_and_links_stay(tmp_path: Path) -> None:
     path.chmod(0o640)
     link.symlink_to(path)
     write_bytes(link, b"2")
-    assert link.is_symlink() and path.read_bytes() == b"2" and stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert link.is_symlink()
+    assert path.read_bytes() == b"2"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
 def test_what_cannot_be_written_names_the_file_that_was_asked_for(tmp_path: Path) -> None:

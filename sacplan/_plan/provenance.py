@@ -95,7 +95,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.assumptions is UNSET:
             return ()
         return tuple(
-            f'{found}. Where the data decide otherwise, a step may take more than the plan says: make the profile with '
+            f"{found}. Where the data decide otherwise, a step may take more than the plan says: make the profile with "
             'trace="real" and the most uneven batch, or leave headroom'
             for found in self.assumptions
         )

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a name to write to; when the block ends, that file takes the place of ``path``.
@@ -23,9 +24,9 @@ def replacing(path: str | Path) -> Iterator[Path]:
             frame.to_csv(part)
 
     If the block raises, what it wrote is removed and ``path`` stays as it was. A file that was there keeps its
-    permissions, and one that may not be written to is a ``PermissionError`` as with ``open``. A symbolic link stays one:
-    the file that it points to is replaced. What is no regular file (``/dev/stdout``, a pipe) cannot be
-    replaced, and is written to directly.
+    permissions, and one that may not be written to is a ``PermissionError`` as with ``open``. A symbolic link stays
+    one: the file that it points to is replaced. What is no regular file (``/dev/stdout``, a pipe) cannot be replaced,
+    and is written to directly.
 
     Nothing is synchronized to disk: this is about readers, not about power cuts.
     """

@@ -430,8 +430,8 @@ def fake_kernels(kernels: Mapping[torch._ops.OpOverload, FakeKernel]) -> Iterato
 def keep_to_this_thread(mode: FakeTensorMode, otherwise: Callable[[], Exception]) -> None:
     """Raise ``otherwise()`` where another thread runs an op on a tensor of the mode, inside ``fake_kernels``.
 
-    Dispatch modes belong to a thread, so nothing that watches a step sees that op; and the mode itself, which is shared,
-    takes no two ops at a time.
+    Dispatch modes belong to a thread, so nothing that watches a step sees that op; and the mode itself, which is
+    shared, takes no two ops at a time.
     """
     vars(mode)[_KEEPS_TO] = threading.get_ident(), otherwise
 

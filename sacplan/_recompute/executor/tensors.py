@@ -74,9 +74,9 @@ def digest(t: torch.Tensor) -> int | None:
     """A number that tells whether a CPU's tensor was written, by whatever; None where it is not looked at.
 
     All bytes are read once, at about the memory's bandwidth, and none are allocated by PyTorch, whose peak a plan
-    predicts. Up to 16 KiB they are hashed. Of what is larger, 8-byte words are added up twice: by blocks of 4 KiB, and by their place in
-    a block. A change of the words goes by unseen only if it leaves every block and every place its sum: one that
-    a step makes by writing a value, or by moving elements, does not.
+    predicts. Up to 16 KiB they are hashed. Of what is larger, 8-byte words are added up twice: by blocks of 4 KiB, and
+    by their place in a block. A write goes by unseen only if it leaves every block and every place its sum; to write a
+    value, or to let rows change places, does not.
 
     Not looked at are tensors on other devices, since that would wait for them, and those that leave gaps in their
     memory, where others may write.
