@@ -86,7 +86,7 @@ def digest(t: torch.Tensor) -> int | None:
     address, n_bytes = t.data_ptr(), t.nbytes
     if n_bytes <= _HASHED_BYTES:
         return hash(ctypes.string_at(address, n_bytes))
-    memory = (ctypes.c_char * n_bytes).from_address(address)
+    memory = memoryview((ctypes.c_char * n_bytes).from_address(address))
     in_blocks = n_bytes // _BLOCK_BYTES * _BLOCK_BYTES
     words = np.frombuffer(memory, np.uint64, in_blocks // 8).reshape(-1, _BLOCK_BYTES // 8)
     rest = ctypes.string_at(address + in_blocks, n_bytes - in_blocks)
