@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from torch import nn
 
 import sacplan
+from sacplan._record.step import Step
+from sacplan._verify.measure import measured_step
 from tests.slow import slow_after
 
 transformers = pytest.importorskip("transformers")
@@ -122,3 +126,57 @@ def test_peaks_with_and_without_data_and_measured(name: str) -> None:
     replaced = 4 * sum(b.numel() == 1 and b.is_floating_point() for b in model.buffers())
     assert 0 <= seen.peak_bytes - plan.peak_bytes <= replaced
     assert not seen.differences
+
+
+# --- what is alive beside the model's own tensors ---------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4)
+def _table(size: int) -> torch.Tensor:
+    return torch.arange(size * size, dtype=torch.float32).view(size, size)
+
+
+class _Scaled(nn.Module):
+    """Uses numbers, constants and a cached table, as attention with positions does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x + _table(32)) / math.sqrt(32)
+        x = x[:, [3]] + x[:, [5]]
+        y = x.exp()
+        y = y.clone().mul_(2.5)
+        return _Tripled.apply(y * 3.0)
+
+
+class _Tripled(torch.autograd.Function):
+    """Autograd does not look into a custom function, and keeps none of its numbers."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 1.5 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * 3.0 * x
+
+
+@pytest.mark.parametrize("trace", ["fake", "real"])
+@pytest.mark.parametrize("cached", [False, True], ids=["cold", "warm"])
+def test_numbers_constants_and_cached_tables_count_as_long_as_they_live(trace: str, cached: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = _Scaled(), torch.randn(32, 32)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    profile = sacplan.profile(model, batch, loss_fn, device="cpu", trace=trace)
+    step = Step(model, batch, loss_fn, None)
+    _table.cache_clear()
+    if cached:
+        _table(32)
+    assert measured_step(step, [batch]).peak_bytes == profile.peak_bytes

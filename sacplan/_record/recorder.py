@@ -164,7 +164,9 @@ class Recorder(Watching):
         self._backward_scope = ROOT_SCOPE
         self._on_dtensors: set[str] = set()
         self._node: int | None = None  # the autograd node that runs
-        self._numbers: dict[int, list[int]] = {}  # autograd's next sequence number to storages of kept numbers
+        self._numbers: dict[
+            int, list[int]
+        ] = {}  # autograd's next sequence number to storages of kept numbers
         self._fqns: dict[int, str] = {}
         self._modules: dict[int, torch.nn.Module] = {}
         self._parameters: dict[int, torch.Tensor] = {}

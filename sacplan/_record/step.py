@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from sacplan._program.setup import ONLY_SCALAR, OWN_LOSS, SUM_OF_OUTPUTS, Setup, function_name
+from sacplan._record.user_code import tensors_in_caches
 from sacplan._torch.private import is_plain
 from sacplan.errors import TraceError
 
@@ -165,10 +166,11 @@ def _as_tree(batch: Any) -> Any:
 
 
 def cached_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The tensors that modules have as plain attributes, alone or in a container."""
+    """The tensors that modules have as plain attributes, alone or in a container, and those that their code caches."""
     registered = ("_parameters", "_buffers", "_modules")
     attributes = ({k: v for k, v in vars(m).items() if k not in registered} for m in model.modules())
-    return [t for t in tree_leaves(list(attributes)) if isinstance(t, torch.Tensor) and is_plain(t)]
+    found = [t for t in tree_leaves(list(attributes)) if isinstance(t, torch.Tensor)]
+    return [t for t in (*found, *tensors_in_caches(model)) if is_plain(t)]
 
 
 def own_checkpointing(model: torch.nn.Module) -> str | None:

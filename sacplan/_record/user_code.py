@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from sacplan._torch.private import FakeTensor, FakeTensorMode, replaced
 from sacplan.errors import SacplanWarning
@@ -287,6 +288,16 @@ def function_caches(model: torch.nn.Module) -> Iterator[Any]:
                 if isinstance(candidate, functools._lru_cache_wrapper) and id(candidate) not in seen:
                     seen.add(id(candidate))
                     yield candidate
+
+
+def tensors_in_caches(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The tensors that ``functools`` caches in the code of the model's modules hold at this moment.
+
+    They outlive the step as buffers do. A cache gives its results to the garbage collector alone.
+    """
+    held = [value for cache in function_caches(model) for value in gc.get_referents(cache)]
+    results = [value for value in held if not isinstance(value, type)]
+    return [t for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
 
 
 def plain_attributes(model: torch.nn.Module) -> list[dict[str, Any]]:
