@@ -34,7 +34,7 @@ import torch
 import transformers
 
 import sacplan
-from benchmarks import common, small_configs
+from benchmarks import common, small_configs, zoo_models
 from benchmarks.common import MIB, RESULTS, describe, machine, write_results
 from benchmarks.real_models import Case, Row, steps_of
 
@@ -42,6 +42,7 @@ FIGURES = RESULTS / "compatibility.json"
 PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 SECONDS = 180
 GIB_EACH = 10
+_NUMBERS_BYTES = 256
 ARCHITECTURES_EACH = 50
 """For a process: after as many it is replaced."""
 
@@ -96,6 +97,23 @@ class Outcome:
             return "exact"
         nbytes = self.worst.predicted_bytes - self.worst.measured_bytes
         return f"{nbytes:+d} B" if abs(nbytes) < 1024 else f"{self.worst_error:+.3%}"
+
+    @property
+    def why_not_exact(self) -> str:
+        """Why predicted and measured peaks differ: what is known of the model, or what the difference itself says."""
+        if self.exact:
+            return ""
+        known = (small_configs.REASONS | zoo_models.REASONS).get(self.model_type)
+        if known is not None:
+            return known
+        most = max(abs(s.predicted_bytes - s.measured_bytes) for s in self.steps)
+        unplanned = self.steps[0]
+        if unplanned.predicted_bytes == unplanned.measured_bytes and most <= _NUMBERS_BYTES:
+            return (
+                "exact without a plan. With one, numbers of 8 bytes: those that autograd keeps in a part that is "
+                "recomputed, and the digest of an output that the first step with a plan takes"
+            )
+        return "not known"
 
     @property
     def within_budget(self) -> int:
@@ -307,7 +325,7 @@ _COLUMNS = """\
 - **trace**: `fake`, or `real` where sizes depend on data (routing, matching, masks drawn at random).
 - **peak**: measured, of the unplanned step, in MiB.
 - **predicted**: `exact` where the predicted peak of all four steps is the measured one to the byte; else the largest
-  difference. Single bytes are numbers that PyTorch keeps as tensors.
+  difference, and [below](#not-exact) why.
 - **budgets**: as shares of the unplanned peak. 85, 70 and 55 %, or the smallest feasible one (`≥`) and two above it.
 - **within**: planned steps whose measured peak is at most the budget.
 - **bits**: planned steps whose loss, gradients and buffers are bit by bit those of the unplanned step.
@@ -323,6 +341,13 @@ def page(about: dict[str, Any], found: list[Outcome]) -> str:
     heads = ("architecture", "class", "trace", "peak", "predicted", "budgets", "within", "bits")
     lines += [_line(heads), _line(["---"] * len(heads))]
     lines += [_line(_cells(o)) for o in trained]
+    inexact = sorted((o for o in trained if not o.exact), key=lambda o: -abs(o.worst_error))
+    if inexact:
+        lines += ["", "## Not exact", "", "The largest share first.", ""]
+        lines += [_line(("architecture", "predicted", "budget", "why")), _line(["---"] * 4)]
+        lines += [
+            _line((f"`{o.model_type}`", o.difference, o.worst.budget, o.why_not_exact)) for o in inexact
+        ]
     if failed:
         lines += ["", "## Refused or failed", "", _line(("architecture", "class", "why")), _line(["---"] * 3)]
         lines += [_line((f"`{o.model_type}`", o.model_class, _escaped(o.reason))) for o in failed]

@@ -39,7 +39,7 @@ from benchmarks.compatibility import (
     summary,
 )
 from benchmarks.real_models import Case, Row, int_budget, steps_of
-from benchmarks.zoo_models import FAMILIES, REASONS, loss_of
+from benchmarks.zoo_models import FAMILIES, loss_of
 from sacplan._record.state import preserved_state
 from sacplan._record.step import Step, call_model
 from sacplan._verify.measure import measured_step
@@ -164,8 +164,8 @@ def remarks(found: Iterable[Outcome]) -> list[str]:
             wrong = (
                 "" if o.good else f"; within {o.within_budget}, bit-equal {o.bit_equal} of {len(o.planned)}"
             )
-            reason = f": {REASONS[o.model_type]}" if o.model_type in REASONS else ""
-            lines.append(f"{o.model_type}: {o.difference} ({o.worst.budget}){wrong}{reason}")
+            why = f": {o.why_not_exact}" if o.why_not_exact else ""
+            lines.append(f"{o.model_type}: {o.difference} ({o.worst.budget}){wrong}{why}")
     return lines
 
 

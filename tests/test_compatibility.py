@@ -44,6 +44,35 @@ def test_peaks_of_an_architecture_made_by_rule_are_as_predicted(model_type: str)
     assert found.bit_equal == found.within_budget == 3
 
 
+def _outcome(model_type: str, *errors: int) -> Outcome:
+    """Of steps whose predicted peaks are off by so many bytes."""
+    row = Row(
+        model=model_type, family="rules", trace="fake", parameters=1, budget="none", budget_bytes=None,
+        predicted_bytes=0, measured_bytes=100_000, recompute_share=0.0, wall_ms=1.0, bit_equal=None, seconds=1.0,
+    )  # fmt: skip
+    steps = [dataclasses.replace(row, predicted_bytes=100_000 + error) for error in errors]
+    return Outcome(model_type, TRAINED, steps=tuple(steps))
+
+
+def test_the_page_says_why_a_peak_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_configs, "REASONS", {"explained": "it holds its states"})
+    rows = [
+        _outcome("exact", 0, 0),
+        _outcome("number", 0, -8),
+        _outcome("explained", -16, -8),
+        _outcome("unknown", 4),
+    ]
+    assert [bool(o.why_not_exact) for o in rows] == [False, True, True, True]
+    text = page({"machine": {"machine": "x", "cores": 1, "threads": 1, "torch": "2"}, "date": "-"}, rows)
+    section = text.split("## Not exact")[1]
+    assert re.findall(r"^\| `(\w+)` \| ([-+]\d+ B) ", section, re.MULTILINE) == [
+        ("explained", "-16 B"), ("number", "-8 B"), ("unknown", "+4 B"),
+    ]  # fmt: skip
+    assert "it holds its states" in section
+    assert "digest" in section
+    assert "not known" in section
+
+
 def test_what_lacks_a_package_is_not_built_and_says_so() -> None:
     case = next(t for t in ("layoutlmv2", "dinat") if t in small_configs.architectures())
     found = outcome_of(case)

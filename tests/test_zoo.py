@@ -57,8 +57,8 @@ def test_only_what_is_not_as_it_should_be_is_remarked() -> None:
         Outcome("a/unbuilt", NOT_BUILT, "no image"),
     ]
     assert zoo.remarks(found) == [
-        "a/near: -1 B (85%)",
-        "a/over: -2 B (85%); within 0, bit-equal 1 of 1",
+        f"a/near: -1 B (85%): {found[1].why_not_exact}",
+        f"a/over: -2 B (85%); within 0, bit-equal 1 of 1: {found[2].why_not_exact}",
         "a/failed: failed: no plan",
         "a/unbuilt: not built: no image",
     ]
