@@ -162,16 +162,19 @@ def outcome_of(model_type: str) -> Outcome:
         case = small_configs.build(model_type)
     except small_configs.NotBuilt as error:
         return Outcome(model_type, NOT_BUILT, reason=str(error), seconds=time.perf_counter() - began)
-    steps = steps_of(model_type, case.source, Case(case.model, case.batch, case.loss_fn))
+
+    def steps() -> Iterable[Row]:
+        return steps_of(model_type, case.source, Case(case.model, case.batch, case.loss_fn))
+
     return outcome_of_steps(
         steps, began, model_type=model_type, model_class=case.model_class, source=case.source
     )
 
 
-def outcome_of_steps(steps: Iterable[Row], began: float, **about: Any) -> Outcome:
-    """Run steps as they are asked for; ``about`` are fields of the outcome."""
+def outcome_of_steps(steps: Callable[[], Iterable[Row]], began: float, **about: Any) -> Outcome:
+    """Run the steps; ``about`` are fields of the outcome."""
     try:
-        ran = tuple(steps)
+        ran = tuple(steps())
     except Exception as error:  # whatever it is, it is what the row is about
         text = " ".join(str(error).split())
         kind = "" if isinstance(error, sacplan.SacplanError) else "not one of sacplan's errors: "

@@ -95,11 +95,12 @@ def outcome_of(name: str) -> Outcome:
         return Outcome(
             name, NOT_BUILT, f"{type(error).__name__}: {error}", seconds=time.perf_counter() - began
         )
-    steps = (
-        inference_of(name, family, model.eval(), batch)
-        if name.endswith(INFERENCE)
-        else steps_of(name, family, Case(model, batch, loss_of))
-    )
+
+    def steps() -> Iterable[Row]:
+        if name.endswith(INFERENCE):
+            return inference_of(name, family, model.eval(), batch)
+        return steps_of(name, family, Case(model, batch, loss_of))
+
     return outcome_of_steps(steps, began, model_type=name, model_class=type(model).__name__, source=family)
 
 
