@@ -216,7 +216,7 @@ class Quantized(nn.Module):
 @pytest.mark.parametrize(
     "make", [Quantized, lambda: nn.Sequential(torch.jit.script(nn.BatchNorm1d(8)), nn.Linear(8, 8))]
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:module '0' was made by torch.jit")
 def test_modules_that_a_copy_back_failed_for(make):
     model, batch = make(), torch.randn(4, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)

@@ -7,6 +7,7 @@ import random
 import resource
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
+from benchmarks.common import real_step
 from sacplan._program.program import StorageKind
 from sacplan._record.fake_data import data_rules
 from sacplan._record.recorder import Recorder
@@ -580,3 +582,122 @@ def test_a_step_in_several_threads_is_refused(trace: str, as_functions: bool) ->
             sacplan.profile(model, x, lambda m, b: m(b).pow(2).mean(), device="cpu", trace=trace)
         assert ("module 'parts." in str(refused.value)) is not as_functions
     model(x).sum().backward()  # nothing is left behind
+
+
+# --- models that hold or call what is out of the ordinary ------------------------------------------------------------
+
+
+class _Missing:
+    """What stands for a package that is not installed: monai's ``optional_import`` makes such an object."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError("No module named 'monai._C'")
+
+
+_C = _Missing()  # beside the classes of the models below
+
+
+class _WithoutLength(tuple[int, ...]):
+    """As ``e3nn.o3.Irrep``, which cannot be copied by its ``__new__`` either."""
+
+    def __new__(cls, order: int, parity: int) -> _WithoutLength:
+        return super().__new__(cls, (order, parity))
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class _Odd(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.irrep = torch.nn.Linear(8, 8), _WithoutLength(1, -1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = (
+            torch.div(x.shape[0], 3, rounding_mode="trunc") - 1
+        )  # an op on numbers alone, as in Longformer
+        return self.linear(x)[: int(tokens)]
+
+
+@pytest.mark.parametrize("trace", ["fake", "real"])
+def test_objects_that_do_not_let_themselves_be_looked_at(trace: Any) -> None:
+    model, batch = _Odd(), torch.randn(16, 8)
+    assert (
+        sacplan.profile(model, batch, device="cpu", trace=trace).peak_bytes
+        == real_step(model, batch).peak_bytes
+    )
+
+
+class _Jagged(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        rows = torch.nested.as_nested_tensor([a, b], layout=torch.jagged)
+        return self.second(torch.nn.functional.gelu(self.first(rows))).values()
+
+
+def test_jagged_tensors() -> None:
+    """Their own classes hide the ops that they run from a mode that does not ask for them."""
+    model, batch = _Jagged(), (torch.randn(30, 16), torch.randn(50, 16))
+    plain = real_step(model, batch)
+    profile = sacplan.profile(model, batch, device="cpu", trace="real")
+    assert profile.peak_bytes == plain.peak_bytes
+    plan = sacplan.plan_smallest(profile)
+    planned = real_step(model, batch, plan=plan)
+    assert planned.peak_bytes == plan.peak_bytes
+    assert planned.same_bits(plain)
+    with pytest.raises(sacplan.TraceError, match="nested"):
+        sacplan.profile(model, batch, device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("made_by", ["script", "trace"])
+def test_scripted_modules(made_by: str) -> None:
+    inner, batch = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh()), torch.randn(512, 8)
+    scripted = torch.jit.script(inner) if made_by == "script" else torch.jit.trace(inner, (batch,))
+    others = [m for _ in range(3) for m in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+    model = torch.nn.Sequential(scripted, torch.nn.Sequential(*others))
+    with pytest.raises(sacplan.TraceError, match=r"module '0' was made by torch\.jit.*trace=\"real\""):
+        sacplan.profile(model, batch, device="cpu")
+    with pytest.warns(sacplan.SacplanWarning, match=r"module '0' was made by torch\.jit"):
+        profile = sacplan.profile(model, batch, device="cpu", trace="real")
+    for _ in range(3):  # what TorchScript makes of the code after that has other last bits
+        plain = real_step(model, batch)
+        assert profile.peak_bytes == plain.peak_bytes
+    plan = sacplan.plan_smallest(profile)
+    assert set(plan.discarded) == {"1"}
+    planned = real_step(model, batch, plan=plan)
+    assert planned.peak_bytes == plan.peak_bytes < plain.peak_bytes
+    assert planned.same_bits(plain)
+    with pytest.raises(sacplan.TraceError, match="the model was made by"):
+        sacplan.profile(scripted, batch, device="cpu", trace="real")
+
+
+def test_ops_that_refuse_the_zeros_of_a_fake_step() -> None:
+    """PyTorch runs ops of some packages for real where they have no fake kernel, such as torchaudio's RNN-T loss."""
+    library = torch.library.Library("torchaudio", "FRAGMENT")
+    library.define("sum_of_rows_for_a_test(Tensor x, Tensor lengths) -> Tensor")
+
+    def kernel(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if not bool((lengths > 0).all()):
+            raise RuntimeError("lengths must be positive")
+        return x.sum(1)
+
+    library.impl("sum_of_rows_for_a_test", kernel, "CPU")
+    model, lengths = torch.nn.Linear(8, 8), torch.tensor([3, 4])
+
+    def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        y = model(batch)
+        rows: torch.Tensor = torch.ops.torchaudio.sum_of_rows_for_a_test(y.detach(), lengths)
+        return rows.sum() + y.sum()
+
+    try:
+        with pytest.raises(
+            sacplan.TraceError, match=r"sum_of_rows.* no kernel for fake.* positive.*\"real\""
+        ):
+            sacplan.profile(model, torch.randn(4, 8), loss_fn, device="cpu")
+        assert sacplan.profile(model, torch.randn(4, 8), loss_fn, device="cpu", trace="real").peak_bytes
+    finally:
+        library._destroy()

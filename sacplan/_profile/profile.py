@@ -34,7 +34,7 @@ from sacplan._program.fingerprint import Fingerprint
 from sacplan._program.liveness import Footprint
 from sacplan._program.notebook import Section, as_html
 from sacplan._program.program import Phase, Program, StorageKind
-from sacplan._program.setup import Setup, compiled_inside, current_autocast
+from sacplan._program.setup import Setup, compiled_inside, current_autocast, scripted_inside
 from sacplan._ranks.ranks import ONE_RANK, Ranks
 from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
@@ -60,6 +60,7 @@ from sacplan._record.user_code import (
     cleared_caches,
     no_fake_tensors_left,
     plain_attributes,
+    told_of_scripted,
 )
 from sacplan._rewrites.library_workspaces import library_workspaces
 from sacplan._rotor.chain import Chain
@@ -414,7 +415,9 @@ def trace_step(
     times = MeasuredTimes(spec) if _RUNTIMES[runtime] == "benchmark" else CostModel(spec)
     autocast = current_autocast(spec.kind)  # inside a fake step it is another device's
     run = _trace_fake if trace == "fake" else _trace_real
-    with preserved_rng(), _no_garbage_collection(), explained_limits():
+    scripted = scripted_inside(model)
+    as_written = told_of_scripted(model, scripted, trace)
+    with preserved_rng(), _no_garbage_collection(), explained_limits(), as_written:
         batch = resolve_batch(batch)
         fingerprint = Fingerprint.of(model, batch)
         loss = loss_or_default(loss_fn, mode)
@@ -425,7 +428,9 @@ def trace_step(
         recorded, rules, setup = run(asked)
     _check_recorded(recorded, mode)
     compiled = () if model._compiled_call_impl is not None else compiled_inside(model)  # no copy has it
-    fingerprint = structs.replace(fingerprint, setup=structs.replace(setup, compiled=compiled))
+    fingerprint = structs.replace(
+        fingerprint, setup=structs.replace(setup, compiled=compiled, scripted=scripted)
+    )
     return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules)
 
 

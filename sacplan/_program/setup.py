@@ -68,6 +68,8 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         optimizer: its class, and the options that change its memory, "AdamW(fused=True)"; None where none ran.
         compiled: modules that ``.compile()`` had been called on, the model itself aside. They are recorded as they run
             uncompiled, and a plan has no unit around them, in which they would not run compiled.
+        scripted: modules made by ``torch.jit.script`` or ``torch.jit.trace``. A plan has no unit in or around them:
+            after a few calls TorchScript runs other ops than at first, and some of those fail under a dispatch mode.
         autocast: the type of a ``torch.autocast`` around the call of ``profile``; one inside ``loss_fn`` does not show.
     """
 
@@ -80,6 +82,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     optimizer: Name | None = None
     autocast: Name | None = None
     compiled: tuple[Name, ...] = ()
+    scripted: tuple[Name, ...] = ()
 
     @classmethod
     def of(
@@ -181,6 +184,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
             self.optimizer or "no optimizer",
             f"autocast {self.autocast}" if self.autocast else "",
             f"recorded uncompiled: {_patterns(self.compiled)}" if self.compiled else "",
+            f"left alone as TorchScript: {_patterns(self.scripted)}" if self.scripted else "",
         ]
         return ", ".join(word for word in words if word)
 
@@ -281,6 +285,15 @@ def _dropout(model: torch.nn.Module) -> dict[str, float]:
             pattern = pattern_of(fqn)
             found[pattern] = max(p, found.get(pattern, 0.0))
     return found
+
+
+def scripted_inside(model: torch.nn.Module) -> tuple[str, ...]:
+    """The outermost modules in it that were made by ``torch.jit.script`` or ``torch.jit.trace``; "" is itself."""
+    found: list[str] = []
+    for fqn, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and not any(fqn.startswith(f"{o}.") for o in found):
+            found.append(fqn)
+    return tuple(found)
 
 
 def compiled_inside(model: torch.nn.Module) -> tuple[str, ...]:

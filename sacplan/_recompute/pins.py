@@ -63,7 +63,9 @@ class Pins:
         named = (("keep", self.keep), ("never", self.never))
         words = [f"{argument}={list(patterns)!r}" for argument, patterns in named if patterns]
         if not words or (self.widest_units is not None and not self.never):
-            words.append("modules compiled on their own, around which there is no unit")
+            words.append(
+                "modules compiled on their own or made by TorchScript, around which there is no unit"
+            )
         return " and ".join(words)
 
     @property
@@ -107,7 +109,8 @@ def resolve_pins(
     """
     keep, never = _patterns("keep", keep), _patterns("never", never)
     compiled = _compiled(program, fingerprint)
-    if not keep and not never and not compiled:
+    scripted = fingerprint.setup.scripted
+    if not keep and not never and not compiled and not scripted:
         return NO_PINS
     known = _Names(program, fingerprint)
     kept_ops: set[int] = set()
@@ -118,8 +121,8 @@ def resolve_pins(
         else:
             kept_modules.update(known.modules(pattern, "keep"))
     left_alone = {fqn for pattern in never for fqn in known.modules(pattern, "never")}
-    alone = _scopes_of(program, left_alone)
-    widest_units = _widest_units(program, alone, compiled) if never or compiled else None
+    alone = _scopes_of(program, left_alone.union(scripted))
+    widest_units = _widest_units(program, alone, compiled) if never or compiled or scripted else None
     pinned = alone | _scopes_of(program, kept_modules)
     forward = [i for i, op in enumerate(program.ops) if op.phase == Phase.FORWARD]
     named_ops = kept_ops.union(i for i in forward if program.ops[i].scope in pinned)

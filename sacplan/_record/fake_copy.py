@@ -120,7 +120,7 @@ class FakeCopier:
                 self.tensor(value)
             elif isinstance(value, torch.Generator):
                 self._share(value, _copy_of_generator(value))
-            elif isinstance(value, _SHARED):
+            elif isinstance(value, _SHARED) or _is_constant(value):
                 self._share(value, value)
         grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
         self.memo.update((id(g), None) for _, g in grads)
@@ -181,6 +181,13 @@ class FakeCopier:
 
 _SHARED = (types.ModuleType, type(threading.Lock()), type(threading.RLock()), threading.Thread, io.IOBase)
 """What cannot be copied, and what a step does not change: the copy holds the same ones."""
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether it is a tuple of a class of its own that holds numbers and texts: its class may not let it be copied."""
+    if not isinstance(value, tuple) or type(value) is tuple or getattr(value, "__dict__", None):
+        return False
+    return all(v is None or isinstance(v, (bool, int, float, complex, str)) for v in tuple.__iter__(value))
 
 
 def _copy_of_generator(generator: torch.Generator) -> torch.Generator:

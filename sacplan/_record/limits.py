@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from sacplan._torch.private import UnsupportedOperatorException
+from sacplan._torch.private import UnsupportedOperatorException, op_run_on_zeros
 from sacplan.errors import SacplanError, TraceError
 
 _STRIDED = "only strided tensors can be followed: keep sparse, nested and mkldnn ones out of the step that is profiled"
@@ -69,11 +69,19 @@ def explained_limits() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AttributeError, AssertionError, NotImplementedError) as error:
+        op = op_run_on_zeros(error)
+        if op is not None:
+            raise TraceError(
+                f"{op} has no kernel for fake tensors, and when PyTorch ran it on zeros instead it failed: "
+                f'{_first_line(error)}. Use trace="real", or give the op one with torch.library.register_fake.'
+            ) from error
         for pattern, advice in _LIMITS:
             found = re.search(pattern, str(error)[:_BEGINNING])
             if found is not None:
-                line = str(error).strip().partition("\n")[0]
-                raise TraceError(
-                    f"{advice.format(**found.groupdict())}. PyTorch says: {type(error).__name__}: {line[:200]}"
-                ) from error
+                advice = advice.format(**found.groupdict())
+                raise TraceError(f"{advice}. PyTorch says: {_first_line(error)}") from error
         raise
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"

@@ -170,7 +170,7 @@ class Snapshot:
         elif isinstance(value, (list, collections.deque, set)):
             self._container(value)
         elif isinstance(value, (tuple, frozenset)):
-            self._pending.extend(value)
+            self._pending.extend(_entries(value))
         elif isinstance(value, np.ndarray):
             self._array(value)
         elif isinstance(value, torch.Generator):
@@ -204,12 +204,12 @@ class Snapshot:
         self._undo.append(restore)
 
     def _container(self, value: Any) -> None:
-        kind: Any = next(k for k in (list, set, collections.deque) if isinstance(value, k))
-        items = list(kind.__iter__(value))
+        kind: Any = _kind_of_container(value)
+        items = _entries(value)
         self._pending.extend(items)
 
         def restore() -> None:
-            now = list(kind.__iter__(value))
+            now = _entries(value)
             if len(now) != len(items) or any(a is not b for a, b in zip(now, items, strict=True)):
                 kind.clear(value)
                 (kind.update if kind is set else kind.extend)(value, items)
@@ -332,6 +332,15 @@ class Snapshot:
         self._undo.append(restore)
 
 
+def _kind_of_container(value: Any) -> Any:
+    return next(k for k in (list, set, collections.deque, tuple, frozenset) if isinstance(value, k))
+
+
+def _entries(value: Any) -> list[Any]:
+    """What is in a container, whatever its class makes of iteration and ``len``: e3nn's tuples have no length."""
+    return list(_kind_of_container(value).__iter__(value))
+
+
 def _call(function: Callable[..., Any], *args: Any) -> None:
     function(*args)
 
@@ -371,7 +380,7 @@ def reachable(*roots: Any) -> Iterator[Any]:
         if isinstance(value, dict):
             pending.extend(v for pair in dict.items(value) for v in pair)
         elif isinstance(value, (list, collections.deque, set, tuple, frozenset)):
-            pending.extend(value)
+            pending.extend(_entries(value))
         elif isinstance(value, types.MethodType):
             pending.append(value.__self__)
         elif isinstance(value, functools.partial):

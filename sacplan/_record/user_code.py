@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from sacplan._torch.private import FakeTensor, FakeTensorMode, replaced
-from sacplan.errors import SacplanWarning
+from sacplan.errors import SacplanWarning, TraceError
 
 
 @contextlib.contextmanager
@@ -283,7 +283,9 @@ def function_caches(model: torch.nn.Module) -> Iterator[Any]:
     seen: set[int] = set()
     for owner in _code_of(model):
         for value in list(vars(owner).values()):
-            function = getattr(value, "__func__", value)  # out of static and class methods
+            # Other values are asked for nothing: a stand-in for a package that is missing raises for any attribute.
+            wrapped = isinstance(value, (staticmethod, classmethod, types.MethodType))
+            function = value.__func__ if wrapped else value
             for candidate in (function, *_closure(function)):
                 if isinstance(candidate, functools._lru_cache_wrapper) and id(candidate) not in seen:
                     seen.add(id(candidate))
@@ -300,6 +302,36 @@ def tensors_in_caches(model: torch.nn.Module) -> list[torch.Tensor]:
     return [t for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
 
 
+def told_of_scripted(model: torch.nn.Module, scripted: tuple[str, ...], trace: str) -> Any:
+    """A context for a step of a model in which these modules were made by ``torch.jit.script`` or ``torch.jit.trace``.
+
+    A fake step cannot replace their tensors, which lie in C++. In a real one they are recorded as they are written.
+    After a few calls TorchScript rewrites them: later steps may keep other tensors, and some fail under a mode.
+
+    Raises:
+        TraceError: there are some, and the trace is fake; or the model itself is one.
+    """
+    if not scripted:
+        return contextlib.nullcontext()
+    which = f"module {scripted[0]!r}" if scripted[0] else "the model"
+    made = f"{which} was made by torch.jit.script or torch.jit.trace"
+    instead = "Put the Python module that it was made of in its place (some packages have a switch for that)"
+    if not scripted[0]:
+        raise TraceError(f"{made}, and nothing can be put around its ops. {instead}.")
+    if trace == "fake":
+        raise TraceError(
+            f"{made}: its tensors lie in C++, where a fake step cannot replace them. {instead}, or use "
+            'trace="real".'
+        )
+    warnings.warn(
+        f"{made}. TorchScript rewrites its code after a few calls, and then keeps other tensors, so the peak may be "
+        f"off by some percent; a plan leaves it alone. {instead}.",
+        SacplanWarning,
+        stacklevel=5,
+    )
+    return torch.jit.optimized_execution(False)
+
+
 def plain_attributes(model: torch.nn.Module) -> list[dict[str, Any]]:
     """The numbers, flags and texts that modules have as attributes, and the sizes of their containers."""
     return [
@@ -313,6 +345,8 @@ def plain_attributes(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def _closure(function: Any) -> Iterator[Any]:
-    for cell in getattr(function, "__closure__", None) or ():
+    if not isinstance(function, types.FunctionType):
+        return
+    for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty cell
             yield cell.cell_contents

@@ -33,7 +33,7 @@ class Watching(TorchDispatchMode):
 
 def is_deferred(types: Sequence[type]) -> bool:
     """Whether a dispatch mode that was called with these types will see the ops that this one becomes."""
-    return any(kind in DEFERRED_TYPES or _stands_for_another(kind) for kind in types)
+    return any(kind in DEFERRED_TYPES or _stands_for_another(kind) or _is_jagged(kind) for kind in types)
 
 
 def has_local_parts(types: Sequence[type]) -> bool:
@@ -57,6 +57,13 @@ def _is_dtensor(kind: type) -> bool:
 def _is_async(kind: type) -> bool:
     room = sys.modules.get("torch.distributed._functional_collectives")
     return room is not None and issubclass(kind, room.AsyncCollectiveTensor)
+
+
+@functools.cache
+def _is_jagged(kind: type) -> bool:
+    """Whether it is the class of nested tensors of layout ``torch.jagged``: their ops run as ops on plain tensors."""
+    room = sys.modules.get("torch.nested._internal.nested_tensor")
+    return room is not None and issubclass(kind, room.NestedTensor)
 
 
 def stands_for_another(tensor: torch.Tensor) -> bool:

@@ -567,6 +567,19 @@ def make_fake_zeros_ordinary(where: Callable[[], bool]) -> None:
     fake_impls.op_implementations_dict[_ZERO_TENSOR] = _ordinary_zeros
 
 
+_FALLBACK: CodeType = fake_tensor.run_fallback_kernel.__code__
+
+
+def op_run_on_zeros(error: BaseException) -> Any:
+    """The op that FakeTensorMode had no kernel for and ran for real, on zeros, when this was raised; None if none."""
+    at = error.__traceback__
+    while at is not None:
+        if at.tb_frame.f_code is _FALLBACK:
+            return at.tb_frame.f_locals["func"]
+        at = at.tb_next
+    return None
+
+
 def is_fully_sharded(module: torch.nn.Module) -> bool:
     """Whether ``fully_shard`` has been called on it."""
     room = sys.modules.get("torch.distributed.fsdp")
