@@ -329,7 +329,7 @@ def told_of_scripted(model: torch.nn.Module, scripted: tuple[str, ...], trace: s
         SacplanWarning,
         stacklevel=5,
     )
-    return torch.jit.optimized_execution(False)
+    return torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
 
 
 def plain_attributes(model: torch.nn.Module) -> list[dict[str, Any]]:
