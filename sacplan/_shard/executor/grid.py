@@ -23,7 +23,7 @@ from sacplan._shard.placements import REPLICATED, Layout, Placement, cut, fits
 from sacplan._shard.places import Place, Places
 from sacplan._shard.redistribute import redistribute
 from sacplan._torch import collectives, dtensors
-from sacplan._torch.private import storage_key
+from sacplan._torch.private import active_fake_mode, modes_off, storage_key
 from sacplan.errors import PlanError
 
 
@@ -152,19 +152,30 @@ class Grid:
 
         Those that have the same part draw the same numbers; the others have other seeds. Afterwards all agree again.
         """
+        if (
+            active_fake_mode() is not None
+        ):  # nothing is drawn, and a generator's state is no tensor of the step
+            yield
+            return
         self.agreement.share(generator)
         if not axes:
             yield
             return
-        state = generator.get_state()
-        where = ",".join(str(self.coordinate[axis]) for axis in axes)
-        digest = hashlib.blake2b(state.numpy().tobytes() + where.encode(), digest_size=7).digest()
-        generator.manual_seed(int.from_bytes(digest, "little"))
+        with modes_off():  # ops on states are none of the step's
+            state = (
+                generator.get_state().numpy().tobytes()
+            )  # a tensor would be alive beside what the op makes
+            where = ",".join(str(self.coordinate[axis]) for axis in axes)
+            digest = hashlib.blake2b(state + where.encode(), digest_size=7).digest()
+            generator.manual_seed(int.from_bytes(digest, "little"))
         try:
             yield
         finally:
-            generator.set_state(state)
-            torch.empty(4, device=generator.device).uniform_(generator=generator)  # the next op draws others
+            with modes_off():
+                generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+                torch.empty(4, device=generator.device).uniform_(
+                    generator=generator
+                )  # the next op draws others
 
 
 def placements_of(layout: Layout, ranks: Sequence[int]) -> list[Any]:
