@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import sacplan
+from sacplan._plan.meshes import described_name
 from sacplan._plan.plan import _digest
 from sacplan._ranks.ranks import Ranks
 from sacplan._shard.mesh import Mesh
@@ -208,6 +209,51 @@ def signed(content: dict[str, Any], file: Path) -> None:
 def test_chunks_are_refused_by_name() -> None:
     with pytest.raises(PlanError, match='"chunk" does not go together with a mesh'):
         sacplan.plan(profile(), "90%", mesh={"dp": 4}, techniques=(*BOTH, "chunk"))
+
+
+@pytest.mark.parametrize(
+    ("devices", "says"),
+    [
+        (
+            "2xa100",
+            "'2xa100' is of a100, and the profile is of a step on cpu: make a profile with device='a100'",
+        ),
+        ("2xfoo", "'2xfoo' is of foo, and the profile is of a step on cpu"),
+        ("2x", "'2x' cannot be read as a number of devices; give '8xcpu', or 8"),
+        ("2xcpux3", "'2xcpux3' is of cpux3"),
+        ("two", "devices is 'two'; give how many"),
+    ],
+)
+def test_numbers_of_devices_that_are_not_the_profiles(devices: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        sacplan.layouts(profile(), devices=devices)
+    with pytest.raises(PlanError, match=says if "x" in devices else "mesh 'two' cannot be read"):
+        sacplan.plan(profile(), "100%", mesh=devices)
+
+
+def test_devices_of_a_model_are_read_too() -> None:
+    with pytest.raises(PlanError, match="devices is '2x'; give how many"):
+        sacplan.layouts(MLP(), torch.randn(8, 32), "2x", loss_fn=mean_square)
+    assert sacplan.layouts(profile(), devices="2xcpu", budget="1GiB").devices == 2
+
+
+def test_a_share_is_of_the_peak_of_a_rank_without_a_plan() -> None:
+    plan = sacplan.plan(profile(64), "90%", mesh={"dp": 2}, techniques=BOTH)
+    assert plan.baseline_peak_bytes < profile(64).peak_bytes
+    assert plan.budget_bytes == int(0.9 * plan.baseline_peak_bytes)
+    assert plan.peak_bytes <= plan.budget_bytes
+
+
+def test_a_number_of_devices_cuts_tensors_on_the_axis_for_them() -> None:
+    found = sacplan.plan(profile(), "100%", mesh=2, techniques=BOTH)
+    name, axes = found.provenance.options["sharding"], found.ranks.sharding.mesh.names
+    assert name == "search" or ("megatron" in name) == ("tp" in axes)
+    assert described_name("megatron", Mesh.of({"dp": 2})) == "megatron (tensors cut over dp)"
+    both = Mesh.of({"dp": 2, "tp": 2})
+    assert (
+        described_name("fsdp + megatron", both) == "fsdp + megatron (batch cut over dp, tensors cut over tp)"
+    )
+    assert described_name("search", both) == "search"
 
 
 class Recurrent(nn.Module):

@@ -290,7 +290,8 @@ def test_plans_on_any_sharding_take_what_is_predicted(
 )
 def test_plans_with_recomputation_take_what_is_predicted(model: str, axes: dict[str, int]) -> None:
     (module, batch, loss_fn), profile = step(model, "foreach", "h100")
-    tight = sacplan.plan(profile, "60%", mesh=axes, techniques=("shard", "recompute"))
+    budget = f"{int(0.6 * profile.peak_bytes)}B"
+    tight = sacplan.plan(profile, budget, mesh=axes, techniques=("shard", "recompute"))
     plans = [tight]
     for share in (0.97, 0.9, 0.8, 0.7):
         with contextlib.suppress(sacplan.InfeasibleBudget):

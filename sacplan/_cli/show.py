@@ -209,7 +209,10 @@ def _whence(plan: Plan) -> str:
 def _sharding_pairs(plan: Plan) -> list[tuple[str, str]]:
     if plan.ranks.sharding is None:
         return []
-    return [("sharding", str(plan.provenance.options.get("sharding", "given")))]
+    from sacplan._plan.meshes import described_name
+
+    name = str(plan.provenance.options.get("sharding", "given"))
+    return [("sharding", described_name(name, plan.ranks.sharding.mesh))]
 
 
 def _sharding_table(sharding: Sharding) -> Table:

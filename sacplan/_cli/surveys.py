@@ -275,13 +275,18 @@ def layouts(
     hf: o.HfOptions,
     force: o.Force = False,
 ) -> Answer:
-    """Peak and time of a step, per rank, on each mesh of a number of devices: data, sharded and tensor parallel."""
+    """Peak and time of a step, per rank, on each mesh of a number of devices: data, sharded and tensor parallel.
+
+    The batch is of all ranks together. By default an hf: target gets one sample for each of them.
+    """
     import sacplan
 
     check_output(output, "plan", force=force)
     allowed = sources.check_early_of_device(asked)
     spec = sources.device_of(asked.device)
     with stage("loading"):
+        if hf.batch is None and target.startswith("hf:"):
+            hf = dataclasses.replace(hf, batch=devices)  # so that each way has a part for each rank
         loaded = load_target(target, sources.dtype_for(spec, target, hf))
     with stage("tracing and planning", long=True) as say, users_code(f"the step of {target}"):
         found = sacplan.layouts(

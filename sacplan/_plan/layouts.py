@@ -15,7 +15,7 @@ import torch
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.limits import budget_of_device
-from sacplan._plan.meshes import Spread, resolve_mesh, rows_of, spreads, tried
+from sacplan._plan.meshes import Spread, devices_of, names_by_role, resolve_mesh, rows_of, spreads, tried
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import plan
 from sacplan._profile.profile import Profile, Trace, profile
@@ -24,7 +24,6 @@ from sacplan._program.budget import format_bytes
 from sacplan._program.notebook import Section, as_html, frame_html
 from sacplan._program.progress import Progress, reported
 from sacplan._record.step import LossFn
-from sacplan._shard.mesh import Mesh
 from sacplan._shard.sharding import Sharding
 from sacplan._solve.solvers import Solver
 from sacplan.errors import InfeasibleBudget, PlanError
@@ -185,11 +184,11 @@ def layouts(
         BudgetError: a budget or headroom that cannot be read.
         PlanError: the step cannot be spread over any mesh of so many devices.
     """
-    if isinstance(devices, str) and "x" in devices:
-        devices, _, device = devices.partition("x")
-    if not str(devices).strip().isdigit() or isinstance(devices, bool) or int(devices) < 1:
-        raise PlanError(f"devices is {devices!r}; give how many, such as 8 or '8xh100'.")
-    n = int(devices)
+    if isinstance(devices, str) and "x" in devices and not isinstance(model, Profile):
+        number, _, device = map(str.strip, devices.partition("x"))
+        devices = number if device else devices
+    of_profile = isinstance(devices, str) and "x" in devices and isinstance(model, Profile)
+    n = devices_of(str(devices), model) if of_profile and isinstance(model, Profile) else _number(devices)
     with reported(progress, "layouts") as step:
         whole = (
             model
@@ -212,7 +211,7 @@ def layouts(
             add(_on_one_device(whole, on_rank))
         for mesh in resolve_mesh(n, whole) if n > 1 else ():
             try:
-                ways = list(spreads(whole, mesh, (0, budget_bytes) if search else (), _names(mesh)))
+                ways = list(spreads(whole, mesh, (0, budget_bytes) if search else (), names_by_role(mesh)))
             except PlanError as error:
                 refused.append(str(error))
                 continue
@@ -224,11 +223,11 @@ def layouts(
         return Layouts(tuple(rows), tuple(refused), n, whole.device, rows_of(whole), budget_bytes)
 
 
-def _names(mesh: Mesh) -> tuple[str, ...]:
-    """Those that are not also among those of another mesh."""
-    if len(mesh.axes) > 1:
-        return ("ddp + megatron", "fsdp + megatron")
-    return ("megatron",) if mesh.names == ("tp",) else ("ddp", "fsdp")
+def _number(devices: int | str) -> int:
+    text = str(devices).strip()
+    if isinstance(devices, bool) or not text.isdigit() or int(text) < 1:
+        raise PlanError(f"devices is {devices!r}; give how many, such as 8 or '8xh100'.")
+    return int(text)
 
 
 def _on_one_device(whole: Profile, planner: Callable[[Profile], Plan]) -> Layout:

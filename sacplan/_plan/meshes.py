@@ -67,6 +67,23 @@ def rows_of(profile: Profile) -> int:
     raise PlanError("the batch has no tensor with a dimension, so it cannot be spread over ranks.")
 
 
+def devices_of(text: str, profile: Profile) -> int:
+    """The number in ``"8xh100"``.
+
+    Raises:
+        PlanError: it cannot be read, or names another device than the profile's.
+    """
+    found = re.fullmatch(r"(\d+)\s*x\s*(\S+)", text.strip())
+    if found is None:
+        raise PlanError(f"{text!r} cannot be read as a number of devices; give '8x{profile.device}', or 8.")
+    if found[2] != profile.device.split()[0]:
+        raise PlanError(
+            f"{text!r} is of {found[2]}, and the profile is of a step on {profile.device}: make a profile with "
+            f"device={found[2]!r}, or give '{found[1]}x{profile.device.split()[0]}'."
+        )
+    return int(found[1])
+
+
 def resolve_mesh(mesh: Any, profile: Profile) -> tuple[Mesh, ...]:
     """The meshes that are asked for: one, or all of a number of devices.
 
@@ -78,17 +95,11 @@ def resolve_mesh(mesh: Any, profile: Profile) -> tuple[Mesh, ...]:
         PlanError: it is none of these, or names another device than the profile's.
     """
     if isinstance(mesh, str):
-        found = re.fullmatch(r"(\d+)\s*x\s*(\S+)", mesh.strip())
-        if found is None:
+        if "x" not in mesh:
             raise PlanError(
                 f"mesh {mesh!r} cannot be read; give '8x{profile.device}', 8, or {{'dp': 2, 'tp': 4}}."
             )
-        if found[2] != profile.device.split()[0]:
-            raise PlanError(
-                f"mesh {mesh!r} is of {found[2]}, and the profile is of a step on {profile.device}: make a profile "
-                f"with device={found[2]!r}."
-            )
-        mesh = int(found[1])
+        mesh = devices_of(mesh, profile)
     if isinstance(mesh, int) and not isinstance(mesh, bool) and mesh > 1:
         return meshes_of(mesh, profile.spec)
     return (Mesh.of(mesh),)
@@ -154,6 +165,25 @@ def _names(mesh: Mesh) -> tuple[str, ...]:
     if len(mesh.axes) == 1:
         return POLICIES
     return (*_DATA, *(f"{data} + {_TENSOR}" for data in _DATA))
+
+
+def names_by_role(mesh: Mesh) -> tuple[str, ...]:
+    """Of the names for a mesh of ``meshes_of``, those that use each axis for what it is called after."""
+    if len(mesh.axes) > 1:
+        return _names(mesh)[len(_DATA) :]
+    return (_TENSOR,) if mesh.names == ("tp",) else _DATA
+
+
+def described_name(name: str, mesh: Mesh) -> str:
+    """A way with a name, and what it does on which axis: ``"megatron (tensors cut over dp)"``."""
+    words = name.split(" + ")
+    if not set(words) <= set(POLICIES):
+        return name
+    axes = list(mesh.names)
+    tensor = [axes.pop()] if _TENSOR in words else []
+    parts = [f"batch cut over {' and '.join(axes)}"] if axes else []
+    parts += [f"tensors cut over {axis}" for axis in tensor]
+    return f"{name} ({', '.join(parts)})"
 
 
 def named_sharding(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, name: str) -> Sharding:
@@ -265,9 +295,18 @@ def _found(profile: Profile, mesh: Mesh) -> list[Spread]:
 
 
 def plan_on_meshes(
-    profile: Profile, mesh: Any, budget_bytes: int, plan_rank: Planner, quick: Planner
+    profile: Profile,
+    mesh: Any,
+    budget_of: Callable[[Profile], int],
+    plan_rank: Planner,
+    quick: Planner,
+    *,
+    is_share: bool = False,
 ) -> Plan:
     """The fastest plan on a mesh, or on any mesh of a number of devices, that holds a budget.
+
+    The budget is in bytes, for the profile of a rank. One that is a share differs from one way to another: it is of the
+    peak that a rank has without a plan, spread in this way.
 
     All ways are planned quickly, and those that come near the fastest carefully.
 
@@ -284,7 +323,8 @@ def plan_on_meshes(
     refused: list[str] = []
     for each in meshes:
         try:
-            ways += spreads(profile, each, (0, budget_bytes))
+            names = names_by_role(each) if isinstance(mesh, (int, str)) else None
+            ways += spreads(profile, each, (0,) if is_share else (0, budget_of(profile)), names)
         except PlanError as error:
             refused.append(str(error))
     if not ways:
@@ -298,11 +338,13 @@ def plan_on_meshes(
     best = min(found, key=lambda one: one.step_ms)
     if best.plan is not None:
         return best.plan
-    least = min(found, key=lambda one: one.smallest_bytes)
-    where = " or ".join(map(str, meshes))
+    least = min(found, key=lambda one: one.smallest_bytes / budget_of(one.spread.profile))
+    budget_bytes = budget_of(least.spread.profile)
+    where, unplanned = " or ".join(map(str, meshes)), format_bytes(least.spread.profile.peak_bytes)
+    of_what = f", the share of {unplanned} that a rank takes unplanned" if is_share else ""
     raise InfeasibleBudget(
-        f"no plan found keeps the step on mesh {where} under {format_bytes(budget_bytes)} on each rank. On a single "
-        f"device it takes {format_bytes(profile.peak_bytes)} unplanned. The smallest peak reached is "
+        f"no plan found keeps the step on mesh {where} under {format_bytes(budget_bytes)} on each rank{of_what}. On a "
+        f"single device it takes {format_bytes(profile.peak_bytes)} unplanned. The smallest peak reached is "
         f"{format_bytes(least.smallest_bytes)} ({least.smallest_bytes} bytes), spread as "
         f"{least.spread.name!r}; {least.binding} makes it. ",
         f"Give at least {exact_bytes(least.smallest_bytes)}, more ranks, or a smaller batch.",

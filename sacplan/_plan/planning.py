@@ -21,7 +21,7 @@ from sacplan._plan.search import Candidate, Search
 from sacplan._profile.optimizers import BY_NAME, recorded_step, with_optimizer, without_optimizer
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
-from sacplan._program.budget import exact_bytes, format_bytes
+from sacplan._program.budget import exact_bytes, format_bytes, is_share
 from sacplan._program.decisions import Accumulate
 from sacplan._program.program import Phase
 from sacplan._ranks.ranks import Ranks
@@ -96,8 +96,9 @@ def plan(
 
         mesh: spread the step over ranks, too: ``{"dp": 2, "tp": 4}``, the axis with the slowest links first. ``8`` or
             ``"8xh100"`` tries the meshes of so many devices and returns the fastest plan. The batch of the profile is
-            that of all ranks together. The budget bounds the peak of each rank; a share is one of the step on a single
-            device. ``Plan.ranks.sharding`` says where parameters lie. ``"shard"`` among the techniques says the same.
+            that of all ranks together. The budget bounds the peak of each rank; a share is one of the peak that a rank
+            has without a plan, in the way that the step is spread. ``Plan.ranks.sharding`` says where parameters lie.
+            ``"shard"`` among the techniques says the same.
 
     With pins ``Plan.lower_bound_ms`` is what no schedule undercuts that keeps what is pinned. A plan that takes more
     than the device has, since the budget is more, gives a ``SacplanWarning``.
@@ -123,10 +124,13 @@ def plan(
             )
         others = None if techniques is None else [name for name in techniques if name != SHARD]
 
+        def budget_of(rank: Profile) -> int:
+            return budget_of_step(budget, headroom, rank.spec, rank.peak_bytes)
+
         def on_rank(rank: Profile, solver: str | Solver | Rotor = solver) -> Plan:
             return plan(
                 rank,
-                f"{limit}B",
+                f"{budget_of(rank)}B",
                 solver,
                 objective,
                 keep=keep,
@@ -136,9 +140,9 @@ def plan(
             )
 
         quick = partial(on_rank, solver="greedy") if solver == "best" else on_rank
-        limit = budget_of_step(budget, headroom, profile.spec, profile.peak_bytes)
+        budget_of(profile)  # refused before anything is looked for
         with looking_for_plans():
-            found_plan = plan_on_meshes(profile, mesh, limit, on_rank, quick)
+            found_plan = plan_on_meshes(profile, mesh, budget_of, on_rank, quick, is_share=is_share(budget))
         return handed_out(_asked_for(found_plan, budget, headroom), profile.spec)
     asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units, accumulate)
     budget_bytes = budget_of_step(budget, headroom, profile.spec, asked.profile.peak_bytes)
