@@ -276,6 +276,30 @@ def test_plans_on_any_sharding_take_what_is_predicted(
         assert not seen.differences
 
 
+class Positions(nn.Module):
+    """Rows of a parameter by index, as Whisper has its positions: autograd writes their gradient in place, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(64, 32), nn.Parameter(torch.randn(16, 32))
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.positions[torch.arange(16).expand(4, 16)]
+        return self.down(F.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_gradients_of_rows_by_index_take_what_is_predicted(device: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Positions(), torch.randint(0, 64, (4, 16))
+    profile = sacplan.profile(model, batch, mean_square, device=device)
+    for seed in range(3):
+        on_ranks = profile.on_ranks(Ranks.spread(drawn_sharding(profile, {"dp": 2, "tp": 2}, 0.5, seed)))
+        plan = sacplan.plan_smallest(on_ranks, techniques=("recompute",))
+        assert sacplan.verify(model, batch, plan, mean_square).peak_bytes == plan.peak_bytes
+
+
 @pytest.mark.parametrize(
     ("model", "axes"),
     [

@@ -254,8 +254,8 @@ class _Rank:
         self.running, self.index = f"{op.name} in {self._module(op)}", index
         if op.name == READS_NUMBER:
             return  # the few bytes that ranks would add up for it are left out
-        if accumulates(op):
-            op = msgspec.structs.replace(op, name=_ADD, mutates=())
+        if name := out_of_place(op):
+            op = msgspec.structs.replace(op, name=name, mutates=())
         have = [self._layout(t) for t in op.inputs]
         if op.mutates and self._changes_shape_of_placed(op):
             raise PlanError(
@@ -761,16 +761,23 @@ def _of_one_node(op: Op, following: Op) -> bool:
     return op.forward_of >= 0 and (op.phase, op.forward_of) == (following.phase, following.forward_of)
 
 
-_ADD = "aten.add.Tensor"
+def out_of_place(op: Op) -> str:
+    """The op that autograd runs on ranks where it was recorded to write in place; empty if that is the same one.
 
-
-def accumulates(op: Op) -> bool:
-    """Whether autograd adds up gradients: in place, but not where they are of a subclass of ``Tensor``."""
-    same = len(op.inputs) == 2 and op.arguments == _TWO_TENSORS
-    return op.phase == Phase.BACKWARD and op.name == "aten.add_.Tensor" and same
+    On tensors of a subclass it adds up gradients, and makes those of ``weight[indices]``, without writes in place
+    (``areAnyTensorSubclassLike`` in torch/csrc/autograd).
+    """
+    if op.phase != Phase.BACKWARD:
+        return ""
+    if op.name == "aten.add_.Tensor" and len(op.inputs) == 2 and op.arguments == _TWO_TENSORS:
+        return "aten.add.Tensor"
+    if op.name == "aten._index_put_impl_.default" and op.arguments.endswith(_ACCUMULATE):
+        return "aten.index_put.default"
+    return ""
 
 
 _TWO_TENSORS = '[[{"tensor":0},{"tensor":1}],{}]'
+_ACCUMULATE = "},true],{}]"
 _RESHAPE = "aten.reshape.default"
 
 
