@@ -1,6 +1,6 @@
 """The pictures of the documentation, from real runs: nothing in them is drawn by hand.
 
-    python docs/make_images.py     # into docs/images and docs/samples (a minute or two, no GPU)
+    python docs/make_images.py     # into docs/images and docs/samples (some minutes, no GPU)
 
 GPT-2 and ResNet-50 of transformers, bfloat16, on the meta device, planned for an H100. Needs
 ``pip install 'sacplan[highs,plot]'`` and transformers. ``docs/images/frontier.png`` is made by
@@ -22,7 +22,7 @@ import sacplan
 
 IMAGES = Path(__file__).parent / "images"
 SAMPLES = Path(__file__).parent / "samples"
-DPI = 130
+DPI = 160
 
 
 def gpt2() -> tuple[torch.nn.Module, Any]:
@@ -70,7 +70,7 @@ def main() -> None:
     profile = sacplan.profile(model, batch, device="h100", optimizer=torch.optim.AdamW)
     plan = sacplan.plan(profile, "70%")
     curve = sacplan.frontier(profile)
-    save(sacplan.memory_figure(profile, plan), out / "memory_gpt2.png")
+    save(sacplan.memory_figure(profile, plan, columns=1), out / "memory_gpt2.png")
     save(sacplan.frontier_figure(profile, curve, plan), out / "frontier_gpt2.png")
     save(sacplan.tradeoff_figure(profile, most=3), out / "tradeoffs_gpt2.png")
     say(sacplan.write_report(SAMPLES / "gpt2.html", profile, plan, curve))
@@ -80,7 +80,7 @@ def main() -> None:
     profile = sacplan.profile(model, batch, device="h100", optimizer=torch.optim.SGD)
     plan = sacplan.plan(profile, "60%")
     curve = sacplan.frontier(profile, points=6, policies=False)
-    save(sacplan.memory_figure(profile, plan), out / "memory_resnet50.png")
+    save(sacplan.memory_figure(profile, plan, columns=1), out / "memory_resnet50.png")
     save(sacplan.frontier_figure(profile, curve, plan), out / "frontier_resnet50.png")
     say(profile, plan, curve.to_string())
 

@@ -500,3 +500,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert not loaded, f"{path.relative_to(tmp_path)} loads {loaded}"
     inventory = json.loads((tmp_path / "search" / "search_index.json").read_text(encoding="utf-8"))
     assert any(doc["location"].endswith("#sacplan.plan") for doc in inventory["docs"])
+
+
+def test_the_reference_has_an_index_of_its_pages() -> None:
+    index = (DOCS / "api" / "index.md").read_text(encoding="utf-8")
+    pages = {path.name for path in (DOCS / "api").glob("*.md")} - {"index.md"}
+    assert set(re.findall(r"\]\((\w+\.md)\)", index)) == pages

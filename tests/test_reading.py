@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import sacplan
 from sacplan._cli.app import app
 from sacplan._plan.reading import difference, read_layers, together
+from sacplan._program.names import folded_names
 from sacplan._program.notebook import Section
 from tests.plans import discarding
 
@@ -232,3 +233,9 @@ def test_show_and_diff(profile: sacplan.Profile, gelus: sacplan.Plan, tmp_path) 
 def test_text_folds_beside_its_label() -> None:
     text = Section("title", (("a", "one two three four"), ("longer", "x"))).text(20)
     assert text == "title\n  a       one two\n          three four\n  longer  x"
+
+
+def test_modules_that_are_alike_have_one_name() -> None:
+    mlps = [f"model.layers.{i}.mlp" for i in range(32)]
+    assert folded_names(["lm_head", *mlps, ""]) == ("lm_head", "model.layers.0-31.mlp", "")
+    assert folded_names([*mlps[:2], mlps[5]]) == ("model.layers.{0-1,5}.mlp",)

@@ -23,6 +23,7 @@ from torch import nn
 
 import sacplan
 from sacplan._advice.alive import alive_at
+from sacplan._program.budget import format_bytes
 from sacplan._program.elements import pattern_of
 from sacplan._program.names import numbers_of, pattern_over, short_op
 from sacplan._program.places import ops_of
@@ -385,7 +386,9 @@ def test_the_stack_is_what_is_alive(gpu: SimpleNamespace) -> None:
         assert np.allclose(alive[:-1], line.live_bytes, atol=1)
         top = max(area.get_path().vertices[:, 1].max() for area in axis.patches)
         assert top * 2**20 == pytest.approx(line.peak_bytes)
-        assert drawn[f"budget {format_bytes(gpu.plan.budget_bytes)}"].get_ydata()[0] * 2**20 == pytest.approx(gpu.plan.budget_bytes)
+        assert drawn[f"budget {format_bytes(gpu.plan.budget_bytes)}"].get_ydata()[0] * 2**20 == pytest.approx(
+            gpu.plan.budget_bytes
+        )
         assert drawn["peak"].get_ydata()[0] * 2**20 == pytest.approx(line.peak_bytes)
         assert axis.get_xlim()[1] >= gpu.profile.step_ms + gpu.plan.recompute_ms
     assert len(memory_figure(gpu.profile).axes) == 1
@@ -407,12 +410,16 @@ def test_the_frontier_shows_every_row(gpu: SimpleNamespace) -> None:
     for solver, rows in gpu.frame[gpu.frame["status"] != "policy"].groupby("solver"):
         assert sorted(drawn[solver].get_xdata() * 2**20) == pytest.approx(sorted(rows["peak_bytes"]))
         assert sorted(drawn[solver].get_ydata() / 100) == pytest.approx(sorted(rows["recompute_share"]))
-    named = {text.get_text() for text in axis.texts}
-    assert named == {*gpu.frame["solver"][gpu.frame["status"] == "policy"], "this plan"}
     (legend,) = figure.legends
-    solvers = {text.get_text() for text in legend.get_texts()} - {"lower bound"}
+    named = {text.get_text() for text in legend.get_texts()}
+    policies = {*gpu.frame["solver"][gpu.frame["status"] == "policy"]}
+    assert named >= {*policies, "this plan"}
+    marks = {line.get_label(): line.get_marker() for line in axis.lines if line.get_label() in policies}
+    assert len({*marks.values()}) == len(policies)  # each can be told from the others
+    assert not axis.texts  # on the lines, there is no room for any
+    solvers = named - {"lower bound", "this plan", *policies}
     assert solvers == {*gpu.frame["solver"][gpu.frame["status"] != "policy"]}
-    assert drawn["the plan"].get_xdata()[0] * 2**20 == pytest.approx(gpu.plan.peak_bytes)
+    assert drawn["this plan"].get_xdata()[0] * 2**20 == pytest.approx(gpu.plan.peak_bytes)
 
 
 def test_equal_layers_have_one_curve(gpu: SimpleNamespace) -> None:

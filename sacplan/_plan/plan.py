@@ -21,6 +21,7 @@ from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import Chunk, Decision, Recompute, Site, discarded_by
 from sacplan._program.files import Count, Milliseconds, Name, Positive, Share
 from sacplan._program.fingerprint import Fingerprint
+from sacplan._program.names import folded_names
 from sacplan._program.notebook import as_html
 from sacplan._program.places import OpSequence, ops_of
 from sacplan._program.program import CallSite
@@ -174,7 +175,8 @@ class Plan(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=Tr
         """Why gradients are what ``gradients`` says, in words."""
         if not self.chunks:
             return "what is recomputed runs the same kernels on the same values"
-        units = ", ".join(dict.fromkeys(chunk.unit or "the model" for chunk in self.chunks))
+        named = folded_names(dict.fromkeys(chunk.unit for chunk in self.chunks))
+        units = ", ".join(name or "the model" for name in named)
         return f"those of parameters in {units} are added up slice by slice, and kernels may round slices otherwise"
 
     @property

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import Chunk
 from sacplan._program.elements import pattern_of
-from sacplan._program.names import numbers_of, short_op
+from sacplan._program.names import folded_names, one_name, short_op
 from sacplan._program.notebook import Section
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Program
@@ -102,15 +102,7 @@ def together(layers: Sequence[str]) -> str:
     """Layers that differ in one number, as one name."""
     if len(layers) == 1:
         return layers[0] or ITSELF
-    return f"{_one_name(layers)} ({len(layers)} layers)"
-
-
-def _one_name(names: Sequence[str]) -> str:
-    """Names of one pattern: with the numbers by which they differ, or ``*`` where several do."""
-    numbers = numbers_of(names).replace("–", "-").replace(", ", ",") if len(names) > 1 else ""
-    shown = f"{{{numbers}}}" if "," in numbers else numbers or "*"
-    columns = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(parts[0] if len(set(parts)) == 1 else shown for parts in columns)
+    return f"{one_name(layers)} ({len(layers)} layers)"
 
 
 def read_layers(plan: Plan) -> list[LayerReading]:
@@ -222,20 +214,13 @@ def _parts(values: Iterable[_Value]) -> tuple[Part, ...]:
     parts = [
         Part(
             ops,
-            _folded_names([module for module, _ in same]),
+            folded_names([module for module, _ in same]),
             _sum(value.n_bytes for _, own in same for value in own),
             _sum(value.ms for _, own in same for value in own),
         )
         for (ops, _), same in alike.items()
     ]
     return tuple(sorted(parts, key=lambda part: (-(part.n_bytes or 0), -(part.ms or 0.0))))
-
-
-def _folded_names(modules: Sequence[str]) -> tuple[str, ...]:
-    by_pattern: dict[str, list[str]] = defaultdict(list)
-    for module in modules:
-        by_pattern[pattern_of(module)].append(module)
-    return tuple(_one_name(same) for same in by_pattern.values())
 
 
 def _ops_in_words(values: Iterable[_Value]) -> str:

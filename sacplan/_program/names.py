@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
+from sacplan._program.elements import pattern_of
 from sacplan._program.program import ROOT_SCOPE, Phase, Program
 
 OUTSIDE = "(outside the model)"
@@ -53,6 +55,22 @@ def numbers_of(fqns: Iterable[str]) -> str:
     grouped = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     runs = [[n for _, n in run] for _, run in grouped]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
+def one_name(names: Sequence[str]) -> str:
+    """Names of one pattern: with the numbers by which they differ, or ``*`` where several do."""
+    numbers = numbers_of(names).replace("–", "-").replace(", ", ",") if len(names) > 1 else ""
+    shown = f"{{{numbers}}}" if "," in numbers else numbers or "*"
+    columns = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(parts[0] if len(set(parts)) == 1 else shown for parts in columns)
+
+
+def folded_names(modules: Iterable[str]) -> tuple[str, ...]:
+    """One name for modules of the same pattern: ``model.layers.0-31.mlp``."""
+    by_pattern: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        by_pattern[pattern_of(module)].append(module)
+    return tuple(one_name(same) for same in by_pattern.values())
 
 
 def module_of(program: Program, op: int) -> str | None:

@@ -49,6 +49,8 @@ _THIN = 1 / 400  # of the highest peak: what is never more is under a pixel high
 _NAMED = 0.075  # of the height: what a band needs for its name to stand in it
 _LETTER = 0.62  # width of a letter, about, in font sizes
 _FONT = 8.5
+_MARKS = ("x", "^", "s", "v", "D", "P", "*", "<", ">")  # of policies
+_HANDLE = 7  # letters that the line or mark beside a name in a legend takes
 _ABOVE = 10.0  # points from a peak up to its name: a budget may lie right on it
 _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
@@ -199,7 +201,7 @@ def draw_memory(
         for unused in grid.ravel()[len(panels) :]:
             unused.set_axis_off()
         axes[0].set_xlim(0, x_ms)
-        axes[0].set_ylim(0, highest / unit_bytes * 1.2)
+        axes[0].set_ylim(0, highest / unit_bytes * 1.25)
         for i, (axis, panel) in enumerate(zip(axes, panels, strict=True)):
             if i % columns == 0:
                 axis.set_ylabel(f"alive, {unit}")
@@ -241,7 +243,7 @@ def draw_memory(
 
 @checked(PlanError)
 def frontier_figure(profile: ProfileOrPath, frame: pd.DataFrame, plan: PlanOrPath | None = None) -> Figure:
-    """Peak of the step against what it costs: solvers as lines, named policies as crosses, the bound dotted.
+    """Peak of the step against what it costs: solvers as lines, named policies as marks, the bound dotted.
 
     The cost is that of recomputation and, where plans have chunks, of these; there is no bound over all slices then.
 
@@ -271,14 +273,20 @@ def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size
     with _style() as new_figure:
         figure = new_figure(figsize=size, layout="constrained")
         axis = figure.subplots()
-        labels: list[Label] = []
         if plan is not None:
             peak, share = plan.peak_bytes / unit_bytes, (plan.recompute_ms + plan.added_ms) / step_ms * 100
             bound.loc[peak] = plan.lower_bound_ms
             axis.plot(
-                peak, share, "o", markersize=11, fillstyle="none", color=MARK, label="the plan", zorder=3
+                peak,
+                share,
+                "o",
+                markersize=11,
+                fillstyle="none",
+                color=MARK,
+                label="this plan",
+                linestyle="",
+                zorder=3,
             )
-            labels.append((peak, share, "this plan", MARK))
         bound = bound.sort_index() / step_ms * 100
         if not chunks:  # it falls with the peak: between two points, that of the larger one still holds
             axis.plot(
@@ -297,15 +305,16 @@ def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size
                 rows["peak"], rows["share"], "o", color=colour, markersize=4, linewidth=1.4,
                 linestyle=(0, dashes) if dashes else "-", label=str(solver), drawstyle="steps-post",
             )  # fmt: skip
-        axis.plot(policies["peak"], policies["share"], "x", color=INK, markersize=5, label="policies")
-        labels += [(row.peak, row.share, row.solver, INK) for row in policies.itertuples()]
+        # Names are in the legend: between the lines there is no room for them.
+        for i, row in enumerate(policies.itertuples()):
+            mark = _MARKS[i % len(_MARKS)]
+            axis.plot(row.peak, row.share, mark, color=INK, markersize=6, label=row.solver, linestyle="")
         axis.set_ylim(bottom=min(0.0, float(frame["share"].min())))
         axis.set_xlabel(f"peak of the step, {unit}")
         axis.set_ylabel(f"recomputation{' and chunks' if chunks else ''}, % of the step's time")
-        lines = [line for line in axis.lines if line.get_label() not in ("the plan", "policies")]
-        figure.legend(handles=lines, loc="outside lower center", ncols=3)
-        figure.draw_without_rendering()
-        _place(axis, labels)
+        widest = max(len(str(line.get_label())) for line in axis.lines) + _HANDLE
+        columns = max(1, min(4, int(size[0] * 72 / (widest * _LETTER * _FONT))))
+        figure.legend(handles=axis.lines, loc="outside lower center", ncols=columns)
     return figure
 
 

@@ -46,7 +46,8 @@ from sacplan.errors import PlanError
 if TYPE_CHECKING:
     import pandas as pd
 
-_CHART, _SMALL_CHART = (4.7, 3.3), (3.1, 2.3)  # inches; the page stretches them to 1.1 to 1.9 times that
+# Inches; the page stretches them to 1.1 to 1.9 times that.
+_CHART, _FRONTIER, _SMALL_CHART = (4.4, 3.7), (4.4, 4.2), (3.1, 2.3)
 _ALIVE_ROWS = 10
 _BLOCKED_ROWS = 6
 _MOST_ROWS = 250  # of the table of modules; those that matter least are summed up
@@ -336,7 +337,7 @@ def _moments(profile: Profile, panel: Panel, x_max: float) -> dict[str, Any]:
 def _frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None) -> dict[str, Any]:
     said = "Peak of the step against recomputation, for every solver and policy; the figures are in the table below."
     return {
-        "svg": Markup(inline_svg(draw_frontier(profile, frame, plan, _CHART), said, "frontier")),
+        "svg": Markup(inline_svg(draw_frontier(profile, frame, plan, _FRONTIER), said, "frontier")),
         "chunks": has_chunks(frame),
         "rows": list(check_frontier(frame).sort_values(["solver", "peak_bytes"], kind="stable").itertuples()),
     }
