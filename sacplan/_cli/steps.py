@@ -199,10 +199,9 @@ def verify(
             f"--run real: {plan_file} is for {show.ranks_text(plan.ranks)}, but the whole model would run here. Use "
             "--run fake, whose step is that of one rank."
         )
-    if target.startswith("hf:"):
-        hf = sources.as_planned(hf, plan, plan_file)
+    options = sources.as_planned(hf, plan, plan_file) if target.startswith("hf:") else hf
     with stage("loading"):
-        loaded = load_target(target, hf, _real_place() if run == "real" else "meta")
+        loaded = load_target(target, options, _real_place() if run == "real" else "meta")
     facts = {"command": "verify", **show.target_facts(loaded)}
     try:
         seen = sources.verified(loaded, plan, run)

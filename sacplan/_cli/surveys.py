@@ -162,10 +162,9 @@ def report(
     if plan is None or is_json_file(source):
         read = sources.profile_of(source, step, hf)
     else:
-        if source.startswith("hf:"):
-            hf = sources.as_planned(hf, plan, str(plan_file))
+        options = sources.as_planned(hf, plan, str(plan_file)) if source.startswith("hf:") else hf
         recorded = sources.step_as_planned(step, plan, str(plan_file))
-        read = sources.profile_of(source, recorded, hf, plan)
+        read = sources.profile_of(source, recorded, options, plan)
         if step.world_size is None:
             read = dataclasses.replace(read, profile=read.profile.on_ranks(plan.ranks))
     profile = read.profile
