@@ -250,7 +250,8 @@ def test_where_there_is_one_length_none_is_the_longest() -> None:
 def test_parts_of_the_peak_of_an_optimizer_add_up() -> None:
     """What lets one search for plans serve all optimizers: its state is added, or its own step is the peak."""
     model, spec = LM(layers=2, vocab=1024, dropout=0.0), resolve_device("h100")
-    search = _Search(model, lambda n: tokens(n, 64, 1024), cross_entropy, "adamw", spec, 2**30, 8, None, None)
+    made, budget = lambda n: tokens(n, 64, 1024), 2**30
+    search = _Search(model, made, cross_entropy, "adamw", spec, budget, False, 8, None, None)
     for name, (state, own, ms) in search.own.items():
         whole = search.recorded(8, None, BY_NAME[name].make)
         assert max(search.base.peak_bytes + state, own) == whole.peak_bytes
