@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.transformer import Transformer
-from sacplan._device.cublas import library_workspace_bytes, workspaces_stay
 from sacplan._device.attention import AttentionCall, attention_backend, cudnn_promoted
+from sacplan._device.cublas import library_workspace_bytes, workspaces_stay
 from sacplan._device.devices import resolve_device
 from sacplan._device.kernel_workspaces import kernel_workspace_bytes
 from sacplan._device.kernels import active_device, device_kernels, fake_device
