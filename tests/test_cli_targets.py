@@ -177,7 +177,7 @@ def test_a_directory_with_a_configuration(tmp_path: Path) -> None:
     ("name", "options", "said"),
     [
         ("gpt22", HfOptions(), "hf:openai-community/gpt2"),
-        ("someone/unknown-to-us", HfOptions(), "meta-llama/Meta-Llama-3-8B"),
+        ("someone/unknown-to-us", HfOptions(), "meta-llama: .*Meta-Llama-3-8B"),
         ("missing/config.json", HfOptions(), "no such file"),
         ("gpt2", HfOptions(seq=2048), "positions for 1024"),
         ("ViT-B/16", HfOptions(seq=64), "reads images"),
