@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -277,3 +278,42 @@ def test_an_infeasible_budget_says_what_another_adam_would_reach() -> None:
     with pytest.raises(sacplan.InfeasibleBudget) as info:
         sacplan.plan(sgd, "1KiB")
     assert "AdamW" not in str(info.value)
+
+
+class InParts(nn.Module):
+    """Its loss calls the parts, and never the model: no module is around all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(99, 32)
+        self.body = nn.Sequential(
+            *(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3))
+        )
+        self.head = nn.Linear(32, 99)
+
+
+def loss_of_parts(model: InParts, batch: torch.Tensor) -> torch.Tensor:
+    hidden = model.body(model.embed(batch).tanh())
+    return nn.functional.cross_entropy(model.head(hidden.sin()).flatten(0, 1), batch.flatten())
+
+
+def test_a_loss_that_calls_parts_of_the_model() -> None:
+    torch.manual_seed(0)
+    model, batch = InParts(), torch.randint(0, 99, (4, 96))
+    profile = sacplan.profile(model, batch, loss_of_parts, device="cpu")
+    assert profile.program.outermost_modules == ("embed", "body", "head")
+    assert len(sacplan.frontier(profile))
+    assert sacplan.advise(profile)
+    for plan in (sacplan.plan_smallest(profile), sacplan.plan(profile, "90%")):
+        assert plan.discarded
+        for run in ("fake", "real"):
+            seen = sacplan.verify(model, batch, plan, loss_of_parts, run=run)  # type: ignore[arg-type]
+            assert seen.peak_bytes == plan.peak_bytes
+            assert not seen.differences
+        gradients = []
+        for planned in (False, True):
+            model.zero_grad()
+            with sacplan.apply(model, plan) if planned else contextlib.nullcontext():
+                loss_of_parts(model, batch).backward()
+            gradients.append([p.grad for p in model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -247,6 +247,15 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unkno
             yield scope
             scope = self.scopes[scope].parent
 
+    @cached_property
+    def outermost_modules(self) -> tuple[str, ...]:
+        """The modules that no other one calls: the model itself, or parts of it that a loss function calls."""
+        return tuple(dict.fromkeys(scope.fqn for scope in self.scopes if scope.parent == ROOT_SCOPE))
+
+    def outermost_module(self, scope: int) -> str | None:
+        """The one of them in which a module call is; None outside of all."""
+        return None if scope == ROOT_SCOPE else self.scopes[(scope, *self.ancestors(scope))[-1]].fqn
+
     def common_scope(self, scopes: Iterable[int]) -> int:
         """The innermost module call that all these are in or are, or -1."""
         common: list[int] | None = None

@@ -74,7 +74,7 @@ class _Tree:
             if parent is not None and parent != scope.fqn:
                 children[parent][scope.fqn] = None
         self.children = {fqn: tuple(found) for fqn, found in children.items()}
-        self.roots = tuple(dict.fromkeys(s.fqn for s in program.scopes if s.parent == ROOT_SCOPE))
+        self.roots = program.outermost_modules
 
     def members(self, fqn: str) -> tuple[tuple[int, ...], ...]:
         """The forward ops of a module, one group for each call site."""
@@ -155,7 +155,9 @@ def partition(program: Program, pins: Pins) -> tuple[list[Part], frozenset[str]]
             members = tuple(group for group in members if owned.isdisjoint(group))
             rest.append(Part(fqn, members, once, "" if once else None))
         elif once or not tree.called_once_around(fqn):
-            whole.append(Part(fqn, members, once, fqn.rpartition(".")[0] if once else None))
+            # Around modules of which nothing calls several in turn, no unit can be: they are not joined.
+            alone = not once or (fqn in tree.roots and len(tree.roots) > 1)
+            whole.append(Part(fqn, members, once, None if alone else fqn.rpartition(".")[0]))
         else:  # a shared layer: each of its calls is a part
             for ops in tree.calls(fqn):
                 ops = [op for op in ops if op not in owned]
@@ -171,20 +173,24 @@ def partition(program: Program, pins: Pins) -> tuple[list[Part], frozenset[str]]
 
 
 def _attached(program: Program, whole: list[Part], rest: list[Part]) -> list[Part]:
-    """Ops outside of the parts go to the part before them, those before the first to the first."""
+    """Ops outside of the parts go to the part before them, those before the first to the first; within one root."""
     whole = sorted(whole, key=lambda part: part.members[0][0])
     single = [part for part in whole if part.once]
-    starts = [part.members[0][0] for part in single]
+    numbers: dict[str | None, list[int]] = defaultdict(list)  # by root, its single parts
+    for i, part in enumerate(single):
+        numbers[_root_of(program, part)].append(i)
     added: dict[int, list[int]] = defaultdict(list)
     left: list[Part] = []
     for part in rest:
         if not part.members:
             continue
-        if not (part.once and single):
+        near = numbers[_root_of(program, part)]
+        if not (part.once and near):
             left.append(replace(part, once=False, family=None))
             continue
+        starts = [single[i].members[0][0] for i in near]
         for (op,) in part.members:
-            added[max(0, bisect_right(starts, op) - 1)].append(op)
+            added[near[max(0, bisect_right(starts, op) - 1)]].append(op)
     found = [part for part in whole if not part.once] + left
     for i, part in enumerate(single):
         ops = sorted([*(op for (op,) in part.members), *added[i]])
@@ -192,6 +198,11 @@ def _attached(program: Program, whole: list[Part], rest: list[Part]) -> list[Par
             part = Part(_unit_of(program, ops), tuple((op,) for op in ops), True, part.family)
         found.append(part)
     return sorted(found, key=lambda part: part.members[0][0])
+
+
+def _root_of(program: Program, part: Part) -> str | None:
+    """The outermost module in which a part runs."""
+    return program.outermost_module(program.ops[part.members[0][0]].scope)
 
 
 def _unit_of(program: Program, ops: Iterable[int]) -> str:

@@ -117,15 +117,18 @@ class Regions:
         """Ops whose outputs are saved, or read by what may run again, where no unit can be around both."""
         program, pins = self.program, self._pins
         found: set[int] = set()
-        if pins.widest_units is None:
+        if pins.widest_units is not None:
+            widest_unit: Callable[[int], object] = pins.widest_unit
+        elif len(program.outermost_modules) > 1:  # the loss calls parts of the model, not the model
+            widest_unit = program.outermost_module
+        else:
             return found
         for s, op in program.writer.items():
             if program.ops[op].phase != Phase.FORWARD or op in pins.kept_ops:
                 continue
             users = {program.ops[i].scope for i in self.program.readers.get(s, ()) if i not in pins.kept_ops}
             users.update(self._packed.get(s, ()))
-            widest_unit = pins.widest_unit(program.ops[op].scope)
-            if any(pins.widest_unit(scope) != widest_unit for scope in users):
+            if {widest_unit(scope) for scope in users} - {widest_unit(program.ops[op].scope)}:
                 found.add(op)
         return found
 
