@@ -39,7 +39,8 @@ class StandIn:
         fqn: its name in the model.
 
     Attributes:
-        replaced: what somebody else had put in that place before.
+        replaced: what had been put in that place before: by somebody else, or by another technique of the same plan,
+            since a module may run in slices and discard what they make.
     """
 
     def __init__(self, module: torch.nn.Module, fqn: str) -> None:
@@ -56,7 +57,15 @@ class StandIn:
         """One for a replica, which may run on another thread."""
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__, module=replica)
+        if isinstance(self.replaced, StandIn):
+            other.replaced = self.replaced.for_replica(replica)
         return other
+
+    @property
+    def replaced_by_others(self) -> Callable[..., Any] | None:
+        """What somebody else had put there before the plan: ``replaced``, below all of the plan's own stand-ins."""
+        below = self.replaced
+        return below.replaced_by_others if isinstance(below, StandIn) else below
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -120,9 +129,15 @@ class InstalledStandIns:
         self._differences.clear()
 
     def check_removable(self) -> None:
-        """``PlanError`` where somebody replaced a forward again."""
+        """``PlanError`` where somebody replaced a forward again.
+
+        The stand-in of another technique may lie over this one: they are of one plan, and removed from the top.
+        """
         for planned in self._planned:
-            if planned.module.__dict__.get("forward") is not planned:
+            found = planned.module.__dict__.get("forward")
+            while isinstance(found, StandIn) and found is not planned:
+                found = found.replaced
+            if found is not planned:
                 raise PlanError(
                     f"the forward of module {planned.fqn!r} was replaced after the plan was applied. Undo that "
                     "first, then remove the plan."
@@ -145,15 +160,18 @@ def put_on(module: torch.nn.Module, stand_in: StandIn) -> None:
 def take_off(module: torch.nn.Module, stand_in: StandIn) -> None:
     """Undo ``put_on``."""
     _clear(module.__dict__, stand_in)
+    if isinstance(stand_in.replaced, StandIn):
+        put_on(module, stand_in.replaced)
 
 
 def _clear(attributes: dict[str, Any], stand_in: StandIn) -> None:
+    """Take the plan out of the attributes of a module, or of a copy of it."""
     for name in ("__getstate__", "_replicate_for_data_parallel", _CARRIER):
         attributes.pop(name, None)
     if attributes.get("forward") is stand_in:
         del attributes["forward"]
-        if stand_in.replaced is not None:
-            attributes["forward"] = stand_in.replaced
+        if stand_in.replaced_by_others is not None:
+            attributes["forward"] = stand_in.replaced_by_others
 
 
 class _Replicate:
@@ -167,7 +185,7 @@ class _Replicate:
         replica: torch.nn.Module = type(self._module)._replicate_for_data_parallel(self._module)
         planned = replica.__dict__.get("forward") is self._stand_in
         _clear(replica.__dict__, self._stand_in)
-        if planned and self._stand_in.replaced is None:
+        if planned and self._stand_in.replaced_by_others is None:
             put_on(replica, self._stand_in.for_replica(replica))
         return replica
 
@@ -204,8 +222,9 @@ class _Carrier:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Where the state becomes a shallow copy."""
-        assert self._stand_in.replaced is not None
-        return self._stand_in.replaced(*args, **kwargs)
+        replaced = self._stand_in.replaced_by_others
+        assert replaced is not None
+        return replaced(*args, **kwargs)
 
 
 def _carried(module: torch.nn.Module, stand_in: StandIn) -> StandIn:
