@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +19,9 @@ from sacplan._chunk.families import merged
 from sacplan._chunk.rest import CannotChunk, training_chunk
 from sacplan._plan.planning import _Asked
 from sacplan._program.decisions import Chunk
+from sacplan._program.program import CallSite
 from sacplan._techniques import rewritten
+from tests.plans import discarding
 from tests.test_chunk_memory import fake
 
 BOTH = ("recompute", "chunk")
@@ -222,3 +227,90 @@ def test_gradients_in_half_precision_are_added_up_as_asked() -> None:
     assert peaks["parameter"] < peaks["float32"]
     with pytest.raises(sacplan.PlanError, match="known are 'parameter' and 'float32'"):
         sacplan.plan_smallest(profile, accumulate="double")  # type: ignore[arg-type]
+
+
+class Residual(nn.Module):
+    """Under autocast all of it runs in slices: the sum's gradient is cast for one of its inputs."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def residual_net() -> Net:
+    torch.manual_seed(0)
+    net = Net(0)
+    net.layers = nn.ModuleList(Residual(32) for _ in range(2))
+    return net
+
+
+def under_autocast(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return loss_fn(model, x)
+
+
+def plan_of_both(profile: sacplan.Profile, *chunks: Chunk) -> sacplan.Plan:
+    """Layers in slices, and of each the cast of a weight discarded that only the backward pass reads."""
+    cast = CallSite("aten._to_copy.default", 1, "mlp.2")
+    sites = {chunk.unit: [] for chunk in chunks} | {f"layers.{i}": [cast] for i in range(2)}
+    sliced = rewritten(profile.program, chunks, profile.spec)
+    plan = discarding(sacplan.policy("none", profile=profile), sites, replace(profile, recorded=sliced))
+    decisions = (*chunks, *plan.decisions)
+    peak_bytes = rewritten(profile.program, decisions, profile.spec).footprint.peak_bytes
+    return msgspec.structs.replace(plan, decisions=decisions, peak_bytes=peak_bytes)
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+def test_a_layer_in_slices_that_discards_casts_takes_what_is_predicted(slices: int) -> None:
+    batch = torch.randint(0, VOCAB, (4, 96))
+    profile = sacplan.profile(residual_net(), batch, under_autocast, device="cpu")
+    layers = [Chunk(f"layers.{i}", "module", slices, 1) for i in range(2)]
+    for chunks in ([layers[0]], layers, [*layers, Chunk("head", "rest", 16, 1)]):
+        plan = plan_of_both(profile, *chunks)
+        for run in ("fake", "real"):
+            seen = sacplan.verify(residual_net(), batch, plan, under_autocast, run=run)  # type: ignore[arg-type]
+            assert seen.peak_bytes == plan.peak_bytes
+            assert not seen.differences
+
+
+def test_layers_of_a_list_are_alike() -> None:
+    profile = sacplan.profile(residual_net(), torch.randint(0, VOCAB, (4, 96)), under_autocast, device="cpu")
+    found = module_chunks(profile.program, profile.program.calls["layers.1"][0], profile.spec)
+    assert [each.unit for each in found] == ["layers.0", "layers.1"]
+
+
+def test_a_handle_on_a_module_with_both_is_removed() -> None:
+    """One stand-in lies over the other; copies have both, and shallow ones none."""
+    model, batch = residual_net(), torch.randint(0, VOCAB, (4, 96))
+    profile = sacplan.profile(model, batch, under_autocast, device="cpu")
+    plan = plan_of_both(profile, Chunk("layers.0", "module", 2, 1))
+    before = {name: set(module.__dict__) for name, module in model.named_modules()}
+    handle = sacplan.apply(model, plan)
+    assert handle.units.count("layers.0") == 2
+
+    twin, shallow = copy.deepcopy(model), copy.copy(model.layers[0])
+    over = twin.layers[0].forward
+    assert over.module is over.replaced.module is twin.layers[0]
+    assert "forward" not in shallow.__dict__
+    replica = model.layers[0]._replicate_for_data_parallel()
+    assert replica.forward.module is replica.forward.replaced.module is replica
+
+    def gradients(net: nn.Module) -> list[torch.Tensor]:
+        net.zero_grad()
+        under_autocast(net, batch).backward()
+        return [p.grad for p in net.parameters()]  # type: ignore[misc]
+
+    planned = gradients(model)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(twin), planned, strict=True))
+    handle.remove()
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
+    sacplan.apply(model, plan).remove()
+
+    handle = sacplan.apply(model, plan)
+    model.layers[0].forward = lambda x: x
+    with pytest.raises(sacplan.PlanError, match="was replaced after the plan was applied"):
+        handle.remove()

@@ -37,6 +37,22 @@ class ChunkOptions:
     ops: frozenset[int]
     options: tuple[tuple[Chunk, Rewrite], ...]
 
+    def held_ops(self, program: Program) -> frozenset[int]:
+        """Ops of the forward pass that make what a loop of the backward pass holds from there on, such as a mask.
+
+        Discarding that would free nothing. What enters is not among it: autograd keeps that, and may have it made again.
+        """
+        patch, held = self.options[-1][1].patch, set()
+        backward = next((i for i, op in enumerate(program.ops) if op.phase is Phase.BACKWARD), len(program.ops))
+        before = [at for at in sorted(patch.events) if at < program.liveness.op_events[backward]]
+        for code, arg in (event for at in before for event in patch.events[at]):
+            handle = arg - len(program.handle_storages)
+            if handle >= 0 and code == Event.PACK and patch.handle_ops[handle] < 0:
+                held.add(patch.handle_storages[handle])
+            elif handle >= 0 and code == Event.RELEASE:
+                held.discard(patch.handle_storages[handle])
+        return frozenset(program.writer[s] for s in held if s in program.writer)
+
     def goes_with(self, other: ChunkOptions) -> bool:
         """Whether both may be taken: neither begins where the other ends."""
         ours, theirs = (each.options[-1][1].patch.events for each in (self, other))
@@ -139,16 +155,22 @@ def _module_chunks(
     if found is None:
         return ()
     n_ops = len(program.ops_in(program.calls[found.unit][0]))
-    name = found.unit.rpartition(".")[2]
+    name = _name_in_layer(found.unit)
     alike = []
     for unit, calls in program.calls.items():
-        if len(calls) == 1 and unit.rpartition(".")[2] == name and len(program.ops_in(calls[0])) == n_ops:
+        if len(calls) == 1 and _name_in_layer(unit) == name and len(program.ops_in(calls[0])) == n_ops:
             chunk = msgspec.structs.replace(found, unit=unit)
             try:
                 alike.append(_offered(program, chunk, _MODULE_SLICES, device))
             except CannotChunk:
                 continue  # of that name and size, but not alike
     return tuple(alike)
+
+
+def _name_in_layer(unit: str) -> str:
+    """The last part of a name; of a layer in a list, that of the list."""
+    *_, before, last = ("", *unit.split("."))
+    return f"{before}.*" if last.isdigit() else last
 
 
 # --- both

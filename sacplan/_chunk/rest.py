@@ -13,9 +13,9 @@ elsewhere, whose gradient would not come through the module.
 from __future__ import annotations
 
 from collections import ChainMap, Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise, takewhile
 from typing import Any
 
 import msgspec
@@ -30,7 +30,7 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._factors.axes import Axis
 from sacplan._program.calls import Opaque, call_with
 from sacplan._program.decisions import Chunk
-from sacplan._program.program import Event, Op, Patch, Phase, Program, StorageKind
+from sacplan._program.program import Event, Op, Patch, Phase, Program, StorageKind, Tensor
 from sacplan._record.in_place import OUT_OF_PLACE
 from sacplan._record.rehearsal import Additions, Rehearsal, Seen
 from sacplan._torch.ops import is_computation, op_named, tensors_in
@@ -123,12 +123,24 @@ class _Sampled(Region):
         return tuple(max(0, min(stop, end) - max(start, begin)) for begin, end in sorted(self.windows))
 
 
+def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an op none of whose inputs is lazy; a number that code reads has no value here, and nobody asks for it."""
+    return None if func is _READ_NUMBER else func(*args, **kwargs)
+
+
 def _deferred(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``defer``, where nothing has a value: a number that code reads is computed, and nobody asks for it."""
-    if func is torch.ops.aten._local_scalar_dense.default:
+    """``defer``, but a number that code reads is computed at once."""
+    if func is _READ_NUMBER:
         real(args[0])
         return None
     return defer(func, args, kwargs)
+
+
+_READ_NUMBER = torch.ops.aten._local_scalar_dense.default
+
+
+def _is_like(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.shape == other.shape and tensor.dtype == other.dtype
 
 
 def _refuse(op: str, why: str) -> None:
@@ -220,10 +232,14 @@ class _Rehearsed:
         self.met = 0  # times that a gradient of the input was added to one from elsewhere
         self.deferred: list[int] = []
         self.ran: dict[int, Seen] = {}  # what runs where an op was deferred
-        self.held: dict[int, int] = {}  # storages that deferred ops read to the op that reads them first
+        self.temporaries: dict[int, int] = {}  # of formulas, see _run_temporary; to the forward op
+        self.held: dict[tuple[int, int], None] = {}  # (storage, deferred op that reads it)
+        self.node_ops: dict[int, int] = {}  # by number of a node, the deferred op that it is of
         self.expanded: set[int] = set()  # gradients that the step computes where it did
+        self.handed_on: set[int] = set()  # those that are as they are the gradient of what is inside, too
         self.computed: list[int] = []  # ops that needed numbers out of a loop of their own
         self.needed: set[int] = set()  # storages that the last loop reads
+        self.needed_ops: set[int] = set()  # deferred ops that run in it
         self.exits: dict[int, Lazy] = {}  # tensors that somebody reads who is not deferred
         self.boundary: list[int] = []  # who does
         self.outputs: dict[int, torch.Tensor] = {}  # of the module
@@ -296,6 +312,9 @@ class _Rehearsed:
                     raise CannotChunk(
                         f"{self.entry.unit!r} reads its input several times, and so do others", i
                     )
+            elif belongs and self._makes_temporaries(i, op):
+                self._run_temporary(i, op, known)
+                continue
             self.upstream.update(op.writes)
             lazy = [t for t in lazy if t not in self.expanded]
             if lazy:
@@ -311,6 +330,25 @@ class _Rehearsed:
         if program.ops[self.deferred[-1]].phase is not Phase.BACKWARD:
             raise CannotChunk(f"no backward op belongs to the forward pass behind {self.entry.unit!r}", first)
 
+    def _makes_temporaries(self, index: int, op: Op) -> bool:
+        """Whether an op computes what its backward formula frees again, in a formula that is deferred in part.
+
+        In the program such a formula is one workspace at its last op (``plain_formulas``), which is gone with that op.
+        """
+        tensors, writer = self.program.tensors, self.program.writer
+        made = {tensors[t].storage for t in op.outputs} - {tensors[t].storage for t in op.inputs}
+        if not made or any(s in writer for s in made):
+            return False
+        saved = self.saved.get(op.forward_of, {})
+        following = takewhile(lambda o: o.forward_of == op.forward_of, islice(self.program.ops, index, None))
+        return any(t in saved or t in self.lazy for later in following for t in later.inputs)
+
+    def _run_temporary(self, index: int, op: Op, known: Mapping[int, Lazy]) -> None:
+        """It runs where it ran, and what it makes is freed with the last op of the formula that is deferred."""
+        self._defer(index, op, known)
+        for t in op.outputs:
+            self.temporaries[self.program.tensors[t].storage] = op.forward_of
+
     def _is_own(self, storage: int) -> bool:
         return self.program.storage_kinds[storage] is StorageKind.PARAMETER or storage in self.own_storages
 
@@ -319,8 +357,23 @@ class _Rehearsed:
         if op.name not in _ADDITIONS:
             return False
         tensors, like = self.program.tensors, self.program.tensors[self.entry.tensor]
-        others = (tensors[t] for t in op.inputs if t not in known or t in self.expanded)
-        return any(t.shape == like.shape and t.storage in self.upstream for t in others)
+        outside = {t for t in op.inputs if t not in known or t in self.expanded}
+        inside = self.handed_on.intersection(op.inputs)
+        if inside and len(set(op.inputs)) == len(op.inputs):
+            self.handed_on -= inside  # a sum within the module, of slices
+            outside -= inside
+        return any(tensors[t].shape == like.shape and tensors[t].storage in self.upstream for t in outside)
+
+    def _hands_on_gradient(self, forward: int) -> bool:
+        """Whether the gradient of what an op makes is that of one of its inputs, too: that of a residual sum is.
+
+        Autograd then runs no op for that input; for another it may, such as a cast.
+        """
+        program = self.program
+        (like, *others) = (program.tensors[t] for t in program.ops[forward].outputs)
+        alike = [t for t in self.saved[forward] if _is_like(program.tensors[t], like)]
+        made = (t for op in program.ops if op.forward_of == forward and op.name not in _ADDITIONS for t in op.outputs)
+        return not others and len(alike) > 1 and not any(_is_like(program.tensors[t], like) for t in made)
 
     def _check_exits(self, index: int, op: Op, lazy: Sequence[int]) -> None:
         """What leaves is a gradient of the input or of a parameter; another activation's needs a loop of its own."""
@@ -357,7 +410,9 @@ class _Rehearsed:
                 made = self._tensor(t, {})
                 self.there.add(tensor.storage)
                 self.expanded.add(t)
-                self.held.setdefault(tensor.storage, index)
+                if window is not None and self._hands_on_gradient(op.forward_of):
+                    self.handed_on.add(t)
+                self.held[tensor.storage, index] = None
                 self.lazy[t] = Lazy(Value(self.region, made, window=window, data=made))
 
     def _check_reads(self, index: int, op: Op, known: Mapping[int, Lazy]) -> None:
@@ -388,7 +443,8 @@ class _Rehearsed:
         try:
             args, kwargs = call_with(op.arguments, [self._tensor(t, known) for t in op.inputs])
             loops = self.region.tally.loops
-            out, seen = self.rehearsal.seen(lambda: _deferred(func, args, kwargs))
+            run = _deferred if any(t in known for t in op.inputs) else _call
+            out, seen = self.rehearsal.seen(lambda: run(func, args, kwargs))
         except (Opaque, ChunkError) as error:
             raise CannotChunk(str(error), index) from error
         if self.region.tally.loops > loops:
@@ -411,9 +467,18 @@ class _Rehearsed:
                 self.storages.add(storage)
         for t in op.inputs if any(isinstance(made, Lazy) for made in outputs) else ():
             if t not in known:
-                self.held.setdefault(self.program.tensors[t].storage, index)
+                self.held[self.program.tensors[t].storage, index] = None
+        self._note_nodes(index, [made.value for made in outputs if isinstance(made, Lazy)])
         self.deferred.append(index)
         self.ran[index] = seen
+
+    def _note_nodes(self, index: int, values: list[Value]) -> None:
+        """The nodes behind an op's outputs are its own, but for those that earlier ops have made."""
+        while values:
+            node = values.pop().node
+            if node is not None and node.number not in self.node_ops:
+                self.node_ops[node.number] = index
+                values.extend(node.values)
 
     def _tensor(self, index: int, known: Mapping[int, Lazy]) -> torch.Tensor:
         if index in known:
@@ -483,6 +548,7 @@ class _Rehearsed:
             inputs = [x for node in nodes for x in node.inputs]
             held = [x.tensor if isinstance(x, Held) else x.data for x in inputs]
             self.needed.update(self.rehearsal.stands_for(t) for t in held if t is not None)
+            self.needed_ops.update(self.node_ops[node.number] for node in nodes)
             del nodes, inputs, held
             made = compute([*gradients, *pending])
             for value, data in zip(pending, made[len(gradients) :], strict=True):
@@ -514,8 +580,12 @@ class _Rehearsed:
     def _rewritten(self, exits: dict[int, torch.Tensor], loop: Seen) -> Rewrite:
         program, liveness, additions = self.program, self.program.liveness, self.additions
         resized = {}  # a kernel may leave a scalar in memory that was large
+        summed: list[torch.Tensor] = []
         for t, made in (*exits.items(), *self.outputs.items()):
             storage = program.tensors[t].storage
+            if storage in self.there:  # in the program a sum in place, see below
+                summed.append(made)
+                continue
             n_bytes = self.rehearsal.is_made(made, storage)
             if n_bytes != program.storage_bytes[storage]:
                 resized[storage] = n_bytes
@@ -527,13 +597,21 @@ class _Rehearsed:
         made_at = {program.tensors[t].storage: end for t in exits}
         made_at |= {program.tensors[t].storage: left for t in self.outputs}
         self._drop_events(events, made_at)
+        if self.left is not None:
+            events[left] = self._placed(self.left, Phase.FORWARD, self.entry.scope)
         handles, until_end = self._hold(events)
+        last_of = {program.ops[i].forward_of: i for i in self.deferred}
+        for s, forward in self.temporaries.items():
+            events[int(liveness.op_events[last_of[forward]])].append((_FREE, s))
         instance = len(program.instance_handles)
         if self.left is not None:
-            events[left] = [*self._placed(self.left, Phase.FORWARD, self.entry.scope), program.events[left]]
+            events[left].append(program.events[left])
         body = self._placed(loop, Phase.BACKWARD, self.entry.scope)
         after = [(_DROP, instance), *((_RELEASE, handle) for handle in until_end)]
         after += self._put_off(events, end)
+        # A gradient to which the plain step adds is read by the loop instead, which makes another of its size: when
+        # the loop is over, the program's storage stands for that one.
+        after += [(_FREE, self.rehearsal.stands_for(made)) for made in summed]
         events[end] += [(_UNPACK, instance), *body, *after]
         gone = frozenset(self.deferred)
         ops = tuple(additions.ops)
@@ -618,7 +696,8 @@ class _Rehearsed:
     def _hold(self, events: dict[int, list[tuple[int, int]]]) -> tuple[dict[int, int], list[int]]:
         """By new handle, what is held: what enters, and what deferred ops read besides; and until the loop is over.
 
-        What only a loop before it reads is held until that one is over.
+        What only a loop before it reads is held until that one is over: one for a number, or the one that computes a
+        module's outputs.
         """
         program, liveness = self.program, self.program.liveness
         handles = {len(program.handle_storages): self.begins}
@@ -626,15 +705,23 @@ class _Rehearsed:
         at = liveness.entered[self.entry.scope]
         events[at] = [program.events[at], (_PACK, len(program.handle_storages))]
         initial: Collection[int] = set(program.initial)
-        for s, op in self.held.items():
+        held_until: dict[tuple[int, int], None] = {}  # (storage, event at which it is let go, or -1)
+        for s, op in self.held:
             if s in initial or s == self.begins or (s in self.there and s not in self.needed):
                 continue  # the last: gradients from which all was computed before the loop
+            over = next((int(liveness.op_events[i]) for i in self.computed if i >= op), -1)
+            if over < 0 and self.left is not None and op < self.scope.end_op:
+                over = liveness.exited[self.entry.scope]
+            if s in self.there or op in self.needed_ops:
+                over = -1
+            if (s, over) in held_until or (s, -1) in held_until:
+                continue
+            held_until[s, over] = None
             handle = len(program.handle_storages) + len(handles)
             handles[handle] = s
             events[int(liveness.op_events[op])].append((_PACK, handle))
-            over = next((i for i in self.computed if i >= op), None)
-            if over is None or s in self.needed:
+            if over < 0:
                 until_end.append(handle)
             else:
-                events[int(liveness.op_events[over])].append((_RELEASE, handle))
+                events[over].append((_RELEASE, handle))
         return handles, until_end

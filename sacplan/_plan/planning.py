@@ -263,12 +263,15 @@ class _Asked:
         return found
 
     def _with_chunks(self, chunks: tuple[ChunkOptions, ...]) -> Search:
-        """Pins leave what may run in slices to the chunks, and the forward pass behind the loss's to them too."""
+        """Pins leave what may run in slices, and what that holds, to the chunks.
+
+        And to the loss's the forward pass behind it, too.
+        """
         profile, pins = self.profile, self.pins
         ends = [each.unit for each in chunks if each.options[0][0].span == "rest"]
         if ends:
             pins = resolve_pins(profile.program, profile.fingerprint, pins.keep, (*pins.never, *ends))
-        kept = pins.kept_ops.union(*(each.ops for each in chunks))
+        kept = pins.kept_ops.union(*(each.ops | each.held_ops(profile.program) for each in chunks))
         return Search(self.context(replace(pins, kept_ops=kept), chunks))
 
     def _with_modules(self, search: Search) -> Search | None:

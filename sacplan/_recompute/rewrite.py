@@ -166,7 +166,7 @@ class _Rewriter:
                 self._unref(slot)
         elif code == _PACK:
             slot = self.table.get(self.program.handle_storages[arg])
-            if slot is None:
+            if slot is None or self._is_code_s(arg):
                 return
             slot.refs += 1
             self.handles[arg] = slot
@@ -210,6 +210,10 @@ class _Rewriter:
             return
         if out != [(code, arg)]:
             self.events[position] = tuple(out)
+
+    def _is_code_s(self, handle: int) -> bool:
+        """Whether code holds the value itself, and not autograd: what runs in slices holds what it will read."""
+        return self.program.handle_ops[handle] < 0 and self.program.handle_tensors[handle] < 0
 
     def _discard(self, index: int, op: Op) -> None:
         node = _Node(index, self.discarded[index])

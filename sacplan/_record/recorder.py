@@ -473,9 +473,10 @@ class Recorder(Watching):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_deferred(types):
-            self._in_place.defers(func)
-            if not self._paused and has_local_parts(types) and self._phase() is Phase.FORWARD:
-                self._on_dtensors.add(self._scopes[self._stack[-1]][0] if self._stack else "")
+            if has_local_parts(types):  # what runs in slices runs later, and no op follows now
+                self._in_place.defers(func)
+                if not self._paused and self._phase() is Phase.FORWARD:
+                    self._on_dtensors.add(self._scopes[self._stack[-1]][0] if self._stack else "")
             return NotImplemented
         device = fake_device_of(func, args)
         if device is not None:
