@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import sacplan
@@ -180,3 +181,33 @@ def test_numbers_constants_and_cached_tables_count_as_long_as_they_live(trace: s
     if cached:
         _table(32)
     assert measured_step(step, [batch]).peak_bytes == profile.peak_bytes
+GLOBAL_TARGET = torch.linspace(0, 1, 4 * 24 * 97).view(4, 24, 97)
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(97, 32), nn.Linear(32, 97, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.embed(x)))
+
+
+@pytest.mark.parametrize("where", ["closure", "global"])
+def test_tensors_of_the_loss_function_count_once(where: str) -> None:
+    torch.manual_seed(0)
+    model, batch, own = Reads(), torch.randint(0, 97, (4, 24)), torch.rand(4 * 24, 97)
+
+    def in_closure(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(model(batch), own.view(4, 24, 97)[:])
+
+    def in_globals(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(model(batch), GLOBAL_TARGET)
+
+    loss_fn = in_closure if where == "closure" else in_globals
+    profile = sacplan.profile(model, batch, loss_fn, device="cpu")
+    chunks = sacplan.policy("chunked-loss", slices=8, profile=profile)
+    for plan in (sacplan.policy("none", profile=profile), chunks, sacplan.plan_smallest(profile)):
+        for run in ("fake", "real"):
+            seen = sacplan.verify(model, batch, plan, loss_fn, run=run)  # type: ignore[arg-type]
+            assert seen.peak_bytes == plan.peak_bytes, run

@@ -10,6 +10,7 @@ the backward pass, from autograd's sequence numbers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from bisect import bisect_right
@@ -30,6 +31,7 @@ from sacplan._rewrites.settle import settled
 from sacplan._torch.local_tensors import Watching, has_local_parts, is_deferred, local_part
 from sacplan._torch.ops import can_run_again, draws_numbers, op_traits, tensors_in
 from sacplan._torch.private import (
+    FakeTensor,
     FakeTensorMode,
     active_fake_mode,
     autograd_sequence_number,
@@ -170,6 +172,8 @@ class Recorder(Watching):
         self._fqns: dict[int, str] = {}
         self._modules: dict[int, torch.nn.Module] = {}
         self._parameters: dict[int, torch.Tensor] = {}
+        self._real: set[int] = set()  # storages of real tensors that a fake step was seen to read
+        self._copies: dict[int, weakref.ref[Any]] = {}  # by key, the storages of their fake copies
         self._gradients: dict[int, int] = {}  # storage of a parameter to the tensor that is its gradient
         self._optimizers: list[torch.optim.Optimizer] = []
         self._in_optimizer = False
@@ -522,6 +526,8 @@ class Recorder(Watching):
                 # A constant, made outside of the fake mode. A plain step goes on with it; the fake one replaces it by
                 # a tensor with a storage of its own, and that one counts.
                 self._storage_bytes[storages[-1]] = 0
+        if key is None and self._fake:
+            self._know_copies(func, taken, storages, out)
         left_out = [args[i] for i in traits.left_out(args)]  # statistics, which it only writes
         reads = dict.fromkeys(
             s for t, s in zip(taken, storages, strict=True) if not any(t is other for other in left_out)
@@ -666,6 +672,28 @@ class Recorder(Watching):
         self._events.append((_ALLOC, index))
         return index
 
+    def _know_copies(
+        self, func: Any, taken: Sequence[torch.Tensor], storages: Sequence[int], out: Any
+    ) -> None:
+        """Note real tensors among the arguments of a fake step, such as a loss function's own.
+
+        FakeTensorMode runs the op on a copy, so that a view of a real tensor is on another storage. It is the same one.
+        """
+        real = [s for t, s in zip(taken, storages, strict=True) if not isinstance(t, FakeTensor)]
+        self._real.update(real)
+        if not real or not isinstance(func, torch._ops.OpOverload) or not func.is_view:
+            return
+        for t in _plain_tensors(out):
+            storage = t.untyped_storage()
+            key = storage_key(storage)
+            if key not in self._ids:
+                self._ids[key] = real[0]
+                self._copies[key] = weakref.ref(storage, functools.partial(self._forget_copy, key))
+
+    def _forget_copy(self, key: int, _: Any) -> None:
+        self._copies.pop(key, None)
+        self._ids.pop(key, None)
+
     def _new_storage(self, storage: Any, kind: StorageKind | None) -> int:
         index = len(self._storage_bytes)
         key = storage_key(storage)
@@ -694,7 +722,9 @@ class Recorder(Watching):
         """What was seen, as a plain value."""
         kinds = list(self._kinds)
         born_backward = [phase is Phase.BACKWARD for phase in self._born]
-        ops, events, same = self._in_place.settle(self._ops, self._events, kinds, born_backward)
+        given = {s for s in self._real if s in self._finalizers and s not in self._initial_set}
+        own_events = [event for event in self._events if event[0] != _ALLOC or event[1] not in given]
+        ops, events, same = self._in_place.settle(self._ops, own_events, kinds, born_backward)
         table = self._tensor_table(same)
         ops, events = plain_formulas(ops, events, self._formulas, table)
         saved = self._saved
@@ -703,7 +733,7 @@ class Recorder(Watching):
         recorded = Program(
             storage_bytes=tuple(self._storage_bytes),
             storage_kinds=tuple(StorageKind.TEMPORARY if kind is None else kind for kind in kinds),
-            initial=tuple(self._initial),
+            initial=(*self._initial, *sorted(given)),
             tensors=table,
             ops=tuple(ops),
             scopes=tuple(Scope(*s) for s in self._scopes),

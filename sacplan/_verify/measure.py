@@ -7,36 +7,52 @@ to the storages that were alive before; on CUDA it is ``torch.cuda.max_memory_al
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
 
 from sacplan._record.step import Step, cached_tensors
 from sacplan._torch.allocations import allocation_events
-from sacplan._torch.private import flop_counter, strided_parts
+from sacplan._torch.local_tensors import Watching, is_deferred
+from sacplan._torch.ops import tensors_in
+from sacplan._torch.private import flop_counter, storage_key, strided_parts
 
 CUDA_ROUND_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One measured step. ``flops`` is 0 unless counted."""
+    """One measured step.
+
+    Attributes:
+        peak_bytes, wall_ms, source: 0, and how FLOPs were counted, where they were.
+        flops: 0 unless counted.
+        read: storages that the step read, did not make, and left alive; empty unless FLOPs were counted. Beside the
+            model and the batch these are tensors of the loss function's own: in its closure, or global.
+    """
 
     peak_bytes: int
     wall_ms: float
     flops: int
     source: str
+    read: tuple[torch.UntypedStorage, ...] = ()
 
 
 def measured_step(
-    step: Step, batch_tensors: Iterable[torch.Tensor], *, count_flops: bool = False
+    step: Step,
+    batch_tensors: Iterable[torch.Tensor],
+    *,
+    count_flops: bool = False,
+    read: Iterable[torch.UntypedStorage] = (),
 ) -> Measured:
     """Run a step and measure it. With an optimizer a first step makes its state.
 
     The caller restores the model's state; gradients are gone after the call. Counting FLOPs runs the step under
-    a dispatch mode, so the peak is not measured then.
+    a dispatch mode, so the peak is not measured then. ``read``: storages that are there besides, see ``Measured.read``.
     """
     _clear(step)
     if step.optimizer is not None:
@@ -44,16 +60,45 @@ def measured_step(
         _clear(step)
     first = next(iter(step.model.parameters()), None)
     if count_flops:
-        with flop_counter() as counter:
+        with flop_counter() as counter, _Reads() as reads:
             step.run()
         _clear(step)
-        return Measured(0, 0.0, counter.get_total_flops(), "FlopCounterMode")
+        return Measured(0, 0.0, counter.get_total_flops(), "FlopCounterMode", reads.left)
     if first is not None and first.device.type == "cuda":
-        seen = _run_cuda(step, batch_tensors, first.device)
+        seen = _run_cuda(step, batch_tensors, first.device, read)
     else:
-        seen = _run_cpu(step, batch_tensors)
+        seen = _run_cpu(step, batch_tensors, read)
     _clear(step)
     return seen
+
+
+class _Reads(Watching):
+    """Notes which storages a step reads before any op of it has made them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], bool]] = {}  # and whether an op made it
+
+    @property
+    def left(self) -> tuple[torch.UntypedStorage, ...]:
+        """Those that are alive."""
+        found = (ref() for ref, made in self._known.values() if not made)
+        return tuple(storage for storage in found if storage is not None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_deferred(types):
+            return NotImplemented
+        self._note(tensors_in((args, kwargs or {})), made=False)
+        out = func(*args, **(kwargs or {}))
+        self._note(tensors_in(out), made=True)
+        return out
+
+    def _note(self, tensors: Iterable[torch.Tensor], *, made: bool) -> None:
+        for storage in (part.untyped_storage() for t in tensors for part in strided_parts(t)):
+            key = storage_key(storage)
+            if key not in self._known:
+                ref = weakref.ref(storage, lambda _, key=key: self._known.pop(key, None))
+                self._known[key] = ref, made
 
 
 def _clear(step: Step) -> None:
@@ -61,8 +106,13 @@ def _clear(step: Step) -> None:
         p.grad = None
 
 
-def _run_cuda(step: Step, batch_tensors: Iterable[torch.Tensor], device: torch.device) -> Measured:
-    own = bytes_alive(step, batch_tensors, round_bytes=CUDA_ROUND_BYTES)
+def _run_cuda(
+    step: Step,
+    batch_tensors: Iterable[torch.Tensor],
+    device: torch.device,
+    read: Iterable[torch.UntypedStorage],
+) -> Measured:
+    own = bytes_alive(step, batch_tensors, read, round_bytes=CUDA_ROUND_BYTES)
     torch.cuda.synchronize(device)
     drop_cublas_workspaces()
     torch.cuda.reset_peak_memory_stats(device)
@@ -83,8 +133,10 @@ def drop_cublas_workspaces() -> None:
         drop()
 
 
-def _run_cpu(step: Step, batch_tensors: Iterable[torch.Tensor]) -> Measured:
-    before = bytes_alive(step, batch_tensors)
+def _run_cpu(
+    step: Step, batch_tensors: Iterable[torch.Tensor], read: Iterable[torch.UntypedStorage]
+) -> Measured:
+    before = bytes_alive(step, batch_tensors, read)
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         began = time.perf_counter()
         step.run()
@@ -97,10 +149,16 @@ def _run_cpu(step: Step, batch_tensors: Iterable[torch.Tensor]) -> Measured:
     return Measured(before + peak, wall_ms, 0, "profiler's allocation events")
 
 
-def bytes_alive(step: Step, batch_tensors: Iterable[torch.Tensor], *, round_bytes: int = 1) -> int:
+def bytes_alive(
+    step: Step,
+    batch_tensors: Iterable[torch.Tensor],
+    read: Iterable[torch.UntypedStorage] = (),
+    *,
+    round_bytes: int = 1,
+) -> int:
     """Bytes of the distinct storages of parameters, their gradients, buffers, caches, optimizer state and batch.
 
-    Only those on the device of the parameters, each a multiple of ``round_bytes``.
+    And those of ``read``, see ``Measured.read``. Only those on the device of the parameters, each a multiple of ``round_bytes``.
     """
     parameters = list(step.model.parameters())
     tensors = [*parameters, *step.model.buffers(), *cached_tensors(step.model), *batch_tensors]
@@ -109,10 +167,6 @@ def bytes_alive(step: Step, batch_tensors: Iterable[torch.Tensor], *, round_byte
         for state in step.optimizer.state.values():
             tensors.extend(v for v in state.values() if isinstance(v, torch.Tensor))
     kind = parameters[0].device.type if parameters else "cpu"
-    storages = {
-        part.untyped_storage()._cdata: part.untyped_storage().nbytes()
-        for t in tensors
-        if t.device.type == kind
-        for part in strided_parts(t)
-    }
+    found = [part.untyped_storage() for t in tensors for part in strided_parts(t)]
+    storages = {s._cdata: s.nbytes() for s in (*found, *read) if s.device.type == kind}
     return sum(-(-nbytes // round_bytes) * round_bytes for nbytes in storages.values())

@@ -195,9 +195,9 @@ def _verify_real(
     step = Step(model, batch, loss_or_default(loss_fn, mode), optimizer, mode)
     with explained_limits(), preserved_state(model, optimizer, batch, *held_by_function(loss_fn)):
         tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
-        unplanned_flops = measured_step(step, tensors, count_flops=True).flops
+        unplanned = measured_step(step, tensors, count_flops=True)
         with put_on(model, plan) as handle:
-            seen = measured_step(step, tensors)
+            seen = measured_step(step, tensors, read=unplanned.read)
             differences = handle.differences
             planned_flops = measured_step(step, tensors, count_flops=True).flops
         setup = step.setup(current_autocast(here))
@@ -205,7 +205,7 @@ def _verify_real(
         peak_bytes=seen.peak_bytes,
         predicted_peak_bytes=plan.peak_bytes,
         budget_bytes=_budget_of(plan, spec),
-        recompute_flops=planned_flops - unplanned_flops,
+        recompute_flops=planned_flops - unplanned.flops,
         step_ms=seen.wall_ms,
         run="real",
         source=seen.source,
