@@ -393,3 +393,30 @@ def _with_decision(plan: sacplan.Plan, profile: sacplan.Profile, decision: Chunk
     return msgspec.structs.replace(
         plan, decisions=(decision,), units=units, sequences=sequences, peak_bytes=peak
     )
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.wide, self.norm = nn.Conv2d(8, 32, 3, padding=1), norm
+        self.narrow = nn.Conv2d(32, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(self.norm(self.wide(x)).relu())
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_an_instance_norm_without_statistics(affine: bool) -> None:
+    """It is a batch norm that trains, and writes no statistics: it runs in slices like another."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Normed(nn.InstanceNorm2d(32, affine=affine)) for _ in range(2))).eval()
+    batch = torch.randn(2, 8, 24, 24)
+    expected, profile = outputs(model, batch), profile_of(model, batch)
+    for plan in (sacplan.plan_smallest(profile), sacplan.plan(profile, "90%")):
+        assert plan.chunks
+        for run in ("fake", "real"):
+            seen = sacplan.verify(model, batch, plan, run=run)  # type: ignore[arg-type]
+            assert seen.peak_bytes == plan.peak_bytes
+            assert not seen.differences
+        with sacplan.apply(model, plan):
+            assert_close(outputs(model, batch), expected)

@@ -82,11 +82,12 @@ class OpTraits:
     training: int | None = None
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The arguments that this call writes in place."""
+        """The arguments that this call writes in place; not what it leaves out, as an instance norm its statistics."""
         if self.training is not None and not args[self.training]:
             return []
         found = [args[i] for i in self.written_positions if i < len(args)]
-        return found + [kwargs[name] for name in self.written_names if name in kwargs]
+        found += [kwargs[name] for name in self.written_names if name in kwargs]
+        return [argument for argument in found if argument is not None]
 
     def left_out(self, args: Sequence[Any]) -> tuple[int, ...]:
         """The positions of arguments that it runs again without."""
