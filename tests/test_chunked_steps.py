@@ -132,6 +132,49 @@ def test_a_loss_whose_rows_are_only_close(model: LM, batch: torch.Tensor, loss_f
     close(got, plain, near=("",), rtol=2e-6)
 
 
+class Distilled(nn.Module):
+    """With a frozen copy of other weights, as for DPO."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = (
+            nn.Sequential(nn.Embedding(VOCAB, 32), nn.LayerNorm(32), nn.Linear(32, VOCAB)) for _ in range(2)
+        )
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.student(x)
+
+
+def preferred(model: Distilled, x: torch.Tensor) -> torch.Tensor:
+    """The loss of DPO: differences of sums of log-probabilities."""
+
+    def summed(scores: torch.Tensor) -> torch.Tensor:
+        return scores[:, :-1].log_softmax(-1).gather(-1, x[:, 1:, None]).squeeze(-1).sum(-1)
+
+    with torch.no_grad():
+        reference = summed(model.teacher(x))
+    better = summed(model(x)) - reference
+    return -F.logsigmoid(0.1 * (better[:2] - better[2:])).mean()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_are_as_far_from_float64_as_the_plain_step_s(seed: int) -> None:
+    """The promise where a loss loses digits by itself: docs/chunks.md, "Which gradients are the same bits"."""
+    torch.manual_seed(seed)
+    model, x = Distilled(), torch.randint(0, VOCAB, (4, 96))
+    exact = step(copy.deepcopy(model).double(), x, preferred)
+
+    def error(found: dict[str, torch.Tensor]) -> float:
+        del found["loss"]
+        return max(float((g.double() - exact[n]).norm() / exact[n].norm()) for n, g in found.items())
+
+    plain = error(step(model, x, preferred))
+    for slices in (2, 4, 7, 16):
+        with chunked(model, "student.2", slices):
+            assert error(step(model, x, preferred)) <= 3 * max(plain, 1e-6)
+
+
 # --- what people do with logits and losses
 
 
