@@ -94,6 +94,7 @@ class Candidates:
     base: npt.NDArray[np.int64]
     exact: dict[int, int] = field(default_factory=dict)
     ratio: float = 1.0
+    _least: npt.NDArray[np.int64] | None = field(default=None, repr=False)
 
     @property
     def size(self) -> int:
@@ -111,17 +112,17 @@ class Candidates:
         """What the loop makes exactly."""
         self.ratio = max(self.ratio, inside / max(1.0, self.inside(slices) / self.ratio))
         self.exact[slices] = inside
+        self._least = None
 
     def fewest_slices(self, budget: int) -> npt.NDArray[np.int64]:
         """By place, into how many slices it is cut to stay within a budget; 0 where that is not possible."""
         room = (budget - self.base).astype(np.float64)
-        length = np.full(len(self.ends), float(self.size))
-        for fixed, by_length in zip(self.shape.fixed, self.shape.by_length, strict=True):
-            left = room / self.ratio - fixed
-            if by_length > 0:
-                length = np.minimum(length, np.floor(left / float(by_length) + _ROUNDING))
-            else:
-                length[left < -_ROUNDING] = 0
+        shape = self.shape
+        left = room[:, None] / self.ratio - shape.fixed
+        cut = shape.by_length > 0
+        longest = np.floor(left[:, cut] / shape.by_length[cut] + _ROUNDING)
+        length = np.minimum(float(self.size), longest.min(axis=1, initial=float(self.size)))
+        length[(left[:, ~cut] < -_ROUNDING).any(axis=1)] = 0
         fits = (length >= 1) & (self.outside <= budget)
         slices = np.where(fits, -(-self.size // np.maximum(1, length)), 0).astype(np.int64)
         for known, inside in self.exact.items():
@@ -130,9 +131,11 @@ class Candidates:
         return slices
 
     def least_peak(self) -> npt.NDArray[np.int64]:
-        """By place, the peak with the smallest slices."""
-        inside = min([self.inside(self.size), *self.exact.values()])
-        return np.maximum(self.outside, self.base + int(np.ceil(inside)))
+        """By place, the peak with the smallest slices; kept until something is learned."""
+        if self._least is None:
+            inside = min([self.inside(self.size), *self.exact.values()])
+            self._least = np.maximum(self.outside, self.base + int(np.ceil(inside)))
+        return self._least
 
     def extra_ms(self, slices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """About what it costs."""

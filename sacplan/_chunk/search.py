@@ -55,6 +55,41 @@ class _Pick:
     slices: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where candidates are, one after the other: an edge of the path each.
+
+    Attributes:
+        starts, untils: the first op, and where the path goes on.
+        outside: as in ``Candidates``.
+        which: the candidates' number.
+        offsets: by number, where its places begin; and the end.
+        by_start: the order by the first op.
+    """
+
+    starts: npt.NDArray[np.int64]
+    untils: npt.NDArray[np.int64]
+    outside: npt.NDArray[np.int64]
+    which: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    by_start: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidates]) -> _Places:
+        """Those of some candidates."""
+        none = np.zeros(0, dtype=np.int64)
+        counts = np.array([len(one.ends) for one in candidates], dtype=np.int64)
+        starts = np.concatenate([none, *(one.ends + one.shape.start for one in candidates)])
+        return cls(
+            starts,
+            np.concatenate([none, *(one.ends + one.shape.until + 1 for one in candidates)]),
+            np.concatenate([none, *(one.outside for one in candidates)]),
+            np.repeat(np.arange(len(candidates)), counts),
+            np.concatenate([[0], np.cumsum(counts)]),
+            np.argsort(starts, kind="stable"),
+        )
+
+
 class StretchSearch:
     """Stretches for a program on a device. What is measured is remembered, so several budgets share it.
 
@@ -67,6 +102,7 @@ class StretchSearch:
         self.tried: dict[tuple[Chunk, ...], Found] = {}
         self._total = np.array(program.liveness.at_op, dtype=np.int64)
         self._candidates: list[Candidates] | None = None
+        self._places: _Places | None = None
         self._sites: dict[int, dict[int, CallSite]] = {}
         self._reached_least = False
         self._measure(())
@@ -111,6 +147,13 @@ class StretchSearch:
             self._reached_least = True
         return self.smallest
 
+    @property
+    def places(self) -> _Places:
+        """Where they are."""
+        if self._places is None:
+            self._places = _Places.of(self.candidates)
+        return self._places
+
     # --- the closed loop ---
 
     def _close_loop(self, budget: int) -> None:
@@ -148,13 +191,15 @@ class StretchSearch:
 
     def _least_peak(self) -> int:
         """The lowest limit for which there is a path, by the estimates."""
-        n = self.flow.n_ops
+        n, places = self.flow.n_ops, self.places
+        if not self.candidates:
+            return int(self._total.max(initial=0))
+        peaks = np.concatenate([one.least_peak() for one in self.candidates])
+        order = places.by_start
+        edges = zip(*(each[order].tolist() for each in (places.starts, places.untils, peaks)), strict=True)
         by_start: list[list[tuple[int, int]]] = [[] for _ in range(n)]
-        for one in self.candidates:
-            starts = (one.ends + one.shape.start).tolist()
-            untils = (one.ends + one.shape.until + 1).tolist()
-            for start, until, peak in zip(starts, untils, one.least_peak().tolist(), strict=True):
-                by_start[start].append((until, peak))
+        for start, until, peak in edges:
+            by_start[start].append((until, peak))
         best = [0] + [1 << 62] * n
         total = self._total.tolist()
         for i in range(n):
@@ -166,7 +211,7 @@ class StretchSearch:
     def _cheapest(self, budget: int) -> list[_Pick] | None:
         """The cheapest path, by the estimates."""
         n = self.flow.n_ops
-        starts, untils, costs, slices, which = self._edges(budget)
+        starts, untils, costs, slices, which = (each.tolist() for each in self._edges(budget))
         order = np.lexsort((costs, untils, starts))
         fits = (self._total <= budget).tolist()
         cost = [0.0] + [float("inf")] * n
@@ -178,8 +223,8 @@ class StretchSearch:
             if fits[i] and here < cost[i + 1]:
                 cost[i + 1], via[i + 1] = here, -1
             while edge >= 0 and starts[edge] == i:
-                until = int(untils[edge])
-                total = here + float(costs[edge])
+                until = untils[edge]
+                total = here + costs[edge]
                 if total < cost[until]:
                     cost[until], via[until] = total, edge
                 edge = next(edges)
@@ -192,9 +237,9 @@ class StretchSearch:
             if edge < 0:
                 at -= 1
                 continue
-            one = self.candidates[int(which[edge])]
-            picks.append(_Pick(one, at - 1 - one.shape.until, self._even(one, int(slices[edge]))))
-            at = int(starts[edge])
+            one = self.candidates[which[edge]]
+            picks.append(_Pick(one, at - 1 - one.shape.until, self._even(one, slices[edge])))
+            at = starts[edge]
         return picks[::-1]
 
     @staticmethod
@@ -211,20 +256,33 @@ class StretchSearch:
         npt.NDArray[np.int64],
         npt.NDArray[np.int64],
     ]:
-        """The stretches that fit: where they start, where the path goes on, cost, slices, which candidates."""
-        rows: list[list[npt.NDArray[np.int64]]] = [[], [], [], []]
+        """The stretches that fit: where they start, where the path goes on, cost, slices, which candidates.
+
+        Those are left out in whose place all fits as it is: the path passes there at no cost. Most are when the budget
+        is near the smallest peak of a step that has its peak in one place.
+        """
+        places = self.places
+        above = np.concatenate([[0], np.cumsum(self._total > budget)])
+        wanted = (above[places.untils] > above[places.starts]) & (places.outside <= budget)
+        rows: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
+        cut = [np.zeros(0, dtype=np.int64)]
         costs = [np.zeros(0)]
-        for i, one in enumerate(self.candidates):
+        for i in np.unique(places.which[wanted]).tolist():
+            one, own = self.candidates[i], np.arange(*places.offsets[i : i + 2].tolist())
             slices = one.fewest_slices(budget)
-            ok = slices > 0
+            ok = wanted[own] & (slices > 0)
             if ok.any():
-                ends, slices = one.ends[ok], slices[ok]
-                values = (ends + one.shape.start, ends + one.shape.until + 1, slices, np.full(len(ends), i))
-                for row, value in zip(rows, values, strict=True):
-                    row.append(value)
-                costs.append(one.extra_ms(slices) + _TINY_MS)
-        starts, untils, cut, which = (np.concatenate([np.zeros(0, dtype=np.int64), *row]) for row in rows)
-        return starts, untils, np.concatenate(costs), cut, which
+                rows.append(own[ok])
+                cut.append(slices[ok])
+                costs.append(one.extra_ms(slices[ok]) + _TINY_MS)
+        at = np.concatenate(rows)
+        return (
+            places.starts[at],
+            places.untils[at],
+            np.concatenate(costs),
+            np.concatenate(cut),
+            places.which[at],
+        )
 
     def decision(self, candidates: Candidates, end: int, slices: int) -> Chunk:
         """The stretch that ends with an op, as a plan says it."""
