@@ -287,7 +287,10 @@ class InParts(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(99, 32)
         self.body = nn.Sequential(
-            *(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3))
+            *(
+                nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+                for _ in range(3)
+            )
         )
         self.head = nn.Linear(32, 99)
 

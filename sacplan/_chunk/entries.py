@@ -40,10 +40,13 @@ class ChunkOptions:
     def held_ops(self, program: Program) -> frozenset[int]:
         """Ops of the forward pass that make what a loop of the backward pass holds from there on, such as a mask.
 
-        Discarding that would free nothing. What enters is not among it: autograd keeps that, and may have it made again.
+        Discarding that would free nothing. What enters is not among it: autograd keeps that, and may have it made
+        again.
         """
         patch, held = self.options[-1][1].patch, set()
-        backward = next((i for i, op in enumerate(program.ops) if op.phase is Phase.BACKWARD), len(program.ops))
+        backward = next(
+            (i for i, op in enumerate(program.ops) if op.phase is Phase.BACKWARD), len(program.ops)
+        )
         before = [at for at in sorted(patch.events) if at < program.liveness.op_events[backward]]
         for code, arg in (event for at in before for event in patch.events[at]):
             handle = arg - len(program.handle_storages)

@@ -33,7 +33,7 @@ _PERIODS = 1.6  # layers, where they repeat
 _BEYOND = 40  # ops after the loop at which Python may still hold what the stretch would have made
 _CONFLICTS = 12  # ops that are made to run before the loop, of one stretch
 _STARTS = 8
-_FLOWS = 12_000  # attempts in all: what is done for a program without repeated layers is bounded
+_FLOWS = 32_000  # attempts in all: what is done for a program without repeated layers is bounded
 _ROUNDING = 1e-6
 _HOT = 0.1  # share of what the step takes above which memory is worth saving
 

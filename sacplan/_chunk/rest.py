@@ -372,7 +372,12 @@ class _Rehearsed:
         program = self.program
         (like, *others) = (program.tensors[t] for t in program.ops[forward].outputs)
         alike = [t for t in self.saved[forward] if _is_like(program.tensors[t], like)]
-        made = (t for op in program.ops if op.forward_of == forward and op.name not in _ADDITIONS for t in op.outputs)
+        made = (
+            t
+            for op in program.ops
+            if op.forward_of == forward and op.name not in _ADDITIONS
+            for t in op.outputs
+        )
         return not others and len(alike) > 1 and not any(_is_like(program.tensors[t], like) for t in made)
 
     def _check_exits(self, index: int, op: Op, lazy: Sequence[int]) -> None:

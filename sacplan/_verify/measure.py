@@ -77,7 +77,9 @@ class _Reads(Watching):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], bool]] = {}  # and whether an op made it
+        self._known: dict[
+            int, tuple[weakref.ref[torch.UntypedStorage], bool]
+        ] = {}  # and whether an op made it
 
     @property
     def left(self) -> tuple[torch.UntypedStorage, ...]:
@@ -158,7 +160,8 @@ def bytes_alive(
 ) -> int:
     """Bytes of the distinct storages of parameters, their gradients, buffers, caches, optimizer state and batch.
 
-    And those of ``read``, see ``Measured.read``. Only those on the device of the parameters, each a multiple of ``round_bytes``.
+    And those of ``read``, see ``Measured.read``. Only those on the device of the parameters, each a multiple of
+    ``round_bytes``.
     """
     parameters = list(step.model.parameters())
     tensors = [*parameters, *step.model.buffers(), *cached_tensors(step.model), *batch_tensors]
