@@ -526,7 +526,7 @@ class Recorder(Watching):
                 # A constant, made outside of the fake mode. A plain step goes on with it; the fake one replaces it by
                 # a tensor with a storage of its own, and that one counts.
                 self._storage_bytes[storages[-1]] = 0
-        if key is None and self._fake:
+        if key is None and self._fake and func is not _LIFTS:
             self._know_copies(func, taken, storages, out)
         left_out = [args[i] for i in traits.left_out(args)]  # statistics, which it only writes
         reads = dict.fromkeys(
