@@ -6,6 +6,7 @@ to the storages that were alive before; on CUDA it is ``torch.cuda.max_memory_al
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Iterable
@@ -99,8 +100,10 @@ class _Reads(Watching):
         for storage in (part.untyped_storage() for t in tensors for part in strided_parts(t)):
             key = storage_key(storage)
             if key not in self._known:
-                ref = weakref.ref(storage, lambda _, key=key: self._known.pop(key, None))
-                self._known[key] = ref, made
+                self._known[key] = weakref.ref(storage, functools.partial(self._forget, key)), made
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._known.pop(key, None)
 
 
 def _clear(step: Step) -> None:
