@@ -147,6 +147,8 @@ def test_a_loss_that_is_read_before_the_backward_pass_is_computed_there(n_slices
     seen = measured_step(step, [batch]).peak_bytes
     handle.remove()
     assert seen == plan.peak_bytes
+
+
 def weighted_bce(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Its backward formula computes a part from the targets alone, whole, and frees it again."""
     targets = F.one_hot(x, VOCAB).float()

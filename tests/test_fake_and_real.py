@@ -181,6 +181,8 @@ def test_numbers_constants_and_cached_tables_count_as_long_as_they_live(trace: s
     if cached:
         _table(32)
     assert measured_step(step, [batch]).peak_bytes == profile.peak_bytes
+
+
 GLOBAL_TARGET = torch.linspace(0, 1, 4 * 24 * 97).view(4, 24, 97)
 
 
