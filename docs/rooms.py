@@ -22,7 +22,8 @@ ROOMS = (
 """From the ground up: a room imports only from rooms before it."""
 
 _FLOORS = (
-    {"_torch": 0, "errors": 1},
+    {"errors": 1},
+    {"_torch": 0},
     {"_factors": 0, "_program": 1, "_solve": 3},
     {"_device": 1},
     {"_rewrites": 1},
