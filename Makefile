@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help demo test test-slow test-torch lint format notebook docs benchmark clean
+.PHONY: help demo test test-slow test-exhaustive test-torch lint format notebook docs benchmark clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -26,8 +26,11 @@ demo: $(VENV)/.installed  ## the end-to-end example
 test: $(VENV)/.installed  ## the tests, but for the slow ones
 	$(PYTEST) -m "not slow"
 
-test-slow: $(VENV)/.installed  ## the slow tests, which CI runs too
-	$(PYTEST) -m slow
+test-slow: $(VENV)/.installed  ## the slow tests, a few cases of each, which CI runs too
+	$(PYTEST) -m "slow and not exhaustive"
+
+test-exhaustive: $(VENV)/.installed  ## all other cases of the slow tests, before a release (about half an hour)
+	$(PYTEST) -m exhaustive
 
 test-torch:  ## what holds with another torch: make test-torch TORCH=2.15.0
 	test -n "$(TORCH)" || { echo "say which torch: make test-torch TORCH=2.15.0" >&2; exit 2; }

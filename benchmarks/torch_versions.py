@@ -81,7 +81,7 @@ def run(name: str) -> Check:
             "--dist",
             "worksteal",
         ]
-        command += [*CHECKS[name], "-m", "slow or not slow" if name in SLOW else "not slow"]
+        command += [*CHECKS[name], "-m", "not exhaustive" if name in SLOW else "not slow"]
         done = subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, check=False)
         if not report.exists():
             return Check(name, 0, (f"pytest ended with {done.returncode}",), 0)

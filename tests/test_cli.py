@@ -449,7 +449,7 @@ def test_devices() -> None:
         ("plan nomodule.at.all:make --budget 50%", "no module 'nomodule.at.all'"),
         ("plan train --budget 50%", "Did you mean train.py?"),
         ("plan train.py:mkae --budget 50%", "sacplan_target, make, wider"),
-        ("plan train.py:NOT_CALLABLE --budget 50%", "no function NOT_CALLABLE"),
+        ("plan train.py:NOT_CALLABLE --budget 50%", "NOT_CALLABLE is a value of type int"),
         ("plan empty.py --budget 50%", "it defines no functions"),
         ("plan train.py:breaks --budget 50%", "ValueError: no such data"),
         ("plan train.py:wrong_shape --budget 50%", f"train.py:{line_of('return x + self.down')}, in forward"),

@@ -287,6 +287,7 @@ def as_it_was(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore", "error::sacplan.errors.SumOfOutputsWarning")
 @pytest.mark.usefixtures("as_it_was")
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in PAGES]
 )

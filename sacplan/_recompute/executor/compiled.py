@@ -119,8 +119,8 @@ def _contexts(tags: Tags) -> Any:
     if tags.again is not None:
         raise PlanError(
             f"the plan recomputes {tags.again[0]} #{tags.again[1]} of unit {_traced_module()} more than once, but "
-            "torch.compile recomputes a discarded tensor only once. Train without compiling, or plan with another "
-            "solver than 'rotor'."
+            "torch.compile recomputes a discarded tensor only once. Train without compiling, or plan with "
+            'solver="milp".'
         )
     met = tags.met.setdefault(graph, set())
     policy = _Policy(tags.sites, met)

@@ -198,7 +198,7 @@ class UnitRecorder(Watching):
             self._at += 1
         else:
             op = self._look_up(func, args, kwargs)
-        if self._differs:
+        if self._differs and _func(func).name is not None:  # autograd asks for devices, and detaches outputs
             self._last = (autograd_sequence_number(), torch.is_grad_enabled(), op.site if op else None)
         if op is None:
             return func(*args, **kwargs) if kwargs else func(*args)
