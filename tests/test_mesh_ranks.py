@@ -260,7 +260,14 @@ def test_plans_on_a_mesh_hold_on_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("meshes", "budgets"), [(("2x2",), 3), (("4", "tp"), 1)])
+@pytest.mark.parametrize(
+    ("meshes", "budgets"),
+    [
+        (("2x2",), 1),
+        pytest.param(("2x2",), 3, marks=pytest.mark.exhaustive),
+        pytest.param(("4", "tp"), 1, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_models_of_transformers(meshes: tuple[str, ...], budgets: int, tmp_path: Path) -> None:
     check_all(dict.fromkeys((llama, gpt2, vit), meshes), tmp_path, budgets)
 
