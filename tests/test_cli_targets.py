@@ -317,6 +317,13 @@ def test_an_8b_model_for_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert seen["peak_bytes"] == planned["peak_bytes"] <= planned["budget_bytes"]
 
 
+def test_layouts_have_a_sample_for_each_rank(small: Path) -> None:
+    """With one sample for all, data parallelism would not be among the rows."""
+    found = _run("layouts hf:config.json --devices 2 --device h100 --seq 48 --budget 2GiB --json")
+    assert found["batch_size"] == 2
+    assert {"ddp", "fsdp"} <= {row["layout"] for row in found["rows"]}
+
+
 def test_a_report_makes_what_the_plan_was_made_with(small: Path) -> None:
     """Device and options come from the plan; what cannot be the plan's step is said before it is recorded."""
     _run(f"plan hf:config.json {CHOSEN} --budget 80% -o plan.json --json")

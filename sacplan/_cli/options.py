@@ -144,7 +144,7 @@ class StepOptions:
     ] = None
 
 
-BATCH = "Samples; also of a target with make_batch. Default: 1"
+BATCH = "Samples; also of a target with make_batch. Default: 1, for layouts one for each rank"
 SEQ = "Tokens in a sample. Default: 1024, or fewer if the model has fewer positions"
 DTYPE = "Of parameters and activations. Default: bfloat16, or float16 for a device that has none"
 OPTIMIZER = "adamw, adamw-fused (no temporaries), sgd or none; its state and its step count. Default: adamw"
