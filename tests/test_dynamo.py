@@ -88,6 +88,6 @@ def test_a_plan_made_with_compiled_layers_lets_them_run_compiled() -> None:
         assert bit_equal(grads_of(plain, x, total), grads_of(model, x, total))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
     with pytest.raises(
-        sacplan.InfeasibleBudget, match="compiled on their own .*, around which there is no unit"
+        sacplan.InfeasibleBudget, match=r"compiled on their own .*, around which there is no unit"
     ):
         sacplan.plan(profile, "55%")
