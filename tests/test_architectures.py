@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
 
 
 @pytest.mark.parametrize(
-    "name", slow_after(3, [*hf_models.EIGHT, "llama+lora", "llama+frozen", "llama+accumulation"])
+    "name", slow_after(1, [*hf_models.EIGHT, "llama+lora", "llama+frozen", "llama+accumulation"])
 )
 def test_plan_holds_on_an_h100(name):
     torch.manual_seed(0)

@@ -34,7 +34,7 @@ def test_the_figures_are_of_more_than_210_architectures_each_within_its_budgets_
 
 
 @pytest.mark.parametrize(
-    "model_type", slow_after(2, ["smollm3", "vit_msn", "bros", "gpt_bigcode", "poolformer", "squeezebert"])
+    "model_type", slow_after(1, ["smollm3", "vit_msn", "bros", "gpt_bigcode", "poolformer", "squeezebert"])
 )
 def test_peaks_of_an_architecture_made_by_rule_are_as_predicted(model_type: str) -> None:
     found = outcome_of(model_type)

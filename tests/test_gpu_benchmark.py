@@ -85,7 +85,7 @@ def test_without_a_gpu_it_says_so() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*(balanced).*:sacplan.errors.SacplanWarning")  # the routing of mixtral
 @pytest.mark.parametrize("kind", gpu.KINDS)
-@pytest.mark.parametrize("name", slow_after(3, gpu_models.MODELS))
+@pytest.mark.parametrize("name", slow_after(1, gpu_models.MODELS))
 def test_every_model_can_be_profiled_for_a_gpu(name: str, kind: str) -> None:
     model, batch, loss_fn = gpu_models.build(name, "smoke", "cpu", torch.bfloat16, kind == "autocast")
     seen = profile(model, batch, loss_fn, torch.optim.AdamW, device="h100")

@@ -26,7 +26,7 @@ def run(seed: int) -> Outcome:
     return random_programs.run(seed, kinds=TURNS[seed // 2 % len(TURNS)], threads=seed % 10 == 0)
 
 
-@pytest.mark.parametrize("part", slow_after(3, range(PARTS)))
+@pytest.mark.parametrize("part", slow_after(1, range(PARTS)))
 def test_no_plan_changes_a_bit_and_the_planners_own_is_never_refused(part: int) -> None:
     failures: dict[int, list[str]] = {}  # by seed, for `python -m benchmarks.random_programs --only`
     seen: Counter[str] = Counter()
