@@ -15,22 +15,16 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
-SLOW_CASES = 3
-"""Of a slow test, the cases that ``make test-slow`` and CI run. Many alike say the same thing many times."""
-
-
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of slow tests exhaustive, but for a few that are evenly spaced, and all of ``every_case``."""
+    """Mark the cases of slow tests exhaustive, but for the first and the last; none of ``every_case``."""
     cases: dict[tuple[object, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("every_case"):
             cases[item.parent, getattr(item, "originalname", item.name)].append(item)
     for alike in cases.values():
-        kept = {round(i * (len(alike) - 1) / (SLOW_CASES - 1)) for i in range(SLOW_CASES)}
-        for i, item in enumerate(alike):
-            if i not in kept:
-                item.add_marker(pytest.mark.exhaustive)
+        for item in alike[1:-1]:
+            item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(scope="module")

@@ -154,5 +154,6 @@ def test_a_parallel_step_takes_what_was_planned(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_more_parallel_steps(tmp_path: Path) -> None:
     mp.spawn(on_rank, (("llama", "loss", "two axes"), str(tmp_path)), nprocs=RANKS)

@@ -948,6 +948,7 @@ def test_rows_of_a_mean_are_added_by_weight() -> None:
     assert weight == 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_ops_of_the_database() -> None:

@@ -260,14 +260,8 @@ def test_plans_on_a_mesh_hold_on_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("meshes", "budgets"),
-    [
-        (("2x2",), 1),
-        pytest.param(("2x2",), 3, marks=pytest.mark.exhaustive),
-        pytest.param(("4", "tp"), 1, marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("meshes", "budgets"), [(("2x2",), 3), (("4", "tp"), 1)])
 def test_models_of_transformers(meshes: tuple[str, ...], budgets: int, tmp_path: Path) -> None:
     check_all(dict.fromkeys((llama, gpt2, vit), meshes), tmp_path, budgets)
 
@@ -285,5 +279,6 @@ def test_plans_on_any_sharding_hold_on_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_wide_mlp_and_a_block_take_what_is_predicted(tmp_path: Path) -> None:
     check_all(dict.fromkeys((mlp, block), ("4", "2x2")), tmp_path, 1)

@@ -28,6 +28,7 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.exhaustive,  # test_spread has the same for small models, test_mesh_ranks for three of these
     pytest.mark.skipif(
         not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
     ),

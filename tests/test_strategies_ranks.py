@@ -171,6 +171,8 @@ def on_rank(rank: int, directory: str, check: Callable[[Rank], None]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", [forms_of_linear, ops_of_all_kinds])
+@pytest.mark.parametrize(
+    "check", [forms_of_linear, pytest.param(ops_of_all_kinds, marks=pytest.mark.exhaustive)]
+)
 def test_four_ranks(check: Callable[[Rank], None], tmp_path: Path) -> None:
     mp.spawn(on_rank, (str(tmp_path), check), nprocs=4)  # type: ignore[no-untyped-call]
