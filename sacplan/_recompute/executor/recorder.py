@@ -477,7 +477,7 @@ class UnitRecorder(Watching):
             return False  # no op since the call departed from the recorded step
         number, with_gradients, site = self._last
         if autograd_sequence_number() != number:
-            return False
+            return False  # a node has been made since: an op saves its inputs
         return not with_gradients or slot.node.site is not site
 
 
