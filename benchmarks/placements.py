@@ -151,10 +151,10 @@ def looked(profile: sacplan.Profile, mesh: Mesh) -> Iterator[dict[str, Any]]:
     """A row for each limit."""
     parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
     named = list(spreads(profile, mesh))
-    least = Spread("search", profile, searched(profile, parameters, mesh, 1))
+    least = Spread("search", profile, searched(profile, parameters, mesh, 1).sharding)
     for limit in limits_of(named, least.profile.peak_bytes):
         began = time.perf_counter()
-        way = Spread("search", profile, searched(profile, parameters, mesh, limit))
+        way = Spread("search", profile, searched(profile, parameters, mesh, limit).sharding)
         seconds = time.perf_counter() - began
         row = row_of(way, named, limit) | {"seconds": seconds, "plan": best_plan(profile, mesh, limit)}
         yield row | {"is_best": is_best(row)} | described(way.sharding)

@@ -14,7 +14,6 @@ from torch import nn
 
 import sacplan
 from sacplan._device.cost import CostModel
-from sacplan._placing.axis_program import Options
 from sacplan._placing.evaluation import Choice
 from sacplan._placing.search import Search
 from sacplan._profile.profile import Profile
@@ -25,6 +24,7 @@ from sacplan._shard.costs import Costs
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Placement
 from sacplan._shard.strategies import AxisStrategy, axis_strategies
+from sacplan._solve.milp import Milp
 from sacplan._torch.ops import op_named
 
 Strategies = Mapping[int, AxisStrategy]
@@ -294,7 +294,11 @@ def prices(profile: Profile, search: Search, ranks: int, every: int) -> list[tup
 def check(profile: Profile, ranks: int, limits: int, every: int = 1) -> None:
     parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
     search = Search(
-        profile.recorded, parameters, Mesh.of(ranks), profile.spec, options=Options(gap=0.0, time_limit_s=60)
+        profile.recorded,
+        parameters,
+        Mesh.of(ranks),
+        profile.spec,
+        options=Milp(gap=0.0, work_limit=100_000_000),
     )
     found = prices(profile, search, ranks, every)
     assert len({round(peak) for _, peak, _ in found}) > 1

@@ -262,10 +262,10 @@ def test_units_hidden_by_a_tolerance_are_found(backend: str, kinds: int) -> None
         assert (problem.cost(found.picks), found.status) == (4 - full + 9 * full, "optimal")
 
 
-def test_without_time_the_descent_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_work_ends_the_search_the_descent_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LinearProgram, "solve", lambda self, **kwargs: LinearSolution("unknown"))
     problem = _problem([1000], [[(1.0, [-400])], [(2.0, [-300])]], 650)
-    assert sacplan.Milp().solve(problem) == Solution({0: 1}, "feasible", None)
+    assert sacplan.Milp().solve(problem) == Solution({0: 1}, "feasible", None, limited=True)
     assert problem.peak(sacplan.Milp().smallest(problem).picks) == 300
 
 

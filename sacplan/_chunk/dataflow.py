@@ -179,8 +179,7 @@ class Dataflow:
     def splits(self) -> dict[int, set[tuple[int, ...]]]:
         """By size, the products that a dimension of that size is somewhere: of batch and sequence, for example."""
         found: dict[int, set[tuple[int, ...]]] = defaultdict(set)
-        for rule in set(self.rules) - {None}:
-            assert rule is not None
+        for rule in dict.fromkeys(rule for rule in self.rules if rule is not None):
             for dims in (*rule.inputs, *rule.outputs):
                 for factors in dims:
                     if len(factors) > 1:

@@ -9,7 +9,6 @@ discards no less: its memory is free at least as long.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from sacplan._classical.tree import Tree, TreePlan, cost_ms
@@ -35,11 +34,12 @@ def solve_continuous(tree: Tree, budget_bytes: int, options: Milp) -> Answer:
 
     Where a tolerance hid some bytes, the shares of the units found are chosen again, for so many bytes less.
     """
-    deadline = time.monotonic() + options.time_limit_s
+    work = options.work_limit
     asked, bound_ms, allowed = budget_bytes, None, None
     for _ in range(_ROUNDS):
         program = _Program(tree, asked, allowed)
-        found = program.solve(options, max(1e-3, deadline - time.monotonic()))
+        found = program.solve(options, max(1, work))
+        work -= found.work
         if allowed is None and found.bound is not None:
             bound_ms = found.bound * program.ms_scale
         if not found.values:
@@ -85,10 +85,8 @@ class _Program:
         self._memory_rows(budget_bytes)
         self._order()
 
-    def solve(self, options: Milp, time_limit_s: float) -> LinearSolution:
-        return self._program.solve(
-            solver=options.backend, gap=options.gap, time_limit_s=time_limit_s, seed=options.seed
-        )
+    def solve(self, options: Milp, work_limit: int) -> LinearSolution:
+        return options.run(self._program, work_limit=work_limit)
 
     def read(self, solution: LinearSolution) -> TreePlan:
         plan = {}

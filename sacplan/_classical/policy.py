@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from sacplan._classical.graph import SACStats
 from sacplan._program.arguments import checked, fits
 from sacplan._program.budget import format_bytes
-from sacplan._solve.mip import LinearProgram, check_options
+from sacplan._solve.milp import Milp
+from sacplan._solve.mip import WORK_LIMIT, LinearProgram, check_options
 from sacplan.errors import BudgetError, InfeasibleBudget, PlanError, SolverError
 
 _SCALE = 1000.0  # far above the solvers' tolerances
@@ -24,8 +25,9 @@ def get_optimal_checkpointing_policy_per_module(
     *,
     solver: str = "auto",
     gap: float = 1e-4,
-    time_limit: float = 10.0,
+    work_limit: int = WORK_LIMIT,
     seed: int = 0,
+    time_limit: float | None = None,
 ) -> list[int]:
     """Choose which of a module's ops to save (1) and which to recompute (0), with the least recompute time.
 
@@ -38,18 +40,20 @@ def get_optimal_checkpointing_policy_per_module(
         memory_budget: share of the ops' total memory that may be saved, in [0, 1].
         solver: "auto" (HiGHS if installed, else CBC), "highs" or "cbc".
         gap: relative gap at which a policy counts as optimal.
-        time_limit: seconds.
+        work_limit: nodes of branch and bound, each counted as the nonzeros of the program, after which the best policy
+            found is returned.
         seed: of the solver.
+        time_limit: seconds after which the search fails; None: no such limit.
 
     Raises:
         BudgetError: the share is not in [0, 1].
         InfeasibleBudget: the ops that must be saved take more.
         PlanError: statistics that contradict each other.
-        SolverError: no policy found in the time.
+        SolverError: no solver, no policy found with that much work, or the time limit is reached.
     """
     if not fits(memory_budget, float) or not 0 <= memory_budget <= 1:
         raise BudgetError(f"memory budget {memory_budget!r} is not a share in [0, 1] of the module's memory")
-    check_options(solver, gap, time_limit, seed)
+    backend = check_options(solver, gap, work_limit, seed, time_limit)
     group = _op_groups(sac_stats)
     ops = range(len(group))
     saved = {group[op] for op, parent in sac_stats.inplace_ops if op == parent}
@@ -81,7 +85,9 @@ def get_optimal_checkpointing_policy_per_module(
     undecided = [g for g in memory if g not in saved and g not in recomputed]
     runtime = {g: math.fsum(sac_stats.runtimes[op] for op in ops if group[op] == g) for g in undecided}
     saved |= _knapsack(
-        [(g, memory[g], runtime[g]) for g in undecided], budget_bytes - needed, solver, gap, time_limit, seed
+        [(g, memory[g], runtime[g]) for g in undecided],
+        budget_bytes - needed,
+        Milp(backend, gap, work_limit, seed, time_limit_s=time_limit),
     )
     return [int(group[op] in saved) for op in ops]
 
@@ -109,10 +115,7 @@ def _op_groups(sac_stats: SACStats) -> list[int]:
 def _knapsack(
     items: Sequence[tuple[int, int, float]],
     budget_bytes: int,
-    solver: str,
-    gap: float,
-    time_limit_s: float,
-    seed: int,
+    options: Milp,
 ) -> set[int]:
     """The items (key, bytes, ms) that fit and are worth the most."""
     free = {key for key, n_bytes, _ in items if n_bytes == 0}
@@ -131,10 +134,11 @@ def _knapsack(
         ],
         lower=_SCALE,
     )
-    solution = program.solve(solver=solver, gap=gap, time_limit_s=time_limit_s, seed=seed)
+    solution = options.run(program)
     if not solution.values:
         raise SolverError(
-            f"no policy for {len(fitting)} ops was found within {time_limit_s} s; raise time_limit"
+            f"no policy for {len(fitting)} ops was found with the work of {options.work_limit} (nodes x nonzeros); "
+            "raise work_limit"
         )
     kept = [item for x, item in zip(left_out, fitting, strict=True) if solution.values[x] < 0.5]
     # a tolerance may hide some bytes; the least valuable by size goes first

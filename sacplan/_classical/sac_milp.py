@@ -18,7 +18,7 @@ from sacplan._classical.tree import Tree, TreePlan, cost_ms, tree_of
 from sacplan._program.arguments import checked
 from sacplan._program.budget import exact_bytes, format_bytes, parse_budget
 from sacplan._solve.milp import Milp, Refinement
-from sacplan._solve.mip import check_options, relative_gap
+from sacplan._solve.mip import WORK_LIMIT, check_options, relative_gap
 from sacplan.errors import InfeasibleBudget, PlanError, SolverError
 
 
@@ -73,15 +73,16 @@ def sac_milp(
     choices: Literal["reachable", "continuous"] = "reachable",
     solver: str = "auto",
     gap: float = 1e-4,
-    time_limit: float = 60.0,
+    work_limit: int = 6 * WORK_LIMIT,
     seed: int = 0,
+    time_limit: float | None = None,
 ) -> SacMilpResult:
     """Choose the units and their discard ratios that fit the budget with the least recomputation.
 
         ac_decisions, recomputation_time_ms, peak_bytes = sac_milp(graph, "22GiB")
 
     Units never nest, and leaves are never units. The graph is not changed. The same input gives the
-    same plan, unless the time limit ends the search.
+    same plan, however fast or busy the machine is.
 
     Args:
         graph: from ``parse_module_info``.
@@ -96,19 +97,21 @@ def sac_milp(
             bare fits, is always continuous.
         solver: "auto" (HiGHS if installed, else CBC), "highs" or "cbc".
         gap: relative gap at which a plan counts as optimal.
-        time_limit: seconds.
+        work_limit: nodes of branch and bound, each counted as the nonzeros of its program, after which the best plan
+            found is returned (its status is "feasible").
         seed: of the solver.
+        time_limit: seconds for each solve, after which the search fails; None: no such limit.
 
     Raises:
         BudgetError: a budget that cannot be read.
         InfeasibleBudget: no choice fits; says the smallest budget that does.
         PlanError: unknown modules, or options out of range.
-        SolverError: no solver, or no plan found in the time.
+        SolverError: no solver, no plan found with that much work, or the time limit is reached.
     """
     if choices not in ("reachable", "continuous"):
         raise PlanError(f"unknown choices {choices!r}; there are 'reachable' and 'continuous'")
-    backend = check_options(solver, gap, time_limit, seed)
-    options = Milp(backend, gap, time_limit, seed, peak_gap=0.0)
+    backend = check_options(solver, gap, work_limit, seed, time_limit)
+    options = Milp(backend, gap, work_limit, seed, peak_gap=0.0, time_limit_s=time_limit)
     tree = tree_of(graph, world_size, ac_units, fsdp_units, continuous=choices == "continuous")
     unplanned_bytes = int(tree.base[-1])
     budget_bytes = parse_budget(memory_budget, unplanned_bytes)
@@ -159,8 +162,9 @@ def _smallest(tree: Tree, budget_bytes: int, options: Milp, infeasible: bool) ->
         return plan
     if not (infeasible or exact):
         raise SolverError(
-            f"neither a plan for {format_bytes(budget_bytes)} nor a proof that there is none was found within "
-            f"{options.time_limit_s} s; raise time_limit, or give {exact_bytes(smallest_bytes, 'memory_budget')}"
+            f"neither a plan for {format_bytes(budget_bytes)} nor a proof that there is none was found with the work "
+            f"of {options.work_limit} (nodes x nonzeros); raise work_limit, or give "
+            f"{exact_bytes(smallest_bytes, 'memory_budget')}"
         )
     binding = tree.names[int(used.argmax())]
     advice = f"give at least {exact_bytes(smallest_bytes, 'memory_budget')}, shrink the batch, or shard over more ranks"

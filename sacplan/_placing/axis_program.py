@@ -16,7 +16,6 @@ its solution is evaluated, and the moments at which most is alive become rows.
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from sacplan._placing.evaluation import Choice, Evaluation, Figures, half_of
 from sacplan._placing.graph import GRADIENT, Flow, OpClass, User
 from sacplan._shard.placements import Layout
 from sacplan._shard.strategies import AxisStrategy
+from sacplan._solve.milp import Milp
 from sacplan._solve.mip import LinearProgram, LinearSolution
 
 _ROUNDS = 40
@@ -36,21 +36,8 @@ _TIE = 1e-5
 Terms = dict[int, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Of the solver.
-
-    Attributes:
-        backend: see ``LinearProgram.solve``.
-        gap: relative gap at which a solution counts as optimal.
-        time_limit_s: of all solves for one axis together, or for what is made of them.
-        seed: of the solver.
-    """
-
-    backend: str = "auto"
-    gap: float = 2e-3
-    time_limit_s: float = 4.0
-    seed: int = 0
+SOLVER = Milp(gap=4e-3)
+"""What solves the program of an axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +64,12 @@ class AxisProgram:
         evaluation: costs.
         choice: of all axes; that of ``axis`` is looked for.
         axis: which.
-        options: of the solver.
+        options: of the solver; its limit of work is for all solves together.
         only: by class, the strategies on the axis that may be taken; None: all.
 
     Attributes:
-        infeasible: whether it is proved that nothing keeps the limit.
+        infeasible: whether it is proved that nothing keeps the limit that was asked for last.
+        limited: whether the limit of work ended a solve for it.
         size: variables, integer ones, and rows of the program solved last.
     """
 
@@ -90,7 +78,7 @@ class AxisProgram:
         evaluation: Evaluation,
         choice: Choice,
         axis: int,
-        options: Options,
+        options: Milp,
         only: Sequence[frozenset[int]] | None = None,
     ) -> None:
         self.evaluation = evaluation
@@ -98,9 +86,12 @@ class AxisProgram:
         self.axis = axis
         self.options = options
         self.infeasible = False
+        self.limited = False
         self.size = (0, 0, 0)
         self._choice = [list(picks) for picks in choice]
         self._rows: list[int] = []  # moments
+        self._known: dict[tuple[float, bool], tuple[Solved | None, bool, bool]] = {}
+        self._relaxed: tuple[_Encoding, LinearSolution] | None = None  # the fastest without any row
         self._excess: dict[int, float] = {}  # by which a row is tightened where a tolerance hid something
         self._only = only
         self._valid = [self._strategies_of(c) for c in range(len(self.graph.classes))]
@@ -122,24 +113,35 @@ class AxisProgram:
     # --- solving -------------------------------------------------------------------------------------
 
     def cheapest(self, limit: float = math.inf) -> Solved | None:
-        """The fastest strategies whose peak is at most ``limit`` bytes; None if none were found in time."""
-        return self._refined(limit, smallest=False)
+        """The fastest strategies whose peak is at most ``limit`` bytes; None if none were found."""
+        return self._once(limit, smallest=False)
 
     def smallest(self) -> Solved | None:
         """The strategies with the smallest peak."""
-        return self._refined(math.inf, smallest=True)
+        return self._once(math.inf, smallest=True)
+
+    def _once(self, limit: float, *, smallest: bool) -> Solved | None:
+        """What was found before, or is found now; with what the attributes then say."""
+        if (limit, smallest) not in self._known:
+            solved = self._refined(limit, smallest=smallest)
+            self._known[limit, smallest] = solved, self.infeasible, self.limited
+        solved, self.infeasible, self.limited = self._known[limit, smallest]
+        return solved
 
     def _refined(self, limit: float, *, smallest: bool) -> Solved | None:
-        deadline = time.monotonic() + self.options.time_limit_s
+        work = self.options.work_limit
         best: Solved | None = None
         bound: float | None = None
         self._excess.clear()
+        self._rows.clear()
+        self.infeasible = self.limited = False
         for _ in range(_ROUNDS):
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if work <= 0:
+                self.limited = True
                 break
-            encoding = _Encoding(self, limit, smallest=smallest)
-            found = encoding.solve(left)
+            encoding, found = self._solved(limit, work, smallest=smallest)
+            work -= found.work
+            self.limited = self.limited or found.limited
             if found.bound is not None:
                 told = encoding.bound(found.bound)
                 bound = told if bound is None else max(bound, told)
@@ -158,7 +160,18 @@ class AxisProgram:
                 break
             if not self._refine(solved.choice, limit if not smallest else bound or 0.0):
                 break
+        else:
+            self.limited = True
         return best
+
+    def _solved(self, limit: float, work: int, *, smallest: bool) -> tuple[_Encoding, LinearSolution]:
+        if self._rows or smallest:
+            encoding = _Encoding(self, limit, smallest=smallest)
+            return encoding, encoding.solve(work)
+        if self._relaxed is None:
+            encoding = _Encoding(self, math.inf, smallest=False)
+            self._relaxed = encoding, encoding.solve(work)
+        return self._relaxed
 
     def _refine(self, choice: Choice, limit: float) -> bool:
         """Make rows of the moments at which most is alive, one of each third of the step."""
@@ -230,19 +243,12 @@ class _Encoding:
         """Variables, integer ones, rows."""
         return self._n[0], self._n[1], self._n[2]
 
-    def solve(self, time_limit_s: float) -> LinearSolution:
-        options = self.program.options
+    def solve(self, work_limit: int) -> LinearSolution:
         here = self.program._choice[self.program.axis]
         start = {
             x: float(k == here[c]) for c, own in enumerate(self.x) if here[c] in own for k, x in own.items()
         }
-        return self.linear.solve(
-            solver=options.backend,
-            gap=options.gap,
-            time_limit_s=time_limit_s,
-            seed=options.seed,
-            start=start,
-        )
+        return self.program.options.run(self.linear, work_limit=work_limit, start=start)
 
     def bound(self, told: float) -> float:
         """A bound of the objective in milliseconds, or bytes."""

@@ -235,7 +235,10 @@ class Evaluation:
                 computed[half_of(subject.phase)] += ms
         for flow, count in self.graph.flows.items():
             source = self.layout(choice, flow.value)
-            wanted = {self.target(self.strategies(choice, u.user), flow, u.position) for u in flow.users}
+            users = sorted(flow.users)
+            wanted = dict.fromkeys(
+                self.target(self.strategies(choice, u.user), flow, u.position) for u in users
+            )
             ms = count * sum(self.moved_ms(flow.value, source, target) for target in wanted)
             total += count * sum(self.copied_ms(flow.value, source, target) for target in wanted)
             if self.graph.is_hidden(flow):

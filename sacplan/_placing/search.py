@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sacplan._device.devices import DeviceSpec
-from sacplan._placing.axis_program import AxisProgram, Options, Solved
+from sacplan._placing.axis_program import SOLVER, AxisProgram, Solved
 from sacplan._placing.evaluation import Choice, Evaluation, Figures
 from sacplan._placing.graph import Graph
 from sacplan._placing.options import Allowed, AxisOptions, everything
@@ -24,6 +23,7 @@ from sacplan._program.program import Program
 from sacplan._ranks.shards import Parameter
 from sacplan._shard.costs import Costs
 from sacplan._shard.mesh import Mesh
+from sacplan._solve.milp import Milp
 
 _TURNS = 3
 """Of each axis, at most."""
@@ -35,8 +35,6 @@ _STARTS = ("data", "tensor")
 """Roles of an axis from which turns start."""
 
 _MOST_STARTS = 8
-_SHARE_OF_START = 0.4
-"""Of the time, for each axis of a start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +44,16 @@ class Found:
     Attributes:
         choice: by axis and class, which strategy.
         figures: time and peak on one rank.
-        status: ``"optimal"``: proved, to the gap; ``"feasible"``: no turn of an axis improved it in time.
+        status: ``"optimal"``: proved, to the gap; ``"feasible"``: no turn of an axis improved it.
         bound_ms: no choice that keeps the limit is faster; None where nothing is known.
+        limited: whether a limit of work ended a solve on the way.
     """
 
     choice: Choice
     figures: Figures
     status: str
     bound_ms: float | None = None
+    limited: bool = False
 
 
 class Search:
@@ -65,7 +65,7 @@ class Search:
         mesh: the ranks.
         spec: the device of a rank, and its links.
         allowed: by name of an axis, what is offered on it.
-        options: of the solver; the time is that of one ``cheapest`` or ``smallest``.
+        options: of the solver; the work is that of one turn.
 
     Attributes:
         evaluation: costs of choices.
@@ -78,16 +78,19 @@ class Search:
         mesh: Mesh,
         spec: DeviceSpec,
         allowed: Mapping[str, Allowed] | None = None,
-        options: Options | None = None,
+        options: Milp = SOLVER,
     ) -> None:
         self.mesh = mesh
-        self.options = options or Options()
+        self.options = options
         self.graph = program.derived(("placing", tuple(parameters)), lambda: Graph(program, parameters))
         axes = [self._axis(axis, allowed or {}) for axis in range(len(mesh.axes))]
         self.evaluation = Evaluation(self.graph, Costs.of(mesh, spec), axes)
+        self._programs: dict[tuple[int, str, bytes], AxisProgram] = {}
         self._subsets: dict[tuple[int, str], list[frozenset[int]]] = {}
         self._known: dict[float, Found | None] = {}
         self._first: dict[tuple[tuple[str, ...], float], Solved | None] = {}
+        self._ended: set[float] = set()
+        """Limits for which a solve with roles was ended by its limit of work."""
 
     def _axis(self, axis: int, allowed: Mapping[str, Allowed]) -> AxisOptions:
         name, ranks = self.mesh.axes[axis]
@@ -97,14 +100,16 @@ class Search:
 
     # --- one turn ------------------------------------------------------------------------------------
 
-    def _program(self, choice: Choice, axis: int, seconds: float, role: str = "") -> AxisProgram:
-        options = replace(self.options, time_limit_s=max(0.1, min(self.options.time_limit_s, seconds)))
+    def _program(self, choice: Choice, axis: int, role: str = "") -> AxisProgram:
         only = None
         if role:
             if (axis, role) not in self._subsets:
                 self._subsets[axis, role] = self.evaluation.options[axis].subset(ROLES[role])
             only = self._subsets[axis, role]
-        return AxisProgram(self.evaluation, choice, axis, options, only)
+        key = axis, role, repr(choice).encode()
+        if key not in self._programs:
+            self._programs[key] = AxisProgram(self.evaluation, choice, axis, self.options, only)
+        return self._programs[key]
 
     def in_roles(self, roles: Sequence[str], limit: float = math.inf) -> Found | None:
         """The fastest choice with a role for each axis whose peak is at most ``limit`` bytes; None if none was found.
@@ -124,8 +129,10 @@ class Search:
             if before is not None or not axis:
                 choice = self.evaluation.replicated() if before is None else before.choice
                 later = math.prod(self.mesh.ranks[axis + 1 :])
-                seconds = self.options.time_limit_s * _SHARE_OF_START
-                solved = self._program(choice, axis, seconds, roles[-1]).cheapest(limit * later)
+                program = self._program(choice, axis, roles[-1])
+                solved = program.cheapest(limit * later)
+                if program.limited:
+                    self._ended.add(limit)
             self._first[roles, limit] = solved
         return self._first[roles, limit]
 
@@ -141,15 +148,16 @@ class Search:
 
     def cheapest(self, limit: float = math.inf) -> Found | None:
         """The fastest choice found whose peak on a rank is at most ``limit`` bytes; None if none was found."""
-        known = self._known.get(math.inf)
-        if known is not None and known.figures.peak_bytes <= limit:
-            return known
+        if math.inf not in self._known:
+            self._known[math.inf] = self._cheapest(math.inf)
+        fastest = self._known[math.inf]
+        if fastest is not None and fastest.figures.peak_bytes <= limit:
+            return fastest
         if limit not in self._known:
             self._known[limit] = self._cheapest(limit)
         return self._known[limit]
 
     def _cheapest(self, limit: float) -> Found | None:
-        deadline = time.monotonic() + self.options.time_limit_s
         if len(self.mesh.axes) == 1:
             return self._on_one_axis(limit)
         fitting = [found for found in self.starts.values() if found.figures.peak_bytes <= limit]
@@ -159,53 +167,56 @@ class Search:
         if not fitting and self.smallest.figures.peak_bytes <= limit:
             fitting = [self.smallest]
         best = min(fitting, key=lambda found: found.figures.ms, default=None)
-        return None if best is None else self._turns(best, limit, deadline)
+        return None if best is None else self._turns(best, limit)
 
     def _on_one_axis(self, limit: float) -> Found | None:
-        program = self._program(self.evaluation.replicated(), 0, self.options.time_limit_s)
+        program = self._program(self.evaluation.replicated(), 0)
         solved = program.cheapest(limit)
         if solved is not None:
             status = "optimal" if solved.optimal else "feasible"
-            return Found(solved.choice, solved.figures, status, solved.bound)
+            return Found(solved.choice, solved.figures, status, solved.bound, program.limited)
         if program.infeasible or self.smallest.figures.peak_bytes > limit:
             return None
-        return replace(self.smallest, status="feasible")
+        return replace(self.smallest, status="feasible", limited=self.smallest.limited or program.limited)
 
-    def _turns(self, start: Found, limit: float, deadline: float) -> Found:
+    def _turns(self, start: Found, limit: float) -> Found:
         """Axis after axis from a choice that keeps the limit, until none improves."""
         best, axes, idle = start, len(self.mesh.axes), 0
+        limited = start.limited or not self._ended.isdisjoint((limit, math.inf))
         for turn in range(_TURNS * axes):
-            left = deadline - time.monotonic()
-            if left <= 0 or idle >= axes:
+            if idle >= axes:
                 break
-            solved = self._program(best.choice, turn % axes, left / 2).cheapest(limit)
+            program = self._program(best.choice, turn % axes)
+            solved = program.cheapest(limit)
+            limited = limited or program.limited
             better = solved is not None and solved.figures.ms < best.figures.ms * (1 - _BETTER)
             if solved is not None and better:
                 best = Found(solved.choice, solved.figures, "feasible")
             idle = 0 if better else idle + 1
-        return replace(best, bound_ms=self._bound_ms)
+        return replace(best, bound_ms=self._bound_ms, limited=limited)
 
     @cached_property
     def smallest(self) -> Found:
         """The choice with the smallest peak on a rank that was found."""
-        deadline = time.monotonic() + self.options.time_limit_s
         choice, axes = self.evaluation.replicated(), len(self.mesh.axes)
         best = Found(choice, self.evaluation.figures(choice), "feasible")
         if axes > 1:
             best = min(self.starts.values(), key=lambda found: found.figures.peak_bytes, default=best)
+        limited = math.inf in self._ended
         idle = 0
         for turn in range(_TURNS * axes):
-            left = deadline - time.monotonic()
-            if left <= 0 or idle >= axes:
+            if idle >= axes:
                 break
-            solved = self._program(best.choice, turn % axes, left / 2 if axes > 1 else left).smallest()
+            program = self._program(best.choice, turn % axes)
+            solved = program.smallest()
+            limited = limited or program.limited
             figures = None if solved is None else solved.figures
             smaller = figures is not None and figures.peak_bytes < best.figures.peak_bytes * (1 - _BETTER)
             if solved is not None and smaller:
                 proved = axes == 1 and solved.bound is not None and solved.optimal
                 best = Found(solved.choice, solved.figures, "optimal" if proved else "feasible")
             idle = 0 if smaller and axes > 1 else idle + 1
-        return best
+        return replace(best, limited=limited)
 
     @cached_property
     def _bound_ms(self) -> float:

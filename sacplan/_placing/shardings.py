@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from msgspec import structs
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._placing.answer import sharding_of
-from sacplan._placing.axis_program import Options
+from sacplan._placing.axis_program import SOLVER
 from sacplan._placing.options import Allowed
 from sacplan._placing.roles import ROLES
 from sacplan._placing.search import Found, Search
@@ -26,6 +27,7 @@ from sacplan._program.program import ROOT_SCOPE, Phase, Program
 from sacplan._ranks.shards import Parameter
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.sharding import Sharding
+from sacplan._solve.milp import Milp
 from sacplan.errors import PlanError
 
 _BETWEEN = (0.5,)
@@ -44,6 +46,7 @@ class Proposal:
         binding: what runs at the peak: the fqn of a module, or ``"optimizer step"``.
         bound_ms: nothing that keeps the limit is faster; None where nothing is known.
         roles: by axis, what it was restricted to; empty if it was not.
+        limited: whether a limit of work ended a solve on the way.
     """
 
     sharding: Sharding
@@ -53,6 +56,14 @@ class Proposal:
     binding: str
     bound_ms: float | None = None
     roles: tuple[str, ...] = ()
+    limited: bool = False
+
+
+class Sought(NamedTuple):
+    """What a search came to, and whether a limit of work ended a solve on the way."""
+
+    sharding: Sharding
+    limited: bool
 
 
 def shardings(
@@ -63,7 +74,7 @@ def shardings(
     *,
     limits: Sequence[float] | None = None,
     allowed: Mapping[str, Allowed] | None = None,
-    options: Options | None = None,
+    options: Milp = SOLVER,
 ) -> tuple[Proposal, ...]:
     """Shardings to plan on, the fastest first.
 
@@ -75,7 +86,7 @@ def shardings(
         limits: peaks in bytes for which the fastest is looked for, beside that without a limit; None: one between that
             one's and the smallest.
         allowed: by name of an axis, what is offered on it; see ``roles.py``.
-        options: of the solver. Its time limit is for each limit.
+        options: of the solver.
 
     Returns:
         At least one. The last has the smallest peak that was found.
@@ -99,7 +110,7 @@ def shardings(
     return _proposals(search, found)
 
 
-def searched(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, limit: float = 0) -> Sharding:
+def searched(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, limit: float = 0) -> Sought:
     """The fastest sharding whose peak on a rank, before recomputation, is at most ``limit`` bytes.
 
     Args:
@@ -110,10 +121,10 @@ def searched(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, limi
     """
     search = _search(profile, parameters, mesh)
     found = search.cheapest(limit or math.inf) or search.smallest
-    return sharding_of(search.evaluation, found.choice)
+    return Sought(sharding_of(search.evaluation, found.choice), found.limited)
 
 
-def tensor_parallel(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh) -> Sharding:
+def tensor_parallel(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh) -> Sought:
     """The fastest tensor parallelism on the last axis, the fastest links; all other axes are left open.
 
     Raises:
@@ -134,7 +145,7 @@ def tensor_parallel(profile: Profile, parameters: Sequence[Parameter], mesh: Mes
         structs.replace(place, inputs=tuple(",".join(["*"] * others + [text]) for text in place.inputs))
         for place in alone.places
     ]
-    return Sharding(mesh, homes, tuple(places))
+    return Sought(Sharding(mesh, homes, tuple(places)), found.limited)
 
 
 def _search(
@@ -155,7 +166,7 @@ def smallest_sharding(
     spec: DeviceSpec,
     *,
     allowed: Mapping[str, Allowed] | None = None,
-    options: Options | None = None,
+    options: Milp = SOLVER,
 ) -> Proposal:
     """The sharding with the smallest peak on a rank that was found, before recomputation; arguments as above."""
     search = Search(program, parameters, mesh, spec, allowed, options)
@@ -171,7 +182,9 @@ def _proposals(search: Search, found: Sequence[tuple[Found, tuple[str, ...]]]) -
         figures, binding = one.figures, _binding(search, one.figures.moment)
         proposals.setdefault(
             repr(sharding),
-            Proposal(sharding, figures.ms, figures.peak_bytes, one.status, binding, bound, roles),
+            Proposal(
+                sharding, figures.ms, figures.peak_bytes, one.status, binding, bound, roles, one.limited
+            ),
         )
     return tuple(proposals.values())
 

@@ -6,6 +6,8 @@ import math
 from functools import cached_property
 from typing import Literal
 
+from msgspec import structs
+
 from sacplan._chunk.entries import ChunkOptions
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.bound import Bound
@@ -27,7 +29,6 @@ _WIDE = 2e-3
 The executor looks at every op in a unit, also at those of layers that keep everything.
 """
 
-_CHUNK_KINDS = -(10**6)  # kinds of regions of chunks, downwards
 
 _SIZES = (3, 4, 6, 8, 12, 16, 24, 32)
 
@@ -83,18 +84,19 @@ class PlanningContext:
     def _chunk_regions(self) -> tuple[Region, ...]:
         """The choices of slices, beside the regions that may recompute."""
         found = []
-        for kind, chunks in enumerate(self.chunks):
+        for chunks in self.chunks:
             options = [Option(0.0, 0, (), "chunk")]
             for decision, rewrite in chunks.options:
                 cost = self.added_cost(rewrite.added_ms)
                 options.append(Option(cost, 0, (), "chunk", decision, rewrite.patch))
-            first = chunks.options[0][0]
-            alike = next(i for i, other in enumerate(self.chunks) if other.options[0][0].span == first.span)
+            offered = tuple(
+                (structs.replace(o.decision, unit=""), f"{o.cost:.9g}") for o in options if o.decision
+            )
             found.append(
                 Region(
                     unit=chunks.unit,
                     members=tuple((op,) for op in sorted(chunks.ops)),
-                    kind=_CHUNK_KINDS - (alike if first.span == "module" else kind),
+                    kind=self._kinds.setdefault(offered, -1 - len(self._kinds)),
                     options=tuple(options),
                     units=((), *((chunks.unit,),) * len(chunks.options)),
                     wide=(False,) * len(options),

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._placing.data_parallel import with_data_parallel
-from sacplan._placing.shardings import searched, tensor_parallel
+from sacplan._placing.shardings import Sought, searched, tensor_parallel
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import exact_bytes, format_bytes
@@ -42,11 +42,13 @@ class Spread:
         name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, two of them, or ``"search"``.
         whole: the profile of the whole model on one device.
         sharding: the way.
+        limited: whether a limit of work ended the search for it.
     """
 
     name: str
     whole: Profile
     sharding: Sharding
+    limited: bool = False
 
     @cached_property
     def profile(self) -> Profile:
@@ -56,7 +58,10 @@ class Spread:
     def named(self, plan: Plan) -> Plan:
         """The plan with the name of the sharding in its provenance."""
         options = {**plan.provenance.options, "sharding": self.name}
-        return structs.replace(plan, provenance=structs.replace(plan.provenance, options=options))
+        named = structs.replace(plan.provenance, options=options)
+        if self.limited:
+            named = named.with_limit("the search for a sharding")
+        return structs.replace(plan, provenance=named)
 
 
 def rows_of(profile: Profile) -> int:
@@ -131,7 +136,7 @@ def spreads(
         PlanError: the step cannot be spread over this mesh.
     """
     parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
-    makers: list[tuple[str, Callable[[], Sharding]]] = [
+    makers: list[tuple[str, Callable[[], Sought]]] = [
         (name, functools.partial(named_sharding, profile, parameters, mesh, name))
         for name in (_names(mesh) if names is None else names)
     ]
@@ -140,7 +145,7 @@ def spreads(
     seen, is_any = set[str](), False
     for name, make in makers:
         try:
-            spread = Spread(name, profile, make())
+            spread = Spread(name, profile, *make())
             if repr(spread.sharding) in seen or not _is_spread(spread.sharding):
                 continue
             seen.add(repr(spread.sharding))
@@ -186,7 +191,7 @@ def described_name(name: str, mesh: Mesh) -> str:
     return f"{name} ({', '.join(parts)})"
 
 
-def named_sharding(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, name: str) -> Sharding:
+def named_sharding(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, name: str) -> Sought:
     """A way that people use by name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, ``"fsdp + megatron"``.
 
     Raises:
@@ -197,16 +202,16 @@ def named_sharding(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh
         raise PlanError(
             f"sharding {name!r} is not known; it is one of {', '.join(map(repr, POLICIES))}, or 'fsdp + {_TENSOR}'."
         )
-    found, axes = Sharding(mesh), mesh.names
+    found, limited, axes = Sharding(mesh), False, mesh.names
     if _TENSOR in words:
-        found = tensor_parallel(profile, parameters, mesh)
+        found, limited = tensor_parallel(profile, parameters, mesh)
         axes = axes[:-1]
     data = words[0] if words[0] != _TENSOR else "ddp"
     for axis in axes:
         found = with_data_parallel(
             found, axis, profile.recorded, parameters, rows_of(profile), cut_parameters=data == "fsdp"
         )
-    return found
+    return Sought(found, limited)
 
 
 def spread_of(profile: Profile, name: str, mesh: Any) -> Spread:
@@ -221,13 +226,13 @@ def spread_of(profile: Profile, name: str, mesh: Any) -> Spread:
             f"mesh {mesh!r} stands for several meshes; name the axes, such as {{'dp': 4, 'tp': 2}}."
         )
     parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
-    sharding = named_sharding(profile, parameters, meshes[0], name)
+    sharding, limited = named_sharding(profile, parameters, meshes[0], name)
     if not _is_spread(sharding):
         raise PlanError(
             f"{name!r} spreads nothing of this step over mesh {meshes[0]}: no op that takes parameters can be cut along"
             " the batch. Leave the sharding to sacplan.plan, or plan without a mesh."
         )
-    return Spread(name, profile, sharding)
+    return Spread(name, profile, sharding, limited)
 
 
 @dataclass(frozen=True, slots=True)

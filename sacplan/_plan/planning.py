@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast, get_args
 
@@ -202,6 +202,7 @@ class _Asked:
 
     Attributes:
         last: what is asked where none of the solvers holds a budget.
+        limits_reached: solvers that a limit of work ended so far.
     """
 
     profile: Profile
@@ -211,6 +212,7 @@ class _Asked:
     techniques: tuple[str, ...]
     accumulate: Accumulate
     last: Rotor | None = None
+    limits_reached: dict[str, None] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -255,7 +257,7 @@ class _Asked:
 
     def searches(self) -> list[Search]:
         """Without chunks, and with the loss in slices where that may be and can be."""
-        found = [Search(self.context(self.pins))]
+        found = [self._search(self.pins)]
         if "chunk" in self.techniques:
             loss = loss_chunks(self.profile.program, self.profile.spec, self.accumulate)
             if isinstance(loss, ChunkOptions) and self.pins.named_ops.isdisjoint(loss.ops):
@@ -272,7 +274,7 @@ class _Asked:
         if ends:
             pins = resolve_pins(profile.program, profile.fingerprint, pins.keep, (*pins.never, *ends))
         kept = pins.kept_ops.union(*(each.ops | each.held_ops(profile.program) for each in chunks))
-        return Search(self.context(replace(pins, kept_ops=kept), chunks))
+        return self._search(replace(pins, kept_ops=kept), chunks)
 
     def _with_modules(self, search: Search) -> Search | None:
         """With the modules in slices, too, that make the smallest peak of a search."""
@@ -366,6 +368,9 @@ class _Asked:
         except PlanError:
             return  # the model is no chain, or pins do not leave it one unit
 
+    def _search(self, pins: Pins, chunks: tuple[ChunkOptions, ...] = ()) -> Search:
+        return Search(self.context(pins, chunks), limits_reached=self.limits_reached)
+
     def context(self, pins: Pins, chunks: tuple[ChunkOptions, ...] = ()) -> PlanningContext:
         """What planning looks at, with these pins."""
         profile = self.profile
@@ -389,6 +394,7 @@ class _Asked:
             headroom=headroom,
             pins=self.pins,
             techniques=self.techniques,
+            limits_reached=tuple(self.limits_reached),
         )
         return made_plan(
             self.profile,

@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from numbers import Integral
 from typing import Annotated, Any
 
+import msgspec
 import torch
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -18,6 +19,7 @@ from sacplan._program.files import Name
 from sacplan._recompute.pins import NO_PINS, Pins
 from sacplan._record.fake_values import decides_sizes
 from sacplan._record.step import Mode
+from sacplan._solve.mip import WORK_LIMIT
 from sacplan._techniques import DEFAULT_TECHNIQUES
 
 Scalar = bool | int | float | str | None
@@ -38,6 +40,8 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         mode, trace, runtime: of the profile, see ``sacplan.profile``.
         assumptions: of the profile, by which sizes were decided that depend on data (``data_rules``), such as balanced
             routing. Absent where there were none.
+        limits_reached: what ended at its limit of work before it had proved its answer, such as ``"milp"``: with more
+            of it (``sacplan.Milp(work_limit=)``) there may be a better plan. Absent where nothing did.
         sacplan, torch: versions.
         date: when, in UTC.
     """
@@ -54,6 +58,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trace: Name
     runtime: Name
     assumptions: tuple[Name, ...] | UnsetType = UNSET
+    limits_reached: tuple[Name, ...] | UnsetType = UNSET
     sacplan: Name
     torch: Name
     date: Annotated[datetime, Meta(tz=True)]
@@ -70,6 +75,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         headroom: Any = None,
         pins: Pins = NO_PINS,
         techniques: tuple[str, ...] = DEFAULT_TECHNIQUES,
+        limits_reached: tuple[str, ...] = (),
     ) -> Provenance:
         """Of a plan that is made now, by this version; options that are no JSON scalars are written as text."""
         return cls(
@@ -84,6 +90,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             trace=profile.trace,
             runtime=profile.runtime,
             assumptions=tuple(filter(decides_sizes, profile.rules)) or UNSET,
+            limits_reached=limits_reached or UNSET,
             sacplan=sacplan.__version__,
             torch=str(torch.__version__),
             date=datetime.now(timezone.utc).replace(microsecond=0),
@@ -98,6 +105,21 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             f"{found}. Where the data decide otherwise, a step may take more than the plan says: make the profile with "
             'trace="real" and the most uneven batch, or leave headroom'
             for found in self.assumptions
+        )
+
+    def with_limit(self, what: str) -> Provenance:
+        """The same, with something more that ended at its limit of work."""
+        reached = () if self.limits_reached is UNSET else self.limits_reached
+        return msgspec.structs.replace(self, limits_reached=(*reached, what))
+
+    @property
+    def limit_in_words(self) -> str:
+        """That a limit of work was reached, and what to try; empty where none was."""
+        if self.limits_reached is UNSET:
+            return ""
+        return (
+            f"{' and '.join(self.limits_reached)} ended at the limit of work: with a higher one, such as "
+            f"sacplan.Milp(work_limit={10 * WORK_LIMIT}), there may be a better plan"
         )
 
     @staticmethod

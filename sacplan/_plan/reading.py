@@ -286,6 +286,7 @@ def plan_rows(plan: Plan) -> tuple[tuple[str, str], ...]:
         ("gradients", f"{plan.gradients}: {plan.why_gradients}" if plan.provenance.mode == "train" else ""),
         ("technique", ", ".join(plan.provenance.techniques)),
         ("made by", f"{plan.solver} ({plan.status})"),
+        ("limit", plan.provenance.limit_in_words),
         *(("assumes", sentence) for sentence in plan.provenance.assumed),
     ]
     return tuple((label, text) for label, text in rows if text)

@@ -62,6 +62,8 @@ class Search:
 
     context: PlanningContext
     tried: dict[frozenset[Decision], Candidate] = field(default_factory=dict)
+    limits_reached: dict[str, None] = field(default_factory=dict)
+    """Solvers that a limit of work ended; searches for one plan may share it."""
 
     def __post_init__(self) -> None:
         self._measure((), "unplanned", None, "none")
@@ -103,7 +105,7 @@ class Search:
             for size in self.context.sizes:
                 before = self.smallest.footprint.peak_bytes
                 effects = self.context.effects(size)
-                self._add(effects, solver.smallest(effects.problem), solver.name)
+                self._add(effects, self._noted(solver.smallest(effects.problem), solver), solver.name)
                 now = self.smallest.footprint.peak_bytes
                 worse = worse + 1 if now >= before else 0
                 if now <= enough or worse == _IN_VAIN:
@@ -145,7 +147,7 @@ class Search:
         for _ in range(_ROUNDS):
             limited = problem.with_limit(DEVICE_MEMORY, asked)
             solution = solver.solve(limited)
-            if solution is None:
+            if solution is None or self._noted(solution, solver).status == "unknown":
                 break
             tried = self._add(effects, solution, solver.name)
             if solution.bound is not None:  # it also minimised costs paid once, which recompute nothing
@@ -156,6 +158,11 @@ class Search:
             if off == budget_bytes - asked or tried.footprint.peak_bytes <= budget_bytes <= asked + off:
                 break
             asked = budget_bytes - off
+
+    def _noted(self, solution: Solution, solver: Solver) -> Solution:
+        if solution.limited:
+            self.limits_reached[solver.name] = None
+        return solution
 
     def _add(self, effects: RegionProblem, solution: Solution, solver: str) -> Candidate:
         cost = effects.problem.cost(solution.picks)

@@ -140,11 +140,11 @@ def _cuts(
     """Where factors are cut: evenly, and where an argument may be cut already."""
     found: dict[FactorAxis, None] = {}
     for factor, size in enumerate(rule.sizes):
-        for outer in (1, *nested):
+        for outer in (1, *sorted(nested)):
             if size and size % (outer * ranks) == 0:
                 found[FactorAxis(factor, outer, ranks, size // (outer * ranks))] = None
     for t, dims, placements in zip(call.inputs, rule.inputs, available, strict=False):
-        for p in placements:
+        for p in sorted(placements):
             if not p.is_cut or p.dim >= len(t.shape) or t.shape[p.dim] % (p.outer * ranks):
                 continue
             axis = Axis(p.dim, p.outer, ranks, t.shape[p.dim] // (p.outer * ranks))

@@ -23,16 +23,15 @@ choice must use less there.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from sacplan._solve.local import NO_LIMIT, descend, give_back, starts
-from sacplan._solve.mip import LinearProgram, LinearSolution
+from sacplan._solve.mip import WORK_LIMIT, LinearProgram, LinearSolution
 from sacplan._solve.problem import DEVICE_MEMORY, Picks, Problem, Solution
 
 _SCALE = 1000.0  # rows are scaled so that what is over the limit is this
@@ -47,15 +46,19 @@ class Milp:
     Attributes:
         backend: "auto" (HiGHS where installed, else CBC), "highs", "cbc".
         gap: relative gap at which a solution counts as optimal.
-        time_limit_s, seed: of all solves for one problem together, and of each.
+        work_limit: of all solves for one problem together: nodes of branch and bound, each counted as the nonzeros of
+            its program. The answer does not depend on how fast the machine is.
+        seed: of the solver's own random choices.
         peak_gap: relative gap at which a peak counts as the smallest.
+        time_limit_s: seconds for each solve, after which it is a ``SolverError``; None: no such limit.
     """
 
     backend: Literal["auto", "highs", "cbc"] = "auto"
     gap: float = 1e-3
-    time_limit_s: float = 10.0
+    work_limit: int = WORK_LIMIT
     seed: int = 0
     peak_gap: float = 1e-3
+    time_limit_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -63,15 +66,39 @@ class Milp:
         return "milp"
 
     def solve(self, problem: Problem) -> Solution | None:
-        """The cheapest options that keep all limits; None if there are none, or none were found in time."""
-        return Refinement(self, problem).cheapest()
+        """The cheapest options that keep all limits; None if none are found (status "unknown" if work ended that)."""
+        search = Refinement(self, problem)
+        found = search.cheapest()
+        if found is None and search.limited and not search.infeasible:
+            return Solution({}, "unknown", limited=True)
+        return found
+
+    def run(
+        self,
+        program: LinearProgram,
+        *,
+        gap: float | None = None,
+        work_limit: int | None = None,
+        start: Mapping[int, float] | None = None,
+    ) -> LinearSolution:
+        """What the solver finds for a program with these options, or another gap, or what is left of the work."""
+        return program.solve(
+            solver=self.backend,
+            gap=self.gap if gap is None else gap,
+            work_limit=self.work_limit if work_limit is None else work_limit,
+            seed=self.seed,
+            time_limit_s=self.time_limit_s,
+            start=start,
+        )
 
     def smallest(self, problem: Problem) -> Solution:
         """The options with the smallest peak (to ``peak_gap``), as cheap as that peak allows."""
-        picks, _ = Refinement(self, problem).smallest()
-        return self.solve(problem.with_limit(DEVICE_MEMORY, problem.peak(picks))) or Solution(
-            picks, "feasible"
-        )
+        search = Refinement(self, problem)
+        picks, _ = search.smallest()
+        found = self.solve(problem.with_limit(DEVICE_MEMORY, problem.peak(picks)))
+        if found is None or found.status == "unknown":
+            return Solution(picks, "feasible", limited=search.limited or found is not None)
+        return replace(found, limited=found.limited or search.limited)
 
 
 class _AtLeast(NamedTuple):
@@ -87,13 +114,15 @@ class Refinement:
 
     Attributes:
         infeasible: whether it is proved that nothing keeps the limits.
+        limited: whether the limit of work ended a solve.
     """
 
     def __init__(self, options: Milp, problem: Problem) -> None:
         self.options = options
         self.problem = problem
         self.infeasible = False
-        self._deadline = time.monotonic() + options.time_limit_s
+        self.limited = False
+        self._work = options.work_limit  # that is left
         self._cuts: list[list[_AtLeast]] = []
         linked = {end for link in problem.links for end in (link.first, link.second)}
         blocks: dict[Hashable, list[int]] = {}
@@ -134,11 +163,14 @@ class Refinement:
             best = self._cheaper(best, descend(problem, picks))
             if self._close(best, bound) or not self._cut_off(counts, over):
                 break
+        else:
+            self.limited = True
         if best is None and not self.infeasible:
             best = self._cheaper(None, descend(problem, picks, beyond=True))
         if best is None:
             return None
-        return Solution(best, "optimal" if self._close(best, bound) else "feasible", bound)
+        close = self._close(best, bound)
+        return Solution(best, "optimal" if close else "feasible", bound, self.limited and not close)
 
     def smallest(self) -> tuple[dict[int, int], bool]:
         """The options with the smallest peak of device memory, and whether that is proved (to ``peak_gap``)."""
@@ -166,6 +198,8 @@ class Refinement:
                     break
             elif not (self._split(over) or self._cut_off(counts, over)):
                 break
+        else:
+            self.limited = True
         if not proved:
             greedy = descend(lowest, starts(problem), beyond=True)
             best = min(best, greedy, key=problem.peak)
@@ -176,13 +210,13 @@ class Refinement:
         self, problem: Problem, gap: float, *, smallest: bool = False
     ) -> tuple[LinearSolution, _Encoding]:
         encoding = _Encoding(problem, self._blocks, self._cuts, smallest=smallest)
-        left = self._deadline - time.monotonic()
-        if left <= 0:
+        if self._work <= 0:
+            self.limited = True
             return LinearSolution("unknown"), encoding
-        options = self.options
-        return encoding.program.solve(
-            solver=options.backend, gap=gap, time_limit_s=left, seed=options.seed
-        ), encoding
+        found = self.options.run(encoding.program, gap=gap, work_limit=self._work)
+        self._work -= found.work
+        self.limited = self.limited or found.limited
+        return found, encoding
 
     def _cheaper(self, best: dict[int, int] | None, picks: Picks) -> dict[int, int] | None:
         """``picks``, with what the limits have room for given back, if they fit and are cheaper."""

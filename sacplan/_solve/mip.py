@@ -1,9 +1,13 @@
 """Mixed-integer programs through PuLP: HiGHS where ``highspy`` is installed, else PuLP's bundled CBC.
 
 The only file that imports PuLP (tried with 3.3). What PuLP gets wrong for our purpose is put right
-here: ``LpProblem.status`` calls a time-limited incumbent optimal (``sol_status`` does not), and no
-bound is reported, so it is read from HiGHS's info and from CBC's log. With a given seed the answer is
-deterministic, unless the time limit ends the search.
+here: ``LpProblem.status`` calls the incumbent of an ended search optimal (``sol_status`` does not), and
+no bound is reported, so it is read from HiGHS's info and from CBC's log.
+
+What ends a search is a limit of work, not of time: with a given seed the answer is the same on a
+machine that is slow or busy. Work is the nodes of branch and bound, each counted as the nonzeros of its
+program, so that a limit takes about as long for small programs as for large ones. The first node is
+always seen through. A limit in seconds may be given as well; to reach it is an error, not another answer.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pulp
@@ -29,6 +33,11 @@ _THREADS = 1  # HiGHS refuses to change it within one process, and more would no
 # CBC prints three digits after the point, so its printed bound may be rounded up by this much.
 _CBC_ROUNDING = 5e-4
 _CBC_BOUND = re.compile(r"^Lower bound:\s+(\S+)", re.MULTILINE)
+_CBC_NODES = re.compile(r"^Enumerated nodes:\s+(\d+)", re.MULTILINE)
+_CBC_TIMED_OUT = "Stopped on time"
+
+WORK_LIMIT = 10_000_000
+"""By default, for one problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +47,19 @@ class LinearSolution:
     ``status`` is "optimal" (proved, within the asked gap), "feasible" (a limit ended the search with
     this incumbent), "infeasible", or "unknown" (a limit ended it with nothing). ``bound`` is a proved
     lower bound of the objective, None where the solver told none; ``gap`` is relative to the objective.
+    ``work`` is what was done, see the top of this file.
     """
 
     status: Status
     values: tuple[float, ...] = ()
     objective: float | None = None
     bound: float | None = None
+    work: int = 0
+
+    @property
+    def limited(self) -> bool:
+        """Whether a limit ended the search."""
+        return self.status in ("feasible", "unknown")
 
     @property
     def gap(self) -> float | None:
@@ -92,8 +108,9 @@ class LinearProgram:
         *,
         solver: str = "auto",
         gap: float = 1e-4,
-        time_limit_s: float = 60.0,
+        work_limit: int = WORK_LIMIT,
         seed: int = 0,
+        time_limit_s: float | None = None,
         start: Mapping[int, float] | None = None,
     ) -> LinearSolution:
         """Minimise.
@@ -101,23 +118,25 @@ class LinearProgram:
         Args:
             solver: "auto", "highs" or "cbc".
             gap: relative gap at which a solution counts as optimal.
-            time_limit_s: seconds of wall clock.
+            work_limit: nodes times nonzeros after which the search ends with what it has.
             seed: of the solver's own random choices.
+            time_limit_s: seconds of wall clock after which it fails; None: no such limit.
             start: values of the integer variables at a point that is known; HiGHS begins there, CBC leaves it.
 
         Raises:
             PlanError: an option out of range.
-            SolverError: the solver is not installed, or failed.
+            SolverError: the solver is not installed, failed, or has run for ``time_limit_s``.
         """
-        kind = check_options(solver, gap, time_limit_s, seed)
+        kind = check_options(solver, gap, work_limit, seed, time_limit_s)
         problem, variables = self._to_pulp()
+        nonzeros = max(1, sum(len(terms) for terms, _, _ in self._rows))
+        options = _Options(gap, max(1, work_limit // nonzeros), seed, time_limit_s)
         known = [(variables[i], value) for i, value in (start or {}).items()]
         try:
-            if kind == "highs":
-                return self._read(*_solve_highs(problem, gap, time_limit_s, seed, known), variables)
-            return self._read(*_solve_cbc(problem, gap, time_limit_s, seed), variables)
+            ended = _solve_highs(problem, options, known) if kind == "highs" else _solve_cbc(problem, options)
         except pulp.PulpSolverError as error:
             raise SolverError(f"{kind} failed: {error}; try another solver") from error
+        return self._read(ended, variables, nonzeros)
 
     def _to_pulp(self) -> tuple[pulp.LpProblem, list[Any]]:
         problem = pulp.LpProblem("sacplan", pulp.LpMinimize)
@@ -140,9 +159,11 @@ class LinearProgram:
                     problem.addConstraint(pulp.LpConstraint(expression.copy(), sense, rhs=bound))
         return problem, variables
 
-    def _read(self, status: Status, bound: float | None, variables: list[Any]) -> LinearSolution:
+    def _read(self, ended: _Ended, variables: list[Any], nonzeros: int) -> LinearSolution:
+        status, bound = ended.status, ended.bound
+        work = max(1, ended.nodes) * nonzeros
         if status in ("infeasible", "unknown"):
-            return LinearSolution(status, bound=bound)
+            return LinearSolution(status, bound=bound, work=work)
         values = tuple(
             (lower or 0.0) if variable.varValue is None else float(variable.varValue)  # None: it is in no row
             for variable, (lower, _, _, _) in zip(variables, self._variables, strict=True)
@@ -150,10 +171,28 @@ class LinearProgram:
         objective = math.fsum(
             cost * value for value, (_, _, _, cost) in zip(values, self._variables, strict=True)
         )
-        return LinearSolution(status, values, objective, None if bound is None else min(bound, objective))
+        least = None if bound is None else min(bound, objective)
+        return LinearSolution(status, values, objective, least, work)
 
 
-def check_options(solver: str, gap: float, time_limit_s: float, seed: int) -> Literal["highs", "cbc"]:
+class _Options(NamedTuple):
+    gap: float
+    nodes: int
+    seed: int
+    time_limit_s: float | None
+
+
+class _Ended(NamedTuple):
+    """How a solver's search ended."""
+
+    status: Status
+    bound: float | None
+    nodes: int
+
+
+def check_options(
+    solver: str, gap: float, work_limit: int, seed: int, time_limit_s: float | None = None
+) -> Literal["highs", "cbc"]:
     """Check the options that all programs share, and say which solver is meant.
 
     Raises:
@@ -164,9 +203,11 @@ def check_options(solver: str, gap: float, time_limit_s: float, seed: int) -> Li
         raise PlanError(f"unknown solver {solver!r}; there are 'auto', 'highs' and 'cbc'")
     if not 0 <= gap < math.inf:
         raise PlanError(f"gap is {gap!r}; it must be a share, such as 1e-4")
-    if not time_limit_s > 0:
-        raise PlanError(f"the time limit is {time_limit_s!r} s; it must be positive")
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
+    if not _is_int(work_limit) or work_limit <= 0:
+        raise PlanError(f"the work limit is {work_limit!r}; it must be a positive int, such as {WORK_LIMIT}")
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise PlanError(f"the time limit is {time_limit_s!r} s; it must be positive, or None")
+    if not _is_int(seed) or not 0 <= seed < 2**31:
         raise PlanError(f"seed is {seed!r}; it must be an int from 0 to 2**31 - 1")
     has_highs = bool(pulp.HiGHS(msg=False).available())
     if solver == "highs" or (solver == "auto" and has_highs):
@@ -176,6 +217,17 @@ def check_options(solver: str, gap: float, time_limit_s: float, seed: int) -> Li
     if not _cbc(msg=False).available():
         raise SolverError("PuLP's bundled CBC does not run on this platform; pip install highspy")
     return "cbc"
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _timed_out(kind: str, options: _Options) -> SolverError:
+    return SolverError(
+        f"{kind} was not done in {options.time_limit_s} s; raise time_limit, or leave it out: the limit of work ends "
+        "every search, with the same answer on every machine"
+    )
 
 
 def _cbc(**options: Any) -> Any:
@@ -199,15 +251,23 @@ def _status(problem: pulp.LpProblem) -> Status:
 
 
 class _HighsFrom(pulp.HiGHS):  # type: ignore[misc]
-    """PuLP's HiGHS, which begins at a known point; PuLP itself passes none on.
+    """PuLP's HiGHS, which begins at a known point and ends at a number of nodes; PuLP itself passes neither on.
+
+    HiGHS has an option for the nodes as well, but PuLP does not know the status that it ends with.
 
     Args:
         start: variables and their values.
+        nodes: at most.
         options: of HiGHS.
     """
 
-    def __init__(self, start: Sequence[tuple[Any, float]], **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, start: Sequence[tuple[Any, float]], nodes: int, **options: Any) -> None:
+        interrupt = pulp.HiGHS.hscb.HighsCallbackType.kCallbackMipInterrupt
+
+        def stop(kind: Any, message: str, seen: Any, answer: Any, data: Any) -> None:
+            answer.user_interrupt = seen.mip_node_count >= nodes
+
+        super().__init__(callbackTuple=(stop, None), callbacksToActivate=[interrupt], **options)
         self._start = start
 
     def callSolver(self, lp: Any) -> None:
@@ -220,39 +280,35 @@ class _HighsFrom(pulp.HiGHS):  # type: ignore[misc]
 
 
 def _solve_highs(
-    problem: pulp.LpProblem,
-    gap: float,
-    time_limit_s: float,
-    seed: int,
-    start: Sequence[tuple[Any, float]] = (),
-) -> tuple[Status, float | None]:
+    problem: pulp.LpProblem, options: _Options, start: Sequence[tuple[Any, float]] = ()
+) -> _Ended:
     """HiGHS; again without its presolve where that fails, or calls infeasible what just fits (1.15 does)."""
-    status, bound = _run_highs(problem, "choose", gap, time_limit_s, seed, start)
-    if status == "infeasible" or problem.solverModel.getModelStatus().name == "kSolveError":
-        again = _run_highs(problem, "off", gap, time_limit_s, seed)
-        return (status, bound) if again[0] == "unknown" else again
-    return status, bound
+    ended = _run_highs(problem, "choose", options, start)
+    if ended.status == "infeasible" or problem.solverModel.getModelStatus().name == "kSolveError":
+        again = _run_highs(problem, "off", options)
+        return ended if again.status == "unknown" else again
+    return ended
 
 
 def _run_highs(
-    problem: pulp.LpProblem,
-    presolve: str,
-    gap: float,
-    time_limit_s: float,
-    seed: int,
-    start: Sequence[tuple[Any, float]] = (),
-) -> tuple[Status, float | None]:
+    problem: pulp.LpProblem, presolve: str, options: _Options, start: Sequence[tuple[Any, float]] = ()
+) -> _Ended:
     problem.solve(
         _HighsFrom(
             start,
+            options.nodes,
             msg=False,
-            gapRel=gap,
-            timeLimit=time_limit_s,
+            gapRel=options.gap,
+            timeLimit=options.time_limit_s,
             threads=_THREADS,
-            random_seed=seed,
+            random_seed=options.seed,
             presolve=presolve,
+            mip_allow_restart=False,  # with these two our programs take a fifth longer
+            mip_heuristic_run_feasibility_jump=False,
         )
     )
+    if problem.solverModel.getModelStatus().name == "kTimeLimit":
+        raise _timed_out("highs", options)
     status = _status(problem)
     info = problem.solverModel.getInfo()
     if status == "feasible" and info.primal_solution_status != 2:  # 2: a feasible point
@@ -260,12 +316,11 @@ def _run_highs(
     bound = float(info.mip_dual_bound) if problem.isMIP() else None
     if bound is None and status == "optimal":
         bound = float(info.objective_function_value)
-    return status, bound if bound is not None and math.isfinite(bound) else None
+    known = bound is not None and math.isfinite(bound)
+    return _Ended(status, bound if known else None, int(info.mip_node_count))
 
 
-def _solve_cbc(
-    problem: pulp.LpProblem, gap: float, time_limit_s: float, seed: int
-) -> tuple[Status, float | None]:
+def _solve_cbc(problem: pulp.LpProblem, options: _Options) -> _Ended:
     """CBC without its preprocessing, for what CBC 2.10.3 (the one in the PuLP wheel) does with it.
 
     It fixes variables that it must not, in small programs such as ours, and calls the wrong plan
@@ -273,30 +328,36 @@ def _solve_cbc(
     tried again with it, and an answer other than "infeasible" is not called optimal then.
     """
     try:
-        return _run_cbc(problem, ["preprocess off"], gap, time_limit_s, seed)
+        return _run_cbc(problem, ["preprocess off"], options)
     except pulp.PulpSolverError:
-        status, _ = _run_cbc(problem, [], gap, time_limit_s, seed)
-        return "feasible" if status == "optimal" else status, None
+        ended = _run_cbc(problem, [], options)
+        return ended._replace(status="feasible" if ended.status == "optimal" else ended.status, bound=None)
 
 
-def _run_cbc(
-    problem: pulp.LpProblem, options: list[str], gap: float, time_limit_s: float, seed: int
-) -> tuple[Status, float | None]:
+def _run_cbc(problem: pulp.LpProblem, more: list[str], options: _Options) -> _Ended:
+    seed = options.seed % (2**31 - 1) + 1  # 0 would stand for the time of day
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "cbc.log")
         solver = _cbc(
             msg=False,
-            gapRel=gap,
-            timeLimit=time_limit_s,
+            gapRel=options.gap,
+            maxNodes=options.nodes,
+            timeLimit=options.time_limit_s,
             logPath=str(log),
-            options=[*options, f"randomSeed {seed}", f"randomCbcSeed {seed}"],
+            options=[*more, f"randomSeed {seed}", f"randomCbcSeed {seed}"],
         )
         solver.tmpDir = folder  # PuLP leaves its files behind when CBC crashes
         problem.solve(solver)
         text = log.read_text(errors="replace")
+    if _CBC_TIMED_OUT in text:
+        raise _timed_out("cbc", options)
     status = _status(problem)
+    counted = _CBC_NODES.search(text)
+    nodes = int(counted.group(1)) if counted else 0
     if status == "infeasible":
-        return status, None
+        return _Ended(status, None, nodes)
     if match := _CBC_BOUND.search(text):  # printed unless the bound has reached the objective
-        return status, float(match.group(1)) - _CBC_ROUNDING
-    return status, math.inf if status == "optimal" else None  # _read lowers it to the objective
+        return _Ended(status, float(match.group(1)) - _CBC_ROUNDING, nodes)
+    return _Ended(
+        status, math.inf if status == "optimal" else None, nodes
+    )  # _read lowers it to the objective

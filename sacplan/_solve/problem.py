@@ -84,13 +84,16 @@ class Solution:
 
     Attributes:
         picks: the options.
-        status: "optimal" (proved, to the solver's gap) or "feasible".
+        status: "optimal" (proved, to the solver's gap), "feasible", or "unknown" (there are no picks: the search ended
+            before it had any, and before it had proved that there are none).
         bound: no options that keep the limits cost less; None where the solver proved nothing.
+        limited: whether a limit of work ended the search before that was proved.
     """
 
     picks: Picks
-    status: Literal["optimal", "feasible"]
+    status: Literal["optimal", "feasible", "unknown"]
     bound: float | None = None
+    limited: bool = False
 
 
 @dataclass(frozen=True, eq=False)
