@@ -35,7 +35,7 @@ from benchmarks.common import MIB, describe, machine, write_results
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._plan.make import made_plan
 from sacplan._plan.provenance import Provenance
-from sacplan._recompute.pins import NO_PINS
+from sacplan._program.pins import NO_PINS
 from sacplan._record.step import Step
 from sacplan._techniques import rewritten
 from sacplan._verify.measure import measured_step

@@ -40,6 +40,16 @@ def test_no_two_modules_import_each_other(rooms: ModuleType) -> None:
     assert not rooms.module_circles()
 
 
+def test_no_executor_imports_another(rooms: ModuleType) -> None:
+    executors = {path.parent for path in rooms.files() if path.parent.name == "executor"}
+    assert len(executors) >= 3
+    for folder in executors:
+        others = {f"sacplan.{other.parent.name}.executor" for other in executors - {folder}}
+        for path in folder.rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            assert not [other for other in others if other in text], path
+
+
 def test_a_wrong_import_is_noticed(
     rooms: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

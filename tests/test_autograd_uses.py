@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
-from sacplan._recompute.executor.nodes import RecipeNode, here
+from sacplan._executor.recording import here
+from sacplan._recompute.executor.nodes import RecipeNode
 from sacplan._torch.allocations import allocation_events
 from tests.models import bit_equal
 

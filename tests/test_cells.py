@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import sacplan
+from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase, Program
 from sacplan._recompute.partition import join, partition, runs
-from sacplan._recompute.pins import NO_PINS
 from sacplan._recompute.regions import Region, Regions
 from tests.models import LM, cross_entropy, tokens
 

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
+from sacplan._executor.tensors import digest
 from sacplan._plan.make import unit_plans
 from sacplan._plan.plan import Plan
 from sacplan._plan.provenance import Provenance
@@ -31,7 +32,6 @@ from sacplan._profile.profile import trace_step
 from sacplan._program.decisions import as_decisions
 from sacplan._program.places import ops_of
 from sacplan._program.program import CallSite, Phase
-from sacplan._recompute.executor.tensors import digest
 from sacplan._recompute.in_place_groups import without_missing_versions
 from sacplan._recompute.rewrite import recomputed
 from tests.plans import Sites, times_of

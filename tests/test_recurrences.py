@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import sacplan
+from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase
 from sacplan._recompute.partition import LARGEST_PART, join, most_joined, partition
-from sacplan._recompute.pins import NO_PINS
 
 STEPS = (50, 100, 200)  # each twice the one before
 

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
+from sacplan._executor.alignment import Alignment, RecordedOp
 from sacplan._profile.profile import trace_step
 from sacplan._program.places import op_of
 from sacplan._program.program import CallSite
 from sacplan._recompute.executor import recorder
-from sacplan._recompute.executor.alignment import Alignment, RecordedOp
 from sacplan._recompute.executor.nodes import RecipeNode
 from sacplan._recompute.executor.recorder import UnitRecorder
 from sacplan._record.step import Step as TrainingStep

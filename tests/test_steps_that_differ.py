@@ -17,9 +17,9 @@ from torch import nn
 import sacplan
 from benchmarks import hf_models
 from benchmarks.common import real_step
+from sacplan._executor.alignment import Alignment, RecordedUnit
 from sacplan._program.places import OpSequence, Places
 from sacplan._program.program import CallSite
-from sacplan._recompute.executor.alignment import Alignment, RecordedUnit
 
 DIM = 32
 

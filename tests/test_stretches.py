@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import sacplan
 from sacplan._chunk.search import stretch_search
 from sacplan._program.decisions import Chunk
-from sacplan._recompute.pins import resolve_pins
+from sacplan._program.pins import resolve_pins
 from sacplan._techniques import rewritten
 from tests.chunk_models import Attention, Evoformer, Transformer, UNet
 

@@ -24,8 +24,8 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._factors.axes import Axis
 from sacplan._program.calls import dtype_of
 from sacplan._program.elements import ROOT_SCOPE
+from sacplan._program.pins import NO_PINS, Pins
 from sacplan._program.program import Program
-from sacplan._recompute.pins import NO_PINS, Pins
 
 _WINDOW = 160  # ops that a stretch reaches back at most
 _REPEATED = 24  # ops in a row that are like earlier ones: layers repeat

@@ -20,8 +20,8 @@ from sacplan._chunk.regions import Candidates, candidates, unit_scope
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Chunk
 from sacplan._program.elements import CallSite
+from sacplan._program.pins import NO_PINS, Pins
 from sacplan._program.program import Program
-from sacplan._recompute.pins import NO_PINS, Pins
 
 _ROUNDS = 12  # of correcting estimates
 _SLACK = 1.01  # times a limit that estimates say can be reached, where it cannot

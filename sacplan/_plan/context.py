@@ -12,9 +12,9 @@ from sacplan._chunk.entries import ChunkOptions
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.bound import Bound
 from sacplan._plan.effects import LocalEffects, RegionProblem, effects_of
+from sacplan._program.pins import NO_PINS, Pins
 from sacplan._program.program import Phase, Program
 from sacplan._program.regions import Option, Region
-from sacplan._recompute.pins import NO_PINS, Pins
 from sacplan._recompute.regions import Regions
 from sacplan._techniques import DEFAULT_TECHNIQUES, TECHNIQUES, rewritten
 from sacplan.errors import PlanError

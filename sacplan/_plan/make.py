@@ -14,10 +14,10 @@ from sacplan._profile.profile import Profile
 from sacplan._program.decisions import Decision, Discarded, Recompute, discarded_by
 from sacplan._program.liveness import Footprint
 from sacplan._program.notebook import Section
+from sacplan._program.pins import NO_PINS, Pins
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Program
 from sacplan._ranks.unit_limits import too_wide
-from sacplan._recompute.pins import NO_PINS, Pins
 from sacplan._techniques import rewritten
 from sacplan.errors import PlanError
 

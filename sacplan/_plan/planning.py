@@ -23,9 +23,9 @@ from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import exact_bytes, format_bytes, is_share
 from sacplan._program.decisions import Accumulate
+from sacplan._program.pins import NO_PINS, Pins, resolve_pins
 from sacplan._program.program import Phase
 from sacplan._ranks.ranks import Ranks
-from sacplan._recompute.pins import NO_PINS, Pins, resolve_pins
 from sacplan._rotor.sequences import Rotor, is_longer
 from sacplan._solve.greedy import Greedy
 from sacplan._solve.milp import Milp

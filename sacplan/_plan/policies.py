@@ -27,8 +27,8 @@ from sacplan._plan.provenance import Provenance
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.decisions import Chunk, Decision, Discarded, as_decisions
+from sacplan._program.pins import Pins, resolve_pins
 from sacplan._program.program import ROOT_SCOPE, CallSite, Op, Phase, Program, is_inside
-from sacplan._recompute.pins import Pins, resolve_pins
 from sacplan._techniques import DEFAULT_TECHNIQUES, rewritten
 from sacplan.errors import PlanError
 

@@ -16,7 +16,7 @@ import sacplan
 from sacplan._plan.context import Objective
 from sacplan._profile.profile import Profile
 from sacplan._program.files import Name
-from sacplan._recompute.pins import NO_PINS, Pins
+from sacplan._program.pins import NO_PINS, Pins
 from sacplan._record.fake_values import decides_sizes
 from sacplan._record.step import Mode
 from sacplan._solve.mip import WORK_LIMIT

@@ -23,8 +23,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from sacplan._program.pins import Pins
 from sacplan._program.program import ROOT_SCOPE, Phase, Program
-from sacplan._recompute.pins import Pins
 
 LARGEST_PART = 400
 """Modules with more op call sites than this are split into their children, or into windows."""

@@ -21,6 +21,9 @@ from sacplan._chunk.executor import entry, lazy, loop, losses, values
 from sacplan._chunk.executor.entry import enter, leave
 from sacplan._chunk.executor.lazy import Lazy
 from sacplan._chunk.executor.values import Region, Tally
+from sacplan._executor import tensors
+from sacplan._executor.alignment import Differences
+from sacplan._executor.stand_ins import StandIn
 from sacplan._factors import (
     attention,
     axes,
@@ -37,9 +40,6 @@ from sacplan._factors import losses as factor_losses
 from sacplan._factors.axes import Axis
 from sacplan._program.decisions import Chunk
 from sacplan._program.places import StepDifference
-from sacplan._recompute.executor import tensors
-from sacplan._recompute.executor.alignment import Differences
-from sacplan._recompute.executor.copies import StandIn
 from sacplan._torch import ops
 from sacplan._torch.private import is_plain, keep_dynamo_out, stop_compiling
 from sacplan.errors import ChunkError

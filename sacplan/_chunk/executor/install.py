@@ -8,8 +8,8 @@ import torch
 
 from sacplan._chunk.executor.forward import ChunkedForward
 from sacplan._chunk.executor.lazy import import_meta_kernels
+from sacplan._executor.stand_ins import InstalledStandIns
 from sacplan._program.decisions import Chunk
-from sacplan._recompute.executor.copies import InstalledStandIns
 from sacplan.errors import PlanError
 
 

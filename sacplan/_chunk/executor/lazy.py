@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from sacplan._chunk.executor.loop import compute
 from sacplan._chunk.executor.values import Cut, Held, Node, Region, Stage, Value, Window
+from sacplan._executor.tensors import history_free_aliases
 from sacplan._factors.axes import Axis, from_factor, into_factor
 from sacplan._factors.rule import Kind, Rule, rule_of
-from sacplan._recompute.executor.tensors import history_free_aliases
 from sacplan._torch.local_tensors import DEFERRED_TYPES
 from sacplan._torch.ops import op_traits, tensors_in
 from sacplan.errors import ChunkError

@@ -18,9 +18,9 @@ import torch
 from torch.utils._pytree import tree_map
 
 from sacplan._chunk.executor.values import Cut, Held, Node, Region, Stage, Value, Window
+from sacplan._executor.recording import unrecorded
 from sacplan._factors.axes import from_factor, into_factor, put, resized_arguments, take
 from sacplan._factors.rule import Kind
-from sacplan._recompute.executor.nodes import unrecorded
 from sacplan._torch.ops import tensors_in
 from sacplan._torch.private import storage_key
 

@@ -14,7 +14,7 @@ import torch
 
 from sacplan._chunk.executor.lazy import REWRITTEN, Lazy, defer, deferred
 from sacplan._chunk.executor.values import Held, Node, Stage, Value
-from sacplan._recompute.executor.tensors import history_free_aliases
+from sacplan._executor.tensors import history_free_aliases
 
 aten = torch.ops.aten
 

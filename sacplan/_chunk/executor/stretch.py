@@ -25,11 +25,11 @@ from torch.overrides import enable_reentrant_dispatch
 
 from sacplan._chunk.executor.slices import Lazy, Stretch, whole
 from sacplan._device.kernels import kernel_layouts
+from sacplan._executor.alignment import Alignment, Differences, RecordedUnit
+from sacplan._executor.stand_ins import InstalledStandIns, StandIn
 from sacplan._program.decisions import Chunk
 from sacplan._program.elements import CallSite, is_inside
 from sacplan._program.places import OpSequence, Places, StepDifference, described
-from sacplan._recompute.executor.alignment import Alignment, Differences, RecordedUnit
-from sacplan._recompute.executor.copies import InstalledStandIns, StandIn
 from sacplan._torch.local_tensors import Watching, has_local_parts
 from sacplan._torch.ops import is_alias, is_composite, is_computation, op_traits, tensors_in
 from sacplan._torch.private import dispatch_modes, fake_device_of, is_plain, module_calls, run_composite
@@ -247,7 +247,7 @@ class StretchMode(Watching):
 
 
 class SlicedForward(StandIn):
-    """Stands in for a unit's ``forward`` on the instance (``copies.py``).
+    """Stands in for a unit's ``forward`` on the instance (``stand_ins.py``).
 
     Args:
         module: the unit.

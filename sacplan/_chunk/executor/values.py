@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sacplan._executor.tensors import version_of
 from sacplan._factors.axes import Axis, FactorAxis
 from sacplan._factors.rule import Kind, Rule
-from sacplan._recompute.executor.tensors import version_of
 from sacplan.errors import ChunkError
 
 

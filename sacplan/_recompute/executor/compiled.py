@@ -46,7 +46,7 @@ from sacplan._torch.private import storage_key, with_outputs
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
-    from sacplan._recompute.executor.alignment import RecordedUnit
+    from sacplan._executor.alignment import RecordedUnit
     from sacplan._recompute.executor.recipes import PlannedForward
 
 _NATIVE_DROPOUT = torch.ops.aten.native_dropout.default

@@ -14,8 +14,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from sacplan._executor.tensors import checksum, history_free_aliases, version_of
 from sacplan._recompute.executor.nodes import Recomputation, Slot, compute
-from sacplan._recompute.executor.tensors import checksum, history_free_aliases, version_of
 from sacplan._torch.local_tensors import Wrapping, held_base, local_part
 from sacplan.errors import RecipeError
 

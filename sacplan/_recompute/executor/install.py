@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from sacplan._executor.alignment import RecordedUnit
+from sacplan._executor.stand_ins import InstalledStandIns
 from sacplan._program.decisions import Discarded
 from sacplan._program.elements import is_inside
 from sacplan._program.places import OpSequence
 from sacplan._program.setup import compiled_inside
-from sacplan._recompute.executor.alignment import RecordedUnit
-from sacplan._recompute.executor.copies import InstalledStandIns
 from sacplan._recompute.executor.recipes import PlannedForward
 from sacplan.errors import PlanError
 

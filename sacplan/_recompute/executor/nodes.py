@@ -15,19 +15,19 @@ value, and otherwise a copy of it.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from sacplan._executor.recording import here
+from sacplan._executor.tensors import View, digest, view_of
 from sacplan._program.elements import CallSite
 from sacplan._recompute.executor.draws import Draw
-from sacplan._recompute.executor.tensors import View, digest, view_of
 from sacplan._torch.ops import OpTraits, is_between_ranks, op_traits, tensors_in
 from sacplan._torch.private import kernel_settings, set_kernel_settings, storage_key
 from sacplan.errors import RecipeError
@@ -465,32 +465,7 @@ def _passing(order: Sequence[RecipeNode], wanted: Slot) -> dict[Slot, int]:
     return found
 
 
-class _Pausable(Protocol):
-    paused: bool
-
-
-class _Here(threading.local):
-    recorder: _Pausable | None = None
-
-
-here = _Here()
-"""The recorder that is active on this thread."""
-
 _lock = threading.RLock()  # autograd has a thread for each device, and recipes are shared
-
-
-@contextlib.contextmanager
-def unrecorded() -> Iterator[None]:
-    """What runs inside is no part of the forward pass of a unit."""
-    recorder = here.recorder
-    if recorder is None:
-        yield
-        return
-    paused, recorder.paused = recorder.paused, True
-    try:
-        yield
-    finally:
-        recorder.paused = paused
 
 
 class Recomputation:

@@ -28,14 +28,15 @@ from typing import Any
 
 import torch
 
+from sacplan._executor import alignment, recording, tensors
+from sacplan._executor.alignment import Differences, RecordedUnit
+from sacplan._executor.recording import here
+from sacplan._executor.stand_ins import StandIn
 from sacplan._program import places
 from sacplan._program.setup import compiled_inside
-from sacplan._recompute.executor import alignment, draws, handles, nodes, recorder, schedule, tensors
-from sacplan._recompute.executor.alignment import Differences, RecordedUnit
+from sacplan._recompute.executor import draws, handles, nodes, recorder, schedule
 from sacplan._recompute.executor.compiled import checkpointed_for_compile, tags_of
-from sacplan._recompute.executor.copies import StandIn
 from sacplan._recompute.executor.handles import FirstStep
-from sacplan._recompute.executor.nodes import here
 from sacplan._recompute.executor.recorder import UnitRecorder
 from sacplan._recompute.executor.schedule import Schedule
 from sacplan._torch import ops, private
@@ -45,11 +46,13 @@ _MAX_KINDS = 8
 _MAX_SCHEDULES = 4
 """Of the calls of one kind."""
 
-keep_dynamo_out(alignment, draws, handles, nodes, places, recorder, schedule, tensors, ops, private)
+keep_dynamo_out(
+    alignment, draws, handles, nodes, places, recorder, recording, schedule, tensors, ops, private
+)
 
 
 class PlannedForward(StandIn):
-    """Stands in for a unit's ``forward`` on the instance (``copies.py``); undone by ``Handle.remove``.
+    """Stands in for a unit's ``forward`` on the instance (``stand_ins.py``); undone by ``Handle.remove``.
 
     Args:
         module: the unit.

@@ -22,9 +22,11 @@ from typing import Any
 
 import torch
 
+from sacplan._executor.alignment import Alignment, RecordedUnit
+from sacplan._executor.recording import here
+from sacplan._executor.tensors import digest, history_free_aliases, is_ordinary, version_of, view_of
 from sacplan._program.places import Call, Places, StepDifference, described
 from sacplan._program.program import CallSite
-from sacplan._recompute.executor.alignment import Alignment, RecordedUnit
 from sacplan._recompute.executor.draws import Draw, draw_of
 from sacplan._recompute.executor.handles import (
     FirstStep,
@@ -39,7 +41,6 @@ from sacplan._recompute.executor.nodes import (
     OpSignature,
     RecipeNode,
     Slot,
-    here,
     last_writes,
     note_write,
     signature_of,
@@ -55,7 +56,6 @@ from sacplan._recompute.executor.schedule import (
     ScheduledOps,
     schedule_of,
 )
-from sacplan._recompute.executor.tensors import digest, history_free_aliases, is_ordinary, version_of, view_of
 from sacplan._torch.local_tensors import Watching, is_deferred, local_part, wrapping_of
 from sacplan._torch.ops import is_computation, op_traits, tensors_in
 from sacplan._torch.private import (

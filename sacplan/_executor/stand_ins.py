@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from sacplan._executor.alignment import Differences
 from sacplan._program.places import StepDifference
-from sacplan._recompute.executor.alignment import Differences
 from sacplan.errors import PlanError
 
 _CARRIER = "_sacplan_plan"  # in a module's state

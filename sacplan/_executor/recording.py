@@ -1,0 +1,36 @@
+"""Whether ops that run belong to the forward pass of a unit: an executor that records them may be paused by another."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Protocol
+
+
+class Pausable(Protocol):
+    """What records the ops of a unit's forward pass; nothing while it is paused."""
+
+    paused: bool
+
+
+class _Here(threading.local):
+    recorder: Pausable | None = None
+
+
+here = _Here()
+"""The recorder that is active on this thread."""
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """What runs inside is no part of the forward pass of a unit."""
+    recorder = here.recorder
+    if recorder is None:
+        yield
+        return
+    paused, recorder.paused = recorder.paused, True
+    try:
+        yield
+    finally:
+        recorder.paused = paused
