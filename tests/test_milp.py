@@ -7,6 +7,8 @@ import itertools
 import math
 import pickle
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -570,6 +572,16 @@ def test_a_limit_of_work_ends_a_search_with_what_it_has(solver: str) -> None:
 def test_a_limit_of_time_gives_no_answer(solver: str) -> None:
     with pytest.raises(SolverError, match=r"was not done in 0\.2 s; raise time_limit"):
         hard_program().solve(solver=solver, work_limit=10**12, time_limit_s=0.2)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_solvers_print_nothing(solver: str) -> None:
+    code = (
+        "from sacplan._solve.mip import LinearProgram; p = LinearProgram(); x = p.binary(cost=1.0); print('a'); "
+        f"p.row([(x, 1.0)], lower=1.0); print(p.solve(solver={solver!r}).values)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "a\n(1.0,)\n"
 
 
 def test_highs_begins_at_a_known_point() -> None:

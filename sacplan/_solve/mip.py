@@ -12,9 +12,12 @@ always seen through. A limit in seconds may be given as well; to reach it is an 
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -262,13 +265,9 @@ class _HighsFrom(pulp.HiGHS):  # type: ignore[misc]
     """
 
     def __init__(self, start: Sequence[tuple[Any, float]], nodes: int, **options: Any) -> None:
-        interrupt = pulp.HiGHS.hscb.HighsCallbackType.kCallbackMipInterrupt
-
-        def stop(kind: Any, message: str, seen: Any, answer: Any, data: Any) -> None:
-            answer.user_interrupt = seen.mip_node_count >= nodes
-
-        super().__init__(callbackTuple=(stop, None), callbacksToActivate=[interrupt], **options)
+        super().__init__(**options)
         self._start = start
+        self._nodes = nodes
 
     def callSolver(self, lp: Any) -> None:
         """Called by PuLP when the model is built."""
@@ -276,6 +275,13 @@ class _HighsFrom(pulp.HiGHS):  # type: ignore[misc]
             indices = np.array([variable.index for variable, _ in self._start], dtype=np.int32)
             values = np.array([value for _, value in self._start], dtype=np.float64)
             lp.solverModel.setSolution(len(indices), indices, values)
+
+        def stop(kind: Any, message: str, seen: Any, answer: Any, data: Any) -> None:
+            answer.user_interrupt = seen.mip_node_count >= self._nodes
+
+        # Not through PuLP, which sets callbacks before it silences HiGHS.
+        lp.solverModel.setCallback(stop, None)
+        lp.solverModel.startCallback(self.hscb.HighsCallbackType.kCallbackMipInterrupt)
         super().callSolver(lp)
 
 
@@ -290,9 +296,35 @@ def _solve_highs(
     return ended
 
 
+@functools.cache
+def _let_highs_introduce_itself() -> None:
+    """HiGHS 1.16 prints two lines when a process first makes a solver, before it can be told not to.
+
+    Standard output may be JSON that somebody reads, so these lines go nowhere.
+    """
+    import highspy
+
+    flush = ctypes.CDLL(None).fflush if os.name == "posix" else ctypes.cdll.msvcrt.fflush
+    sys.stdout.flush()
+    flush(None)
+    try:
+        shown = os.dup(1)
+    except OSError:
+        return  # there is no standard output
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            highspy.Highs()
+            flush(None)
+    finally:
+        os.dup2(shown, 1)
+        os.close(shown)
+
+
 def _run_highs(
     problem: pulp.LpProblem, presolve: str, options: _Options, start: Sequence[tuple[Any, float]] = ()
 ) -> _Ended:
+    _let_highs_introduce_itself()
     problem.solve(
         _HighsFrom(
             start,
