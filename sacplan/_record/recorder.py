@@ -67,6 +67,14 @@ _KEEP_THEIR_SECOND = frozenset(
     )
 )
 _LIFTS = torch.ops.aten.lift_fresh.default
+_NODE_LIVES = "sacplan: the node lives"
+"""A key of the dictionary that autograd nodes have for anomaly detection."""
+
+
+class _NodeLives:
+    """Lies in an autograd node, and is gone when the node is."""
+
+    __slots__ = ("__weakref__",)
 
 
 def _keeps_a_number(func: Any, args: Any) -> bool:
@@ -169,6 +177,10 @@ class Recorder(Watching):
         self._numbers: dict[
             int, list[int]
         ] = {}  # autograd's next sequence number to storages of kept numbers
+        self._numbers_ends: dict[int, weakref.ref[_NodeLives]] = {}  # such a storage to what its node holds
+        self._last_number: tuple[weakref.ref[torch.Tensor], int, int] | None = (
+            None  # output, next number, storage
+        )
         self._fqns: dict[int, str] = {}
         self._modules: dict[int, torch.nn.Module] = {}
         self._parameters: dict[int, torch.Tensor] = {}
@@ -306,6 +318,8 @@ class Recorder(Watching):
         if exc_type is None:
             self._mark_late_kinds()
         self._active = False
+        self._numbers_ends.clear()
+        self._last_number = None
         self._seen = None
         error, self._error = self._error, None
         if error is not None and exc_type is None:
@@ -344,6 +358,9 @@ class Recorder(Watching):
         self._backward_scope = ROOT_SCOPE
         self._in_place.clear()
         self._formulas.clear()
+        self._numbers.clear()
+        self._numbers_ends.clear()
+        self._last_number = None
         self._initial = sorted(set(self._ids.values()))
         self._initial_set.clear()
         self._initial_set.update(self._initial)
@@ -485,6 +502,11 @@ class Recorder(Watching):
         device = fake_device_of(func, args)
         if device is not None:
             return device
+        if self._last_number is not None:
+            try:
+                self._follow_number()
+            except Exception as error:
+                self._fail(error)
         kwargs = kwargs or {}
         key = seen = None
         if self._seen is not None:
@@ -589,9 +611,11 @@ class Recorder(Watching):
             if inside is not None:
                 self._formulas[index] = self._rounded(inside[0]), self._rounded(inside[1])
         if self._number_bytes and phase is Phase.FORWARD and _keeps_a_number(func, args):
-            number = len(self._storage_bytes)
+            number, next_node = len(self._storage_bytes), autograd_sequence_number()
             self._events.append((_ALLOC, number))
-            self._numbers.setdefault(autograd_sequence_number(), []).append(number)
+            self._numbers.setdefault(next_node, []).append(number)
+            if outputs:
+                self._last_number = weakref.ref(outputs[0]), next_node, number
             self._storage_bytes.append(self._number_bytes)
             self._kinds.append(StorageKind.OTHER)
             self._born.append(phase)
@@ -650,7 +674,38 @@ class Recorder(Watching):
     def _leave_node(self) -> None:
         """Free the numbers that the node kept: autograd releases what a node saved once the node has run."""
         if self._node is not None and not keeps_graph():
-            self._events.extend((_FREE, storage) for storage in self._numbers.pop(self._node + 1, ()))
+            for storage in tuple(self._numbers.get(self._node + 1, ())):
+                self._free_number(self._node + 1, storage)
+
+    @without_torch_functions
+    def _follow_number(self) -> None:
+        """Note when the node that keeps the last number dies: that of a branch that the loss does not need never runs.
+
+        Called at the op behind: autograd gives an output its node when the dispatch mode has returned.
+        """
+        assert self._last_number is not None
+        ref, next_node, storage = self._last_number
+        self._last_number = None
+        if storage not in self._numbers.get(next_node, ()):
+            return
+        output = ref()
+        if output is None:
+            self._free_number(next_node, storage)
+            return
+        if output._is_view():
+            return  # the node is inside another one; and autograd may be in the view's lock now
+        node: Any = output.grad_fn
+        if node is None or node._sequence_nr() + 1 != next_node:
+            return
+        lives = node.metadata.setdefault(_NODE_LIVES, _NodeLives())
+        self._numbers_ends[storage] = weakref.ref(lives, lambda _: self._free_number(next_node, storage))
+
+    def _free_number(self, next_node: int, storage: int) -> None:
+        self._numbers_ends.pop(storage, None)
+        kept = self._numbers.get(next_node, [])
+        if storage in kept:
+            kept.remove(storage)
+            self._events.append((_FREE, storage))
 
     def _is_as_made(self, tensor: Any, storages: Sequence[int]) -> bool:
         """Whether what an op writes is what another one gave back, and not an alias, which may count other versions."""

@@ -1,0 +1,104 @@
+"""Tensors of 8 bytes that Python numbers become: predicted while autograd keeps them, and no longer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sacplan
+from sacplan._record.step import Step
+from sacplan._verify.measure import measured_step
+
+Branch = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Model(nn.Module):
+    """A layer, then what is under test."""
+
+    def __init__(self, branch: Branch) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.branch = branch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.branch(self.linear(x))
+
+
+def _dead(y: torch.Tensor) -> torch.Tensor:
+    ((y * 0.5 + 1) / 3).sigmoid()
+    return y.exp().exp()
+
+
+def _one_result_of_several(y: torch.Tensor) -> torch.Tensor:
+    states = [y]
+    for _ in range(3):
+        states.append((states[-1] * 1.5).sigmoid())
+    return states[-2].exp().sum() + states[0].exp().exp().sum()
+
+
+def _held_by_its_input(y: torch.Tensor) -> torch.Tensor:
+    z = y * 0.5
+    return (z + z * 0.5).sigmoid().exp()
+
+
+def _in_place(y: torch.Tensor) -> torch.Tensor:
+    (y + y).mul_(0.5).sin()
+    return (y + y).mul_(0.5).exp().exp()
+
+
+def _in_place_through_a_view(y: torch.Tensor) -> torch.Tensor:
+    z = y + y
+    z.view(-1).div_(0.5).sin()
+    return z[:, :4].mul_(0.5).exp().exp()
+
+
+BRANCHES: dict[str, Branch] = {
+    "not needed": _dead,
+    "one of several": _one_result_of_several,
+    "needed": _held_by_its_input,
+    "in place": _in_place,
+    "inside a function": lambda y: _Half.apply(y * 2.0).exp().exp(),
+}
+
+
+class _Half(torch.autograd.Function):
+    """Numbers in its forward pass are kept by nobody."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5 + 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * 0.5
+
+
+@pytest.mark.parametrize("trace", ["fake", "real"])
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_number_is_alive_as_long_as_the_node_that_keeps_it(name: str, trace: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Model(BRANCHES[name]), torch.randn(64, 8)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    profile = sacplan.profile(model, x, loss, device="cpu", trace=trace)
+    assert measured_step(Step(model, x, loss, None), [x]).peak_bytes == profile.peak_bytes
+
+
+@pytest.mark.parametrize("trace", ["fake", "real"])
+def test_of_what_is_written_through_a_view_a_number_is_not_asked_for_its_node(trace: Any) -> None:
+    """Autograd makes the view's node again at the next op, under a lock. The number then counts for longer."""
+    torch.manual_seed(0)
+    model, x = Model(_in_place_through_a_view), torch.randn(64, 8)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    profile = sacplan.profile(model, x, loss, device="cpu", trace=trace)
+    measured = measured_step(Step(model, x, loss, None), [x]).peak_bytes
+    assert measured <= profile.peak_bytes <= measured + 16
