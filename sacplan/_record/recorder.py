@@ -184,6 +184,9 @@ class Recorder(Watching):
         self._fqns: dict[int, str] = {}
         self._modules: dict[int, torch.nn.Module] = {}
         self._parameters: dict[int, torch.Tensor] = {}
+        self._lent: set[int] = (
+            set()
+        )  # found storages on memory that PyTorch did not allocate, such as an array's
         self._real: set[int] = set()  # storages of real tensors that a fake step was seen to read
         self._copies: dict[int, weakref.ref[Any]] = {}  # by key, the storages of their fake copies
         self._gradients: dict[int, int] = {}  # storage of a parameter to the tensor that is its gradient
@@ -540,6 +543,7 @@ class Recorder(Watching):
         mutates = self._mutated(traits, args, kwargs) if traits.written_names else ()
         taken = _plain_tensors(args, kwargs) if key is None else _tensor_list(args, kwargs)
         storages = []
+        lent = False
         for t in taken:
             storage = t.untyped_storage()
             at = known.get(storage_key(storage))
@@ -548,6 +552,8 @@ class Recorder(Watching):
                 # A constant, made outside of the fake mode. A plain step goes on with it; the fake one replaces it by
                 # a tensor with a storage of its own, and that one counts.
                 self._storage_bytes[storages[-1]] = 0
+                if not storage.resizable():
+                    lent = True
         if key is None and self._fake and func is not _LIFTS:
             self._know_copies(func, taken, storages, out)
         left_out = [args[i] for i in traits.left_out(args)]  # statistics, which it only writes
@@ -565,6 +571,8 @@ class Recorder(Watching):
                 at = self._new_storage(storage, None)
                 self._made[at] = weakref.ref(t)
                 writes[at] = None
+                if lent:
+                    self._storage_bytes[at] = 0
             elif at not in writes:
                 fresh = False
             storages.append(at)
@@ -722,9 +730,15 @@ class Recorder(Watching):
         return self._found(storage) if index is None else index
 
     def _found(self, storage: Any) -> int:
-        """A storage that is there, and that no op was seen to make."""
+        """A storage that is there, and that no op was seen to make.
+
+        Memory that the step borrows from an array (``torch.from_numpy``) and gives back is not PyTorch's: it counts as
+        0. What stays alive was there before, as far as anybody can tell.
+        """
         index = self._new_storage(storage, None)
         self._events.append((_ALLOC, index))
+        if not self._fake and not storage.resizable():
+            self._lent.add(index)
         return index
 
     def _know_copies(
@@ -762,6 +776,8 @@ class Recorder(Watching):
         def freed(_: Any) -> None:
             self._ids.pop(key, None)
             self._finalizers.pop(index, None)
+            if index in self._lent:
+                self._storage_bytes[index] = 0
             if self._active:
                 self._events.append((_FREE, index))
 
