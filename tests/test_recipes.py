@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
-from sacplan._executor.tensors import digest
+from sacplan._executor.tensors import checksum, digest
 from sacplan._plan.make import unit_plans
 from sacplan._plan.plan import Plan
 from sacplan._plan.provenance import Provenance
@@ -999,12 +999,13 @@ def test_words_that_keep_all_sums_are_not_noticed() -> None:
     assert digest(t) == before
 
 
+@pytest.mark.parametrize("look", [digest, checksum])
 @pytest.mark.parametrize("n", [2**10, 2**16])
-def test_digests_allocate_nothing_of_pytorchs(n: int) -> None:
+def test_digests_and_checksums_allocate_nothing_of_pytorchs(n: int, look: Callable[..., Any]) -> None:
     t = torch.rand(n)
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         torch.empty(8)
-        digest(t)
+        look(t)
     seen = [e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert sum(n_bytes > 0 for n_bytes in seen) == 1  # the profiler sees allocations, and this is not one
 
