@@ -282,6 +282,11 @@ def ask(question, *real):
             return question(x, *twins), [a.rule for a in rules.applied]
 
 
+def _pairs():
+    """Rows and columns, two tuples of tensors that are single numbers."""
+    return tuple(zip(*torch.tensor([[0, 3], [1, 1]]), strict=True))
+
+
 KNOWN = {
     "item": (lambda x: torch.arange(5).sum().item(), 10),
     "tolist": (lambda x: torch.ones(3, dtype=torch.long).cumsum(0).tolist(), [1, 2, 3]),
@@ -294,6 +299,7 @@ KNOWN = {
     "split": (lambda x: [len(s) for s in x.split(torch.tensor([3, 5]).tolist())], [3, 5]),
     "equal": (lambda x: torch.equal(torch.arange(3), torch.arange(3)), True),
     "numpy": (lambda x: torch.arange(3).numpy().tolist(), [0, 1, 2]),
+    "rows and columns": (lambda x: torch.arange(8).view(2, 4)[_pairs()].tolist(), [3, 5]),
     "numbers from tensors": (lambda x: torch.tensor([torch.arange(3).sum(), 2]).tolist(), [3, 2]),
     "formatted": (lambda x: f"expert_{torch.arange(3)[1]}", "expert_1"),
     "like something unknown": (
@@ -323,6 +329,22 @@ def test_in_place_writes_are_followed():
         return mask.tolist()
 
     assert ask(question)[0] == [False, True, False, False, True, False, False, False]
+
+
+def test_an_index_of_single_numbers_is_the_one_of_a_real_step():
+    """Rows and columns as sequences of tensors: PyTorch reads those in C++, and makes an index of them."""
+
+    def marked():
+        mask = torch.ones(2, 4, dtype=torch.bool)
+        mask[_pairs()] = False
+        return mask.tolist(), mask[_pairs()[0], 3].tolist(), mask[_pairs()].tolist()
+
+    assert ask(lambda x: marked())[0] == marked()
+
+
+def test_an_index_of_numbers_that_are_not_known_is_refused():
+    with pytest.raises(sacplan.DataDependentError):
+        ask(lambda x: x[tuple((x[:2, 0] > 0).long()), 0])
 
 
 def test_writing_something_unknown_makes_it_unknown():

@@ -243,7 +243,7 @@ class DataRules(KnownValues, Watching):
 
 
 class _PythonValues(TorchFunctionMode):
-    """Calls that read a tensor without dispatching an op: ``torch.tensor`` of tensors, and ``numpy``."""
+    """Calls that read a tensor without dispatching an op: ``torch.tensor`` or an index of tensors, and ``numpy``."""
 
     def __init__(self, rules: DataRules) -> None:
         super().__init__()
@@ -253,6 +253,8 @@ class _PythonValues(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _MAKES_OF_NUMBERS and args and isinstance(args[0], (list, tuple)):
             return func(_as_numbers(args[0]), *args[1:], **kwargs)
+        if func in _INDEXES and type(args[1]) is tuple:
+            return func(args[0], _index_of_numbers(args[1]), *args[2:], **kwargs)
         if func in _GIVES_ARRAY and isinstance(args[0], FakeTensor):
             array = self._array(func, args[0])
             dtype = args[1] if len(args) > 1 else kwargs.get("dtype")
@@ -283,6 +285,7 @@ class _PythonValues(TorchFunctionMode):
 
 _MAKES_OF_NUMBERS: frozenset[Any] = frozenset((torch.tensor, torch.as_tensor))
 _GIVES_ARRAY: frozenset[Any] = frozenset((torch.Tensor.numpy, torch.Tensor.__array__))
+_INDEXES: frozenset[Any] = frozenset((torch.Tensor.__getitem__, torch.Tensor.__setitem__))
 
 
 def _as_numbers(value: Any) -> Any:
@@ -291,3 +294,8 @@ def _as_numbers(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and any(isinstance(v, (FakeTensor, list, tuple)) for v in value):
         return [_as_numbers(v) for v in value]
     return value
+
+
+def _index_of_numbers(index: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``x[rows, columns]``: where rows are a sequence of tensors, PyTorch reads these, and makes an index of them."""
+    return tuple(_as_numbers(i) if isinstance(i, (list, tuple)) else i for i in index)
