@@ -189,7 +189,6 @@ def real_step(
             _WatchedStep(model, earlier, watched_loss, made, seed=seed, gradients=gradients).run()
             gradients.clear()
             model.zero_grad(set_to_none=True)
-        tensors += [t for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
         step = _WatchedStep(model, batch, watched_loss, made, seed=seed, gradients=gradients)
         seen = measured_step(step, tensors)
         buffers = [b.detach().clone() for b in model.buffers()]

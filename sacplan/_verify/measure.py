@@ -2,6 +2,10 @@
 
 The peak on a CPU is that of the allocator itself, from the memory events of ``torch.profiler``, added
 to the storages that were alive before; on CUDA it is ``torch.cuda.max_memory_allocated``.
+
+A step may replace tensors that were alive before: a state that it carries on, a buffer, an entry of a cache. The
+profiler does not see these freed, so each is watched. And in the first step they are not freed, where the caller holds
+them to put them back later; then a second step is measured, which replaces what the first one left.
 """
 
 from __future__ import annotations
@@ -54,22 +58,39 @@ def measured_step(
 
     The caller restores the model's state; gradients are gone after the call. Counting FLOPs runs the step under
     a dispatch mode, so the peak is not measured then. ``read``: storages that are there besides, see ``Measured.read``.
+    Where the step replaces tensors that somebody else holds, it runs twice, and the second one is measured.
     """
+    batch_tensors, read = tuple(batch_tensors), tuple(read)
     _clear(step)
     if step.optimizer is not None:
         step.run()
         _clear(step)
     first = next(iter(step.model.parameters()), None)
+
+    def alive() -> set[int]:  # keys alone: nothing may hold the storages while the step runs
+        return set(_alive(step, batch_tensors, read))
+
     if count_flops:
+        own = alive()
         with flop_counter() as counter, _Reads() as reads:
             step.run()
         _clear(step)
-        return Measured(0, 0.0, counter.get_total_flops(), "FlopCounterMode", reads.left)
-    if first is not None and first.device.type == "cuda":
-        seen = _run_cuda(step, batch_tensors, first.device, read)
-    else:
-        seen = _run_cpu(step, batch_tensors, read)
-    _clear(step)
+        left = tuple(s for s in reads.left if storage_key(s) not in own)
+        return Measured(0, 0.0, counter.get_total_flops(), "FlopCounterMode", left)
+
+    def measured() -> Measured:
+        if first is not None and first.device.type == "cuda":
+            seen = _run_cuda(step, batch_tensors, first.device, read)
+        else:
+            seen = _run_cpu(step, batch_tensors, read)
+        _clear(step)
+        return seen
+
+    before = {key: weakref.ref(s) for key, s in _alive(step, batch_tensors, read).items()}
+    seen = measured()
+    replaced = before.keys() - alive()
+    if any(before[key]() is not None for key in replaced):
+        seen = measured()
     return seen
 
 
@@ -141,17 +162,29 @@ def drop_cublas_workspaces() -> None:
 def _run_cpu(
     step: Step, batch_tensors: Iterable[torch.Tensor], read: Iterable[torch.UntypedStorage]
 ) -> Measured:
-    before = bytes_alive(step, batch_tensors, read)
+    alive = _alive(step, batch_tensors, read)
+    before = sum(s.nbytes() for s in alive.values())
+    freed = {f"sacplan: freed storage {key}": -s.nbytes() for key, s in alive.items()}
+    watches = [
+        weakref.ref(s, functools.partial(_mark, n)) for n, s in zip(freed, alive.values(), strict=True)
+    ]
+    del alive
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         began = time.perf_counter()
         step.run()
         wall_ms = (time.perf_counter() - began) * 1e3
+    watches.clear()
     live = peak = 0
-    for delta in allocation_events(profiler):
-        assert isinstance(delta, int)
-        live += delta
+    for delta in allocation_events(profiler, freed):
+        live += freed[delta] if isinstance(delta, str) else delta
         peak = max(peak, live)
     return Measured(before + peak, wall_ms, 0, "profiler's allocation events")
+
+
+def _mark(name: str, _: Any) -> None:
+    """Leave an event in the profile that runs."""
+    with torch.profiler.record_function(name):
+        pass
 
 
 def bytes_alive(
@@ -166,6 +199,14 @@ def bytes_alive(
     And those of ``read``, see ``Measured.read``. Only those on the device of the parameters, each a multiple of
     ``round_bytes``.
     """
+    storages = _alive(step, batch_tensors, read).values()
+    return sum(-(-s.nbytes() // round_bytes) * round_bytes for s in storages)
+
+
+def _alive(
+    step: Step, batch_tensors: Iterable[torch.Tensor], read: Iterable[torch.UntypedStorage]
+) -> dict[int, torch.UntypedStorage]:
+    """The storages of ``bytes_alive``."""
     parameters = list(step.model.parameters())
     tensors = [*parameters, *step.model.buffers(), *cached_tensors(step.model), *batch_tensors]
     tensors.extend(p.grad for p in parameters if p.grad is not None)
@@ -174,5 +215,4 @@ def bytes_alive(
             tensors.extend(v for v in state.values() if isinstance(v, torch.Tensor))
     kind = parameters[0].device.type if parameters else "cpu"
     found = [part.untyped_storage() for t in tensors for part in strided_parts(t)]
-    storages = {s._cdata: s.nbytes() for s in (*found, *read) if s.device.type == kind}
-    return sum(-(-nbytes // round_bytes) * round_bytes for nbytes in storages.values())
+    return {storage_key(s): s for s in (*found, *read) if s.device.type == kind}
