@@ -1,4 +1,4 @@
-"""Tensors of 8 bytes that Python numbers become: predicted while autograd keeps them, and no longer."""
+"""Tensors of 8 bytes that Python numbers become: predicted while autograd keeps them, and made once under a plan."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import sacplan
+from sacplan._program.program import Phase
+from sacplan._recompute.executor.tensors import TAKES_A_NUMBER, with_lent_number
 from sacplan._record.step import Step
 from sacplan._verify.measure import measured_step
 
@@ -102,3 +104,73 @@ def test_of_what_is_written_through_a_view_a_number_is_not_asked_for_its_node(tr
     profile = sacplan.profile(model, x, loss, device="cpu", trace=trace)
     measured = measured_step(Step(model, x, loss, None), [x]).peak_bytes
     assert measured <= profile.peak_bytes <= measured + 16
+
+
+# --- with a plan ------------------------------------------------------------------------------------------------------
+
+
+class _Gelu(torch.autograd.Function):
+    """Takes more memory in its forward pass than in its backward pass, as that of Bloom."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return x.sign().mul_(grads[0])
+
+
+class Block(nn.Module):
+    """The peak of the smallest plan is at an op on a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + _Gelu.apply(self.linear(x)).sum(-1, keepdim=True)
+
+
+def test_a_plan_passes_numbers_on_without_making_tensors_of_them() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block() for _ in range(3))), torch.randn(64, 8)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    profile = sacplan.profile(model, x, loss, device="cpu")
+    smallest = sacplan.plan_smallest(profile)
+    program = profile.with_plan(smallest)
+    assert program.ops[program.footprint.peak_op].phase is Phase.FORWARD
+    for peak in (smallest.peak_bytes, (smallest.peak_bytes + profile.peak_bytes) // 2):
+        plan = sacplan.plan(profile, f"{peak}B")
+        verified = sacplan.verify(model, x, plan, loss, run="real")
+        assert verified.peak_bytes == plan.peak_bytes <= peak
+
+
+NUMBERS = (2, 0.1, -3, 0.0, float("inf"), float("nan"), 2**40 + 1, 2**70, True)
+
+
+@pytest.mark.parametrize("func", sorted(TAKES_A_NUMBER, key=str), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5)])
+def test_a_number_that_is_passed_on_has_the_same_bits(
+    func: Any, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    for number in NUMBERS:
+        tensor = (torch.randn(shape) * 3).to(dtype)
+        expected = _result(func, (tensor.clone(), number))
+        assert _result(func, with_lent_number((tensor.clone(), number))) == expected
+
+
+def _result(func: Any, args: Any) -> Any:
+    """Type and bits of the result, or the type of the error."""
+    try:
+        out = func(*args)
+    except (RuntimeError, OverflowError) as error:
+        return type(error)
+    return out.dtype, bytes(out.contiguous().reshape(-1).view(torch.uint8).tolist())

@@ -20,6 +20,7 @@ View = tuple[torch.Size, tuple[int, ...], Any, torch.dtype]
 
 _REAL = frozenset({torch.Tensor, torch.nn.Parameter})
 _HASHED_BYTES, _BLOCK_BYTES = 2**14, 2**12
+_TYPE_OF_NUMBER = {int: np.int64, float: np.float64}
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _ADINPLACEORVIEW = torch._C.DispatchKey.ADInplaceOrView
@@ -68,6 +69,37 @@ def history_free_aliases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _unseen_detach(t: torch.Tensor) -> torch.Tensor:
     with torch._C._DisableTorchDispatch():
         return t.detach()
+
+
+TAKES_A_NUMBER = frozenset(
+    getattr(torch.ops.aten, name).Tensor
+    for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")
+)
+"""Elementwise ops whose second argument is a tensor, of 8 bytes, that C++ made of the Python number it was."""
+
+
+def with_lent_number(args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments of an op that a dispatch mode passes on, with the number in memory of numpy's.
+
+    The mode gets the number back as a Python number, while the tensor that was made of it is alive in the caller. To
+    pass on the number makes a second one, which the plain step does not have, at what may be the step's peak.
+
+    Only where a tensor of no dimensions is the same to the op as a number: beside floats that have dimensions neither
+    decides the type of the result.
+    """
+    tensor, number = args[0], args[1]
+    if (
+        type(number) not in _TYPE_OF_NUMBER
+        or type(tensor) not in _REAL
+        or not tensor.is_cpu
+        or not tensor.ndim
+        or not tensor.is_floating_point()
+        or _number_of_modes()
+        or not -(2**63) <= number < 2**63
+    ):
+        return args
+    lent = torch.from_numpy(np.array(number, _TYPE_OF_NUMBER[type(number)]))
+    return (tensor, lent, *args[2:])
 
 
 def digest(t: torch.Tensor) -> int | None:

@@ -24,7 +24,15 @@ import torch
 
 from sacplan._executor.alignment import Alignment, RecordedUnit
 from sacplan._executor.recording import here
-from sacplan._executor.tensors import digest, history_free_aliases, is_ordinary, version_of, view_of
+from sacplan._executor.tensors import (
+    TAKES_A_NUMBER,
+    digest,
+    history_free_aliases,
+    is_ordinary,
+    version_of,
+    view_of,
+    with_lent_number,
+)
 from sacplan._program.places import Call, Places, StepDifference, described
 from sacplan._program.program import CallSite
 from sacplan._recompute.executor.draws import Draw, draw_of
@@ -190,6 +198,7 @@ class UnitRecorder(Watching):
             return NotImplemented
         if self.paused:
             return func(*args, **(kwargs or {}))
+        given = with_lent_number(args) if func in TAKES_A_NUMBER else args
         expected, op = self._ops[self._at]
         if expected is func:
             self._at += 1
@@ -201,7 +210,7 @@ class UnitRecorder(Watching):
         if self._differs and _func(func).name is not None:  # autograd asks for devices, and detaches outputs
             self._last = (autograd_sequence_number(), torch.is_grad_enabled(), op.site if op else None)
         if op is None:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return func(*given, **kwargs) if kwargs else func(*given)
         kwargs = kwargs or {}
         action = op.action
         if action is Action.FOLLOW:
@@ -213,13 +222,13 @@ class UnitRecorder(Watching):
             assert signature is not None
             draw = draw_of(func, args, kwargs) if signature.traits.random else None
             before = self._before_write(signature, args, kwargs) if signature.traits.written_names else None
-            out = func(*args, **kwargs)
+            out = func(*given, **kwargs)
             if draw is None or draw.is_pinned(func, args, kwargs):
                 self._note(signature, op, args, kwargs, out, draw, before)
         else:
             if action is not Action.KEEP:
                 self._note_write(func, args, kwargs)
-            out = func(*args, **kwargs)
+            out = func(*given, **kwargs)
         if op.hooks is not None:
             self._set_hooks(op.hooks)
         return out
