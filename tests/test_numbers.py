@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from torch import nn
 
 import sacplan
+from sacplan._device.workspace import measured_workspace_bytes
 from sacplan._program.program import Phase
 from sacplan._recompute.executor.tensors import TAKES_A_NUMBER, with_lent_number
 from sacplan._record.step import Step
+from sacplan._torch.allocations import allocation_deltas
 from sacplan._verify.measure import measured_step
 
 Branch = Callable[[torch.Tensor], torch.Tensor]
@@ -104,6 +107,57 @@ def test_of_what_is_written_through_a_view_a_number_is_not_asked_for_its_node(tr
     profile = sacplan.profile(model, x, loss, device="cpu", trace=trace)
     measured = measured_step(Step(model, x, loss, None), [x]).peak_bytes
     assert measured <= profile.peak_bytes <= measured + 16
+
+
+# --- inside a kernel --------------------------------------------------------------------------------------------------
+
+_OVERLOADS = """
+    add.Scalar add_.Scalar sub.Scalar mul.Scalar mul_.Scalar div.Scalar div_.Scalar rsub.Scalar remainder.Scalar
+    remainder.Scalar_Tensor fmod.Scalar copysign.Scalar xlogy.Scalar_Other xlogy.Scalar_Self pow.Scalar
+    pow.Tensor_Scalar pow_.Scalar lerp.Scalar masked_fill.Scalar eq.Scalar gt.Scalar add.Tensor mul.Tensor
+    clamp_min.default leaky_relu.default threshold.default elu.default
+"""
+
+
+@pytest.mark.parametrize("name", _OVERLOADS.split())
+def test_what_a_kernel_makes_of_a_number(name: str) -> None:
+    op, overload = name.split(".")
+    func = getattr(getattr(torch.ops.aten, op), overload)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+        for number in (2, 0.5):
+            args = [_operand(argument, dtype, number, overload) for argument in func._schema.arguments[:3]]
+            args = [a for a in args if a is not None]
+            if op.endswith("_") and dtype == torch.int64 and (isinstance(number, float) or op == "div_"):
+                continue  # the result does not fit
+            if op in ("leaky_relu", "elu", "lerp") and dtype == torch.int64:
+                continue  # floats alone
+            if op == "masked_fill":
+                args[1] = args[1].bool()
+            kept: list[Any] = []
+            deltas = allocation_deltas(lambda: kept.append(func(*args)))  # noqa: B023
+            made = 0 if op.endswith("_") else kept[0].nbytes
+            peak = max(itertools.accumulate(deltas), default=0)
+            assert measured_workspace_bytes(func, args, {}, kept[0]) == peak - made, (dtype, number)
+
+
+def _operand(argument: Any, dtype: torch.dtype, number: float, overload: str) -> Any:
+    if isinstance(argument.type, torch.TensorType) and (argument.name, overload) != ("other", "Tensor"):
+        return torch.ones(20, 30, dtype=dtype)
+    if isinstance(argument.type, torch.TensorType):
+        return number
+    return number if isinstance(argument.type, torch.NumberType) and argument.name != "alpha" else None
+
+
+def test_a_number_in_a_backward_formula_counts() -> None:
+    """That of ``lerp`` multiplies by the weight and by one less the weight."""
+    torch.manual_seed(0)
+    model, x = Model(lambda y: torch.lerp(y, y.exp(), 0.3).exp()), torch.randn(64, 8)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    profile = sacplan.profile(model, x, loss, device="cpu")
+    assert measured_step(Step(model, x, loss, None), [x]).peak_bytes == profile.peak_bytes
 
 
 # --- with a plan ------------------------------------------------------------------------------------------------------

@@ -169,21 +169,38 @@ def _worth_a_run(
     return True
 
 
+_TAKES_NUMBERS_AS_THEY_ARE = aten_names("""
+    pow.Tensor_Scalar pow_.Scalar float_power_.Scalar lerp.Scalar lerp_.Scalar masked_fill.Scalar masked_fill_.Scalar
+""")
+"""Of the overloads of elementwise ops for numbers."""
+
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 def _number_bytes(func: torch._ops.OpOverload, args: Sequence[Any], out: Any) -> int:
-    """Of the tensors that an elementwise op makes of Python numbers, and of their copies in the type of the result."""
+    """Of the tensors that an elementwise op makes of Python numbers, and of their copies in the type of the result.
+
+    Numbers in the place of a tensor, and the operand of an overload for numbers, such as ``mul.Scalar`` of backward
+    formulas and ``rsub.Scalar`` of ``1 - x``. Other numbers, such as bounds and slopes, the kernel takes as they are.
+    """
     if torch.Tag.pointwise not in func.tags:
         return 0
     result = next(tensors_in(out), None)
+    operand = "scalar" in func._overloadname.lower() and func.name() not in _TAKES_NUMBERS_AS_THEY_ARE
     found = 0
     for argument, value in zip(func._schema.arguments, args, strict=False):
         made = _NUMBERS.get(type(value))
-        if made is not None and isinstance(argument.type, torch.TensorType):
-            found += made.itemsize
-            if result is not None and result.dtype != made:
-                found += result.dtype.itemsize
+        if made is None:
+            continue
+        if isinstance(argument.type, torch.TensorType):
+            pass
+        elif operand and isinstance(argument.type, torch.NumberType):
+            operand = False  # what follows is a factor (alpha)
+        else:
+            continue
+        found += made.itemsize
+        if result is not None and result.dtype != made:
+            found += result.dtype.itemsize
     return found
 
 
