@@ -205,6 +205,35 @@ def test_a_plan_passes_numbers_on_without_making_tensors_of_them() -> None:
         assert verified.peak_bytes == plan.peak_bytes <= peak
 
 
+class SoftCap(nn.Module):
+    """Logits between -15 and 15."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 64), nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 15 * torch.tanh(self.left(x) + self.right(x))
+
+
+def test_the_number_of_a_node_is_gone_before_the_next_one_recomputes() -> None:
+    """``tanh`` asks for its output when the multiplication is done, whose node the output keeps alive."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(SoftCap()), torch.randn(64, 8)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        out = model(x)
+        loss: torch.Tensor = out.sum()
+        loss.out = out  # type: ignore[attr-defined]
+        return loss
+
+    profile = sacplan.profile(model, x, loss, device="cpu")
+    plan = sacplan.policy("full", profile=profile, layers="0")
+    program = profile.with_plan(plan)
+    assert program.ops[program.footprint.peak_op].recomputes >= 0
+    assert sacplan.verify(model, x, plan, loss, run="real").peak_bytes == plan.peak_bytes
+
+
 NUMBERS = (2, 0.1, -3, 0.0, float("inf"), float("nan"), 2**40 + 1, 2**70, True)
 
 

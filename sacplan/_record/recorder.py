@@ -202,6 +202,7 @@ class Recorder(Watching):
             events=self._events,
             initial=self._initial_set,
             paused=self.paused,
+            unpacks=self._follow_node,
             rules=rules,
         )
 
@@ -663,10 +664,7 @@ class Recorder(Watching):
             return self._stack[-1] if self._stack else ROOT_SCOPE
         if phase == Phase.OPTIMIZER:
             return ROOT_SCOPE
-        number = current_node_sequence_number()
-        if number != self._node:
-            self._leave_node()
-            self._node = number
+        number = self._follow_node()
         if number is None:
             return self._backward_scope  # gradient accumulation goes with what came before
         at = bisect_right(self._scope_marks, number, key=lambda mark: mark[0])
@@ -678,6 +676,17 @@ class Recorder(Watching):
             scope = self._scopes[scope][1]
         self._backward_order.update(dict.fromkeys(reversed(chain)))
         return self._backward_scope
+
+    def _follow_node(self) -> int | None:
+        """Note which autograd node runs; its number.
+
+        Also before a tensor is unpacked: what is recomputed for it runs when the node before is done.
+        """
+        number = current_node_sequence_number()
+        if number != self._node:
+            self._leave_node()
+            self._node = number
+        return number
 
     def _leave_node(self) -> None:
         """Free the numbers that the node kept: autograd releases what a node saved once the node has run."""

@@ -67,6 +67,7 @@ class SavedTensors:
         events: pairs (``Event``, index).
         initial: storages that are alive anyway (parameters, the batch) and need no handle.
         paused: context in which the recorder takes no note of ops.
+        unpacks: called before a tensor is unpacked.
         rules: what knows values of fake tensors; a tensor that is unpacked keeps them.
 
     Attributes:
@@ -84,6 +85,7 @@ class SavedTensors:
         events: list[tuple[int, int]],
         initial: Collection[int],
         paused: Callable[[], AbstractContextManager[None]],
+        unpacks: Callable[[], object],
         rules: DataRules | None,
     ) -> None:
         self.handle_storages: list[int] = []
@@ -97,6 +99,7 @@ class SavedTensors:
         self._events = events
         self._initial = initial
         self._paused = paused
+        self._unpacks = unpacks
         self._rules = rules
         self._handle_refs: dict[int, weakref.ref[Any]] = {}
         self._instance_refs: dict[int, weakref.ref[Any]] = {}
@@ -161,6 +164,7 @@ class SavedTensors:
         if not isinstance(packed, _Handle):
             tensor: torch.Tensor = packed
             return tensor
+        self._unpacks()
         out = self._twin_of(packed)
         instance = len(self.instance_handles)
         self.instance_handles.append(packed.index)
