@@ -42,7 +42,6 @@ FIGURES = RESULTS / "compatibility.json"
 PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 SECONDS = 180
 GIB_EACH = 10
-_NUMBERS_BYTES = 256
 ARCHITECTURES_EACH = 50
 """For a process: after as many it is replaced."""
 
@@ -100,20 +99,10 @@ class Outcome:
 
     @property
     def why_not_exact(self) -> str:
-        """Why predicted and measured peaks differ: what is known of the model, or what the difference itself says."""
+        """Why predicted and measured peaks differ, where that was found out."""
         if self.exact:
             return ""
-        known = (small_configs.REASONS | zoo_models.REASONS).get(self.model_type)
-        if known is not None:
-            return known
-        most = max(abs(s.predicted_bytes - s.measured_bytes) for s in self.steps)
-        unplanned = self.steps[0]
-        if unplanned.predicted_bytes == unplanned.measured_bytes and most <= _NUMBERS_BYTES:
-            return (
-                "exact without a plan. With one, numbers of 8 bytes: those that autograd keeps in a part that is "
-                "recomputed, and the digest of an output that the first step with a plan takes"
-            )
-        return "not known"
+        return (small_configs.REASONS | zoo_models.REASONS).get(self.model_type, "not known")
 
     @property
     def within_budget(self) -> int:

@@ -374,12 +374,7 @@ def _with_data(model: torch.nn.Module, arguments: Any, call: Callable[..., Any])
         return call(model, arguments)
 
 
-REASONS: dict[str, str] = {
-    "recurrent_gemma": (
-        "each step replaces the recurrent states that the one before left. The measurement holds the old ones, to put "
-        "them back afterwards, so that they count there"
-    ),
-}
+REASONS: dict[str, str] = {}
 """Why the predicted peak of a model type is not the measured one, where that is known and stays so."""
 
 

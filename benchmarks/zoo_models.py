@@ -612,5 +612,10 @@ FAMILIES: dict[str, Family] = {
     "peft": Family("peft", _peft, ("lora",)),
 }
 
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    "torch_geometric/ChebConv": (
+        "in the first step with a plan, the frames of module calls that are over are held until the next op runs, and "
+        "with them the arguments of the calls. The 8 bytes of a number that is made for that op lie beside these"
+    ),
+}
 """Why the predicted peak of an entry is not exact, where that is known and stays so."""
