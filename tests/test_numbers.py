@@ -12,8 +12,8 @@ from torch import nn
 
 import sacplan
 from sacplan._device.workspace import measured_workspace_bytes
+from sacplan._executor.tensors import TAKES_A_NUMBER, with_lent_number
 from sacplan._program.program import Phase
-from sacplan._recompute.executor.tensors import TAKES_A_NUMBER, with_lent_number
 from sacplan._record.step import Step
 from sacplan._torch.allocations import allocation_deltas
 from sacplan._verify.measure import measured_step
