@@ -60,9 +60,7 @@ def rewritten(program: Program, decisions: Sequence[Decision], device: DeviceSpe
 def _rewritten_by(
     technique: Technique, program: Program, decisions: tuple[Decision, ...], device: DeviceSpec | None
 ) -> Program:
-    """Plans that differ in the last technique alone share the program that it gets: it is kept a while."""
-    if technique is next(reversed(TECHNIQUES.values())):
-        return program.with_(technique.patch(program, decisions, device))
+    """Plans often differ in one technique alone: the program that it gets, and what it makes of it, are kept a while."""
     known: dict[Any, Program] = program.derived(("rewritten", technique.name, device), dict)
     if decisions not in known:
         if len(known) == _KEPT:
