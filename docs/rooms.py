@@ -104,11 +104,11 @@ def lines() -> Counter[str]:
 
 
 def imports() -> Counter[tuple[str, str]]:
-    """How many imports there are from one room to another, those for type checkers left out."""
+    """How many imports there are from one room to another, those for type checkers included."""
     found: Counter[tuple[str, str]] = Counter()
     for path in files():
         here = str(_room(path))
-        for node in _run_time_imports(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in _imports(ast.parse(path.read_text(encoding="utf-8"))):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
             for name in names:
                 there = room_of(name)
@@ -117,25 +117,20 @@ def imports() -> Counter[tuple[str, str]]:
     return found
 
 
-def _run_time_imports(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
-    skipped = {
-        child
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for child in ast.walk(node)
-    }
-    return [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)) and n not in skipped]
+def _imports(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
+    """Those for type checkers, and inside of functions, too."""
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
 
 
 def module_circles() -> list[list[str]]:
-    """Modules that import each other at run time, directly or not."""
+    """Modules that import each other, directly or not."""
     import networkx
 
     graph = networkx.DiGraph()
     known = {module_name(path) for path in files()}
     for path in files():
         here = module_name(path)
-        for node in _run_time_imports(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in _imports(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom):
                 base = node.module or ""
                 names = [base, *(f"{base}.{alias.name}" for alias in node.names)]

@@ -26,9 +26,10 @@ from ._plan.capacity import Capacity, max_batch, throughput
 from ._plan.frontier import frontier
 from ._plan.layouts import Layout, Layouts, layouts
 from ._plan.limits import DEFAULT_HEADROOM
-from ._plan.plan import Plan, UnitPlan
+from ._plan.plan import Plan
 from ._plan.planning import plan, plan_smallest
 from ._plan.policies import policy
+from ._plan.value import UnitPlan
 from ._profile.profile import Profile, profile
 from ._report.alive import alive_at_peak
 from ._report.chunks import blocked_ops, chunk_table, loss_table

@@ -7,9 +7,9 @@ from typing import Any
 
 from sacplan._chunk.technique import Chunking
 from sacplan._device.devices import DeviceSpec
+from sacplan._executor.technique import Technique
 from sacplan._program.decisions import Decision
 from sacplan._program.program import Program
-from sacplan._program.technique import Technique
 from sacplan._recompute.technique import Recomputation
 from sacplan.errors import PlanError
 
@@ -60,7 +60,7 @@ def rewritten(program: Program, decisions: Sequence[Decision], device: DeviceSpe
 def _rewritten_by(
     technique: Technique, program: Program, decisions: tuple[Decision, ...], device: DeviceSpec | None
 ) -> Program:
-    """Plans often differ in one technique alone: the program that it gets, and what it makes of it, are kept a while."""
+    """Plans often differ in one technique alone: what it gets, and what it makes of it, are kept a while."""
     known: dict[Any, Program] = program.derived(("rewritten", technique.name, device), dict)
     if decisions not in known:
         if len(known) == _KEPT:

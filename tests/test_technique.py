@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import sacplan
+from sacplan._executor.technique import Installed
 from sacplan._plan.context import planning_context
 from sacplan._program.decisions import Decision, SiteDecision
 from sacplan._program.program import Event, Op, Patch, Phase, Program, StorageKind
 from sacplan._program.regions import Option, Region
-from sacplan._program.technique import Installed
 from sacplan._techniques import TECHNIQUES, rewritten
 from tests import models
 

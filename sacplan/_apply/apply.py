@@ -10,11 +10,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from sacplan._executor.stand_ins import StandIn
+from sacplan._executor.technique import Installed
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.places import StepDifference
 from sacplan._program.setup import Setup, warn_of
-from sacplan._program.technique import Installed
 from sacplan._record.step import own_checkpointing
 from sacplan._shard.executor.install import spread
 from sacplan._shard.placements import parse_layout

@@ -10,16 +10,16 @@ from sacplan._chunk.body import stretches_patch
 from sacplan._chunk.families import merged
 from sacplan._chunk.rest import CannotChunk, training_chunk
 from sacplan._device.devices import DeviceSpec
+from sacplan._executor.technique import Installed
 from sacplan._program.decisions import Chunk, Decision
 from sacplan._program.places import OpSequence
 from sacplan._program.program import Patch, Program
 from sacplan._program.regions import Option, Region
-from sacplan._program.technique import Installed
 from sacplan.errors import PlanError
 
 
 class Chunking:
-    """See ``sacplan._program.technique.Technique``."""
+    """See ``sacplan._executor.technique.Technique``."""
 
     name = "chunk"
     decision = Chunk

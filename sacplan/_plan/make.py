@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from sacplan._plan.bound import Bound
 from sacplan._plan.context import op_costs, planning_context
-from sacplan._plan.plan import Plan, Status, UnitPlan
+from sacplan._plan.plan import Plan
 from sacplan._plan.provenance import Provenance
 from sacplan._plan.reading import LayerReading, kept_layers, kept_sections
+from sacplan._plan.value import Status, UnitPlan
 from sacplan._profile.profile import Profile
 from sacplan._program.decisions import Decision, Discarded, Recompute, discarded_by
 from sacplan._program.liveness import Footprint

@@ -15,9 +15,10 @@ from sacplan._plan.context import Objective, PlanningContext, planning_context
 from sacplan._plan.limits import budget_of_step, handed_out, looking_for_plans
 from sacplan._plan.make import made_plan
 from sacplan._plan.meshes import plan_on_meshes
-from sacplan._plan.plan import Plan, Status
+from sacplan._plan.plan import Plan
 from sacplan._plan.provenance import Provenance, options_of
 from sacplan._plan.search import Candidate, Search
+from sacplan._plan.value import Status
 from sacplan._profile.optimizers import BY_NAME, recorded_step, with_optimizer, without_optimizer
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened

@@ -12,8 +12,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from sacplan._plan.value import PlanValue, UnitPlan
 from sacplan._program.budget import format_bytes
 from sacplan._program.decisions import Chunk
 from sacplan._program.elements import pattern_of
@@ -23,9 +24,6 @@ from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Program
 from sacplan._ranks.ranks import Ranks
 from sacplan._ranks.shards import resolve_units
-
-if TYPE_CHECKING:
-    from sacplan._plan.plan import Plan, UnitPlan
 
 ITSELF = "(the model itself)"  # what it computes outside of its modules
 
@@ -105,7 +103,7 @@ def together(layers: Sequence[str]) -> str:
     return f"{one_name(layers)} ({len(layers)} layers)"
 
 
-def read_layers(plan: Plan) -> list[LayerReading]:
+def read_layers(plan: PlanValue) -> list[LayerReading]:
     """What a plan does, layer by layer in the order of execution; outside of its units it does nothing."""
     kept, recomputed = _values(plan)
     sliced: dict[str, list[str]] = defaultdict(list)
@@ -127,7 +125,7 @@ def what_runs(chunk: Chunk) -> str:
     return _RUNS_IN_SLICES[chunk.span]
 
 
-def _values(plan: Plan) -> tuple[list[_Value], list[_Value]]:
+def _values(plan: PlanValue) -> tuple[list[_Value], list[_Value]]:
     """What is kept and what is recomputed in the units of a plan."""
     discarded = plan.discarded
     recomputed = []
@@ -236,7 +234,7 @@ def _sum(numbers: Iterable[float | int | None]) -> int | None:
 # --- sections ---------------------------------------------------------------------------------------------------
 
 
-def plan_sections(plan: Plan) -> list[Section]:
+def plan_sections(plan: PlanValue) -> list[Section]:
     """A plan in words."""
     sections = [Section(f"Plan for {plan.fingerprint.model_class} on {plan.device}", plan_rows(plan))]
     if plan.ranks.sharding is not None:
@@ -261,7 +259,7 @@ def kept_sections(layers: Sequence[LayerReading]) -> list[Section]:
     return [Section(one.name, (("keeps", _amount(one.kept, len(one.layers))),)) for one in layers]
 
 
-def plan_rows(plan: Plan) -> tuple[tuple[str, str], ...]:
+def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
     """The figures of a plan in words."""
     fingerprint, setup = plan.fingerprint, str(plan.fingerprint.setup)
     saves = 1 - plan.peak_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 0.0
@@ -395,7 +393,7 @@ class PlanDifference:
     layers: tuple[LayerDifference, ...]
 
 
-def difference(first: Plan, second: Plan) -> PlanDifference:
+def difference(first: PlanValue, second: PlanValue) -> PlanDifference:
     """Compares two plans call site by call site, whatever their units."""
     rows = [
         {"model": plan.fingerprint.model_class, "device": plan.device, **dict(plan_rows(plan))}
@@ -418,7 +416,7 @@ def difference(first: Plan, second: Plan) -> PlanDifference:
     return PlanDifference(first == second, figures, (*changed, *_sliced_otherwise(first, second)))
 
 
-def _sliced_otherwise(first: Plan, second: Plan) -> list[LayerDifference]:
+def _sliced_otherwise(first: PlanValue, second: PlanValue) -> list[LayerDifference]:
     slices: dict[str, tuple[list[str], list[str]]] = {}
     for which, plan in enumerate((first, second)):
         for layer in read_layers(plan):

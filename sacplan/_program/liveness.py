@@ -11,15 +11,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from sacplan._program.elements import ROOT_SCOPE, Event, Patch, Phase, StorageKind
-
-if TYPE_CHECKING:
-    from sacplan._program.program import Program
+from sacplan._program.recording import Recording
 
 Bytes = npt.NDArray[np.int64]
 
@@ -55,7 +52,7 @@ class Fold:
     )
 
     def __init__(
-        self, program: Program, patch: Patch = _NO_PATCH, initial: Collection[int] | None = None
+        self, program: Recording, patch: Patch = _NO_PATCH, initial: Collection[int] | None = None
     ) -> None:
         self._program = program
         self._patch = patch
@@ -146,7 +143,7 @@ class Footprint:
     again: tuple[int, ...]
 
 
-def footprint_of(program: Program) -> Footprint:
+def footprint_of(program: Recording) -> Footprint:
     """Fold the events of a program."""
     fold = Fold(program)
     step, ops = fold.step, program.ops
@@ -173,7 +170,7 @@ def footprint_of(program: Program) -> Footprint:
     )
 
 
-def bytes_at_ops(program: Program) -> Bytes:
+def bytes_at_ops(program: Recording) -> Bytes:
     """By op, bytes alive while it runs: ``Liveness.at_op`` where nothing else of it is needed."""
     fold, found = Fold(program), np.zeros(len(program.ops), dtype=np.int64)
     step = fold.step
@@ -204,7 +201,7 @@ class _FoldByKind(Fold):
 
     __slots__ = ("by_kind",)
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Recording) -> None:
         self.by_kind = [0] * len(StorageKind)
         super().__init__(program)
 
@@ -245,7 +242,7 @@ class Liveness:
         handle_scopes: by handle, the innermost module call in which autograd took it.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Recording) -> None:
         self.program = program
         n_events, n_storages, n_handles = (
             len(program.events),

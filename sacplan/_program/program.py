@@ -32,9 +32,9 @@ from sacplan._program.elements import (
     Tensor,
     is_inside,
 )
-from sacplan._program.files import Count, MaybeIndex
 from sacplan._program.liveness import Footprint, Liveness, footprint_of
 from sacplan._program.places import OpSequence, Places, described
+from sacplan._program.recording import Recording
 from sacplan._torch.ops import is_computation
 
 T = TypeVar("T")
@@ -55,48 +55,12 @@ __all__ = [
 ]
 
 
-class Program(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unknown_fields=True):
-    """One step.
+class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fields=True):
+    """One step; its fields are those of ``Recording``.
 
     A recorded program has its ops in the order in which they ran. In one that was rewritten, ops that were added stand
     behind the others (``renumbered`` puts them in order).
-
-    Attributes:
-        storage_bytes: size of each storage as the device's allocator rounds it.
-        storage_kinds: what each is for.
-        initial: storages alive when the step began.
-        tensors: the views of storages that ops take and return, and that autograd keeps.
-        ops, scopes: see ``Op`` and ``Scope``.
-        events: pairs (``Event``, index), in order.
-        handle_storages: for each handle, the storage that autograd keeps.
-        handle_tensors: for each handle, the tensor that it is.
-        handle_ops: for each handle, the forward op for whose gradient autograd keeps it (of a custom
-            ``autograd.Function``, its first op); -1 where no op was seen.
-        instance_handles: for each unpacked instance, its handle.
-        backward_order: scopes in the order in which their backward began.
-        leaf_fqns: modules without children.
-        parameter_bytes: module to the bytes of its parameters, those of its children included.
-        gradients: storage of a parameter to the tensor that is its gradient when the backward pass is over.
-        on_dtensors: the innermost modules in whose forward pass ops on DTensors ran, of which the program has the local
-            ones; ``""`` if some ran outside of all.
     """
-
-    storage_bytes: tuple[Count, ...]
-    storage_kinds: tuple[StorageKind, ...]
-    initial: tuple[Count, ...]
-    tensors: tuple[Tensor, ...]
-    ops: tuple[Op, ...]
-    scopes: tuple[Scope, ...]
-    events: Events
-    handle_storages: tuple[Count, ...]
-    handle_tensors: tuple[MaybeIndex, ...]
-    handle_ops: tuple[MaybeIndex, ...]
-    instance_handles: tuple[Count, ...]
-    backward_order: tuple[Count, ...]
-    leaf_fqns: frozenset[str] = frozenset()
-    parameter_bytes: dict[str, Count] = {}
-    gradients: dict[Count, Count] = {}
-    on_dtensors: frozenset[str] = frozenset()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled without what was derived from it."""
@@ -202,19 +166,6 @@ class Program(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unkno
         """Ops that a rewrite took out of the events; none in a recorded program."""
         ran = {arg for code, arg in self.events if code == Event.OP}
         return frozenset() if len(ran) == len(self.ops) else frozenset(range(len(self.ops))) - ran
-
-    @cached_property
-    def writer(self) -> dict[int, int]:
-        """The op that made each storage (storages that no op made are absent)."""
-        return {s: i for i, op in enumerate(self.ops) for s in op.writes}
-
-    @cached_property
-    def inside_bytes(self) -> tuple[int, ...]:
-        """By op, what is alive while it runs beside its arguments and outputs: workspace, less what it overwrites."""
-        return tuple(
-            op.workspace_bytes - (self.storage_bytes[op.replaces] if op.replaces >= 0 else 0)
-            for op in self.ops
-        )
 
     @cached_property
     def overwritten(self) -> Mapping[int, int]:

@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from sacplan._device.devices import DeviceSpec
+from sacplan._executor.technique import Installed
 from sacplan._program.decisions import Decision, Recompute, as_decisions, discarded_by
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Patch, Program
 from sacplan._program.regions import Option, Region
-from sacplan._program.technique import Installed
 from sacplan._ranks.unit_limits import narrowed
 from sacplan._recompute.rewrite import recompute, recompute_ops
 
 
 class Recomputation:
-    """See ``sacplan._program.technique.Technique``. Its options come with the regions (``regions.py``)."""
+    """See ``sacplan._executor.technique.Technique``. Its options come with the regions (``regions.py``)."""
 
     name = "recompute"
     decision = Recompute

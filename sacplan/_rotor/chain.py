@@ -6,12 +6,9 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from sacplan.errors import PlanError
-
-if TYPE_CHECKING:
-    from sacplan._profile.profile import Profile
 
 _LENGTHS = {
     "forward_ms": 0,
@@ -22,6 +19,15 @@ _LENGTHS = {
     "backward_extra_bytes": 1,
 }
 """Field to how many entries it has beyond one for each stage."""
+
+
+class _HasChain(Protocol):
+    """A profile."""
+
+    @property
+    def chain(self) -> Chain:
+        """What its recorded step is."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,7 @@ class Chain:
                 )
 
     @classmethod
-    def from_profile(cls, profile: Profile) -> Chain:
+    def from_profile(cls, profile: _HasChain) -> Chain:
         """The chain that a recorded step is (``profile.chain``): stages are found from what ran.
 
             chain = sacplan.Chain.from_profile(sacplan.profile(model, batch, device="h100"))

@@ -32,7 +32,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,13 +41,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
+from sacplan._executor.alignment import RecordedUnit
 from sacplan._torch.ops import tensors_in
 from sacplan._torch.private import storage_key, with_outputs
 from sacplan.errors import PlanError
-
-if TYPE_CHECKING:
-    from sacplan._executor.alignment import RecordedUnit
-    from sacplan._recompute.executor.recipes import PlannedForward
 
 _NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
 _CLONE = torch.ops.aten.clone.default
@@ -96,7 +93,20 @@ def tags_of(recorded: RecordedUnit) -> Tags:
     return _interned(frozenset(times), unknown, next((site for site, n in times.items() if n > 1), None))
 
 
-def checkpointed_for_compile(planned: PlannedForward, args: Any, kwargs: Any) -> Any:
+class Planned(Protocol):
+    """What stands in for a unit's forward."""
+
+    @property
+    def tags(self) -> Tags:
+        """What is discarded."""
+        ...
+
+    def call_original(self, *args: Any, **kwargs: Any) -> Any:
+        """The unit's own forward."""
+        ...
+
+
+def checkpointed_for_compile(planned: Planned, args: Any, kwargs: Any) -> Any:
     """The unit's forward as a checkpointed region of the graph that is being traced."""
 
     def call() -> Any:

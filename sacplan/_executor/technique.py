@@ -7,17 +7,15 @@ knows how it works: neither the solvers, which see numbers, nor the fold, which 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Decision
 from sacplan._program.places import OpSequence, StepDifference
 from sacplan._program.program import Patch, Program
 from sacplan._program.regions import Option, Region
-
-if TYPE_CHECKING:
-    from sacplan._device.devices import DeviceSpec
 
 
 class Installed(Protocol):

@@ -1,0 +1,64 @@
+"""The fields of a program: what a step did, as it was recorded or rewritten. What follows from it is ``program.py``."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import msgspec
+
+from sacplan._program.elements import Events, Op, Scope, StorageKind, Tensor
+from sacplan._program.files import Count, MaybeIndex
+
+
+class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unknown_fields=True):
+    """One step.
+
+    Attributes:
+        storage_bytes: size of each storage as the device's allocator rounds it.
+        storage_kinds: what each is for.
+        initial: storages alive when the step began.
+        tensors: the views of storages that ops take and return, and that autograd keeps.
+        ops, scopes: see ``Op`` and ``Scope``.
+        events: pairs (``Event``, index), in order.
+        handle_storages: for each handle, the storage that autograd keeps.
+        handle_tensors: for each handle, the tensor that it is.
+        handle_ops: for each handle, the forward op for whose gradient autograd keeps it (of a custom
+            ``autograd.Function``, its first op); -1 where no op was seen.
+        instance_handles: for each unpacked instance, its handle.
+        backward_order: scopes in the order in which their backward began.
+        leaf_fqns: modules without children.
+        parameter_bytes: module to the bytes of its parameters, those of its children included.
+        gradients: storage of a parameter to the tensor that is its gradient when the backward pass is over.
+        on_dtensors: the innermost modules in whose forward pass ops on DTensors ran, of which the program has the local
+            ones; ``""`` if some ran outside of all.
+    """
+
+    storage_bytes: tuple[Count, ...]
+    storage_kinds: tuple[StorageKind, ...]
+    initial: tuple[Count, ...]
+    tensors: tuple[Tensor, ...]
+    ops: tuple[Op, ...]
+    scopes: tuple[Scope, ...]
+    events: Events
+    handle_storages: tuple[Count, ...]
+    handle_tensors: tuple[MaybeIndex, ...]
+    handle_ops: tuple[MaybeIndex, ...]
+    instance_handles: tuple[Count, ...]
+    backward_order: tuple[Count, ...]
+    leaf_fqns: frozenset[str] = frozenset()
+    parameter_bytes: dict[str, Count] = {}
+    gradients: dict[Count, Count] = {}
+    on_dtensors: frozenset[str] = frozenset()
+
+    @cached_property
+    def writer(self) -> dict[int, int]:
+        """The op that made each storage (storages that no op made are absent)."""
+        return {s: i for i, op in enumerate(self.ops) for s in op.writes}
+
+    @cached_property
+    def inside_bytes(self) -> tuple[int, ...]:
+        """By op, what is alive while it runs beside its arguments and outputs: workspace, less what it overwrites."""
+        return tuple(
+            op.workspace_bytes - (self.storage_bytes[op.replaces] if op.replaces >= 0 else 0)
+            for op in self.ops
+        )
