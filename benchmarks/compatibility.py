@@ -41,7 +41,7 @@ from benchmarks.real_models import Case, Row, steps_of
 FIGURES = RESULTS / "compatibility.json"
 PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 SECONDS = 180
-GIB_EACH = 10
+GIB_EACH = 16
 ARCHITECTURES_EACH = 50
 """For a process: after as many it is replaced."""
 

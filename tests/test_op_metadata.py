@@ -84,6 +84,13 @@ def test_batch_norm(shape: tuple[int, ...], affine: bool, training: bool) -> Non
     assert compare.calls["aten.native_batch_norm.default"] > 1
 
 
+@pytest.mark.parametrize("shape", [(6, 4, 5), (6, 4, 5, 3), (2, 4, 3, 5, 3)])
+def test_group_norm(shape: tuple[int, ...]) -> None:
+    compare = compared(lambda x: F.group_norm(x, 2), rand(*shape), layouts=FORMATS)
+    assert not compare.found()
+    assert compare.calls["aten.native_group_norm.default"]
+
+
 BINARY = {
     "xlogy": torch.xlogy,
     "xlog1py": torch.special.xlog1py,

@@ -387,6 +387,16 @@ def _batch_norm_backward(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -
     return (_like(mode, own[0], input, memory_format), *own[1:])
 
 
+@on_cpu(aten.native_group_norm.default)  # group_norm.cpp; torch 2.14's own fake kernel is that of a GPU
+def _group_norm(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    return (_like(mode, own[0], a["input"], suggested_memory_format(a["input"])), *own[1:])
+
+
+@on_cpu(aten.native_group_norm_backward.default)
+def _group_norm_backward(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
+    return own if own[0] is None else _group_norm(mode, a, own)
+
+
 @on_cpu(aten.native_layer_norm_backward.default)
 def _layer_norm_backward(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
     return tuple(None if t is None else _contiguous(mode, t) for t in own)
