@@ -42,6 +42,7 @@ FIGURES = RESULTS / "compatibility.json"
 PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 SECONDS = 180
 GIB_EACH = 16
+"""Of address space: with the libraries of a CUDA build in it, and less room, oneDNN takes other kernels or none."""
 ARCHITECTURES_EACH = 50
 """For a process: after as many it is replaced."""
 
