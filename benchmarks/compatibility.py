@@ -306,7 +306,7 @@ _HEAD = """\
 Every architecture of `transformers` that can be built small from its config, without weights: a training step without a
 plan and at three budgets, on the CPU, predicted and measured. One command makes the figures and this page:
 
-<!-- not run by the tests: takes an hour -->
+<!-- not run by the tests: takes ten minutes to an hour -->
 ```bash
 python -m benchmarks.compatibility
 ```
@@ -318,7 +318,7 @@ _COLUMNS = """\
 - **trace**: `fake`, or `real` where sizes depend on data (routing, matching, masks drawn at random).
 - **peak**: measured, of the unplanned step, in MiB.
 - **predicted**: `exact` where the predicted peak of all four steps is the measured one to the byte; else the largest
-  difference, and [below](#not-exact) why.
+  difference; the end of the page says why.
 - **budgets**: as shares of the unplanned peak. 85, 70 and 55 %, or the smallest feasible one (`≥`) and two above it.
 - **within**: planned steps whose measured peak is at most the budget.
 - **bits**: planned steps whose loss, gradients and buffers are bit by bit those of the unplanned step.
