@@ -306,7 +306,7 @@ _HEAD = """\
 Every architecture of `transformers` that can be built small from its config, without weights: a training step without a
 plan and at three budgets, on the CPU, predicted and measured. One command makes the figures and this page:
 
-<!-- not run by the tests: takes ten minutes to an hour -->
+<!-- not run by the tests: takes an hour -->
 ```bash
 python -m benchmarks.compatibility
 ```

@@ -312,10 +312,11 @@ def _let_highs_introduce_itself() -> None:
     except OSError:
         return  # there is no standard output
     try:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-            highspy.Highs()
-            flush(None)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+        highspy.Highs()
+        flush(None)
     finally:
         os.dup2(shown, 1)
         os.close(shown)
