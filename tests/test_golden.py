@@ -15,12 +15,13 @@ import pytest
 from tests.golden import CASES, file_of
 
 ROOT = Path(__file__).parents[1]
+QUICK = ("layers", "recurrence", "transformer")
 BUSY = "while True: sum(range(10**6))"
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow) if case.meshes else name for name, case in CASES.items()],
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_plans_are_those_of_the_file(name: str) -> None:
     """As a command makes them: in a process of their own."""
