@@ -85,7 +85,7 @@ class Search:
         self.graph = program.derived(("placing", tuple(parameters)), lambda: Graph(program, parameters))
         axes = [self._axis(axis, allowed or {}) for axis in range(len(mesh.axes))]
         self.evaluation = Evaluation(self.graph, Costs.of(mesh, spec), axes)
-        self._programs: dict[tuple[int, str, bytes], AxisProgram] = {}
+        self._programs: dict[tuple[int, str, str], AxisProgram] = {}
         self._subsets: dict[tuple[int, str], list[frozenset[int]]] = {}
         self._known: dict[float, Found | None] = {}
         self._first: dict[tuple[tuple[str, ...], float], Solved | None] = {}
@@ -106,7 +106,7 @@ class Search:
             if (axis, role) not in self._subsets:
                 self._subsets[axis, role] = self.evaluation.options[axis].subset(ROLES[role])
             only = self._subsets[axis, role]
-        key = axis, role, repr(choice).encode()
+        key = axis, role, repr(choice)
         if key not in self._programs:
             self._programs[key] = AxisProgram(self.evaluation, choice, axis, self.options, only)
         return self._programs[key]

@@ -336,7 +336,7 @@ def _run_highs(
             threads=_THREADS,
             random_seed=options.seed,
             presolve=presolve,
-            mip_allow_restart=False,  # with these two our programs take a fifth longer
+            mip_allow_restart=False,  # with these two our programs take longer, for the same gap
             mip_heuristic_run_feasibility_jump=False,
         )
     )
