@@ -192,7 +192,7 @@ def test_liveness_is_what_counting_holders_gives(name: str) -> None:
             assert set(liveness.alive(arg)) == alive
             assert liveness.held_otherwise(arg) | set(liveness.held_for_later(arg)) == alive
         elif code not in (Event.ENTER, Event.EXIT):
-            s = liveness.storage(code, arg)
+            s = program.storage_of(code, arg)
             gained = code in (Event.ALLOC, Event.PACK, Event.UNPACK)
             holders[s] = holders.get(s, 0) + (1 if gained else -1)
             if not holders[s]:
@@ -222,7 +222,7 @@ def test_a_rewrite_is_local_and_keeps_indices(name: str) -> None:
         if code == Event.OP:
             assert arg in discarded
         elif code != Event.EXIT:
-            assert program.liveness.storage(code, arg) in touched
+            assert program.storage_of(code, arg) in touched
     again = [op.recomputes for op in rewritten.ops if op.recomputes >= 0]
     assert tuple(again) == rewritten.footprint.again
     assert set(again) <= set(discarded)

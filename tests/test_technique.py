@@ -66,7 +66,7 @@ def halved(program: Program, storages: set[int]) -> Patch:
     sizes: list[int] = []
     for position, (code, arg) in enumerate(program.events):
         saved = code in (Event.PACK, Event.RELEASE, Event.UNPACK, Event.DROP)
-        s = program.liveness.storage(code, arg) if saved else -1
+        s = program.storage_of(code, arg) if saved else -1
         if s not in storages:
             continue
         if code in (Event.RELEASE, Event.DROP):  # the event behind the one that made the cast

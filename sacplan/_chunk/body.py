@@ -24,6 +24,7 @@ from sacplan._program.calls import call_with, dtype_of
 from sacplan._program.decisions import Chunk
 from sacplan._program.elements import ROOT_SCOPE, CallSite, Event, Op, Patch, Phase, StorageKind, Tensor
 from sacplan._program.program import Program
+from sacplan._program.rewriting import Indices, PatchBuilder
 from sacplan._record.calls import arguments_of
 from sacplan._record.device_recorder import device_recorder
 from sacplan._torch.ops import is_alias, is_computation, op_named
@@ -80,10 +81,10 @@ def stretches_patch(program: Program, decisions: Sequence[Chunk], spec: DeviceSp
     placed = sorted(
         (one for decision in decisions for one in placed_stretches(program, decision)), key=lambda s: s.end
     )
-    patch = _Patch(program)
+    patch = _Rewriter(program)
     for stretch, record in zip(placed, _records(program, placed, spec), strict=True):
         patch.add(stretch, record)
-    return patch.patch()
+    return patch.draft.patch()
 
 
 def loop_bytes(program: Program, decisions: Sequence[Chunk], spec: DeviceSpec) -> list[int]:
@@ -335,33 +336,17 @@ def _as_record(
 # --- the patch ------------------------------------------------------------------------------------------
 
 
-class _Patch:
-    """Collects the rewrites of stretches."""
+class _Rewriter:
+    """Puts loops in the place of the ops of stretches."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.flow: Dataflow = dataflow(program)
-        self.events: dict[int, tuple[tuple[int, int], ...]] = {}
-        self.ops: list[Op] = []
-        self.tensors: list[Tensor] = []
-        self.storage_bytes: list[int] = []
-        self.storage_kinds: list[StorageKind] = []
-        self.freed = self._freed()
-
-    def _freed(self) -> dict[int, int]:
-        return {arg: at for at, (code, arg) in enumerate(self.program.events) if code == _FREE}
-
-    def patch(self) -> Patch:
-        return Patch(
-            events=self.events,
-            ops=tuple(self.ops),
-            tensors=tuple(self.tensors),
-            storage_bytes=tuple(self.storage_bytes),
-            storage_kinds=tuple(self.storage_kinds),
-        )
+        self.draft = PatchBuilder(program)
+        self.freed = {arg: at for at, (code, arg) in enumerate(program.events) if code == _FREE}
 
     def add(self, stretch: PlacedStretch, record: LoopRecord) -> None:
-        program, flow = self.program, self.flow
+        program, flow, events = self.program, self.flow, self.draft.events
         positions = program.liveness.op_events
         end = int(positions[stretch.end])
         exits = self._exits(stretch)
@@ -373,21 +358,21 @@ class _Patch:
                 if flow.origin[s] not in buffers or s not in exits.values():
                     self._drop(s)
             if flow.computes[i] or not any(flow.origin[flow.storage[t]] in buffers for t in op.inputs):
-                self.events[position] = ()
+                events[position] = ()
         allocations = iter(record.allocations)
         for i in stretch.members:
             for output in stretch.exits.get(i, ()):
                 at = int(positions[i])
                 made = self._buffer(i, flow.outputs[i][output], exits[i, output], next(allocations))
-                self.events[at] = (*self.events[at], (_OP, made))
+                events[at] = (*events[at], (_OP, made))
         after = self._inputs_freed(stretch, end)
         storages = [*_input_storages(program, stretch), *exits.values()]
-        self.events[end] = (*self.events[end], *self._loop(stretch, record, storages), *after)
+        events[end] = (*events[end], *self._loop(stretch, record, storages), *after)
 
     def _drop(self, storage: int) -> None:
         at = self.freed.get(storage)
         if at is not None:
-            self.events[at] = ()
+            self.draft.events[at] = ()
 
     def _exits(self, stretch: PlacedStretch) -> dict[tuple[int, int], int]:
         """By (op, output), the last version of the storage of an exit."""
@@ -404,14 +389,12 @@ class _Patch:
     def _buffer(self, op: int, tensor: int, storage: int, allocation: Op) -> int:
         """An op that makes the buffer of an exit where the op stood that gives it."""
         view = self.program.tensors[tensor]
-        self.tensors.append(msgspec.structs.replace(view, storage=storage))
-        index = len(self.program.tensors) + len(self.tensors) - 1
-        self.ops.append(
+        index = self.draft.tensors.add(msgspec.structs.replace(view, storage=storage))
+        return self.draft.ops.add(
             msgspec.structs.replace(
                 allocation, scope=self.program.ops[op].scope, writes=(storage,), outputs=(index,)
             )
         )
-        return len(self.program.ops) + len(self.ops) - 1
 
     def _inputs_freed(self, stretch: PlacedStretch, end: int) -> list[tuple[int, int]]:
         """The inputs that would be free before the loop ends: they are then freed after it."""
@@ -419,34 +402,19 @@ class _Patch:
         for s in _input_storages(self.program, stretch):
             at = self.freed.get(s)
             if at is not None and at < end:
-                self.events[at] = ()
+                self.draft.events[at] = ()
                 found.append((_FREE, s))
         return found
 
     def _loop(
         self, stretch: PlacedStretch, record: LoopRecord, storages: Sequence[int]
-    ) -> Iterator[tuple[int, int]]:
-        program = self.program
-        first_new = len(program.storage_bytes) + len(self.storage_bytes)
-        self.storage_bytes += record.storage_bytes
-        self.storage_kinds += record.storage_kinds
-        number = [*storages, *range(first_new, first_new + len(record.storage_bytes))]
-        first_tensor = len(program.tensors) + len(self.tensors)
-        self.tensors += [msgspec.structs.replace(t, storage=number[t.storage]) for t in record.tensors]
-        first_op = len(program.ops) + len(self.ops)
-        scope = program.ops[stretch.end].scope
-        for op in record.ops:
-            self.ops.append(
-                msgspec.structs.replace(
-                    op,
-                    scope=scope,
-                    reads=tuple(number[s] for s in op.reads),
-                    writes=tuple(number[s] for s in op.writes),
-                    mutates=tuple(number[s] for s in op.mutates),
-                    replaces=number[op.replaces] if op.replaces >= 0 else -1,
-                    inputs=tuple(first_tensor + t for t in op.inputs),
-                    outputs=tuple(first_tensor + t for t in op.outputs),
-                )
-            )
-        for code, arg in record.events:
-            yield code, first_op + arg if code == _OP else number[arg]
+    ) -> list[tuple[int, int]]:
+        draft = self.draft
+        made = map(draft.new_storage, record.storage_bytes, record.storage_kinds)
+        number = [*storages, *made]
+        tensors = [
+            draft.tensors.add(msgspec.structs.replace(t, storage=number[t.storage])) for t in record.tensors
+        ]
+        scope = self.program.ops[stretch.end].scope
+        ops = [msgspec.structs.replace(op, scope=scope) for op in record.ops]
+        return draft.put(record.events, ops, Indices(number.__getitem__, tensor=tensors.__getitem__))

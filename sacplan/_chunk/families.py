@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
-from sacplan._program.program import Event, Events, Op, Patch, Phase, Program, StorageKind
-
-_ALLOC, _FREE, _OP, _PACK, _RELEASE, _UNPACK, _DROP, _ENTER, _EXIT = map(int, Event)
+from sacplan._program.program import Patch, Phase, Program, StorageKind
+from sacplan._program.rewriting import Indices, PatchBuilder, Table
 
 
 @dataclass(slots=True)
@@ -109,31 +109,32 @@ def transferred(
             raise KeyError(s)
         return kin.storages.get(s, s)
 
-    def event(code: int, arg: int) -> tuple[int, int]:
-        if code == _OP:
-            return code, arg if arg >= n_ops else kin.ops[arg]
-        if code in (_ALLOC, _FREE):
-            return code, storage(arg)
-        if code in (_ENTER, _EXIT):
-            return code, {here: there}[arg]
-        known = len(program.handle_storages) if code in (_PACK, _RELEASE) else len(program.instance_handles)
-        if arg < known:
-            raise KeyError(arg)
-        return code, arg
+    def new(known: int) -> Callable[[int], int]:
+        """Of handles and instances, those of the patch stay what they are; there are no others."""
 
-    def op(one: Op) -> Op:
-        reads, writes, mutates = (tuple(map(storage, each)) for each in (one.reads, one.writes, one.mutates))
-        return msgspec.structs.replace(one, scope=there, reads=reads, writes=writes, mutates=mutates)
+        def own(index: int) -> int:
+            if index < known:
+                raise KeyError(index)
+            return index
 
+        return own
+
+    indices = Indices(
+        storage,
+        op=lambda i: i if i >= n_ops else kin.ops[i],
+        handle=new(len(program.handle_storages)),
+        instance=new(len(program.instance_handles)),
+        scope={here: there}.__getitem__,
+    )
     try:
         return (
             msgspec.structs.replace(
                 patch,
                 events={
-                    kin.positions[at]: tuple(event(code, arg) for code, arg in events)
+                    kin.positions[at]: tuple(indices.event(*event) for event in events)
                     for at, events in patch.events.items()
                 },
-                ops=tuple(map(op, patch.ops)),
+                ops=tuple(indices.moved(msgspec.structs.replace(op, scope=there)) for op in patch.ops),
                 resized={storage(s): n_bytes for s, n_bytes in patch.resized.items()},
                 handle_storages=tuple(map(storage, patch.handle_storages)),
                 handle_ops=tuple(-1 if i < 0 else kin.ops[i] for i in patch.handle_ops),
@@ -152,77 +153,33 @@ def merged(program: Program, patches: Sequence[Patch]) -> Patch:
     """
     if len(patches) == 1:
         return patches[0]
-    events: dict[int, Events] = {}
-    resized: dict[int, int] = {}
-    ops: list[Op] = []
-    lists: dict[str, list[int]] = {
-        name: []
-        for name in ("storage_bytes", "storage_kinds", "handle_storages", "handle_ops", "instance_handles")
-    }
-    n_storages, n_ops = len(program.storage_bytes), len(program.ops)
-    n_handles, n_instances = len(program.handle_storages), len(program.instance_handles)
+    draft = PatchBuilder(program)
     for patch in patches:
-        by = _Offsets(
-            (n_storages, len(lists["storage_bytes"])),
-            (n_ops, len(ops)),
-            (n_handles, len(lists["handle_storages"])),
-            (n_instances, len(lists["instance_handles"])),
+        indices = Indices(
+            storage=_behind(draft.storage_bytes),
+            op=_behind(draft.ops),
+            handle=_behind(draft.handle_storages),
+            instance=_behind(draft.instance_handles),
         )
-        resized.update(patch.resized)
         for at, found in patch.events.items():
-            if at in events:
+            if at in draft.events:
                 raise ValueError(f"two patches look at event {at}")
-            events[at] = tuple(by.event(code, arg) for code, arg in found)
-        ops += (
-            msgspec.structs.replace(
-                op,
-                reads=tuple(by.storages(op.reads)),
-                writes=tuple(by.storages(op.writes)),
-                mutates=tuple(by.storages(op.mutates)),
-            )
-            for op in patch.ops
-        )
-        lists["storage_bytes"] += patch.storage_bytes
-        lists["storage_kinds"] += patch.storage_kinds
-        lists["handle_storages"] += by.storages(patch.handle_storages)
-        lists["handle_ops"] += patch.handle_ops or (-1,) * len(patch.handle_storages)
-        lists["instance_handles"] += (by.moved(handle, by.handle) for handle in patch.instance_handles)
-    return Patch(
-        events=events,
-        resized=resized,
-        ops=tuple(ops),
-        storage_bytes=tuple(lists["storage_bytes"]),
-        storage_kinds=tuple(map(StorageKind, lists["storage_kinds"])),
-        handle_storages=tuple(lists["handle_storages"]),
-        handle_ops=tuple(lists["handle_ops"]),
-        instance_handles=tuple(lists["instance_handles"]),
-    )
+            draft.events[at] = tuple(indices.event(*event) for event in found)
+        ops = [indices.moved(op) for op in patch.ops]
+        handles = list(map(indices.storage, patch.handle_storages))
+        instances = list(map(indices.handle, patch.instance_handles))
+        draft.ops.new += ops
+        for storage, n_bytes in patch.resized.items():
+            draft.storage_bytes[storage] = n_bytes
+        for n_bytes, kind in zip(patch.storage_bytes, patch.storage_kinds, strict=True):
+            draft.new_storage(n_bytes, kind)
+        for s, op in zip(handles, patch.handle_ops, strict=True):
+            draft.new_handle(s, op)
+        draft.instance_handles.new += instances
+    return draft.patch()
 
 
-@dataclass(frozen=True, slots=True)
-class _Offsets:
-    """By what the indices of a patch's own things move: (how many the program has, how many came before)."""
-
-    storage: tuple[int, int]
-    op: tuple[int, int]
-    handle: tuple[int, int]
-    instance: tuple[int, int]
-
-    @staticmethod
-    def moved(index: int, by: tuple[int, int]) -> int:
-        known, offset = by
-        return index if index < known else index + offset
-
-    def storages(self, indices: Iterable[int]) -> Iterator[int]:
-        return (self.moved(s, self.storage) for s in indices)
-
-    def event(self, code: int, arg: int) -> tuple[int, int]:
-        if code == _OP:
-            return code, self.moved(arg, self.op)
-        if code in (_ALLOC, _FREE):
-            return code, self.moved(arg, self.storage)
-        if code in (_PACK, _RELEASE):
-            return code, self.moved(arg, self.handle)
-        if code in (_UNPACK, _DROP):
-            return code, self.moved(arg, self.instance)
-        return code, arg
+def _behind(table: Table[Any]) -> Callable[[int], int]:
+    """Where a patch's own things stand behind those that are there already."""
+    known, offset = len(table) - len(table.new), len(table.new)
+    return lambda index: index if index < known else index + offset

@@ -31,8 +31,9 @@ from sacplan._factors.axes import Axis
 from sacplan._program.calls import Opaque, call_with
 from sacplan._program.decisions import Chunk
 from sacplan._program.program import Event, Op, Patch, Phase, Program, StorageKind, Tensor
+from sacplan._program.rewriting import PatchBuilder
 from sacplan._record.in_place import OUT_OF_PLACE
-from sacplan._record.rehearsal import Additions, Rehearsal, Seen
+from sacplan._record.rehearsal import Rehearsal, Seen
 from sacplan._torch.ops import is_computation, op_named, tensors_in
 from sacplan.errors import ChunkError
 
@@ -247,7 +248,7 @@ class _Rehearsed:
         self.gradients: dict[int, tuple[tuple[int, ...], Window | None]] = {}  # see _gradients_are_lazy
         self.readers = Counter(s for op in program.ops for s in op.reads)
         self.differentiated = frozenset(op.forward_of for op in program.ops) - {-1}
-        self.additions = Additions(program)
+        self.draft = PatchBuilder(program)
 
     def rewrite(self) -> Rewrite:
         """Rehearse it."""
@@ -583,8 +584,7 @@ class _Rehearsed:
     # --- the patch --------------------------------------------------------------------------------
 
     def _rewritten(self, exits: dict[int, torch.Tensor], loop: Seen) -> Rewrite:
-        program, liveness, additions = self.program, self.program.liveness, self.additions
-        resized = {}  # a kernel may leave a scalar in memory that was large
+        program, liveness, draft = self.program, self.program.liveness, self.draft
         summed: list[torch.Tensor] = []
         for t, made in (*exits.items(), *self.outputs.items()):
             storage = program.tensors[t].storage
@@ -592,8 +592,10 @@ class _Rehearsed:
                 summed.append(made)
                 continue
             n_bytes = self.rehearsal.is_made(made, storage)
-            if n_bytes != program.storage_bytes[storage]:
-                resized[storage] = n_bytes
+            if (
+                n_bytes != program.storage_bytes[storage]
+            ):  # a kernel may leave a scalar in memory that was large
+                draft.storage_bytes[storage] = n_bytes
         events: dict[int, list[tuple[int, int]]] = {}
         for i in self.deferred:
             op = program.ops[i]
@@ -604,11 +606,11 @@ class _Rehearsed:
         self._drop_events(events, made_at)
         if self.left is not None:
             events[left] = self._placed(self.left, Phase.FORWARD, self.entry.scope)
-        handles, until_end = self._hold(events)
+        until_end = self._hold(events)
         last_of = {program.ops[i].forward_of: i for i in self.deferred}
         for s, forward in self.temporaries.items():
             events[int(liveness.op_events[last_of[forward]])].append((_FREE, s))
-        instance = len(program.instance_handles)
+        instance = draft.instance_handles.add(until_end[0])
         if self.left is not None:
             events[left].append(program.events[left])
         body = self._placed(loop, Phase.BACKWARD, self.entry.scope)
@@ -619,20 +621,11 @@ class _Rehearsed:
         after += [(_FREE, self.rehearsal.stands_for(made)) for made in summed]
         events[end] += [(_UNPACK, instance), *body, *after]
         gone = frozenset(self.deferred)
-        ops = tuple(additions.ops)
+        draft.events.update((at, tuple(each)) for at, each in events.items())
         return Rewrite(
-            Patch(
-                events={at: tuple(each) for at, each in events.items()},
-                ops=ops,
-                storage_bytes=tuple(additions.storage_bytes),
-                storage_kinds=tuple(additions.kinds),
-                handle_storages=tuple(handles.values()),
-                handle_ops=(self.scope.first_op,) + (-1,) * (len(handles) - 1),
-                instance_handles=(len(program.handle_storages),),
-                resized=resized,
-            ),
+            draft.patch(),
             gone,
-            sum(op.time_ms for op in ops) - sum(program.ops[i].time_ms for i in gone),
+            sum(op.time_ms for op in draft.ops.new) - sum(program.ops[i].time_ms for i in gone),
         )
 
     def _put_off(self, events: dict[int, list[tuple[int, int]]], end: int) -> list[tuple[int, int]]:
@@ -656,15 +649,16 @@ class _Rehearsed:
 
     def _placed(self, seen: Seen, phase: Phase, scope: int) -> list[tuple[int, int]]:
         """The events of what ran; slices that were left out take the time of the one that stands for them."""
-        offset = len(self.additions.ops) - seen.first
-        found = self.rehearsal.into(self.additions, seen, phase, scope)
-        ops, last = self.additions.ops, seen.first + len(seen.ops)
+        added = self.draft.ops.new
+        first = len(added)
+        found = self.rehearsal.into(self.draft, seen, phase, scope)
+        last = seen.first + len(seen.ops)
         for marks in self.region.marks:
             if seen.first <= marks[0][0] and marks[-1][0] <= last:
                 for (begin, times), (stop, _) in pairwise(marks):
-                    for at in range(begin + offset, stop + offset):
-                        op = ops[at]
-                        ops[at] = msgspec.structs.replace(
+                    for at in range(begin - seen.first + first, stop - seen.first + first):
+                        op = added[at]
+                        added[at] = msgspec.structs.replace(
                             op, time_ms=op.time_ms * times, flops=op.flops * times
                         )
         return found
@@ -698,17 +692,19 @@ class _Rehearsed:
             return None
         return arg if not self.readers[arg] else None
 
-    def _hold(self, events: dict[int, list[tuple[int, int]]]) -> tuple[dict[int, int], list[int]]:
-        """By new handle, what is held: what enters, and what deferred ops read besides; and until the loop is over.
+    def _hold(self, events: dict[int, list[tuple[int, int]]]) -> list[int]:
+        """Take handles on what is held: what enters, and what deferred ops read besides.
 
         What only a loop before it reads is held until that one is over: one for a number, or the one that computes a
         module's outputs.
+
+        Returns:
+            Handles that are held until the loop is over; the first is that on what enters.
         """
-        program, liveness = self.program, self.program.liveness
-        handles = {len(program.handle_storages): self.begins}
-        until_end = list(handles)
+        program, liveness, draft = self.program, self.program.liveness, self.draft
+        until_end = [draft.new_handle(self.begins, self.scope.first_op)]
         at = liveness.entered[self.entry.scope]
-        events[at] = [program.events[at], (_PACK, len(program.handle_storages))]
+        events[at] = [program.events[at], (_PACK, until_end[0])]
         initial: Collection[int] = set(program.initial)
         held_until: dict[tuple[int, int], None] = {}  # (storage, event at which it is let go, or -1)
         for s, op in self.held:
@@ -722,11 +718,10 @@ class _Rehearsed:
             if (s, over) in held_until or (s, -1) in held_until:
                 continue
             held_until[s, over] = None
-            handle = len(program.handle_storages) + len(handles)
-            handles[handle] = s
+            handle = draft.new_handle(s)
             events[int(liveness.op_events[op])].append((_PACK, handle))
             if over < 0:
                 until_end.append(handle)
             else:
                 events[over].append((_RELEASE, handle))
-        return handles, until_end
+        return until_end

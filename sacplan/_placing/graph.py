@@ -19,6 +19,7 @@ import torch
 
 from sacplan._program.calls import Opaque, call_with, dtype_of
 from sacplan._program.elements import pattern_of
+from sacplan._program.liveness import Fold
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, Tensor
 from sacplan._ranks.shards import Parameter
 from sacplan._shard.optimizer import together
@@ -549,38 +550,22 @@ class _Sites:
 
 def alive(program: Program) -> Iterator[tuple[int, int, int]]:
     """Storages and the moments from which and before which each is alive; one may come back."""
-    holders: Counter[int] = Counter(program.initial)
+    fold, moment = Fold(program), -1
     since: dict[int, int] = dict.fromkeys(program.initial, 0)
-    handles, instances, moment = program.handle_storages, program.instance_handles, -1
-
-    def hold(s: int, at: int) -> None:
-        holders[s] += 1
-        since.setdefault(s, at)
-
     for code, arg in program.events:
+        fold.step(code, arg)
         if code == Event.OP:
             moment += 1
             for s in program.ops[arg].writes:
-                hold(s, moment)
-        elif code == Event.ALLOC:
-            hold(arg, moment + 1)
-        elif code == Event.PACK:
-            hold(handles[arg], moment + 1)
-        elif code == Event.UNPACK:
-            hold(handles[instances[arg]], moment + 1)
-        elif code in (Event.FREE, Event.RELEASE, Event.DROP):
-            s = (
-                arg
-                if code == Event.FREE
-                else handles[arg]
-                if code == Event.RELEASE
-                else handles[instances[arg]]
-            )
-            holders[s] -= 1
-            if not holders[s]:
-                start = since.pop(s)
-                if start <= moment:
-                    yield s, start, moment + 1
+                since.setdefault(s, moment)
+        elif code not in (Event.ENTER, Event.EXIT):
+            s = program.storage_of(code, arg)
+            if fold.holders[s]:
+                since.setdefault(s, moment + 1)
+            elif since[s] <= moment:
+                yield s, since.pop(s), moment + 1
+            else:
+                del since[s]
     for s, start in since.items():
         if start <= moment:
             yield s, start, moment + 1

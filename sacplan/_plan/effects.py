@@ -70,7 +70,7 @@ class _Events:
         self.made = {s for group in region.members for op in group for s in program.ops[op].writes}
         self.at = {position: k for k, (position, _, _) in enumerate(events)}
         self.about: dict[int, list[int]] = defaultdict(list)
-        storage_of = program.liveness.storage
+        storage_of = program.storage_of
         for k, (_, code, arg) in enumerate(events):
             if code == _OP:
                 for s in program.ops[arg].writes:
@@ -242,7 +242,7 @@ class _Effects:
                 pattern.append((op.name, op.workspace_bytes, op.state_bytes, op.replaces >= 0))
                 pattern.extend(local.setdefault(s, len(local)) for s in (*op.reads, *op.writes))
             elif code not in _CALLS:
-                storage = self.liveness.storage(code, arg)
+                storage = program.storage_of(code, arg)
                 pattern.append(local.setdefault(storage, len(local)))
         return tuple(pattern)
 
@@ -283,7 +283,7 @@ class _Effects:
 
     def _local_effect(self, region: Region, option: Option, own: _Events) -> _LocalEffect:
         """Folds the events of what the option's rewrite touches, with and without it; all the rest is the same."""
-        program, storage_of, events = self.program, self.liveness.storage, own.events
+        program, storage_of, events = self.program, self.program.storage_of, own.events
         patch = TECHNIQUES[option.technique].option_patch(program, region, option)
         touched = {s for s in patch.handle_storages if s < len(program.storage_bytes)} | set(patch.resized)
         touched.update(

@@ -18,6 +18,7 @@ import torch
 
 from sacplan._profile.profile import Profile, profile
 from sacplan._program.program import Event, Op, Patch, Phase, Program, StorageKind, Tensor
+from sacplan._program.rewriting import Indices, PatchBuilder
 
 BLOCK = 256
 """Elements that share a scale in the 8-bit state of bitsandbytes."""
@@ -255,39 +256,21 @@ def _spliced(program: Program, step: OptimizerStep, at: int) -> Patch:
     used = {s for op in step.ops for s in (*op.reads, *op.mutates)} | made
     state = {s for s, kind in enumerate(source.storage_kinds) if kind == StorageKind.OPTIMIZER_STATE}
     new = sorted((used | (state & set(source.initial))) - known.keys())
-    known |= {s: len(program.storage_bytes) + i for i, s in enumerate(new)}
-    tensors = {t for op in step.ops for t in (*op.inputs, *op.outputs) if t >= 0}
-    place = {t: len(program.tensors) + i for i, t in enumerate(sorted(tensors))} | {-1: -1}
-
-    def moved(op: Op) -> Op:
-        return msgspec.structs.replace(
-            op,
-            scope=-1,
-            forward_of=-1,
-            reads=tuple(known[s] for s in op.reads),
-            writes=tuple(known[s] for s in op.writes),
-            mutates=tuple(known[s] for s in op.mutates),
-            replaces=known[op.replaces] if op.replaces >= 0 else -1,
-            inputs=tuple(place[t] for t in op.inputs),
-            outputs=tuple(place[t] for t in op.outputs),
-        )
-
-    ops = [i for i, op in enumerate(source.ops) if op.phase == Phase.OPTIMIZER]
-    order = {op: len(program.ops) + i for i, op in enumerate(ops)}
-    events = tuple(
-        (code, order[arg] if code == _OP else known[arg])
+    draft, initial = PatchBuilder(program), set(source.initial)
+    for s in new:
+        known[s] = draft.new_storage(source.storage_bytes[s], source.storage_kinds[s])
+    draft.initial += [known[s] for s in new if s in initial]
+    place: dict[int, int] = {}
+    for t in sorted({t for op in step.ops for t in (*op.inputs, *op.outputs) if t >= 0}):
+        tensor = source.tensors[t]
+        place[t] = draft.tensors.add(msgspec.structs.replace(tensor, storage=known[tensor.storage]))
+    ops = [msgspec.structs.replace(op, scope=-1, forward_of=-1) for op in source.ops]
+    happened = [
+        (code, arg)
         for code, arg in tail
-        if (code == _OP and arg in order) or (code in (_ALLOC, _FREE) and arg in made)
-    )
-    before = program.events[at : at + 1]
-    return Patch(
-        events={at: (*events, *before)},
-        ops=tuple(moved(source.ops[i]) for i in ops),
-        storage_bytes=tuple(source.storage_bytes[s] for s in new),
-        storage_kinds=tuple(source.storage_kinds[s] for s in new),
-        initial=tuple(known[s] for s in new if s in set(source.initial)),
-        tensors=tuple(
-            msgspec.structs.replace(source.tensors[t], storage=known[source.tensors[t].storage])
-            for t in sorted(tensors)
-        ),
-    )
+        if (code == _OP and source.ops[arg].phase == Phase.OPTIMIZER)
+        or (code in (_ALLOC, _FREE) and arg in made)
+    ]
+    events = draft.put(happened, ops, Indices(known.__getitem__, tensor=place.__getitem__))
+    draft.events[at] = (*events, *program.events[at : at + 1])
+    return draft.patch()

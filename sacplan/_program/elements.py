@@ -198,6 +198,8 @@ class Patch(msgspec.Struct, frozen=True):
         handle_storages, handle_ops: of new handles; ops may be left out.
         instance_handles: of new instances.
         changed_handles: by index, the storage and the tensor that a handle of the program is on instead.
+        changed_tensors: by index, tensors that take the place of others.
+        changed_kinds: storages of the program that are for something else.
         resized: storages of the program that have another size.
         parameter_bytes: modules whose parameters do.
     """
@@ -213,5 +215,7 @@ class Patch(msgspec.Struct, frozen=True):
     handle_ops: tuple[int, ...] = ()
     instance_handles: tuple[int, ...] = ()
     changed_handles: Mapping[int, tuple[int, int]] = {}
+    changed_tensors: Mapping[int, Tensor] = {}
+    changed_kinds: Mapping[int, StorageKind] = {}
     resized: Mapping[int, int] = {}
     parameter_bytes: Mapping[str, int] = {}

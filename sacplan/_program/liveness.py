@@ -302,22 +302,13 @@ class Liveness:
                 self.unpacked[arg] = position
             else:
                 self.dropped[arg] = position
-            s = self.storage(code, arg)
+            s = program.storage_of(code, arg)
             self.events_of[s].append(position)
             if not holders[s]:
                 self.died[s] = position
         self.before_event[:] = before
         self.at_op[:] = at_op
         self.op_events[:] = op_events
-
-    def storage(self, code: int, arg: int) -> int:
-        """The storage that an event is about (one that is about a storage)."""
-        program = self.program
-        if code in (_PACK, _RELEASE):
-            return program.handle_storages[arg]
-        if code in (_UNPACK, _DROP):
-            return program.handle_storages[program.instance_handles[arg]]
-        return arg
 
     # --- at one op ----------------------------------------------------------------------------------
 

@@ -77,25 +77,19 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
             events += patch.events[position]
             done = position + 1
         events += self.events[done:]
-        ops, sizes = list(self.ops), list(self.storage_bytes)
-        for index, op in patch.changed_ops.items():
-            ops[index] = op
-        for storage, n_bytes in patch.resized.items():
-            sizes[storage] = n_bytes
-        storages, tensors = list(self.handle_storages), list(self.handle_tensors)
-        for handle, (storage, tensor) in patch.changed_handles.items():
-            storages[handle], tensors[handle] = storage, tensor
+        storages = {handle: storage for handle, (storage, _) in patch.changed_handles.items()}
+        tensors = {handle: tensor for handle, (_, tensor) in patch.changed_handles.items()}
         unknown = (-1,) * len(patch.handle_storages)
         return msgspec.structs.replace(
             self,
             events=tuple(events),
-            ops=(*ops, *patch.ops),
-            storage_bytes=(*sizes, *patch.storage_bytes),
-            storage_kinds=self.storage_kinds + patch.storage_kinds,
+            ops=_changed(self.ops, patch.changed_ops) + patch.ops,
+            storage_bytes=_changed(self.storage_bytes, patch.resized) + patch.storage_bytes,
+            storage_kinds=_changed(self.storage_kinds, patch.changed_kinds) + patch.storage_kinds,
             initial=self.initial + patch.initial,
-            tensors=self.tensors + patch.tensors,
-            handle_storages=(*storages, *patch.handle_storages),
-            handle_tensors=(*tensors, *unknown),
+            tensors=_changed(self.tensors, patch.changed_tensors) + patch.tensors,
+            handle_storages=_changed(self.handle_storages, storages) + patch.handle_storages,
+            handle_tensors=_changed(self.handle_tensors, tensors) + unknown,
             handle_ops=self.handle_ops + (patch.handle_ops or unknown),
             instance_handles=self.instance_handles + patch.instance_handles,
             parameter_bytes={**self.parameter_bytes, **patch.parameter_bytes},
@@ -315,6 +309,16 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
     def _run(self) -> Iterator[Op]:
         """The ops that run: a rewrite may leave some out."""
         return (self.ops[arg] for code, arg in self.events if code == Event.OP)
+
+
+def _changed(things: tuple[T, ...], by: Mapping[int, T]) -> tuple[T, ...]:
+    """Some of them replaced."""
+    if not by:
+        return things
+    found = list(things)
+    for index, thing in by.items():
+        found[index] = thing
+    return tuple(found)
 
 
 def _program(*fields: Any) -> Program:

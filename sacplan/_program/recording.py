@@ -6,8 +6,11 @@ from functools import cached_property
 
 import msgspec
 
-from sacplan._program.elements import Events, Op, Scope, StorageKind, Tensor
+from sacplan._program.elements import Event, Events, Op, Scope, StorageKind, Tensor
 from sacplan._program.files import Count, MaybeIndex
+
+_PACKS = (int(Event.PACK), int(Event.RELEASE))
+_UNPACKS = (int(Event.UNPACK), int(Event.DROP))
 
 
 class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unknown_fields=True):
@@ -62,3 +65,11 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
             op.workspace_bytes - (self.storage_bytes[op.replaces] if op.replaces >= 0 else 0)
             for op in self.ops
         )
+
+    def storage_of(self, code: int, arg: int) -> int:
+        """The storage that an event is about, one that is neither an op nor a module call."""
+        if code in _PACKS:
+            return self.handle_storages[arg]
+        if code in _UNPACKS:
+            return self.handle_storages[self.instance_handles[arg]]
+        return arg

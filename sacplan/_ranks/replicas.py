@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.fingerprint import Entry
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind
+from sacplan._program.rewriting import PatchBuilder
 from sacplan._ranks.backward_hooks import backward_passes
 from sacplan._ranks.shards import Parameter, parameters_of
 from sacplan._shard.overlap import Overlap
@@ -65,20 +66,14 @@ def replicated(
     if not bucket_cap_mb > 0:
         raise TraceError(f"bucket_cap_mb is {bucket_cap_mb!r}; it must be positive (MiB).")
     buckets = buckets_of(parameters_of(program, parameters), int(bucket_cap_mb * 2**20))
-    first = len(program.storage_bytes)
-    events: dict[int, tuple[tuple[int, int], ...]] = {}
-    ops: list[Op] = []
+    draft = PatchBuilder(program)
+    there = [draft.new_storage(spec.round_up(_bytes_of(bucket)), StorageKind.GRADIENT) for bucket in buckets]
+    draft.initial += there
     for position, bucket, time_ms in _reduces(program, buckets, Overlap.of(world_size, spec)):
-        before = events.get(position, (program.events[position],))
-        events[position] = (*before, (int(Event.OP), len(program.ops) + len(ops)))
-        ops.append(_reduce(first + bucket, time_ms))
-    return Patch(
-        events=events,
-        ops=tuple(ops),
-        storage_bytes=tuple(spec.round_up(_bytes_of(bucket)) for bucket in buckets),
-        storage_kinds=(StorageKind.GRADIENT,) * len(buckets),
-        initial=tuple(range(first, first + len(buckets))),
-    )
+        before = draft.events.get(position, (program.events[position],))
+        reduce = draft.ops.add(_reduce(there[bucket], time_ms))
+        draft.events[position] = (*before, (int(Event.OP), reduce))
+    return draft.patch()
 
 
 def _reduce(storage: int, time_ms: float) -> Op:

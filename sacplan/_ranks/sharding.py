@@ -50,6 +50,7 @@ import msgspec
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.fingerprint import Entry
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind, is_inside
+from sacplan._program.rewriting import PatchBuilder
 from sacplan._ranks.backward_hooks import Hooks, hooks_of
 from sacplan._ranks.shard_sizes import sizes_of_a_rank
 from sacplan._ranks.shards import Parameter, owners, parameters_of, resolve_units
@@ -106,7 +107,7 @@ def sharded(
 class _Running:
     """A collective that computation has not waited for."""
 
-    op: int  # in the new ops
+    op: int
     end_ms: float
 
 
@@ -156,10 +157,7 @@ class _Rewriter:
         self.spec = spec
         self.world_size = world_size
         self.clock = Overlap.of(world_size, spec)
-        self.ops: list[Op] = []
-        self.changed_ops: dict[int, Op] = {}
-        self.new_bytes: list[int] = []
-        self.new_kinds: list[StorageKind] = []
+        self.draft = PatchBuilder(program)
         self.out: list[tuple[int, int]] = []  # what takes the place of the event that is looked at
         self.entered: set[int] = set()
         self.groups: dict[str, _Group] = {}
@@ -175,9 +173,12 @@ class _Rewriter:
         self.gradients = self._gradients()
         self.reduced: dict[int, int] = {}  # gradients that are gone, and what has their shards
         self.awaited: set[int] = set()  # gradients that live until they are reduced
-        self.storage_bytes = sizes_of_a_rank(
+        sizes = sizes_of_a_rank(
             program, parameters, {p.storage for p in self._owned()}, set(self.gradients), world_size, spec
         )
+        for s, n_bytes in enumerate(sizes):
+            if n_bytes != program.storage_bytes[s]:
+                self.draft.storage_bytes[s] = n_bytes
 
     def _calls_around(self) -> dict[int, tuple[int, ...]]:
         """By scope, the calls of units with parameters around it (itself included), the innermost first."""
@@ -217,7 +218,7 @@ class _Rewriter:
     def patch(self) -> Patch:
         """What becomes of the events of the whole model's step."""
         r, hooks = self.r, hooks_of(self.r, self.around)
-        events: dict[int, tuple[tuple[int, int], ...]] = {}
+        events = self.draft.events
         for position, (code, arg) in enumerate(r.events):
             self.out = []
             if position in hooks:
@@ -240,14 +241,8 @@ class _Rewriter:
             self.out = []
             self._run_hooks(hooks[len(r.events)])
             events[len(r.events)] = tuple(self.out)
-        sizes = enumerate(zip(r.storage_bytes, self.storage_bytes, strict=True))
-        return Patch(
-            events=events,
-            ops=tuple(self.ops),
-            changed_ops=self.changed_ops,
-            storage_bytes=tuple(self.new_bytes),
-            storage_kinds=tuple(self.new_kinds),
-            resized={s: now for s, (before, now) in sizes if now != before},
+        return msgspec.structs.replace(
+            self.draft.patch(),
             parameter_bytes={
                 fqn: n_bytes - sum(self._saved_bytes(p) for p in self._owned() if is_inside(p.name, fqn))
                 for fqn, n_bytes in r.parameter_bytes.items()
@@ -259,7 +254,7 @@ class _Rewriter:
             yield from group.parameters
 
     def _saved_bytes(self, p: Parameter) -> int:
-        return self.r.storage_bytes[p.storage] - self.storage_bytes[p.storage]
+        return self.r.storage_bytes[p.storage] - self.draft.storage_bytes[p.storage]
 
     def _copy_op(self, index: int) -> None:
         op = self.r.ops[index]
@@ -268,9 +263,7 @@ class _Rewriter:
             reads = tuple(dict.fromkeys(self.reduced.get(s, s) for s in op.reads))
             mutates = tuple(dict.fromkeys(self.reduced.get(s, s) for s in op.mutates))
             time_ms = op.time_ms * self._share(op, (*reads, *op.writes))
-            self.changed_ops[index] = msgspec.structs.replace(
-                op, reads=reads, mutates=mutates, time_ms=time_ms
-            )
+            self.draft.ops[index] = msgspec.structs.replace(op, reads=reads, mutates=mutates, time_ms=time_ms)
         elif op.phase == Phase.BACKWARD:
             for s in op.mutates:
                 if s in self.reduced:  # added to a gradient of an earlier pass, which is in shards already
@@ -282,8 +275,8 @@ class _Rewriter:
     def _share(self, op: Op, storages: Iterable[int]) -> float:
         """The bytes that an op touches on a rank, as a share of those that it touches in the whole step."""
         whole = sum(self.r.storage_bytes[s] for s in {*op.reads, *op.writes})
-        new = (*self.storage_bytes, *self.new_bytes)
-        return min(1.0, sum(new[s] for s in set(storages)) / whole) if whole else 1.0
+        touched = sum(self.draft.storage_bytes[s] for s in set(storages))
+        return min(1.0, touched / whole) if whole else 1.0
 
     def _await(self, group: _Group, gradients: Iterable[int]) -> None:
         for s in gradients:
@@ -303,39 +296,37 @@ class _Rewriter:
         time_ms: float = 0.0,
     ) -> int:
         """Add an op that allocates one storage of that size. That of a collective takes what is waited for it."""
-        storage = len(self.r.storage_bytes) + len(self.new_bytes)
-        self.new_bytes.append(n_bytes)
-        self.new_kinds.append(kind)
-        self.out.append((_OP, len(self.r.ops) + len(self.ops)))
-        self.ops.append(
-            Op(
-                name=name,
-                phase=phase,
-                scope=self.r.calls[group.unit][0] if phase == Phase.BACKWARD else self._running(group),
-                time_ms=time_ms,
-                flops=0,
-                workspace_bytes=workspace_bytes,
-                reads=tuple(reads),
-                writes=(storage,),
-                mutates=(),
-                recomputable=False,
-            )
+        storage = self.draft.new_storage(n_bytes, kind)
+        op = Op(
+            name=name,
+            phase=phase,
+            scope=self.r.calls[group.unit][0] if phase == Phase.BACKWARD else self._running(group),
+            time_ms=time_ms,
+            flops=0,
+            workspace_bytes=workspace_bytes,
+            reads=tuple(reads),
+            writes=(storage,),
+            mutates=(),
+            recomputable=False,
         )
+        self.out.append((_OP, self.draft.ops.add(op)))
         return storage
 
     def _started(self, kind: Collective, n_bytes: int, since: float | None = None) -> _Running:
         """The collective of the op that was added last, as it begins."""
         at_once = self.spec.kind == "cpu"
-        running = _Running(len(self.ops) - 1, self.clock.start(kind, n_bytes, None if at_once else since))
+        running = _Running(
+            len(self.draft.ops) - 1, self.clock.start(kind, n_bytes, None if at_once else since)
+        )
         if at_once:
             self._waited(running)
         return running
 
     def _waited(self, running: _Running) -> None:
         """Computation goes on when the collective is over."""
-        op = self.ops[running.op]
+        op = self.draft.ops[running.op]
         exposed = self.clock.wait(running.end_ms)
-        self.ops[running.op] = msgspec.structs.replace(op, time_ms=op.time_ms + exposed)
+        self.draft.ops[running.op] = msgspec.structs.replace(op, time_ms=op.time_ms + exposed)
 
     def _waited_for_reduces(self, context: _Context) -> None:
         for running in context.reducing:

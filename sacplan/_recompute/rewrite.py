@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping
 
 from sacplan._program.decisions import Discarded
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind
+from sacplan._program.rewriting import PatchBuilder
 
 _ALLOC, _FREE, _OP, _PACK, _RELEASE, _UNPACK, _DROP, _ENTER, _EXIT = map(int, Event)
 
@@ -71,7 +72,7 @@ def recompute_ops(
     rewriter = _Rewriter(program, discarded, units)
     for position, code, arg in _events_that_matter(program, discarded, units):
         rewriter.step(position, code, arg)
-    return rewriter.patch()
+    return rewriter.draft.patch()
 
 
 def _events_that_matter(
@@ -132,22 +133,8 @@ class _Rewriter:
         self.passing: dict[
             _Slot, int
         ] = {}  # while something runs again: slots whose values are dropped after it
-        self.events: dict[int, tuple[tuple[int, int], ...]] = {}
+        self.draft = PatchBuilder(program)
         self.out: list[tuple[int, int]] = []  # what takes the place of the event that is looked at
-        self.ops: list[Op] = []
-        self.sizes: list[int] = []
-        self.kinds: list[StorageKind] = []
-        self.held: list[int] = []
-
-    def patch(self) -> Patch:
-        """What was noted."""
-        return Patch(
-            events=self.events,
-            ops=tuple(self.ops),
-            storage_bytes=tuple(self.sizes),
-            storage_kinds=tuple(self.kinds),
-            handle_storages=tuple(self.held),
-        )
 
     def step(self, position: int, code: int, arg: int) -> None:
         """One event of the program."""
@@ -209,7 +196,7 @@ class _Rewriter:
         else:
             return
         if out != [(code, arg)]:
-            self.events[position] = tuple(out)
+            self.draft.events[position] = tuple(out)
 
     def _is_code_s(self, handle: int) -> bool:
         """Whether code holds the value itself, and not autograd: what runs in slices holds what it will read."""
@@ -218,16 +205,15 @@ class _Rewriter:
     def _discard(self, index: int, op: Op) -> None:
         node = _Node(index, self.discarded[index])
         if op.state_bytes:
-            node.state = self._new_storage(op.state_bytes, StorageKind.OTHER)
-            room = self._new_storage(op.state_bytes, StorageKind.OTHER)  # to read it again after the op
+            node.state = self.draft.new_storage(op.state_bytes, StorageKind.OTHER)
+            room = self.draft.new_storage(op.state_bytes, StorageKind.OTHER)  # to read it again after the op
             self.out += [(_ALLOC, node.state), (_ALLOC, room), (_OP, index), (_FREE, room)]
         else:
             self.out.append((_OP, index))
         for s in op.reads:
             slot = self.table.get(s)
             if slot is None:
-                handle = len(self.program.handle_storages) + len(self.held)
-                self.held.append(s)
+                handle = self.draft.new_handle(s)
                 self.out.append((_PACK, handle))
                 node.held.append(handle)
             else:
@@ -239,11 +225,6 @@ class _Rewriter:
             node.slots.append(slot)
             node.live_slots += 1
             self.table[s] = slot
-
-    def _new_storage(self, n_bytes: int, kind: StorageKind) -> int:
-        self.sizes.append(n_bytes)
-        self.kinds.append(kind)
-        return len(self.program.storage_bytes) + len(self.sizes) - 1
 
     def _unref(self, slot: _Slot) -> None:
         stack = [slot]
@@ -322,24 +303,23 @@ class _Rewriter:
         if op.replaces >= 0:
             self._overwrite(node, op.replaces)
         made = [
-            self._new_storage(self.program.storage_bytes[s], self.program.storage_kinds[s]) for s in op.writes
+            self.draft.new_storage(self.program.storage_bytes[s], self.program.storage_kinds[s])
+            for s in op.writes
         ]
-        self.out.append((_OP, len(self.program.ops) + len(self.ops)))
-        self.ops.append(
-            Op(
-                op.name,
-                asked_by.phase,
-                asked_by.scope,
-                op.time_ms,
-                op.flops,
-                op.workspace_bytes + op.state_bytes,  # room to read the generator's state after it
-                tuple(values.get(s, s) for s in op.reads),
-                tuple(made),
-                (),
-                False,
-                recomputes=node.op,
-            )
+        again = Op(
+            op.name,
+            asked_by.phase,
+            asked_by.scope,
+            op.time_ms,
+            op.flops,
+            op.workspace_bytes + op.state_bytes,  # room to read the generator's state after it
+            tuple(values.get(s, s) for s in op.reads),
+            tuple(made),
+            (),
+            False,
+            recomputes=node.op,
         )
+        self.out.append((_OP, self.draft.ops.add(again)))
         taken = [arg for arg in node.args if arg in self.passing]
         for slot, storage in zip(node.slots, made, strict=True):
             slot.value = storage

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +17,9 @@ import torch
 from sacplan._device.cost import CostModel
 from sacplan._device.devices import DeviceSpec
 from sacplan._device.kernels import fake_device
-from sacplan._program.program import Event, Op, Phase, Program, StorageKind, Tensor
+from sacplan._program.program import Op, Phase, Program, Tensor
+from sacplan._program.rewriting import Indices, PatchBuilder
 from sacplan._record.device_recorder import device_recorder
-
-_STORAGE_EVENTS = (Event.ALLOC, Event.FREE)
 
 
 @dataclass(slots=True)
@@ -36,32 +35,6 @@ class Seen:
     ops: list[Op]
     events: list[tuple[int, int]]
     first: int
-
-
-@dataclass(slots=True)
-class Additions:
-    """New ops and storages of a program, collected for a patch.
-
-    Attributes:
-        program: the program.
-        ops, storage_bytes, kinds: behind those of the program.
-    """
-
-    program: Program
-    ops: list[Op] = field(default_factory=list)
-    storage_bytes: list[int] = field(default_factory=list)
-    kinds: list[StorageKind] = field(default_factory=list)
-
-    def new_storage(self, n_bytes: int, kind: StorageKind) -> int:
-        """Its index."""
-        self.storage_bytes.append(n_bytes)
-        self.kinds.append(kind)
-        return len(self.program.storage_bytes) + len(self.storage_bytes) - 1
-
-    def new_op(self, op: Op) -> int:
-        """Its index."""
-        self.ops.append(op)
-        return len(self.program.ops) + len(self.ops) - 1
 
 
 class Rehearsal:
@@ -146,38 +119,31 @@ class Rehearsal:
         ops, events = self._recorder.seen_since(n_ops, n_events)
         return out, Seen(ops, events, n_ops)
 
-    def into(self, additions: Additions, seen: Seen, phase: Phase, scope: int) -> list[tuple[int, int]]:
+    def into(self, draft: PatchBuilder, seen: Seen, phase: Phase, scope: int) -> list[tuple[int, int]]:
         """What was seen as events of the program; ops and storages that are new are added."""
         sizes = self._recorder.storage_sizes
 
         def storage(index: int) -> int:
             if index not in self.known:
-                self.known[index] = additions.new_storage(sizes[index], StorageKind.TEMPORARY)
+                self.known[index] = draft.new_storage(sizes[index])
             return self.known[index]
 
-        made: dict[int, int] = {}
-        events: list[tuple[int, int]] = []
-        for code, arg in seen.events:
-            if code == Event.OP:
-                op = seen.ops[arg]
-                made[arg] = additions.new_op(
-                    Op(
-                        op.name,
-                        phase,
-                        scope,
-                        op.time_ms,
-                        op.flops,
-                        op.workspace_bytes,
-                        tuple(map(storage, op.reads)),
-                        tuple(map(storage, op.writes)),
-                        tuple(map(storage, op.mutates)),
-                        False,
-                    )
-                )
-                events.append((code, made[arg]))
-            elif code in _STORAGE_EVENTS:
-                events.append((code, storage(arg)))
-        return events
+        ops = [
+            Op(
+                op.name,
+                phase,
+                scope,
+                op.time_ms,
+                op.flops,
+                op.workspace_bytes,
+                op.reads,
+                op.writes,
+                op.mutates,
+                False,
+            )
+            for op in seen.ops
+        ]
+        return draft.put(seen.events, ops, Indices(storage))
 
 
 @functools.lru_cache(maxsize=4)

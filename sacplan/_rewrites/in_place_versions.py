@@ -15,7 +15,8 @@ from collections import Counter
 
 import msgspec
 
-from sacplan._program.program import Event, Op, Patch, Phase, Program, Tensor
+from sacplan._program.program import Event, Op, Patch, Phase, Program
+from sacplan._program.rewriting import PatchBuilder
 
 _FREE = int(Event.FREE)
 
@@ -29,57 +30,45 @@ class _Splitter:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.now: dict[int, int] = {}  # storage to the version that it has now, if it was split
-        self.version_of: list[int] = []
+        self.draft = PatchBuilder(program)
         self.makers: dict[int, int] = {}  # storage, or version, to the op that made it
-        self.ops: dict[int, Op] = {}
         self.tensors: dict[tuple[int, int], int] = {}  # (tensor, version) to the tensor that it is there
-        self.table: list[Tensor] = []
 
     def patch(self) -> Patch:
-        program, now = self.program, self.now
+        program, now, draft = self.program, self.now, self.draft
         held: Counter[int] = Counter()
-        events: dict[int, tuple[tuple[int, int], ...]] = {}
-        handles: dict[int, tuple[int, int]] = {}
         for position, (code, arg) in enumerate(program.events):
             if code == Event.PACK:
                 storage = program.handle_storages[arg]
                 held[storage] += 1
                 if storage in now:
-                    handles[arg] = now[storage], self._tensor(program.handle_tensors[arg])
+                    draft.handle_storages[arg] = now[storage]
+                    draft.handle_tensors[arg] = self._tensor(program.handle_tensors[arg])
             elif code == Event.RELEASE:
                 held[program.handle_storages[arg]] -= 1
             elif code in (Event.FREE, Event.ALLOC):
                 if arg in now:
-                    events[position] = ((code, now[arg]),)  # what autograd keeps of it is still read
+                    draft.events[position] = ((code, now[arg]),)  # what autograd keeps of it is still read
             elif code == Event.OP:
                 old = self._op(arg, held)
                 if old is not None:
-                    events[position] = ((code, arg), (_FREE, old))
-        sizes, kinds = program.storage_bytes, program.storage_kinds
-        return Patch(
-            events=events,
-            changed_ops=self.ops,
-            storage_bytes=tuple(sizes[s] for s in self.version_of),
-            storage_kinds=tuple(kinds[s] for s in self.version_of),
-            tensors=tuple(self.table),
-            changed_handles=handles,
-        )
+                    draft.events[position] = ((code, arg), (_FREE, old))
+        return draft.patch()
 
     def _op(self, index: int, held: Counter[int]) -> int | None:
         """Note what an op is in terms of versions; the version that it overwrites, if it makes a new one."""
-        op, now = self.program.ops[index], self.now
+        op, now, draft = self.program.ops[index], self.now, self.draft
         renamed = self._renamed(op) if now else op
         target = op.mutates[0] if len(op.mutates) == 1 else -1
         if op.phase is Phase.FORWARD and target >= 0 and op.recomputable and not op.writes:
             old = now.get(target, target)
             maker = self.makers.get(old, -1)
-            if maker >= 0 and self.ops.get(maker, self.program.ops[maker]).recomputable and not held[target]:
-                new = len(self.program.storage_bytes) + len(self.version_of)
-                self.version_of.append(target)
+            if maker >= 0 and draft.ops[maker].recomputable and not held[target]:
+                new = draft.new_storage(draft.storage_bytes[target], draft.storage_kinds[target])
                 now[target] = new
                 self.makers[new] = index
                 outputs = tuple(map(self._tensor, op.outputs))
-                self.ops[index] = msgspec.structs.replace(
+                draft.ops[index] = msgspec.structs.replace(
                     renamed, writes=(new,), mutates=(), replaces=old, outputs=outputs
                 )
                 return old
@@ -87,7 +76,7 @@ class _Splitter:
         if op.phase is Phase.FORWARD:
             self.makers.update(dict.fromkeys(op.writes, index))
         if renamed is not op:
-            self.ops[index] = renamed
+            draft.ops[index] = renamed
         return None
 
     def _renamed(self, op: Op) -> Op:
@@ -111,6 +100,5 @@ class _Splitter:
             return tensor
         key = tensor, self.now[view.storage]
         if key not in self.tensors:
-            self.tensors[key] = len(self.program.tensors) + len(self.table)
-            self.table.append(msgspec.structs.replace(view, storage=key[1]))
+            self.tensors[key] = self.draft.tensors.add(msgspec.structs.replace(view, storage=key[1]))
         return self.tensors[key]

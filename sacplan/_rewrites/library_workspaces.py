@@ -14,6 +14,7 @@ from __future__ import annotations
 from sacplan._device.cublas import PRODUCTS, library_workspace_bytes, workspaces_stay
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.program import Event, Patch, Phase, Program, StorageKind
+from sacplan._program.rewriting import PatchBuilder
 
 
 def library_workspaces(program: Program, spec: DeviceSpec, version: tuple[int, int] | None = None) -> Patch:
@@ -26,19 +27,16 @@ def library_workspaces(program: Program, spec: DeviceSpec, version: tuple[int, i
     if not nbytes or not workspaces_stay(version):
         return Patch()
     products = {name.replace("::", ".") for name in PRODUCTS}
-    events: dict[int, tuple[tuple[int, int], ...]] = {}
+    draft = PatchBuilder(program)
     threads: set[bool] = set()
     for position, (code, arg) in enumerate(program.events):
         if code == Event.OP:
             op = program.ops[arg]
             thread = op.phase == Phase.BACKWARD
             if thread not in threads and op.name.rpartition(".")[0] in products:
-                events[position] = (
-                    (int(Event.ALLOC), len(program.storage_bytes) + len(threads)),
-                    (code, arg),
-                )
+                workspace = draft.new_storage(nbytes, StorageKind.OTHER)
+                draft.events[position] = ((int(Event.ALLOC), workspace), (code, arg))
                 threads.add(thread)
                 if len(threads) == 2:
                     break
-    n = len(threads)
-    return Patch(events=events, storage_bytes=(nbytes,) * n, storage_kinds=(StorageKind.OTHER,) * n)
+    return draft.patch()

@@ -25,6 +25,7 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._factors.rule import flat_tensors
 from sacplan._program.calls import Opaque, call_with
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, StorageKind, Tensor
+from sacplan._program.rewriting import PatchBuilder
 from sacplan._record.rehearsal import Rehearsal, Seen
 from sacplan._shard.choose import Choice, WholeCall, choose
 from sacplan._shard.copies import Copies
@@ -134,28 +135,26 @@ class _Rank:
         self.places = Places(places)
         self.layouts: dict[int, Layout] = {}  # of tensors
         self.weights: set[int] = set()  # tensors that are parameters, or made of nothing else
-        self.tensors = list(program.tensors)
-        self.sizes = list(program.storage_bytes)
-        self.kinds = list(program.storage_kinds)
-        self.ops = list(program.ops)
-        self.handles = list(program.handle_storages)
+        self.draft = PatchBuilder(program)
+        self.tensors, self.ops, self.sizes = self.draft.tensors, self.draft.ops, self.draft.storage_bytes
+        self.out: list[tuple[int, int]] = []  # what takes the place of the event that is looked at
         self.ran: Counter[tuple[int, str]] = Counter()  # ops on tensors that are placed, by module call
         self.versions: dict[int, int] = defaultdict(int)  # of storages, by writes in place
         self.moved: dict[int, int] = {}  # recorded storages to those that have taken their place
         self.recorded_as: dict[int, int] = {}  # the inverse
         self.packed: dict[int, list[int]] = defaultdict(list)  # by tensor, handles of what it is now
         self.packed_as: dict[int, tuple[Layout, Tensor, list[int]]] = {}  # by handle, these of its tensor
-        self.packed_at: dict[int, int] = {}  # by handle, the event
+        self.packed_at: dict[int, tuple[list[tuple[int, int]], int]] = {}  # by handle, the event, in these
         self.viewed: set[int] = set()  # storages of copies that have views
         self.freed_with: dict[int, list[int]] = defaultdict(list)  # by recorded storage, these
-        self.handle_tensors = list(program.handle_tensors)
-        self.handle_ops = list(program.handle_ops)
         self.writers: dict[int, list[int]] = defaultdict(list)  # by storage, ops
         self.views = program.derived(("views",), lambda: Views(program))
         self.due: dict[int, list[int]] = defaultdict(list)  # by op, storages that nothing uses after it
         self.bases: dict[int, int] = {}  # by handle, one on what its tensor is a view of
         self.homes = {
-            s: homes.get(s, self.whole) for s, kind in enumerate(self.kinds) if kind == StorageKind.PARAMETER
+            s: homes.get(s, self.whole)
+            for s, kind in enumerate(program.storage_kinds)
+            if kind == StorageKind.PARAMETER
         }
         self.gradient_of = {program.gradients[s]: s for s in self.homes if s in program.gradients}
         self.last_of = self._last_of_gradients()
@@ -163,7 +162,6 @@ class _Rank:
         self.copies: Copies[int] = Copies()
         self.ahead: set[int] = set()  # collectives that gather parameters
         self.behind: set[int] = set()  # collectives that reduce gradients
-        self.events: list[tuple[int, int]] = []
         self.index, self.running = -1, "the step"  # the op
         # What was seen on this mesh is the same for other homes and places.
         self.seen, self.redistributions = program.derived(("parts", mesh, device), _Known.nothing)
@@ -180,53 +178,55 @@ class _Rank:
         for storage, layout in optimizer_state(r, self.homes).items():
             self.homes[storage] = layout
             self._resize(storage, layout)
-        phase = Phase.FORWARD
+        self.phase = Phase.FORWARD
+        placed: list[list[tuple[int, int]]] = []  # by position
         with self.rehearsal.running():
             for code, arg in r.events:
-                if code in (_OP, Event.UNPACK):
-                    self._move_gradients()  # the node that made them is done, and has let go of what it read
-                if code == _OP:
-                    op = r.ops[arg]
-                    if op.phase != phase:
-                        self._drop_copies()
-                        phase = op.phase
-                    self._run(arg)
-                    self.events.extend((_FREE, storage) for storage in self.due.pop(arg, ()))
-                    self.complete = [(op, gradient) for gradient in self.last_of.get(arg, ())]
-                elif code == _FREE:
-                    self._free(arg)
-                else:
-                    if code == Event.EXIT and not r.scopes[arg].fqn:  # the model's forward ends
-                        self._drop_copies()
-                    self.events.append((code, arg))
-                    if code == Event.PACK:
-                        self._pack(arg)
-                    elif code == Event.UNPACK:
-                        self._unpack(r.instance_handles[arg])
-                    elif code == Event.RELEASE:
-                        self.packed_at.pop(arg, None)
-                        if arg in self.bases:
-                            self.events.append((code, self.bases.pop(arg)))
+                self.out = []
+                placed.append(self.out)
+                self._step(code, arg)
+            self.out = []
+            placed.append(self.out)
             self._move_gradients()
             self._drop_copies()
+        as_before = [*([event] for event in r.events), []]
+        pairs = enumerate(zip(placed, as_before, strict=True))
+        self.draft.events.update((at, tuple(now)) for at, (now, before) in pairs if now != before)
         self._hide_collectives()
-        return msgspec.structs.replace(
-            r,
-            storage_bytes=tuple(self.sizes),
-            storage_kinds=tuple(self.kinds),
-            tensors=tuple(self.tensors),
-            ops=tuple(self.ops),
-            events=tuple(self.events),
-            handle_storages=tuple(self.handles),
-            handle_tensors=tuple(self.handle_tensors),
-            handle_ops=tuple(self.handle_ops),
-        ).renumbered()
+        return r.with_(self.draft.patch()).renumbered()
+
+    def _step(self, code: int, arg: int) -> None:
+        """One event of the program."""
+        r = self.r
+        if code in (_OP, Event.UNPACK):
+            self._move_gradients()  # the node that made them is done, and has let go of what it read
+        if code == _OP:
+            if r.ops[arg].phase != self.phase:
+                self._drop_copies()
+                self.phase = r.ops[arg].phase
+            self._run(arg)
+            self.out.extend((_FREE, storage) for storage in self.due.pop(arg, ()))
+            self.complete = [(r.ops[arg], gradient) for gradient in self.last_of.get(arg, ())]
+        elif code == _FREE:
+            self._free(arg)
+        else:
+            if code == Event.EXIT and not r.scopes[arg].fqn:  # the model's forward ends
+                self._drop_copies()
+            self.out.append((code, arg))
+            if code == Event.PACK:
+                self._pack(arg)
+            elif code == Event.UNPACK:
+                self._unpack(r.instance_handles[arg])
+            elif code == Event.RELEASE:
+                self.packed_at.pop(arg, None)
+                if arg in self.bases:
+                    self.out.append((code, self.bases.pop(arg)))
 
     def _hide_collectives(self) -> None:
         """Gathers of parameters run one ahead of computation, and reductions of gradients behind it."""
         clock = Overlap(self.costs)
         since, reduced, last = 0.0, 0.0, -1
-        order = [arg for code, arg in self.events if code == _OP]
+        order = [arg for code, arg in self.draft.stream() if code == _OP]
         for index in order:
             op = self.ops[index]
             if index in self.ahead:
@@ -295,11 +295,12 @@ class _Rank:
         for storage in self.ops[index].mutates:
             self.versions[storage] += 1
         if op is not self.r.ops[index]:
-            self.tensors.append(msgspec.structs.replace(part.made[0], storage=storages[part.made[0].storage]))
-            self._replace(op.inputs[0], len(self.tensors) - 1, choice.outputs[0])
+            (made,) = part.made
+            new = self.tensors.add(msgspec.structs.replace(made, storage=storages[made.storage]))
+            self._replace(op.inputs[0], new, choice.outputs[0])
             self._free_copies(passing)
             for same in (op.outputs[0], op.inputs[0]):  # before this version, and after it
-                self.layouts[same], self.tensors[same] = choice.outputs[0], self.tensors[-1]
+                self.layouts[same], self.tensors[same] = choice.outputs[0], self.tensors[new]
             return
         for t, made, layout in zip(op.outputs, part.made, choice.outputs, strict=True):
             if t not in op.inputs:
@@ -435,7 +436,7 @@ class _Rank:
             if s not in known:
                 known[s] = results.get(s, -1)
                 if known[s] < 0:
-                    known[s] = self._new_storage(part.sizes[s])
+                    known[s] = self.draft.new_storage(part.sizes[s])
                 else:
                     self.sizes[known[s]] = part.sizes[s]
             return known[s]
@@ -462,33 +463,31 @@ class _Rank:
                     )
                     self._append(main)
                 else:
-                    self.ops.append(
-                        msgspec.structs.replace(
-                            found,
-                            recomputable=op.recomputable and like.phase == Phase.FORWARD,
-                            state_bytes=0,
-                            replaces=-1,
-                            inputs=self._taken(part.taken[arg], storage),
-                            outputs=(),
-                        )
+                    new = msgspec.structs.replace(
+                        found,
+                        recomputable=op.recomputable and like.phase == Phase.FORWARD,
+                        state_bytes=0,
+                        replaces=-1,
+                        inputs=self._taken(part.taken[arg], storage),
+                        outputs=(),
                     )
-                    self._append(len(self.ops) - 1)
+                    self._append(self.ops.add(new))
             elif code in (Event.ALLOC, Event.FREE):
-                self.events.append((code, storage(arg)))
+                self.out.append((code, storage(arg)))
         for t in part.made:
             storage(t.storage)
         return known
 
     def _append(self, index: int) -> None:
-        self.events.append((_OP, index))
+        self.out.append((_OP, index))
         for storage in self.ops[index].writes:
             self.writers[storage].append(index)
 
     def _taken(self, tensors: Sequence[Tensor], storage: Callable[[int], int]) -> tuple[int, ...]:
         """Tensors of a rehearsal as tensors of the program."""
-        first = len(self.tensors)
-        self.tensors += [msgspec.structs.replace(t, storage=storage(t.storage)) for t in tensors]
-        return tuple(range(first, len(self.tensors)))
+        return tuple(
+            self.tensors.add(msgspec.structs.replace(t, storage=storage(t.storage))) for t in tensors
+        )
 
     def _time_ms(self, op: Op, part: _Part) -> float:
         """A collective's time is that of its link."""
@@ -571,15 +570,14 @@ class _Rank:
         )
         hidden.update(i for i in range(known, len(self.ops)) if collective_named(self.ops[i].name))
         (made,) = part.made
-        self.tensors.append(msgspec.structs.replace(made, storage=storages[made.storage]))
-        return len(self.tensors) - 1
+        return self.tensors.add(msgspec.structs.replace(made, storage=storages[made.storage]))
 
     def _free_copies(self, copies: Sequence[int]) -> None:
         """Copies that are on a storage of their own; those that cut off a part are views."""
         n_recorded = len(self.r.storage_bytes)
         for storage in dict.fromkeys(self.tensors[copy].storage for copy in copies):
             if storage >= n_recorded and storage not in self.viewed:
-                self.events.append((_FREE, storage))
+                self.out.append((_FREE, storage))
 
     def _drop_copies(self) -> None:
         self._free_copies(self.copies.clear())
@@ -633,11 +631,12 @@ class _Rank:
         self.tensors[tensor] = self.tensors[moved]
         if new == old:
             return
-        self.kinds[new], self.kinds[old] = self.kinds[old], StorageKind.TEMPORARY
+        kinds = self.draft.storage_kinds
+        kinds[new], kinds[old] = kinds[old], StorageKind.TEMPORARY
         self._pack_again(tensor, old)
         recorded = self.recorded_as.pop(old, old)
         self.recorded_as[new], self.moved[recorded] = recorded, new
-        self.events.append((_FREE, old))
+        self.out.append((_FREE, old))
 
     def _replace_view(self, tensor: int, moved: int, layout: Layout) -> None:
         """What was made of a view takes its place, and is freed where code would let go of the view."""
@@ -652,9 +651,9 @@ class _Rank:
 
     def _free(self, storage: int) -> None:
         """A recorded storage is let go: what has taken its place is."""
-        self.events.append((_FREE, self.moved.pop(storage, storage)))
+        self.out.append((_FREE, self.moved.pop(storage, storage)))
         for copy in self.freed_with.pop(storage, ()):
-            self.events.append((_FREE, copy))
+            self.out.append((_FREE, copy))
 
     def _layout(self, tensor: int) -> Layout | None:
         """Where a tensor lies; None if it is plain."""
@@ -686,10 +685,10 @@ class _Rank:
         tensor = self.r.handle_tensors[handle]
         if tensor not in self.layouts:
             return
-        self.handles[handle] = self.tensors[tensor].storage
+        self.draft.handle_storages[handle] = self.tensors[tensor].storage
         self.packed[tensor].append(handle)
         self._note(tensor, handle)
-        self.packed_at[handle] = len(self.events) - 1
+        self.packed_at[handle] = self.out, len(self.out) - 1
         self._pack_base(tensor, handle)
 
     def _note(self, tensor: int, handle: int) -> None:
@@ -707,18 +706,19 @@ class _Rank:
         Recipes for the old one do not make it, so neither is discarded.
         """
         for handle in self.packed.get(tensor, ()):
-            if self.handles[handle] != old or handle not in self.packed_at:
+            if self.draft.handle_storages[handle] != old or handle not in self.packed_at:
                 continue
             before = self._new_handle(handle, old)
-            self.events[self.packed_at[handle]] = (int(Event.PACK), before)
-            self.events.append((int(Event.RELEASE), before))
-            self.handles[handle] = self.tensors[tensor].storage
+            events, at = self.packed_at[handle]
+            events[at] = (int(Event.PACK), before)
+            self.out.append((int(Event.RELEASE), before))
+            self.draft.handle_storages[handle] = self.tensors[tensor].storage
             self._note(tensor, handle)
-            self.events.append((int(Event.PACK), handle))
-            self.packed_at[handle] = len(self.events) - 1
+            self.out.append((int(Event.PACK), handle))
+            self.packed_at[handle] = self.out, len(self.out) - 1
             self._pack_base(tensor, handle)
             self._keep(old)
-            self._keep(self.handles[handle])
+            self._keep(self.draft.handle_storages[handle])
 
     def _keep(self, storage: int) -> None:
         for writer in self.writers[storage]:
@@ -726,24 +726,16 @@ class _Rank:
 
     def _pack_base(self, tensor: int, handle: int) -> None:
         """That of a view of a copy is never discarded: the view would still hold it."""
-        recorded, kept = self.r.tensors[tensor].storage, self.handles[handle]
+        recorded, kept = self.r.tensors[tensor].storage, self.draft.handle_storages[handle]
         base = self.moved.get(recorded, recorded)
         if kept == base or handle in self.bases or not (kept in self.viewed or tensor in self.views):
             return
         self.bases[handle] = self._new_handle(handle, base)
-        self.events.append((int(Event.PACK), self.bases[handle]))
+        self.out.append((int(Event.PACK), self.bases[handle]))
         self._keep(base)
 
     def _new_handle(self, like: int, storage: int) -> int:
-        self.handles.append(storage)
-        self.handle_tensors.append(-1)
-        self.handle_ops.append(self.handle_ops[like])
-        return len(self.handles) - 1
-
-    def _new_storage(self, n_bytes: int) -> int:
-        self.sizes.append(n_bytes)
-        self.kinds.append(StorageKind.TEMPORARY)
-        return len(self.sizes) - 1
+        return self.draft.new_handle(storage, self.draft.handle_ops[like])
 
 
 def _carrier(part: _Part, like: Op) -> int:
