@@ -16,8 +16,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "sacplan"
 
 ROOMS = (
     "errors", "_torch", "_factors", "_program", "_device", "_rewrites", "_record", "_shard", "_ranks", "_solve",
-    "_executor", "_recompute", "_chunk", "_techniques", "_rotor", "_classical", "_profile", "_placing", "_plan",
-    "_apply", "_verify", "_advice", "_report", "testing", "integrations", "_cli",
+    "_technique", "_executor", "_recompute", "_chunk", "_techniques", "_rotor", "_classical", "_profile", "_placing",
+    "_plan", "_apply", "_verify", "_advice", "_report", "testing", "integrations", "_cli",
 )  # fmt: skip
 """From the ground up: a room imports only from rooms before it."""
 
@@ -30,7 +30,7 @@ _FLOORS = (
     {"_record": 2},
     {"_shard": 0},
     {"_ranks": 1},
-    {"_executor": 2},
+    {"_technique": 1, "_executor": 2},
     {"_recompute": 1, "_chunk": 0},
     {"_techniques": 0, "_rotor": 1, "_classical": 2},
     {"_profile": 1},
@@ -55,6 +55,7 @@ _SAYS = {
     "_record": "step to program",
     "_shard": "ops over a mesh",
     "_ranks": "fully_shard, DDP",
+    "_technique": "what a technique is",
     "_executor": "what executors share",
     "_recompute": "the technique",
     "_chunk": "ops in slices",

@@ -7,10 +7,12 @@ from typing import Any
 
 from sacplan._chunk.technique import Chunking
 from sacplan._device.devices import DeviceSpec
-from sacplan._executor.technique import Technique
 from sacplan._program.decisions import Decision
 from sacplan._program.program import Program
 from sacplan._recompute.technique import Recomputation
+from sacplan._technique.regions import Region
+from sacplan._technique.step import Step
+from sacplan._technique.technique import Technique
 from sacplan.errors import PlanError
 
 TECHNIQUES: dict[str, Technique] = {technique.name: technique for technique in (Chunking(), Recomputation())}
@@ -36,6 +38,28 @@ def resolve_techniques(names: Iterable[str]) -> tuple[str, ...]:
     unknown = [name for name in found if name not in TECHNIQUES]
     if unknown:
         raise PlanError(f"unknown technique {unknown[0]!r}; known are {', '.join(map(repr, TECHNIQUES))}.")
+    return found
+
+
+def longest_run(step: Step) -> int:
+    """How many neighbouring regions can be joined at most."""
+    return max(technique.longest_run(step) for technique in TECHNIQUES.values())
+
+
+def regions(step: Step, size: int, names: Sequence[str]) -> list[Region]:
+    """The regions of a step, with up to ``size`` neighbours joined, and the options of these techniques.
+
+    Where the technique that named a region is not asked for, the region is there for the others.
+    """
+    found = []
+    for technique in TECHNIQUES.values():
+        for region in technique.regions(step, size):
+            own = region if technique.name in names else region.only([0])
+            more = [option for name in names for option in TECHNIQUES[name].options(step, own)]
+            if more:
+                kind = own.kind, tuple((o.technique, o.members, o.cost, o.kept_bytes) for o in more)
+                own = own.extended(more, kind)
+            found.append(own)
     return found
 
 

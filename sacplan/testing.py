@@ -14,7 +14,7 @@ from sacplan._advice.alive import AliveGroup, peak_groups
 from sacplan._advice.parts import moment_of
 from sacplan._advice.planned import planned
 from sacplan._device.devices import DeviceSpec
-from sacplan._plan.limits import budget_of_step
+from sacplan._plan.limits import Limit
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, Trace, trace_step, warn_of_step
 from sacplan._profile.remarks import no_optimizer
@@ -91,7 +91,7 @@ def assert_step_fits(
     warn_of_step(found, stacklevel=3)
     if plan is not None:
         found = found.on_ranks(plan.ranks)
-    budget_bytes = budget_of_step(budget, headroom, found.spec, found.peak_bytes)
+    budget_bytes = Limit(budget, headroom).bytes_of(found.spec, found.peak_bytes)
     if found.has_no_optimizer:
         missing = no_optimizer(found.program, found.spec)
         warnings.warn(f"{missing}. Give the optimizer=.", SacplanWarning, stacklevel=3)

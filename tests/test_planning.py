@@ -194,7 +194,7 @@ def test_a_step_that_fits_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_an_infeasible_budget_asks_rotor_when_somebody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sacplan._plan import search
+    from sacplan._rotor import sequences as search
 
     asked = []
     monkeypatch.setattr(search, "sequences", lambda *args: asked.append(args) or [])

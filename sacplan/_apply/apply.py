@@ -10,7 +10,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from sacplan._executor.stand_ins import StandIn
-from sacplan._executor.technique import Installed
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.places import StepDifference
@@ -20,6 +19,7 @@ from sacplan._shard.executor.install import spread
 from sacplan._shard.placements import parse_layout
 from sacplan._shard.process_groups import device_mesh_of
 from sacplan._shard.sharding import Sharding
+from sacplan._technique.technique import Installed
 from sacplan._techniques import by_technique
 from sacplan.errors import PlanError, PlanMismatch
 

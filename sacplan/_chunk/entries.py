@@ -13,6 +13,9 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Accumulate, Chunk
 from sacplan._program.liveness import Fold
 from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program
+from sacplan._technique.offers import Offer
+from sacplan._technique.regions import Option, Region
+from sacplan._technique.step import Step
 
 _TRIED = 12  # modules, from the last one backwards
 _MOST_OPS = 400  # forward ops from the entry on
@@ -56,10 +59,29 @@ class ChunkOptions:
                 held.discard(patch.handle_storages[handle])
         return frozenset(program.writer[s] for s in held if s in program.writer)
 
-    def goes_with(self, other: ChunkOptions) -> bool:
-        """Whether both may be taken: neither begins where the other ends."""
-        ours, theirs = (each.options[-1][1].patch.events for each in (self, other))
-        return ours.keys().isdisjoint(theirs)
+    def offer(self, step: Step) -> Offer:
+        """The choice of slices, beside the regions that other techniques have options for.
+
+        A chunk of the loss ends with the forward pass, so no unit may be around its module.
+        """
+        options = [
+            Option(step.added_cost(rewrite.added_ms), 0, (), "chunk", decision, rewrite.patch)
+            for decision, rewrite in self.options
+        ]
+        offered = tuple(
+            (msgspec.structs.replace(decision, unit=""), f"{option.cost:.9g}")
+            for (decision, _), option in zip(self.options, options, strict=True)
+        )
+        region = Region(
+            unit=self.unit,
+            members=tuple((op,) for op in sorted(self.ops)),
+            kind=("chunk", offered),
+            options=(Option(0.0, 0, (), "chunk"), *options),
+            units=((), *((self.unit,),) * len(options)),
+            wide=(False,) * (1 + len(options)),
+        )
+        alone = (self.unit,) if self.options[0][0].span == "rest" else ()
+        return Offer(region, self.ops, self.ops | self.held_ops(step.program), alone)
 
 
 @dataclass(frozen=True, slots=True)

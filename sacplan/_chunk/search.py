@@ -22,6 +22,8 @@ from sacplan._program.decisions import Chunk
 from sacplan._program.elements import CallSite
 from sacplan._program.pins import NO_PINS, Pins
 from sacplan._program.program import Program
+from sacplan._technique.step import Step
+from sacplan.errors import PlanError
 
 _ROUNDS = 12  # of correcting estimates
 _SLACK = 1.01  # times a limit that estimates say can be reached, where it cannot
@@ -308,3 +310,19 @@ class StretchSearch:
 def stretch_search(program: Program, spec: DeviceSpec, pins: Pins = NO_PINS) -> StretchSearch:
     """Of a program on a device, made once."""
     return program.derived(("stretches", spec, *pins.key), lambda: StretchSearch(program, spec, pins))
+
+
+@dataclass(frozen=True, slots=True)
+class StretchSolver:
+    """The solver of plans for inference: a path through stretches."""
+
+    name: str = "path"
+    techniques: tuple[str, ...] = ("chunk",)
+
+    def proposals(self, step: Step, budget_bytes: int) -> Sequence[tuple[Chunk, ...]]:
+        """The stretches that take the least time within a budget; where none hold it, those with the smallest peak."""
+        if step.device is None:
+            raise PlanError("stretches are planned for a device; it was not given.")
+        search = stretch_search(step.program, step.device, step.pins)
+        found = search.solve(budget_bytes) if budget_bytes else None
+        return ((found or search.minimise()).decisions,)

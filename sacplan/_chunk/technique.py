@@ -7,26 +7,55 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from sacplan._chunk.body import stretches_patch
+from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
 from sacplan._chunk.families import merged
 from sacplan._chunk.rest import CannotChunk, training_chunk
+from sacplan._chunk.search import StretchSolver
 from sacplan._device.devices import DeviceSpec
-from sacplan._executor.technique import Installed
 from sacplan._program.decisions import Chunk, Decision
+from sacplan._program.liveness import Footprint
 from sacplan._program.places import OpSequence
-from sacplan._program.program import Patch, Program
-from sacplan._program.regions import Option, Region
+from sacplan._program.program import Patch, Phase, Program
+from sacplan._technique.offers import Offer
+from sacplan._technique.regions import Option, Region
+from sacplan._technique.step import Step
+from sacplan._technique.technique import Installed, StepSolver
 from sacplan.errors import PlanError
 
 
 class Chunking:
-    """See ``sacplan._executor.technique.Technique``."""
+    """See ``sacplan._technique.technique.Technique``."""
 
     name = "chunk"
     decision = Chunk
+    one_device = "slices are planned for tensors of one device"
+    how = "however finely its ops are sliced"
 
-    def options(self, program: Program, region: Region, costs: Sequence[float]) -> Sequence[Option]:
-        """None: what can run in slices is a region of its own."""
+    def longest_run(self, step: Step) -> int:
+        """It names no regions that others have options for."""
+        return 0
+
+    def regions(self, step: Step, size: int) -> Sequence[Region]:
+        """None: what runs in slices is of no use to other techniques, see ``offers``."""
         return ()
+
+    def options(self, step: Step, region: Region) -> Sequence[Option]:
+        """None."""
+        return ()
+
+    def offers(self, step: Step, peak: Footprint | None) -> Sequence[Offer]:
+        """The loss in slices, and where a peak is known, the modules that make it."""
+        if not step.gradients or step.device is None or (peak and peak.peak_phase == Phase.OPTIMIZER):
+            return ()
+        program, device, accumulate = step.program, step.device, step.accumulate
+        if peak is not None:
+            return [each.offer(step) for each in module_chunks(program, peak.peak_scope, device, accumulate)]
+        loss = loss_chunks(program, device, accumulate)
+        return [loss.offer(step)] if isinstance(loss, ChunkOptions) else []
+
+    def solvers(self, step: Step) -> Sequence[StepSolver]:
+        """Where there are no gradients, a path through stretches of ops."""
+        return () if step.gradients else (StretchSolver(),)
 
     def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
         """The patch that the option came with."""

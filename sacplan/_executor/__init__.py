@@ -1,4 +1,4 @@
-"""What a technique is, and what executors share: stand-ins, which recorded op a running op is, tensors.
+"""What executors share: stand-ins, which recorded op a running op is, tensors.
 
 An executor imports from here, and never from another executor.
 """

@@ -15,7 +15,7 @@ off, which the rewritten program shows.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from sacplan._program.liveness import Fold
 from sacplan._program.program import Event, Patch, Program
-from sacplan._program.regions import Option, Region
 from sacplan._solve.problem import DEVICE_MEMORY, Choice, OnceCost, Picks, Problem, Row
+from sacplan._technique.regions import Option, Region
 from sacplan._techniques import TECHNIQUES
 
 Bytes = npt.NDArray[np.int64]
@@ -213,7 +213,7 @@ class _Effects:
         share = _ALIKE / len(self.regions) if self.regions else 0.0
         nearly_bytes = int(share * self.base.max())
         nearly_cost = share * sum(self._member_costs())
-        undominated: dict[tuple[int, bytes], list[int]] = {}
+        undominated: dict[tuple[Hashable, bytes], list[int]] = {}
         for region, change in zip(self.regions, self._changes(), strict=True):
             distinct = np.unique(change, axis=1)
             key = (region.kind, distinct.tobytes())

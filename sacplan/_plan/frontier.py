@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sacplan._plan.context import Objective
 from sacplan._plan.limits import looking_for_plans
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import plan, smallest_without_rotor
@@ -17,6 +16,7 @@ from sacplan._program.budget import format_bytes
 from sacplan._program.progress import Progress, reported
 from sacplan._rotor.sequences import Rotor, unit_of
 from sacplan._solve.solvers import Solver
+from sacplan._technique.step import Objective
 from sacplan.errors import InfeasibleBudget, PlanError
 
 if TYPE_CHECKING:

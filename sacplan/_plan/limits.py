@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from numbers import Real
 
 from sacplan._device.devices import DeviceSpec
@@ -17,12 +18,23 @@ DEFAULT_HEADROOM = 0.15
 """Share of a device's memory that no budget is made of, see ``max_batch``."""
 
 
-def budget_of_step(
-    budget: float | str | None, headroom: float | str | None, spec: DeviceSpec, unplanned_bytes: int
-) -> int:
-    """What one step may take: the budget, of which a share is one of the unplanned peak; else see below."""
-    check_one_of(budget, headroom)
-    return memory_less(headroom, spec) if budget is None else parse_budget(budget, unplanned_bytes)
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What one step may take, as it was asked for: a budget, or a headroom, or neither."""
+
+    budget: float | str | None = None
+    headroom: float | str | None = None
+
+    def bytes_of(self, spec: DeviceSpec, unplanned_bytes: int) -> int:
+        """The budget, of which a share is one of the unplanned peak; else the device's memory less the headroom.
+
+        Raises:
+            BudgetError: it cannot be read, or both are given.
+        """
+        check_one_of(self.budget, self.headroom)
+        if self.budget is None:
+            return memory_less(self.headroom, spec)
+        return parse_budget(self.budget, unplanned_bytes)
 
 
 def budget_of_device(budget: float | str | None, headroom: float | str | None, spec: DeviceSpec) -> int:

@@ -13,25 +13,30 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import structs
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._placing.data_parallel import with_data_parallel
 from sacplan._placing.shardings import Sought, searched, tensor_parallel
+from sacplan._plan.limits import Limit, looking_for_plans
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
-from sacplan._program.budget import exact_bytes, format_bytes
+from sacplan._program.budget import exact_bytes, format_bytes, is_share
 from sacplan._ranks.ranks import Ranks
 from sacplan._ranks.shards import Parameter, parameters_of
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.sharding import Sharding
+from sacplan._techniques import TECHNIQUES
 from sacplan.errors import InfeasibleBudget, PlanError
 
 _DATA, _TENSOR = ("ddp", "fsdp"), "megatron"
 POLICIES = (*_DATA, _TENSOR)
 """Shardings with names."""
+
+SHARD = "shard"
+"""What a mesh is called among the techniques."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +265,37 @@ class Tried:
 
 
 Planner = Callable[[Profile], Plan]
-"""Plans recomputation and chunks for the step of one rank; raises ``InfeasibleBudget``."""
+"""Plans what a rank does itself, such as recomputation; raises ``InfeasibleBudget``."""
+
+
+def asks_for_mesh(
+    mesh: Any,
+    techniques: Sequence[str] | None,
+    world_size: int | None,
+    fsdp_units: Sequence[str] | None,
+) -> bool:
+    """Whether the step is to be spread: a choice that comes before those of the techniques.
+
+    Raises:
+        PlanError: arguments that do not go together.
+    """
+    asked = techniques or ()
+    if mesh is None and SHARD not in asked:
+        return False
+    if mesh is None or SHARD not in (techniques or (SHARD,)):
+        raise PlanError(
+            f'to shard, give a mesh, such as mesh={{"dp": 2, "tp": 4}}, and "{SHARD}" among the techniques.'
+        )
+    if world_size is not None or fsdp_units is not None:
+        raise PlanError("give either a mesh, or world_size and fsdp_units.")
+    for name in asked:
+        if name in TECHNIQUES and TECHNIQUES[name].one_device:
+            others = (SHARD, *(other for other, each in TECHNIQUES.items() if not each.one_device))
+            raise PlanError(
+                f'"{name}" does not go together with a mesh: {TECHNIQUES[name].one_device}. Use techniques='
+                f"({', '.join(f'{other!r}' for other in others)}), or more ranks.".replace("'", '"')
+            )
+    return True
 
 
 def tried(ways: Iterable[Spread], plan_rank: Planner, *, all_of_them: bool = False) -> list[Tried]:
@@ -299,26 +334,68 @@ def _found(profile: Profile, mesh: Mesh) -> list[Spread]:
         return []
 
 
+class RankPlanner(Protocol):
+    """Plans for the step of one rank; raises ``InfeasibleBudget``."""
+
+    def __call__(
+        self, profile: Profile, *, techniques: Sequence[str] | None, solver: str | None = None
+    ) -> Plan:
+        """``solver``: instead of the one that is asked for."""
+        ...
+
+
 def plan_on_meshes(
+    profile: Profile,
+    mesh: Any,
+    limit: Limit,
+    techniques: Sequence[str] | None,
+    plan_rank: RankPlanner,
+    quick_solver: str | None,
+) -> Plan:
+    """The fastest plan on a mesh, or on any mesh of a number of devices, that holds a budget.
+
+    A budget that is a share differs from one way to another: it is of the peak that a rank has without a plan, spread
+    in this way. All ways are planned quickly, and those that come near the fastest carefully.
+
+    Args:
+        profile: of the whole model.
+        mesh: as for ``plan``.
+        limit: the budget.
+        techniques: what a rank may do, and ``"shard"``; None: the default.
+        plan_rank: plans for a rank.
+        quick_solver: what finds a plan quickly; None: that which finds it carefully.
+
+    Raises:
+        InfeasibleBudget: none does; carries the smallest peak that was reached.
+        PlanError: the step cannot be spread so.
+    """
+    others = None if techniques is None else [name for name in techniques if name != SHARD]
+
+    def budget_of(rank: Profile) -> int:
+        return limit.bytes_of(rank.spec, rank.peak_bytes)
+
+    def careful(rank: Profile) -> Plan:
+        return plan_rank(rank, techniques=others)
+
+    def quick(rank: Profile) -> Plan:
+        return plan_rank(rank, techniques=others, solver=quick_solver)
+
+    budget_of(profile)  # refused before anything is looked for
+    with looking_for_plans():
+        found = _fastest(profile, mesh, budget_of, careful, quick, is_share=is_share(limit.budget))
+    names = (SHARD, *found.provenance.techniques)
+    return structs.replace(found, provenance=structs.replace(found.provenance, techniques=names))
+
+
+def _fastest(
     profile: Profile,
     mesh: Any,
     budget_of: Callable[[Profile], int],
     plan_rank: Planner,
     quick: Planner,
     *,
-    is_share: bool = False,
+    is_share: bool,
 ) -> Plan:
-    """The fastest plan on a mesh, or on any mesh of a number of devices, that holds a budget.
-
-    The budget is in bytes, for the profile of a rank. One that is a share differs from one way to another: it is of the
-    peak that a rank has without a plan, spread in this way.
-
-    All ways are planned quickly, and those that come near the fastest carefully.
-
-    Raises:
-        InfeasibleBudget: none does; carries the smallest peak that was reached.
-        PlanError: the step cannot be spread so.
-    """
     if profile.ranks.world_size > 1:
         raise PlanError(
             "the profile is that of one of several ranks; a mesh is planned for from a profile of the whole model."

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, cast, get_args
 
-from msgspec import structs
-
-from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
-from sacplan._chunk.search import Found, StretchSearch, stretch_search
-from sacplan._plan.context import Objective, PlanningContext, planning_context
-from sacplan._plan.limits import budget_of_step, handed_out, looking_for_plans
+from sacplan._plan.context import planning_context
+from sacplan._plan.limits import Limit, handed_out
 from sacplan._plan.make import made_plan
-from sacplan._plan.meshes import plan_on_meshes
+from sacplan._plan.meshes import asks_for_mesh, plan_on_meshes
 from sacplan._plan.plan import Plan
 from sacplan._plan.provenance import Provenance, options_of
 from sacplan._plan.search import Candidate, Search
@@ -22,8 +17,9 @@ from sacplan._plan.value import Status
 from sacplan._profile.optimizers import BY_NAME, recorded_step, with_optimizer, without_optimizer
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
-from sacplan._program.budget import exact_bytes, format_bytes, is_share
+from sacplan._program.budget import exact_bytes, format_bytes
 from sacplan._program.decisions import Accumulate
+from sacplan._program.liveness import Footprint
 from sacplan._program.pins import NO_PINS, Pins, resolve_pins
 from sacplan._program.program import Phase
 from sacplan._ranks.ranks import Ranks
@@ -32,14 +28,14 @@ from sacplan._solve.greedy import Greedy
 from sacplan._solve.milp import Milp
 from sacplan._solve.solvers import Solver
 from sacplan._solve.uniform import Uniform
-from sacplan._techniques import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, resolve_techniques
+from sacplan._technique.offers import Offer
+from sacplan._technique.step import Objective, Step
+from sacplan._technique.technique import StepSolver
+from sacplan._techniques import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, TECHNIQUES, resolve_techniques
 from sacplan.errors import InfeasibleBudget, PlanError
 
-SHARD = "shard"
-"""The technique that a mesh stands for."""
-
 _OPTIMAL = 2e-3  # share of its cost that a plan may be above the bound for no other solver to be asked
-_FAMILIES = 3  # kinds of modules that run in slices
+_FURTHER = 3  # times that techniques are asked what else would lower the smallest peak
 _STAGES = 48  # of a chain that Rotor is asked about where the other solvers hold no budget
 
 
@@ -47,7 +43,7 @@ _STAGES = 48  # of a chain that Rotor is asked about where the other solvers hol
 def plan(
     profile: ProfileOrPath,
     budget: float | str | None = None,
-    solver: str | Solver | Rotor = "best",
+    solver: str | Solver | StepSolver = "best",
     objective: Objective = "time",
     *,
     headroom: float | str | None = None,
@@ -111,58 +107,28 @@ def plan(
         InfeasibleBudget: no plan found holds it; carries the smallest peak that one does.
     """
     profile = opened(profile, Profile)
-    if mesh is not None or "shard" in (techniques or ()):
-        if mesh is None or "shard" not in (techniques or (SHARD,)):
-            raise PlanError(
-                'to shard, give a mesh, such as mesh={"dp": 2, "tp": 4}, and "shard" among the techniques.'
-            )
-        if world_size is not None or fsdp_units is not None:
-            raise PlanError("give either a mesh, or world_size and fsdp_units.")
-        if "chunk" in (techniques or ()):
-            raise PlanError(
-                '"chunk" does not go together with a mesh: slices are planned for tensors of one device. Use '
-                'techniques=("shard", "recompute"), or more ranks.'
-            )
-        others = None if techniques is None else [name for name in techniques if name != SHARD]
+    limit, wanted = Limit(budget, headroom), solver
 
-        def budget_of(rank: Profile) -> int:
-            return budget_of_step(budget, headroom, rank.spec, rank.peak_bytes)
+    def planned(
+        profile: Profile, *, techniques: Sequence[str] | None = techniques, solver: str | None = None
+    ) -> Plan:
+        asked = _Asked.of(
+            profile, solver or wanted, objective, keep, never, techniques, world_size, fsdp_units, accumulate
+        )
+        return asked.plan(limit)
 
-        def on_rank(rank: Profile, solver: str | Solver | Rotor = solver) -> Plan:
-            return plan(
-                rank,
-                f"{budget_of(rank)}B",
-                solver,
-                objective,
-                keep=keep,
-                never=never,
-                techniques=others,
-                accumulate=accumulate,
-            )
-
-        quick = partial(on_rank, solver="greedy") if solver == "best" else on_rank
-        budget_of(profile)  # refused before anything is looked for
-        with looking_for_plans():
-            found_plan = plan_on_meshes(profile, mesh, budget_of, on_rank, quick, is_share=is_share(budget))
-        return handed_out(_asked_for(found_plan, budget, headroom), profile.spec)
-    asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units, accumulate)
-    budget_bytes = budget_of_step(budget, headroom, profile.spec, asked.profile.peak_bytes)
-    made = asked.as_plan(asked.under(budget_bytes), budget, budget_bytes, headroom)
-    return handed_out(made, profile.spec)
-
-
-def _asked_for(found: Plan, budget: float | str | None, headroom: float | str | None) -> Plan:
-    """With the budget and the techniques as they were asked for."""
-    techniques = (SHARD, *found.provenance.techniques)
-    asked = Provenance.asked(budget, headroom)
-    provenance = structs.replace(found.provenance, **asked, techniques=techniques)
-    return structs.replace(found, provenance=provenance)
+    if asks_for_mesh(mesh, techniques, world_size, fsdp_units):
+        quick = "greedy" if wanted == "best" else None
+        found = plan_on_meshes(profile, mesh, limit, techniques, planned, quick)
+    else:
+        found = planned(profile)
+    return handed_out(found, profile.spec)
 
 
 @checked(PlanError)
 def plan_smallest(
     profile: ProfileOrPath,
-    solver: str | Solver | Rotor = "best",
+    solver: str | Solver | StepSolver = "best",
     objective: Objective = "time",
     *,
     keep: Sequence[str] = (),
@@ -207,7 +173,7 @@ class _Asked:
     """
 
     profile: Profile
-    solvers: tuple[Solver | Rotor, ...]
+    solvers: tuple[Solver | StepSolver, ...]
     objective: Objective
     pins: Pins
     techniques: tuple[str, ...]
@@ -219,7 +185,7 @@ class _Asked:
     def of(
         cls,
         profile: Profile,
-        solver: str | Solver | Rotor,
+        solver: str | Solver | StepSolver,
         objective: Objective,
         keep: Sequence[str],
         never: Sequence[str],
@@ -238,79 +204,75 @@ class _Asked:
         if accumulate not in get_args(Accumulate):
             known = " and ".join(map(repr, get_args(Accumulate)))
             raise PlanError(f"accumulate is {accumulate!r}; known are {known}.")
-        last = Rotor(stages=_STAGES) if solver == "best" and "recompute" in names else None
-        return cls(profile, solvers, objective, pins, names, accumulate, last)
+        last = Rotor(stages=_STAGES)
+        usable = solver == "best" and set(last.techniques) <= set(names)
+        return cls(profile, solvers, objective, pins, names, accumulate, last if usable else None)
 
-    @property
-    def is_about_stretches(self) -> bool:
-        """Whether the plan is one of ops that run in slices without gradients."""
-        return self.profile.mode == "inference" and "chunk" in self.techniques
+    def step(self, pins: Pins) -> Step:
+        """The step that is planned for, with these pins."""
+        profile = self.profile
+        gradients = profile.mode != "inference"
+        return Step(profile.program, self.objective, pins, profile.spec, gradients, self.accumulate)
 
-    def stretches(self) -> StretchSearch:
-        """What finds them."""
-        return stretch_search(self.profile.program, self.profile.spec, self.pins)
-
-    def of_stretches(self, found: Found) -> Candidate:
-        """Stretches as any other decisions."""
-        status, solver = ("feasible", "path") if found.decisions else ("unplanned", "none")
-        footprint = found.program.footprint
-        return Candidate(found.decisions, footprint, found.extra_ms, status, None, solver)
+    def own_solvers(self) -> list[StepSolver]:
+        """Those that techniques have themselves."""
+        step = self.step(self.pins)
+        return [solver for name in self.techniques for solver in TECHNIQUES[name].solvers(step)]
 
     def searches(self) -> list[Search]:
-        """Without chunks, and with the loss in slices where that may be and can be."""
-        found = [self._search(self.pins)]
-        if "chunk" in self.techniques:
-            loss = loss_chunks(self.profile.program, self.profile.spec, self.accumulate)
-            if isinstance(loss, ChunkOptions) and self.pins.named_ops.isdisjoint(loss.ops):
-                found.append(self._with_chunks((loss,)))
+        """Without offers, and with those that may pay at any budget."""
+        found = [self.search(self.pins)]
+        offers = self._offers(None)
+        if offers:
+            found.append(self._with_offers(offers))
         return found
 
-    def _with_chunks(self, chunks: tuple[ChunkOptions, ...]) -> Search:
-        """Pins leave what may run in slices, and what that holds, to the chunks.
+    def search(self, pins: Pins, offers: tuple[Offer, ...] = ()) -> Search:
+        """One search, with these pins."""
+        context = planning_context(self.step(pins), self.techniques, offers)
+        return Search(context, limits_reached=self.limits_reached)
 
-        And to the loss's the forward pass behind it, too.
-        """
+    def _offers(self, peak: Footprint | None, known: tuple[Offer, ...] = ()) -> tuple[Offer, ...]:
+        """Those that are known, and what the techniques offer besides that goes with them."""
+        step = self.step(self.pins)
+        for name in self.techniques:
+            for offer in TECHNIQUES[name].offers(step, peak):
+                if self.pins.named_ops.isdisjoint(offer.ops) and all(map(offer.goes_with, known)):
+                    known = (*known, offer)
+        return known
+
+    def _with_offers(self, offers: tuple[Offer, ...]) -> Search:
+        """Pins leave what offers are about to them."""
         profile, pins = self.profile, self.pins
-        ends = [each.unit for each in chunks if each.options[0][0].span == "rest"]
-        if ends:
-            pins = resolve_pins(profile.program, profile.fingerprint, pins.keep, (*pins.never, *ends))
-        kept = pins.kept_ops.union(*(each.ops | each.held_ops(profile.program) for each in chunks))
-        return self._search(replace(pins, kept_ops=kept), chunks)
+        alone = [unit for offer in offers for unit in offer.alone]
+        if alone:
+            pins = resolve_pins(profile.program, profile.fingerprint, pins.keep, (*pins.never, *alone))
+        kept = pins.kept_ops.union(*(offer.kept for offer in offers))
+        return self.search(replace(pins, kept_ops=kept), offers)
 
-    def _with_modules(self, search: Search) -> Search | None:
-        """With the modules in slices, too, that make the smallest peak of a search."""
-        run = search.smallest.footprint
-        if "chunk" not in self.techniques or run.peak_phase == Phase.OPTIMIZER:
-            return None
-        modules = module_chunks(self.profile.program, run.peak_scope, self.profile.spec, self.accumulate)
-        chunks = search.context.chunks
-        for module in modules:
-            if self.pins.named_ops.isdisjoint(module.ops) and all(map(module.goes_with, chunks)):
-                chunks = (*chunks, module)
-        return self._with_chunks(chunks) if len(chunks) > len(search.context.chunks) else None
+    def _with_further_offers(self, search: Search) -> Search | None:
+        """With what techniques offer, too, to lower the smallest peak of a search; None: nothing."""
+        known = search.context.offers
+        offers = self._offers(search.smallest.footprint, known)
+        return self._with_offers(offers) if len(offers) > len(known) else None
 
-    def under(self, budget_bytes: int) -> Candidate:
-        """The cheapest candidate that holds a budget.
+    def plan(self, limit: Limit) -> Plan:
+        """The cheapest plan under a budget.
 
         Raises:
-            InfeasibleBudget: none does.
+            BudgetError: it cannot be read.
+            InfeasibleBudget: no plan found holds it.
         """
-        if self.is_about_stretches:
-            held = self.stretches().solve(budget_bytes)
-            if held is None:
-                raise _infeasible_stretches(self, budget_bytes)
-            return self.of_stretches(held)
+        budget_bytes = limit.bytes_of(self.profile.spec, self.profile.peak_bytes)
         searches = self.searches()
         found = self.cheapest(searches, budget_bytes)
         if found is None:
             raise _infeasible(self, searches, budget_bytes)
-        return found
+        return self._as_plan(found, limit, budget_bytes)
 
     def smallest_plan(self) -> Plan:
         """The plan with the smallest peak."""
-        if self.is_about_stretches:
-            return self.as_plan(self.of_stretches(self.stretches().minimise()))
-        return self.as_plan(self.smallest(self.searches(), 0))
+        return self._as_plan(self.smallest(self.searches(), 0))
 
     def cheapest(self, searches: list[Search], budget_bytes: int) -> Candidate | None:
         """The cheapest candidate that holds a budget; None if none does."""
@@ -327,27 +289,28 @@ class _Asked:
 
     def _solve(self, search: Search, budget_bytes: int) -> None:
         if search.program.footprint.peak_bytes > budget_bytes:
-            for one in self.solvers:
+            for one in (*self.own_solvers(), *self.solvers):
                 search.solve(one, budget_bytes)
                 if search.above_bound(budget_bytes)[0] <= _OPTIMAL:
                     break
 
     def smallest(self, searches: list[Search], budget_bytes: int) -> Candidate:
         """The candidate with the smallest peak, or one that holds a budget; searches that this takes are added."""
+        solvers = (*self.own_solvers(), *self.solvers)
         for search in reversed(searches):
-            search.minimise(self.solvers, budget_bytes)
+            search.minimise(solvers, budget_bytes)
             if search.smallest.footprint.peak_bytes <= budget_bytes:
                 break
-        for _ in range(_FAMILIES):
+        for _ in range(_FURTHER):
             best = min(searches, key=_smallest_bytes)
-            further = self._with_modules(best) if _smallest_bytes(best) > budget_bytes else None
+            further = self._with_further_offers(best) if _smallest_bytes(best) > budget_bytes else None
             if further is None:
                 break
-            further.minimise(self.solvers, budget_bytes)
+            further.minimise(solvers, budget_bytes)
             searches.append(further)
         best = min(searches, key=_smallest_bytes)
         known = None
-        while best.context.chunks and known != _smallest_bytes(best) > budget_bytes:
+        while best.context.offers and known != _smallest_bytes(best) > budget_bytes:
             known = _smallest_bytes(best)
             self._solve(best, known - 1)  # what a budget right below it would find
         self._ask_last(searches[0], best, budget_bytes)
@@ -369,21 +332,7 @@ class _Asked:
         except PlanError:
             return  # the model is no chain, or pins do not leave it one unit
 
-    def _search(self, pins: Pins, chunks: tuple[ChunkOptions, ...] = ()) -> Search:
-        return Search(self.context(pins, chunks), limits_reached=self.limits_reached)
-
-    def context(self, pins: Pins, chunks: tuple[ChunkOptions, ...] = ()) -> PlanningContext:
-        """What planning looks at, with these pins."""
-        profile = self.profile
-        return planning_context(profile.program, self.objective, pins, self.techniques, profile.spec, chunks)
-
-    def as_plan(
-        self,
-        found: Candidate,
-        budget: float | str | None = None,
-        budget_bytes: int | None = None,
-        headroom: float | str | None = None,
-    ) -> Plan:
+    def _as_plan(self, found: Candidate, limit: Limit | None = None, budget_bytes: int | None = None) -> Plan:
         known = (*self.solvers, *(() if self.last is None else (self.last,)))
         used = next((options_of(solver) for solver in known if solver.name == found.solver), None)
         made_by = Provenance.now(
@@ -391,8 +340,8 @@ class _Asked:
             found.solver,
             used,
             objective=self.objective,
-            budget=budget,
-            headroom=headroom,
+            budget=None if limit is None else limit.budget,
+            headroom=None if limit is None else limit.headroom,
             pins=self.pins,
             techniques=self.techniques,
             limits_reached=tuple(self.limits_reached),
@@ -422,11 +371,11 @@ def _cheapest(searches: Sequence[Search], budget_bytes: int) -> Candidate | None
     return min(holding, key=lambda each: each[:2])[2] if holding else None
 
 
-def resolve_solver(solver: str | Solver | Rotor) -> list[Solver | Rotor]:
+def resolve_solver(solver: str | Solver | StepSolver) -> list[Solver | StepSolver]:
     """Solver objects by name; ``"best"`` is those whose plans are worth comparing, the quickest first."""
     if not isinstance(solver, str):
         return [solver]
-    known: dict[str, list[Solver | Rotor]] = {
+    known: dict[str, list[Solver | StepSolver]] = {
         "milp": [Milp()],
         "greedy": [Greedy()],
         "uniform": [Uniform()],
@@ -441,33 +390,18 @@ def resolve_solver(solver: str | Solver | Rotor) -> list[Solver | Rotor]:
     return known[solver]
 
 
-def _infeasible_stretches(asked: _Asked, budget_bytes: int) -> InfeasibleBudget:
-    run = asked.stretches().smallest.program.footprint
-    binding = run.peak_fqn or "the model itself"
-    return InfeasibleBudget(
-        f"no plan found keeps the step under {format_bytes(budget_bytes)}, however finely its ops are sliced. "
-        f"Unplanned it takes {format_bytes(asked.profile.peak_bytes)}. The smallest peak reached is "
-        f"{format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the forward of {binding}. ",
-        f"Give at least {exact_bytes(run.peak_bytes)}, or make the batch smaller.",
-        budget_bytes=budget_bytes,
-        smallest_feasible_bytes=run.peak_bytes,
-        binding=binding,
-    )
-
-
 def _infeasible(asked: _Asked, searches: list[Search], budget_bytes: int) -> InfeasibleBudget:
     search = min(searches, key=_smallest_bytes)
     run = search.smallest.footprint
+    inference = asked.profile.mode == "inference"
     if run.peak_phase == Phase.OPTIMIZER:
         binding = "optimizer step"
     else:
-        binding = run.peak_fqn or (
-            "the loss, outside of any module" if run.peak_scope < 0 else "the model itself"
+        outside = (
+            "the loss, outside of any module" if run.peak_scope < 0 and not inference else "the model itself"
         )
+        binding = run.peak_fqn or outside
     where = f"{run.peak_phase.name.lower()} of {binding}" if binding != "optimizer step" else binding
-    names = " and ".join(s.name for s in asked.solvers) + ", then rotor" * any(
-        each.has_sequences for each in searches
-    )
     advice = "make the batch smaller"
     if binding == "optimizer step":
         advice = (
@@ -475,26 +409,36 @@ def _infeasible(asked: _Asked, searches: list[Search], budget_bytes: int) -> Inf
             "batch does not help"
         )
     reached = f"{format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the {where}. "
-    unplanned = format_bytes(asked.profile.peak_bytes)
-    if asked.profile.mode == "inference":
+    own = [TECHNIQUES[name].how for one in asked.own_solvers() for name in one.techniques]
+    if inference and not own:
         message = (
             f"the step takes more than {format_bytes(budget_bytes)}, and in inference nothing is kept for a backward "
             f"pass, so there is nothing to recompute. Its peak is {reached}"
         )
     else:
+        names = " and ".join(s.name for s in asked.solvers)
+        if asked.last is not None and any(each.asked(asked.last) for each in searches):
+            names += f", then {asked.last.name}"
+        how = f", {', '.join(own)}" if own else f" (solvers: {names})"
         message = (
-            f"no plan found keeps the step under {format_bytes(budget_bytes)} (solvers: {names}). Unplanned it takes "
-            f"{unplanned}. The smallest peak reached is {reached}"
+            f"no plan found keeps the step under {format_bytes(budget_bytes)}{how}. Unplanned it takes "
+            f"{format_bytes(asked.profile.peak_bytes)}. The smallest peak reached is {reached}"
         )
+
+    def alternatives() -> str:
+        if own:
+            return ""  # who has a solver of its own has tried all that there is
+        return (
+            _pinned_share(asked, search)
+            + _with_rotor(asked, search, budget_bytes)
+            + _with_techniques(asked, budget_bytes)
+            + _with_optimizers(asked, search, budget_bytes)
+        )
+
     return InfeasibleBudget(
         message,
         f"Give at least {exact_bytes(run.peak_bytes)}, or {advice}.",
-        alternatives=lambda: (
-            _pinned_share(asked, search)
-            + _with_rotor(asked, search, budget_bytes)
-            + _with_chunks(asked, budget_bytes)
-            + _with_optimizers(asked, search, budget_bytes)
-        ),
+        alternatives=alternatives,
         budget_bytes=budget_bytes,
         smallest_feasible_bytes=run.peak_bytes,
         binding=binding,
@@ -517,24 +461,28 @@ def _with_rotor(asked: _Asked, search: Search, budget_bytes: int) -> str:
     return f"solver={named} holds the budget, with {found.footprint.recompute_ms:.4g} ms of recomputation. "
 
 
-def _with_chunks(asked: _Asked, budget_bytes: int) -> str:
-    """A sentence on what chunks would reach."""
-    if "chunk" in asked.techniques or asked.profile.mode == "inference":
+def _with_techniques(asked: _Asked, budget_bytes: int) -> str:
+    """A sentence on what another technique would reach."""
+    if asked.profile.mode == "inference":
         return ""
-    more = replace(asked, techniques=(*asked.techniques, "chunk"))
-    searches = more.searches()
-    found = more.cheapest(searches, budget_bytes)
-    named = f"techniques={more.techniques!r}"
-    if found is not None:
-        share = (found.footprint.recompute_ms + found.added_ms) / asked.profile.step_ms
-        takes = f"takes {abs(share):.1%} {'more' if share > 0 else 'less'} time than"
-        if f"{abs(share):.1%}" == "0.0%":
-            takes = "takes as long as"
-        return f"With {named} the budget holds, and the step {takes} without a plan. "
-    smallest = min(map(_smallest_bytes, searches))
-    if smallest >= _smallest_bytes(searches[0]):
-        return ""
-    return f"With {named} the smallest is {format_bytes(smallest)} ({smallest} bytes). "
+    said = ""
+    for name in TECHNIQUES:
+        if name in asked.techniques:
+            continue
+        more = replace(asked, techniques=(*asked.techniques, name))
+        searches = more.searches()
+        found = more.cheapest(searches, budget_bytes)
+        named = f"techniques={more.techniques!r}"
+        if found is not None:
+            share = (found.footprint.recompute_ms + found.added_ms) / asked.profile.step_ms
+            takes = f"takes {abs(share):.1%} {'more' if share > 0 else 'less'} time than"
+            if f"{abs(share):.1%}" == "0.0%":
+                takes = "takes as long as"
+            return f"With {named} the budget holds, and the step {takes} without a plan. "
+        smallest = min(map(_smallest_bytes, searches))
+        if smallest < _smallest_bytes(searches[0]):
+            said += f"With {named} the smallest is {format_bytes(smallest)} ({smallest} bytes). "
+    return said
 
 
 def _with_optimizers(asked: _Asked, search: Search, budget_bytes: int) -> str:
@@ -559,7 +507,7 @@ def _pinned_share(asked: _Asked, search: Search) -> str:
     """A sentence on how much smaller the smallest peak would be without pins, if it would be."""
     if not asked.pins:
         return ""
-    free = Search(asked.context(NO_PINS))
+    free = asked.search(NO_PINS)
     free.minimise(asked.solvers, 0)
     smallest = free.smallest.footprint.peak_bytes
     if smallest >= search.smallest.footprint.peak_bytes:

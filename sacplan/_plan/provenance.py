@@ -13,13 +13,13 @@ import torch
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 import sacplan
-from sacplan._plan.context import Objective
 from sacplan._profile.profile import Profile
 from sacplan._program.files import Name
 from sacplan._program.pins import NO_PINS, Pins
 from sacplan._record.fake_values import decides_sizes
 from sacplan._record.step import Mode
 from sacplan._solve.mip import WORK_LIMIT
+from sacplan._technique.step import Objective
 from sacplan._techniques import DEFAULT_TECHNIQUES
 
 Scalar = bool | int | float | str | None

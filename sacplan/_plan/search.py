@@ -17,17 +17,15 @@ from dataclasses import dataclass, field, replace
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.context import PlanningContext
 from sacplan._plan.effects import RegionProblem
-from sacplan._program.decisions import Decision, as_decisions
+from sacplan._program.decisions import Decision
 from sacplan._program.liveness import Footprint
 from sacplan._program.program import Program
-from sacplan._program.regions import Option, Region
-from sacplan._ranks.unit_limits import narrowed
-from sacplan._rotor.sequences import Rotor, sequences, unit_of
 from sacplan._solve.local import give_back
 from sacplan._solve.problem import DEVICE_MEMORY, Solution
 from sacplan._solve.solvers import Solver
+from sacplan._technique.regions import Option, Region
+from sacplan._technique.technique import StepSolver
 from sacplan._techniques import TECHNIQUES, rewritten
-from sacplan.errors import PlanError
 
 _IN_VAIN = 3  # sizes of regions in a row that make nothing cheaper, or no peak smaller
 _ROUNDS = 4  # of asking a solver again
@@ -73,10 +71,10 @@ class Search:
         """The step without a plan."""
         return self.context.program
 
-    def solve(self, solver: Solver | Rotor, budget_bytes: int) -> None:
+    def solve(self, solver: Solver | StepSolver, budget_bytes: int) -> None:
         """Regions one by one, then joined, as long as that makes it cheaper."""
-        if isinstance(solver, Rotor):
-            self._add_sequences(solver, budget_bytes)
+        if isinstance(solver, StepSolver):
+            self._add_proposals(solver, budget_bytes)
             return
         if budget_bytes < self.context.floor_bytes:
             return
@@ -94,12 +92,14 @@ class Search:
             if of_cost <= _NEAR or of_step <= _SMALL or in_vain == _IN_VAIN:
                 break
 
-    def minimise(self, solvers: Sequence[Solver | Rotor], budget_bytes: int) -> None:
+    def minimise(self, solvers: Sequence[Solver | StepSolver], budget_bytes: int) -> None:
         """The smallest peaks, in regions of all sizes, until one holds the budget."""
         enough = max(budget_bytes, _AT_FLOOR * self.context.floor_bytes)
         for solver in solvers:
-            if isinstance(solver, Rotor):
-                self._add_sequences(solver, 0)
+            if isinstance(solver, StepSolver):
+                self._add_proposals(solver, 0)
+                continue
+            if self.smallest.footprint.peak_bytes <= self.context.floor_bytes:
                 continue
             worse = 0
             for size in self.context.sizes:
@@ -113,8 +113,8 @@ class Search:
 
     def cost(self, candidate: Candidate) -> float:
         """What is minimised: what runs again, and the cost of other techniques' ops."""
-        again = sum(self.context.costs[op] for op in candidate.footprint.again)
-        return again + self.context.added_cost(candidate.added_ms)
+        again = sum(self.context.step.costs[op] for op in candidate.footprint.again)
+        return again + self.context.step.added_cost(candidate.added_ms)
 
     def best(self, budget_bytes: int) -> Candidate | None:
         """The cheapest that holds; the lower peak on a tie."""
@@ -128,12 +128,11 @@ class Search:
             return math.inf, math.inf
         cost = self.cost(found)
         above = max(0.0, cost - self.context.bound.at(budget_bytes))
-        return above / cost if cost else 0.0, above / sum(self.context.costs)
+        return above / cost if cost else 0.0, above / sum(self.context.step.costs)
 
-    @property
-    def has_sequences(self) -> bool:
-        """Whether Rotor has found any."""
-        return any(one.solver == Rotor().name for one in self.tried.values())
+    def asked(self, solver: Solver | StepSolver) -> bool:
+        """Whether a solver has found anything."""
+        return any(one.solver == solver.name for one in self.tried.values())
 
     @property
     def smallest(self) -> Candidate:
@@ -169,7 +168,7 @@ class Search:
         gap = None
         if solution.bound is not None:
             gap = max(0.0, cost - solution.bound) / cost if cost else 0.0
-        decisions = decisions_of(self.program, effects.taken(solution.picks), self.context.device)
+        decisions = decisions_of(self.program, effects.taken(solution.picks), self.context.step.device)
         return self._measure(decisions, solution.status, gap, solver)
 
     def _measure(
@@ -177,27 +176,17 @@ class Search:
     ) -> Candidate:
         key = frozenset(decisions)
         if key not in self.tried:
-            program = rewritten(self.program, decisions, self.context.device)
+            program = rewritten(self.program, decisions, self.context.step.device)
             found = program.footprint
             added_ms = program.step_ms - self.program.step_ms - found.recompute_ms if decisions else 0.0
             self.tried[key] = Candidate(decisions, found, added_ms, status, gap, solver)
         return self.tried[key]
 
-    def _add_sequences(self, rotor: Rotor, budget_bytes: int) -> None:
-        """Rotor's sequences for a budget, or the one with the smallest peak; none beside chunks.
-
-        Its one unit would be around what runs in slices.
-        """
-        if self.context.chunks:
-            return
-        program, pins = self.program, self.context.pins
-        if pins.widest_units is not None and not pins.may_be_a_unit(program, unit_of(program)):
-            raise PlanError(
-                f"solver 'rotor' runs all stages in one unit, {unit_of(program) or 'the model itself'!r}, but "
-                f"no unit may be around some modules in it ({pins.said}). Use another solver, or keep= instead."
-            )
-        for found in sequences(program, budget_bytes, rotor, pins.kept_ops):
-            self._measure(as_decisions(narrowed(program, found.discarded)), "feasible", None, rotor.name)
+    def _add_proposals(self, solver: StepSolver, budget_bytes: int) -> None:
+        """What a solver of whole steps proposes; it knows of no offers."""
+        if not self.context.offers:
+            for decisions in solver.proposals(self.context.step, budget_bytes):
+                self._measure(decisions, "feasible", None, solver.name)
 
 
 def decisions_of(

@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 
 from sacplan._program.pins import NO_PINS, Pins
 from sacplan._program.program import Phase, Program
-from sacplan._program.regions import Option, Region
 from sacplan._recompute import closure
 from sacplan._recompute.in_place_groups import Group, connected, discardable, in_place_groups
 from sacplan._recompute.partition import Part, join, most_joined, partition, unit_around
+from sacplan._technique.regions import Option, Region
 
 _VERTICES, _FEWEST = 24, 4  # of a region's hull, at most, and where there are very many ops
 _EFFORT = 6000  # ops that all options of one kind of region may have together, beyond the hull

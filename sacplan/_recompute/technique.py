@@ -8,23 +8,47 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from sacplan._device.devices import DeviceSpec
-from sacplan._executor.technique import Installed
 from sacplan._program.decisions import Decision, Recompute, as_decisions, discarded_by
+from sacplan._program.liveness import Footprint
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Patch, Program
-from sacplan._program.regions import Option, Region
 from sacplan._ranks.unit_limits import narrowed
+from sacplan._recompute.regions import Regions
 from sacplan._recompute.rewrite import recompute, recompute_ops
+from sacplan._technique.offers import Offer
+from sacplan._technique.regions import Option, Region
+from sacplan._technique.step import Step
+from sacplan._technique.technique import Installed, StepSolver
 
 
 class Recomputation:
-    """See ``sacplan._executor.technique.Technique``. Its options come with the regions (``regions.py``)."""
+    """See ``sacplan._technique.technique.Technique``.
+
+    It names the regions of the forward pass, which come with its options (``regions.py``).
+    """
 
     name = "recompute"
     decision = Recompute
+    one_device = how = ""
 
-    def options(self, program: Program, region: Region, costs: Sequence[float]) -> Sequence[Option]:
-        """None beyond those that regions are made with."""
+    def longest_run(self, step: Step) -> int:
+        """As many as there are neighbours of one kind."""
+        return _regions(step).longest_run
+
+    def regions(self, step: Step, size: int) -> Sequence[Region]:
+        """All of the forward pass."""
+        return _regions(step).joined(size)
+
+    def options(self, step: Step, region: Region) -> Sequence[Option]:
+        """None for regions of others."""
+        return ()
+
+    def offers(self, step: Step, peak: Footprint | None) -> Sequence[Offer]:
+        """None: what it can do is in the regions."""
+        return ()
+
+    def solvers(self, step: Step) -> Sequence[StepSolver]:
+        """None."""
         return ()
 
     def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
@@ -67,3 +91,8 @@ class Recomputation:
         from sacplan._recompute.executor.install import InstalledRecipes  # the executor is not needed to plan
 
         return InstalledRecipes(model, discarded_by(decisions), recorded, check)
+
+
+def _regions(step: Step) -> Regions:
+    early = step.program.liveness.unpacked_before_peak
+    return step.derived("regions", lambda: Regions(step.program, step.costs, early, step.pins))

@@ -7,17 +7,19 @@ gets. What runs again is less than Rotor thinks: not whole stages, but the ops t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sacplan._program.decisions import Discarded
+from sacplan._program.decisions import Discarded, Recompute, as_decisions
 from sacplan._program.liveness import Footprint
 from sacplan._program.program import Program
+from sacplan._ranks.unit_limits import narrowed
 from sacplan._recompute.in_place_groups import without_missing_versions
 from sacplan._recompute.rewrite import recomputed
 from sacplan._rotor.cuts import find_cuts
 from sacplan._rotor.rotor import RotorResult, rotor
 from sacplan._rotor.stages import Stages, drops_of, stages_of
+from sacplan._technique.step import Step
 from sacplan.errors import InfeasibleBudget, PlanError
 
 _ROUNDS = 8  # of asking Rotor again
@@ -49,6 +51,26 @@ class Rotor:
     def name(self) -> str:
         """As it appears in ``Plan.solver``."""
         return "rotor"
+
+    @property
+    def techniques(self) -> tuple[str, ...]:
+        """What its plans do."""
+        return ("recompute",)
+
+    def proposals(self, step: Step, budget_bytes: int) -> Sequence[tuple[Recompute, ...]]:
+        """Its sequences for a budget, or for the smallest peak, as decisions about call sites.
+
+        Raises:
+            PlanError: the model is no chain, or pins do not leave it one unit.
+        """
+        program, pins = step.program, step.pins
+        if pins.widest_units is not None and not pins.may_be_a_unit(program, unit_of(program)):
+            raise PlanError(
+                f"solver 'rotor' runs all stages in one unit, {unit_of(program) or 'the model itself'!r}, but "
+                f"no unit may be around some modules in it ({pins.said}). Use another solver, or keep= instead."
+            )
+        found = sequences(program, budget_bytes, self, pins.kept_ops)
+        return [as_decisions(narrowed(program, each.discarded)) for each in found]
 
 
 @dataclass(frozen=True, slots=True)

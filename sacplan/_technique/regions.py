@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from sacplan._program.decisions import Decision
@@ -45,7 +45,7 @@ class Region:
 
     unit: str
     members: tuple[tuple[int, ...], ...]
-    kind: int
+    kind: Hashable
     options: tuple[Option, ...]
     units: tuple[tuple[str, ...], ...]
     wide: tuple[bool, ...]
@@ -63,7 +63,7 @@ class Region:
             wide=tuple(self.wide[o] for o in options),
         )
 
-    def extended(self, options: Sequence[Option], kind: int) -> Region:
+    def extended(self, options: Sequence[Option], kind: Hashable) -> Region:
         """The region with further options, which make it a unit."""
         n = len(options)
         return replace(

@@ -1,0 +1,1 @@
+"""What a technique is: its protocol, the step that it looks at, regions, options and offers."""

@@ -1,0 +1,54 @@
+"""Offers: regions of a technique whose ops the others leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import KeysView
+from dataclasses import dataclass
+
+from sacplan._program.decisions import Decision
+from sacplan._technique.regions import Region
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A choice of one technique that goes with no other choice about the same ops.
+
+    The regions of the forward pass belong to all techniques, which add options to them. What an offer is about is taken
+    out of these regions, so plans with it and without it are searched for apart, and the cheaper one wins.
+
+    Attributes:
+        region: the choice. Its first option leaves everything as it is; the others have a decision and a patch. The
+            last one has the lowest peak.
+        ops: those that it is about: where patterns name one of them, nothing is offered.
+        kept: ops that no other technique may discard while it stands.
+        alone: modules that no other technique may make a unit.
+    """
+
+    region: Region
+    ops: frozenset[int]
+    kept: frozenset[int]
+    alone: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> Decision:
+        """The decision of the first option that changes something."""
+        return self._decision(1)
+
+    @property
+    def furthest(self) -> Decision:
+        """The decision of the option with the lowest peak."""
+        return self._decision(-1)
+
+    def _decision(self, option: int) -> Decision:
+        found = self.region.options[option].decision
+        assert found is not None
+        return found
+
+    def goes_with(self, other: Offer) -> bool:
+        """Whether both may stand: neither begins where the other ends."""
+        return self._touched().isdisjoint(other._touched())
+
+    def _touched(self) -> KeysView[int]:
+        patch = self.region.options[-1].patch
+        assert patch is not None
+        return patch.events.keys()

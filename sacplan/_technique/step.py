@@ -1,0 +1,83 @@
+"""The step that is planned for: what techniques and solvers are asked about."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+from sacplan._device.devices import DeviceSpec
+from sacplan._program.decisions import Accumulate
+from sacplan._program.pins import NO_PINS, Pins
+from sacplan._program.program import Phase, Program
+from sacplan.errors import PlanError
+
+Objective = Literal["time", "flops"]
+"""What a plan recomputes the least of: predicted time, or floating-point operations."""
+
+T = TypeVar("T")
+
+_TIE = 1e-3  # share of the time in the cost of an op where FLOPs are minimised: most ops have none
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A recorded step, and what is asked of a plan for it.
+
+    Attributes:
+        program: the step without a plan.
+        objective: what is minimised.
+        pins: what is left alone.
+        device: what the step runs on; None where no technique asks for it.
+        gradients: whether the step has a backward pass; False for inference.
+        accumulate: in what gradients are added up over slices.
+
+    Raises:
+        PlanError: an unknown objective.
+    """
+
+    program: Program
+    objective: Objective = "time"
+    pins: Pins = NO_PINS
+    device: DeviceSpec | None = None
+    gradients: bool = True
+    accumulate: Accumulate = "float32"
+    _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.objective not in ("time", "flops"):
+            raise PlanError(f"unknown objective {self.objective!r}; known are 'time' and 'flops'.")
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Equal for steps of one program that are planned for alike."""
+        return (self.objective, self.device, self.gradients, self.accumulate, *self.pins.key)
+
+    @cached_property
+    def costs(self) -> tuple[float, ...]:
+        """By op, what running it again costs."""
+        return op_costs(self.program, self.objective)
+
+    def added_cost(self, added_ms: float) -> float:
+        """What ops cost that a technique adds and that run nothing again; what it saves does not count."""
+        return max(0.0, added_ms) * (1.0 if self.objective == "time" else _TIE)
+
+    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Something that is worked out once and kept as long as the step is."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        found: T = self._derived[key]
+        return found
+
+
+def op_costs(program: Program, objective: Objective) -> tuple[float, ...]:
+    """By op, what running it again costs, in ms; FLOPs are counted in ms at the step's mean rate."""
+    times = tuple(op.time_ms for op in program.ops)
+    if objective == "time":
+        return times
+    forward = [op for op in program.ops if op.phase == Phase.FORWARD]
+    flops = sum(op.flops for op in forward)
+    rate = math.fsum(op.time_ms for op in forward) / flops if flops else 0.0
+    return tuple(op.flops * rate + _TIE * ms for op, ms in zip(program.ops, times, strict=True))
