@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from sacplan._factors.axes import Axis, take
-from sacplan._factors.rule import flat_tensors
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Layout, Placement, cut, fits, local_shape
-from sacplan._shard.strategies import AxisStrategy, axis_strategies, local_call, written_inputs
+from sacplan._shard.strategies import AxisStrategy, axis_strategies, local_call
+from sacplan._torch.calls import Call, flat_tensors
 from tests.slices import OpCall, copied
 
 At = tuple[int, ...]
@@ -138,8 +138,8 @@ def run_on_ranks(call: OpCall, chosen: Sequence[AxisStrategy], mesh: Mesh) -> tu
     given = [scattered(t, layout, mesh) for t, layout in zip(inputs, layouts, strict=True)]
     for t, layout, parts in zip(inputs, layouts, given, strict=True):
         assert {tuple(p.shape) for p in parts.values()} == {local_shape(t.shape, layout, mesh.ranks)}
-    local = local_call(call.func, call.args, call.kwargs, whole, chosen, mesh)
-    written = written_inputs(call.func, call.args, call.kwargs)
+    local = local_call(Call(call.func, call.args, call.kwargs, whole), chosen, mesh)
+    written = Call(call.func, call.args, call.kwargs).written
     ranks = _Lockstep(mesh)
     results: dict[At, list[torch.Tensor]] = {}
     while True:
@@ -178,7 +178,7 @@ def assert_right(call: OpCall, chosen: Sequence[AxisStrategy], mesh: Mesh) -> No
     args, kwargs = copied((call.args, call.kwargs))
     whole = list(flat_tensors(call.func(*args, **kwargs)))
     inputs = list(flat_tensors([*args, *kwargs.values()]))
-    whole += [inputs[i] for i in written_inputs(call.func, args, kwargs)]
+    whole += [inputs[i] for i in Call(call.func, args, kwargs).written]
     found, collectives = run_on_ranks(call, chosen, mesh)
     assert collectives == sum(s.inside_bytes > 0 for s in chosen)
     if is_empty(call.func):
@@ -225,7 +225,7 @@ def offered(call: OpCall, ranks: int, *, anywhere: bool = True) -> tuple[AxisStr
     out = call.func(*args, **kwargs)
     inputs = list(flat_tensors([*call.args, *call.kwargs.values()]))
     available = [all_placements(t, ranks) for t in inputs] if anywhere else ()
-    return axis_strategies(call.func, call.args, call.kwargs, out, ranks, available)
+    return axis_strategies(Call(call.func, call.args, call.kwargs, out), ranks, available)
 
 
 def assert_all_right(call: OpCall, ranks: int, *, anywhere: bool = True) -> int:

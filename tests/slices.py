@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from sacplan._factors.axes import FactorAxis, from_factor, put, resized_arguments, take
-from sacplan._factors.rule import Kind, Rule, flat_tensors, rule_of
+from sacplan._factors.rule import Kind, Rule, rule_of
+from sacplan._torch.calls import flat_tensors
 
 
 @dataclass

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from sacplan._shard.choose import WholeCall, choose
+from sacplan._shard.choose import choose
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import fits, format_layout, parse_asked, parse_layout
+from sacplan._torch.calls import Call
 from sacplan.errors import PlanError
 
 ONE, TWO = Mesh.of({"tp": 4}), Mesh.of({"dp": 2, "tp": 2})
@@ -29,7 +30,7 @@ def chosen(
     func: Any, args: Sequence[Any], have: str, mesh: Mesh = ONE, asked: Sequence[str] = (), weights: str = ""
 ) -> tuple[str, str]:
     """``"S0 R"``: the layout of each input, and of each output."""
-    call = WholeCall(func, args, {}, func(*args))
+    call = Call(func, args, {}, func(*args))
     found = choose(
         call,
         [parse_layout(text) for text in have.split()],
@@ -105,7 +106,7 @@ def test_what_is_asked_is_done_or_refused() -> None:
 
 def test_lists_of_an_optimizer_lie_by_position() -> None:
     lists = ([X, W], [Y, meta(64, 64)])
-    call = WholeCall(aten._foreach_add_.List, lists, {}, None)
+    call = Call(aten._foreach_add_.List, lists, {}, None)
     found = choose(call, [parse_layout(p) for p in ("S0", "R", "P", "S1")], ONE)
     assert [format_layout(layout) for layout in found.inputs] == ["S0", "R", "S0", "R"]
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sacplan._factors.rule import Dims, Kind, Rule, flat_tensors, rule_of
+from sacplan._factors.rule import Dims, Kind, Rule, rule_of
 from sacplan._shard.placements import Placement
 from sacplan._shard.strategies import axis_strategies
+from sacplan._torch.calls import Call, flat_tensors
 from tests.op_steps import STEPS, calls_of
 
 if not dist.is_available():
@@ -189,7 +190,7 @@ def test_no_contradiction(strategies: Any) -> None:
 def strategies_of(op: Any, args: tuple[Any, ...]) -> set[tuple[Placements, Placements]]:
     """What we say that ranks may do, in DTensor's words: where inputs lie, and outputs."""
     found = set()
-    for s in axis_strategies(op, args, {}, op(*args), 2):
+    for s in axis_strategies(Call(op, args, {}, op(*args)), 2):
         if all(p.outer == 1 for p in s.inputs + s.outputs):
             outputs = ["avg" if i in s.averages else p.reduce for i, p in enumerate(s.outputs)]
             inputs = [p.reduce for p in s.inputs]

@@ -25,6 +25,7 @@ from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Placement
 from sacplan._shard.strategies import AxisStrategy, axis_strategies
 from sacplan._solve.milp import Milp
+from sacplan._torch.calls import Call
 from sacplan._torch.ops import op_named
 
 Strategies = Mapping[int, AxisStrategy]
@@ -87,7 +88,7 @@ class Priced:
         assert func is not None
         args, kwargs = call_with(op.arguments, [self.meta(t) for t in op.inputs])
         outputs = [self.meta(t) for t in op.outputs]
-        return axis_strategies(func, args, kwargs, outputs, self.ranks, [{p} for p in have])
+        return axis_strategies(Call(func, args, kwargs, outputs), self.ranks, [{p} for p in have])
 
     def _part(self, index: int, strategy: AxisStrategy) -> float:
         op = self.program.ops[index]

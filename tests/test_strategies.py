@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from sacplan._shard.choose import WholeCall, choose
+from sacplan._shard.choose import choose
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import PARTIAL, REPLICATED, cut
-from sacplan._shard.strategies import AxisStrategy, axis_strategies, local_call, written_inputs
+from sacplan._shard.strategies import AxisStrategy, axis_strategies, local_call
+from sacplan._torch.calls import Call
 from tests.op_steps import STEPS, below, calls_of, ignored, x
 from tests.placed import assert_all_right, assert_right, offered, random_pairs, run_on_ranks
 from tests.slices import OpCall
@@ -104,7 +105,7 @@ def test_a_wrong_strategy_is_found(what: str) -> None:
 
 def strategies_of(func: Any, *args: Any, available: Sequence[Any] = (), **kwargs: Any) -> list[str]:
     """As text: inputs, then outputs."""
-    found = axis_strategies(func, args, kwargs, func(*args, **kwargs), 2, available)
+    found = axis_strategies(Call(func, args, kwargs, func(*args, **kwargs)), 2, available)
     assert set(found[0].inputs + found[0].outputs) == {R}
     return [f"{' '.join(map(str, s.inputs))} -> {' '.join(map(str, s.outputs))}" for s in found]
 
@@ -178,7 +179,7 @@ def test_gradients_are_not_gathered_for_their_norms() -> None:
     mesh = Mesh.of({"dp": 2, "tp": 2})
     call = OpCall(aten._foreach_norm.Scalar, ([x(4, 6), x(8), x(3)], 2), {})
     have = [(cut(0), cut(1)), (cut(0), R), (R, R)]
-    choice = choose(WholeCall(call.func, call.args, {}, call.run()), have, mesh)
+    choice = choose(Call(call.func, call.args, {}, call.run()), have, mesh)
     assert list(choice.inputs) == have
     assert [s.reduces for s in choice.strategies] == [(0, 1), (0,)]
     assert_right(call, choice.strategies, mesh)
@@ -189,7 +190,7 @@ def test_cuts_inside_a_dimension_are_offered_where_an_input_has_them() -> None:
     assert strategies_of(aten.view.default, merged, [4, 6, 8]) == ["R -> R", "S0 -> S0", "S1 -> S2", "P -> P"]
     found = strategies_of(aten.view.default, merged, [4, 6, 8], available=[[cut(0, 4)]])
     assert found == ["R -> R", "S0 -> S0", "S0/4 -> S1", "S1 -> S2"]
-    nested = axis_strategies(aten.neg.default, (x(8),), {}, x(8), 2, nested=[2])
+    nested = axis_strategies(Call(aten.neg.default, (x(8),), {}, x(8)), 2, nested=[2])
     assert [s.outputs[0] for s in nested] == [R, cut(0), cut(0, 2), P]
 
 
@@ -204,19 +205,19 @@ def test_ops_that_draw_say_so() -> None:
     a = x(4, 6)
     with torch.no_grad():
         out = aten.native_dropout(a, 0.5, True)
-        found = axis_strategies(aten.native_dropout.default, (a, 0.5, True), {}, out, 2)
+        found = axis_strategies(Call(aten.native_dropout.default, (a, 0.5, True), {}, out), 2)
         assert [s.outputs for s in found] == [(R, R), (cut(0), cut(0)), (cut(1), cut(1))]
         assert all(s.draws for s in found)
-        found = axis_strategies(aten.bernoulli_.float, (a, 0.5), {}, a, 2)
+        found = axis_strategies(Call(aten.bernoulli_.float, (a, 0.5), {}, a), 2)
     assert [s.inputs for s in found] == [(R,), (cut(0),), (cut(1),)]
     assert all(s.draws for s in found)
-    assert not axis_strategies(aten.neg.default, (a,), {}, a, 2)[0].draws
+    assert not axis_strategies(Call(aten.neg.default, (a,), {}, a), 2)[0].draws
 
 
 def test_attention_draws_its_mask_again_as_it_was_drawn() -> None:
     q, lse, seed = (torch.empty(s, device="meta") for s in ((2, 4, 64, 8), (2, 4, 64), ()))
     forward = aten._scaled_dot_product_efficient_attention.default
-    drawn = axis_strategies(forward, (q, q, q, None, True, 0.5), {}, (q, lse, seed, seed), 2)
+    drawn = axis_strategies(Call(forward, (q, q, q, None, True, 0.5), {}, (q, lse, seed, seed)), 2)
     assert [s.outputs[0] for s in drawn] == [R, cut(0), cut(1)]
     assert all(s.draws for s in drawn)
     backward = aten._scaled_dot_product_efficient_attention_backward.default
@@ -225,21 +226,21 @@ def test_attention_draws_its_mask_again_as_it_was_drawn() -> None:
     for forward_cut in (R, cut(0), cut(1)):
         available = [[R, cut(0), cut(1)]] * n
         available[6] = [forward_cut]
-        found = axis_strategies(backward, args, {}, (q, q, q), 2, available)
+        found = axis_strategies(Call(backward, args, {}, (q, q, q)), 2, available)
         assert {s.outputs[0] for s in found if not any(p.is_partial for p in s.outputs)} == {forward_cut}
 
 
 def test_what_an_op_writes_stays_where_it_is() -> None:
     a, b = x(4, 6), x(4, 6)
     for func in (aten.add_.Tensor, aten.mul_.Tensor, aten.copy_.default):
-        found = axis_strategies(func, (a, b), {}, a, 2)
+        found = axis_strategies(Call(func, (a, b), {}, a), 2)
         assert len(found) > 2
         assert all(s.inputs[0] == s.outputs[0] for s in found)
-        assert written_inputs(func, (a, b), {}) == (0,)
+        assert Call(func, (a, b), {}).written == (0,)
     norm = aten.native_batch_norm.default
     stats = (x(6), x(6))
-    assert written_inputs(norm, (a, None, None, *stats, True, 0.1, 1e-5), {}) == (1, 2)
-    assert written_inputs(norm, (a, None, None, *stats, False, 0.1, 1e-5), {}) == ()
+    assert Call(norm, (a, None, None, *stats, True, 0.1, 1e-5), {}).written == (1, 2)
+    assert Call(norm, (a, None, None, *stats, False, 0.1, 1e-5), {}).written == ()
 
 
 def test_a_mean_over_labels_that_are_left_out_says_what_it_reduces() -> None:
@@ -247,7 +248,7 @@ def test_a_mean_over_labels_that_are_left_out_says_what_it_reduces() -> None:
     strategy = strategy_of(call, cut(0), cut(0))
     assert strategy.outputs == (P, R)
     assert strategy.reduces == (1,)
-    local = local_call(call.func, call.args, {}, call.run(), [strategy], Mesh.of(2))
+    local = local_call(Call(call.func, call.args, {}, call.run()), [strategy], Mesh.of(2))
     assert not local.is_plain
     assert not any(s.reduces for s in offered(nll(below(6, 8), reduction=2), 2))
 
@@ -255,8 +256,8 @@ def test_a_mean_over_labels_that_are_left_out_says_what_it_reduces() -> None:
 def test_descriptions_of_tensors_are_enough() -> None:
     """As a recorded program has them: shapes, and dtypes by name."""
     described = [Described(t.shape, str(t.dtype).removeprefix("torch.")) for t in (x(4, 6), x(6, 8), x(4, 8))]
-    found = axis_strategies(aten.mm.default, described[:2], {}, described[2], 2)
-    assert found == axis_strategies(aten.mm.default, (x(4, 6), x(6, 8)), {}, x(4, 8), 2)
+    found = axis_strategies(Call(aten.mm.default, described[:2], {}, described[2]), 2)
+    assert found == axis_strategies(Call(aten.mm.default, (x(4, 6), x(6, 8)), {}, x(4, 8)), 2)
 
 
 class Described:

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
-from sacplan._factors.rule import flat_tensors
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import PARTIAL, REPLICATED, Layout, Placement
 from sacplan._shard.strategies import AxisStrategy, local_call
+from sacplan._torch.calls import Call, flat_tensors
 from tests.op_steps import STEPS, calls_of
 from tests.placed import (
     assert_equal,
@@ -128,7 +128,7 @@ def check_call(here: Rank, call: OpCall, pair: Sequence[AxisStrategy]) -> None:
     inputs = list(flat_tensors([*call.args, *call.kwargs.values()]))
     layouts = [tuple(s.inputs[i] for s in pair) for i in range(len(inputs))]
     parts = [here.part(t, layout) for t, layout in zip(inputs, layouts, strict=True)]
-    local = local_call(call.func, call.args, call.kwargs, whole, pair, MESH)
+    local = local_call(Call(call.func, call.args, call.kwargs, whole), pair, MESH)
     args, kwargs = with_tensors((list(call.args), call.kwargs), iter(parts))
     with Collectives() as seen:
         out = list(flat_tensors(local.run(args, kwargs, here.reduce, here.at)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sacplan._factors.pointwise import broadcast
-from sacplan._factors.rule import Call, Dims, Kind, Rule, register
+from sacplan._factors.rule import Dims, Kind, Rule, RuleBuilder, register
 
 _KERNELS = (
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -26,7 +26,7 @@ class _Attention:
         understood: whether all masks have a shape that is broadcast.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: RuleBuilder) -> None:
         q, k, v = call["query"], call["key"], call["value"]
         self._call = call
         self.understood = True
@@ -76,7 +76,7 @@ class _Attention:
 
 
 @register(*_KERNELS, "_scaled_dot_product_attention_math")
-def _attention(call: Call) -> Rule | None:
+def _attention(call: RuleBuilder) -> Rule | None:
     attention = _Attention(call)
     inputs = attention.inputs()
     _, second, *others = call.outputs
@@ -92,7 +92,7 @@ def _attention(call: Call) -> Rule | None:
 
 
 @register(*(f"{kernel}_backward" for kernel in _KERNELS))
-def _attention_backward(call: Call) -> Rule | None:
+def _attention_backward(call: RuleBuilder) -> Rule | None:
     """Gradients of keys and values are sums over queries, that of a mask over what it is broadcast to."""
     if not all(call.arguments.get("grad_input_mask", (True,))[:3]):
         return None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from sacplan._factors.rule import Call, Dims, Factors, Kind, Rule, register
+from sacplan._factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, register
 
 
 class _Convolution:
     """The factors of one call: channels are groups times those of one group."""
 
-    def __init__(self, call: Call, n_in: int, n_out: int) -> None:
+    def __init__(self, call: RuleBuilder, n_in: int, n_out: int) -> None:
         groups = call["groups"]
         x, weight = call["input"], call["weight"]
         self.batch = call.factor(x.shape[0])
@@ -28,14 +28,14 @@ class _Convolution:
         self.channels: Factors = self.groups + self.c_out
         call.resize("groups", None, self.groups)
 
-    def output(self, call: Call, pixels: tuple[int, ...]) -> Dims:
+    def output(self, call: RuleBuilder, pixels: tuple[int, ...]) -> Dims:
         """The factors of what the convolution returns."""
         found = self.pixels if self.by_pixel else call.blocked(pixels)
         return (self.batch, self.channels, *found)
 
 
 @register("convolution")
-def _convolution(call: Call) -> Rule:
+def _convolution(call: RuleBuilder) -> Rule:
     x, out = call["input"], call.outputs[0]
     made = _Convolution(call, x.shape[1], out.shape[1])
     has_bias = call["bias"] is not None
@@ -45,7 +45,7 @@ def _convolution(call: Call) -> Rule:
 
 
 @register("convolution_backward")
-def _convolution_backward(call: Call) -> Rule:
+def _convolution_backward(call: RuleBuilder) -> Rule:
     grad, x = call["grad_output"], call["input"]
     made = _Convolution(call, x.shape[1], grad.shape[1])
     pixels = [f for factors in made.pixels for f in factors] if made.by_pixel else []
@@ -61,7 +61,7 @@ def _convolution_backward(call: Call) -> Rule:
 
 
 @register("im2col")
-def _im2col(call: Call) -> Rule:
+def _im2col(call: RuleBuilder) -> Rule:
     """(samples, channels, height, width) to (samples, channels x window, windows); there may be no samples."""
     x, out = call.inputs[0], call.outputs[0]
     planes = call.dims(x.shape[:-2])
@@ -71,7 +71,7 @@ def _im2col(call: Call) -> Rule:
 
 
 @register("col2im")
-def _col2im(call: Call) -> Rule:
+def _col2im(call: RuleBuilder) -> Rule:
     x, out = call.inputs[0], call.outputs[0]
     planes = call.dims(out.shape[:-2])
     window = call.factor(x.shape[-2] // out.shape[-3], Kind.BLOCK)
@@ -80,7 +80,7 @@ def _col2im(call: Call) -> Rule:
 
 
 @register("grid_sampler_2d", "grid_sampler_3d")
-def _grid_sampler(call: Call) -> Rule:
+def _grid_sampler(call: RuleBuilder) -> Rule:
     """Each place of the grid is looked up in the whole picture."""
     x, grid = call.inputs
     batch, channels = call.dims(x.shape[:2])
@@ -105,7 +105,7 @@ _POOLS = [
 
 
 @register(*_POOLS, *_RESAMPLED, *(f"{name}_backward" for name in (*_POOLS, *_RESAMPLED)))
-def _by_plane(call: Call) -> Rule:
+def _by_plane(call: RuleBuilder) -> Rule:
     """Each channel of each sample is on its own."""
     found = re.search(r"(\d)d", call.name)
     assert found is not None  # all names above say it

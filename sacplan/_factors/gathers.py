@@ -9,18 +9,18 @@ import torch
 
 from sacplan._factors.pointwise import broadcast
 from sacplan._factors.reductions import blocked_at
-from sacplan._factors.rule import Call, Dims, Factors, Kind, Rule, register
+from sacplan._factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, register
 
 
 @register("embedding")
-def _embedding(call: Call) -> Rule:
+def _embedding(call: RuleBuilder) -> Rule:
     weight, indices = call.inputs
     rows, row = call.dims(indices.shape), call.dims(weight.shape[1:])
     return call.rule([(call.factor(weight.shape[0], Kind.BLOCK), *row), rows], [rows + row])
 
 
 @register("embedding_dense_backward")
-def _embedding_backward(call: Call) -> Rule:
+def _embedding_backward(call: RuleBuilder) -> Rule:
     grad, indices = call.inputs
     rows = call.dims(indices.shape, Kind.BLOCK if call["scale_grad_by_freq"] else Kind.SUM)
     row = call.dims(grad.shape[len(indices.shape) :])
@@ -28,7 +28,7 @@ def _embedding_backward(call: Call) -> Rule:
 
 
 @register("gather")
-def _gather(call: Call) -> Rule:
+def _gather(call: RuleBuilder) -> Rule:
     """A dimension passes where the indices have all of it, and the gathered one, which each index looks up, too."""
     x, indices = call.inputs
     if len(x.shape) != len(indices.shape):  # one of them has no dimensions
@@ -45,7 +45,7 @@ def _gather(call: Call) -> Rule:
 
 
 @register("scatter", "scatter_add", "scatter_reduce.two")
-def _scatter(call: Call) -> Rule:
+def _scatter(call: RuleBuilder) -> Rule:
     """The dimension that is scattered along must be whole, and those of which indices or values lack a part."""
     x, *others = call.inputs
     rank = len(x.shape)
@@ -66,7 +66,7 @@ def _scatter(call: Call) -> Rule:
 
 
 @register("index_select")
-def _index_select(call: Call) -> Rule:
+def _index_select(call: RuleBuilder) -> Rule:
     x, indices = call.inputs
     if not x.shape:
         return call.rule([(), call.blocked(indices.shape)], [()])
@@ -77,14 +77,14 @@ def _index_select(call: Call) -> Rule:
 
 
 @register("take")
-def _take(call: Call) -> Rule:
+def _take(call: RuleBuilder) -> Rule:
     x, indices = call.inputs
     dims = call.dims(indices.shape)
     return call.rule([call.blocked(x.shape), dims], [dims])
 
 
 @register("index_add", "index_copy", "index_fill")
-def _index_add(call: Call) -> Rule:
+def _index_add(call: RuleBuilder) -> Rule:
     x = call["self"]
     dim = call["dim"] % max(len(x.shape), 1)
     dims = blocked_at(call, x.shape, frozenset([dim]))
@@ -106,7 +106,7 @@ def _is_mask(t: Any) -> bool:
 class _Indexed:
     """Factors of a tensor that is indexed by tensors, and of what is found there."""
 
-    def __init__(self, call: Call, x: Any, indices: Sequence[Any], kind: Kind) -> None:
+    def __init__(self, call: RuleBuilder, x: Any, indices: Sequence[Any], kind: Kind) -> None:
         at = [d for d, i in enumerate(indices) if i is not None]
         self.found_shape = torch.broadcast_shapes(*(tuple(indices[d].shape) for d in at))
         positions = call.dims(self.found_shape, kind)
@@ -140,7 +140,7 @@ def _can_be_followed(indices: Sequence[Any]) -> bool:
 
 
 @register("index.Tensor", "_unsafe_index.Tensor")
-def _index(call: Call) -> Rule | None:
+def _index(call: RuleBuilder) -> Rule | None:
     x, indices = call["self"], call["indices"]
     if not _can_be_followed(indices):
         return None
@@ -149,7 +149,7 @@ def _index(call: Call) -> Rule | None:
 
 
 @register("index_put", "_unsafe_index_put", "_index_put_impl_")
-def _index_put(call: Call) -> Rule | None:
+def _index_put(call: RuleBuilder) -> Rule | None:
     x, indices, values = call["self"], call["indices"], call["values"]
     if not _can_be_followed(indices):
         return None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from sacplan._factors.pointwise import broadcast, pointwise
-from sacplan._factors.rule import Call, Dims, Kind, Rule, register
+from sacplan._factors.rule import Dims, Kind, Rule, RuleBuilder, register
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction
 
 
-def _rows_and_classes(call: Call) -> tuple[Dims, Dims, Dims]:
+def _rows_and_classes(call: RuleBuilder) -> tuple[Dims, Dims, Dims]:
     """Factors of the targets, of the scores (classes come second), and of the classes' weights."""
     scores, targets = call["self"], call["target"]
     rows = call.dims(targets.shape)
@@ -18,7 +18,7 @@ def _rows_and_classes(call: Call) -> tuple[Dims, Dims, Dims]:
 
 
 @register("nll_loss_forward", "nll_loss2d_forward")
-def _nll(call: Call) -> Rule:
+def _nll(call: RuleBuilder) -> Rule:
     rows, scores, classes = _rows_and_classes(call)
     reduction = call["reduction"]
     over = [f for factors in rows for f in factors]
@@ -32,7 +32,7 @@ def _nll(call: Call) -> Rule:
 
 
 @register("nll_loss_backward", "nll_loss2d_backward")
-def _nll_backward(call: Call) -> Rule:
+def _nll_backward(call: RuleBuilder) -> Rule:
     """A mean divides by the total weight of the whole, which is an argument."""
     rows, scores, classes = _rows_and_classes(call)
     weight = [] if call["weight"] is None else [classes]
@@ -48,7 +48,7 @@ def _nll_backward(call: Call) -> Rule:
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
 )
-def _elementwise(call: Call) -> Rule | None:
+def _elementwise(call: RuleBuilder) -> Rule | None:
     reduction = call["reduction"]
     shape = tuple(call["self"].shape)
     dims = call.dims(shape)
@@ -69,7 +69,7 @@ def _elementwise(call: Call) -> Rule | None:
     "soft_margin_loss_backward",
     "binary_cross_entropy_backward",
 )
-def _elementwise_backward(call: Call) -> Rule | None:
+def _elementwise_backward(call: RuleBuilder) -> Rule | None:
     """The gradient of a mean is divided by the number of elements, of which a slice has fewer."""
     rule = pointwise(call)
     if rule is None or call["reduction"] != _MEAN:

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from sacplan._factors.reductions import blocked_at
-from sacplan._factors.rule import Call, Dims, Factors, Kind, Rule, register
+from sacplan._factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, register
 
 
-def _normalized(call: Call, shape: Sequence[int]) -> tuple[Dims, Dims]:
+def _normalized(call: RuleBuilder, shape: Sequence[int]) -> tuple[Dims, Dims]:
     """Factors of the dimensions in front, and of those that are normalized."""
     rows = len(shape) - len(call["normalized_shape"])
     return call.dims(shape[:rows]), call.blocked(shape[rows:])
 
 
 @register("native_layer_norm", "_fused_rms_norm")
-def _layer_norm(call: Call) -> Rule:
+def _layer_norm(call: RuleBuilder) -> Rule:
     x, *weights = call.inputs
     rows, row = _normalized(call, x.shape)
     statistics = rows + ((),) * len(row)
@@ -26,7 +26,7 @@ def _layer_norm(call: Call) -> Rule:
 
 
 @register("native_layer_norm_backward", "_fused_rms_norm_backward")
-def _layer_norm_backward(call: Call) -> Rule:
+def _layer_norm_backward(call: RuleBuilder) -> Rule:
     rows, row = _normalized(call, call["input"].shape)
     by_name = dict.fromkeys(("grad_out", "input"), rows + row)
     by_name |= dict.fromkeys(("mean", "rstd"), rows + ((),) * len(row))
@@ -39,7 +39,7 @@ def _layer_norm_backward(call: Call) -> Rule:
 
 
 @register("native_group_norm", "native_group_norm_backward")
-def _group_norm(call: Call) -> Rule:
+def _group_norm(call: RuleBuilder) -> Rule:
     """Samples pass, and so do groups: a dimension of channels is groups times the channels of one."""
     x = call["input"]
     batch, groups = call.factor(x.shape[0]), call.factor(call["group"])
@@ -71,7 +71,7 @@ def _group_norm(call: Call) -> Rule:
     "cudnn_batch_norm",
     "miopen_batch_norm",
 )
-def _batch_norm(call: Call) -> Rule:
+def _batch_norm(call: RuleBuilder) -> Rule:
     """Channels pass; all else does where nothing trains."""
     trains = bool(call.arguments.get("training", False))
     x = call["input"]
@@ -86,7 +86,7 @@ def _batch_norm(call: Call) -> Rule:
     return call.rule(inputs, [whole, *statistics])
 
 
-def _reserved(call: Call, t: Any, channels: Factors) -> Dims:
+def _reserved(call: RuleBuilder, t: Any, channels: Factors) -> Dims:
     """What a library keeps for its backward kernel is of all channels."""
     if t.shape[0]:
         call.becomes(channels, Kind.BLOCK)
@@ -94,7 +94,7 @@ def _reserved(call: Call, t: Any, channels: Factors) -> Dims:
 
 
 @register("native_batch_norm_backward", "cudnn_batch_norm_backward", "miopen_batch_norm_backward")
-def _batch_norm_backward(call: Call) -> Rule:
+def _batch_norm_backward(call: RuleBuilder) -> Rule:
     """The kernels of libraries are for training, and return all three gradients."""
     trains = bool(call.arguments.get("train", True))
     x = call["input"]
@@ -118,7 +118,7 @@ def _batch_norm_backward(call: Call) -> Rule:
 
 
 @register("_weight_norm_interface", "_weight_norm_interface_backward")
-def _weight_norm(call: Call) -> Rule:
+def _weight_norm(call: RuleBuilder) -> Rule:
     """Each index of one dimension has a norm of its own; the other dimensions must be whole."""
     direction = call["saved_v" if "saved_v" in call.arguments else "v"]
     dim = call["dim"] % len(direction.shape)

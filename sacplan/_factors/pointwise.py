@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sacplan._factors.rule import Call, Dims, Factors, Rule, register
+from sacplan._factors.rule import Dims, Factors, Rule, RuleBuilder, register
 
 
 def broadcast(dims: Dims, to: Sequence[int], shape: Sequence[int]) -> Dims | None:
@@ -26,7 +26,7 @@ def broadcast(dims: Dims, to: Sequence[int], shape: Sequence[int]) -> Dims | Non
     rrelu_with_noise_backward rsub sigmoid_backward silu_backward softplus_backward
     softshrink_backward tanh_backward threshold_backward zero zeros_like""",
 )
-def pointwise(call: Call) -> Rule | None:
+def pointwise(call: RuleBuilder) -> Rule | None:
     """One factor for each dimension of the output; a buffer that the device's kernel does not need may be empty."""
     shape = tuple(call.outputs[0].shape)
     dims = call.dims(shape)
@@ -45,12 +45,12 @@ def pointwise(call: Call) -> Rule | None:
 
 
 @register("scalar_tensor")
-def _scalar(call: Call) -> Rule:
+def _scalar(call: RuleBuilder) -> Rule:
     return call.rule([], [()])
 
 
 @register("isin", "bucketize")
-def _looked_up(call: Call) -> Rule | None:
+def _looked_up(call: RuleBuilder) -> Rule | None:
     """Elements are looked up one by one in a second tensor, which is needed whole."""
     if tuple(call.outputs[0].shape) != tuple(call.inputs[0].shape):
         return None
@@ -61,7 +61,7 @@ def _looked_up(call: Call) -> Rule | None:
 
 
 @register("full ones zeros new_empty new_zeros new_ones new_full")
-def _filled(call: Call) -> Rule:
+def _filled(call: RuleBuilder) -> Rule:
     """A new tensor; of an input, only type and device matter."""
     shape = call.outputs[0].shape
     dims = call.dims(shape)
@@ -71,7 +71,7 @@ def _filled(call: Call) -> Rule:
 
 
 @register("new_empty_strided")
-def _strided(call: Call) -> Rule | None:
+def _strided(call: RuleBuilder) -> Rule | None:
     """The same, where a stride is the product of the sizes of the dimensions inside; else no slice is as dense."""
     shape, strides = call.outputs[0].shape, call["stride"]
     rule = _filled(call)

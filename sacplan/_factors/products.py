@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sacplan._factors.pointwise import broadcast
-from sacplan._factors.rule import Call, Dims, Factors, Kind, Rule, register
+from sacplan._factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, register
 
 
 def _letters(
-    call: Call, words: Sequence[str], shapes: Sequence[Sequence[int]], out: str
+    call: RuleBuilder, words: Sequence[str], shapes: Sequence[Sequence[int]], out: str
 ) -> dict[str, Factors]:
     """A factor for each letter of an Einstein sum; those that are not in the output are summed over."""
     found: dict[str, Factors] = {}
@@ -24,16 +24,16 @@ def _spelled(word: str, letters: dict[str, Factors]) -> Dims:
     return tuple(letters[letter] for letter in word)
 
 
-def _product(first: str, second: str, out: str) -> Callable[[Call], Rule]:
-    def formula(call: Call) -> Rule:
+def _product(first: str, second: str, out: str) -> Callable[[RuleBuilder], Rule]:
+    def formula(call: RuleBuilder) -> Rule:
         letters = _letters(call, (first, second), [t.shape for t in call.inputs], out)
         return call.rule([_spelled(w, letters) for w in (first, second)], [_spelled(out, letters)])
 
     return formula
 
 
-def _product_with_bias(first: str, second: str, out: str) -> Callable[[Call], Rule | None]:
-    def formula(call: Call) -> Rule | None:
+def _product_with_bias(first: str, second: str, out: str) -> Callable[[RuleBuilder], Rule | None]:
+    def formula(call: RuleBuilder) -> Rule | None:
         bias, *factors = call.inputs
         letters = _letters(call, (first, second), [t.shape for t in factors], out)
         for letter, found in letters.items():
@@ -58,7 +58,7 @@ register("addmv")(_product_with_bias("ik", "k", "i"))
 
 
 @register("_grouped_mm")
-def _grouped_product(call: Call) -> Rule | None:
+def _grouped_product(call: RuleBuilder) -> Rule | None:
     """Groups of rows, of columns, or of what is summed over: where groups end, ``offs`` says, and slices would not."""
     x, y = call.inputs[:2]
     if call["bias"] is not None:

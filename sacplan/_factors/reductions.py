@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from sacplan._factors.rule import Call, Dims, Kind, Rule, register
+from sacplan._factors.rule import Dims, Kind, Rule, RuleBuilder, register
 
 
-def reduced_dims(call: Call, rank: int) -> frozenset[int]:
+def reduced_dims(call: RuleBuilder, rank: int) -> frozenset[int]:
     """The dimensions in the argument ``dim``, all if it names none."""
     given = call.arguments.get("dim")
     if given is None or given == []:
@@ -17,7 +17,7 @@ def reduced_dims(call: Call, rank: int) -> frozenset[int]:
     return frozenset(d % max(rank, 1) for d in given)
 
 
-def _reduction(call: Call, kind: Kind) -> Rule:
+def _reduction(call: RuleBuilder, kind: Kind) -> Rule:
     shape = call.inputs[0].shape
     gone = reduced_dims(call, len(shape))
     dims = tuple(call.factor(n, kind if d in gone else Kind.PASS) for d, n in enumerate(shape))
@@ -27,8 +27,8 @@ def _reduction(call: Call, kind: Kind) -> Rule:
     return call.rule([dims], outputs)
 
 
-def _by_kind(kind: Kind) -> Callable[[Call], Rule]:
-    def formula(call: Call) -> Rule:
+def _by_kind(kind: Kind) -> Callable[[RuleBuilder], Rule]:
+    def formula(call: RuleBuilder) -> Rule:
         return _reduction(call, kind)
 
     return formula
@@ -44,11 +44,11 @@ register(
 
 
 @register("linalg_vector_norm")
-def _vector_norm(call: Call) -> Rule:
+def _vector_norm(call: RuleBuilder) -> Rule:
     return _reduction(call, {math.inf: Kind.MAX, -math.inf: Kind.MIN}.get(call["ord"], Kind.BLOCK))
 
 
-def blocked_at(call: Call, shape: Sequence[int], whole: frozenset[int]) -> Dims:
+def blocked_at(call: RuleBuilder, shape: Sequence[int], whole: frozenset[int]) -> Dims:
     """Factors of a shape, some dimensions of which must be whole."""
     return tuple(call.factor(n, Kind.BLOCK if d in whole else Kind.PASS) for d, n in enumerate(shape))
 
@@ -57,7 +57,7 @@ def blocked_at(call: Call, shape: Sequence[int], whole: frozenset[int]) -> Dims:
     """_log_softmax _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data argsort cummax cummin
     cumprod cumsum kthvalue logcumsumexp sort topk"""
 )
-def along_a_dimension(call: Call) -> Rule:
+def along_a_dimension(call: RuleBuilder) -> Rule:
     """All tensors have the same dimensions, but for the one that is worked along, whose length may change."""
     shape = call.inputs[0].shape
     dim = call["dim"] % max(len(shape), 1)
@@ -78,7 +78,7 @@ def along_a_dimension(call: Call) -> Rule:
 
 
 @register("glu")
-def _glu(call: Call) -> Rule:
+def _glu(call: RuleBuilder) -> Rule:
     """The halves of a dimension are multiplied."""
     x, out = call.inputs[0], call.outputs[0]
     dim = call["dim"] % len(x.shape)
@@ -87,7 +87,7 @@ def _glu(call: Call) -> Rule:
 
 
 @register("glu_backward")
-def _glu_backward(call: Call) -> Rule:
+def _glu_backward(call: RuleBuilder) -> Rule:
     grad, x = call.inputs
     dim = call["dim"] % len(x.shape)
     dims = blocked_at(call, x.shape, frozenset([dim]))
@@ -97,7 +97,7 @@ def _glu_backward(call: Call) -> Rule:
 
 
 @register("_fft_c2c", "_fft_r2c", "_fft_c2r")
-def _fft(call: Call) -> Rule:
+def _fft(call: RuleBuilder) -> Rule:
     x, out = call.inputs[0], call.outputs[0]
     whole = reduced_dims(call, len(x.shape))
     dims = blocked_at(call, x.shape, whole)

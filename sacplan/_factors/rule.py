@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from sacplan._torch.ops import arguments_by_name, draws_numbers
+from sacplan._torch.calls import Call
+from sacplan._torch.ops import draws_numbers
 
 
 class Kind(enum.Enum):
@@ -97,54 +98,16 @@ class Rule:
         return tuple(f for f, size in enumerate(self.sizes) if size > 1 and self.may_slice(f))
 
 
-def is_tensor(value: Any) -> bool:
-    """Whether something is a tensor, or describes one."""
-    return hasattr(value, "shape") and hasattr(value, "dtype")
+class RuleBuilder(Call):
+    """The rule of a call in the making: a formula names its factors, and says what becomes of them."""
 
-
-def flat_tensors(value: Any) -> Iterator[Any]:
-    """The tensors in arguments or results: nested tuples, lists and dicts."""
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from flat_tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from flat_tensors(item)
-    elif is_tensor(value):
-        yield value
-
-
-class Call:
-    """One call of an op, as formulas see it, and the factors that they give it.
-
-    Attributes:
-        name: of the op, without the overload.
-        arguments: by name, defaults included.
-        named_inputs: the tensors in arguments, each with the name of the argument that it stands in.
-        inputs, outputs: the tensors, in order.
-    """
-
-    def __init__(
-        self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
-    ) -> None:
-        self.name = _name_of(func)
-        self.arguments = arguments_by_name(func, args, kwargs)
-        given = (*zip(self.arguments, args, strict=False), *kwargs.items())
-        self.named_inputs: list[tuple[str, Any]] = [
-            (name, t) for name, value in given for t in flat_tensors(value)
-        ]
-        self.inputs: list[Any] = [t for _, t in self.named_inputs]
-        self.outputs: list[Any] = list(flat_tensors(outputs))
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], returned: Any) -> None:
+        super().__init__(func, args, kwargs, returned)
         self._sizes: list[int] = []
         self._kinds: list[Kind] = []
         self._by_output: dict[tuple[int, int], Kind] = {}
         self._resized: list[Resized] = []
         self._replaced: list[Replaced] = []
-
-    def __getitem__(self, name: str) -> Any:
-        return self.arguments[name]
-
-    # --- factors
 
     def factor(self, size: int, kind: Kind = Kind.PASS) -> Factors:
         """A new factor as the only one of a dimension; none for size 1."""
@@ -206,7 +169,7 @@ class Call:
         )
 
 
-Formula = Callable[[Call], Rule | None]
+Formula = Callable[[RuleBuilder], Rule | None]
 FormulaT = TypeVar("FormulaT", bound=Formula)
 
 _FORMULAS: dict[str, Formula] = {}
@@ -226,11 +189,6 @@ def register(*names: str) -> Callable[[FormulaT], FormulaT]:
 
 
 @functools.cache
-def _name_of(func: torch._ops.OpOverload) -> str:
-    return str(func._schema.name).partition("::")[2]
-
-
-@functools.cache
 def formula_of(func: torch._ops.OpOverload) -> Formula | None:
     """The formula of an op; None if it has none.
 
@@ -238,7 +196,7 @@ def formula_of(func: torch._ops.OpOverload) -> Formula | None:
     """
     if func.namespace not in ("aten", "prims") or any(a.is_out for a in func._schema.arguments):
         return None
-    name = _name_of(func)
+    name = func._schema.name.partition("::")[2]
     plain = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     for found in (f"{name}.{func._overloadname}", name, f"{plain}.{func._overloadname}", plain):
         if found in _FORMULAS:
@@ -262,5 +220,5 @@ def rule_of(
     formula = formula_of(func)
     if formula is None or draws_numbers(func, args, kwargs):
         return None
-    call = Call(func, args, kwargs, outputs)
+    call = RuleBuilder(func, args, kwargs, outputs)
     return formula(call) if call.outputs else None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sacplan._factors.pointwise import pointwise
 from sacplan._factors.reductions import blocked_at
-from sacplan._factors.rule import Call, Dims, Factors, Kind, Rule, register
+from sacplan._factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, register
 
 # --- other sizes for the same elements
 
@@ -52,7 +52,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
 
 
 @register("view.default", "_unsafe_view", "reshape", "view_copy.default")
-def _view(call: Call) -> Rule | None:
+def _view(call: RuleBuilder) -> Rule | None:
     """Sizes split into the factors that both shapes share; where they share none, dimensions must be whole."""
     before, after = call.inputs[0].shape, call.outputs[0].shape
     if math.prod(before) != math.prod(after):
@@ -78,24 +78,24 @@ def _view(call: Call) -> Rule | None:
 
 
 @register("view.dtype")
-def _view_as_type(call: Call) -> Rule | None:
+def _view_as_type(call: RuleBuilder) -> Rule | None:
     return pointwise(call) if tuple(call.inputs[0].shape) == tuple(call.outputs[0].shape) else None
 
 
 @register("view_as_real")
-def _view_as_real(call: Call) -> Rule:
+def _view_as_real(call: RuleBuilder) -> Rule:
     dims = call.dims(call.inputs[0].shape)
     return call.rule([dims], [(*dims, call.factor(2, Kind.BLOCK))])
 
 
 @register("view_as_complex")
-def _view_as_complex(call: Call) -> Rule:
+def _view_as_complex(call: RuleBuilder) -> Rule:
     dims = call.dims(call.outputs[0].shape)
     return call.rule([(*dims, call.factor(2, Kind.BLOCK))], [dims])
 
 
 @register("expand", "expand_copy")
-def _expand(call: Call) -> Rule:
+def _expand(call: RuleBuilder) -> Rule:
     x, out = call.inputs[0], call.outputs[0]
     dims = call.dims(out.shape)
     new = len(out.shape) - len(x.shape)
@@ -104,7 +104,7 @@ def _expand(call: Call) -> Rule:
 
 
 @register("repeat")
-def _repeat(call: Call) -> Rule:
+def _repeat(call: RuleBuilder) -> Rule:
     x, repeats = call.inputs[0], call["repeats"]
     dims = call.dims(x.shape)
     times = tuple(call.factor(n) for n in repeats)
@@ -117,13 +117,13 @@ def _repeat(call: Call) -> Rule:
 
 
 @register("permute", "permute_copy")
-def _permute(call: Call) -> Rule:
+def _permute(call: RuleBuilder) -> Rule:
     dims = call.dims(call.inputs[0].shape)
     return call.rule([dims], [tuple(dims[d] for d in call["dims"])])
 
 
 @register("transpose.int", "t", "transpose_copy.int", "t_copy", "adjoint", "mT")
-def _transpose(call: Call) -> Rule:
+def _transpose(call: RuleBuilder) -> Rule:
     dims = call.dims(call.inputs[0].shape)
     rank = len(dims)
     swapped = list(dims)
@@ -134,14 +134,14 @@ def _transpose(call: Call) -> Rule:
 
 
 @register("unsqueeze", "unsqueeze_copy")
-def _unsqueeze(call: Call) -> Rule:
+def _unsqueeze(call: RuleBuilder) -> Rule:
     dims = call.dims(call.inputs[0].shape)
     at = call["dim"] % (len(dims) + 1)
     return call.rule([dims], [(*dims[:at], (), *dims[at:])])
 
 
 @register("squeeze", "squeeze_copy")
-def _squeeze(call: Call) -> Rule:
+def _squeeze(call: RuleBuilder) -> Rule:
     """Dimensions of size 1 go; of another that it would squeeze, no slice may have length 1."""
     shape = call.inputs[0].shape
     given = call.arguments.get("dim")
@@ -155,7 +155,7 @@ def _squeeze(call: Call) -> Rule:
 
 
 @register("select.int", "select_copy.int", "unbind.int", "unbind_copy.int")
-def _select(call: Call) -> Rule:
+def _select(call: RuleBuilder) -> Rule:
     shape = call.inputs[0].shape
     dim = call["dim"] % len(shape)
     dims = blocked_at(call, shape, frozenset([dim]))
@@ -163,7 +163,7 @@ def _select(call: Call) -> Rule:
 
 
 @register("split.Tensor", "split_with_sizes", "chunk", "unsafe_split", "unsafe_split_with_sizes", "narrow")
-def _split(call: Call) -> Rule:
+def _split(call: RuleBuilder) -> Rule:
     shape = call.inputs[0].shape
     dim = call["dim"] % len(shape)
     dims = blocked_at(call, shape, frozenset([dim]))
@@ -172,7 +172,7 @@ def _split(call: Call) -> Rule:
 
 
 @register("slice.Tensor", "slice_copy.Tensor")
-def _slice(call: Call) -> Rule:
+def _slice(call: RuleBuilder) -> Rule:
     x, out = call.inputs[0], call.outputs[0]
     dim = call["dim"] % len(x.shape)
     if x.shape[dim] == out.shape[dim]:
@@ -184,7 +184,7 @@ def _slice(call: Call) -> Rule:
 
 
 @register("slice_backward")
-def _slice_backward(call: Call) -> Rule:
+def _slice_backward(call: RuleBuilder) -> Rule:
     grad, out = call.inputs[0], call.outputs[0]
     dim = call["dim"] % len(out.shape)
     if grad.shape[dim] == out.shape[dim]:
@@ -200,7 +200,7 @@ def _slice_backward(call: Call) -> Rule:
 
 
 @register("select_backward")
-def _select_backward(call: Call) -> Rule:
+def _select_backward(call: RuleBuilder) -> Rule:
     shape = call.outputs[0].shape
     dim = call["dim"] % len(shape)
     dims = blocked_at(call, shape, frozenset([dim]))
@@ -209,7 +209,7 @@ def _select_backward(call: Call) -> Rule:
 
 
 @register("slice_scatter", "select_scatter")
-def _scatter_part(call: Call) -> Rule:
+def _scatter_part(call: RuleBuilder) -> Rule:
     x, part = call.inputs
     dim = call["dim"] % len(x.shape)
     dims = blocked_at(call, x.shape, frozenset([dim]))
@@ -218,7 +218,7 @@ def _scatter_part(call: Call) -> Rule:
 
 
 @register("diagonal", "diagonal_copy", "diagonal_backward")
-def _diagonal(call: Call) -> Rule:
+def _diagonal(call: RuleBuilder) -> Rule:
     """The dimensions of the diagonal must be whole; the others come first in what it returns."""
     x, out = call.inputs[0], call.outputs[0]
     square, line = (out, x) if call.name == "diagonal_backward" else (x, out)
@@ -234,7 +234,7 @@ def _diagonal(call: Call) -> Rule:
 
 
 @register("unfold")
-def _unfold(call: Call) -> Rule:
+def _unfold(call: RuleBuilder) -> Rule:
     x, out = call.inputs[0], call.outputs[0]
     if not x.shape:
         return call.rule([()], [call.blocked(out.shape)])
@@ -245,7 +245,7 @@ def _unfold(call: Call) -> Rule:
 
 
 @register("unfold_backward")
-def _unfold_backward(call: Call) -> Rule:
+def _unfold_backward(call: RuleBuilder) -> Rule:
     grad, out = call.inputs[0], call.outputs[0]
     if not out.shape:
         return call.rule([call.blocked(grad.shape)], [()])
@@ -260,7 +260,7 @@ def _unfold_backward(call: Call) -> Rule:
 
 
 @register("cat")
-def _cat(call: Call) -> Rule:
+def _cat(call: RuleBuilder) -> Rule:
     out = call.outputs[0]
     dim = call["dim"] % len(out.shape)
     dims = blocked_at(call, out.shape, frozenset([dim]))
@@ -274,7 +274,7 @@ def _cat(call: Call) -> Rule:
 
 
 @register("stack")
-def _stack(call: Call) -> Rule:
+def _stack(call: RuleBuilder) -> Rule:
     shape = call.inputs[0].shape
     at = call["dim"] % (len(shape) + 1)
     dims = call.dims(shape)
@@ -283,7 +283,7 @@ def _stack(call: Call) -> Rule:
 
 
 @register("roll", "flip")
-def _roll(call: Call) -> Rule:
+def _roll(call: RuleBuilder) -> Rule:
     """Without dimensions, the flattened tensor is rolled."""
     shape = call.inputs[0].shape
     whole = frozenset(d % len(shape) for d in call["dims"] or range(len(shape)))
@@ -294,14 +294,14 @@ def _roll(call: Call) -> Rule:
 
 
 @register("tril", "triu")
-def _triangle(call: Call) -> Rule:
+def _triangle(call: RuleBuilder) -> Rule:
     shape = call.inputs[0].shape
     dims = blocked_at(call, shape, frozenset((len(shape) - 1, len(shape) - 2)))
     return call.rule([dims], [dims])
 
 
 @register("constant_pad_nd")
-def _pad(call: Call) -> Rule:
+def _pad(call: RuleBuilder) -> Rule:
     x, out = call.inputs[0], call.outputs[0]
     padding = call["pad"]
     padded = frozenset(
@@ -316,7 +316,7 @@ def _pad(call: Call) -> Rule:
     )
 
 
-def _shuffled(call: Call, shape: Sequence[int], r: int) -> tuple[Dims, Dims]:
+def _shuffled(call: RuleBuilder, shape: Sequence[int], r: int) -> tuple[Dims, Dims]:
     """The factors of (..., channels r r, height, width) and of (..., channels, height r, width r)."""
     *front, channels, height, width = shape
     before = call.dims(front)
@@ -326,12 +326,12 @@ def _shuffled(call: Call, shape: Sequence[int], r: int) -> tuple[Dims, Dims]:
 
 
 @register("pixel_shuffle")
-def _pixel_shuffle(call: Call) -> Rule:
+def _pixel_shuffle(call: RuleBuilder) -> Rule:
     dims, shuffled = _shuffled(call, call.inputs[0].shape, call["upscale_factor"])
     return call.rule([dims], [shuffled])
 
 
 @register("pixel_unshuffle")
-def _pixel_unshuffle(call: Call) -> Rule:
+def _pixel_unshuffle(call: RuleBuilder) -> Rule:
     dims, shuffled = _shuffled(call, call.outputs[0].shape, call["downscale_factor"])
     return call.rule([shuffled], [dims])

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 
 from sacplan._placing.evaluation import Choice, Evaluation
-from sacplan._placing.graph import Call, Graph
+from sacplan._placing.graph import Graph, PlacedCall
 from sacplan._program.elements import by_pattern, pattern_of
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase
 from sacplan._shard.choose import Choice as Ran
-from sacplan._shard.choose import WholeCall, choose
+from sacplan._shard.choose import choose
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Layout, format_layout
 from sacplan._shard.places import Place
@@ -103,15 +103,13 @@ class _Forward:
 
     def _chosen(
         self,
-        call: Call,
+        call: PlacedCall,
         have: tuple[Layout, ...],
         weights: tuple[bool, ...],
         asked: tuple[Layout, ...] | None,
     ) -> Ran:
         key = (id(call), have, weights, asked)
         if key not in self._known:
-            arguments = call.arguments
-            assert arguments is not None  # what has none is not taken apart, and asks for whole inputs
-            whole = WholeCall(call.func, *arguments, list(call.outputs))
-            self._known[key] = choose(whole, have, self.mesh, asked, weights)
+            assert call.call is not None  # what has none is not taken apart, and asks for whole inputs
+            self._known[key] = choose(call.call, have, self.mesh, asked, weights)
         return self._known[key]

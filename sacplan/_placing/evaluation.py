@@ -23,6 +23,7 @@ from sacplan._shard.costs import Costs, after
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Layout, fits, local_shape
 from sacplan._shard.strategies import AxisStrategy
+from sacplan._torch.calls import Call
 
 Choice: TypeAlias = list[list[int]]
 """By axis and class, which of its strategies."""
@@ -164,14 +165,20 @@ class Evaluation:
         """How long a call of local tensors takes, over that of whole ones."""
         call = self.graph.classes[c].call
         assert call is not None
-        if call.arguments is None or call.func is None or not self._class_ms[c]:
+        if call.call is None or not self._class_ms[c]:
             return 1.0
-        _, whole = self._model.cost(call.func, *call.arguments, call.returned(call.outputs))
-        arguments = call.with_inputs([self._local(t, p) for t, p in zip(call.inputs, inputs, strict=True)])
-        assert arguments is not None
-        local = [self._local(t, p) for t, p in zip(call.outputs, outputs, strict=True)]
-        _, part = self._model.cost(call.func, *arguments, call.returned(local))
+        whole = self._ms(call.call)
+        local = call.on(
+            [self._local(t, p) for t, p in zip(call.inputs, inputs, strict=True)],
+            [self._local(t, p) for t, p in zip(call.outputs, outputs, strict=True)],
+        )
+        assert local is not None
+        part = self._ms(local)
         return part / whole if whole else 1.0
+
+    def _ms(self, call: Call) -> float:
+        _, ms = self._model.cost(call.func, call.args, call.kwargs, call.returned)
+        return ms
 
     def _local(self, t: torch.Tensor, layout: Layout) -> torch.Tensor:
         if all(p.kind != "S" for p in layout):

@@ -23,7 +23,8 @@ from sacplan._program.liveness import Fold
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, Tensor
 from sacplan._ranks.shards import Parameter
 from sacplan._shard.optimizer import together
-from sacplan._torch.ops import arguments_by_name, op_named
+from sacplan._torch.calls import Call
+from sacplan._torch.ops import op_named
 
 GRADIENT = -1
 """In place of a phase: the flow of a gradient to its parameter's home."""
@@ -45,11 +46,11 @@ _SHAPED_LIKE = frozenset(
 """Take a tensor for its shape and type: the result lies where that lies."""
 
 
-class Call:
-    """A call of an op with tensors on the meta device.
+class PlacedCall:
+    """A recorded call of an op, with tensors on the meta device.
 
     Attributes:
-        name: of the op.
+        name: of the op, with the overload.
         inputs, outputs: the tensors in arguments, those returned.
         placed: by input, whether it depends on parameters; of the others every rank has all.
     """
@@ -62,32 +63,29 @@ class Call:
         self.outputs = tuple(meta_tensor(program.tensors[t]) for t in op.outputs)
 
     @cached_property
-    def func(self) -> Any:
-        """The op; None if this process has none of the name."""
-        return op_named(self.name)
+    def call(self) -> Call | None:
+        """The call; None if this process has no such op, or the recording does not hold one of its arguments."""
+        return self.on(self.inputs, self.outputs)
 
-    @cached_property
-    def arguments(self) -> tuple[list[Any], dict[str, Any]] | None:
-        """Positional and keyword arguments; None where the recording does not hold one of them."""
-        return self.with_inputs(self.inputs)
-
-    def with_inputs(self, inputs: Sequence[Any]) -> tuple[list[Any], dict[str, Any]] | None:
-        """The arguments with other tensors."""
+    def on(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Call | None:
+        """The same call of other tensors."""
+        func = op_named(self.name)
+        if func is None:
+            return None
         try:
-            return call_with(self._arguments, inputs)
+            args, kwargs = call_with(self._arguments, inputs)
         except Opaque:
             return None
+        return Call(func, args, kwargs, _returned(Call(func, args, kwargs), outputs))
 
-    def returned(self, outputs: Sequence[Any]) -> list[Any]:
-        """What the op returns: outputs, and None where it was asked for none (``output_mask``)."""
-        found, given = list(outputs), self.arguments
-        if given is None or self.func is None:
-            return found
-        mask = arguments_by_name(self.func, *given).get("output_mask")
-        if mask is None or len(found) != sum(mask):
-            return found
-        left = iter(found)
-        return [next(left) if wanted else None for wanted in mask]
+
+def _returned(call: Call, outputs: Sequence[Any]) -> list[Any]:
+    """What an op returns: outputs, and None where it was asked for none (``output_mask``)."""
+    mask = call.arguments.get("output_mask")
+    if mask is None or len(outputs) != sum(mask):
+        return list(outputs)
+    left = iter(outputs)
+    return [next(left) if wanted else None for wanted in mask]
 
 
 def meta_tensor(tensor: Tensor) -> torch.Tensor:
@@ -119,7 +117,7 @@ class OpClass:
     unit: str
     phase: int
     follows: bool
-    call: Call | None
+    call: PlacedCall | None
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     ops: list[int] = field(default_factory=list)
@@ -230,7 +228,7 @@ class Graph:
         self.parameters = tuple(parameters)
         self.classes: list[OpClass] = []
         self.values: list[Value] = []
-        self.calls: list[Call] = []
+        self.calls: list[PlacedCall] = []
         self.homes: dict[int, int] = {}
         self.optimizer_ms: dict[int, float] = defaultdict(float)
         self.rest_ms = 0.0
@@ -281,7 +279,7 @@ class Graph:
         )
         if key not in self._call_of:
             self._call_of[key] = len(self.calls)
-            self.calls.append(Call(op, self.program, placed))
+            self.calls.append(PlacedCall(op, self.program, placed))
         return self._call_of[key]
 
     def _add_parameters(self) -> None:

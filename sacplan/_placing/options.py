@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from sacplan._placing.graph import _SHAPED_LIKE, Call, Graph, OpClass
+from sacplan._placing.graph import _SHAPED_LIKE, Graph, OpClass, PlacedCall
 from sacplan._shard.placements import REPLICATED, Placement, cut
-from sacplan._shard.strategies import AxisStrategy, axis_strategies, written_inputs
+from sacplan._shard.strategies import AxisStrategy, axis_strategies
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class AxisOptions:
             self._followed[key] = self._after(self.graph.calls[call_index], result, placement)
         return self._followed[key]
 
-    def _after(self, call: Call, result: int, placement: Placement) -> Placement | None:
+    def _after(self, call: PlacedCall, result: int, placement: Placement) -> Placement | None:
         if placement == REPLICATED:
             return REPLICATED
         if call.name in _SHAPED_LIKE:
@@ -121,16 +121,13 @@ class AxisOptions:
             found.append(frozenset(k for k, s in enumerate(own) if placed(subject, s) in keys))
         return found
 
-    def _strategies_of(self, call: Call, available: list[set[Placement]]) -> tuple[AxisStrategy, ...]:
+    def _strategies_of(self, call: PlacedCall, available: list[set[Placement]]) -> tuple[AxisStrategy, ...]:
         whole = AxisStrategy((REPLICATED,) * len(call.inputs), (REPLICATED,) * len(call.outputs))
-        if call.func is None or call.arguments is None:
+        if call.call is None:
             return (whole,)
         key = (id(call), tuple(map(frozenset, available)))
         if key not in self._offered:
-            args, kwargs = call.arguments
-            self._offered[key] = axis_strategies(
-                call.func, args, kwargs, list(call.outputs), self.ranks, available, self.nested
-            )
+            self._offered[key] = axis_strategies(call.call, self.ranks, available, self.nested)
         return self._offered[key]
 
     # --- classes -------------------------------------------------------------------------------------
@@ -182,7 +179,9 @@ class AxisOptions:
         offered = self._strategies_of(call, [m or set() for m in made])
         return tuple(s for i, s in enumerate(offered) if i == 0 or self._has_inputs(call, s, made))
 
-    def _has_inputs(self, call: Call, strategy: AxisStrategy, made: list[set[Placement] | None]) -> bool:
+    def _has_inputs(
+        self, call: PlacedCall, strategy: AxisStrategy, made: list[set[Placement] | None]
+    ) -> bool:
         """Whether inputs can lie so: a maximum over ranks, for example, must have been made as one."""
         return all(
             not p.is_partial or (m is not None and (p in m or p.reduce == "sum"))
@@ -218,8 +217,6 @@ def placed(subject: OpClass, strategy: AxisStrategy) -> tuple[Any, ...]:
     ), strategy.outputs
 
 
-def written(call: Call) -> tuple[int, ...]:
+def written(call: PlacedCall) -> tuple[int, ...]:
     """The tensor arguments that a call writes in place: these cannot be moved first."""
-    if call.func is None or call.arguments is None:
-        return ()
-    return written_inputs(call.func, *call.arguments)
+    return () if call.call is None else call.call.written

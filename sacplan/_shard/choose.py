@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from sacplan._factors.rule import Call, flat_tensors, is_tensor
 from sacplan._shard.divided import norm_order
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Asked, Layout, Placement, fits, format_asked, format_layout
-from sacplan._shard.strategies import AxisStrategy, axis_strategies, written_inputs
+from sacplan._shard.strategies import AxisStrategy, axis_strategies
+from sacplan._torch.calls import Call, flat_tensors
 from sacplan._torch.ops import aten_names, is_alias
 from sacplan.errors import PlanError
 
@@ -42,58 +40,12 @@ class Choice(NamedTuple):
     outputs: tuple[Layout, ...]
 
 
-@dataclass(frozen=True)
-class WholeCall:
-    """One call of an op, described by whole tensors: their shapes are those of no sharding.
-
-    Attributes:
-        func: the op.
-        args, kwargs, outputs: as a dispatch mode sees them. Tensors may be anything with ``shape`` and ``dtype``.
-    """
-
-    func: Any
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    outputs: Any
-
-    @cached_property
-    def inputs(self) -> tuple[Any, ...]:
-        """The tensors in arguments, in order."""
-        return (*flat_tensors(self.args), *flat_tensors(self.kwargs))
-
-    @cached_property
-    def results(self) -> tuple[Any, ...]:
-        """The tensors returned."""
-        return tuple(flat_tensors(self.outputs))
-
-    @cached_property
-    def key(self) -> tuple[Any, ...]:
-        """The same for calls that have the same strategies."""
-        return (self.func, frozen(self.args), frozen(self.kwargs), frozen(self.outputs))
-
-    @cached_property
-    def written(self) -> tuple[int, ...]:
-        """Which of ``inputs`` it writes."""
-        return written_inputs(self.func, self.args, self.kwargs)
-
-
-def frozen(value: Any) -> Any:
-    """Arguments as a key: tensors by shape and type."""
-    if is_tensor(value):
-        return (tuple(value.shape), value.dtype)
-    if isinstance(value, (tuple, list)):
-        return tuple(frozen(item) for item in value)
-    if isinstance(value, Mapping):
-        return tuple((name, frozen(item)) for name, item in value.items())
-    return (type(value), value)
-
-
 _MOST_CHOICES = 1 << 16
 _choices: dict[Any, Choice] = {}
 
 
 def choose(
-    call: WholeCall,
+    call: Call,
     have: Sequence[Layout],
     mesh: Mesh,
     asked: Sequence[Asked | None] | None = None,
@@ -104,7 +56,7 @@ def choose(
     What an op writes in place stays where it is; so does the input of a view, if any strategy allows that.
 
     Args:
-        call: the op and its arguments.
+        call: of whole tensors: their shapes are those of no sharding.
         have: the layout of each tensor argument; that of a plain tensor is replicated on each axis.
         mesh: the ranks.
         asked: layouts that inputs must get; None for an input, or an axis, that may get any.
@@ -125,7 +77,7 @@ def choose(
 
 
 def _choose(
-    call: WholeCall,
+    call: Call,
     have: tuple[Layout, ...],
     mesh: Mesh,
     asked: Sequence[Asked | None],
@@ -143,13 +95,13 @@ def _choose(
     for strategies in _best_first(ranked):
         inputs = tuple(zip(*(s.inputs for s in strategies), strict=True))
         outputs = tuple(zip(*(s.outputs for s in strategies), strict=True))
-        tensors = zip((*call.inputs, *call.results), (*inputs, *outputs), strict=True)
+        tensors = zip((*call.inputs, *call.outputs), (*inputs, *outputs), strict=True)
         if all(fits(t.shape, layout, mesh.ranks) for t, layout in tensors):
             return Choice(strategies, inputs, outputs)
     raise PlanError(_no_strategy(call, have, mesh, asked))
 
 
-def _no_strategy(call: WholeCall, have: Sequence[Layout], mesh: Mesh, asked: Sequence[Asked | None]) -> str:
+def _no_strategy(call: Call, have: Sequence[Layout], mesh: Mesh, asked: Sequence[Asked | None]) -> str:
     shapes = ", ".join(
         f"{tuple(t.shape)} as {format_layout(layout)}"
         + ("" if wanted is None else f", asked as {format_asked(wanted)}")
@@ -163,14 +115,14 @@ def _no_strategy(call: WholeCall, have: Sequence[Layout], mesh: Mesh, asked: Seq
 
 
 def _offered(
-    call: WholeCall, have: tuple[Layout, ...], mesh: Mesh, asked: Sequence[Asked | None], axis: int
+    call: Call, have: tuple[Layout, ...], mesh: Mesh, asked: Sequence[Asked | None], axis: int
 ) -> list[AxisStrategy]:
     """The strategies on one axis that write nothing but what lies as it must, and do what is asked."""
     here = [layout[axis] for layout in have]
     returned = [here[i] for i in call.written] if _returns_what_it_writes(call.func) else []
     if mesh.ranks[axis] == 1:  # all placements are the same: nothing moves
-        others = (REPLICATED,) * (len(call.results) - len(returned))
-        return [AxisStrategy(tuple(here), (*returned[: len(call.results)], *others))]
+        others = (REPLICATED,) * (len(call.outputs) - len(returned))
+        return [AxisStrategy(tuple(here), (*returned[: len(call.outputs)], *others))]
     if call.func._schema.name in _READS_NO_VALUES:
         return [_reads_no_values(call, here)]
     wanted = [None if layout is None else layout[axis] for layout in asked]
@@ -178,7 +130,7 @@ def _offered(
         found: Sequence[AxisStrategy] = [_by_position(call, here)]
     else:
         may_have = [{p} if p_asked is None else {p, p_asked} for p, p_asked in zip(here, wanted, strict=True)]
-        found = axis_strategies(call.func, call.args, call.kwargs, call.outputs, mesh.ranks[axis], may_have)
+        found = axis_strategies(call, mesh.ranks[axis], may_have)
     fixed = {i: here[i] for i in call.written}
     fixed |= {i: placement for i, placement in enumerate(wanted) if placement is not None}
     return [
@@ -193,7 +145,7 @@ _OF_LISTS = ("aten::_foreach_", "aten::_fused_")
 _REDUCE_LISTS = aten_names("_foreach_norm _foreach_max")
 
 
-def _by_position(call: WholeCall, here: Sequence[Placement]) -> AxisStrategy:
+def _by_position(call: Call, here: Sequence[Placement]) -> AxisStrategy:
     """Of an optimizer's op on lists: what stands at one position lies as what is written there, or as the first."""
     if call.func._schema.name in _REDUCE_LISTS:
         return _norms(call, here)
@@ -212,26 +164,26 @@ def _by_position(call: WholeCall, here: Sequence[Placement]) -> AxisStrategy:
         REPLICATED if position is None or t.shape != shapes[position] else lies[position]
         for t, position in zip(call.inputs, at, strict=True)
     ]
-    return AxisStrategy(tuple(inputs), tuple(lies[i] for i in range(len(call.results))))
+    return AxisStrategy(tuple(inputs), tuple(lies[i] for i in range(len(call.outputs))))
 
 
-def _norms(call: WholeCall, here: Sequence[Placement]) -> AxisStrategy:
+def _norms(call: Call, here: Sequence[Placement]) -> AxisStrategy:
     """Of tensors that are cut, from the norms of their parts: gradients are not gathered to be clipped."""
-    whole = (REPLICATED,) * len(call.results)
-    if norm_order(Call(call.func, call.args, call.kwargs, call.outputs)) is None:
+    whole = (REPLICATED,) * len(call.outputs)
+    if norm_order(call) is None:
         return AxisStrategy((REPLICATED,) * len(here), whole)
     inputs = tuple(p if p.is_cut else REPLICATED for p in here)
     cut = tuple(i for i, p in enumerate(inputs) if p.is_cut)
-    return AxisStrategy(inputs, whole, reduces=cut, inside_bytes=sum(nbytes(call.results[i]) for i in cut))
+    return AxisStrategy(inputs, whole, reduces=cut, inside_bytes=sum(nbytes(call.outputs[i]) for i in cut))
 
 
 def _returns_what_it_writes(func: Any) -> bool:
     return any(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)
 
 
-def _reads_no_values(call: WholeCall, here: Sequence[Placement]) -> AxisStrategy:
+def _reads_no_values(call: Call, here: Sequence[Placement]) -> AxisStrategy:
     """Of a factory that takes a tensor for its shape and type: it stays where it is."""
-    same = [tuple(t.shape) == tuple(call.inputs[0].shape) and not here[0].is_partial for t in call.results]
+    same = [tuple(t.shape) == tuple(call.inputs[0].shape) and not here[0].is_partial for t in call.outputs]
     return AxisStrategy(tuple(here), tuple(here[0] if s else REPLICATED for s in same))
 
 
@@ -239,7 +191,7 @@ _Rank = tuple[float, ...]
 
 
 def _ranked(
-    call: WholeCall,
+    call: Call,
     have: tuple[Layout, ...],
     mesh: Mesh,
     asked: Sequence[Asked | None],
@@ -257,13 +209,13 @@ def _ranked(
     elsewhere = [(j, r) for j, r in enumerate(mesh.ranks) if j != axis]
     if others is None:
         parts = [math.prod(r for j, r in elsewhere if layout[j].is_cut) for layout in have]
-        results = [1] * len(call.results)
+        results = [1] * len(call.outputs)
     else:
         known = [(s, r) for j, r in elsewhere if (s := others[j]) is not None]
         parts = [math.prod(r for s, r in known if s.inputs[i].is_cut) for i in range(len(have))]
-        results = [math.prod(r for s, r in known if s.outputs[i].is_cut) for i in range(len(call.results))]
+        results = [math.prod(r for s, r in known if s.outputs[i].is_cut) for i in range(len(call.outputs))]
     sizes = [nbytes(t) / p for t, p in zip(call.inputs, parts, strict=True)]
-    made = [nbytes(t) / p for t, p in zip(call.results, results, strict=True)]
+    made = [nbytes(t) / p for t, p in zip(call.outputs, results, strict=True)]
     view = is_alias(str(call.func))
     was_cut = [
         layout[axis].is_cut or (wanted is not None and (p := wanted[axis]) is not None and p.is_cut)

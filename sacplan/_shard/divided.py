@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch._ops import OpOverload
 
-from sacplan._factors.rule import Call, Kind, Rule
+from sacplan._factors.rule import Kind, Rule
 from sacplan._shard.linear import dtype_of
 from sacplan._shard.placements import PARTIAL, REPLICATED, Placement
+from sacplan._torch.calls import Call
 
 Reduce: TypeAlias = Callable[[torch.Tensor, int], torch.Tensor]
 """From a summand and an axis of the mesh to the sum over the ranks of the axis."""

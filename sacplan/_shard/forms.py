@@ -16,9 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sacplan._device.cost import op_flops
-from sacplan._factors.rule import flat_tensors
 from sacplan._shard.placements import REPLICATED, Placement, cut
-from sacplan._shard.strategies import AxisStrategy, axis_strategies, written_inputs
+from sacplan._shard.strategies import AxisStrategy, axis_strategies
+from sacplan._torch.calls import Call
 from sacplan._torch.ops import is_alias, tensors_in
 from sacplan.errors import PlanError
 
@@ -33,23 +33,11 @@ class Leaf(NamedTuple):
     tensor: torch.Tensor
 
 
-@dataclass(frozen=True)
-class TracedOp:
+@dataclass(eq=False)
+class TracedOp(Call):
     """One op that ran."""
 
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    outputs: Any
-    flops: int
-
-    @property
-    def inputs(self) -> list[torch.Tensor]:
-        return list(flat_tensors((self.args, dict(self.kwargs))))
-
-    @property
-    def results(self) -> list[torch.Tensor]:
-        return list(flat_tensors(self.outputs))
+    flops: int = 0
 
 
 class Tracer(TorchDispatchMode):
@@ -75,7 +63,7 @@ class Trace(NamedTuple):
 
     def logical(self, t: torch.Tensor) -> torch.Size:
         """The shape in which the first op that is more than a view reads a tensor, or the last one has made it."""
-        made = {id(o): op for op in self.ops for o in op.results}
+        made = {id(o): op for op in self.ops for o in op.outputs}
         while id(t) in made and is_alias(str(made[id(t)].func)):
             t = made[id(t)].inputs[0]
         if id(t) in made:
@@ -85,7 +73,7 @@ class Trace(NamedTuple):
     def _read(self, t: torch.Tensor) -> torch.Size:
         for op in self.ops:
             if any(i is t for i in op.inputs):
-                return self._read(op.results[0]) if is_alias(str(op.func)) else t.shape
+                return self._read(op.outputs[0]) if is_alias(str(op.func)) else t.shape
         return t.shape
 
 
@@ -140,8 +128,8 @@ def _with(op: TracedOp, form: Form, options: Mapping[int, list[Placement]], rank
     available = [
         [form.places[id(t)]] if id(t) in form.places else options.get(id(t), [REPLICATED]) for t in op.inputs
     ]
-    written = {id(op.inputs[i]) for i in written_inputs(op.func, op.args, op.kwargs)}
-    for strategy in axis_strategies(op.func, op.args, op.kwargs, op.outputs, ranks, available):
+    written = {id(op.inputs[i]) for i in op.written}
+    for strategy in axis_strategies(op, ranks, available):
         places = dict(form.places)
         for t, placement, may in zip(op.inputs, strategy.inputs, available, strict=True):
             # A bias that is added to summands is the only leaf that may be one.
@@ -149,7 +137,7 @@ def _with(op: TracedOp, form: Form, options: Mapping[int, list[Placement]], rank
             if (placement not in may and not is_bias) or places.setdefault(id(t), placement) != placement:
                 break
         else:
-            for t, placement in zip(op.results, strategy.outputs, strict=True):
+            for t, placement in zip(op.outputs, strategy.outputs, strict=True):
                 if places.setdefault(id(t), placement) != placement and id(t) not in written:
                     break
             else:

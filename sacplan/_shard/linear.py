@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from sacplan._factors.rule import Call
+from sacplan._torch.calls import Call
 
 Together: TypeAlias = tuple[tuple[str, ...], ...]
 """Names of the arguments that may be summands together, in each of several ways."""

@@ -269,7 +269,7 @@ class _Listing:
         self._logical = [trace.logical(t) for t in self.tensors]
         self._trained = list(_trained(trace))
         self._product = _product(trace)
-        self._shapes = {id(t): t.shape for op in trace.ops for t in (*op.inputs, *op.results)}
+        self._shapes = {id(t): t.shape for op in trace.ops for t in (*op.inputs, *op.outputs)}
 
     def fits(self, chosen: Sequence[Form]) -> bool:
         """Whether the cuts of all axes fit together, in all tensors."""
@@ -348,7 +348,7 @@ def _readers(trace: Trace, t: torch.Tensor) -> Iterator[int]:
     for i, op in enumerate(trace.ops):
         if any(other is t for other in op.inputs):
             if is_alias(str(op.func)):
-                for result in op.results:
+                for result in op.outputs:
                     yield from _readers(trace, result)
             else:
                 yield i
@@ -364,7 +364,7 @@ def _trained(trace: Trace) -> Iterator[tuple[torch.Tensor, int | None, list[int]
     known = {id(t) for t in leaves}
     for i, op in enumerate(trace.ops):
         if any(id(t) in known for t in op.inputs):
-            made = [t for t in op.results if t.is_floating_point() and id(t) not in known]
+            made = [t for t in op.outputs if t.is_floating_point() and id(t) not in known]
             known.update(map(id, made))
             if not is_alias(str(op.func)):
                 yield from ((t, i, list(_readers(trace, t))) for t in made)
@@ -396,7 +396,7 @@ def _product(trace: Trace) -> tuple[int, int, int] | None:
 def _leaf_behind(trace: Trace, t: torch.Tensor) -> tuple[int | None, list[str]]:
     """The leaf that a tensor is a view of, and the ops between."""
     through = []
-    made = {id(o): op for op in trace.ops for o in op.results}
+    made = {id(o): op for op in trace.ops for o in op.outputs}
     while id(t) in made:
         through.append(made[id(t)].func._schema.name.removeprefix("aten::"))
         t = made[id(t)].inputs[0]

@@ -22,12 +22,11 @@ import msgspec
 import torch
 
 from sacplan._device.devices import DeviceSpec
-from sacplan._factors.rule import flat_tensors
 from sacplan._program.calls import Opaque, call_with
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, StorageKind, Tensor
 from sacplan._program.rewriting import PatchBuilder
 from sacplan._record.rehearsal import Rehearsal, Seen
-from sacplan._shard.choose import Choice, WholeCall, choose
+from sacplan._shard.choose import Choice, choose
 from sacplan._shard.copies import Copies
 from sacplan._shard.costs import Costs, sent_along
 from sacplan._shard.executor.prepare import RESHAPES, changes_shape
@@ -40,6 +39,7 @@ from sacplan._shard.recorded import collective_named
 from sacplan._shard.redistribute import kept, redistribute
 from sacplan._shard.strategies import local_call
 from sacplan._shard.views import Views
+from sacplan._torch.calls import Call, flat_tensors
 from sacplan._torch.collectives import all_reduce
 from sacplan._torch.ops import READS_NUMBER, aten_names, op_named
 from sacplan._torch.private import below_autograd, fake_failures_unlogged
@@ -364,9 +364,9 @@ class _Rank:
                 f"{self._module(op)} cannot be spread over mesh {self.mesh}: how large the workspace of {op.name} is "
                 "for a rank is not known. Plan for a GPU (device='h100'), which runs another op, or without a mesh."
             )
-        results = [self.metas[t] for t in op.outputs]
+        whole = Call(func, args, kwargs, [self.metas[t] for t in op.outputs])
         try:
-            choice = choose(WholeCall(func, args, kwargs, results), have, self.mesh, asked, weights)
+            choice = choose(whole, have, self.mesh, asked, weights)
         except PlanError as error:
             raise PlanError(f"{self._module(op)} cannot be spread so: {error}") from error
         inputs = []
@@ -376,7 +376,7 @@ class _Rank:
                 (local,) = self._redistribution(t, source, target).made
             inputs.append(self.rehearsal.like(local))
         local_args, local_kwargs = call_with(op.arguments, inputs)
-        call = local_call(func, args, kwargs, results, choice.strategies, self.mesh)
+        call = local_call(whole, choice.strategies, self.mesh)
         position = (0,) * len(self.mesh.axes)
 
         def run() -> Any:

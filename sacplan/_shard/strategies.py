@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from sacplan._factors.axes import Axis, FactorAxis, from_factor, into_factor, resized_arguments
 from sacplan._factors.pointwise import pointwise
-from sacplan._factors.rule import Call, Kind, Rule, flat_tensors, formula_of, rule_of
+from sacplan._factors.rule import Kind, Rule, RuleBuilder, formula_of, rule_of
 from sacplan._shard.divided import (
     ClassAxis,
     Reduce,
@@ -29,6 +29,7 @@ from sacplan._shard.divided import (
 from sacplan._shard.linear import may_be_partial, passed_on
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import PARTIAL, REPLICATED, Placement, cut
+from sacplan._torch.calls import Call, flat_tensors
 from sacplan._torch.ops import arguments_by_name, aten_names, draws_numbers, op_traits
 
 
@@ -75,23 +76,21 @@ _OF_MEANS = frozenset(
 _MEAN, _SUM = 1, 2  # at::Reduction
 
 
-def _rule(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Rule | None:
+def _rule(call: Call) -> Rule | None:
     """The factors of a call, those of ops that draw random numbers too: parts draw their own."""
-    rule = rule_of(func, args, kwargs, outputs)
+    func = call.func
+    rule = rule_of(func, call.args, call.kwargs, call.returned)
     if rule is None and func.namespace == "aten":
-        call = Call(func, args, kwargs, outputs)
         formula = formula_of(func) if "dropout_p" in call.arguments else None
         if func._schema.name in _DRAWING:
             formula = pointwise
-        return formula(call) if formula is not None and call.outputs else None
+        builder = RuleBuilder(func, call.args, call.kwargs, call.returned)
+        return formula(builder) if formula is not None and call.outputs else None
     return rule
 
 
 def axis_strategies(
-    func: OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    outputs: Any,
+    call: Call,
     ranks: int,
     available: Sequence[Collection[Placement]] = (),
     nested: Collection[int] = (),
@@ -99,10 +98,7 @@ def axis_strategies(
     """How one call of an op may run on the ranks of one axis.
 
     Args:
-        func: the op.
-        args, kwargs: as dispatch modes are given them, with global shapes. Tensors may be anything with ``shape`` and
-            ``dtype``.
-        outputs: what the call returns, described in the same way.
+        call: of whole tensors.
         ranks: of the axis.
         available: by tensor argument, the placements that it may have on this axis. Cuts inside a dimension
             (``outer`` above 1) and inputs that are partial are offered only where an argument may have them. Without
@@ -112,24 +108,23 @@ def axis_strategies(
 
     Returns:
         The first has all tensors replicated; then cuts, by factor; then those that pass summands on. Arguments that
-        are written in place may have to be where they already are (see ``written_inputs``), which is not looked at.
+        are written in place may have to be where they already are (see ``Call.written``), which is not looked at.
         The backward pass of attention with dropout has those alone that cut as the forward pass did.
     """
-    call = Call(func, args, kwargs, outputs)
-    draws = draws_numbers(func, args, kwargs)
+    draws = draws_numbers(call.func, call.args, call.kwargs)
     whole = AxisStrategy((REPLICATED,) * len(call.inputs), (REPLICATED,) * len(call.outputs), draws=draws)
     found = [whole]
-    rule = _rule(func, args, kwargs, outputs)
+    rule = _rule(call)
     if rule is not None:
         for within in _cuts(rule, call, ranks, available, nested):
             strategy = _along(rule, call, within, draws)
             if strategy is not None and _is_offered(strategy, available, nested):
                 found.append(strategy)
     if not draws:
-        found.extend(_passing(func, call, available))
+        found.extend(_passing(call, available))
     if available and call.name.endswith("_backward") and call.arguments.get("dropout_p"):
         found = _with_the_same_draws(call, found, available)
-    if op_traits(func).in_place:
+    if op_traits(call.func).in_place:
         found = [s for s in found if s.inputs[:1] == s.outputs[:1]]
     return tuple(dict.fromkeys(found))
 
@@ -242,23 +237,15 @@ def _added(call: Call, kinds: Sequence[Kind], inputs: Sequence[Placement]) -> in
     return at if all(p.is_cut != (i == at) for i, p in enumerate(inputs)) else None
 
 
-def _passing(
-    func: OpOverload, call: Call, available: Sequence[Collection[Placement]]
-) -> Iterator[AxisStrategy]:
+def _passing(call: Call, available: Sequence[Collection[Placement]]) -> Iterator[AxisStrategy]:
     """Strategies of a linear op on summands."""
-    for together, moves in passed_on(func, call):
+    for together, moves in passed_on(call.func, call):
         for reduce in ("sum", "max", "min") if moves else ("sum",):
             p = Placement("P", reduce=reduce)
             has_it = any(p in available[i] for i in together if i < len(available))
             if has_it or (not available and reduce == "sum"):
                 inputs = tuple(p if i in together else REPLICATED for i in range(len(call.inputs)))
                 yield AxisStrategy(inputs, (p,) * len(call.outputs))
-
-
-def written_inputs(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tensor arguments, by position among them, that a call writes: where they lie they must stay."""
-    written = {id(t) for t in flat_tensors(op_traits(func).written(args, kwargs))}
-    return tuple(i for i, t in enumerate(flat_tensors([*args, *kwargs.values()])) if id(t) in written)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,18 +318,11 @@ class LocalCall:
         return self.finish(self.func(*found, **kwargs), reduce)
 
 
-def local_call(
-    func: OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    outputs: Any,
-    chosen: Sequence[AxisStrategy],
-    mesh: Mesh,
-) -> LocalCall:
+def local_call(call: Call, chosen: Sequence[AxisStrategy], mesh: Mesh) -> LocalCall:
     """How one rank of a mesh runs a call with a strategy for each axis.
 
     Args:
-        func, args, kwargs, outputs: as ``axis_strategies`` takes them, with global shapes.
+        call: of whole tensors.
         chosen: by axis of the mesh.
         mesh: whose ranks run it.
     """
@@ -351,8 +331,7 @@ def local_call(
         ranks = math.prod(n for s, n in zip(chosen, mesh.ranks, strict=True) if i in s.averages)
         if ranks > 1:
             scales.append((i, 1 / ranks))
-    rule = _rule(func, args, kwargs, outputs) if any(s.cut for s in chosen) else None
-    call = Call(func, args, kwargs, outputs)
+    rule = _rule(call) if any(s.cut for s in chosen) else None
     order = norm_order(call)
     reduced = tuple(s.reduces for s in chosen)
     classes = tuple(
@@ -361,7 +340,7 @@ def local_call(
         if rule is not None and s.cut is not None and along_classes(call, s.cut.factor, rule) is not None
     )
     return LocalCall(
-        func,
+        call.func,
         rule,
         tuple(s.cut for s in chosen),
         tuple(scales),

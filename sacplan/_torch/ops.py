@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from sacplan._torch.private import is_plain, storage_key
 
@@ -59,27 +60,37 @@ _BITS_VARY = aten_names("""
 _FACTORIES = ("_empty", "empty", "full", "lift", "new_", "ones", "resize", "set_", "zeros")
 
 
+ArgumentPlace = int | tuple[int | str, int]
+"""Where an argument goes: a position, or (position or name, index in the list there); index -1: not in a list."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpTraits:
     """What the schema of an op says.
 
     Attributes:
+        func: the op.
         name: ``"aten.mm.default"``.
+        tensor_positions: the positional arguments that may be tensors, or lists of tensors.
         written_positions, written_names: arguments written in place, by position and by keyword; running
             statistics that the schema does not declare are among them.
         rerunnable: it may run again, as far as the op itself is concerned.
         random: it may draw from a generator.
         in_place: it writes its first argument, nothing else, and returns it.
         training: of a batch norm, the position of the argument that says whether it trains; else None.
+        chooses_kernel: whether settings of PyTorch say which kernel computes it: matmuls, convolutions, attention.
     """
 
+    func: Any
     name: str
+    tensor_positions: tuple[int, ...]
     written_positions: tuple[int, ...]
     written_names: tuple[str, ...]
     rerunnable: bool
     random: bool
     in_place: bool = False
     training: int | None = None
+    chooses_kernel: bool = False
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments that this call writes in place; not what it leaves out, as an instance norm its statistics."""
@@ -94,6 +105,45 @@ class OpTraits:
         if self.training is None or not args[self.training]:
             return ()
         return self.written_positions
+
+    def split(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, Any], list[ArgumentPlace], list[torch.Tensor]]:
+        """The arguments with None for tensors, and the tensors with their places."""
+        rest: list[Any] = list(args)
+        rest_by_name: dict[str, Any] = {}
+        places: list[ArgumentPlace] = []
+        tensors: list[torch.Tensor] = []
+        for i in self.tensor_positions:
+            if i >= len(rest):
+                break
+            value = rest[i]
+            if isinstance(value, torch.Tensor):
+                rest[i] = None
+                places.append(i)
+                tensors.append(value)
+            elif isinstance(value, (list, tuple)):
+                rest[i] = _split_list(i, value, places, tensors)
+        for name, value in kwargs.items():
+            if isinstance(value, torch.Tensor):
+                rest_by_name[name] = None
+                places.append((name, -1))
+                tensors.append(value)
+            elif isinstance(value, (list, tuple)):
+                rest_by_name[name] = _split_list(name, value, places, tensors)
+            else:
+                rest_by_name[name] = value
+        return rest, rest_by_name, places, tensors
+
+
+def _split_list(
+    where: int | str, values: Sequence[Any], places: list[ArgumentPlace], tensors: list[torch.Tensor]
+) -> tuple[Any, ...]:
+    for j, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            places.append((where, j))
+            tensors.append(value)
+    return tuple(None if isinstance(value, torch.Tensor) else value for value in values)
 
 
 _GATHERS = frozenset(("_c10d_functional.all_gather_into_tensor.default",))
@@ -138,7 +188,21 @@ def op_traits(func: Any) -> OpTraits:
     training = None
     if batch_norm:
         training = next(i for i, argument in enumerate(schema.arguments) if argument.name == "training")
-    return OpTraits(str(func), tuple(positions), tuple(names), rerunnable, random, in_place, training)
+    may_be_tensors = (
+        i for i, a in enumerate(schema.arguments) if not a.kwarg_only and "Tensor" in str(a.type)
+    )
+    return OpTraits(
+        func=func,
+        name=str(func),
+        tensor_positions=tuple(may_be_tensors),
+        written_positions=tuple(positions),
+        written_names=tuple(names),
+        rerunnable=rerunnable,
+        random=random,
+        in_place=in_place,
+        training=training,
+        chooses_kernel=func._overloadpacket in flop_registry,
+    )
 
 
 @functools.cache

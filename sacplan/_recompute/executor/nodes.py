@@ -22,86 +22,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from sacplan._executor.recording import here
 from sacplan._executor.tensors import View, digest, view_of
 from sacplan._program.elements import CallSite
 from sacplan._recompute.executor.draws import Draw
-from sacplan._torch.ops import OpTraits, is_between_ranks, op_traits, tensors_in
+from sacplan._torch.ops import ArgumentPlace, OpTraits, is_between_ranks, tensors_in
 from sacplan._torch.private import kernel_settings, set_kernel_settings, storage_key
 from sacplan.errors import RecipeError
-
-Place = int | tuple[int | str, int]
-"""Where an argument goes: a position, or (position or name, index in the list there); index -1: not in a list."""
-
-
-class OpSignature:
-    """What is known of an op before it is called.
-
-    Attributes:
-        positions: the positional arguments that the op's schema allows to be tensors or lists of tensors.
-        chooses_kernel: whether settings of PyTorch say which kernel computes it: matmuls, convolutions, attention.
-    """
-
-    __slots__ = ("chooses_kernel", "func", "positions", "traits")
-
-    def __init__(self, func: Any) -> None:
-        self.func = func
-        self.traits: OpTraits = op_traits(func)
-        arguments = enumerate(func._schema.arguments)
-        self.chooses_kernel = func._overloadpacket in flop_registry
-        self.positions = tuple(i for i, a in arguments if not a.kwarg_only and "Tensor" in str(a.type))
-
-    def split(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[list[Any], dict[str, Any], list[Place], list[torch.Tensor]]:
-        """The arguments with None for tensors, and the tensors with their places."""
-        rest: list[Any] = list(args)
-        rest_by_name: dict[str, Any] = {}
-        places: list[Place] = []
-        tensors: list[torch.Tensor] = []
-        for i in self.positions:
-            if i >= len(rest):
-                break
-            value = rest[i]
-            if isinstance(value, torch.Tensor):
-                rest[i] = None
-                places.append(i)
-                tensors.append(value)
-            elif isinstance(value, (list, tuple)):
-                rest[i] = _split_list(i, value, places, tensors)
-        for name, value in kwargs.items():
-            if isinstance(value, torch.Tensor):
-                rest_by_name[name] = None
-                places.append((name, -1))
-                tensors.append(value)
-            elif isinstance(value, (list, tuple)):
-                rest_by_name[name] = _split_list(name, value, places, tensors)
-            else:
-                rest_by_name[name] = value
-        return rest, rest_by_name, places, tensors
-
-
-def _split_list(
-    where: int | str, values: Sequence[Any], places: list[Place], tensors: list[torch.Tensor]
-) -> tuple[Any, ...]:
-    for j, value in enumerate(values):
-        if isinstance(value, torch.Tensor):
-            places.append((where, j))
-            tensors.append(value)
-    return tuple(None if isinstance(value, torch.Tensor) else value for value in values)
-
-
-_signatures: dict[Any, OpSignature] = {}
-
-
-def signature_of(func: Any) -> OpSignature:
-    """The ``OpSignature`` of an ``OpOverload``; cached."""
-    found = _signatures.get(func)
-    if found is None:
-        found = _signatures[func] = OpSignature(func)
-    return found
 
 
 class Slot:
@@ -188,10 +116,10 @@ class Slot:
         return torch.as_strided(base, size, stride, offset)
 
 
-HeldArg = tuple[Place, torch.Tensor, int, int, int | None]
+HeldArg = tuple[ArgumentPlace, torch.Tensor, int, int, int | None]
 """An argument that is a kept tensor: its place, an alias, its version, the last write that a mode saw, its digest."""
 
-SlotArg = tuple[Place, Slot, View, bool]
+SlotArg = tuple[ArgumentPlace, Slot, View, bool]
 """An argument that is a view of a slot: its place, slot and view, and whether it requires a gradient."""
 
 
@@ -216,28 +144,28 @@ class RecipeNode:
         "outputs",
         "rng",
         "settings",
-        "signature",
         "site",
         "slot_args",
         "times",
+        "traits",
         "unit",
     )
 
     def __init__(
         self,
         unit: str,
-        signature: OpSignature,
+        traits: OpTraits,
         site: CallSite,
         times: int,
         rng: Draw | None,
     ) -> None:
         self.unit = unit
         self.times = times
-        self.signature = signature
+        self.traits = traits
         self.site = site
         self.rng = rng
         self.grad_mode = torch.is_grad_enabled()  # some kernels look at it, and at what requires a gradient
-        self.settings = kernel_settings() if signature.chooses_kernel else None
+        self.settings = kernel_settings() if traits.chooses_kernel else None
         self.args: list[Any] = []
         self.kwargs: dict[str, Any] = {}
         self.held: list[HeldArg] = []
@@ -252,7 +180,7 @@ class RecipeNode:
     @property
     def pin(self) -> str:
         """For messages: how to make a plan that keeps the op's output."""
-        op = self.signature.traits.name.rpartition(".")[0]
+        op = self.traits.name.rpartition(".")[0]
         return f"plan with keep=[{op!r}] (this op everywhere) or keep=[{self.unit or '*'!r}] (the whole unit)"
 
     @property
@@ -293,7 +221,7 @@ class RecipeNode:
         taken: Slot | None = None
         for place, slot, view, requires_grad in self.slot_args:
             tensor = slot.take(view)
-            if place == 0 and self.signature.traits.in_place:
+            if place == 0 and self.traits.in_place:
                 made = slot.value
                 assert made is not None
                 if slot.readers == 1 and (self.times == 1 or slot.node.pending):
@@ -313,17 +241,17 @@ class RecipeNode:
         if self.settings is not None and self.settings != (now := kernel_settings()):
             set_kernel_settings(self.settings)
             try:
-                out = self.signature.func(*args, **kwargs)
+                out = self.traits.func(*args, **kwargs)
             finally:
                 set_kernel_settings(now)
         elif self.rng is None:
-            out = self.signature.func(*args, **kwargs)
-            if is_between_ranks(self.signature.func):
+            out = self.traits.func(*args, **kwargs)
+            if is_between_ranks(self.traits.func):
                 from sacplan._torch.collectives import arrived  # registers ops that few models have
 
                 out = arrived(out)
         else:
-            pinned, out = self.rng.again(self.signature.func, args, kwargs)
+            pinned, out = self.rng.again(self.traits.func, args, kwargs)
             if not pinned:
                 raise RecipeError(
                     f"{self} has to run again in the backward pass, but which random numbers it drew is not known: "

@@ -46,12 +46,10 @@ from sacplan._recompute.executor.handles import (
     unpack,
 )
 from sacplan._recompute.executor.nodes import (
-    OpSignature,
     RecipeNode,
     Slot,
     last_writes,
     note_write,
-    signature_of,
     tensors_of,
 )
 from sacplan._recompute.executor.schedule import (
@@ -65,7 +63,7 @@ from sacplan._recompute.executor.schedule import (
     schedule_of,
 )
 from sacplan._torch.local_tensors import Watching, is_deferred, local_part, wrapping_of
-from sacplan._torch.ops import is_computation, op_traits, tensors_in
+from sacplan._torch.ops import OpTraits, is_computation, op_traits, tensors_in
 from sacplan._torch.private import (
     autograd_sequence_number,
     current_saved_tensors_hooks,
@@ -90,12 +88,12 @@ class _Func:
 
     Attributes:
         name: of the overload, where it may be an op of the recorded step.
-        signature: where it may run again.
+        traits: where it may run again.
         kept: what to do where the output is kept.
     """
 
     name: str | None
-    signature: OpSignature | None
+    traits: OpTraits | None
     kept: ScheduledOp | None
 
 
@@ -218,13 +216,13 @@ class UnitRecorder(Watching):
             kept = _func(func).kept
             action = Action.DISCARD if reads else Action.KEEP if kept is None else kept.action
         if action is Action.DISCARD:
-            signature = op.signature
-            assert signature is not None
-            draw = draw_of(func, args, kwargs) if signature.traits.random else None
-            before = self._before_write(signature, args, kwargs) if signature.traits.written_names else None
+            traits = op.traits
+            assert traits is not None
+            draw = draw_of(func, args, kwargs) if traits.random else None
+            before = self._before_write(traits, args, kwargs) if traits.written_names else None
             out = func(*given, **kwargs)
             if draw is None or draw.is_pinned(func, args, kwargs):
-                self._note(signature, op, args, kwargs, out, draw, before)
+                self._note(traits, op, args, kwargs, out, draw, before)
         else:
             if action is not Action.KEEP:
                 self._note_write(func, args, kwargs)
@@ -254,13 +252,13 @@ class UnitRecorder(Watching):
             self._named += 1
             recorded = self._alignment.next(self._places.caller, place, description)
             self._differs = self._alignment.difference is not None
-            if found.signature is None:
+            if found.traits is None:
                 pass
             elif recorded is None:
                 site = CallSite(found.name, self._named, place)
-                op = ScheduledOp(Action.FOLLOW, found.signature, site)
+                op = ScheduledOp(Action.FOLLOW, found.traits, site)
             elif recorded.times:
-                op = ScheduledOp(Action.DISCARD, found.signature, recorded.site, recorded.times)
+                op = ScheduledOp(Action.DISCARD, found.traits, recorded.site, recorded.times)
         assert self._looked_up is not None
         self._looked_up.append((func, op))
         self._known.append(known)
@@ -354,18 +352,18 @@ class UnitRecorder(Watching):
 
     # --- nodes ---
 
-    def _before_write(self, signature: OpSignature, args: Any, kwargs: Any) -> Slot | None:
+    def _before_write(self, traits: OpTraits, args: Any, kwargs: Any) -> Slot | None:
         """The slot that an op is about to write in place, if it writes the slot's own tensor. The write is noted.
 
         A write through an alias may not bump the version of the tensor itself (``t.data``).
         """
-        slot = self._slot_of(args[0]) if signature.traits.in_place and is_plain(args[0]) else None
-        self._note_write(signature.func, args, kwargs)
+        slot = self._slot_of(args[0]) if traits.in_place and is_plain(args[0]) else None
+        self._note_write(traits.func, args, kwargs)
         return slot if slot is not None and slot.tensor() is args[0] else None
 
     def _note(
         self,
-        signature: OpSignature,
+        traits: OpTraits,
         op: ScheduledOp,
         args: Any,
         kwargs: Any,
@@ -375,18 +373,18 @@ class UnitRecorder(Watching):
     ) -> None:
         """Make a node for the op, unless something about this call requires its output to be kept."""
         outputs = tensors_of(out)
-        in_place = signature.traits.in_place
+        in_place = traits.in_place
         if in_place and overwritten is None:
             return
-        left_out = signature.traits.left_out(args)
+        left_out = traits.left_out(args)
         if left_out:
             args = [None if i in left_out else a for i, a in enumerate(args)]
-        args, kwargs, places, inputs = signature.split(args, kwargs)
+        args, kwargs, places, inputs = traits.split(args, kwargs)
         if not all(map(is_ordinary, outputs)) or not all(map(is_ordinary, inputs)) or not outputs:
             return
         if kwargs.get("non_blocking"):
             return  # nothing would wait for the second copy
-        if signature.traits.random and not _has_one_generator(inputs):
+        if traits.random and not _has_one_generator(inputs):
             return
         input_storages = [t.untyped_storage() for t in inputs]
         taken = [storage_key(s) for s in input_storages]
@@ -395,7 +393,7 @@ class UnitRecorder(Watching):
         if not in_place and not set(keys).isdisjoint(taken):
             return  # an input is also an output: the node would hold what it makes
         assert op.site is not None
-        node = RecipeNode(self._unit, signature, op.site, op.times, draw)
+        node = RecipeNode(self._unit, traits, op.site, op.times, draw)
         node.args, node.kwargs = args, kwargs
         table = self._table
         held = []
@@ -497,7 +495,7 @@ def _func(func: Any) -> _Func:
     traits = op_traits(func)
     kept = NOTE_WRITE if traits.written_names else None
     name = traits.name if is_computation(traits.name) else None
-    return _Func(name, signature_of(func) if traits.rerunnable else None, kept)
+    return _Func(name, traits if traits.rerunnable else None, kept)
 
 
 def _has_one_generator(inputs: list[torch.Tensor]) -> bool:

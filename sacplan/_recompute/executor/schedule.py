@@ -12,7 +12,7 @@ from typing import Any
 
 from sacplan._program.elements import CallSite
 from sacplan._program.places import Call, StepDifference
-from sacplan._recompute.executor.nodes import OpSignature
+from sacplan._torch.ops import OpTraits
 
 
 class Action(Enum):
@@ -31,12 +31,12 @@ class ScheduledOp:
     """One op of a unit's call.
 
     Attributes:
-        signature, site, times: of an op to discard; ``times`` as in ``RecipeNode``.
+        traits, site, times: of an op to discard; ``times`` as in ``RecipeNode``.
         hooks: whether the saved-tensor hooks are switched on (True) or off after the op; None leaves them.
     """
 
     action: Action
-    signature: OpSignature | None = None
+    traits: OpTraits | None = None
     site: CallSite | None = None
     times: int = 1
     hooks: bool | None = None
@@ -117,6 +117,6 @@ def schedule_of(
         if op is None or op.action is Action.KEEP:
             made.append((func, None if hooks is None else ScheduledOp(Action.KEEP, hooks=hooks)))
         else:
-            made.append((func, ScheduledOp(op.action, op.signature, op.site, op.times, hooks)))
+            made.append((func, ScheduledOp(op.action, op.traits, op.site, op.times, hooks)))
     made.append((None, None))
     return Schedule(tuple(made), (*known, None), switches, frozenset(handles), frozenset(kept), difference)

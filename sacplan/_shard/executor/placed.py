@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from sacplan._factors.rule import flat_tensors
 from sacplan._shard.executor.grid import Form, Grid, layout_of
 from sacplan._shard.executor.prepare import Prepared, prepare
 from sacplan._shard.placements import REPLICATED, Layout, is_reduced
 from sacplan._shard.redistribute import kept
 from sacplan._torch import dtensors
+from sacplan._torch.calls import flat_tensors
 from sacplan._torch.dtensors import DTensor
 from sacplan._torch.ops import op_traits
 from sacplan.errors import PlanError

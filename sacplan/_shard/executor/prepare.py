@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from sacplan._factors.rule import flat_tensors
-from sacplan._shard.choose import Choice, WholeCall, choose
+from sacplan._shard.choose import Choice, choose
 from sacplan._shard.executor.grid import Form, Grid
 from sacplan._shard.placements import REPLICATED, Asked, Layout
 from sacplan._shard.places import Place
 from sacplan._shard.strategies import AxisStrategy, LocalCall, local_call
+from sacplan._torch.calls import Call, flat_tensors
 from sacplan._torch.ops import aten_names, draws_numbers, is_alias
 from sacplan._torch.private import (
     FAKE_TENSORS_CANNOT,
@@ -79,7 +79,7 @@ def prepare(
         )
     device = next(flat_tensors((args, kwargs))).device
     whole_args, whole_kwargs, outputs = _as_whole(func, args, kwargs, forms)
-    call = WholeCall(func, whole_args, whole_kwargs, outputs)
+    call = Call(func, whole_args, whole_kwargs, outputs)
     have = [form.layout for form in forms]
     if outputs is _UNKNOWN:
         chosen = _all_replicated(grid, call)
@@ -88,14 +88,14 @@ def prepare(
         if _leaves(device, args, kwargs):
             asked = [grid.replicated] * len(forms)
         chosen = choose(call, have, grid.mesh, asked, [form.weight for form in forms])
-    local = local_call(func, whole_args, whole_kwargs, call.outputs, chosen.strategies, grid.mesh)
+    local = local_call(call, chosen.strategies, grid.mesh)
     cut = [axis for axis, s in enumerate(chosen.strategies) if s.cut is not None]
     made = None
     if outputs is not _UNKNOWN:
         weight = bool(forms) and all(form.weight for form in forms)
         made = tuple(
             grid.form(layout, t.shape, t.stride(), t.dtype, weight)
-            for layout, t in zip(chosen.outputs, call.results, strict=True)
+            for layout, t in zip(chosen.outputs, call.outputs, strict=True)
         )
     view = is_alias(str(func))
     return Prepared(
@@ -174,7 +174,7 @@ def _faked(
             return whole_args, whole_kwargs, _UNKNOWN
 
 
-def _all_replicated(grid: Grid, call: WholeCall) -> Choice:
+def _all_replicated(grid: Grid, call: Call) -> Choice:
     whole = AxisStrategy((REPLICATED,) * len(call.inputs), (REPLICATED,) * 0)
     return Choice((whole,) * len(grid.ranks), (grid.replicated,) * len(call.inputs), ())
 
