@@ -1,4 +1,4 @@
-"""The step of one rank under ``fully_shard`` (FSDP2), from the recorded step of the whole model.
+"""The step of one rank that FSDP2 runs (``fully_shard``), from the recorded step of the whole model.
 
     patch = sharded(program, fingerprint.local_parameters, spec, world_size=8, units=["layers.*", ""])
     rank = program.with_(patch).renumbered()
