@@ -23,9 +23,9 @@ from sacplan._device.devices import resolve_device
 from sacplan._device.links import Link
 from sacplan._profile.profile import trace_step
 from sacplan._program.program import Event, Phase, Program, StorageKind
+from sacplan._ranks.ddp import FIRST_BUCKET_BYTES, buckets_of, replicated
+from sacplan._ranks.fully_shard import sharded
 from sacplan._ranks.ranks import Ranks
-from sacplan._ranks.replicas import FIRST_BUCKET_BYTES, buckets_of, replicated
-from sacplan._ranks.sharding import sharded
 from sacplan._ranks.shards import Parameter, resolve_units
 from sacplan._ranks.unit_limits import narrowed, sharded_units, too_wide
 from sacplan._recompute.rewrite import discarded_ops, recomputed

@@ -4,10 +4,10 @@ A step on several ranks is run by one of three, and each has buffers that the ot
 
 - sacplan (``sacplan.apply`` with a mesh; ``_shard``): an op gathers the parameter that it reads, and the copy lives
   until the next redistribution on that axis of the mesh; a gradient is reduced by itself as soon as it is there.
-- FSDP2 (``fully_shard``; ``sharding.py``): a unit gathers all its parameters before its forward and its backward, one
-  unit ahead in the backward pass; the outermost unit keeps them from forward to backward; a unit's gradients are
-  reduced together after its backward.
-- DDP (``DistributedDataParallel``; ``replicas.py``): parameters are whole, and gradients are held twice, as gradients
+- FSDP2 (``fully_shard.py``): a unit gathers all its parameters before its forward and its backward, one unit ahead in
+  the backward pass; the outermost unit keeps them from forward to backward; a unit's gradients are reduced together
+  after its backward.
+- DDP (``ddp.py``): parameters are whole, and gradients are held twice, as gradients
   and in buckets.
 
 They are separate rewrites, not schedules of one, since not only the schedule differs but also the ops. sacplan starts

@@ -14,8 +14,8 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._program.files import Positive
 from sacplan._program.fingerprint import Entry
 from sacplan._program.program import Program, is_inside
-from sacplan._ranks.replicas import replicated
-from sacplan._ranks.sharding import sharded
+from sacplan._ranks.ddp import replicated
+from sacplan._ranks.fully_shard import sharded
 from sacplan._ranks.shards import parameters_of
 from sacplan._shard.program import on_one_rank
 from sacplan._shard.sharding import Sharding
