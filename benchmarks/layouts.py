@@ -7,10 +7,12 @@ sequences of 8,192 tokens, bfloat16, fused AdamW, on the meta device: nothing is
 sequences, 131,072 tokens; one device also gets one at a time, of which 16 make a step (accumulated). The budget of a
 rank is the memory of an H100 less the headroom that ``sacplan.max_batch`` leaves. Everything is predicted.
 
-A row has the mesh, how the step is spread, peak per rank without and with a plan, ms of a step, of recomputation and of
-collectives that nothing hides, and samples per second. ``fully_shard`` is the way of ``world_size=`` and
-``fsdp_units=``, layer by layer. Seconds are of the
-profile, and of all plans together; those of the processor tell how long it takes when nothing else runs.
+A row has the mesh, how the step is spread, what runs it, peak per rank without and with a plan, ms of a step, of
+recomputation and of collectives that nothing hides, and samples per second. Rows run by sacplan are those of
+``sacplan.layouts``. Where ranks divide the batch, two more are run by PyTorch, as ``world_size=`` and ``fsdp_units=``
+predict it: ``fsdp`` by FSDP2 (``fully_shard`` on each layer and on the model), ``ddp`` by DistributedDataParallel.
+Seconds are of the profile, of all plans of ``layouts`` together, and of each row of PyTorch; those of the processor
+tell how long it takes when nothing else runs.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ RUNS: dict[str, tuple[str, int, tuple[int, ...]]] = {
 COLUMNS = {
     "mesh": "mesh",
     "name": "spread as",
+    "run_by": "run by",
     "unplanned": "peak, no plan",
     "peak": "with a plan",
     "step": "step",
@@ -63,13 +66,18 @@ COLUMNS = {
 }
 
 
-def profiled(shape: str, sequences: int) -> sacplan.Profile:
-    """The step of the whole model on one device."""
+def model_of(shape: str) -> torch.nn.Module:
+    """The model, on torch's default device."""
     config = transformers.LlamaConfig(
         **SHAPES[shape], num_key_value_heads=8, vocab_size=128256, max_position_embeddings=LENGTH, use_cache=False
     )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).bfloat16().train()
+
+
+def profiled(shape: str, sequences: int) -> sacplan.Profile:
+    """The step of the whole model on one device."""
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).bfloat16().train()
+        model = model_of(shape)
         ids = torch.zeros(sequences, LENGTH, dtype=torch.long)
     optimizer = functools.partial(torch.optim.AdamW, fused=True)
     return sacplan.profile(model, {"input_ids": ids, "labels": ids}, optimizer=optimizer, device=DEVICE)
@@ -96,6 +104,7 @@ def looked(shape: str, devices: int, sequences: int, *, search: bool) -> dict[st
         {
             "mesh": row.mesh,
             "name": row.name,
+            "run_by": SACPLAN if row.mesh else "",
             "fits": row.fits,
             "unplanned_peak_bytes": row.unplanned_peak_bytes,
             "peak_bytes": row.peak_bytes,
@@ -106,7 +115,12 @@ def looked(shape: str, devices: int, sequences: int, *, search: bool) -> dict[st
         }
         for row in found.rows
     ]
-    beside, by_units = timed(lambda: fully_sharded(shape, devices, sequences, found.budget_bytes))
+    seconds = {"profile": tracing, "layouts": planning, "plan_on_best_mesh": one_mesh}
+    for run_by in PYTORCH if devices > 1 and sequences % devices == 0 else ():
+        row, seconds[run_by] = timed(
+            functools.partial(row_of_pytorch, run_by, shape, devices, sequences, found.budget_bytes)
+        )
+        rows.append(row)
     return {
         "shape": shape,
         "devices": devices,
@@ -115,26 +129,25 @@ def looked(shape: str, devices: int, sequences: int, *, search: bool) -> dict[st
         "budget_bytes": found.budget_bytes,
         "one_device_peak_bytes": profile.peak_bytes,
         "ops": len(profile.recorded.ops),
-        "seconds": {
-            "profile": tracing,
-            "layouts": planning,
-            "plan_on_best_mesh": one_mesh,
-            "fully_shard": by_units if beside else {},
-        },
+        "seconds": seconds,
         "best_mesh": best,
         "refused": list(found.refused),
-        "rows": sorted([*rows, *beside], key=_order),
+        "rows": sorted(rows, key=_order),
     }
 
 
+SACPLAN, FSDP2, DDP = "sacplan", "FSDP2", "DDP"
 UNITS = ("model.layers.*", "")
+PYTORCH: dict[str, tuple[str, Sequence[str] | None]] = {FSDP2: ("fsdp", UNITS), DDP: ("ddp", None)}
+"""How a step is spread that PyTorch runs, and its ``fsdp_units``."""
 
 
-def fully_sharded(shape: str, devices: int, sequences: int, budget_bytes: int) -> list[dict[str, Any]]:
-    """A row of ``fully_shard``, where the ranks divide the batch."""
-    if devices == 1 or sequences % devices:
-        return []
-    rank = profiled(shape, sequences // devices).on_ranks(Ranks.of(devices, UNITS))
+def row_of_pytorch(
+    run_by: str, shape: str, devices: int, sequences: int, budget_bytes: int
+) -> dict[str, Any]:
+    """A row of FSDP2 or DDP. Each rank records a batch of its own."""
+    name, units = PYTORCH[run_by]
+    rank = profiled(shape, sequences // devices).on_ranks(Ranks.of(devices, units))
     plan, least = None, 0
     try:
         plan = sacplan.plan(rank, f"{budget_bytes}B")
@@ -142,19 +155,18 @@ def fully_sharded(shape: str, devices: int, sequences: int, budget_bytes: int) -
     except sacplan.InfeasibleBudget as error:
         least = error.smallest_feasible_bytes
     ms = rank.step_ms + (plan.recompute_ms if plan else 0.0)
-    return [
-        {
-            "mesh": {"dp": devices},
-            "name": "fully_shard",
-            "fits": plan is not None,
-            "unplanned_peak_bytes": rank.peak_bytes,
-            "peak_bytes": least,
-            "step_ms": ms,
-            "recompute_ms": plan.recompute_ms if plan else 0.0,
-            "collective_ms": math.fsum(op.time_ms for op in rank.program.ops if "c10d" in op.name),
-            "samples_per_s": sequences / ms * 1e3 if plan else 0.0,
-        }
-    ]
+    return {
+        "mesh": {"dp": devices},
+        "name": name,
+        "run_by": run_by,
+        "fits": plan is not None,
+        "unplanned_peak_bytes": rank.peak_bytes,
+        "peak_bytes": least,
+        "step_ms": ms,
+        "recompute_ms": plan.recompute_ms if plan else 0.0,
+        "collective_ms": math.fsum(op.time_ms for op in rank.program.ops if "c10d" in op.name),
+        "samples_per_s": sequences / ms * 1e3 if plan else 0.0,
+    }
 
 
 def _order(row: dict[str, Any]) -> tuple[bool, float]:
@@ -172,21 +184,22 @@ def mesh_text(row: dict[str, Any]) -> str:
 def cells_of(row: dict[str, Any], length: int) -> list[str]:
     """A row as text."""
     peaks = [f"{row[key] / GIB:.1f} GiB" for key in ("unplanned_peak_bytes", "peak_bytes")]
+    way = [mesh_text(row), row["name"], row["run_by"]]
     if not row["fits"]:
-        return [mesh_text(row), row["name"], peaks[0], f"does not fit (at least {peaks[1]})", "", "", "", ""]
+        return [*way, peaks[0], f"does not fit (at least {peaks[1]})", "", "", "", ""]
     times = [f"{row[key]:,.0f} ms" for key in ("step_ms", "recompute_ms", "collective_ms")]
-    return [mesh_text(row), row["name"], *peaks, *times, f"{row['samples_per_s'] * length:,.0f}"]
+    return [*way, *peaks, *times, f"{row['samples_per_s'] * length:,.0f}"]
 
 
 def table(run: dict[str, Any], most: int | None = None) -> list[str]:
     """A table in Markdown: what fits, the fastest first, then the ways that do not; refused meshes below."""
     rows = run["rows"] if most is None else run["rows"][:most]
-    lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
+    lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|---|---|---|" + "---:|" * (len(COLUMNS) - 3)]
     lines += ["| " + " | ".join(cells_of(row, run["length"])) + " |" for row in rows]
     return lines
 
 
-_SHORT = 6
+_SHORT = 9
 """Rows of a table in the docs."""
 
 

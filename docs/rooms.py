@@ -54,7 +54,7 @@ _SAYS = {
     "_rewrites": "versions, workspaces",
     "_record": "step to program",
     "_shard": "ops over a mesh",
-    "_ranks": "fully_shard, DDP",
+    "_ranks": "run by FSDP2, DDP",
     "_technique": "what a technique is",
     "_executor": "what executors share",
     "_recompute": "the technique",

@@ -307,7 +307,7 @@ def test_frontier(saved: Path) -> None:
 def test_the_plan_of_a_rank(saved: Path) -> None:
     """It is the library's, goes through every command, and each says that it is of one rank."""
     result = run(f"plan train.py:make --device cpu {UNITS} --budget 85%")
-    words = "one of 4 ranks (fully_shard: 3 x layers.*, the model)"
+    words = "one of 4 ranks, run by FSDP2 (fully_shard: 3 x layers.*, the model)"
     assert words in result.stdout
     profile, plan = sacplan.Profile.load("rank.json.gz"), sacplan.Plan.load("rank.json")
     assert plan.ranks == profile.ranks

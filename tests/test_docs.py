@@ -417,16 +417,21 @@ def test_what_is_said_of_a_70b_shape_is_in_the_file() -> None:
     on = {run["devices"]: run["rows"] for run in runs if run["shape"] == "70b"}
     least = min(on[8], key=lambda row: float(row["peak_bytes"]))
     assert not any(row["fits"] for row in on[8])
-    assert f"the smallest peak is {least['peak_bytes'] / 2**30:.1f} GiB, with `{least['name']}`" in page
+    assert (
+        f"the smallest peak is {least['peak_bytes'] / 2**30:.1f} GiB, with `{least['name']}` run by {least['run_by']}."
+        in page
+    )
     best = on[64][0]
     assert best["fits"]
-    assert (best["name"], best["mesh"]) == ("fsdp", {"dp": 64})
+    assert (best["name"], best["run_by"], best["mesh"]) == ("fsdp", "sacplan", {"dp": 64})
     assert f"recomputes for {best['recompute_ms']:,.0f} of {best['step_ms']:,.0f} ms" in page
     waits = {
-        row["name"]: f"{row['collective_ms']:,.0f} ms" for row in on[1024] if row["mesh"] == {"dp": 1024}
+        row["run_by"]: f"{row['collective_ms']:,.0f} ms"
+        for row in on[1024]
+        if (row["name"], row["mesh"]) == ("fsdp", {"dp": 1024})
     }
-    assert f"by itself waits {waits['fsdp']} for" in page
-    assert f"waits {waits['fully_shard']}." in page
+    assert f"by itself waits {waits['sacplan']} for" in page
+    assert f"waits {waits['FSDP2']}." in page
 
 
 def test_what_is_said_of_the_search_is_in_the_file() -> None:

@@ -6,6 +6,7 @@ torch's fake process group lets one process be rank 0 of eight: all buffers are 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +23,9 @@ from sacplan._device.devices import resolve_device
 from sacplan._device.links import Link
 from sacplan._profile.profile import trace_step
 from sacplan._program.program import Event, Phase, Program, StorageKind
+from sacplan._ranks.ddp import FIRST_BUCKET_BYTES, buckets_of, replicated
+from sacplan._ranks.fully_shard import sharded
 from sacplan._ranks.ranks import Ranks
-from sacplan._ranks.replicas import FIRST_BUCKET_BYTES, buckets_of, replicated
-from sacplan._ranks.sharding import sharded
 from sacplan._ranks.shards import Parameter, resolve_units
 from sacplan._ranks.unit_limits import narrowed, sharded_units, too_wide
 from sacplan._recompute.rewrite import discarded_ops, recomputed
@@ -145,6 +146,23 @@ def test_peak_of_a_rank_is_the_allocators(name: str, mesh: Any) -> None:
     ).peak_bytes()
     assert predicted == measured
     assert abs(predicted - whole.peak_bytes) > 1000  # it is another peak than the whole model's
+
+
+@pytest.mark.parametrize("name", ["Adamax", "Adadelta", "ASGD", "NAdam", "RMSprop", "SGD"])
+def test_state_of_other_optimizers_is_in_shards(
+    name: str, mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On parameters that eight ranks do not divide."""
+    settings = {"SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}}
+    optimizer = functools.partial(getattr(torch.optim, name), **settings.get(name, {}))
+    monkeypatch.setattr("tests.ranks.OPTIMIZER", optimizer)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(61, 61), nn.GELU())))
+    batch, units = torch.randn(16, 61), ["?", ""]
+    whole = profiled(model, batch, mean_square)
+    rank = of_one_rank(whole, RANKS, units)
+    assert any(kind == StorageKind.OPTIMIZER_STATE for kind in rank.program.storage_kinds)
+    sharded_model = fully_sharded(model, mesh, resolve_units(units, whole.program))
+    assert rank.peak_bytes == RankMemory(sharded_model, batch, mean_square).peak_bytes()
 
 
 def test_collectives_come_in_the_order_of_fully_shard(mesh: Any) -> None:

@@ -131,14 +131,15 @@ class StepOptions:
             min=1,
             metavar="N",
             help="Ranks that the step is spread over; batch, budget and peaks are those of one rank. "
-            "DistributedDataParallel, unless --fsdp-unit is given. Default: 1; a saved profile has its own.",
+            "Run by DDP (DistributedDataParallel), unless --fsdp-unit is given. Default: 1; a saved profile has its "
+            "own.",
         ),
     ] = None
     fsdp_unit: Annotated[
         list[str] | None,
         _ranks(
             metavar="PATTERN",
-            help="Modules on which fully_shard is called ('model.layers.*'); '' is the model itself. "
+            help="Run by FSDP2: modules on which fully_shard is called ('model.layers.*'); '' is the model itself. "
             "May be repeated.",
         ),
     ] = None

@@ -276,9 +276,11 @@ def layouts(
 ) -> Answer:
     """Peak and time of a step, per rank, on each mesh of a number of devices: data, sharded and tensor parallel.
 
-    The batch is of all ranks together. By default an hf: target gets one sample for each of them.
+    The batch is of all ranks together. By default an hf: target gets one sample for each of them. All rows are run by
+    sacplan; for FSDP2 and DDP of PyTorch see sacplan plan --world-size.
     """
     import sacplan
+    from sacplan._plan.layouts import RUN_BY
 
     check_output(output, "plan", force=force)
     allowed = sources.check_early_of_device(asked)
@@ -317,15 +319,15 @@ def layouts(
         "refused": list(found.refused),
     }
     notes = [f"not looked at: {reason}" for reason in found.refused] + show.saved("plan", output)
-    summary = pairs(
-        [
-            ("devices", f"{found.devices} x {found.device}"),
-            ("batch", f"{found.batch_size}, of all ranks together"),
-            ("budget", f"{show.size(found.budget_bytes)} on each rank"),
-        ]
-    )
+    said = [
+        ("devices", f"{found.devices} x {found.device}"),
+        ("batch", f"{found.batch_size}, of all ranks together"),
+        ("budget", f"{show.size(found.budget_bytes)} on each rank"),
+    ]
+    if found.devices > 1:
+        said.append(("run by", RUN_BY))
     cells = [[_layout_cell(column, row) for column in _LAYOUTS] for row in rows]
-    return Answer(facts, [summary, table(list(_LAYOUTS.values()), cells, _LAYOUTS_OPTIONAL)], notes)
+    return Answer(facts, [pairs(said), table(list(_LAYOUTS.values()), cells, _LAYOUTS_OPTIONAL)], notes)
 
 
 _LAYOUTS: dict[str, Column | str] = {

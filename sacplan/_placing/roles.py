@@ -1,8 +1,9 @@
 """What an axis of a mesh is for: restrictions under which the search finds what people name.
 
-Data parallelism cuts what comes from the batch and uses parameters whole; at home they may be cut (``fully_shard``) or
-not (``DistributedDataParallel``). Tensor parallelism cuts parameters, and what is computed with them. Under both,
-nothing that comes whole is cut in between: cuts come in with the batch, or with a parameter.
+Data parallelism cuts what comes from the batch and uses parameters whole; at home they may be cut (``fsdp``) or not
+(``ddp``). Both are run by sacplan, op by op: only where parameters lie is as under PyTorch's FSDP2 and DDP. Tensor
+parallelism cuts parameters, and what is computed with them. Under both, nothing that comes whole is cut in between:
+cuts come in with the batch, or with a parameter.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ def data_parallel(offer: Offer) -> bool:
 
 
 def replicas(offer: Offer) -> bool:
-    """Data parallelism with whole parameters: ``DistributedDataParallel``."""
+    """``ddp``: data parallelism with whole parameters."""
     if offer.subject.is_parameter:
         return not offer.strategy.outputs[0].is_cut
     return data_parallel(offer)
 
 
 def fully_sharded(offer: Offer) -> bool:
-    """Data parallelism with parameters cut along their first dimension where that is possible: ``fully_shard``."""
+    """``fsdp``: data parallelism with parameters cut along their first dimension where that is possible."""
     if offer.subject.is_parameter:
         return offer.strategy.outputs[0].is_cut and offer.strategy.outputs[0].dim == 0
     return data_parallel(offer)

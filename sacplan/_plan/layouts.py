@@ -1,7 +1,10 @@
 """``layouts``: every mesh of a number of devices, and what a step comes to on it.
 
-found = sacplan.layouts(model, batch, 8, device="h100", optimizer=torch.optim.AdamW)
-found.best.plan, found.to_frame()
+    found = sacplan.layouts(model, batch, 8, device="h100", optimizer=torch.optim.AdamW)
+    found.best.plan, found.to_frame()
+
+All rows are run by sacplan. ``fsdp`` is not FSDP2 and ``ddp`` is not DDP: these have buffers of their own, and are
+predicted from a step on the batch of one rank (``world_size=`` and ``fsdp_units=``, see ``sacplan/_ranks``).
 """
 
 from __future__ import annotations
@@ -32,13 +35,18 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+RUN_BY = "sacplan: an op gathers the parameters that it reads (FSDP2, DDP: plan with world_size)"
+"""What a table of layouts says of its rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to spread a step over a number of devices.
+    """One way to spread a step over a number of devices, as ``sacplan.apply`` runs it.
 
     Attributes:
         mesh: ranks by axis; empty for a single device.
-        name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, ``"fsdp + megatron"``, or ``"search"``.
+        name: ``"ddp"`` (parameters whole on each rank), ``"fsdp"`` (cut, and gathered by each op that reads them),
+            ``"megatron"``, ``"fsdp + megatron"``, or ``"search"``.
         sharding: where parameters lie; None for a single device.
         plan: that holds the budget; None if none does.
         unplanned_peak_bytes: peak per rank without recomputation.
@@ -70,7 +78,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Layouts:
-    """All ways that were looked at, the fastest that fits first.
+    """All ways that were looked at, the fastest that fits first. On several devices they are run by sacplan.
 
     Attributes:
         rows: the ways.
@@ -130,9 +138,11 @@ class Layouts:
         )
 
     def _repr_html_(self) -> str:
-        rows = (("budget", f"{format_bytes(self.budget_bytes)} on each rank"),)
+        rows = [("budget", f"{format_bytes(self.budget_bytes)} on each rank")]
+        if self.devices > 1:
+            rows.append(("run by", RUN_BY))
         title = f"A batch of {self.batch_size} on {self.devices} x {self.device}"
-        return as_html([Section(title, rows)]) + frame_html(self.to_frame())
+        return as_html([Section(title, tuple(rows))]) + frame_html(self.to_frame())
 
     def __repr__(self) -> str:
         """One line."""
@@ -165,6 +175,10 @@ def layouts(
 
         found = sacplan.layouts(model, batch, 8, device="h100", optimizer=torch.optim.AdamW)
         print(found.to_frame())
+
+    All rows are run by sacplan: ``sacplan.apply`` with a mesh. Peaks of PyTorch's FSDP2 and DDP differ, since they
+    gather whole units ahead, and hold gradients in buckets: for these, ``sacplan.profile`` or ``sacplan.plan`` with
+    ``world_size=`` and ``fsdp_units=``, and the batch of one rank.
 
     Args:
         model: to train, or a profile of it.

@@ -1,8 +1,8 @@
 """Plans on a mesh: shardings that people name and those that the search finds, with recomputation and slices on each.
 
-What is compared is the step of one rank, rewritten for a sharding and then for a plan: its peak, and its time. Of the
-shardings the cheapest counts whose plan holds the budget. Nothing is proved about other shardings; ``Plan.gap`` and
-``Plan.lower_bound_ms`` are about recomputation with this one.
+All of them are run by sacplan. What is compared is the step of one rank, rewritten for a sharding and then for a plan:
+its peak, and its time. Of the shardings the cheapest counts whose plan holds the budget. Nothing is proved about other
+shardings; ``Plan.gap`` and ``Plan.lower_bound_ms`` are about recomputation with this one.
 """
 
 from __future__ import annotations

@@ -58,8 +58,9 @@ def policy(
             enters the layer is kept. ``"selective"`` does what ``option`` says. ``"chunked-loss"`` discards
             nothing, but computes the loss and its gradients in slices, from the module on with which that saves
             most: in most models the head. ``"ddp"`` and ``"fsdp"`` spread the batch over all axes of a mesh, with
-            parameters whole or cut on each rank. ``"megatron"`` cuts the parameters of matrix products on the last
-            axis and computes in parts, with ``"ddp"`` on the other axes; ``"fsdp + megatron"`` with that.
+            parameters whole or cut on each rank; run by sacplan, they are neither PyTorch's DDP nor its FSDP2, which
+            ``world_size`` and ``fsdp_units`` stand for. ``"megatron"`` cuts the parameters of matrix products on the
+            last axis and computes in parts, with ``"ddp"`` on the other axes; ``"fsdp + megatron"`` with that.
         option: of ``"selective"``, and only of it:
 
             - an integer ``k`` (or its digits, ``"2"``): *checkpoint* every k-th layer as ``"full"`` does, that

@@ -340,15 +340,19 @@ def _part_facts(part: Part) -> dict[str, object]:
 
 
 def ranks_text(ranks: Ranks, program: Program | None = None) -> str:
-    """Over how many ranks a step is spread, and how; with its program, how many modules each pattern matches."""
+    """Over how many ranks a step is spread, what runs it, and how.
+
+    With its program also how many modules each pattern matches.
+    """
     if ranks.world_size == 1:
         return "one device"
     if ranks.sharding is not None:
-        return f"one of {ranks.world_size} ranks (mesh {ranks.sharding.mesh})"
-    if ranks.fsdp_units is None:
-        return f"one of {ranks.world_size} ranks (DistributedDataParallel)"
-    units = ", ".join(_unit(pattern, program) for pattern in ranks.fsdp_units)
-    return f"one of {ranks.world_size} ranks (fully_shard: {units})"
+        how = f"mesh {ranks.sharding.mesh}"
+    elif ranks.fsdp_units is None:
+        how = "DistributedDataParallel"
+    else:
+        how = "fully_shard: " + ", ".join(_unit(pattern, program) for pattern in ranks.fsdp_units)
+    return f"one of {ranks.world_size} ranks, run by {ranks.run_by} ({how})"
 
 
 def _unit(pattern: str, program: Program | None) -> str:

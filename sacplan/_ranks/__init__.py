@@ -1,1 +1,21 @@
-"""The step of one rank under ``fully_shard`` or DistributedDataParallel, as a rewrite of the whole model's."""
+"""The step of one rank, as a rewrite of the whole model's: who runs it, and what PyTorch's FSDP2 and DDP hold.
+
+A step on several ranks is run by one of three, and each has buffers that the others do not have:
+
+- sacplan (``sacplan.apply`` with a mesh; ``_shard``): an op gathers the parameter that it reads, and the copy lives
+  until the next redistribution on that axis of the mesh; a gradient is reduced by itself as soon as it is there.
+- FSDP2 (``fully_shard.py``): a unit gathers all its parameters before its forward and its backward, one unit ahead in
+  the backward pass; the outermost unit keeps them from forward to backward; a unit's gradients are reduced together
+  after its backward.
+- DDP (``ddp.py``): parameters are whole, and gradients are held twice, as gradients
+  and in buckets.
+
+They are separate rewrites, not schedules of one, since not only the schedule differs but also the ops. sacplan starts
+from a step on the batch of all ranks and runs ops on placed tensors: what is made of the batch before it meets a
+parameter is whole on each rank, gradients are added up out of place, a parameter stays whole if the ranks divide none
+of its dimensions, and under autocast a shard is cast before it is gathered. FSDP2 and DDP start from a step on the
+batch of one rank and run its ops on plain tensors, unchanged; FSDP2 pads shards, and autocast casts what it has
+gathered. All three share the costs of the links and the clocks of computation and collectives
+(``_shard/costs.py``, ``_shard/overlap.py``).
+``tests/test_run_by.py`` takes the differences of their peaks apart, buffer by buffer.
+"""

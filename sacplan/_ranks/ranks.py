@@ -1,4 +1,4 @@
-"""Over how many ranks a step is spread, and how: the step of one rank from that of the whole model.
+"""Over how many ranks a step is spread, how, and what runs it: the step of one rank from that of the whole model.
 
 rank = Ranks.of(8, ["layers.*", ""]).program(program, fingerprint.local_parameters, spec)
 """
@@ -6,6 +6,7 @@ rank = Ranks.of(8, ["layers.*", ""]).program(program, fingerprint.local_paramete
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 from msgspec import Struct, structs
 
@@ -13,12 +14,15 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._program.files import Positive
 from sacplan._program.fingerprint import Entry
 from sacplan._program.program import Program, is_inside
-from sacplan._ranks.replicas import replicated
-from sacplan._ranks.sharding import sharded
+from sacplan._ranks.ddp import replicated
+from sacplan._ranks.fully_shard import sharded
 from sacplan._ranks.shards import parameters_of
 from sacplan._shard.program import on_one_rank
 from sacplan._shard.sharding import Sharding
 from sacplan.errors import TraceError
+
+RunBy: TypeAlias = Literal["sacplan", "FSDP2", "DDP"]
+"""What runs a step on several ranks: ``sacplan.apply``, or PyTorch's ``fully_shard`` or ``DistributedDataParallel``."""
 
 
 class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,9 +30,9 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         world_size: ranks; 1: there is one device, and nothing is spread.
-        fsdp_units: patterns for the modules on which ``fully_shard`` is called (see ``resolve_units``); None with
-            several ranks and no sharding: DistributedDataParallel.
-        sharding: where parameters lie on a mesh of these ranks. The batch is that of all of them.
+        fsdp_units: for FSDP2, patterns for the modules on which ``fully_shard`` is called (see ``resolve_units``); the
+            batch is that of one rank. None with several ranks and no sharding: DDP.
+        sharding: for sacplan, where parameters lie on a mesh of these ranks; the batch is that of all of them.
     """
 
     world_size: Positive = 1
@@ -63,6 +67,19 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
     def spread(cls, sharding: Sharding) -> Ranks:
         """The ranks of a mesh."""
         return cls(sharding.mesh.size, None, sharding)
+
+    @property
+    def run_by(self) -> RunBy | None:
+        """What runs the step on several ranks; None on one device.
+
+        The same parallelism has another peak with each of them, since they gather and reduce at other times, into
+        other buffers.
+        """
+        if self.sharding is not None:
+            return "sacplan"
+        if self.world_size == 1:
+            return None
+        return "DDP" if self.fsdp_units is None else "FSDP2"
 
     def program(self, whole: Program, parameters: Sequence[Entry], spec: DeviceSpec) -> Program:
         """The step of one rank; the given one if there is only one.
@@ -102,23 +119,25 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         """What the step of a rank takes for granted, a sentence each."""
         if self.sharding is not None:
             return (
-                f"one of {self.world_size} ranks of mesh {self.sharding.mesh}; parameters are gathered one ahead "
-                "and reductions of gradients run behind the backward pass, as fully_shard does it, so their time "
-                "counts where computation does not hide it; what NCCL allocates for itself is not counted",
+                f"one of {self.world_size} ranks of mesh {self.sharding.mesh}, run by sacplan.apply: an op gathers the "
+                "parameter that it reads, and the copy lives until the next is gathered; the time of a collective is "
+                "what computation would not hide if parameters were gathered one op ahead and gradients reduced behind "
+                "the backward pass; what NCCL allocates for itself is not counted",
             )
         if self.world_size == 1:
             return ()
         if self.fsdp_units is None:
             return (
-                f"one of {self.world_size} ranks of DistributedDataParallel(model) with its defaults: gradients are "
-                "held twice; what NCCL allocates for itself is not counted; the time of a collective is what the "
-                "rest of the backward pass does not hide, by the links of the device",
+                f"one of {self.world_size} ranks, run by DDP, DistributedDataParallel(model) with its defaults: "
+                "gradients are held twice; what NCCL allocates for itself is not counted; the time of a collective is "
+                "what the rest of the backward pass does not hide, by the links of the device",
             )
         units = ", ".join(map(repr, self.fsdp_units))
         return (
-            f"one of {self.world_size} ranks, that with the largest shards, under fully_shard(module) for the modules "
-            f"{units}, with its defaults and no mixed-precision policy; what NCCL allocates for itself is not counted; "
-            "the time of a collective is what the computation of a unit does not hide, by the links of the device",
+            f"one of {self.world_size} ranks, that with the largest shards, run by FSDP2, fully_shard(module) for the "
+            f"modules {units}, with its defaults and no mixed-precision policy; what NCCL allocates for itself is not "
+            "counted; the time of a collective is what the computation of a unit does not hide, by the links of the "
+            "device",
         )
 
 

@@ -1,8 +1,8 @@
-"""Which tensors of an optimizer's step belong to one parameter, so that they lie alike on the ranks of a mesh."""
+"""Which tensors of an optimizer's step belong to one parameter: they lie alike on the ranks, whatever runs the step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from sacplan._program.program import Op, Phase, Program, StorageKind
 from sacplan._shard.placements import Layout
@@ -26,27 +26,40 @@ def together(op: Op) -> Iterator[list[int]]:
         yield [*single, *op.outputs]
 
 
-def optimizer_state(program: Program, homes: Mapping[int, Layout]) -> dict[int, Layout]:
-    """Where an optimizer's state lies: as its parameters.
+def like_parameters(program: Program, parameters: Collection[int]) -> dict[int, int]:
+    """By storage, the parameter that it has the shape of and belongs to, for all that an optimizer's step touches.
 
-    An optimizer's ops take a parameter, its gradient and its state together, or lists of these in one order.
+    These are the parameters themselves, gradients, state, and temporaries. An optimizer's ops take a parameter, its
+    gradient and its state together, or lists of these in one order; so what is known of one tensor of an op holds for
+    those of its shape beside it, and from them for other ops, until nothing is added. What has another shape, such as
+    step counts and the factors of Adafactor, is not among them.
+
+    Args:
+        program: with an optimizer's step.
+        parameters: their storages.
     """
-    found = dict(homes)
+    found = {s: s for s in parameters}
     for parameter, gradient in program.gradients.items():
-        found[program.tensors[gradient].storage] = homes[parameter]
-    state = {s for s in program.initial if program.storage_kinds[s] == StorageKind.OPTIMIZER_STATE}
-    ops = [op for op in program.ops if op.phase == Phase.OPTIMIZER]
+        if parameter in found:
+            found[program.tensors[gradient].storage] = parameter
+    groups = [
+        [program.tensors[t] for t in group]
+        for op in program.ops
+        if op.phase == Phase.OPTIMIZER
+        for group in together(op)
+    ]
     known = 0
     while known < len(found):
         known = len(found)
-        for op in ops:
-            for group in together(op):
-                shapes = {
-                    t.shape: found[t.storage]
-                    for t in map(program.tensors.__getitem__, group)
-                    if t.storage in found
-                }
-                for t in map(program.tensors.__getitem__, group):
-                    if t.shape in shapes:
-                        found.setdefault(t.storage, shapes[t.shape])
-    return {s: layout for s, layout in found.items() if s in state and s not in homes}
+        for group in groups:
+            shapes = {t.shape: found[t.storage] for t in group if t.storage in found}
+            for t in group:
+                if t.shape in shapes:
+                    found.setdefault(t.storage, shapes[t.shape])
+    return found
+
+
+def optimizer_state(program: Program, homes: Mapping[int, Layout]) -> dict[int, Layout]:
+    """Where an optimizer's state lies: as its parameters. ``homes``: of all parameters, by storage."""
+    state = {s for s in program.initial if program.storage_kinds[s] == StorageKind.OPTIMIZER_STATE}
+    return {s: homes[parameter] for s, parameter in like_parameters(program, homes).items() if s in state}

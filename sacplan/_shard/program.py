@@ -6,6 +6,8 @@ Each op takes the layouts that its inputs have by then, runs as ``choose`` says,
 follow: as on the ranks. How large things are is not worked out but seen: the executor's own code runs on fake tensors
 of the sizes of a rank, once for each different call. A redistribution is ops in front of the one that needs it.
 
+This is a step that sacplan runs. FSDP2 and DDP gather and reduce at other times, see ``sacplan/_ranks``.
+
 Who holds what when does not change, but for what is added: copies that a redistribution made, and gradients, which a
 hook moves to the layout of their parameter.
 """

@@ -1,4 +1,4 @@
-"""The step of one rank under ``DistributedDataParallel``, from the recorded step of the model.
+"""The step of one rank that DDP runs (``DistributedDataParallel``), from the recorded step of the model.
 
     rank = program.with_(replicated(program, fingerprint.local_parameters, spec, world_size=8)).renumbered()
 

@@ -1,4 +1,4 @@
-"""The step of one rank under ``fully_shard`` (FSDP2), from the recorded step of the whole model.
+"""The step of one rank that FSDP2 runs (``fully_shard``), from the recorded step of the whole model.
 
     patch = sharded(program, fingerprint.local_parameters, spec, world_size=8, units=["layers.*", ""])
     rank = program.with_(patch).renumbered()
@@ -36,7 +36,7 @@ time by the bytes of the shards.
 Not counted: what NCCL or gloo allocate for themselves (NCCL does outside of torch's allocator). Not modelled:
 that collectives take multiprocessors and bandwidth from computation; mixed-precision policies
 (what is gathered and reduced has the parameters' own type), offloading, meshes of two dimensions, explicit
-prefetching, gradients left unreduced over several backward passes. Optimizer state of another size than its
+prefetching, gradients left unreduced over several backward passes. Optimizer state of another shape than its
 parameter's (Adafactor's factors) is counted whole.
 """
 
@@ -98,7 +98,7 @@ def sharded(
             f"none of the units {', '.join(map(repr, names))} has a parameter of its own: nothing would be sharded."
         )
     limited = kept_at_limits(program, owned)
-    patch = _Rewriter(limited, found, spec, world_size, names, owned, reshard_after_forward).patch()
+    patch = _Rewriter(limited, spec, world_size, names, owned, reshard_after_forward).patch()
     kept = {i: op for i, (op, old) in enumerate(zip(limited.ops, program.ops, strict=True)) if op is not old}
     return msgspec.structs.replace(patch, changed_ops={**kept, **patch.changed_ops})
 
@@ -146,7 +146,6 @@ class _Rewriter:
     def __init__(
         self,
         program: Program,
-        parameters: Sequence[Parameter],
         spec: DeviceSpec,
         world_size: int,
         units: Sequence[str],
@@ -173,10 +172,7 @@ class _Rewriter:
         self.gradients = self._gradients()
         self.reduced: dict[int, int] = {}  # gradients that are gone, and what has their shards
         self.awaited: set[int] = set()  # gradients that live until they are reduced
-        sizes = sizes_of_a_rank(
-            program, parameters, {p.storage for p in self._owned()}, set(self.gradients), world_size, spec
-        )
-        for s, n_bytes in enumerate(sizes):
+        for s, n_bytes in enumerate(sizes_of_a_rank(program, self._owned(), world_size, spec)):
             if n_bytes != program.storage_bytes[s]:
                 self.draft.storage_bytes[s] = n_bytes
 
