@@ -38,7 +38,7 @@ def chosen(
         [parse_asked(text) if text else None for text in asked] or None,
         [letter == "w" for letter in weights],
     )
-    for t, layout in zip((*call.inputs, *call.results), (*found.inputs, *found.outputs), strict=True):
+    for t, layout in zip((*call.inputs, *call.outputs), (*found.inputs, *found.outputs), strict=True):
         assert fits(t.shape, layout, mesh.ranks)
     return " ".join(map(format_layout, found.inputs)), " ".join(map(format_layout, found.outputs))
 
