@@ -224,23 +224,42 @@ def _rounded(ms: float) -> float:
 
 
 def digest_of(program: Program) -> str:
-    """Of what happens in a step: its events, with sizes and times, whatever the numbers of ops and storages are."""
+    """Of what happens in a step: its events, with sizes and times, whatever the numbers of ops and storages are.
+
+    What is let go of between two ops is so in no particular order: it makes no difference to memory, and may follow from
+    where objects lie in the process.
+    """
     known: dict[int, int] = {}
-    said = []
+    said: list[object] = []
+    gone: list[tuple[int, int]] = []  # (event, storage)
+
+    def size(storage: int) -> int:
+        return program.storage_bytes[storage]
+
+    def say_gone() -> None:
+        gone.sort(key=lambda each: (each[0], known.get(each[1], len(program.storage_bytes)), size(each[1])))
+        said.extend((code, known.setdefault(s, len(known)), size(s)) for code, s in gone)
+        gone.clear()
+
     for code, arg in program.events:
+        if code in (Event.FREE, Event.RELEASE):
+            gone.append((int(code), program.storage_of(code, arg)))
+            continue
+        if code in (Event.UNPACK, Event.DROP):
+            continue
+        say_gone()
         if code == Event.OP:
             op = program.ops[arg]
             where = "" if op.scope < 0 else program.scopes[op.scope].fqn
             storages = [known.setdefault(s, len(known)) for s in op.writes]
             sizes = [program.storage_bytes[s] for s in op.writes]
             said.append((op.name, int(op.phase), where, storages, sizes, f"{op.time_ms:.6g}", op.flops))
-        elif code in (Event.ALLOC, Event.FREE):
-            said.append((int(code), known.setdefault(arg, len(known)), program.storage_bytes[arg]))
-        elif code in (Event.PACK, Event.RELEASE):
-            storage = program.handle_storages[arg]
-            said.append((int(code), known.setdefault(storage, len(known)), program.storage_bytes[storage]))
-        elif code in (Event.ENTER, Event.EXIT):
+        elif code in (Event.ALLOC, Event.PACK):
+            storage = program.storage_of(code, arg)
+            said.append((int(code), known.setdefault(storage, len(known)), size(storage)))
+        else:
             said.append((int(code), program.scopes[arg].fqn))
+    say_gone()
     return _digest(repr(said).encode())
 
 

@@ -252,11 +252,14 @@ class Peeking(nn.Module):
             raise ValueError("in the middle")
         elif self.mode == "numpy":
             self.seen = scores.clone().numpy()
+        elif self.mode == "memory":  # which no op reads, and of two versions
+            before = scores.tolist()
+            self.seen = torch.tensor([before, scores.mul_(2).tolist()])
         y = scores @ x
         return torch.relu(y) + 1
 
 
-@pytest.mark.parametrize("mode", ["item", "keep", "write", "return", "numpy"])
+@pytest.mark.parametrize("mode", ["item", "keep", "write", "return", "numpy", "memory"])
 def test_a_step_that_differs_is_right_and_is_told(mode: str) -> None:
     model, x = Peeking(), torch.randn(1, 64, 32)
     profile = profile_of(model, x)

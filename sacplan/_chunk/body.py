@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from sacplan._chunk.dataflow import Dataflow, dataflow
-from sacplan._chunk.executor.slices import Stretch
+from sacplan._chunk.executor.collected import Stretch
 from sacplan._device.cost import CostModel
 from sacplan._device.devices import DeviceSpec
 from sacplan._device.kernels import fake_device

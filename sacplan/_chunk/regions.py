@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sacplan._chunk.dataflow import Dataflow, is_dense
-from sacplan._chunk.flow import Conflict, Flow, axis_of, flow_from
+from sacplan._chunk.dataflow import Conflict, Dataflow, Flow, axis_of, is_dense
 from sacplan._device.devices import DeviceSpec
 from sacplan._factors.axes import Axis
 from sacplan._program.calls import dtype_of
@@ -309,7 +308,7 @@ class _Finder:
         self, end: int, seed: int, axis: Axis, start: int, whole: Collection[int]
     ) -> Flow | int:
         try:
-            return flow_from(self.flow, seed, axis, start, end, whole)
+            return self.flow.flow(seed, axis, start, end, whole)
         except Conflict as conflict:
             return conflict.op
 

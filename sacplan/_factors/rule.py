@@ -34,6 +34,11 @@ class Kind(enum.Enum):
     BLOCK = "block"
     """A slice of the inputs does not determine any part of the output."""
 
+    @property
+    def makes_the_whole(self) -> bool:
+        """Whether a loop can put the whole output together from what slices give, one after the other."""
+        return self is not Kind.BLOCK and self is not Kind.WEIGHTED_MEAN
+
 
 Factors = tuple[int, ...]
 """Of one dimension: the factors whose product it is, the slowest first; none for size 1."""

@@ -1,7 +1,11 @@
 """Chunks on a model: tensors that are not computed until somebody asks, and the loop over slices that computes them.
 
-In a live step, ``forward.py`` stands in for a module's forward and ``entry.py`` is where autograd meets a region. A
-planner drives the same engine op by op, on fake tensors and without autograd, and sees in its recorder what the loop
+The engine is ``values.py`` (what a lazy tensor stands for), ``lazy.py`` (how ops are deferred) and ``loop.py`` (what
+runs). In a live training step, ``forward.py`` stands in for a module's forward and ``entry.py`` is where autograd meets
+a region. In inference, ``stretch.py`` finds the ops of a stretch and ``collected.py`` makes them nodes of the engine,
+since they are cut only when the last of them is there.
+
+A planner drives the same engine op by op, on fake tensors and without autograd, and sees in its recorder what the loop
 runs:
 
     region = Region(size=4096, slices=16)

@@ -11,18 +11,18 @@ memory, as far as code can tell; else it is a ``ChunkError``.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sacplan._chunk.executor.loop import compute
+from sacplan._chunk.executor.loop import compute, slices_made
 from sacplan._chunk.executor.values import Cut, Held, Node, Region, Stage, Value, Window
 from sacplan._executor.tensors import history_free_aliases
-from sacplan._factors.axes import Axis, from_factor, into_factor
+from sacplan._factors.axes import Axis, into_factor
 from sacplan._factors.rule import Kind, Rule, rule_of
+from sacplan._torch.calls import Call
 from sacplan._torch.local_tensors import DEFERRED_TYPES
 from sacplan._torch.ops import op_traits, tensors_in
 from sacplan.errors import ChunkError
@@ -65,6 +65,10 @@ class Lazy(torch.Tensor):
     ) -> Any:
         """Every op on it is deferred."""
         return defer(func, args, kwargs or {})
+
+    def settle(self) -> None:
+        """Compute what it stands for, and keep it."""
+        settle([self.value])
 
     # What reads memory without an op.
 
@@ -111,11 +115,10 @@ REWRITTEN: dict[Any, Callable[[Any, Sequence[Any]], Any]] = {}
 
 def real(lazy: Lazy) -> torch.Tensor:
     """The tensor itself, without history. It is kept for as long as anybody refers to the lazy one."""
-    value = lazy.value
-    if value.data is None:
-        settle([value])
-    assert value.data is not None
-    return value.data
+    if lazy.value.data is None:
+        lazy.settle()
+    assert lazy.value.data is not None
+    return lazy.value.data
 
 
 def settle(values: Sequence[Value]) -> None:
@@ -178,7 +181,7 @@ def defer(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str,
 def deferred(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The outputs of an op that is neither read nor rewritten, as lazy tensors."""
     lazies = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Lazy)]
-    return _Call(func, args, kwargs, lazies).deferred()
+    return _Deferral(func, args, kwargs, lazies).deferred()
 
 
 def _real(value: Any) -> Any:
@@ -238,13 +241,14 @@ def _without_writing(func: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
     return found
 
 
-class _Call:
-    """One op that is to be deferred."""
+class _Deferral(Call):
+    """A call that is to be deferred."""
 
     def __init__(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lazies: Sequence[Lazy]
     ) -> None:
-        self.func, self.args, self.kwargs, self.lazies = func, args, kwargs, lazies
+        super().__init__(func, args, kwargs)
+        self.lazies = lazies
         self.region = lazies[0].value.region
         self.device = _device_of(args, kwargs) or lazies[0].device
 
@@ -285,8 +289,7 @@ class _Call:
         if rule is None:
             return self._whole("no rule")
         cut = None
-        inputs = list(tensors_in((self.args, self.kwargs)))
-        for x, dims in zip(inputs, rule.inputs, strict=True):
+        for x, dims in zip(self.inputs, rule.inputs, strict=True):
             if isinstance(x, Lazy) and x.value.window is not None:
                 found = into_factor(dims, rule.sizes, x.value.window.axis)
                 here = None if found is None else Cut(found, x.value.window.start)
@@ -294,13 +297,9 @@ class _Call:
                     return self._whole("its arguments are sliced in different ways")
                 cut = here
         assert cut is not None
-        windows: list[tuple[Window | None, Kind | None]] = []
-        for i, dims in enumerate(rule.outputs):
-            kind = rule.kind(cut.axis.factor, i)
-            axis = from_factor(dims, rule.sizes, cut.axis)
-            if kind is Kind.BLOCK or kind is Kind.WEIGHTED_MEAN:
-                return self._whole("it cannot be sliced along this axis")
-            windows.append((None, kind) if axis is None else (Window(axis, cut.start), None))
+        windows = slices_made(rule, cut)
+        if windows is None:
+            return self._whole("it cannot be sliced along this axis")
         return self._made(made, Stage.LOOP, rule=rule, cut=cut, windows=windows)
 
     def _shapes(self) -> tuple[Any, Any, Any] | None:
@@ -375,16 +374,14 @@ class _Call:
             lambda x: held[id(x)] if isinstance(x, torch.Tensor) else x,
             (tuple(self.args), dict(self.kwargs)),
         )
-        inputs = [held[id(x)] for x in tensors_in((self.args, self.kwargs))]
-        node = Node(self.func, args, kwargs, inputs, stage, rule=rule, cut=cut, move=move)
+        node = Node(self.func, args, kwargs, stage, rule=rule, cut=cut, move=move)
 
         def lazy(t: Any) -> Any:
             if not isinstance(t, torch.Tensor):
                 return t
             window, combined = windows[len(node.outputs)] if windows is not None else (None, None)
-            value = Value(self.region, t, device=self.device, window=window, combined=combined, node=node)
+            value = node.new_output(self.region, t, device=self.device, window=window, combined=combined)
             value.aliased = shared
-            node.outputs.append(weakref.ref(value))
             if window is None and not value.shape:
                 self.region.note_scalar(value)
             return Lazy(value)

@@ -3,6 +3,7 @@
 ``compute`` finds the ops that the values need. Free ones run before the loop, or in it where nobody needs more than
 slices of what they make; late ones run after it. In the loop each intermediate slice is let go after its last use,
 sliced results are written into tensors with the strides that were recorded, and parts of reduced ones are combined.
+``run_nodes`` is the loop alone, of ops that somebody else has chosen and cut.
 
 The same code runs live on real tensors, and on fake ones to see what it would allocate.
 """
@@ -11,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils._pytree import tree_map
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_map
 from sacplan._chunk.executor.values import Cut, Held, Node, Region, Stage, Value, Window
 from sacplan._executor.recording import unrecorded
 from sacplan._factors.axes import from_factor, into_factor, put, resized_arguments, take
-from sacplan._factors.rule import Kind
+from sacplan._factors.rule import Kind, Rule
 from sacplan._torch.ops import tensors_in
 from sacplan._torch.private import storage_key
 
@@ -35,6 +36,23 @@ def compute(values: Sequence[Value]) -> list[torch.Tensor]:
     """The tensors of values, in one loop over slices for each region. The values stay as they are."""
     with _as_deferred(), unrecorded():
         return _Computation(values).run()
+
+
+def run_nodes(
+    region: Region, nodes: Sequence[Node], wanted: Iterable[Value], buffers: Mapping[Value, torch.Tensor]
+) -> dict[Value, torch.Tensor]:
+    """Run nodes in the slices of a region, each as its cut says.
+
+    Unlike ``compute`` it leaves autograd, autocast and dispatch modes as they are: its caller runs where such ops run.
+
+    Args:
+        region: gives the slices.
+        nodes: those of the loop, in order. They run even where nobody wants what they make.
+        wanted: values to return.
+        buffers: the memory of some of the values that the nodes make, which the loop fills; they are returned, too.
+    """
+    cut = [(node, node.cut) for node in nodes]
+    return _Loop(region, cut, {*wanted, *buffers}, {}, buffers).run()
 
 
 @contextlib.contextmanager
@@ -74,7 +92,7 @@ class _Computation:
         wanted = {v for v in self.values if not v.begins}
         wanted.update(v for node in late for v in node.values if not v.begins)
         for region, nodes in loops.items():
-            self.known.update(_Loop(region, nodes, wanted, self.known).run())
+            self.known.update(_Loop(region, nodes, wanted, self.known, {}).run())
         last = {v: node for node in late for v in node.values}
         for node in late:
             self._run_whole(node)
@@ -97,7 +115,7 @@ class _Computation:
                 here = _common_cut(node, asked)
                 if here is not None:
                     found[node] = region, cut = here
-            windows = _windows(node, cut)
+            windows = slices_read(node, cut)
             for i, x in enumerate(node.inputs):
                 if isinstance(x, Value) and x.free:
                     window = windows[i]
@@ -111,8 +129,21 @@ class _Computation:
                 self.known[v] = t
 
 
+_Slice = Value | tuple[Value, Window | None]
+"""What the loop holds for a while: a slice of what it makes, or one that it took of what is there before it."""
+
+
 class _Loop:
-    """One loop over the slices of a region."""
+    """One loop over the slices of a region.
+
+    Attributes:
+        begins: by value that is there before the loop, its tensor.
+        results: by value that is wanted, what the slices have given so far.
+        last: the node that is the last one to use something: a value, or a slice of one that is there before the loop.
+            Where ops alone say how it is sliced, a slice may be a copy, and is taken once for all that read it.
+        buffers: the memory of results that is there from the start, which the first slice overwrites.
+        starting: whether the first slice runs.
+    """
 
     def __init__(
         self,
@@ -120,18 +151,25 @@ class _Loop:
         nodes: Sequence[tuple[Node, Cut | None]],
         wanted: set[Value],
         known: Mapping[Value, torch.Tensor],
+        buffers: Mapping[Value, torch.Tensor],
     ) -> None:
-        self.region, self.nodes, self.known = region, nodes, known
+        self.region, self.nodes, self.known, self.buffers = region, nodes, known, buffers
         self.begins = {v: v.whole() for node, _ in nodes for v in node.values if v.begins}
-        self.results: dict[Value, torch.Tensor] = {}
-        self.windows = [_windows(node, cut) for node, cut in nodes]
+        self.results = dict(buffers)
+        self.windows = [slices_read(node, cut) for node, cut in nodes]
         self.made = [node.made for node, _ in nodes]
         self.wanted = wanted
-        self.last: dict[Value, int] = {}
+        self.last: dict[_Slice, int] = {}
+        uses: list[dict[_Slice, int]] = []
         for i, (node, _) in enumerate(nodes):
-            for v in (*self.made[i], *node.values):
-                if v is not None:
-                    self.last[v] = i
+            used: list[_Slice] = []
+            for x, window in zip(node.inputs, self.windows[i], strict=True):
+                if isinstance(x, Value):
+                    used.append((x, window) if x in self.begins else x)
+            used += [v for v in self.made[i] if v is not None]
+            uses.append(dict.fromkeys(used, i))
+            self.last.update(uses[i])
+        self.ends = [[one for one in used if self.last[one] == i] for i, used in enumerate(uses)]
         self.starting = True
 
     def run(self) -> dict[Value, torch.Tensor]:
@@ -146,15 +184,14 @@ class _Loop:
             yield self.results.popitem()
 
     def _run_slice(self, start: int, stop: int) -> None:
-        slices: dict[Value, torch.Tensor] = {}
+        slices: dict[_Slice, torch.Tensor] = {}
         for i, (node, cut) in enumerate(self.nodes):
             self._run_node(i, node, cut, slices, start, stop)
-            for v in (*node.values, *self.made[i]):
-                if v is not None and self.last[v] == i:
-                    slices.pop(v, None)
+            for one in self.ends[i]:
+                slices.pop(one, None)
 
     def _run_node(
-        self, i: int, node: Node, cut: Cut | None, slices: dict[Value, torch.Tensor], start: int, stop: int
+        self, i: int, node: Node, cut: Cut | None, slices: dict[_Slice, torch.Tensor], start: int, stop: int
     ) -> None:
         made = self.made[i]
         args: Sequence[Any] = node.args
@@ -170,28 +207,35 @@ class _Loop:
 
         def given(x: Value | Held) -> torch.Tensor:
             window = next(windows)
-            if isinstance(x, Value) and x in slices:
-                return slices[x]
-            t = self.begins.get(x) if isinstance(x, Value) else None
-            if t is None:
-                t = _whole(x, self.known, node)
+            if isinstance(x, Value):
+                if x in slices:
+                    return slices[x]
+                if window is not None and x in self.begins and not x.sliced:
+                    if (x, window) not in slices:
+                        slices[x, window] = take(self.begins[x], window.axis, *window.clip(start, stop))
+                    return slices[x, window]
+            t = self.begins[x] if x in self.begins else _whole(x, self.known, node)
             return t if window is None else take(t, window.axis, *window.clip(start, stop))
 
         if node.move:
             (x,) = node.values
             out: Any = _moved(node, given(x), x, made[0], start, stop)
-        elif node.func is aten.mm.default and made[0] in self.wanted and made[0].combined is Kind.SUM:
+        elif node.func is aten.mm.default and self._adds_products(made[0]):
             self._add_product(made[0], *map(given, node.inputs))
             return
         else:
-            out = _call(node, given, args)
+            out = _call(node, given, args, is_one_row=cut is not None and length == 1)
         for v, t in zip(made, tensors_in(out), strict=True):
             if v is None:
                 continue
             if v in self.wanted:
                 self._keep(v, t, node, length, start, stop)
-            if self.last[v] > i:
+            if self.last[v] > i or v in self.buffers:  # what a stretch keeps is let go after what the op read
                 slices[v] = t
+
+    def _adds_products(self, v: Value | None) -> TypeGuard[Value]:
+        """Whether products of slices are added where the loop has allocated memory for that."""
+        return v in self.wanted and v not in self.buffers and v.combined is Kind.SUM
 
     def _add_product(self, v: Value, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add a matrix product to what earlier slices gave, without a temporary of its size."""
@@ -220,18 +264,24 @@ class _Loop:
         if v.combined is Kind.MEAN:
             assert node.cut is not None
             t = t * (length / node.cut.axis.size)
-        if v not in self.results:
-            kind = self.region.sum_type(v)
+        total = self.results.get(v)
+        if total is None:
+            kind = v.dtype if v.combined is Kind.PASS else self.region.sum_type(v)
             shared = {storage_key(x.tensor.untyped_storage()) for x in node.inputs if isinstance(x, Held)}
             fresh = storage_key(t.untyped_storage()) not in shared
             self.results[v] = t.to(kind) if t.dtype != kind else t if fresh else t.clone()
+        elif v in self.buffers and self.starting:
+            total.copy_(t)
         elif v.combined is Kind.PASS:
             return  # every slice gives the same
         elif v.combined in _SUMS:
-            self.results[v].add_(t)
+            total.add_(t)
         else:
             combine = torch.maximum if v.combined is Kind.MAX else torch.minimum
-            self.results[v] = combine(self.results[v], t)
+            if v in self.buffers:
+                total.copy_(combine(total, t))
+            else:
+                self.results[v] = combine(total, t)
 
 
 # --- nodes
@@ -253,7 +303,7 @@ def _region_of(node: Node) -> Region:
     return next(v.region for v in node.values if v.sliced)
 
 
-def _windows(node: Node, cut: Cut | None) -> list[Window | None]:
+def slices_read(node: Node, cut: Cut | None) -> list[Window | None]:
     """Of each input, the part that one slice reads; None for all of it, or none of it."""
     if node.move:
         return [x.window if isinstance(x, Value) else None for x in node.inputs]
@@ -294,14 +344,43 @@ def _common_cut(
     return found
 
 
-def _call(node: Node, given: Any, args: Sequence[Any]) -> Any:
-    """Run the op on what ``given`` says its tensors are."""
+def slices_made(rule: Rule, cut: Cut) -> list[tuple[Window | None, Kind | None]] | None:
+    """Of each output of an op that is sliced, the part that one slice makes, or how parts are combined.
+
+    None: the op cannot be sliced so.
+    """
+    found: list[tuple[Window | None, Kind | None]] = []
+    for i, dims in enumerate(rule.outputs):
+        kind = rule.kind(cut.axis.factor, i)
+        if not kind.makes_the_whole:
+            return None
+        axis = from_factor(dims, rule.sizes, cut.axis)
+        found.append((None, kind) if axis is None else (Window(axis, cut.start), None))
+    return found
+
+
+def _call(node: Node, given: Any, args: Sequence[Any], *, is_one_row: bool = False) -> Any:
+    """Run the op on what ``given`` says its tensors are; ``is_one_row``: they are slices of length 1."""
     args, kwargs = tree_map(
         lambda x: given(x) if isinstance(x, (Value, Held)) else x, (tuple(args), node.kwargs)
     )
     if node.func in _VIEWS:
-        return args[0].reshape(args[1])
+        out = args[0].reshape(args[1])
+        return _as_a_row_of_many(out) if is_one_row else out
     return node.func(*args, **kwargs)
+
+
+def _as_a_row_of_many(t: torch.Tensor) -> torch.Tensor:
+    """The same tensor; if it is an image [1, C, H, W] alone, with the first stride that it would have beside others.
+
+    A view leaves another one there. Kernels choose a memory format by it, and the ops that were recorded for all rows
+    hold for the format of all rows only: ``native_group_norm`` would refuse its input.
+    """
+    if t.dim() < 4 or t.shape[0] != 1 or not t.numel():
+        return t
+    shape, stride = t.shape, t.stride()
+    row = 1 + sum((n - 1) * s for n, s in zip(shape[1:], stride[1:], strict=True))
+    return t if stride[0] == row else t.as_strided(shape, (row, *stride[1:]))
 
 
 def _whole(x: Value | Held, known: Mapping[Value, torch.Tensor], node: Node) -> torch.Tensor:

@@ -6,14 +6,13 @@ Each is put together of ops that can be sliced. Importing this registers them.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from sacplan._chunk.executor.lazy import REWRITTEN, Lazy, defer, deferred
-from sacplan._chunk.executor.values import Held, Node, Stage, Value
+from sacplan._chunk.executor.values import Held, Node, Stage
 from sacplan._executor.tensors import history_free_aliases
 
 aten = torch.ops.aten
@@ -40,11 +39,9 @@ def _nll(func: Any, args: Sequence[Any]) -> tuple[Any, Any]:
     if not (isinstance(loss, Lazy) and isinstance(scores, Lazy)) or isinstance(targets, Lazy):
         return (defer(aten.div.Tensor, (loss, total), {}) if reduction == _MEAN else loss), total
     held = [Held(t) for t in history_free_aliases([targets] if weight is None else [targets, weight])]
-    arguments = (reduction, ignored, scores.dtype, *held)
-    node = Node(_total_weight, arguments, {}, held, Stage.FREE)
+    node = Node(_total_weight, (reduction, ignored, scores.dtype, *held), {}, Stage.FREE)
     like = torch.empty((), dtype=scores.dtype, device="meta")
-    value = Value(loss.value.region, like, device=scores.device, node=node)
-    node.outputs.append(weakref.ref(value))
+    value = node.new_output(loss.value.region, like, device=scores.device)
     value.region.note_scalar(value)
     total = Lazy(value)
     return (defer(aten.div.Tensor, (loss, total), {}) if reduction == _MEAN else loss), total

@@ -1,9 +1,9 @@
 """Stretches on a model: the forward of a unit runs under a dispatch mode that defers the ops of its stretches.
 
 The mode finds the recorded op that each op is (``alignment.py``), as for recipes. Ops at the sites of a stretch are
-deferred (``slices.py``), and the loop runs when the last of them is reached. A step that departs from the recorded one
-may read a tensor of a stretch too early, overwrite what the loop will read, or never reach the last op: then what was
-deferred is computed whole, and a ``StepDifference`` is noted.
+collected (``collected.py``), and the loop runs when the last of them is reached. A step that departs from the recorded
+one may read a tensor of a stretch too early, overwrite what the loop will read, or never reach the last op: then what
+was put off is computed whole, and a ``StepDifference`` is noted.
 
 Units may nest: there is one mode for a thread, with a frame for each unit that runs. Where gradients are computed, a
 unit runs as if nothing had been applied.
@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch.overrides import enable_reentrant_dispatch
 
-from sacplan._chunk.executor.slices import Lazy, Stretch, whole
+from sacplan._chunk.executor.collected import Stretch, StretchTensor, computed
 from sacplan._device.kernels import kernel_layouts
 from sacplan._executor.alignment import Alignment, Differences, RecordedUnit
+from sacplan._executor.recording import here
 from sacplan._executor.stand_ins import InstalledStandIns, StandIn
 from sacplan._program.decisions import Chunk
 from sacplan._program.elements import CallSite, is_inside
@@ -96,7 +97,11 @@ class _Frame:
             decision = self.unit.decisions[number]
             self.open[number] = Stretch(decision.dim, decision.outer, decision.inner, decision.slices)
         stretch = self.open[number]
-        return None if stretch.is_over else stretch
+        if stretch.is_over:
+            self._given_up.add(number)
+            self._note("a look at the memory of a tensor", "none that touches what was put off")
+            return None
+        return stretch
 
     def is_last(self, site: CallSite) -> bool:
         """Whether a stretch ends with a site."""
@@ -173,7 +178,9 @@ class StretchMode(Watching):
     def _locate(self, name: str, tensors: Sequence[torch.Tensor]) -> tuple[_Frame, CallSite] | None:
         """The unit in whose stretch the next op is, and its site there."""
         found = None
-        description = described(name, [t.dim() for t in tensors if isinstance(t, Lazy) or is_plain(t)])
+        description = described(
+            name, [t.dim() for t in tensors if isinstance(t, StretchTensor) or is_plain(t)]
+        )
         for frame in self.frames:
             site = frame.locate(description)
             if site is not None:
@@ -207,15 +214,15 @@ class StretchMode(Watching):
     ) -> Any:
         """An op that is not deferred."""
         self._settle(func, args, kwargs, tensors, description)
-        if any(isinstance(t, Lazy) for t in tensors):
-            args, kwargs = whole(args), whole(kwargs)
+        if any(isinstance(t, StretchTensor) for t in tensors):
+            args, kwargs = computed((args, kwargs))
         return func(*args, **kwargs)
 
     def _stretch_with(self, tensors: Sequence[torch.Tensor]) -> Stretch | None:
         """The stretch that makes one of these tensors."""
         for t in tensors:
-            if isinstance(t, Lazy):
-                return None if t._stretch.is_over else t._stretch
+            if isinstance(t, StretchTensor):
+                return None if t.stretch.is_over else t.stretch
             for frame in self.frames:
                 for stretch in frame.open.values():
                     if stretch.waits_for(t):
@@ -239,9 +246,7 @@ class StretchMode(Watching):
             for stretch in list(frame.open.values()):
                 if stretch is but or stretch.is_over:
                     continue
-                reads = any(
-                    t._stretch is stretch if isinstance(t, Lazy) else stretch.waits_for(t) for t in tensors
-                )
+                reads = any(map(stretch.waits_for, tensors))
                 if reads or any(stretch.uses_memory_of(t) for t in written if is_plain(t)):
                     frame.give_up(stretch, description)
 
@@ -276,12 +281,13 @@ class SlicedForward(StandIn):
         frame = _Frame(self._unit, names, sys._getframe(0), self._differences)
         if _here.mode is not None:
             return self._within(_here.mode, frame, args, kwargs)
-        mode = _here.mode = StretchMode()
+        around = here.recorder
+        mode = _here.mode = here.recorder = StretchMode()  # paused while somebody looks at what is put off
         try:
             with kernel_layouts(self._device_kind()), mode:
                 return self._within(mode, frame, args, kwargs)
         finally:
-            _here.mode = None
+            _here.mode, here.recorder = None, around
 
     def _device_kind(self) -> str:
         first = next(chain(self.module.parameters(), self.module.buffers()), None)

@@ -16,11 +16,12 @@ from __future__ import annotations
 import enum
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from sacplan._executor.tensors import version_of
 from sacplan._factors.axes import Axis, FactorAxis
@@ -78,6 +79,10 @@ class Tally:
     whole: list[tuple[str, str]] = field(default_factory=list)
 
 
+Choose = Callable[[Sequence[tuple[int, int]]], Iterable[tuple[int, int]]]
+"""From all slices (start, stop) to those that run."""
+
+
 class Region:
     """What is computed in slices of one axis.
 
@@ -86,6 +91,7 @@ class Region:
         slices: how many there are at most; each has ``ceil(size / slices)`` elements, the last one perhaps less.
         accumulate: the type in which parts of half-precision matrices are added; None for their own.
         on_whole: told what could not be sliced: op and reason.
+        choose: of all slices (start, stop), those that run; for planning, where some stand for all.
 
     Attributes:
         length: of a slice.
@@ -100,13 +106,14 @@ class Region:
         slices: int,
         accumulate: torch.dtype | None = None,
         on_whole: Callable[[str, str], None] | None = None,
+        choose: Choose | None = None,
     ) -> None:
         self.size = size
         self.length = max(1, -(-size // slices))
         self.accumulate = accumulate
         self.tally = Tally()
         self.hooks: list[Any] = []
-        self._on_whole = on_whole
+        self._on_whole, self._choose = on_whole, choose
         self._pending: list[weakref.ref[Value]] = []
 
     def note_whole(self, op: str, reason: str) -> None:
@@ -117,8 +124,9 @@ class Region:
 
     def slices(self) -> Iterator[tuple[int, int]]:
         """Begin and end of each."""
-        for start in range(0, self.size, self.length):
-            yield start, min(self.size, start + self.length)
+        starts = range(0, self.size, self.length)
+        every = [(start, min(self.size, start + self.length)) for start in starts]
+        yield from every if self._choose is None else self._choose(every)
 
     def sum_type(self, value: Value) -> torch.dtype:
         """The type in which a value's parts are added: float32 where it costs next to nothing, such as for a loss."""
@@ -153,7 +161,8 @@ class Value:
         combined: how the parts of a reduced value make the whole.
         node: makes it; None for what a region begins with and for what is computed.
         data: the whole tensor, once it is there.
-        source: gives the whole tensor where the region begins with one that somebody else keeps.
+        source: gives the whole tensor where the region begins with one that somebody else keeps; or raises an error,
+            where it was computed in slices and is gone.
         aliased: another tensor shares its memory, as far as code can tell.
         hooked: its gradient is made lazy.
     """
@@ -261,7 +270,7 @@ class Node:
     Attributes:
         func: the op.
         args, kwargs: its arguments, with ``Value`` and ``Held`` instead of tensors.
-        inputs: those, in order.
+        inputs: these, in order.
         stage: when it runs.
         number: later nodes have larger ones.
         rule: its factors, if it is known.
@@ -279,7 +288,6 @@ class Node:
         func: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        inputs: Sequence[Value | Held],
         stage: Stage,
         *,
         rule: Rule | None = None,
@@ -287,9 +295,16 @@ class Node:
         move: bool = False,
     ) -> None:
         self.number = next(Node._numbers)
-        self.func, self.args, self.kwargs, self.inputs = func, args, kwargs, inputs
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, (Value, Held))]
         self.stage, self.rule, self.cut, self.move = stage, rule, cut, move
         self.outputs: list[weakref.ref[Value]] = []
+
+    def new_output(self, region: Region, like: torch.Tensor, **how: Any) -> Value:
+        """The value of one more output; ``how``: see ``Value``."""
+        value = Value(region, like, node=self, **how)
+        self.outputs.append(weakref.ref(value))
+        return value
 
     @property
     def values(self) -> list[Value]:
