@@ -226,8 +226,8 @@ def _rounded(ms: float) -> float:
 def digest_of(program: Program) -> str:
     """Of what happens in a step: its events, with sizes and times, whatever the numbers of ops and storages are.
 
-    What is let go of between two ops is so in no particular order: it makes no difference to memory, and may follow from
-    where objects lie in the process.
+    What is let go of between two ops is so in no particular order: that makes no difference to memory, and may follow
+    from where objects lie in the process.
     """
     known: dict[int, int] = {}
     said: list[object] = []
