@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,21 +18,19 @@ import torch
 
 from sacplan._chunk.dataflow import Dataflow, dataflow
 from sacplan._chunk.executor.collected import Stretch
-from sacplan._device.cost import CostModel
 from sacplan._device.devices import DeviceSpec
-from sacplan._device.kernels import fake_device
 from sacplan._program.calls import call_with, dtype_of
 from sacplan._program.decisions import Chunk
-from sacplan._program.elements import ROOT_SCOPE, CallSite, Event, Op, Patch, Phase, StorageKind, Tensor
+from sacplan._program.elements import CallSite, Event, Op, Patch, Tensor
+from sacplan._program.liveness import Fold
 from sacplan._program.program import Program
 from sacplan._program.rewriting import Indices, PatchBuilder
-from sacplan._record.calls import arguments_of
-from sacplan._record.device_recorder import device_recorder
+from sacplan._record.rehearsal import Piece, Rehearsal
 from sacplan._torch.ops import is_alias, is_computation, op_named
 from sacplan.errors import PlanError
 
 _OP, _FREE, _ALLOC = int(Event.OP), int(Event.FREE), int(Event.ALLOC)
-_EMPTY = torch.ops.aten.empty_strided.default
+_EMPTY = "aten.empty_strided.default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +53,18 @@ class PlacedStretch:
 
 @dataclass(frozen=True, slots=True)
 class LoopRecord:
-    """A loop as it was recorded. Storages are numbered: those of the inputs, then the exits, then those made inside.
+    """A loop as it was recorded.
 
     Attributes:
-        allocations: what makes the buffers of the exits.
-        ops, events, tensors: of the loop; ops and tensors are numbered from 0.
-        storage_bytes, storage_kinds: of what is made inside.
-        peak_bytes: the most that is alive of it, workspaces included.
+        loop: what ran; given to it are the memory of its inputs and the buffers of the exits.
+        inputs: by what is given of the inputs, the position of its storage among those of the inputs.
+        allocations: what makes the buffers.
+        peak_bytes: the most that is alive of what is made inside, workspaces included.
     """
 
+    loop: Piece
+    inputs: tuple[int, ...]
     allocations: tuple[Op, ...]
-    ops: tuple[Op, ...]
-    events: tuple[tuple[int, int], ...]
-    tensors: tuple[Tensor, ...]
-    storage_bytes: tuple[int, ...]
-    storage_kinds: tuple[StorageKind, ...]
     peak_bytes: int
 
 
@@ -156,11 +152,9 @@ def _placed(program: Program, decision: Chunk, sites: Sequence[int]) -> PlacedSt
 def _records(program: Program, placed: Sequence[PlacedStretch], spec: DeviceSpec) -> list[LoopRecord]:
     known: dict[Any, LoopRecord] = program.derived(("loops", spec), dict)
     keys = [_kind(program, stretch) for stretch in placed]
-    new = {key: stretch for key, stretch in zip(keys, placed, strict=True) if key not in known}
-    if new:
-        with fake_device(spec), torch.no_grad():
-            for key, stretch in new.items():
-                known[key] = _recorded(program, stretch, spec)
+    for key, stretch in zip(keys, placed, strict=True):
+        if key not in known:
+            known[key] = _recorded(program, stretch, spec)
     return [known[key] for key in keys]
 
 
@@ -191,67 +185,108 @@ def _kind(program: Program, stretch: PlacedStretch) -> Any:
 class _Inputs:
     """Fake tensors for those that a loop reads; tensors on one storage share it."""
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._bases: dict[tuple[int, str], torch.Tensor] = {}
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        self._rehearsal = rehearsal
+        self.bases: dict[tuple[int, str], torch.Tensor] = {}  # by storage and type
 
     def make(self, index: int) -> torch.Tensor:
-        t = self._program.tensors[index]
+        program = self._rehearsal.program
+        t = program.tensors[index]
         key = t.storage, t.dtype
-        if key not in self._bases:
-            dtype = dtype_of(t)
+        if key not in self.bases:
             reach = 1 + t.offset + sum((n - 1) * s for n, s in zip(t.shape, t.stride, strict=True))
-            elements = max(reach, self._program.storage_bytes[t.storage] // dtype.itemsize)
-            self._bases[key] = torch.empty(elements, dtype=dtype)
-        return self._bases[key].as_strided(t.shape, t.stride, t.offset)
-
-    @property
-    def bases(self) -> Mapping[tuple[int, str], torch.Tensor]:
-        return self._bases
+            elements = max(reach, program.storage_bytes[t.storage] // dtype_of(t).itemsize)
+            self.bases[key] = self._rehearsal.like(Tensor(-1, t.dtype, (elements,), (1,), 0))
+        return self.bases[key].as_strided(t.shape, t.stride, t.offset)
 
 
 def _recorded(program: Program, stretch: PlacedStretch, spec: DeviceSpec) -> LoopRecord:
-    cost = CostModel(spec).cost
-    inputs = _Inputs(program)
-    tensors: dict[int, torch.Tensor] = {t: inputs.make(t) for t in stretch.inputs}
+    rehearsal = Rehearsal(program, spec)
+    inputs = _Inputs(rehearsal)
     d = stretch.decision
     loop = Stretch(d.dim, d.outer, d.inner, d.slices)
-    buffers = []
-    for i in stretch.members:
-        op = program.ops[i]
-        func = op_named(op.name)
-        args, kwargs = call_with(op.arguments, [tensors[t] for t in op.inputs])
-        if func is None or not loop.may_defer(func, args, kwargs):
-            raise PlanError(f"{op.name} in unit {d.unit!r} cannot run in slices.")
-        made = _tensors(loop.defer(func, args, kwargs, stretch.exits.get(i, ())))
-        tensors.update(zip(op.outputs, made, strict=True))
-        buffers += [made[position] for position in stretch.exits.get(i, ())]
-        del made, args, kwargs
-    allocations = tuple(_allocation(b, cost) for b in buffers)
-    bases = list(inputs.bases.values())
-    recorder = device_recorder(spec, cost, "observe")
-    recorder.track_tensors((*bases, *buffers))
-    tensors.clear()
     marks: list[int] = []
-    n_slices = 0
+    n_slices, in_slices = 0, False
 
     def some(slices: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         nonlocal n_slices
         n_slices = len(slices)
         for one in dict.fromkeys((slices[0], slices[min(1, n_slices - 1)], slices[-1])):
-            marks.append(recorder.n_ops)
+            marks.append(rehearsal.n_ops)
             yield one
 
-    with recorder:
-        if not loop.run(some):
-            raise PlanError(
-                f"the stretch of unit {d.unit!r} that ends with {d.sites[-1]} cannot run in slices."
-            )
-    seen = recorder.program()
+    def run() -> None:
+        nonlocal in_slices
+        in_slices = loop.run(some)
+
+    with rehearsal.running():
+        buffers, allocations = _collected(program, stretch, loop, inputs, rehearsal)
+        bases = inputs.bases.values()
+        piece = rehearsal.piece([*bases, *buffers], run)
+    if not in_slices:
+        raise PlanError(f"the stretch of unit {d.unit!r} that ends with {d.sites[-1]} cannot run in slices.")
     number = {s: i for i, s in enumerate(_input_storages(program, stretch))}
-    given = [number[s] for s, _ in inputs.bases]
-    given += range(len(number), len(number) + len(buffers))
-    return _as_record(seen, given, marks, n_slices, allocations)
+    times = [1] * len(piece.ops)
+    if len(marks) == 3:
+        first = rehearsal.n_ops - len(piece.ops)
+        times[marks[1] - first : marks[2] - first] = [n_slices - 2] * (marks[2] - marks[1])
+    ops = tuple(
+        msgspec.structs.replace(op, time_ms=op.time_ms * n, flops=op.flops * n, recomputable=False)
+        for op, n in zip(piece.ops, times, strict=True)
+    )
+    piece = replace(piece, ops=ops)
+    return LoopRecord(
+        piece, tuple(number[s] for s, _ in inputs.bases), allocations, _peak_bytes(program, piece)
+    )
+
+
+def _collected(
+    program: Program, stretch: PlacedStretch, loop: Stretch, inputs: _Inputs, rehearsal: Rehearsal
+) -> tuple[list[torch.Tensor], tuple[Op, ...]]:
+    """The buffers of the exits, once the ops of a stretch are deferred, and what makes them."""
+    tensors: dict[int, torch.Tensor] = {t: inputs.make(t) for t in stretch.inputs}
+    buffers: list[torch.Tensor] = []
+    allocations: list[Op] = []
+    for i in stretch.members:
+        op, kept = program.ops[i], stretch.exits.get(i, ())
+        func = op_named(op.name)
+        args, kwargs = call_with(op.arguments, [tensors[t] for t in op.inputs])
+        if func is None or not loop.may_defer(func, args, kwargs):
+            raise PlanError(f"{op.name} in unit {stretch.decision.unit!r} cannot run in slices.")
+        put_off, seen = rehearsal.seen(partial(loop.defer, func, args, kwargs, kept))
+        made = _tensors(put_off)
+        tensors.update(zip(op.outputs, made, strict=True))
+        buffers += [made[position] for position in kept]
+        allocations += [each for each in seen.ops if each.name == _EMPTY]
+        del made, put_off, args, kwargs
+    return buffers, tuple(allocations)
+
+
+def _peak_bytes(program: Program, loop: Piece) -> int:
+    """The most that is alive of what a loop makes."""
+    draft = PatchBuilder(program)
+    known: dict[int, int] = {}
+    events = draft.put(loop.events, loop.ops, _indices(draft, loop, known))
+    fold, most = Fold(program, draft.patch(), initial=()), 0
+    for code, arg in events:
+        fold.step(code, arg)
+        most = max(most, fold.noted)
+    return most
+
+
+def _indices(draft: PatchBuilder, loop: Piece, known: dict[int, int]) -> Indices:
+    """Storages and tensors of a loop in a program; those that are not known are added."""
+
+    def storage(index: int) -> int:
+        if index not in known:
+            known[index] = draft.new_storage(loop.sizes[index])
+        return known[index]
+
+    def tensor(index: int) -> int:
+        found = loop.tensors[index]
+        return draft.tensors.add(msgspec.structs.replace(found, storage=storage(found.storage)))
+
+    return Indices(storage, tensor=tensor)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -260,77 +295,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for t in value if isinstance(t, torch.Tensor)]
 
 
-def _allocation(buffer: torch.Tensor, cost: Any) -> Op:
-    args = (tuple(buffer.shape), tuple(buffer.stride()))
-    kwargs = {"dtype": buffer.dtype, "device": buffer.device}
-    flops, time_ms = cost(_EMPTY, args, kwargs, buffer)
-    return _op(str(_EMPTY), time_ms, flops, arguments_of(args, kwargs))
-
-
-def _op(name: str, time_ms: float, flops: int, arguments: str) -> Op:
-    return Op(
-        name,
-        Phase.FORWARD,
-        ROOT_SCOPE,
-        time_ms,
-        flops,
-        0,
-        (),
-        (),
-        (),
-        recomputable=False,
-        arguments=arguments,
-    )
-
-
 def _input_storages(program: Program, stretch: PlacedStretch) -> list[int]:
     return list(dict.fromkeys(program.tensors[t].storage for t in stretch.inputs))
-
-
-def _as_record(
-    seen: Program,
-    given: Sequence[int],
-    marks: Sequence[int],
-    n_slices: int,
-    allocations: tuple[Op, ...],
-) -> LoopRecord:
-    """What was recorded, on storages numbered as in ``LoopRecord``.
-
-    Args:
-        seen: the program that the recorder made.
-        given: the numbers of the storages that the recorder was told of first.
-        marks: the ops with which the slices began that ran.
-        n_slices: how many there are.
-        allocations: of the exits.
-    """
-    n_given = max(given, default=-1) + 1
-    new = range(len(given), len(seen.storage_bytes))
-    number = dict(enumerate(given)) | {s: n_given + i for i, s in enumerate(new)}
-    ops = []
-    for i, op in enumerate(seen.ops):
-        times = n_slices - 2 if len(marks) == 3 and marks[1] <= i < marks[2] else 1
-        ops.append(
-            msgspec.structs.replace(
-                op,
-                time_ms=op.time_ms * times,
-                flops=op.flops * times,
-                reads=tuple(number[s] for s in op.reads),
-                writes=tuple(number[s] for s in op.writes),
-                mutates=tuple(number[s] for s in op.mutates),
-                replaces=number[op.replaces] if op.replaces >= 0 else -1,
-                recomputable=False,
-            )
-        )
-    given_bytes = sum(seen.storage_bytes[: len(given)])
-    return LoopRecord(
-        allocations=allocations,
-        ops=tuple(ops),
-        events=tuple((code, number[arg] if code in (_ALLOC, _FREE) else arg) for code, arg in seen.events),
-        tensors=tuple(msgspec.structs.replace(t, storage=number[t.storage]) for t in seen.tensors),
-        storage_bytes=tuple(seen.storage_bytes[s] for s in new),
-        storage_kinds=tuple(seen.storage_kinds[s] for s in new),
-        peak_bytes=seen.footprint.peak_bytes - given_bytes,
-    )
 
 
 # --- the patch ------------------------------------------------------------------------------------------
@@ -409,12 +375,9 @@ class _Rewriter:
     def _loop(
         self, stretch: PlacedStretch, record: LoopRecord, storages: Sequence[int]
     ) -> list[tuple[int, int]]:
-        draft = self.draft
-        made = map(draft.new_storage, record.storage_bytes, record.storage_kinds)
-        number = [*storages, *made]
-        tensors = [
-            draft.tensors.add(msgspec.structs.replace(t, storage=number[t.storage])) for t in record.tensors
-        ]
+        inputs = [storages[i] for i in record.inputs]
+        exits = storages[len(storages) - len(record.allocations) :]
+        known = dict(zip(record.loop.given, (*inputs, *exits), strict=True))
         scope = self.program.ops[stretch.end].scope
-        ops = [msgspec.structs.replace(op, scope=scope) for op in record.ops]
-        return draft.put(record.events, ops, Indices(number.__getitem__, tensor=tensors.__getitem__))
+        ops = [msgspec.structs.replace(op, scope=scope) for op in record.loop.ops]
+        return self.draft.put(record.loop.events, ops, _indices(self.draft, record.loop, known))

@@ -7,7 +7,7 @@ of the step: memory, time and workspaces of slices are those that a step with th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,10 @@ import torch
 from sacplan._device.cost import CostModel
 from sacplan._device.devices import DeviceSpec
 from sacplan._device.kernels import fake_device
-from sacplan._program.program import Op, Phase, Program, Tensor
+from sacplan._program.program import Event, Op, Phase, Program, Tensor
 from sacplan._program.rewriting import Indices, PatchBuilder
 from sacplan._record.device_recorder import device_recorder
+from sacplan._torch.calls import flat_tensors
 
 
 @dataclass(slots=True)
@@ -35,6 +36,27 @@ class Seen:
     ops: list[Op]
     events: list[tuple[int, int]]
     first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What ran for something, in indices of its rehearsal: it may be put into a program several times.
+
+    Attributes:
+        ops: those, in order.
+        events: in which ``Event.OP`` refers to them by position.
+        given: storages of what was given, in order.
+        made: the tensors that were returned.
+        sizes: by storage, its bytes.
+        tensors: by index, those that the ops take and return.
+    """
+
+    ops: Sequence[Op]
+    events: Sequence[tuple[int, int]]
+    given: tuple[int, ...]
+    made: tuple[Tensor, ...]
+    sizes: Mapping[int, int]
+    tensors: Mapping[int, Tensor]
 
 
 class Rehearsal:
@@ -88,15 +110,6 @@ class Rehearsal:
         """The recorder's storage of a tensor."""
         return self._recorder.storage_of(tensor)
 
-    def tensors(self, indices: Iterable[int]) -> tuple[Tensor, ...]:
-        """Tensors of ops that were seen, on the recorder's storages."""
-        return self._recorder.tensors(indices)
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Bytes of the recorder's storages."""
-        return self._recorder.storage_sizes
-
     def is_made(self, made: torch.Tensor, storage: int) -> int:
         """From here on a storage that was made stands for one of the program's; its bytes."""
         index = self._recorder.storage_of(made)
@@ -118,6 +131,30 @@ class Rehearsal:
         out = run()
         ops, events = self._recorder.seen_since(n_ops, n_events)
         return out, Seen(ops, events, n_ops)
+
+    def piece(self, given: Sequence[torch.Tensor], run: Callable[[], Any]) -> Piece:
+        """What runs for a function that reads some tensors. What it returns stays alive."""
+        out, seen = self.seen(run)
+        made = []
+        for t in flat_tensors(out):
+            dtype = str(t.dtype).removeprefix("torch.")
+            storage = self.storage_of(t)
+            made.append(Tensor(storage, dtype, tuple(t.shape), tuple(t.stride()), t.storage_offset()))
+        self.keep(flat_tensors(out))
+        used = {i for op in seen.ops for i in (*op.inputs, *op.outputs) if i >= 0}
+        tensors = dict(zip(used, self._recorder.tensors(used), strict=True))
+        storages = {t.storage for t in (*made, *tensors.values())}
+        storages.update(s for op in seen.ops for s in (*op.reads, *op.writes, *op.mutates))
+        storages.update(arg for code, arg in seen.events if code != Event.OP)
+        sizes = self._recorder.storage_sizes
+        return Piece(
+            ops=tuple(seen.ops),
+            events=tuple(seen.events),
+            given=tuple(map(self.storage_of, given)),
+            made=tuple(made),
+            sizes={s: sizes[s] for s in storages},
+            tensors=tensors,
+        )
 
     def into(self, draft: PatchBuilder, seen: Seen, phase: Phase, scope: int) -> list[tuple[int, int]]:
         """What was seen as events of the program; ops and storages that are new are added."""

@@ -27,7 +27,7 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._program.calls import Opaque, call_with
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, StorageKind, Tensor
 from sacplan._program.rewriting import PatchBuilder
-from sacplan._record.rehearsal import Rehearsal, Seen
+from sacplan._record.rehearsal import Piece, Rehearsal
 from sacplan._shard.choose import Choice, choose
 from sacplan._shard.copies import Copies
 from sacplan._shard.costs import Costs, sent_along
@@ -41,7 +41,7 @@ from sacplan._shard.recorded import collective_named
 from sacplan._shard.redistribute import kept, redistribute
 from sacplan._shard.strategies import local_call
 from sacplan._shard.views import Views
-from sacplan._torch.calls import Call, flat_tensors
+from sacplan._torch.calls import Call
 from sacplan._torch.collectives import all_reduce
 from sacplan._torch.ops import READS_NUMBER, aten_names, op_named
 from sacplan._torch.private import below_autograd, fake_failures_unlogged
@@ -87,30 +87,11 @@ class Meta:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What runs for one call or one redistribution on a rank, seen once.
-
-    Attributes:
-        seen: ops and events, in which storages are the rehearsal's.
-        given: storages of the inputs, in order.
-        made: (storage, dtype, shape, stride, offset) of the outputs.
-        sizes: by storage, its bytes.
-        taken: what each op takes.
-    """
-
-    seen: Seen
-    given: tuple[int, ...]
-    made: tuple[Tensor, ...]
-    sizes: Mapping[int, int]
-    taken: tuple[tuple[Tensor, ...], ...]
-
-
 class _Known(NamedTuple):
     """Parts by what they depend on."""
 
-    calls: dict[Any, tuple[Choice, _Part]]
-    redistributions: dict[Any, _Part]
+    calls: dict[Any, tuple[Choice, Piece]]
+    redistributions: dict[Any, Piece]
 
     @classmethod
     def nothing(cls) -> _Known:
@@ -323,7 +304,7 @@ class _Rank:
             return False
         return any(self.r.tensors[t].storage in op.mutates for t in self.layouts)
 
-    def _make_version(self, index: int, op: Op, part: _Part, storages: dict[int, int]) -> None:
+    def _make_version(self, index: int, op: Op, part: Piece, storages: dict[int, int]) -> None:
         """An op that writes in place makes a new version of a storage (``Op.replaces``), as it was recorded."""
         (version,), (made,) = op.writes, part.made
         old = storages[made.storage]
@@ -352,7 +333,7 @@ class _Rank:
         have: tuple[Layout, ...],
         asked: Sequence[Asked | None] | None,
         weights: Sequence[bool],
-    ) -> tuple[Choice, _Part]:
+    ) -> tuple[Choice, Piece]:
         """What runs for an op on tensors that lie so."""
         func = op_named(op.name)
         if func is None:
@@ -393,28 +374,13 @@ class _Rank:
             )
         return choice, part
 
-    def _seen(self, inputs: Sequence[torch.Tensor], run: Callable[[], Any]) -> _Part:
+    def _seen(self, inputs: Sequence[torch.Tensor], run: Callable[[], Any]) -> Piece:
         with below_autograd():  # as in the dispatch of a tensor
-            out, seen = self.rehearsal.seen(run)
-        made = []
-        for t in flat_tensors(out):
-            dtype = str(t.dtype).removeprefix("torch.")
-            made.append(
-                Tensor(
-                    self.rehearsal.storage_of(t), dtype, tuple(t.shape), tuple(t.stride()), t.storage_offset()
-                )
-            )
-        self.rehearsal.keep(flat_tensors(out))
-        given = tuple(map(self.rehearsal.storage_of, inputs))
-        storages = {t.storage for t in made}.union(*((*op.reads, *op.writes, *op.mutates) for op in seen.ops))
-        storages.update(arg for code, arg in seen.events if code != _OP)
-        sizes = self.rehearsal.sizes
-        taken = tuple(tuple(self.rehearsal.tensors(op.inputs)) for op in seen.ops)
-        return _Part(seen, given, tuple(made), {s: sizes[s] for s in storages}, taken)
+            return self.rehearsal.piece(inputs, run)
 
     def _emit(
         self,
-        part: _Part,
+        part: Piece,
         storages: Sequence[int],
         results: Mapping[int, int],
         like: Op,
@@ -444,9 +410,9 @@ class _Rank:
             return known[s]
 
         carrier = _carrier(part, like) if main is not None else -1
-        for code, arg in part.seen.events:
+        for code, arg in part.events:
             if code == _OP:
-                op = part.seen.ops[arg]
+                op = part.ops[arg]
                 found = msgspec.structs.replace(
                     like,
                     name=op.name,
@@ -459,7 +425,7 @@ class _Rank:
                     arguments=op.arguments,
                 )
                 if arg == carrier and main is not None:
-                    taken = like.inputs if op.name == like.name else self._taken(part.taken[arg], storage)
+                    taken = like.inputs if op.name == like.name else self._taken(part, op, storage)
                     self.ops[main] = msgspec.structs.replace(
                         found, recomputable=like.recomputable, inputs=taken
                     )
@@ -470,7 +436,7 @@ class _Rank:
                         recomputable=op.recomputable and like.phase == Phase.FORWARD,
                         state_bytes=0,
                         replaces=-1,
-                        inputs=self._taken(part.taken[arg], storage),
+                        inputs=self._taken(part, op, storage),
                         outputs=(),
                     )
                     self._append(self.ops.add(new))
@@ -485,13 +451,12 @@ class _Rank:
         for storage in self.ops[index].writes:
             self.writers[storage].append(index)
 
-    def _taken(self, tensors: Sequence[Tensor], storage: Callable[[int], int]) -> tuple[int, ...]:
-        """Tensors of a rehearsal as tensors of the program."""
-        return tuple(
-            self.tensors.add(msgspec.structs.replace(t, storage=storage(t.storage))) for t in tensors
-        )
+    def _taken(self, part: Piece, op: Op, storage: Callable[[int], int]) -> tuple[int, ...]:
+        """What an op of a rehearsal takes as tensors of the program."""
+        taken = (part.tensors[t] for t in op.inputs)
+        return tuple(self.tensors.add(msgspec.structs.replace(t, storage=storage(t.storage))) for t in taken)
 
-    def _time_ms(self, op: Op, part: _Part) -> float:
+    def _time_ms(self, op: Op, part: Piece) -> float:
         """A collective's time is that of its link."""
         if op.name == "_c10d_functional.wait_tensor.default":
             return 0.0
@@ -508,7 +473,7 @@ class _Rank:
 
     # --- redistributions ----------------------------------------------------------------------------------
 
-    def _redistribution(self, tensor: int, source: Layout, target: Layout, *, keep: bool = False) -> _Part:
+    def _redistribution(self, tensor: int, source: Layout, target: Layout, *, keep: bool = False) -> Piece:
         """``keep``: what is made holds no more than its part."""
         local, whole = self.tensors[tensor], self.r.tensors[tensor].shape
         key = (_layout_of(local), whole, source, target, keep)
@@ -740,15 +705,13 @@ class _Rank:
         return self.draft.new_handle(storage, self.draft.handle_ops[like])
 
 
-def _carrier(part: _Part, like: Op) -> int:
+def _carrier(part: Piece, like: Op) -> int:
     """Which of the ops that ran stands for the recorded one: that of its name, or that which makes its first output."""
-    for index, op in enumerate(part.seen.ops):
+    for index, op in enumerate(part.ops):
         if op.name in (like.name, _RESHAPE):
             return index
-    makers = [
-        index for index, op in enumerate(part.seen.ops) if part.made and part.made[0].storage in op.writes
-    ]
-    return makers[-1] if makers else len(part.seen.ops) - 1
+    makers = [index for index, op in enumerate(part.ops) if part.made and part.made[0].storage in op.writes]
+    return makers[-1] if makers else len(part.ops) - 1
 
 
 def _of_one_node(op: Op, following: Op) -> bool:
