@@ -117,7 +117,7 @@ def recomputed_ops() -> Iterator[list[str]]:
     plain = RecipeNode.compute
 
     def compute(self: RecipeNode) -> Any:
-        found.append(self.signature.traits.name)
+        found.append(self.traits.name)
         return plain(self)
 
     with pytest.MonkeyPatch.context() as patch:

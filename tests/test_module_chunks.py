@@ -144,7 +144,9 @@ def test_effects_add_up_with_those_of_recomputation(case: tuple[Net, torch.Tenso
     assert [each.unit for each in chunks] == [f"layers.{i}.mlp" for i in range(3)]
     loss = loss_chunks(profile.program, profile.spec)
     assert isinstance(loss, ChunkOptions)
-    effects = asked._with_chunks((loss, *chunks)).context.effects(1)
+    step = asked.step(asked.pins)
+    offers = tuple(each.offer(step) for each in (loss, *chunks))
+    effects = asked._with_offers(offers).context.effects(1)
     tried = 0
     for i, region in enumerate(effects.regions):
         for o, option in enumerate(region.options):

@@ -330,8 +330,8 @@ def test_the_quick_check_of_a_call_is_the_thorough_one(kind: str, monkeypatch: p
     ) -> None:
         made.clear()
         note(self, op, step, args, kwargs, out, rng, over)
-        may = can_run_again(op.func, args, kwargs, out) and (over is not None or not op.traits.in_place)
-        seen.append((op.traits.name, bool(made), may))
+        may = can_run_again(op.func, args, kwargs, out) and (over is not None or not op.in_place)
+        seen.append((op.name, bool(made), may))
 
     monkeypatch.setattr(UnitRecorder, "_note", compared)
     monkeypatch.setattr(recorder, "RecipeNode", node)
