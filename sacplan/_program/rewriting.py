@@ -61,10 +61,6 @@ class Table(Generic[T]):
         self.new.append(thing)
         return len(self._known) + len(self.new) - 1
 
-    def is_new(self, index: int) -> bool:
-        """Whether the rewrite added it."""
-        return index >= len(self._known)
-
 
 class PatchBuilder:
     """Collects a rewrite of a program.
