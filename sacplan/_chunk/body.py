@@ -57,7 +57,7 @@ class LoopRecord:
 
     Attributes:
         loop: what ran; given to it are the memory of its inputs and the buffers of the exits.
-        inputs: by what is given of the inputs, the position of its storage among those of the inputs.
+        inputs: of each input tensor that is given, which storage it lies on, as a position in ``_input_storages``.
         allocations: what makes the buffers.
         peak_bytes: the most that is alive of what is made inside, workspaces included.
     """
@@ -276,11 +276,7 @@ def _peak_bytes(program: Program, loop: Piece) -> int:
 
 def _indices(draft: PatchBuilder, loop: Piece, known: dict[int, int]) -> Indices:
     """Storages and tensors of a loop in a program; those that are not known are added."""
-
-    def storage(index: int) -> int:
-        if index not in known:
-            known[index] = draft.new_storage(loop.sizes[index])
-        return known[index]
+    storage = draft.numbering(known, loop.sizes)
 
     def tensor(index: int) -> int:
         found = loop.tensors[index]

@@ -592,10 +592,8 @@ class _Rehearsed:
                 summed.append(made)
                 continue
             n_bytes = self.rehearsal.is_made(made, storage)
-            if (
-                n_bytes != program.storage_bytes[storage]
-            ):  # a kernel may leave a scalar in memory that was large
-                draft.storage_bytes[storage] = n_bytes
+            if n_bytes != program.storage_bytes[storage]:
+                draft.storage_bytes[storage] = n_bytes  # a kernel may leave a scalar in memory that was large
         events: dict[int, list[tuple[int, int]]] = {}
         for i in self.deferred:
             op = program.ops[i]

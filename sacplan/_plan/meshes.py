@@ -291,9 +291,10 @@ def asks_for_mesh(
     for name in asked:
         if name in TECHNIQUES and TECHNIQUES[name].one_device:
             others = (SHARD, *(other for other, each in TECHNIQUES.items() if not each.one_device))
+            named = [f'"{other}"' for other in others]
             raise PlanError(
                 f'"{name}" does not go together with a mesh: {TECHNIQUES[name].one_device}. Use techniques='
-                f"({', '.join(f'{other!r}' for other in others)}), or more ranks.".replace("'", '"')
+                f"({', '.join(named)}), or more ranks."
             )
     return True
 

@@ -417,7 +417,7 @@ def _infeasible(asked: _Asked, searches: list[Search], budget_bytes: int) -> Inf
         )
     else:
         names = " and ".join(s.name for s in asked.solvers)
-        if asked.last is not None and any(each.asked(asked.last) for each in searches):
+        if asked.last is not None and any(each.has_found(asked.last) for each in searches):
             names += f", then {asked.last.name}"
         how = f", {', '.join(own)}" if own else f" (solvers: {names})"
         message = (

@@ -130,7 +130,7 @@ class Search:
         above = max(0.0, cost - self.context.bound.at(budget_bytes))
         return above / cost if cost else 0.0, above / sum(self.context.step.costs)
 
-    def asked(self, solver: Solver | StepSolver) -> bool:
+    def has_found(self, solver: Solver | StepSolver) -> bool:
         """Whether a solver has found anything."""
         return any(one.solver == solver.name for one in self.tried.values())
 

@@ -13,7 +13,7 @@ collective, an optimizer) has indices of its own; an ``Indices`` says what they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -96,6 +96,23 @@ class PatchBuilder:
         self.handle_tensors.add(-1)
         self.handle_ops.add(op)
         return self.handle_storages.add(storage)
+
+    def numbering(
+        self, known: dict[int, int], sizes: Mapping[int, int] | Sequence[int]
+    ) -> Callable[[int], int]:
+        """Where storages that were recorded elsewhere are in the program; others are added when they are asked for.
+
+        Args:
+            known: those that are there; the others join them.
+            sizes: bytes by storage there.
+        """
+
+        def storage(index: int) -> int:
+            if index not in known:
+                known[index] = self.new_storage(sizes[index])
+            return known[index]
+
+        return storage
 
     def stream(self) -> Iterator[tuple[int, int]]:
         """The events as they are so far."""

@@ -158,13 +158,7 @@ class Rehearsal:
 
     def into(self, draft: PatchBuilder, seen: Seen, phase: Phase, scope: int) -> list[tuple[int, int]]:
         """What was seen as events of the program; ops and storages that are new are added."""
-        sizes = self._recorder.storage_sizes
-
-        def storage(index: int) -> int:
-            if index not in self.known:
-                self.known[index] = draft.new_storage(sizes[index])
-            return self.known[index]
-
+        storage = draft.numbering(self.known, self._recorder.storage_sizes)
         ops = [
             Op(
                 op.name,

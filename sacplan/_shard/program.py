@@ -398,17 +398,10 @@ class _Rank:
         Returns:
             Storages of the rehearsal to those of the program.
         """
-        known = dict(zip(part.given, storages, strict=True))
-
-        def storage(s: int) -> int:
-            if s not in known:
-                known[s] = results.get(s, -1)
-                if known[s] < 0:
-                    known[s] = self.draft.new_storage(part.sizes[s])
-                else:
-                    self.sizes[known[s]] = part.sizes[s]
-            return known[s]
-
+        known = {**results, **dict(zip(part.given, storages, strict=True))}
+        for s in results.keys() - set(part.given):
+            self.sizes[results[s]] = part.sizes[s]
+        storage = self.draft.numbering(known, part.sizes)
         carrier = _carrier(part, like) if main is not None else -1
         for code, arg in part.events:
             if code == _OP:
