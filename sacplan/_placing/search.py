@@ -19,6 +19,7 @@ from sacplan._placing.evaluation import ClassChoices, Evaluation, Figures
 from sacplan._placing.graph import StrategyGraph
 from sacplan._placing.options import Allowed, AxisOptions, everything
 from sacplan._placing.roles import ROLES
+from sacplan._program.derived import derived
 from sacplan._program.program import Program
 from sacplan._ranks.shards import Parameter
 from sacplan._shard.costs import Costs
@@ -82,9 +83,7 @@ class ShardingSearch:
     ) -> None:
         self.mesh = mesh
         self.options = options
-        self.graph = program.derived(
-            ("placing", tuple(parameters)), lambda: StrategyGraph(program, parameters)
-        )
+        self.graph = _strategy_graph(program, tuple(parameters))
         axes = [self._axis(axis, allowed or {}) for axis in range(len(mesh.axes))]
         self.evaluation = Evaluation(self.graph, Costs.of(mesh, spec), axes)
         self._programs: dict[tuple[int, str, str], AxisProgram] = {}
@@ -228,3 +227,9 @@ class ShardingSearch:
             offered = itertools.product(*(options.strategies[c] for options in evaluation.options))
             total += min(evaluation.class_ms(c, s) for s in offered if evaluation.is_valid(c, s))
         return total
+
+
+@derived
+def _strategy_graph(program: Program, parameters: tuple[Parameter, ...]) -> StrategyGraph:
+    """Made once, so that all searches of a program share it."""
+    return StrategyGraph(program, parameters)

@@ -23,6 +23,7 @@ from sacplan._placing.options import Allowed
 from sacplan._placing.roles import ROLES
 from sacplan._placing.search import ShardingSearch, ShardingSolution
 from sacplan._profile.profile import Profile
+from sacplan._program.derived import derived
 from sacplan._program.program import ROOT_SCOPE, Phase, Program
 from sacplan._ranks.shards import Parameter
 from sacplan._shard.mesh import Mesh
@@ -152,11 +153,19 @@ def _search(
     profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, roles: tuple[str, ...] = ()
 ) -> ShardingSearch:
     """Kept with the recording, with what it has found."""
+    return _recorded_search(profile.recorded, tuple(parameters), mesh, profile.spec, roles)
+
+
+@derived
+def _recorded_search(
+    program: Program,
+    parameters: tuple[Parameter, ...],
+    mesh: Mesh,
+    spec: DeviceSpec,
+    roles: tuple[str, ...],
+) -> ShardingSearch:
     allowed = {name: ROLES[role] for name, role in zip(mesh.names, roles, strict=False)}
-    return profile.recorded.derived(
-        ("search of placements", mesh, repr(profile.spec), tuple(parameters), roles),
-        lambda: ShardingSearch(profile.recorded, parameters, mesh, profile.spec, allowed),
-    )
+    return ShardingSearch(program, parameters, mesh, spec, allowed)
 
 
 def smallest_sharding(

@@ -224,7 +224,7 @@ class Profile:
         Raises:
             PlanError: the forward pass does not fall apart into stages, or the step calls the model more than once.
         """
-        return self.program.derived("stages", lambda: stages_of(self.program)).chain
+        return stages_of(self.program).chain
 
     def with_plan(self, plan: Decided) -> Program:
         """The step with a plan, with decisions of one, or with these call sites discarded (unit to call sites).

@@ -13,7 +13,7 @@ program costs is a fold over its events (``liveness.py``), which knows nothing o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -133,17 +133,6 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         )
 
     # --- what follows from it ------------------------------------------------------------------------
-
-    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Something that is worked out from the program once and kept as long as the program is.
-
-        It is no part of the value: neither compared nor pickled nor saved.
-        """
-        known: dict[Hashable, Any] = self.__dict__.setdefault("_derived", {})
-        if key not in known:
-            known[key] = make()
-        found: T = known[key]
-        return found
 
     @cached_property
     def liveness(self) -> Liveness:

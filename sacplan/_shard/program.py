@@ -15,7 +15,7 @@ hook moves to the layout of their parameter.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ import torch
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.calls import Opaque, call_with
+from sacplan._program.derived import derived
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, StorageKind, Tensor
 from sacplan._program.rewriting import PatchBuilder
 from sacplan._record.rehearsal import Piece, Rehearsal
@@ -94,13 +95,19 @@ class Meta:
 class _Known(NamedTuple):
     """Parts by what they depend on."""
 
-    calls: dict[Any, tuple[CallSharding, Piece]]
-    redistributions: dict[Any, Piece]
+    calls: dict[Hashable, tuple[CallSharding, Piece]]
+    redistributions: dict[Hashable, Piece]
 
-    @classmethod
-    def nothing(cls) -> _Known:
-        """At first."""
-        return cls({}, {})
+
+@derived
+def _known(program: Program, mesh: Mesh, device: DeviceSpec) -> _Known:
+    """The cache of a program on a mesh, shared by all shardings of it; empty at first."""
+    return _Known({}, {})
+
+
+@derived
+def _views(program: Program) -> Views:
+    return Views(program)
 
 
 class _Rank:
@@ -135,7 +142,7 @@ class _Rank:
         self.viewed: set[int] = set()  # storages of copies that have views
         self.freed_with: dict[int, list[int]] = defaultdict(list)  # by recorded storage, these
         self.writers: dict[int, list[int]] = defaultdict(list)  # by storage, ops
-        self.views = program.derived(("views",), lambda: Views(program))
+        self.views = _views(program)
         self.due: dict[int, list[int]] = defaultdict(list)  # by op, storages that nothing uses after it
         self.bases: dict[int, int] = {}  # by handle, one on what its tensor is a view of
         self.homes = {
@@ -151,7 +158,7 @@ class _Rank:
         self.behind: set[int] = set()  # collectives that reduce gradients
         self.index, self.running = -1, "the step"  # the op
         # What was seen on this mesh is the same for other homes and places.
-        self.seen, self.redistributions = program.derived(("parts", mesh, device), _Known.nothing)
+        self.seen, self.redistributions = _known(program, mesh, device)
         self.metas = [Meta(t.shape, getattr(torch, t.dtype)) for t in program.tensors]
         self.rehearsal = Rehearsal(program, device)
 
