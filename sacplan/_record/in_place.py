@@ -81,8 +81,8 @@ class InPlaceWrites:
         self._first_storage = 0  # the first one that was made while this node ran
         self._deferred: Any = None  # the last op on a tensor that stands for its local part
 
-    def clear(self) -> None:
-        """Begin anew."""
+    def restart(self) -> None:
+        """Begin a new record."""
         self._writes.clear()
         self._sums.clear()
         self._node = None
