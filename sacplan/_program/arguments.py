@@ -91,6 +91,7 @@ def fits(value: Any, hint: Any) -> bool:
         # Which of the strings there are is the function's to say, in a better sentence.
         return any(type(value) is type(one) for one in inner)
     if hint in (int, float):
+        # numpy's numbers may stand for Python's, but True is no 1.
         kind = numbers.Integral if hint is int else numbers.Real
         return isinstance(value, kind) and not isinstance(value, (bool, np.bool_))
     if hint is bool:
@@ -104,6 +105,7 @@ def fits(value: Any, hint: Any) -> bool:
     if origin is not None:
         return isinstance(value, origin)
     if getattr(hint, "_is_protocol", False):
+        # Protocols that are not ``runtime_checkable``: public names are looked for, and a class is no instance.
         return not isinstance(value, type) and all(
             hasattr(value, name)
             for name in (*vars(hint), *vars(hint).get("__annotations__", ()))
@@ -115,6 +117,7 @@ def fits(value: Any, hint: Any) -> bool:
 def _fits_items(value: Any, item: Any) -> bool:
     if isinstance(value, str):
         return item is str  # one pattern, or a mistake of which the function knows what to say
+    # Iterables all, but as a sequence of patterns or budgets each is a mistake.
     if isinstance(value, (bytes, Mapping, torch.Tensor)) or not isinstance(value, collections.abc.Iterable):
         return False
     return not isinstance(value, (list, tuple)) or all(fits(v, item) for v in value)

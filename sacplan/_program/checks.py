@@ -37,6 +37,7 @@ def _index(program: Program) -> str | None:
     limits = [n_storages, n_storages, n_ops, n_handles, n_handles]  # by event
     limits += [len(program.instance_handles)] * 2 + [n_scopes] * 2
     ops, scopes = program.ops, program.scopes
+    # Each field with the least index that it may hold (-1 where there may be none) and the number of what it refers to.
     storages: Iterable[int] = chain(
         program.initial,
         program.handle_storages,
@@ -60,6 +61,7 @@ def _index(program: Program) -> str | None:
     for what, indices, least, limit in places:
         if any(not least <= index < limit for index in indices):
             return f"it refers to a {what} that it does not have"
+    # The types of fields keep codes and indices of events from being negative.
     if any(code >= len(limits) or arg >= limits[code] for code, arg in program.events):
         return "an event refers to something that it does not have"
     if any(not ROOT_SCOPE <= scope.parent < i for i, scope in enumerate(scopes)):
@@ -92,6 +94,7 @@ def _figure(program: Program) -> str | None:
 
 def _order(program: Program) -> str | None:
     """Find events that cannot come in the order in which they are."""
+    # A recorded step runs its ops in their order, and its module calls nest.
     fold = Fold(program)
     entered: list[int] = []
     ran, begun, once = 0, set(), set()

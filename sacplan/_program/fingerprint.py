@@ -125,6 +125,7 @@ def _leaves(value: Any, path: str) -> list[FingerprintEntry]:
 def _compare(
     what: str, planned: Sequence[FingerprintEntry], here: Sequence[FingerprintEntry], whose: str
 ) -> None:
+    # The first difference in order is the one to report: a missing entry shifts all that follow.
     for old, new in zip(planned, here, strict=False):
         if old != new:
             raise PlanMismatch(

@@ -120,6 +120,8 @@ def resolve_pins(
             kept_ops.update(known.ops(pattern))
         else:
             kept_modules.update(known.modules(pattern, "keep"))
+    # TorchScript modules are left alone as if ``never`` named them. Compiled ones may be units themselves; only modules
+    # around them may not.
     left_alone = {fqn for pattern in never for fqn in known.modules(pattern, "never")}
     alone = _scopes_of(program, left_alone.union(scripted))
     widest_units = _widest_units(program, alone, compiled) if never or compiled or scripted else None
@@ -128,6 +130,7 @@ def resolve_pins(
     named_ops = kept_ops.union(i for i in forward if program.ops[i].scope in pinned)
     kept_ops = set(named_ops)
     if widest_units is not None:
+        # No unit holds these ops, so nothing could run them again.
         scopes = ((i, program.ops[i].scope) for i in forward)
         kept_ops.update(i for i, s in scopes if s == ROOT_SCOPE or widest_units[s] == ROOT_SCOPE)
     return Pins(keep, never, frozenset(kept_ops), widest_units, frozenset(named_ops))
@@ -246,6 +249,7 @@ def _by_part(modules: Iterable[str]) -> dict[str, str]:
 
 def _near(pattern: str, candidates: dict[str, str]) -> str:
     core = pattern.strip("*.")
+    # Names that are spelled alike come first, then those that contain the pattern's text.
     close = difflib.get_close_matches(core, candidates, n=_NEAR, cutoff=_ALIKE)
     close += [name for name in candidates if core and core in name and name not in close]
     names = dict.fromkeys(candidates[name] for name in close[:_NEAR])

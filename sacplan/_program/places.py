@@ -85,6 +85,8 @@ class CallSites:
             around: the module calls around it, outermost first: a key that tells two calls apart, and the name.
         """
         keys = tuple(around)
+        # Keys tell a new call of the same module from the one before, so calls get their numbers here: those that are
+        # common with the last op keep theirs, the others are new.
         if keys != self._keys:
             common = 0
             for key, known in zip(keys, self._keys, strict=False):

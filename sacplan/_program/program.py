@@ -70,6 +70,8 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
 
     def with_(self, patch: Patch) -> Program:
         """Return the program with a rewrite applied. It shares the fields that the patch leaves alone."""
+        # Stretches of events between two changed positions are copied as they are. A position beyond the last event
+        # stands for the end of the step.
         events: list[tuple[int, int]] = []
         done = 0
         for position in sorted(patch.events):
@@ -79,7 +81,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         events += self.events[done:]
         storages = {handle: storage for handle, (storage, _) in patch.changed_handles.items()}
         tensors = {handle: tensor for handle, (_, tensor) in patch.changed_handles.items()}
-        unknown = (-1,) * len(patch.handle_storages)
+        unknown = (-1,) * len(patch.handle_storages)  # a handle that a rewrite adds is on no recorded tensor
         return msgspec.structs.replace(
             self,
             events=tuple(events),
@@ -97,6 +99,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
 
     def renumbered(self) -> Program:
         """Return the same step with its ops in the order in which they run; ops that no longer run are left out."""
+        # Ops that were left out get -1: nothing that runs can be their gradient or run them again.
         order = [arg for code, arg in self.events if code == Event.OP]
         place = {op: i for i, op in enumerate(order)} | {-1: -1}
         ops = tuple(
@@ -107,6 +110,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
             else op
             for op in map(self.ops.__getitem__, order)
         )
+        # The ops of a module call are now those between its events, wherever a rewrite has moved them.
         first: dict[int, int] = {}
         end: dict[int, int] = {}
         events: list[tuple[int, int]] = []
@@ -148,6 +152,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
     def left_out(self) -> frozenset[int]:
         """Ops that a rewrite took out of the events; none in a recorded program."""
         ran = {arg for code, arg in self.events if code == Event.OP}
+        # The common case costs no second set. An op runs at most once: one that runs again is an op of its own.
         return frozenset() if len(ran) == len(self.ops) else frozenset(range(len(self.ops))) - ran
 
     @cached_property
@@ -192,7 +197,9 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
 
     def common_scope(self, scopes: Iterable[int]) -> int:
         """Return the innermost module call that contains all of these, or is one of them; -1 if there is none."""
-        common: list[int] | None = None
+        common: list[int] | None = (
+            None  # the path, from the outermost call inwards, that all scopes so far share
+        )
         for scope in scopes:
             path = [scope, *self.ancestors(scope)][::-1] if scope != ROOT_SCOPE else []
             if common is None:
@@ -226,7 +233,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
             if not is_computation(op.name):
                 continue
             if not found or found[-1][1] != places.place:
-                found.append((places.caller, places.place, []))
+                found.append((places.caller, places.place, []))  # the op before was in another place
             found[-1][2].append(described(op.name, [len(self.tensors[t].shape) for t in op.inputs]))
         return tuple((caller, place, tuple(ops)) for caller, place, ops in found)
 
@@ -237,6 +244,8 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         """
         unit = self.scopes[scope].fqn
         prefix = len(unit) + 1 if unit else 0
+        # The calls around an op, up to ``scope``. Calls of modules whose names do not begin with the unit's (a shared
+        # module from elsewhere in the model) are passed over: they have no name relative to the unit.
         around: dict[int, tuple[tuple[Hashable, str], ...]] = {scope: (), ROOT_SCOPE: ()}
 
         def calls(inner: int) -> tuple[tuple[Hashable, str], ...]:
@@ -271,6 +280,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
 
     def depends(self, later: Collection[int], earlier: Collection[int]) -> bool:
         """Whether one of the ops ``later`` reads, directly or through others, an output of one of ``earlier``."""
+        # One pass in the order of execution: what follows from ``earlier`` is marked, until one of ``later`` reads it.
         made: set[int] = set()
         if not later or not earlier:
             return False

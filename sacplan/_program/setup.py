@@ -241,6 +241,7 @@ def _configurations(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, A
 
 def _use_cache(model: torch.nn.Module) -> bool | None:
     found = set()
+    # A model may hold several configurations that disagree: one cache is enough to be alive.
     for module, config in _configurations(model):
         asked = getattr(config, "use_cache", None)
         # Encoders such as BERT ask for one and make none.
@@ -303,6 +304,7 @@ def compiled_inside(model: torch.nn.Module) -> tuple[str, ...]:
     """Return the outermost modules, except for the model itself, that are compiled on their own."""
     found: list[str] = []
     for fqn, module in model.named_modules():
+        # ``module.compile()``, a module in ``torch.compile(module)``'s wrapper, and ``torch.compile(module.forward)``.
         compiled = (
             module._compiled_call_impl is not None
             or "_orig_mod" in module._modules
