@@ -193,11 +193,11 @@ def run_sac_milp(layers: int) -> dict[str, Any]:
 def _stages(model: torch.nn.Module, batch: Any, budget: float = BUDGET) -> dict[str, Any]:
     import sacplan
     from sacplan._plan.context import planning_context
-    from sacplan._technique.step import Step
+    from sacplan._technique.step import PlanStep
 
     trace, profile = _timed(lambda: sacplan.profile(model, batch, device="h100"))
     replay_one, _ = _timed(lambda: profile.program.footprint)
-    fit, _ = _timed(lambda: planning_context(Step(profile.program)).effects(1))
+    fit, _ = _timed(lambda: planning_context(PlanStep(profile.program)).effects(1))
     solve, plan = _timed(lambda: sacplan.plan(profile, f"{budget:.0%}"))
     share, recompute = plan.peak_bytes / profile.peak_bytes, plan.recompute_ms / plan.step_ms
     bound = plan.lower_bound_ms / plan.step_ms

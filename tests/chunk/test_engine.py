@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from sacplan._chunk.executor import losses  # noqa: F401  (registers what it rewrites)
 from sacplan._chunk.executor.lazy import Lazy, defer, free, root
 from sacplan._chunk.executor.loop import compute
-from sacplan._chunk.executor.values import Region
+from sacplan._chunk.executor.values import SlicedRegion
 from sacplan._device.devices import resolve_device
 from sacplan._device.kernels import fake_device
 from sacplan._factors.axes import Axis
@@ -40,8 +40,8 @@ class Ops(TorchDispatchMode):
         return out
 
 
-def region_of(x: torch.Tensor, slices: int = 4, dim: int = 1) -> tuple[Region, Lazy]:
-    region = Region(x.shape[dim], slices)
+def region_of(x: torch.Tensor, slices: int = 4, dim: int = 1) -> tuple[SlicedRegion, Lazy]:
+    region = SlicedRegion(x.shape[dim], slices)
     return region, root(region, x, Axis(dim, 1, x.shape[dim], 1))
 
 
@@ -123,7 +123,7 @@ def test_fake_tensors_under_a_recorder(device: str) -> None:
             saved="observe",
         )
         recorder.track_tensors([x, w])
-        region = Region(64, 16)
+        region = SlicedRegion(64, 16)
         with recorder:
             lazy = root(region, x, Axis(1, 1, 64, 1))
             flat = defer(aten.view.default, (lazy, [128, 32]), {})

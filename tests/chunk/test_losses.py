@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sacplan._chunk.executor.forward import ChunkedForward
-from sacplan._chunk.executor.values import Region
+from sacplan._chunk.executor.values import SlicedRegion
 from sacplan.errors import ChunkError
 from tests.support.chunks import VOCAB, allocations, chunked, close, loops_of, plain_loss, step
 from tests.zoo.language_models import LM, tokens
@@ -423,7 +423,7 @@ def test_the_same_head_twice(model: LM, batch: torch.Tensor, monkeypatch: pytest
     tallies = []
     new_region = ChunkedForward._new_region
 
-    def noted(self: ChunkedForward, size: int) -> Region:
+    def noted(self: ChunkedForward, size: int) -> SlicedRegion:
         region = new_region(self, size)
         tallies.append(region.tally)
         return region

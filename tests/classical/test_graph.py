@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sacplan._classical.graph import (
+    ExactTradeoff,
     Graph,
+    MemorySegment,
     ModuleInfo,
     ModuleStats,
-    Point,
-    Segment,
     get_peak_memory_runtime_baseline,
     parse_module_info,
 )
@@ -122,14 +122,14 @@ def test_unknown_root() -> None:
 
 def test_points_and_fits_are_checked() -> None:
     with pytest.raises(PlanError, match="discard ratio"):
-        Point(1.5, 0.0)
+        ExactTradeoff(1.5, 0.0)
     with pytest.raises(PlanError, match="recompute time"):
-        Point(0.5, float("nan"))
+        ExactTradeoff(0.5, float("nan"))
     with pytest.raises(PlanError, match="n_segments is 2"):
         ModuleStats("a", n_segments=2, slopes=(1.0,), intercepts=(0.0,))
 
 
-def two_modules(segments: tuple[Segment, ...] = ()) -> Graph:
+def two_modules(segments: tuple[MemorySegment, ...] = ()) -> Graph:
     return Graph(
         (
             ModuleStats(
@@ -158,14 +158,19 @@ def test_classical_rows() -> None:
 
 def test_segment_rows() -> None:
     graph = two_modules(
-        (Segment(1, 10, 5), Segment(0, 9, 9), Segment(1, 10, 6), Segment(2, 101, 0, "optimizer step"))
+        (
+            MemorySegment(1, 10, 5),
+            MemorySegment(0, 9, 9),
+            MemorySegment(1, 10, 6),
+            MemorySegment(2, 101, 0, "optimizer step"),
+        )
     )
     assert graph.memory_rows() == [(0, 18), (1, 16), (2, 101)]
     assert [row.name for row in graph.named_memory_rows()] == ["a", "net", "optimizer step"]
     assert graph.memory_rows(world_size=2) == [(0, 14), (1, 11), (2, 51)]
     assert get_peak_memory_runtime_baseline(graph) == (101, 4.5)
     with pytest.raises(PlanError, match="not within a step of 2 modules"):
-        two_modules((Segment(3, 0, 0),))
+        two_modules((MemorySegment(3, 0, 0),))
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 1.5, True])
@@ -180,7 +185,7 @@ def test_graph_is_a_value() -> None:
     assert pickle.loads(pickle.dumps(graph)).parent("a") == "net"
     with pytest.raises(dataclasses.FrozenInstanceError):
         graph.root = "a"  # type: ignore[misc]
-    replaced = dataclasses.replace(graph, segments=(Segment(0, 1, 1),))
+    replaced = dataclasses.replace(graph, segments=(MemorySegment(0, 1, 1),))
     assert replaced != graph
     assert replaced.parent("a") == "net"
 

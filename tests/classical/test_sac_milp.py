@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from sacplan._classical import subtrees
-from sacplan._classical.graph import Graph, ModuleStats, Point, SACStats, Segment
+from sacplan._classical.graph import ExactTradeoff, Graph, MemorySegment, ModuleStats, SACStats
 from sacplan._classical.policy import get_optimal_checkpointing_policy_per_module
 from sacplan._classical.sac_milp import SacMilpResult, sac_milp
 from sacplan._solve import mip as pulp
@@ -100,7 +100,7 @@ def random_graph(rng: random.Random, *, continuous: bool = False) -> Graph:
     children: dict[int, list[int]] = {i: [] for i in range(len(parents) + 1)}
     for i, parent in enumerate(parents, start=1):
         children[parent].append(i)
-    repeated = tuple(Point(rng.randint(1, 4) / 4, rng.randint(0, 40) / 4) for _ in range(2))
+    repeated = tuple(ExactTradeoff(rng.randint(1, 4) / 4, rng.randint(0, 40) / 4) for _ in range(2))
     labels = ["1", "10", "a", "11", "b", "100", "c", "d", "e", "f", "g"]
     nodes: list[ModuleStats] = []
     post: list[str] = []
@@ -138,7 +138,7 @@ def random_graph(rng: random.Random, *, continuous: bool = False) -> Graph:
         elif not is_leaf:
             trade_off = {
                 "points": tuple(
-                    Point(rng.randint(0, memory) / memory, rng.randint(0, 40) / 4)
+                    ExactTradeoff(rng.randint(0, memory) / memory, rng.randint(0, 40) / 4)
                     for _ in range(rng.randint(0, 3))
                 )
             }
@@ -155,11 +155,11 @@ def random_graph(rng: random.Random, *, continuous: bool = False) -> Graph:
         post.append(fqn)
 
     walk(0, "")
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[MemorySegment, ...] = ()
     if rng.random() < 0.5:
         n = len(post)
         segments = tuple(
-            Segment(p, rng.randint(1, 20) * unit, (alive * p // n) + rng.randint(0, 20) * unit)
+            MemorySegment(p, rng.randint(1, 20) * unit, (alive * p // n) + rng.randint(0, 20) * unit)
             for p in (rng.randint(0, n) for _ in range(10))
         )
     return Graph(tuple(nodes), tuple(post), "", segments)
@@ -351,7 +351,7 @@ def transformer(n_layers: int = 12, root: str = "Net") -> Graph:
                 layer,
                 act_total=(i + 1) * 100 * mib,
                 sac_memory=100 * mib,
-                points=(Point(0.4, 1.0), Point(1.0, 4.0)),
+                points=(ExactTradeoff(0.4, 1.0), ExactTradeoff(1.0, 4.0)),
             )
         )
         nodes.append(
@@ -359,7 +359,7 @@ def transformer(n_layers: int = 12, root: str = "Net") -> Graph:
                 f"{layer}.attn",
                 act_total=i * 100 * mib + 60 * mib,
                 sac_memory=60 * mib,
-                points=(Point(1.0, 2.0),),
+                points=(ExactTradeoff(1.0, 2.0),),
             )
         )
         post += [f"{layer}.attn", layer]
@@ -449,7 +449,7 @@ def test_infeasible_says_what_binds_and_what_would_do() -> None:
         sac_milp(transformer(), "50MiB")
     assert caught.value.budget_bytes == 50 * 2**20
     assert f'"{caught.value.smallest_feasible_bytes}B"' in str(caught.value)
-    segment = Segment(0, 500 * 2**20, 0, "optimizer step")
+    segment = MemorySegment(0, 500 * 2**20, 0, "optimizer step")
     graph = transformer()
     graph = Graph(graph.nodes, graph.fw_post_order, graph.root, (segment,))
     with pytest.raises(InfeasibleBudget, match="at 'optimizer step'") as caught:
@@ -626,10 +626,10 @@ def test_no_incumbent(monkeypatch: pytest.MonkeyPatch) -> None:
     # the cheap root keeps the descent from its children, which alone free enough
     monkeypatch.setattr(subtrees, "_MOST_COMBINED", 0)
     nodes = (
-        ModuleStats("", sac_memory=40, points=(Point(1.0, 1.0),)),
-        *(ModuleStats(fqn, sac_memory=30, points=(Point(1.0, 100.0),)) for fqn in ("a", "b")),
+        ModuleStats("", sac_memory=40, points=(ExactTradeoff(1.0, 1.0),)),
+        *(ModuleStats(fqn, sac_memory=30, points=(ExactTradeoff(1.0, 100.0),)) for fqn in ("a", "b")),
     )
-    graph = Graph(nodes, ("a", "b", ""), "", (Segment(3, 0, 100),))
+    graph = Graph(nodes, ("a", "b", ""), "", (MemorySegment(3, 0, 100),))
     assert sac_milp(graph, "60B").status == "feasible"
     with pytest.raises(SolverError, match="raise work_limit"):
         sac_milp(graph, "59B")
@@ -640,10 +640,10 @@ def test_bytes_hidden_by_a_tolerance_are_found(choices: str) -> None:
     """One byte of 400 GiB is below every solver's tolerance, and yet the peak may not exceed the budget."""
     memory = 100 * 2**30
     fit = {"sac_runtime": 9.0, "n_segments": 1, "slopes": (1.0,), "intercepts": (0.0,)}
-    almost = Point((memory - 1) / memory, 1.0)
+    almost = ExactTradeoff((memory - 1) / memory, 1.0)
     nodes = [ModuleStats("", act_total=4 * memory)]
     nodes += [
-        ModuleStats(f"{i}", sac_memory=memory, points=(almost, Point(1.0, 9.0)), **fit)  # type: ignore[arg-type]
+        ModuleStats(f"{i}", sac_memory=memory, points=(almost, ExactTradeoff(1.0, 9.0)), **fit)  # type: ignore[arg-type]
         for i in range(4)
     ]
     graph = Graph(tuple(nodes), ("0", "1", "2", "3", ""), "")
@@ -659,7 +659,7 @@ def test_bytes_hidden_by_a_tolerance_are_found(choices: str) -> None:
 def test_a_node_without_points_is_no_unit_where_others_have_some() -> None:
     fit = {"sac_runtime": 1.0, "n_segments": 1, "slopes": (1.0,), "intercepts": (0.0,)}
     a = ModuleStats("a", sac_memory=100, act_total=100, **fit)  # type: ignore[arg-type]
-    b = ModuleStats("b", sac_memory=100, act_total=100, points=(Point(1.0, 3.0),), **fit)  # type: ignore[arg-type]
+    b = ModuleStats("b", sac_memory=100, act_total=100, points=(ExactTradeoff(1.0, 3.0),), **fit)  # type: ignore[arg-type]
     root = ModuleStats("", act_total=200)
     graph = Graph((root, a, b), ("a", "b", ""), "")
     assert sac_milp(graph, "100B").ac_decisions == {"b": 1.0}

@@ -107,11 +107,11 @@ def test_sizes_of_sound() -> None:
     config = transformers.WhisperConfig(d_model=16, vocab_size=64, pad_token_id=0, **sides)
     with torch.device("meta"):
         model = transformers.WhisperForConditionalGeneration(config)
-    sizes = hf_batches.Sizes(rows=2, tokens=7)
-    batch = hf_batches.make_batch(hf_batches.Inputs(model, sizes, "meta"))
+    sizes = hf_batches.BatchDimensions(rows=2, tokens=7)
+    batch = hf_batches.make_batch(hf_batches.BatchInputs(model, sizes, "meta"))
     assert batch["input_features"].shape == (2, 80, 3000)
     assert batch["labels"].shape == (2, 7)
-    padded = hf_batches.Inputs(model, replace(sizes, padded=True), "meta")
+    padded = hf_batches.BatchInputs(model, replace(sizes, padded=True), "meta")
     assert hf_batches.make_batch(padded).keys() == batch.keys()
 
 
@@ -119,7 +119,7 @@ def test_sizes_of_sound() -> None:
 def test_floats_have_the_models_type(dtype: torch.dtype) -> None:
     _, config, _ = hf_models.ARCHITECTURES["vit"]("small")
     model = transformers.ViTForImageClassification(config)
-    batch = hf_batches.make_batch(hf_batches.Inputs(model, hf_batches.Sizes(), "cpu", dtype))
+    batch = hf_batches.make_batch(hf_batches.BatchInputs(model, hf_batches.BatchDimensions(), "cpu", dtype))
     assert batch["pixel_values"].dtype == dtype
     assert batch["labels"].dtype == torch.long
 

@@ -18,7 +18,7 @@ import sacplan
 from benchmarks import hf_models
 from benchmarks.common import real_step
 from sacplan._executor.alignment import Alignment, RecordedUnit
-from sacplan._program.places import OpSequence, Places
+from sacplan._program.places import CallSites, OpSequence
 from sacplan._program.program import CallSite
 
 DIM = 32
@@ -380,7 +380,7 @@ def test_an_op_that_was_never_recorded_moves_none_at_all(ops: list[list[str]], d
 @given(st.lists(st.lists(st.sampled_from("abc"), max_size=3, unique=True), max_size=12))
 def test_places_follow_calls_by_number_as_by_identity(stacks: list[list[str]]) -> None:
     """What a schedule replays is what was met."""
-    met, replayed = Places(), Places()
+    met, replayed = CallSites(), CallSites()
     open_calls: list[tuple[object, str]] = []
     for stack in stacks:
         common = 0

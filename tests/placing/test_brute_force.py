@@ -14,8 +14,8 @@ from torch import nn
 
 import sacplan
 from sacplan._device.cost import CostModel
-from sacplan._placing.evaluation import Choice
-from sacplan._placing.search import Search
+from sacplan._placing.evaluation import ClassChoices
+from sacplan._placing.search import ShardingSearch
 from sacplan._profile.profile import Profile
 from sacplan._program.calls import call_with
 from sacplan._program.program import Event, Op, Phase
@@ -263,13 +263,15 @@ class Priced:
         return not cuts or any(h is not None and h.is_cut for h in cuts)
 
 
-def all_choices(search: Search) -> Iterator[Choice]:
+def all_choices(search: ShardingSearch) -> Iterator[ClassChoices]:
     offered = search.evaluation.options[0].strategies
     for picks in itertools.product(*(range(len(some)) for some in offered)):
         yield [list(picks)]
 
 
-def prices(profile: Profile, search: Search, ranks: int, every: int) -> list[tuple[float, float, Choice]]:
+def prices(
+    profile: Profile, search: ShardingSearch, ranks: int, every: int
+) -> list[tuple[float, float, ClassChoices]]:
     """Of all choices that can run; each ``every``-th is compared with the search's own figures."""
     priced, graph = Priced(profile, ranks), search.graph
     found = []
@@ -294,7 +296,7 @@ def prices(profile: Profile, search: Search, ranks: int, every: int) -> list[tup
 
 def check(profile: Profile, ranks: int, limits: int, every: int = 1) -> None:
     parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
-    search = Search(
+    search = ShardingSearch(
         profile.recorded,
         parameters,
         Mesh.of(ranks),

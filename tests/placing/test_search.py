@@ -12,7 +12,7 @@ from torch import nn
 import sacplan
 from sacplan._placing.axis_program import AxisProgram
 from sacplan._placing.roles import ROLES
-from sacplan._placing.search import Search
+from sacplan._placing.search import ShardingSearch
 from sacplan._placing.shardings import Proposal, searched, shardings, smallest_sharding, tensor_parallel
 from sacplan._profile.profile import Profile
 from sacplan._ranks.ranks import Ranks
@@ -69,10 +69,10 @@ def stack(layers: int, rows: int = 8) -> Profile:
     )
 
 
-def search(profile: Profile, mesh: dict[str, int], **allowed: str) -> Search:
+def search(profile: Profile, mesh: dict[str, int], **allowed: str) -> ShardingSearch:
     roles = {axis: ROLES[role] for axis, role in allowed.items()}
     parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
-    return Search(profile.recorded, parameters, Mesh.of(mesh), profile.spec, roles, OPTIONS)
+    return ShardingSearch(profile.recorded, parameters, Mesh.of(mesh), profile.spec, roles, OPTIONS)
 
 
 def proposals(profile: Profile, mesh: dict[str, int], **kwargs: object) -> tuple[Proposal, ...]:

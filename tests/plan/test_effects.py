@@ -19,7 +19,7 @@ from sacplan._plan.search import decisions_of
 from sacplan._program.decisions import discarded_by
 from sacplan._program.program import Phase, Program
 from sacplan._recompute.rewrite import recompute_ops, recomputed
-from sacplan._technique.step import Step
+from sacplan._technique.step import PlanStep
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 
@@ -75,7 +75,7 @@ def program_of(name: str) -> Program:
 @pytest.mark.parametrize("name", PROFILES)
 @pytest.mark.parametrize("size", [1, 2])
 def test_effects_add_up_to_the_replay(name: str, size: int) -> None:
-    context = PlanningContext(Step(program_of(name)))
+    context = PlanningContext(PlanStep(program_of(name)))
     effects = context.effects(size)
     program = context.program
     pick = random.Random(size)
@@ -97,7 +97,7 @@ def test_effects_add_up_to_the_replay(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_decisions_discard_what_was_chosen(name: str) -> None:
-    context = PlanningContext(Step(program_of(name)))
+    context = PlanningContext(PlanStep(program_of(name)))
     program = context.program
     for size in context.sizes:
         effects = context.effects(size)
@@ -112,7 +112,7 @@ def test_decisions_discard_what_was_chosen(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_each_op_of_the_forward_pass_is_in_one_cell(name: str) -> None:
-    context = PlanningContext(Step(program_of(name)))
+    context = PlanningContext(PlanStep(program_of(name)))
     ops = context.program.ops
     forward = [i for i, op in enumerate(ops) if op.phase == Phase.FORWARD and op.scope >= 0]
     for size in context.sizes:
@@ -123,11 +123,11 @@ def test_each_op_of_the_forward_pass_is_in_one_cell(name: str) -> None:
 
 
 def test_layers_are_cells_and_experts_are_not() -> None:
-    units = [region.unit for region in PlanningContext(Step(program_of("experts"))).effects(1).regions]
+    units = [region.unit for region in PlanningContext(PlanStep(program_of("experts"))).effects(1).regions]
     assert units == ["0", "1", "2", "3"]
-    layers = [region.unit for region in PlanningContext(Step(program_of("lm"))).effects(1).regions]
+    layers = [region.unit for region in PlanningContext(PlanStep(program_of("lm"))).effects(1).regions]
     assert layers[1:-1] == ["layers.1", "layers.2", "layers.3"]
-    kinds = [region.kind for region in PlanningContext(Step(program_of("lm"))).effects(1).regions]
+    kinds = [region.kind for region in PlanningContext(PlanStep(program_of("lm"))).effects(1).regions]
     assert len(set(kinds[1:-1])) == 1
 
 
@@ -146,7 +146,7 @@ def _effects_worked_out(program: Program, monkeypatch: pytest.MonkeyPatch) -> tu
 
     with monkeypatch.context() as patch:
         patch.setattr(_Effects, "_local_effect", counted)
-        found = PlanningContext(Step(program)).effects(1)
+        found = PlanningContext(PlanStep(program)).effects(1)
     return ran, found
 
 

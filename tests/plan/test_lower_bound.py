@@ -12,7 +12,7 @@ import sacplan
 from sacplan._plan.context import PlanningContext
 from sacplan._program.program import Phase
 from sacplan._recompute.rewrite import recompute_ops
-from sacplan._technique.step import Step
+from sacplan._technique.step import PlanStep
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
@@ -36,7 +36,7 @@ def test_the_bound_is_under_every_choice(depth: int, reached: float) -> None:
     """And it is not vacuous: at some peak it is that share of what the choice there costs."""
     model = nn.Sequential(*(Mixed() for _ in range(depth)))
     program = sacplan.profile(model, torch.randn(512, 64, requires_grad=True), device="h100").program
-    context = PlanningContext(Step(program))
+    context = PlanningContext(PlanStep(program))
     again = [
         i for i, op in enumerate(program.ops) if op.phase == Phase.FORWARD and op.recomputable and op.writes
     ]
@@ -59,7 +59,7 @@ def test_the_bound_falls_with_the_budget_and_ends_at_zero() -> None:
     with torch.device("meta"):
         model = LM(layers=3, dim=64, vocab=300)
     profile = sacplan.profile(model, tokens(4, 64, 300), loss_fn=cross_entropy, device="h100")
-    bound = PlanningContext(Step(profile.program)).bound
+    bound = PlanningContext(PlanStep(profile.program)).bound
     at = [bound.at(profile.peak_bytes * share // 20) for share in range(8, 21)]
     assert at == sorted(at, reverse=True)
     assert at[0] > 0

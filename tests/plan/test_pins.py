@@ -23,7 +23,7 @@ from sacplan._plan.context import planning_context
 from sacplan._program.pins import resolve_pins
 from sacplan._program.program import Phase, Program
 from sacplan._recompute.rewrite import discarded_ops, recomputed
-from sacplan._technique.step import Step
+from sacplan._technique.step import PlanStep
 from tests.zoo.language_models import LM, bit_equal, cross_entropy, grads_of, tokens
 
 DIM, LENGTH, BATCH = 16, 24, 4
@@ -452,7 +452,10 @@ def test_the_bound_heeds_the_pins() -> None:
     profile = profile_of("both")
     program = profile.program
     pins = resolve_pins(program, profile.fingerprint, ["shared"], [])
-    bound, free = planning_context(Step(program, pins=pins)).bound, planning_context(Step(program)).bound
+    bound, free = (
+        planning_context(PlanStep(program, pins=pins)).bound,
+        planning_context(PlanStep(program)).bound,
+    )
     rng, higher = random.Random(0), 0
     sites = [
         site

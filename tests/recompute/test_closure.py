@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sacplan._recompute import closure
-from sacplan._recompute.closure import ClosureOp, ClosureProblem, Point, evaluate, tradeoff
+from sacplan._recompute.closure import ClosureOp, ClosureProblem, TradeoffPoint, evaluate, tradeoff
 from sacplan.errors import PlanError
 
 # Few different values make ties; 0.1 and 0.3 are no short binary fractions.
@@ -72,7 +72,7 @@ def brute_hull(points: set[tuple[int, Fraction]], start: tuple[int, Fraction]) -
         hull.append((k, c))
 
 
-def exact(problem: ClosureProblem, point: Point) -> tuple[int, Fraction]:
+def exact(problem: ClosureProblem, point: TradeoffPoint) -> tuple[int, Fraction]:
     return point.kept_bytes, sum((Fraction(problem.ops[op].cost_ms) for op in point.discarded), Fraction(0))
 
 
@@ -142,7 +142,7 @@ def chain(
     return ClosureProblem(ops, tuple(sizes), frozenset(saved), free)
 
 
-def figures(points: tuple[Point, ...]) -> list[tuple[int, float, list[int]]]:
+def figures(points: tuple[TradeoffPoint, ...]) -> list[tuple[int, float, list[int]]]:
     return [(point.kept_bytes, point.recompute_ms, sorted(point.discarded)) for point in points]
 
 
@@ -151,7 +151,7 @@ def test_chain_by_hand() -> None:
     problem = chain([1.0, 6.0], [10, 40, 30], saved={0, 1, 2})
     assert figures(tradeoff(problem)) == [(80, 0.0, []), (40, 1.0, [0]), (10, 7.0, [0, 1])]
     # Discarding the second op alone would hold 50 bytes for 6 ms.
-    assert evaluate(problem, {1}) == Point(50, 6.0, frozenset({1}))
+    assert evaluate(problem, {1}) == TradeoffPoint(50, 6.0, frozenset({1}))
 
 
 def test_a_held_input_costs_its_bytes_once() -> None:
@@ -162,9 +162,9 @@ def test_a_held_input_costs_its_bytes_once() -> None:
         ClosureOp(1.0, (1,), (3,), True),
     )
     problem = ClosureProblem(ops, (0, 7, 10, 10), frozenset({2, 3}), frozenset())
-    assert evaluate(problem, {1}) == Point(17, 1.0, frozenset({1}))
-    assert evaluate(problem, {1, 2}) == Point(7, 2.0, frozenset({1, 2}))
-    assert evaluate(problem, {0, 1, 2}) == Point(0, 7.0, frozenset({0, 1, 2}))
+    assert evaluate(problem, {1}) == TradeoffPoint(17, 1.0, frozenset({1}))
+    assert evaluate(problem, {1, 2}) == TradeoffPoint(7, 2.0, frozenset({1, 2}))
+    assert evaluate(problem, {0, 1, 2}) == TradeoffPoint(0, 7.0, frozenset({0, 1, 2}))
     assert figures(tradeoff(problem)) == [(20, 0.0, []), (7, 2.0, [1, 2]), (0, 7.0, [0, 1, 2])]
 
 
@@ -177,7 +177,7 @@ def test_diamond_pays_the_shared_op_once() -> None:
         ClosureOp(9.0, (2, 3), (4,), True),
     )
     problem = ClosureProblem(ops, (50, 100, 8, 8, 8), frozenset({2, 3}), frozenset({0}))
-    assert evaluate(problem, {0, 1}) == Point(8, 5.0, frozenset({0, 1}))
+    assert evaluate(problem, {0, 1}) == TradeoffPoint(8, 5.0, frozenset({0, 1}))
     # One branch alone (8 bytes for 5 ms) lies above the line from nothing to both (16 bytes for 6 ms).
     assert figures(tradeoff(problem)) == [(16, 0.0, []), (0, 6.0, [0, 1, 2])]
     assert figures(tradeoff(problem, between=3)) == [(16, 0.0, []), (8, 5.0, [0, 1]), (0, 6.0, [0, 1, 2])]
@@ -217,14 +217,14 @@ def test_calls_that_feed_each_other_may_make_a_cycle() -> None:
     ops = (ClosureOp(1.0, (0, 2), (1,), True), ClosureOp(2.0, (1,), (2,), True))
     problem = ClosureProblem(ops, (3, 10, 10), frozenset({1, 2}), frozenset())
     assert figures(tradeoff(problem)) == [(20, 0.0, []), (13, 1.0, [0]), (3, 3.0, [0, 1])]
-    assert evaluate(problem, {0}) == Point(13, 1.0, frozenset({0}))
+    assert evaluate(problem, {0}) == TradeoffPoint(13, 1.0, frozenset({0}))
 
 
 def test_nothing_to_discard() -> None:
     empty = ClosureProblem((), (), frozenset(), frozenset())
-    assert tradeoff(empty, between=3) == (Point(0, 0.0, frozenset()),)
+    assert tradeoff(empty, between=3) == (TradeoffPoint(0, 0.0, frozenset()),)
     kept = ClosureProblem((ClosureOp(1.0, (0,), (1,), False),), (4, 5), frozenset({1}), frozenset())
-    assert tradeoff(kept) == (Point(5, 0.0, frozenset()),)
+    assert tradeoff(kept) == (TradeoffPoint(5, 0.0, frozenset()),)
 
 
 def test_prices_that_only_exact_arithmetic_tells_apart() -> None:

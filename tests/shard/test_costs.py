@@ -13,9 +13,9 @@ from sacplan import DeviceSpec
 from sacplan._device.devices import resolve_device
 from sacplan._device.links import LINKS, Link
 from sacplan._shard import costs as module
-from sacplan._shard.costs import Collective, Costs, Step, after, redistribution_path
+from sacplan._shard.costs import Collective, Costs, RedistributeStep, after, redistribution_path
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import Layout, cut, fits, format_layout, local_shape, parse_layout
+from sacplan._shard.placements import Placements, cut, fits, format_layout, local_shape, parse_layout
 from sacplan.errors import DeviceError, PlanError
 
 H100 = resolve_device("h100")
@@ -139,11 +139,13 @@ def test_no_such_collective() -> None:
 # --- redistributions ----------------------------------------------------------------------------------
 
 
-def all_paths(ranks: tuple[int, ...], shape: tuple[int, ...], source: Layout, target: Layout) -> list[float]:
+def all_paths(
+    ranks: tuple[int, ...], shape: tuple[int, ...], source: Placements, target: Placements
+) -> list[float]:
     """Weights of all ways that come through no layout twice."""
     found = []
 
-    def go(layout: Layout, seen: frozenset[Layout], weight: float) -> None:
+    def go(layout: Placements, seen: frozenset[Placements], weight: float) -> None:
         if layout == target:
             found.append(weight)
             return
@@ -157,7 +159,7 @@ def all_paths(ranks: tuple[int, ...], shape: tuple[int, ...], source: Layout, ta
 
 
 def weight_of(
-    ranks: tuple[int, ...], shape: tuple[int, ...], source: Layout, path: tuple[Step, ...]
+    ranks: tuple[int, ...], shape: tuple[int, ...], source: Placements, path: tuple[RedistributeStep, ...]
 ) -> float:
     total, layout = 0.0, source
     for step in path:

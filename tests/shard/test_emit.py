@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from sacplan._shard.emit import Emission, described, emit
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import Layout, cut, parse_layout
-from sacplan._shard.places import Place
+from sacplan._shard.placements import Placements, cut, parse_layout
+from sacplan._shard.places import CallPattern
 from sacplan._shard.sharding import Sharding
 from sacplan._shard.tp_plans import homes_of_tp_plan
 from sacplan.errors import PlanError
@@ -73,17 +73,17 @@ MEGATRON = {
 """Weight and bias of a layer's modules."""
 
 
-def megatron(embed: str = "R", head: str = "R") -> dict[str, Layout]:
-    homes: dict[str, Layout] = {"embed.weight": parse_layout(embed), "head.weight": parse_layout(head)}
+def megatron(embed: str = "R", head: str = "R") -> dict[str, Placements]:
+    homes: dict[str, Placements] = {"embed.weight": parse_layout(embed), "head.weight": parse_layout(head)}
     for module, (weight, bias) in MEGATRON.items():
         homes[f"layers.*.{module}.weight"], homes[f"layers.*.{module}.bias"] = (weight,), (bias,)
     return homes
 
 
-def with_data_axis(tensor: Mapping[str, Layout], data: str = "S0") -> dict[str, Layout]:
+def with_data_axis(tensor: Mapping[str, Placements], data: str = "S0") -> dict[str, Placements]:
     """All parameters cut on their first dimension on an axis before; within what the tensor axis cuts of it."""
     whole = dict.fromkeys((pattern_of(name) for name in described(LM()).shapes), parse_layout("R"))
-    found: dict[str, Layout] = {}
+    found: dict[str, Placements] = {}
     for name, layout in {**whole, **tensor}.items():
         inner = layout[0]
         (placement,) = parse_layout(data)
@@ -97,18 +97,18 @@ def pattern_of(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
-def batch_on(*layouts: str) -> list[Place]:
-    return [Place("embed", "aten.embedding.default", 0, ("", layout)) for layout in layouts]
+def batch_on(*layouts: str) -> list[CallPattern]:
+    return [CallPattern("embed", "aten.embedding.default", 0, ("", layout)) for layout in layouts]
 
 
-def sequence(dp: str = "*") -> list[Place]:
+def sequence(dp: str = "*") -> list[CallPattern]:
     return [
-        Place(unit, "aten.native_layer_norm.default", 0, (f"{dp},S1",))
+        CallPattern(unit, "aten.native_layer_norm.default", 0, (f"{dp},S1",))
         for unit in ("layers.*.before", "layers.*.norm", "norm")
     ]
 
 
-Case = tuple[dict[str, int], dict[str, Layout], list[Place]]
+Case = tuple[dict[str, int], dict[str, Placements], list[CallPattern]]
 
 CASES: dict[str, Case] = {
     "megatron": ({"dp": 2, "tp": 2}, with_data_axis(megatron()), batch_on("S0,R")),
@@ -256,7 +256,7 @@ def shard(model, device_mesh):
 # --- what has no such form ----------------------------------------------------------------------------
 
 
-def reasons(axes: Mapping[str, int], homes: Mapping[str, str], places: Sequence[Place] = ()) -> str:
+def reasons(axes: Mapping[str, int], homes: Mapping[str, str], places: Sequence[CallPattern] = ()) -> str:
     found = emit(Sharding.of(axes, homes, places), described(LM()))
     assert found.code == ""
     assert found.tp_plan == {} or len(axes) == 1
@@ -275,9 +275,9 @@ def test_reasons() -> None:
     tensor = {"layers.*.up.weight": "R,S0", "layers.*.up.bias": "R,S0", "layers.*.down.weight": "R,S1"}
     assert "DistributedDataParallel" in reasons({"a": 2, "b": 2}, tensor, batch_on("S0,R"))
     tensor = {name: layout[2:] for name, layout in tensor.items()}
-    some = [Place("norm", "aten.native_layer_norm.default", 0, ("S1",))]
+    some = [CallPattern("norm", "aten.native_layer_norm.default", 0, ("S1",))]
     assert "at some norms, and not at 'layers.0.before'" in reasons({"tp": 2}, tensor, some)
-    odd = [Place("layers.*.attention", "aten.transpose.int", 0, ("S2",))]
+    odd = [CallPattern("layers.*.attention", "aten.transpose.int", 0, ("S2",))]
     assert "occurrence 0 in layers.*.attention cuts what" in reasons({"tp": 2}, tensor, odd)
 
 

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sacplan._shard.executor.install import spread
 from sacplan._shard.executor.placed import PlacedTensor, placed_from
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import REPLICATED, Layout, fits, format_layout, parse_layout
-from sacplan._shard.places import Place
+from sacplan._shard.placements import REPLICATED, Placements, fits, format_layout, parse_layout
+from sacplan._shard.places import CallPattern
 from sacplan.errors import PlanError, PlanMismatch, SacplanError
 from tests.support.agreement import agreement_cases
 from tests.support.spread import (
@@ -82,10 +82,10 @@ def lm() -> Made:
     return LM(1, 32, 4, 64, dropout=0.0).double(), (batch, labels), ignoring_cross_entropy
 
 
-MLP_BATCH = Place("up", "aten.addmm.default", 0, ("", "S0"))
-MLP_BATCH_2D = Place("up", "aten.addmm.default", 0, ("", "S0,R"))
-LM_BATCH = Place("embed", "aten.embedding.default", 0, ("", "S0"))
-LM_BATCH_2D = Place("embed", "aten.embedding.default", 0, ("", "S0,*"))
+MLP_BATCH = CallPattern("up", "aten.addmm.default", 0, ("", "S0"))
+MLP_BATCH_2D = CallPattern("up", "aten.addmm.default", 0, ("", "S0,R"))
+LM_BATCH = CallPattern("embed", "aten.embedding.default", 0, ("", "S0"))
+LM_BATCH_2D = CallPattern("embed", "aten.embedding.default", 0, ("", "S0,*"))
 LM_MEGATRON = {
     "layers.*.qkv.weight": "S0/3", "layers.*.qkv.bias": "S0/3", "layers.*.proj.weight": "S1",
     "layers.*.mlp.0.weight": "S0", "layers.*.mlp.0.bias": "S0", "layers.*.mlp.2.weight": "S1",
@@ -93,7 +93,7 @@ LM_MEGATRON = {
 }  # fmt: skip
 MLP_MEGATRON = {"up.weight": "S0", "up.bias": "S0", "down.weight": "S1"}
 SEQUENCE = tuple(
-    Place(f"layers.*.norm{i}", "aten.native_layer_norm.default", 0, ("S1", "R", "R")) for i in (1, 2)
+    CallPattern(f"layers.*.norm{i}", "aten.native_layer_norm.default", 0, ("S1", "R", "R")) for i in (1, 2)
 )
 
 
@@ -116,7 +116,7 @@ def _model_cases() -> dict[str, Case]:
         "lm ddp": (lm, one, functools.partial(homes_of, mesh=one, patterns={}), (LM_BATCH,)),
         "lm checkpointed": (
             checkpointed_lm, two, functools.partial(homes_of, mesh=two, patterns=both),
-            (LM_BATCH_2D, *(Place(p.unit, p.op, 0, ("*,S1", "", "")) for p in SEQUENCE)),
+            (LM_BATCH_2D, *(CallPattern(p.unit, p.op, 0, ("*,S1", "", "")) for p in SEQUENCE)),
         ),
         "lm megatron": (lm, one, functools.partial(homes_of, mesh=one, patterns=LM_MEGATRON), ()),
         "lm sequence": (lm, one, functools.partial(homes_of, mesh=one, patterns=LM_MEGATRON), SEQUENCE),
@@ -286,7 +286,7 @@ def refused() -> dict[str, Any]:
         PlanMismatch,
         lambda: spread_on(MLP(), mesh, {"up.weight": parse_layout("S0" if rank != 3 else "S1")}),
     )
-    model, never = MLP(), Place("up", "aten.mm.default", 7, ("S0",))
+    model, never = MLP(), CallPattern("up", "aten.mm.default", 7, ("S0",))
     handle = spread_on(model, mesh, {}, [never])
     model(torch.randn(2, 16))
     made["never_met"] = list(map(str, handle.never_met))
@@ -387,7 +387,7 @@ def redistributions() -> dict[str, Any]:
 
 
 def _part_of(
-    whole: torch.Tensor, layout: Layout, ranks: tuple[int, ...], at: tuple[int, ...]
+    whole: torch.Tensor, layout: Placements, ranks: tuple[int, ...], at: tuple[int, ...]
 ) -> torch.Tensor:
     """By the indices that a rank has; summands are equal."""
     indices = [torch.arange(size) for size in whole.shape]

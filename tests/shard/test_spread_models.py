@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sacplan._shard.places import Place
+from sacplan._shard.places import CallPattern
 from tests.support.spread import (
     MESHES,
     Case,
@@ -84,9 +84,11 @@ MODELS: dict[str, Callable[[], Made]] = {
     "vit": vit,
 }
 BATCH = {
-    "gpt2": Place("transformer.wte", "aten.embedding.default", 0, ("", "S0,*")),
-    "llama": Place("model.embed_tokens", "aten.embedding.default", 0, ("", "S0,*")),
-    "vit": Place("vit.embeddings.patch_embeddings.projection", "aten.convolution.default", 0, ("S0,*",)),
+    "gpt2": CallPattern("transformer.wte", "aten.embedding.default", 0, ("", "S0,*")),
+    "llama": CallPattern("model.embed_tokens", "aten.embedding.default", 0, ("", "S0,*")),
+    "vit": CallPattern(
+        "vit.embeddings.patch_embeddings.projection", "aten.convolution.default", 0, ("S0,*",)
+    ),
 }
 MEGATRON = {
     "gpt2": {

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import PARTIAL, REPLICATED, Layout, Placement
+from sacplan._shard.placements import PARTIAL, REPLICATED, Placement, Placements
 from sacplan._shard.strategies import AxisStrategy, local_call
 from sacplan._torch.calls import Call, flat_tensors
 from tests.support.op_steps import STEPS, calls_of
@@ -54,12 +54,12 @@ class Rank:
         self.at = every_rank(MESH)[rank]
         self.groups = [mesh.get_group(axis).group_name for axis in range(2)]
 
-    def part(self, t: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def part(self, t: torch.Tensor, layout: Placements) -> torch.Tensor:
         """The same summands are drawn on all ranks."""
         torch.manual_seed(1)
         return scattered(t, layout, MESH)[self.at].clone(memory_format=torch.preserve_format)
 
-    def whole(self, part: torch.Tensor, shape: Sequence[int], layout: Layout) -> torch.Tensor:
+    def whole(self, part: torch.Tensor, shape: Sequence[int], layout: Placements) -> torch.Tensor:
         return redistribute(part, shape, layout, WHOLE, MESH.ranks, self.groups, self.at)
 
     def reduce(self, t: torch.Tensor, axis: int) -> torch.Tensor:
@@ -78,7 +78,7 @@ class Collectives(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def of_gradient(layout: Layout, spread: Sequence[bool]) -> Layout:
+def of_gradient(layout: Placements, spread: Sequence[bool]) -> Placements:
     """A gradient lies as its tensor does, if that is cut; that of a summand is whole.
 
     That of what is whole is a summand on each rank, where ranks have other parts of the rest (``spread``).

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import sacplan
 from sacplan._solve.local import descend, give_back
 from sacplan._solve.mip import LinearProgram, LinearSolution
-from sacplan._solve.problem import DEVICE_MEMORY, Choice, Link, OnceCost, Problem, Row, Solution
+from sacplan._solve.problem import DEVICE_MEMORY, Choice, OnceCost, PairCost, Problem, ResourceRow, Solution
 from sacplan._solve.solvers import Solver
 from sacplan.errors import SolverError
 
@@ -27,8 +27,8 @@ def _choice(kind: object, options: Options, n_rows: int) -> Choice:
     return Choice(kind, costs, uses, 1000 + uses.min(axis=1))
 
 
-def _rows(resources: list[str]) -> tuple[Row, ...]:
-    return tuple(Row(resource, i, i + 1) for i, resource in enumerate(resources))
+def _rows(resources: list[str]) -> tuple[ResourceRow, ...]:
+    return tuple(ResourceRow(resource, i, i + 1) for i, resource in enumerate(resources))
 
 
 def _problem(base: list[int], options: list[Options], limits: list[int] | int = 0) -> Problem:
@@ -92,7 +92,7 @@ def problems(draw: st.DrawFn) -> Problem:
     for first, second in draw(st.lists(st.sampled_from(pairs), max_size=3)) if pairs else []:
         shape = (len(choices[first].costs), len(choices[second].costs))
         costs = [[draw(st.integers(0, 16)) / 8 for _ in range(shape[1])] for _ in range(shape[0])]
-        links.append(Link(first, second, np.array(costs)))
+        links.append(PairCost(first, second, np.array(costs)))
     taken = [(i, o) for i, choice in enumerate(choices) for o in range(1, len(choice.costs))]
     once = [
         OnceCost(draw(st.integers(0, 16)) / 8, frozenset(some))
@@ -230,7 +230,7 @@ def test_neighbours_agree_where_it_pays(solver: Solver) -> None:
         np.array([500]),
         np.array([300]),
         choices,
-        (Link(0, 1, apart), Link(1, 2, apart)),
+        (PairCost(0, 1, apart), PairCost(1, 2, apart)),
     )
     found = solver.solve(problem)
     assert found is not None

@@ -13,7 +13,7 @@ from torch import nn
 
 import sacplan
 from sacplan._ranks.ranks import Ranks
-from sacplan._shard.places import Place
+from sacplan._shard.places import CallPattern
 from sacplan._shard.sharding import Sharding
 from tests.support.spread import Case
 
@@ -116,7 +116,7 @@ def later(file: Path) -> dict[str, Any]:
 
 _HOMES = {"layers.*.up.weight": "R,S0", "layers.*.up.bias": "R,S0", "layers.*.down.weight": "R,S1"}
 SHARDING = Sharding.of(
-    {"dp": 2, "tp": 2}, _HOMES, [Place("layers.0.up", "aten.addmm.default", 0, ("*,*", "S0,R"))]
+    {"dp": 2, "tp": 2}, _HOMES, [CallPattern("layers.0.up", "aten.addmm.default", 0, ("*,*", "S0,R"))]
 )
 """The batch is cut on one axis, and what layers have inside on the other, too."""
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from sacplan._factors.axes import Axis, take
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import REPLICATED, Layout, Placement, cut, fits, local_shape
+from sacplan._shard.placements import REPLICATED, Placement, Placements, cut, fits, local_shape
 from sacplan._shard.strategies import AxisStrategy, axis_strategies, local_call
 from sacplan._torch.calls import Call, flat_tensors
 from tests.support.slices import OpCall, copied
@@ -26,7 +26,7 @@ def every_rank(mesh: Mesh) -> list[At]:
     return list(itertools.product(*map(range, mesh.ranks)))
 
 
-def scattered(t: torch.Tensor, layout: Layout, mesh: Mesh) -> dict[At, torch.Tensor]:
+def scattered(t: torch.Tensor, layout: Placements, mesh: Mesh) -> dict[At, torch.Tensor]:
     """What each rank has of a tensor; summands are random."""
     partial = [axis for axis, p in enumerate(layout) if p.is_partial]
     summands: dict[At, torch.Tensor] = {(): t}
@@ -64,7 +64,7 @@ def _as_dense_as(part: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return dense.permute(back).clone() if dense is part.permute(order) else dense.permute(back)
 
 
-def gathered(parts: dict[At, torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:
+def gathered(parts: dict[At, torch.Tensor], layout: Placements, mesh: Mesh) -> torch.Tensor:
     """The whole tensor; what is said to be replicated must be the same on all ranks."""
     cuts = sorted((a for a, p in enumerate(layout) if p.is_cut), key=lambda a: layout[a].outer)
     others = [a for a, p in enumerate(layout) if not p.is_cut]

@@ -19,10 +19,10 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sacplan._shard.executor.install import Handle, spread
+from sacplan._shard.executor.install import ShardingHandle, spread
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import REPLICATED, Layout, cut, fits, local_shape, parse_layout
-from sacplan._shard.places import Place, matches
+from sacplan._shard.placements import REPLICATED, Placements, cut, fits, local_shape, parse_layout
+from sacplan._shard.places import CallPattern, matches
 
 RANKS = 4
 MESHES = {"4": Mesh.of({"tp": 4}), "2x2": Mesh.of({"dp": 2, "tp": 2})}
@@ -34,7 +34,7 @@ Case = Callable[[], Mapping[str, Any]]
 """Runs on each rank; what it returns is compared where the test is."""
 
 
-def homes_of(model: nn.Module, mesh: Mesh, patterns: Mapping[str, str]) -> dict[str, Layout]:
+def homes_of(model: nn.Module, mesh: Mesh, patterns: Mapping[str, str]) -> dict[str, Placements]:
     """The home of each parameter; replicated where no pattern has its name."""
     found = dict.fromkeys(dict(model.named_parameters()), (REPLICATED,) * len(mesh.axes))
     for pattern, text in patterns.items():
@@ -42,7 +42,7 @@ def homes_of(model: nn.Module, mesh: Mesh, patterns: Mapping[str, str]) -> dict[
     return found
 
 
-def first_axis(model: nn.Module, mesh: Mesh) -> dict[str, Layout]:
+def first_axis(model: nn.Module, mesh: Mesh) -> dict[str, Placements]:
     """As FSDP does: each parameter cut along its first dimension, where the ranks divide it."""
     found = {}
     for name, parameter in model.named_parameters():
@@ -52,7 +52,7 @@ def first_axis(model: nn.Module, mesh: Mesh) -> dict[str, Layout]:
     return found
 
 
-def random_homes(model: nn.Module, mesh: Mesh, seed: int) -> dict[str, Layout]:
+def random_homes(model: nn.Module, mesh: Mesh, seed: int) -> dict[str, Placements]:
     """Any homes that fit, cuts inside dimensions among them."""
     rng = random.Random(seed)
 
@@ -77,8 +77,8 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def spread_on(
-    model: nn.Module, mesh: Mesh, homes: Mapping[str, Layout], places: Sequence[Place] = ()
-) -> Handle:
+    model: nn.Module, mesh: Mesh, homes: Mapping[str, Placements], places: Sequence[CallPattern] = ()
+) -> ShardingHandle:
     """``spread`` on the ranks that run."""
     return spread(model, mesh, device_mesh(mesh), homes, places)
 
@@ -91,8 +91,8 @@ def far(a: torch.Tensor, b: torch.Tensor) -> float:
 def beside_one_process(
     make: Callable[[], Made],
     mesh: Mesh,
-    homes: Callable[[nn.Module], Mapping[str, Layout]],
-    places: Sequence[Place],
+    homes: Callable[[nn.Module], Mapping[str, Placements]],
+    places: Sequence[CallPattern],
 ) -> dict[str, Any]:
     """Loss and gradients of a step, and parameters after three with AdamW: differences from the same in one process.
 

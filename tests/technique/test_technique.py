@@ -22,12 +22,12 @@ from sacplan._executor.stand_ins import InstalledStandIns, StandIn
 from sacplan._plan.context import planning_context
 from sacplan._program.decisions import Decision, SiteDecision
 from sacplan._program.liveness import Footprint
-from sacplan._program.places import OpSequence, Places
+from sacplan._program.places import CallSites, OpSequence
 from sacplan._program.program import CallSite, Event, Op, Patch, Phase, Program, StorageKind
 from sacplan._program.rewriting import PatchBuilder
 from sacplan._technique.offers import Offer
 from sacplan._technique.regions import Option, Region
-from sacplan._technique.step import Step
+from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import Installed, StepSolver
 from sacplan._techniques import TECHNIQUES, rewritten
 from sacplan._torch.ops import is_computation, tensors_in
@@ -44,22 +44,22 @@ class Half(SiteDecision, frozen=True, tag="half"):
 class HalfPrecision:
     name, decision, one_device, how = "half", Half, "", ""
 
-    def longest_run(self, step: Step) -> int:
+    def longest_run(self, step: PlanStep) -> int:
         return 0
 
-    def regions(self, step: Step, size: int) -> Sequence[Region]:
+    def regions(self, step: PlanStep, size: int) -> Sequence[Region]:
         return ()
 
-    def options(self, step: Step, region: Region) -> Sequence[Option]:
+    def options(self, step: PlanStep, region: Region) -> Sequence[Option]:
         """One option: halve what the region keeps, but for what is pinned or taken by an offer."""
         free = [(m, ops) for m, ops in enumerate(region.members) if step.pins.kept_ops.isdisjoint(ops)]
         saved = [m for m, ops in free if any(saved_floats(step.program, op, region.unit) for op in ops)]
         return [Option(1e-3 * len(saved), 0, tuple(saved), "half")] if saved else []
 
-    def offers(self, step: Step, peak: Footprint | None) -> Sequence[Offer]:
+    def offers(self, step: PlanStep, peak: Footprint | None) -> Sequence[Offer]:
         return ()
 
-    def solvers(self, step: Step) -> Sequence[StepSolver]:
+    def solvers(self, step: PlanStep) -> Sequence[StepSolver]:
         return ()
 
     def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
@@ -192,7 +192,7 @@ class Halving(TorchDispatchMode):
         self.sites, self.names = sites, names
         self.calls = 0
         self.around: list[tuple[int, str]] = []  # the module calls that run: number and name
-        self.places = Places()
+        self.places = CallSites()
         self.seen: Counter[tuple[str, str]] = Counter()
         self.made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.packing = False
@@ -245,7 +245,7 @@ def profile(monkeypatch: pytest.MonkeyPatch) -> sacplan.Profile:
 
 def test_its_effects_add_up_with_those_of_recomputation(profile: sacplan.Profile) -> None:
     """What the solver's numbers say is the peak of the rewritten program, for each option of each region."""
-    effects = planning_context(Step(profile.program), ("recompute", "half")).effects(1)
+    effects = planning_context(PlanStep(profile.program), ("recompute", "half")).effects(1)
     tried = 0
     for i, region in enumerate(effects.regions):
         for o, option in enumerate(region.options[1:], start=1):
