@@ -36,7 +36,7 @@ _BETWEEN = (0.5,)
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A sharding, and what the search knows of it.
+    """A sharding that the search proposes, with its figures.
 
     Attributes:
         sharding: homes and places.
@@ -60,7 +60,7 @@ class Proposal:
 
 
 class Sought(NamedTuple):
-    """What a search came to, and whether a limit of work ended a solve on the way."""
+    """The sharding that a search found, and whether a limit of work ended a solve on the way."""
 
     sharding: Sharding
     limited: bool
@@ -76,7 +76,7 @@ def shardings(
     allowed: Mapping[str, Allowed] | None = None,
     options: Milp = SOLVER,
 ) -> tuple[Proposal, ...]:
-    """Shardings to plan on, the fastest first.
+    """Return shardings to plan on, the fastest first.
 
     Args:
         program: of the whole model on one device, as recorded.
@@ -111,7 +111,7 @@ def shardings(
 
 
 def searched(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, limit: float = 0) -> Sought:
-    """The fastest sharding whose peak on a rank, before recomputation, is at most ``limit`` bytes.
+    """Return the fastest sharding whose peak on a rank, before recomputation, is at most ``limit`` bytes.
 
     Args:
         profile: of the whole model on one device.
@@ -125,7 +125,7 @@ def searched(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, limi
 
 
 def tensor_parallel(profile: Profile, parameters: Sequence[Parameter], mesh: Mesh) -> Sought:
-    """The fastest tensor parallelism on the last axis, the fastest links; all other axes are left open.
+    """Return the fastest tensor parallelism on the last axis, which has the fastest links. Other axes are left open.
 
     Raises:
         PlanError: the ranks of the axis divide no dimension of any parameter.
@@ -151,7 +151,7 @@ def tensor_parallel(profile: Profile, parameters: Sequence[Parameter], mesh: Mes
 def _search(
     profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, roles: tuple[str, ...] = ()
 ) -> ShardingSearch:
-    """Kept with the recording, with what it has found."""
+    """Return the search for a mesh; it is kept with the recording, so that later limits use what it has found."""
     allowed = {name: ROLES[role] for name, role in zip(mesh.names, roles, strict=False)}
     return profile.recorded.derived(
         ("search of placements", mesh, repr(profile.spec), tuple(parameters), roles),
@@ -168,7 +168,7 @@ def smallest_sharding(
     allowed: Mapping[str, Allowed] | None = None,
     options: Milp = SOLVER,
 ) -> Proposal:
-    """The sharding with the smallest peak on a rank that was found, before recomputation; arguments as above."""
+    """Return the sharding with the smallest peak on a rank that was found, before recomputation; arguments as above."""
     search = ShardingSearch(program, parameters, mesh, spec, allowed, options)
     return _proposals(search, [(search.smallest, ())])[0]
 
@@ -176,7 +176,7 @@ def smallest_sharding(
 def _proposals(
     search: ShardingSearch, found: Sequence[tuple[ShardingSolution, tuple[str, ...]]]
 ) -> tuple[Proposal, ...]:
-    """Each sharding once; of two, the one that is known better."""
+    """Return each sharding once. Of equal ones the first is kept."""
     proposals: dict[str, Proposal] = {}
     for one, roles in found:
         sharding = sharding_of(search.evaluation, one.choice)
