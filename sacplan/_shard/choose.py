@@ -1,9 +1,15 @@
-"""Which strategies an op runs with: the rule that everything follows that no home and no place states.
+"""How an op runs when neither the layout of a parameter nor a place decides it.
 
-A choice depends on shapes, on where the inputs lie and on the mesh, and on nothing else: every rank makes the same one,
-and so does the machine that plans. Activations stay where they are, and parameters come to them, wherever a strategy
-allows that. Else it moves the fewest bytes between ranks; what an output will have to be sent later
-counts too. Summands are activations as well: they are reduced where an op needs the sum, not before.
+A choice depends on shapes, on the layouts of the inputs and on the mesh, and on nothing else. So every rank makes the
+same one, and so does the machine that plans.
+
+For each axis of the mesh, ``axis_strategies`` offers the strategies of the op. They are ranked (``_ranked``): first
+those that leave activations where they are and redistribute parameters alone, then by the bytes that ranks send now and
+will have to send for the outputs later. Partial tensors are activations as well: they are reduced where an op needs the
+sum, not before. The bytes on one axis depend on what the other axes cut, so each is ranked twice: with the inputs as
+they are, then with the best strategy of the others. Of the combinations, the one with the least sum of ranks whose cuts
+go together is taken (``_best_first``). This is greedy: it sees one op and not those after it. A sharding asks for
+another layout where that is worse (``places.py``).
 """
 
 from __future__ import annotations
@@ -59,7 +65,7 @@ def choose(
     asked: Sequence[WantedPlacements | None] | None = None,
     weights: Sequence[bool] = (),
 ) -> CallSharding:
-    """How a call runs, given where its inputs lie.
+    """Return how a call runs, given the layouts of its inputs.
 
     What an op writes in place stays where it is; so does the input of a view, if any strategy allows that.
 
@@ -127,7 +133,7 @@ def _no_strategy(
 def _offered(
     call: Call, have: tuple[Placements, ...], mesh: Mesh, asked: Sequence[WantedPlacements | None], axis: int
 ) -> list[AxisStrategy]:
-    """The strategies on one axis that write nothing but what lies as it must, and do what is asked."""
+    """Return the strategies on one axis that leave written tensors where they are, and do what is asked."""
     here = [layout[axis] for layout in have]
     returned = [here[i] for i in call.written] if _returns_what_it_writes(call.func) else []
     if mesh.ranks[axis] == 1:  # all placements are the same: nothing moves
@@ -156,7 +162,7 @@ _REDUCE_LISTS = aten_names("_foreach_norm _foreach_max")
 
 
 def _by_position(call: Call, here: Sequence[Placement]) -> AxisStrategy:
-    """Of an optimizer's op on lists: what stands at one position lies as what is written there, or as the first."""
+    """Return the strategy of an op on lists: tensors at one position are placed as the one that is written there."""
     if call.func._schema.name in _REDUCE_LISTS:
         return _norms(call, here)
     at: list[int | None] = []
@@ -178,7 +184,7 @@ def _by_position(call: Call, here: Sequence[Placement]) -> AxisStrategy:
 
 
 def _norms(call: Call, here: Sequence[Placement]) -> AxisStrategy:
-    """Of tensors that are cut, from the norms of their parts: gradients are not gathered to be clipped."""
+    """Return the strategy that takes norms of parts, so that gradients need not be gathered to be clipped."""
     whole = (REPLICATED,) * len(call.outputs)
     if norm_order(call) is None:
         return AxisStrategy((REPLICATED,) * len(here), whole)
@@ -192,7 +198,7 @@ def _returns_what_it_writes(func: Any) -> bool:
 
 
 def _reads_no_values(call: Call, here: Sequence[Placement]) -> AxisStrategy:
-    """Of a factory that takes a tensor for its shape and type: it stays where it is."""
+    """Return the strategy of a factory that reads only the shape and dtype of a tensor: nothing moves."""
     same = [tuple(t.shape) == tuple(call.inputs[0].shape) and not here[0].is_partial for t in call.outputs]
     return AxisStrategy(tuple(here), tuple(here[0] if s else REPLICATED for s in same))
 
@@ -210,7 +216,7 @@ def _ranked(
     strategies: Sequence[AxisStrategy],
     others: Sequence[AxisStrategy | None] | None,
 ) -> list[tuple[_Preference, AxisStrategy]]:
-    """Strategies on one axis, the best first.
+    """Rank the strategies on one axis, the best first.
 
     By: inputs of a view that move; whether activations are sent; bytes sent now and later, more on slow axes; bytes
     of outputs; compute; the order in which they are offered.
@@ -263,7 +269,7 @@ def _ranked(
 
 
 def nbytes(t: Any) -> int:
-    """Of a whole tensor."""
+    """Return the bytes of an unsharded tensor."""
     count: int = math.prod(t.shape) * t.dtype.itemsize
     return count
 
@@ -278,7 +284,7 @@ _LOCAL = 1e-3
 
 
 def moved_bytes(source: Placement, target: Placement, size: float, n: int) -> float:
-    """Bytes that each rank sends for a redistribution on one axis; a little where it only cuts or clears.
+    """Return the bytes that each rank sends for a redistribution on one axis; a few where it only cuts or clears.
 
     Args:
         source, target: of the tensor.
@@ -300,7 +306,7 @@ def moved_bytes(source: Placement, target: Placement, size: float, n: int) -> fl
 
 
 def _later(output: Placement, size: float, n: int, follows: bool) -> float:
-    """What an output costs after the call: summands will be reduced, and parts of what was whole be gathered.
+    """Estimate the bytes that an output costs later: summands will be reduced, and new cuts be gathered.
 
     A little more than reducing, or gathering, the inputs at once would: that is preferred where both move as much.
     ``follows``: an input that was cut stays cut, and the output follows it.
@@ -315,7 +321,7 @@ def _later(output: Placement, size: float, n: int, follows: bool) -> float:
 def _best_first(
     ranked: Sequence[Sequence[tuple[_Preference, AxisStrategy]]],
 ) -> Iterator[tuple[AxisStrategy, ...]]:
-    """One strategy for each axis, the least sum of ranks first."""
+    """Yield combinations of one strategy for each axis, the least sum of ranks first."""
     if not all(ranked):
         return
 

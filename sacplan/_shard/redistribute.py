@@ -1,4 +1,4 @@
-"""A tensor that gets another layout, on real ranks, by the steps that ``costs.py`` finds.
+"""Redistribution of a tensor on real ranks, by the steps that ``costs.py`` finds.
 
 One axis changes at a time: parts are gathered, exchanged or cut off, summands reduced, with all parts of one size. All
 ranks take the same steps. Along dimension 0 nothing is copied beside what a collective makes.
@@ -26,7 +26,7 @@ def redistribute(
     groups: Sequence[str],
     coordinate: Sequence[int],
 ) -> torch.Tensor:
-    """What this rank has of a tensor, in another layout. May be a view of what it has, along dimension 0.
+    """Return this rank's part of a tensor in another layout. It may be a view of the part before, along dimension 0.
 
     The result has no gaps: kernels of normalization, for one, assume that of what they saved themselves.
 
@@ -56,7 +56,7 @@ def redistribute(
 
 
 def kept(local: torch.Tensor) -> torch.Tensor:
-    """What stays on a rank for long, as parameters and gradients do: a copy, if it is a part of more memory."""
+    """Return a tensor that may stay on a rank for long: a copy, if it is a view of more memory than it needs."""
     return local if local.untyped_storage().nbytes() == local.nbytes else local.clone()
 
 
@@ -68,7 +68,7 @@ def _in_memory_order(
     group: str,
     position: int,
 ) -> torch.Tensor:
-    """A step on dimensions in the order in which they lie in memory: a transposed weight is gathered without a copy."""
+    """Take a step on dimensions in the order of memory, so that a transposed weight is gathered without a copy."""
     strides: tuple[int, ...] = local.stride()
     order = sorted(range(local.dim()), key=lambda dim: -strides[dim])
     if order == sorted(order):
@@ -90,7 +90,7 @@ def take_step(
     group: str,
     position: int,
 ) -> torch.Tensor:
-    """One step of a path.
+    """Take one step of a path.
 
     Args:
         local, layout: what this rank has, and its layout before the step.
@@ -127,7 +127,7 @@ def take_step(
 
 
 def _part(x: torch.Tensor, dim: int, outer: int, n: int, position: int) -> torch.Tensor:
-    """This rank's part of a dimension (``outer``, ``n``, rest)."""
+    """Return this rank's part of a dimension (``outer``, ``n``, rest)."""
     size = x.shape[dim] // (outer * n)
     if outer == 1:
         return x.narrow(dim, position * size, size)
@@ -136,7 +136,7 @@ def _part(x: torch.Tensor, dim: int, outer: int, n: int, position: int) -> torch
 
 
 def _parts_first(x: torch.Tensor, dim: int, outer: int, n: int) -> torch.Tensor:
-    """The parts of a dimension (``outer``, ``n``, rest), one after the other: (n, *shape of a part).
+    """Return the parts of a dimension (``outer``, ``n``, rest), one after the other: (n, *shape of a part).
 
     A view where dimension 0 is cut into ``n`` pieces; else a copy. Part by part has at least two dimensions.
     """
@@ -146,7 +146,7 @@ def _parts_first(x: torch.Tensor, dim: int, outer: int, n: int) -> torch.Tensor:
 
 
 def _parts_into(parts: torch.Tensor, dim: int, outer: int) -> torch.Tensor:
-    """The inverse of ``_parts_first``: (n, *shape of a part) as a whole."""
+    """Put parts (n, *shape of a part) together: the inverse of ``_parts_first``."""
     n, size = parts.shape[0], parts.shape[dim + 1] // outer
     if dim == 0 and outer == 1:
         return parts.flatten(0, 1)

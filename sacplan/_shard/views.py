@@ -1,10 +1,9 @@
-"""Views of a recorded step: which tensors are views for autograd, and how long code has them.
+"""Views of a recorded step: the tensors that are views for autograd, and how long code has them.
 
     views = Views(program)
     tensor in views, views.last_op_of(tensor, index)
 
-Views that are alike, such as those that three projections make of one input, are one tensor of a program: it is made
-several times.
+Equal views, such as those that three projections make of one input, are one tensor of a program, made several times.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _NO_VIEWS = ("aten._unsafe_view.default", "aten.detach.default")
 
 
 class Views:
-    """Of one program.
+    """The views of one program.
 
     Args:
         program: as it was recorded.
@@ -45,7 +44,7 @@ class Views:
         return tensor in self._made
 
     def last_op_of(self, tensor: int, index: int) -> int | None:
-        """The op of a phase after which no code has the view that op ``index`` takes.
+        """Return the op of a phase after which no code has the view that op ``index`` takes.
 
         That is its last one, or the next, where one function calls both. What the backward pass needs of the forward
         pass autograd keeps, not the code.

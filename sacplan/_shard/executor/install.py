@@ -1,4 +1,4 @@
-"""A sharding on a model, and off again: parameters in their homes, gradients too, and the calls that places ask for."""
+"""Puts a sharding on a model and takes it off: parameters and gradients get their layouts, and calls are counted."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ class ShardingHandle:
 
     @property
     def never_met(self) -> Sequence[CallPattern]:
-        """See above."""
+        """The places that no call was found for so far."""
         return self.grid.places.never_met()
 
     def from_parts(self, part: torch.Tensor, layout: Placements) -> torch.Tensor:
-        """A tensor of which each rank has loaded its own part: a batch that is cut along dimension 0, ``S0``.
+        """Return a tensor of which each rank has loaded its own part, such as a batch cut along dimension 0, ``S0``.
 
         Args:
             part: this rank's; of one size on all ranks.
@@ -191,7 +191,7 @@ _OURS = frozenset(("_form", "_grid", "_is_copy", "_same", "_local_tensor", "_spe
 
 
 def _replace(model: nn.Module, by_id: Mapping[int, Any]) -> None:
-    """Parameters by others, wherever they are: tied ones stay tied."""
+    """Replace parameters by others wherever they are, so that tied ones stay tied."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in by_id:
@@ -235,7 +235,7 @@ def _leaves(grid: Grid) -> Any:
 
 
 def _homes_of(model: nn.Module, mesh: Mesh, homes: Mapping[str, Placements]) -> dict[str, Placements]:
-    """By name of a parameter; tied ones have the home of any of their names."""
+    """Return the layouts of parameters by name. Tied ones have the layout that any of their names has."""
     names = dict(model.named_parameters(remove_duplicate=False))
     whole: Placements = (REPLICATED,) * len(mesh.axes)
     found: dict[str, Placements] = {}
@@ -272,7 +272,7 @@ def _homes_of(model: nn.Module, mesh: Mesh, homes: Mapping[str, Placements]) -> 
 def _agree(
     model: nn.Module, mesh: Mesh, homes: Mapping[str, Placements], places: Sequence[CallPattern]
 ) -> None:
-    """See that all ranks have the same model and sharding: else they would wait for each other for ever.
+    """Check that all ranks have the same model and sharding; else they would wait for each other for ever.
 
     Raises:
         PlanMismatch: they do not; it names them.
@@ -315,7 +315,7 @@ _SAMPLES = 64
 
 
 def _sampled(model: nn.Module) -> Iterator[bytes]:
-    """A few bytes of each parameter."""
+    """Yield a few bytes of each parameter."""
     for parameter in model.parameters():
         if parameter.is_meta or not parameter.numel():
             continue

@@ -1,7 +1,7 @@
 """Placed tensors: DTensors whose ops run as ``choose.py`` says, below autograd, forward and backward.
 
-Autograd and the user's code see whole shapes. An op on them gets its inputs redistributed, runs on the parts that this
-rank has, and what it returns lies as its strategy states. Plain tensors count as replicated.
+Autograd and the user's code see unsharded shapes. The inputs of an op are redistributed, the op runs on this rank's
+parts, and its outputs get the layouts of its strategy. Plain tensors count as replicated.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PlacedTensor(DTensor):
         )
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """This rank's part; its gradient lies as ``grad_placements``, or as this tensor does."""
+        """Return this rank's part. Its gradient has ``grad_placements``, or those of this tensor."""
         layout = self._form.layout
         grad = tuple(REPLICATED if p.is_partial else p for p in layout)
         if grad_placements is not None:
@@ -76,7 +76,7 @@ class PlacedTensor(DTensor):
         return _ToLocal.apply(self, layout, grad)  # type: ignore[no-any-return]
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor, on each rank."""
+        """Return the unsharded tensor, on each rank."""
         whole = self._grid.replicated
         grad = whole if grad_placements is None else self._layout_of(grad_placements)
         return _ToLocal.apply(self, whole, grad)  # type: ignore[no-any-return]
@@ -84,7 +84,7 @@ class PlacedTensor(DTensor):
     def redistribute(
         self, device_mesh: Any = None, placements: Any = None, *, async_op: bool = False, **_: Any
     ) -> PlacedTensor:
-        """The same tensor with other placements."""
+        """Return the same tensor with other placements."""
         target = self._form.spec.placements if placements is None else placements
         return _Redistribute.apply(self, self._layout_of(target))  # type: ignore[no-any-return]
 
@@ -101,7 +101,7 @@ class PlacedTensor(DTensor):
         return layout
 
     def as_dtensor(self) -> DTensor:
-        """The same as a plain DTensor, without gradient; they share memory."""
+        """Return the same as a plain DTensor, without gradient; they share memory."""
         made: DTensor = dtensors.new_dtensor(DTensor, self._local_tensor.detach(), self._form.spec)
         return made
 
@@ -109,7 +109,7 @@ class PlacedTensor(DTensor):
         return self.as_dtensor().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def pieces(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """The blocks of the whole tensor that this rank has: where each begins, and its values, a view."""
+        """Yield the blocks of the full tensor that this rank has: where each begins, and its values, a view."""
         local = self._local_tensor.detach()
         by_dim = [self._stretches(dim) for dim in range(self.dim())]
         sizes = [local.shape[dim] // len(starts) for dim, starts in enumerate(by_dim)]
@@ -120,7 +120,7 @@ class PlacedTensor(DTensor):
             yield tuple(starts[i] for starts, i in zip(by_dim, index, strict=True)), block
 
     def _stretches(self, dim: int) -> list[int]:
-        """Where this rank's stretches of a dimension begin; they are of one size, in order."""
+        """Return where this rank's stretches of a dimension begin, in order. They have one size."""
         grid, size = self._grid, self.shape[dim]
         cuts = sorted(
             (p.outer, n, at)
@@ -153,21 +153,21 @@ class PlacedTensor(DTensor):
 
 
 def place(local: torch.Tensor, form: PlacedForm, grid: Grid, requires_grad: bool = False) -> PlacedTensor:
-    """This rank's part as a placed tensor."""
+    """Return this rank's part as a placed tensor."""
     made: PlacedTensor = dtensors.new_dtensor(PlacedTensor, local, form.spec, requires_grad)
     made._form, made._grid = form, grid
     return made
 
 
 def placed_from(whole: torch.Tensor, layout: Placements, grid: Grid, weight: bool = False) -> PlacedTensor:
-    """A tensor that each rank has as a whole, in a layout. Where it is cut, each rank keeps its part alone."""
+    """Return a tensor, of which each rank has all, in a layout. Where it is cut, each rank keeps its part alone."""
     form = grid.form(layout, whole.shape, whole.stride(), whole.dtype, weight)
     local = grid.move(whole, whole.shape, grid.replicated, layout)
     return place(kept(local), form, grid)
 
 
 def moved_to(t: torch.Tensor, layout: Placements, grid: Grid) -> PlacedTensor:
-    """A placed or a plain tensor in another layout, below autograd; it holds no more than its part."""
+    """Return a placed or a plain tensor in another layout, below autograd, with no more memory than its part."""
     if type(t) is not PlacedTensor:
         return placed_from(t, layout, grid)
     if t._form.layout == layout:
@@ -179,7 +179,7 @@ def moved_to(t: torch.Tensor, layout: Placements, grid: Grid) -> PlacedTensor:
 
 
 class _Redistribute(torch.autograd.Function):
-    """Another layout, and gradients back in the first one."""
+    """Redistributes a tensor, and its gradient back."""
 
     @staticmethod
     def forward(ctx: Any, t: PlacedTensor, target: Placements) -> PlacedTensor:
@@ -194,7 +194,7 @@ class _Redistribute(torch.autograd.Function):
 
 
 class _ToLocal(torch.autograd.Function):
-    """A layout's local tensor; the gradient is one of the whole tensor's parts."""
+    """Returns the local tensor of a layout. Its gradient is this rank's part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, t: PlacedTensor, target: Placements, grad: Placements) -> torch.Tensor:
@@ -211,7 +211,7 @@ _MOST_CALLS = 1 << 14  # with shapes that vary, calls are forgotten at times
 
 
 def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """One op on placed and plain tensors.
+    """Run one op on placed and plain tensors.
 
     Raises:
         PlanError: it cannot run where its inputs lie.
@@ -279,13 +279,13 @@ def _tie(t: PlacedTensor, detached: PlacedTensor) -> None:
 
 
 def _norms(tensors: Sequence[torch.Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Any]:
-    """One by one: each may lie as another, and come from norms of parts."""
+    """Take norms one by one, since each tensor may have another layout, and its norm come from norms of parts."""
     one = torch.ops.aten.linalg_vector_norm.default
     return [one(t, order, dtype=dtype) for t in tensors]
 
 
 def _moved_input(tensors: list[Any], i: int, layout: Placements, grid: Grid) -> torch.Tensor:
-    """An input as a call needs it. Summands are reduced once: the sum takes their place, also where it was saved."""
+    """Return an input as a call needs it. A sum takes the place of its summands, so that it is computed once."""
     t = tensors[i]
     if type(t) is not PlacedTensor:
         return grid.moved(t, t.shape, grid.replicated, layout, _version(t))
@@ -302,7 +302,7 @@ def _moved_input(tensors: list[Any], i: int, layout: Placements, grid: Grid) -> 
 
 
 def _describe(value: Any, key: list[Any], tensors: list[Any], parts: list[Any]) -> bool:
-    """Add what a call's preparation depends on, tensors, and this rank's parts. False for somebody else's DTensor."""
+    """Add the key of a call's preparation, its tensors, and this rank's parts. False for somebody else's DTensor."""
     kind = type(value)
     if kind is PlacedTensor:
         tensors.append(value)
@@ -416,13 +416,13 @@ def _has_lost_its_base(t: PlacedTensor) -> bool:
 
 
 def _written(prepared: Prepared, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The arguments themselves, which are what an op that writes in place returns."""
+    """Return the arguments themselves, as an op that writes in place does."""
     found = [kwargs[name] if name in kwargs else args[at] for at, name in prepared.returns]
     return found[0] if len(found) == 1 else tuple(found)
 
 
 def _with_dtensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The same where somebody else's DTensors are among the arguments, such as those of a loaded state dict."""
+    """Run an op on somebody else's DTensors, too, such as those of a loaded state dict."""
     grid = next(t._grid for t in flat_tensors((args, dict(kwargs))) if type(t) is PlacedTensor)
     back: dict[int, Any] = {}
 

@@ -1,4 +1,4 @@
-"""How one call of an op runs on a rank, worked out once for all calls like it."""
+"""Prepares calls: how one runs on a rank is worked out once for all calls like it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def prepare(
     forms: Sequence[PlacedForm],
     place: CallPattern | None,
 ) -> Prepared:
-    """Work it out.
+    """Return how a call runs on a rank.
 
     Args:
         grid: the ranks.
@@ -131,7 +131,7 @@ _whole_calls: dict[Any, tuple[Any, Any, Any]] = {}
 def _as_whole(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], forms: Sequence[PlacedForm]
 ) -> tuple[Any, Any, Any]:
-    """The call on fake tensors of whole shapes: its arguments, and what it returns; ``_UNKNOWN`` if data says that."""
+    """Return a call on fake unsharded tensors: arguments and results; ``_UNKNOWN`` if only data says these."""
     tensors = [(form.shape, form.stride, form.dtype) for form in forms]
     devices = [t.device for t in flat_tensors((args, kwargs))]
     key = (func, *tensors, *devices, _without_tensors(args), _without_tensors(tuple(kwargs.items())))
@@ -180,7 +180,7 @@ def _all_replicated(grid: Grid, call: Call) -> CallSharding:
 
 
 def _leaves(device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether it copies to another device, on which ranks do not reach each other."""
+    """Whether a call copies to another device, on which ranks do not reach each other."""
     to = kwargs.get("device")
     return (to is not None and torch.device(to).type != device.type) or any(
         t.device.type != device.type and t.dim() > 0 for t in flat_tensors((args, kwargs))
@@ -188,7 +188,7 @@ def _leaves(device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _returned(func: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that the op writes and returns, in the order of its results."""
+    """Return the arguments that the op writes and returns, in the order of its results."""
     by_alias = {
         frozenset(a.alias_info.before_set): (at, a.name)
         for at, a in enumerate(func._schema.arguments)
