@@ -38,7 +38,7 @@ Terms = dict[int, float]
 
 
 SOLVER = Milp(gap=4e-3)
-"""What solves the program of an axis."""
+"""The solver of the program of an axis, and its gap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ class _AxisProgram:
                 self._follow(c)
         for flow, count in self.graph.flows.items():
             self._flow(flow, count)
-        for terms in self._beside:  # what is moved beside computation, less that, is exposed
+        for terms in self._beside:  # hidden communication less the computation that hides it is exposed
             self._row(terms, None, 0.0)
         if limit < math.inf or smallest:
             self._memory(limit)
@@ -356,7 +356,7 @@ class _AxisProgram:
             self._shared(made, wanted, edges)
         for user, by_layout in wanted.items():
             if flow.phase != GRADIENT and user.position in self.evaluation.written(user.user):
-                for q, xs in by_layout.items():  # what is written in place must be there
+                for q, xs in by_layout.items():  # a tensor that is written in place cannot be moved first
                     self._row({**dict.fromkeys(xs, 1.0), **dict.fromkeys(made.get(q, []), -1.0)}, None, 0.0)
 
     def _is_summand(self, source: Placements, target: Placements) -> bool:

@@ -1,8 +1,8 @@
 """Data parallelism along one axis of a mesh: each rank has a part of the batch.
 
-Where the forward pass brings the batch and the parameters together for the first time, the batch is cut; all that is
-computed from it follows. Parameters are whole on each rank (``"ddp"``), or cut and gathered by each op that reads them
-(``"fsdp"``). PyTorch's DDP and FSDP2 place parameters so, too, but hold other buffers: see ``sacplan/_ranks``.
+The batch is cut where the forward pass reads it together with parameters for the first time, and activations follow
+from that. Parameters are replicated (``"ddp"``), or cut and gathered by each op that reads them (``"fsdp"``). PyTorch's
+DDP and FSDP2 place parameters alike, but have other buffers: see ``sacplan/_ranks``.
 """
 
 from __future__ import annotations

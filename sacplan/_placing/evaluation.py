@@ -117,11 +117,11 @@ class Evaluation:
         return tuple(found)
 
     def shape(self, value: int) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Return the shape of an unsharded value."""
         return tuple(self._tensor(value)[0])
 
     def n_bytes(self, value: int) -> int:
-        """Of the whole tensor."""
+        """Return the bytes of an unsharded value."""
         shape, dtype = self._tensor(value)
         return math.prod(shape) * dtype.itemsize
 

@@ -107,14 +107,14 @@ class OpClass:
         name: of the op, or the pattern of the parameter's name.
         unit: pattern of the innermost module; of a parameter, of the one that has it.
         phase: in which the ops run.
-        follows: whether the ops run as their inputs lie: a plan can ask for nothing in the backward pass, nor outside
+        follows: whether the ops run by the layouts of their inputs: a plan cannot ask in the backward pass, nor outside
             of all modules.
         call: that of the first; None of parameters.
         shapes: of the outputs; of the parameter.
         dtypes: of the same.
         ops: of the program.
         parameters: of the model.
-        inputs: for each op, the value of each tensor argument; None for what every rank has all of.
+        inputs: for each op, the value of each tensor argument; None where every rank has all of it.
     """
 
     index: int
@@ -182,7 +182,7 @@ class Hold(NamedTuple):
 
     Attributes:
         value: they are cut as this one is; None if every rank has them all.
-        n_bytes: of the whole tensor.
+        n_bytes: of the unsharded tensor.
         start, end: moments, positions among the ops of the step.
     """
 
@@ -216,10 +216,10 @@ class StrategyGraph:
     Attributes:
         classes, values, calls: see their types; ``StrategyValue.call`` indexes calls.
         flows: how often each is in the step.
-        holds: what is alive when.
-        gradient_moves: where gradients go home.
+        holds: the storages that are alive, and when.
+        gradient_moves: the gradients that get the layouts of their parameters.
         homes: by storage of a parameter, its class.
-        optimizer_ms: by class of parameters, what the optimizer takes for all of them.
+        optimizer_ms: by class of parameters, the time of the optimizer for all of them.
         order: the ops as they run; a moment is a position in it.
         moments: how many there are.
         class_of: by op, its class, if it has one.
@@ -404,8 +404,8 @@ class StrategyGraph:
     def is_hidden(self, flow: ValueUse) -> bool:
         """Whether the collectives of a flow may run beside computation.
 
-        Parameters are gathered ahead, and gradients reduced behind. There is nothing to do so for what is gathered
-        first, and for what is reduced last, unless it is of layers that repeat.
+        Parameters are prefetched, and gradients reduced in the background. The first gather and the last reduction have
+        no computation to hide behind, unless the flow stands for layers that repeat: then most of it is hidden.
         """
         if flow.phase != GRADIENT and flow.value not in self.weights:
             return False

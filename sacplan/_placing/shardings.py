@@ -3,8 +3,8 @@
     for proposal in shardings(profile.recorded, parameters, mesh, spec):
         profile.on_ranks(Ranks.spread(proposal.sharding))
 
-Time and peak of a proposal are by the search's own model. What it says becomes true in the program of one rank, which
-also knows what the backward pass does by itself; recomputation and chunks are planned there.
+Time and peak of a proposal come from the cost model of the search (``evaluation.py``). The program of one rank has the
+exact ones; recomputation and chunks are planned there.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Proposal:
     """A sharding that the search proposes, with its figures.
 
     Attributes:
-        sharding: homes and places.
+        sharding: layouts of parameters, and places.
         ms: of a step on one rank, without a plan for memory.
         peak_bytes: of the same.
         status: ``"optimal"``: on one axis, proved to the gap; ``"feasible"``.
-        binding: what runs at the peak: the fqn of a module, or ``"optimizer step"``.
+        binding: the module that runs at the peak: the fqn of a module, or ``"optimizer step"``.
         bound_ms: nothing that keeps the limit is faster; None where nothing is known.
-        roles: by axis, what it was restricted to; empty if it was not.
+        roles: by axis, the role that it was restricted to; empty if it was not.
         limited: whether a limit of work ended a solve on the way.
     """
 
@@ -85,7 +85,7 @@ def shardings(
         spec: the device of a rank.
         limits: peaks in bytes for which the fastest is looked for, beside that without a limit; None: one between that
             one's and the smallest.
-        allowed: by name of an axis, what is offered on it; see ``roles.py``.
+        allowed: by name of an axis, the strategies that may be taken on it; see ``roles.py``.
         options: of the solver.
 
     Returns:

@@ -11,9 +11,9 @@ Source: ``torch/csrc/distributed/c10d/reducer.cpp`` of 2.13 (``initialize_bucket
 takes the order in which gradients came in its first step: that moves where one bucket ends and the next begins,
 not what they take together.
 
-A bucket is reduced when its last gradient is there, behind what is left of the backward pass, and one after the other
+A bucket is reduced when its last gradient is there, behind the rest of the backward pass, and one after the other
 (``overlap.py``); at the end of the backward pass DDP waits for all of them. An op for each bucket takes the copies
-into it and out of it, and what is waited for it.
+into it and out of it, and its exposed time.
 
 Not counted: what NCCL or gloo allocate for themselves, and the copies with which DDP synchronizes buffers when a
 forward begins. Not modelled: ``gradient_as_bucket_view=True``, communication hooks, ``static_graph``.

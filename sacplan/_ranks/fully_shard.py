@@ -30,8 +30,8 @@ The time of a collective is its exposed part (``overlap.py``):
 - On CPUs ``fully_shard`` waits for each collective where it starts it.
 - Copies into and out of the buffers are computation.
 
-What a plan computes again hides more than is counted here: times are of the step without it. The optimizer's ops take
-time by the bytes of the shards.
+Recomputation by a plan hides more than is counted here: exposed times are those of the step without it. The time of the
+optimizer's ops is proportional to the bytes of the shards.
 
 Not counted: what NCCL or gloo allocate for themselves (NCCL does outside of torch's allocator). Not modelled:
 that collectives take multiprocessors and bandwidth from computation; mixed-precision policies
@@ -157,7 +157,7 @@ class _FullyShardRewriter:
         self.world_size = world_size
         self.clock = Overlap.of(world_size, spec)
         self.draft = PatchBuilder(program)
-        self.out: list[tuple[int, int]] = []  # what takes the place of the event that is looked at
+        self.out: list[tuple[int, int]] = []  # the events in the place of the current one
         self.entered: set[int] = set()
         self.groups: dict[str, _ParamGroup] = {}
         self.contexts: dict[str, _Context] = {}
@@ -170,7 +170,7 @@ class _FullyShardRewriter:
         self.unit_calls = {scope: unit for unit in units for scope in program.calls[unit]}
         self.around = self._calls_around()
         self.gradients = self._gradients()
-        self.reduced: dict[int, int] = {}  # gradients that are gone, and what has their shards
+        self.reduced: dict[int, int] = {}  # gradients that were freed, to the storages of their shards
         self.awaited: set[int] = set()  # gradients that live until they are reduced
         for s, n_bytes in enumerate(sizes_of_a_rank(program, self._owned(), world_size, spec)):
             if n_bytes != program.storage_bytes[s]:

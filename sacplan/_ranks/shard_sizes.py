@@ -17,7 +17,7 @@ def sizes_of_a_rank(
 ) -> list[int]:
     """Return, by storage, its size on the rank with the largest shards.
 
-    Gradients keep their size: they are whole until they are reduced.
+    Gradients keep their size: they are unsharded until they are reduced.
 
     Args:
         program: of the whole model.

@@ -4,7 +4,7 @@
     owned = owners(parameters_of(program, fingerprint.local_parameters), units, program)
 
 A parameter belongs to the innermost unit around it. Its shard is a slice of dim 0 as ``torch.chunk`` cuts it,
-padded to the size of the first one; what is gathered, and what is reduced, is that size times the ranks.
+padded to the size of the first one. Buffers of all-gathers and reduce-scatters have that size times the ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Parameter:
     Attributes:
         name: in ``named_parameters()``; a tied parameter goes by its first name.
         storage: of the program.
-        shape: of the whole parameter.
+        shape: of the unsharded parameter.
         dtype: for example ``"torch.float32"``.
         trainable: whether it requires a gradient.
     """

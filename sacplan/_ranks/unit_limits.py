@@ -94,4 +94,6 @@ def kept_at_limits(program: Program, sharded: Collection[str]) -> Program:
         else op
         for op in program.ops
     ]
-    return msgspec.structs.replace(program, ops=final_ops(ops))  # nor what writes in place on what these made
+    return msgspec.structs.replace(
+        program, ops=final_ops(ops)
+    )  # nor may ops that write in place on their outputs

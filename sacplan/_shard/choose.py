@@ -67,11 +67,12 @@ def choose(
 ) -> CallSharding:
     """Return how a call runs, given the layouts of its inputs.
 
-    What an op writes in place stays where it is; so does the input of a view, if any strategy allows that.
+    A tensor that is written in place keeps its layout: a copy would be written instead. So does the input of a view, if
+    any strategy allows that: the view of a copy would not show later writes.
 
     Args:
-        call: of whole tensors: their shapes are those of no sharding.
-        have: the layout of each tensor argument; that of a plain tensor is replicated on each axis.
+        call: of unsharded tensors.
+        have: the layout of each tensor argument; plain tensors are replicated.
         mesh: the ranks.
         asked: layouts that inputs must get; None for an input, or an axis, that may get any.
         weights: which tensor arguments are parameters, or made of nothing else.
@@ -98,7 +99,7 @@ def _choose(
     weights: Sequence[bool],
 ) -> CallSharding:
     offered = [_offered(call, have, mesh, asked, axis) for axis in range(len(mesh.axes))]
-    # Bytes on one axis depend on what the others cut: first as the inputs are, then as they would run.
+    # First with the other axes as the inputs are, then with the best strategy of each.
     first = [
         _ranked(call, have, mesh, asked, weights, axis, offered[axis], None) for axis in range(len(offered))
     ]
@@ -136,7 +137,7 @@ def _offered(
     """Return the strategies on one axis that leave written tensors where they are, and do what is asked."""
     here = [layout[axis] for layout in have]
     returned = [here[i] for i in call.written] if _returns_what_it_writes(call.func) else []
-    if mesh.ranks[axis] == 1:  # all placements are the same: nothing moves
+    if mesh.ranks[axis] == 1:  # all placements are the same, so nothing moves
         others = (REPLICATED,) * (len(call.outputs) - len(returned))
         return [AxisStrategy(tuple(here), (*returned[: len(call.outputs)], *others))]
     if call.func._schema.name in _READS_NO_VALUES:
@@ -175,7 +176,7 @@ def _by_position(call: Call, here: Sequence[Placement]) -> AxisStrategy:
         if (position := at[i]) is not None:
             lies.setdefault(position, REPLICATED if here[i].is_partial else here[i])
             shapes.setdefault(position, call.inputs[i].shape)
-    # Counts of steps are scalars, whole on each rank beside parts of parameters.
+    # Counts of steps are scalars, replicated beside parts of parameters.
     inputs = [
         REPLICATED if position is None or t.shape != shapes[position] else lies[position]
         for t, position in zip(call.inputs, at, strict=True)
@@ -308,7 +309,7 @@ def moved_bytes(source: Placement, target: Placement, size: float, n: int) -> fl
 def _later(output: Placement, size: float, n: int, follows: bool) -> float:
     """Estimate the bytes that an output costs later: summands will be reduced, and new cuts be gathered.
 
-    A little more than reducing, or gathering, the inputs at once would: that is preferred where both move as much.
+    The factors are a little above 1, so that reducing or gathering the inputs now wins where both move as much.
     ``follows``: an input that was cut stays cut, and the output follows it.
     """
     if output.is_partial:

@@ -94,7 +94,7 @@ def emit(sharding: Sharding, model: Described, *, arriving_cut: Collection[str] 
 
     Args:
         sharding: the mesh, the layouts of parameters, and places.
-        model: what it is for.
+        model: the facts about the model.
         arriving_cut: the linear modules whose input arrives cut along the dimension that they sum over, from the
             program of a rank. The input of other rows is gathered before them. None: it is judged by the widths of
             the modules (``_Styles._keeps_width``), and the caller knows that no op between needs all of it.
@@ -369,7 +369,7 @@ class _Styles:
         self.partial = {
             m for m in model.kinds if _parent(m) in self.groups and m not in self.how and self._is_between(m)
         }
-        """Modules in a group with whole parameters that meet parts, so that their gradients are summands."""
+        """Modules in a group with replicated parameters that meet cut activations: their gradients are partial."""
         self.norms = [m for m, kind in model.kinds.items() if kind == "Norm" and m not in self.partial]
 
     def _is_linear(self, module: str) -> bool:

@@ -38,8 +38,8 @@ class Operand:
         role: ``"argument"``, ``"parameter"``, ``"buffer"`` or ``"output"``.
         physical: its shape.
         logical: the shape in which it is computed with: of a Linear, those of two matrices and their product.
-        layout: where it lies, by axis of the mesh.
-        local: the shape of what one rank has.
+        layout: its placement on each axis of the mesh.
+        local: the shape of one rank's part.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Strategy:
         operands: what it is given, then what it returns.
         flops: of the forward pass on each rank.
         forward: all-reduces of outputs that are partial, and those inside of ops.
-        backward: all-reduces of gradients: of what is whole on an axis on which the ranks have different parts.
+        backward: all-reduces of gradients: of tensors that are replicated on an axis that cuts others.
         memory_bytes: of the operands on each rank.
     """
 
@@ -167,8 +167,8 @@ def strategies(
         sacplan.strategies(torch.nn.Linear(16, 32), torch.empty(4, 4, 4, 16), {"dp": 2, "tp": 2})
         sacplan.strategies(torch.ops.aten.bmm.default, (a, b), 4, device="h100").to_frame()
 
-    On one axis each operand is whole or cut along a dimension, in the ways in which the factor rules of the ops let
-    results be put together; on several axes all combinations are listed that fit together. A dimension is cut
+    On one axis each operand is replicated or cut along a dimension, in the ways in which the factor rules of the ops
+    let results be put together; on several axes all combinations are listed that fit together. A dimension is cut
     only if the ranks divide it. Nothing is computed.
 
     Args:

@@ -30,9 +30,9 @@ def like_parameters(program: Program, parameters: Collection[int]) -> dict[int, 
     """Return, by storage that an optimizer's step touches, the parameter that it belongs to and has the shape of.
 
     These are the parameters themselves, gradients, state, and temporaries. An optimizer's ops take a parameter, its
-    gradient and its state together, or lists of these in one order; so what is known of one tensor of an op holds for
-    those of its shape beside it, and from them for other ops, until nothing is added. What has another shape, such as
-    step counts and the factors of Adafactor, is not among them.
+    gradient and its state together, or lists of these in one order. So if the owner of one tensor of an op is known,
+    tensors of its shape beside it have the same owner. This is repeated until nothing is added. Tensors of another
+    shape, such as step counts and the factors of Adafactor, are left out.
 
     Args:
         program: with an optimizer's step.

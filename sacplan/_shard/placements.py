@@ -1,7 +1,7 @@
 """Layouts: the placements of a tensor on the ranks of a mesh, one for each axis.
 
 A dimension that is cut is seen as (outer, ranks, inner), as slices in ``_factors/axes.py`` are: each rank has one of
-the middle. ``outer`` is in units of the whole tensor, so the placements on two axes do not depend on each other, even
+the middle. ``outer`` is in units of the full tensor, so the placements on two axes do not depend on each other, even
 where both cut the same dimension. As in DTensor, only sizes that the ranks divide are cut.
 
 In files and messages: ``"R"`` replicated, ``"S1"`` cut along dimension 1, ``"S1/8"`` the same with an outer size of 8,
@@ -21,7 +21,7 @@ class Placement(NamedTuple):
     """The placement of a tensor on one axis of a mesh.
 
     Attributes:
-        kind: ``"R"``: whole on each rank. ``"S"``: cut. ``"P"``: the whole is the sum (or ``reduce``) over ranks.
+        kind: ``"R"``: replicated. ``"S"``: cut. ``"P"``: partial, the tensor is the sum (or ``reduce``) over ranks.
         dim, outer: of a cut, see above.
         reduce: of a partial value: ``"sum"``, ``"max"`` or ``"min"``.
     """

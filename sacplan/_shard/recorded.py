@@ -38,7 +38,7 @@ def collective_named(op: str) -> Collective | None:
 def with_collectives(cost: Cost, spec: DeviceSpec) -> Cost:
     """Return a cost function in which collectives take the time of their links, and waiting takes none.
 
-    What computation could hide of it is not taken off: tensor parallelism waits for each at once.
+    All of it counts as exposed, since tensor parallelism waits for each collective at once.
     """
 
     def of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> tuple[int, float]:

@@ -1,7 +1,8 @@
 """Redistribution of a tensor on real ranks, by the steps that ``costs.py`` finds.
 
 One axis changes at a time: parts are gathered, exchanged or cut off, summands reduced, with all parts of one size. All
-ranks take the same steps. Along dimension 0 nothing is copied beside what a collective makes.
+ranks take the same steps. Along dimension 0 a collective reads and writes parts where they are; other dimensions need a
+copy.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ def redistribute(
 ) -> torch.Tensor:
     """Return this rank's part of a tensor in another layout. It may be a view of the part before, along dimension 0.
 
-    The result has no gaps: kernels of normalization, for one, assume that of what they saved themselves.
+    The result is dense, since kernels such as those of normalization assume that of the tensors that they save.
 
     Args:
-        local: what this rank has of it.
-        shape: of the whole tensor.
+        local: this rank's part.
+        shape: of the unsharded tensor.
         source, target: layouts.
         ranks, groups: number of ranks and name of the process group, by axis of the mesh.
         coordinate: of this rank on each axis.
@@ -93,8 +94,8 @@ def take_step(
     """Take one step of a path.
 
     Args:
-        local, layout: what this rank has, and its layout before the step.
-        step: what changes.
+        local, layout: this rank's part, and its layout before the step.
+        step: the change of one placement.
         ranks: of each axis.
         group: name of the process group of the axis that changes.
         position: of this rank on it.

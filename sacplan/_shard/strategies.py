@@ -44,7 +44,7 @@ class AxisStrategy:
         averages: the outputs whose local result is divided by the number of ranks, because it is a mean, or the
             gradient of one, over what is cut.
         reduces: the outputs that are all-reduced as a part of the call.
-        inside_bytes: of all that is all-reduced as a part of the call, of whole tensors: these outputs, and what
+        inside_bytes: of all that is all-reduced as a part of the call, as unsharded tensors: these outputs, and what
             ranks that have parts of a vocabulary tell each other (``divided.py``). There are no other collectives.
         draws: it draws random numbers. Ranks that have parts (``cut``) must draw different ones, and those that
             do the same must draw the same.

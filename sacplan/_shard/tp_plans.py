@@ -48,7 +48,7 @@ def homes_of_tp_plan(model: nn.Module, mesh: Mesh, axis: str) -> dict[str, Place
         axis: the name of the one that the plan is for; on the others parameters are replicated.
 
     Returns:
-        By parameter, with ``*`` for the number of a repeated layer. Those that the plan leaves whole are not there, nor
+        By parameter, with ``*`` for the number of a repeated layer. Those that the plan replicates are left out, and so
         are those that the ranks do not divide evenly, which Hugging Face cuts into uneven parts.
 
     Raises:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from sacplan._program.program import Program
 
 _NO_VIEWS = ("aten._unsafe_view.default", "aten.detach.default")
-"""Autograd does not hold what their outputs are views of."""
+"""Ops whose outputs do not make autograd hold their base."""
 
 
 class Views:
@@ -50,7 +50,7 @@ class Views:
         pass autograd keeps, not the code.
 
         Returns:
-            None: the code has it as long as what it is a view of, as it is the last of the phase on that storage.
+            None: the code has it as long as its base, since no later op of the phase reads that storage.
         """
         ops, phase = self._program.ops, self._program.ops[index].phase
         again = next((i for i in self._made[tensor] if i > index), len(ops))

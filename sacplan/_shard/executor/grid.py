@@ -32,8 +32,8 @@ class PlacedForm:
     """The layout, shape and dtype that placed tensors share. A grid has one object for each, compared by identity.
 
     Attributes:
-        layout: where they lie.
-        shape, stride, dtype: of the whole tensor.
+        layout: their placements.
+        shape, stride, dtype: of the unsharded tensor.
         weight: whether they are parameters, or made of nothing else.
         spec: the same, as DTensors have it.
         is_partial: whether ranks have summands.
@@ -53,11 +53,11 @@ class Grid:
 
     Attributes:
         mesh, device_mesh: the same ranks, as plans and as PyTorch know them.
-        copies: redistributed inputs that are kept, and what they are copies of.
+        copies: redistributed inputs that are kept, each with its source.
         places: the calls that are asked for.
         modules: those that run, the innermost last: fqn, and the ops that it ran itself.
         prepared: how calls run, see ``prepare.py``.
-        backward: number of the last backward pass that sent gradients home.
+        backward: number of the last backward pass in which hooks redistributed gradients.
         agreement: on random numbers and batches.
     """
 
@@ -119,7 +119,7 @@ class Grid:
     ) -> torch.Tensor:
         """Return the same for an input of an op. Since it is only read, a copy that was made before is used again."""
         axes = sent_along(self.ranks, shape, source, target)
-        if not axes:  # a part of what is there
+        if not axes:  # nothing is sent, so a copy is not worth keeping
             return self.move(local, shape, source, target)
         storage = local.untyped_storage()
         key = (

@@ -35,21 +35,21 @@ def spread(
 ) -> ShardingHandle:
     """Spread a model over the ranks of a mesh; call it on all of them, with the same model on each.
 
-    Parameters become placed tensors; make the optimizer afterwards. Buffers stay plain: whole on each rank.
+    Parameters become placed tensors; make the optimizer afterwards. Buffers stay plain, replicated on each rank.
 
     Args:
-        model: whole on each rank, with the same values.
-        mesh: the ranks, as the homes speak of them.
+        model: unsharded on each rank, with the same values.
+        mesh: the ranks.
         device_mesh: the same ranks; see ``torch.distributed.device_mesh.init_device_mesh``.
-        homes: by name pattern (``*`` is the number of a layer), where parameters lie. The others are replicated.
+        homes: the layouts of parameters by name pattern (``*`` is the number of a layer). The others are replicated.
         places: calls whose inputs are moved.
         check: in the first step, compare the batches of all ranks.
 
     Returns:
-        What removes it.
+        A handle that removes it.
 
     Raises:
-        PlanError: the mesh does not match the ranks, or a parameter cannot lie where its home says.
+        PlanError: the mesh does not match the ranks, or a parameter cannot have its layout.
         PlanMismatch: the model has no parameter of a pattern, or another rank has another model or sharding.
     """
     check_ranks(mesh.size)
@@ -63,7 +63,7 @@ class ShardingHandle:
     """A sharding on a model.
 
     Attributes:
-        grid: what the rank knows of the others.
+        grid: the state that its tensors share.
         never_met: the places that no call was found for so far.
     """
 
@@ -135,7 +135,7 @@ class ShardingHandle:
             made.register_hook(hook)
         for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
             made.register_post_accumulate_grad_hook(hook)
-        # Nothing but the part is held any more; the object waits to be whole again.
+        # The rank keeps its part alone. The emptied object gets its values back when the sharding is removed.
         parameter.grad = None
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         return made
@@ -166,7 +166,7 @@ class ShardingHandle:
         self._hooks.append(model.register_forward_hook(_clears(grid), always_call=True))
 
     def remove(self) -> None:
-        """Make the parameters whole and plain again, on all ranks; gradients too. Call it on all of them."""
+        """Make the parameters unsharded and plain again, on all ranks; gradients too. Call it on all of them."""
         if self._model is None:
             return
         for hook in self._hooks:

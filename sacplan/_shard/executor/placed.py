@@ -28,14 +28,14 @@ from sacplan.errors import PlanError
 class PlacedTensor(DTensor):
     """A DTensor of a sharded model.
 
-    It has the whole tensor's shape, and ``placements``, ``to_local()``, ``full_tensor()`` and
+    It has the shape of the unsharded tensor, and ``placements``, ``to_local()``, ``full_tensor()`` and
     ``torch.distributed.checkpoint`` work on it as on others. It is saved as a plain DTensor.
     """
 
     _form: PlacedForm
     _grid: Grid
     _is_copy = False
-    """It was a view, but of a redistributed copy: what is written to it does not reach what it is a view of."""
+    """It is a view of a redistributed copy: a write to it would not reach its base, so such writes are refused."""
 
     _is_reduced = False
     """Its values have been reduced since it was made: views of it that were made before show the summands."""
@@ -43,10 +43,10 @@ class PlacedTensor(DTensor):
     _has_views = False
 
     _same: list[weakref.ref[PlacedTensor]] | None = None
-    """This, and what was detached from it, as long as its values are summands: they are reduced together."""
+    """This tensor and those detached from it, while their values are partial: they are reduced together."""
 
     holds_base = True
-    """A view may lie on other memory than what it is a view of, which autograd holds, too."""
+    """A view may lie on other memory than its base, and autograd holds the base, too."""
 
     # Each op would go through Python twice, and plain results become placed ones.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -214,7 +214,7 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one op on placed and plain tensors.
 
     Raises:
-        PlanError: it cannot run where its inputs lie.
+        PlanError: it cannot run with the layouts of its inputs.
     """
     if func is _FOREACH_NORM:
         return _norms(*args, **kwargs)
@@ -386,7 +386,7 @@ def _wrapped(out: Any, forms: tuple[PlacedForm, ...] | None, grid: Grid) -> Any:
 
 
 def _is_detached(t: Any, part: torch.Tensor, prepared: Prepared, out: Any) -> bool:
-    """Whether a view shows a copy: of what was moved, or what ``reshape`` made."""
+    """Whether a view shows a copy: one that a redistribution made, or ``reshape``."""
     if bool(prepared.moves) or getattr(t, "_is_copy", False):
         return True
     return prepared.reshapes and out.untyped_storage()._cdata != part.untyped_storage()._cdata
@@ -410,7 +410,7 @@ def _refuse_copies(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _has_lost_its_base(t: PlacedTensor) -> bool:
-    """Whether a tensor that is written shares no memory any more with what it is a view of, or with views of it."""
+    """Whether a tensor shares no memory any more with its base, or with its views, because one was reduced."""
     base = None if t.is_inference() else t._base
     return (t._is_reduced and t._has_views) or (type(base) is PlacedTensor and base._is_reduced)
 

@@ -31,9 +31,9 @@ class Prepared:
 
     Attributes:
         moves: the inputs that are redistributed: position and the layout that they get.
-        call: what runs on the parts.
+        call: the call on local tensors.
         resizes: whether sizes among the arguments become those of parts.
-        outputs: the form of each tensor returned; None where only the data says what it is.
+        outputs: the form of each tensor returned; None where it depends on data.
         returns: the arguments that are returned themselves, because they were written: position and name.
         writes: whether it writes arguments; ops on lists return none of them.
         is_view: the outputs are views of the first input.
@@ -68,7 +68,7 @@ def prepare(
         grid: the ranks.
         func, args, kwargs: the call.
         forms: of its tensor arguments; plain ones are replicated.
-        place: what is asked of the call.
+        place: the layouts that are asked for at this call.
 
     Raises:
         PlanError: it cannot run with its inputs where they are.
@@ -125,7 +125,7 @@ _UNKNOWN = object()
 
 _MOST_CALLS = 1 << 14
 _whole_calls: dict[Any, tuple[Any, Any, Any]] = {}
-"""What was found for calls before, in other models too: it is slow to find out."""
+"""Results of ``_faked`` by call, shared by all models: running an op on fake tensors is slow."""
 
 
 def _as_whole(
