@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from sacplan._shard.divided import norm_order
+from sacplan._shard.divided import nbytes, norm_order
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import (
     REPLICATED,
@@ -267,12 +267,6 @@ def _ranked(
         ranked.append((rank, s))
     ranked.sort(key=lambda found: found[0])
     return ranked
-
-
-def nbytes(t: Any) -> int:
-    """Return the bytes of an unsharded tensor."""
-    count: int = math.prod(t.shape) * t.dtype.itemsize
-    return count
 
 
 def is_sent(source: Placement, target: Placement) -> bool:
