@@ -19,5 +19,5 @@ They are separate rewrites and not schedules of one, since the ops differ, too:
 
  All three share the costs of the links and the clocks of computation and collectives
 (``_shard/costs.py``, ``_shard/overlap.py``).
-``tests/test_run_by.py`` takes the differences of their peaks apart, buffer by buffer.
+``tests/ranks/test_run_by.py`` takes the differences of their peaks apart, buffer by buffer.
 """

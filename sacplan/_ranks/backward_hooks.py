@@ -56,7 +56,8 @@ def hooks_of(program: Program, around: Mapping[int, Sequence[int]]) -> dict[int,
                 made[call].update(op.writes, op.mutates)
             last_read.update(dict.fromkeys(op.reads, number))
         for call, number in sorted(last.items(), reverse=True):
-            if any(last_read.get(s, -1) > number for s in made[call]):  # a gradient flows on
+            # A gradient of an input is read after the call. Without one, the end of the pass stands in.
+            if any(last_read.get(s, -1) > number for s in made[call]):
                 found[run[number + 1][0]].ended.append(call)
         found[_end_of(program, run)].final = True
     return found

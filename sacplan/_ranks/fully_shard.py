@@ -13,8 +13,9 @@ A program is rewritten; no process group is needed, and none is touched:
 - What may run again is limited, see ``unit_limits.py``.
 
 The order of allocations was read in ``torch/distributed/fsdp/_fully_shard`` of 2.13 (``_fsdp_state.py``,
-``_fsdp_param_group.py``, ``_fsdp_collectives.py``), and is compared with the allocator in ``tests/test_sharding.py``
-(one process that is rank 0 of eight, for many kinds of models) and ``tests/test_fsdp_plans.py`` (real ranks):
+``_fsdp_param_group.py``, ``_fsdp_collectives.py``), and is compared with the allocator in
+``tests/ranks/test_fully_shard.py`` (one process that is rank 0 of eight, for many kinds of models) and
+``tests/ranks/test_fsdp_plans.py`` (real ranks):
 
 - The output of an all-gather and the unsharded parameters that are copied out of it are two buffers. In the forward
   pass the first lives until the next unit has gathered too, or the root's forward ends. In the backward pass it lives
@@ -365,18 +366,19 @@ class _FullyShardRewriter:
             context.gathered = None
 
     def _pre_backward(self, group: _ParamGroup) -> None:
-        if group.state == "backward":
+        if group.state == "backward":  # a hook on each output, but the first one gathers
             return
         group.state = "backward"
         self._unshard(group, Phase.BACKWARD)
         self._wait(group, Phase.BACKWARD)
         if group.indices:
+            # The backward pass is taken to run the units in the reverse order of their forwards: prefetch the next one.
             index = group.indices.pop()
             if index > 0:
                 self._unshard(group.context.order[index - 1], Phase.BACKWARD)
 
     def _unshard(self, group: _ParamGroup, phase: Phase) -> None:
-        if group.gathering is None and group.unsharded is None:
+        if group.gathering is None and group.unsharded is None:  # else it was prefetched, or never resharded
             reads = (p.storage for p in group.parameters)
             n_bytes = self._padded_bytes(group.parameters)
             size = self.spec.round_up(n_bytes)
@@ -390,7 +392,9 @@ class _FullyShardRewriter:
         if group.gather is not None:
             self._waited(group.gather)
         if phase == Phase.FORWARD and context.gathered is not None:
-            self._free(context.gathered)
+            self._free(
+                context.gathered
+            )  # of the unit before, see above
         n_bytes = sum(self.spec.round_up(self._padded_bytes([p])) for p in group.parameters)
         time_ms = self.clock.copy(n_bytes)
         context.copied_ms = self.clock.now
@@ -453,7 +457,7 @@ class _FullyShardRewriter:
 
     def _final_callback(self) -> None:
         for group in self.groups.values():
-            if group.state != "reduced":
+            if group.state != "reduced":  # no input needed a gradient, so no hook has run
                 self._post_backward(group)
             group.state = "idle"
             group.indices.clear()

@@ -176,6 +176,7 @@ def _along(rule: Rule, call: Call, within: FactorAxis, draws: bool) -> AxisStrat
 
     inputs, outputs = [placement(dims) for dims in rule.inputs], [placement(dims) for dims in rule.outputs]
     kinds = [rule.kind(within.factor, i) for i in range(len(outputs))]
+    # Gradients of means first: a rank divides by the elements of its part, which only a scale can correct.
     if call.name in _OF_MEANS and call["reduction"] == _MEAN:
         return (
             AxisStrategy(tuple(inputs), tuple(outputs), within, averages=(0,)) if outputs[0].is_cut else None
@@ -201,11 +202,11 @@ def _along(rule: Rule, call: Call, within: FactorAxis, draws: bool) -> AxisStrat
     averages: list[int] = []
     reduces: list[int] = []
     for i, kind in enumerate(kinds):
-        if kind is Kind.BLOCK:
+        if kind is Kind.BLOCK:  # parts cannot be put together
             return None
         if outputs[i].is_cut or kind is Kind.PASS:
             continue
-        if not may_be_partial(call.outputs[i]):
+        if not may_be_partial(call.outputs[i]):  # such as indices: of integers there are no summands
             return None
         outputs[i] = _PARTIAL[kind]
         if kind is Kind.MEAN:

@@ -55,6 +55,7 @@ class Agreement:
         Raises:
             PlanMismatch: ranks were given tensors of other shapes, or in the first step of other values.
         """
+        # A part of the model runs within a step that has begun; under fake tensors there is nobody to compare with.
         if (fqn and self._shared) or active_fake_mode() is not None:
             return
         mode = module.training, torch.is_grad_enabled()

@@ -81,7 +81,7 @@ def prepare(
     whole_args, whole_kwargs, outputs = _as_whole(func, args, kwargs, forms)
     call = Call(func, whole_args, whole_kwargs, outputs)
     have = [form.layout for form in forms]
-    if outputs is _UNKNOWN:
+    if outputs is _UNKNOWN:  # no shapes to choose by: every rank runs it on unsharded inputs
         chosen = _all_replicated(grid, call)
     else:
         asked: Sequence[WantedPlacements | None] | None = None if place is None else place.asked(len(forms))
