@@ -392,9 +392,7 @@ class _FullyShardRewriter:
         if group.gather is not None:
             self._waited(group.gather)
         if phase == Phase.FORWARD and context.gathered is not None:
-            self._free(
-                context.gathered
-            )  # of the unit before, see above
+            self._free(context.gathered)  # of the unit before, see above
         n_bytes = sum(self.spec.round_up(self._padded_bytes([p])) for p in group.parameters)
         time_ms = self.clock.copy(n_bytes)
         context.copied_ms = self.clock.now
