@@ -244,7 +244,7 @@ def _options(
 ) -> tuple[Option, ...]:
     """What a region can do: the hull and points near it, and others that differ from these in one tensor."""
     if not problem.saved:
-        return (Option(0.0, 0, ()),)
+        return (Option(0.0, 0, (), "recompute"),)
     points = list(closure.tradeoff(problem, effort.vertices, effort.between))
     if late is not None:
         found = closure.tradeoff(late, effort.vertices, effort.between)
@@ -252,7 +252,9 @@ def _options(
     distinct = tuple({point.discarded: point for point in points}.values())
     most = len(distinct) + min(effort.more, max(0, _EFFORT // len(problem.ops) - len(distinct)))
     points = list(closure.with_neighbours(problem, distinct, most))
-    return tuple(Option(p.recompute_ms, p.kept_bytes, tuple(sorted(p.discarded))) for p in points)
+    return tuple(
+        Option(p.recompute_ms, p.kept_bytes, tuple(sorted(p.discarded)), "recompute") for p in points
+    )
 
 
 def _connected_by_reads(program: Program, ops: Sequence[int]) -> list[list[int]]:

@@ -9,27 +9,21 @@ import torch
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Decision, Recompute, as_decisions, discarded_by
-from sacplan._program.liveness import Footprint
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Patch, Program
 from sacplan._ranks.unit_limits import narrowed
 from sacplan._recompute.regions import Regions
 from sacplan._recompute.rewrite import recompute, recompute_ops
-from sacplan._technique.offers import Offer
 from sacplan._technique.regions import Option, Region
 from sacplan._technique.step import PlanStep
-from sacplan._technique.technique import Installed, StepSolver
+from sacplan._technique.technique import Installed, Technique
 
 
-class Recomputation:
-    """See ``sacplan._technique.technique.Technique``.
-
-    It names the regions of the forward pass, which come with its options (``regions.py``).
-    """
+class Recomputation(Technique):
+    """Recomputation names the regions of the forward pass, which come with its own options (``regions.py``)."""
 
     name = "recompute"
     decision = Recompute
-    one_device = how = ""
 
     def longest_run(self, step: PlanStep) -> int:
         """As many as there are neighbours of one kind."""
@@ -38,18 +32,6 @@ class Recomputation:
     def regions(self, step: PlanStep, size: int) -> Sequence[Region]:
         """All of the forward pass."""
         return _regions(step).joined(size)
-
-    def options(self, step: PlanStep, region: Region) -> Sequence[Option]:
-        """None for regions of others."""
-        return ()
-
-    def offers(self, step: PlanStep, peak: Footprint | None) -> Sequence[Offer]:
-        """None: what it can do is in the regions."""
-        return ()
-
-    def solvers(self, step: PlanStep) -> Sequence[StepSolver]:
-        """None."""
-        return ()
 
     def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
         """Discard the option's ops in the region's unit."""

@@ -24,7 +24,7 @@ class Option:
     cost: float
     kept_bytes: int
     members: tuple[int, ...]
-    technique: str = "recompute"
+    technique: str
     decision: Decision | None = None
     patch: Patch | None = None
 
