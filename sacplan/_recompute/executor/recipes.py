@@ -34,7 +34,7 @@ from sacplan._executor.recording import here
 from sacplan._executor.stand_ins import StandIn
 from sacplan._program import places
 from sacplan._program.setup import compiled_inside
-from sacplan._recompute.executor import draws, handles, nodes, recorder, schedule
+from sacplan._recompute.executor import draws, handles, hooks, lookup, nodes, recorder, schedule, slots
 from sacplan._recompute.executor.compiled import checkpointed_for_compile, tags_of
 from sacplan._recompute.executor.handles import FirstStep
 from sacplan._recompute.executor.recorder import UnitRecorder
@@ -47,7 +47,20 @@ _MAX_SCHEDULES = 4
 """Of the calls of one kind."""
 
 keep_dynamo_out(
-    alignment, draws, handles, nodes, places, recorder, recording, schedule, tensors, ops, private
+    alignment,
+    draws,
+    handles,
+    hooks,
+    lookup,
+    nodes,
+    places,
+    recorder,
+    recording,
+    schedule,
+    slots,
+    tensors,
+    ops,
+    private,
 )
 
 
