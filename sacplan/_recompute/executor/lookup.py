@@ -24,7 +24,7 @@ from sacplan._torch.private import in_backward, is_plain, module_calls
 
 @dataclass(frozen=True, slots=True)
 class FuncFacts:
-    """What is known of an op before it is called.
+    """The facts about an op that do not depend on the call.
 
     Attributes:
         name: of the overload, if the op may be one of the recorded step.
@@ -39,7 +39,7 @@ class FuncFacts:
 
 @functools.cache
 def func_facts(func: Any) -> FuncFacts:
-    """Return what is known of an op; remembered, since a step calls few ops many times."""
+    """Return the facts about an op; remembered, since a step calls few ops many times."""
     if not isinstance(func, torch._ops.OpOverload):
         return FuncFacts(str(func), None, None)  # a higher-order op: recorded by name, and never run again
     traits = op_traits(func)

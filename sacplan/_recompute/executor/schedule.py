@@ -1,4 +1,4 @@
-"""What a call of a unit is known to do: its ops in order, and where autograd saves a discarded tensor.
+"""Schedules: the ops that a call of a unit runs, in order, and where autograd saves a discarded tensor.
 
 A schedule saves lookups. It is checked op by op while it is followed, and abandoned at the first difference.
 """
@@ -16,14 +16,14 @@ from sacplan._torch.ops import OpTraits
 
 
 class Action(Enum):
-    """What the recorder does about an op."""
+    """The recorder's action for one op."""
 
     KEEP = auto()
     NOTE_WRITE = auto()
-    """Even where nothing is discarded yet, since other calls may need what is overwritten."""
+    """The output is kept and the write noted, even if nothing is discarded yet: other calls may need the old value."""
     DISCARD = auto()
     FOLLOW = auto()
-    """Of an op that was not recorded: discard what it makes of something that is discarded, which it stands in for."""
+    """The op was not recorded. Its output is discarded if an input is: it then takes the place of a discarded op."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class ScheduledOp:
     hooks: bool | None = None
 
     def without_hooks(self) -> ScheduledOp | None:
-        """As it was looked up."""
+        """Return the op as it was looked up; None if there is nothing to do about it."""
         if self.action is Action.KEEP:
             return None
         return self if self.hooks is None else replace(self, hooks=None)
@@ -105,7 +105,7 @@ class Schedule:
 
 @dataclass(slots=True)
 class ScheduleDraft:
-    """What a call does that is not known yet, while it runs; fields as in ``Schedule``, without the end."""
+    """The schedule of a call that is still running; fields as in ``Schedule``, without the end."""
 
     ops: list[tuple[Any, ScheduledOp | None]] = field(default_factory=list)
     known: list[Known | None] = field(default_factory=list)

@@ -207,8 +207,8 @@ def _generator_is_ambiguous(traits: OpTraits, inputs: Sequence[torch.Tensor]) ->
 
 
 def _returns_an_input(traits: OpTraits, taken: _TensorsOnStorages, made: _TensorsOnStorages) -> bool:
-    """Whether an op returned one of its inputs, as ``_to_copy`` may, though its schema declares no alias.
+    """Whether an op returned memory of an input, as ``_unsafe_view`` does, though its schema declares no alias.
 
-    The node would hold what it is meant to free. An op that writes in place declares its alias: it is no such case.
+    The node would hold as an argument what it is meant to free. An op that writes in place does so by intention.
     """
     return not traits.in_place and not set(made.keys).isdisjoint(taken.keys)
