@@ -305,10 +305,10 @@ def _cut(
 ) -> frozenset[int]:
     """Return the smallest set between ``low`` and ``high`` that minimises per_cost * cost + per_byte * bytes.
 
-    An op on the source side of the cut runs again, and pays its time: an edge to the sink. On the other side it pays for
-    what it writes that is available anyway: an edge from the source. A storage that is available only because an op
-    reads it costs its bytes, unless its writer runs again as well: an edge from the reader to the writer. With several
-    readers, a node for the storage stands between, so that the bytes are paid once.
+    An op on the source side of the cut runs again and pays its time: an edge to the sink. On the other side it pays
+    for what it writes that is available anyway: an edge from the source. A storage that is available only because an
+    op reads it costs its bytes, unless its writer runs again as well: an edge from the reader to the writer. With
+    several readers, a node for the storage stands between, so that the bytes are paid once.
     """
     writer, charge, ops = problem._writer, problem._charge, problem.ops
     open_ops = sorted(high - low)
