@@ -1,10 +1,18 @@
-"""``sac_milp``'s program where a unit may discard any share on its piecewise linear fit.
+"""``sac_milp`` with choices "continuous": a unit may discard any share on its piecewise linear fit.
 
-With y_i "module i is a unit" and r_i the share of its largest discard, the perspective reformulation (Frangioni &
-Gentile, Math. Program. 106, 2006) has rct_i >= T_i (slope r_i + intercept y_i) for each segment, and r_i <= y_i. Its
-relaxation is the convex hull of each unit alone, so there is no big M. Memory rows are prefix sums of what is freed,
-one clique row for each path from the root keeps units from nesting, and of units with the same trade-off the earlier
-discards no less: its memory is free at least as long.
+With y_i "module i is a unit", r_i the share of its largest discard and t_i its recompute time,
+
+    minimise    sum of t_i
+    subject to  t_i >= T_i (slope r_i + intercept y_i)         for each segment of the fit
+                r_i <= y_i
+                sum of freed_i r_i over the units that have ended >= row - budget      for each memory row
+                sum of y_i <= 1                                on each path from the root: units do not nest
+
+This is the perspective reformulation (Frangioni & Gentile, Math. Program. 106, 2006): its relaxation is the convex hull
+of each unit alone, so there is no big M. Memory rows are written as prefix sums. To break symmetry, of units with the
+same trade-off the earlier one discards no less: its memory is free at least as long.
+
+Optimal for the fits, to the asked gap. A fit may promise what no set of ops reaches; see ``fit.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +30,13 @@ _ROUNDS = 8  # of asking for what a tolerance hid
 
 @dataclass(frozen=True, slots=True)
 class ContinuousSolution:
-    """A plan, if any was found; whether it, or that there is none, is proved; and a bound that no plan undercuts."""
+    """A plan, if one was found, and a bound that no plan undercuts.
+
+    Attributes:
+        plan: None if none was found.
+        proved: whether the plan is proved to be optimal, or, without one, that there is none.
+        bound_ms: None if the solver proved nothing.
+    """
 
     plan: TreePlan | None
     proved: bool
@@ -30,9 +44,10 @@ class ContinuousSolution:
 
 
 def solve_continuous(tree: UnitTree, budget_bytes: int, options: Milp) -> ContinuousSolution:
-    """The cheapest plan under the budget, to the gap.
+    """Return the cheapest plan under the budget, to the gap.
 
-    Where a tolerance hid some bytes, the shares of the units found are chosen again, for so many bytes less.
+    A solver's tolerance may hide some bytes over the budget. Then the program is solved again for as many bytes less,
+    with the same units. The bound is that of the first solve.
     """
     work = options.work_limit
     asked, bound_ms, allowed = budget_bytes, None, None
@@ -106,7 +121,7 @@ class _LinearProgram:
                 self._program.row([(self._chosen[j], 1.0) for j in (i, *unit.above)], upper=1.0)
 
     def _memory_rows(self, budget_bytes: int) -> None:
-        """What is freed before a row is at least what the row is over the budget."""
+        """Require that the units which end before a row free what the row is over the budget."""
         before: list[tuple[int, float]] = []
         added = 0
         for n_units, n_bytes in zip(self._tree.n_units.tolist(), self._tree.base.tolist(), strict=True):
@@ -120,10 +135,10 @@ class _LinearProgram:
             before, added = [(total, 1.0)], n_units
 
     def _order(self) -> None:
-        """Of units with the same trade-off, such as repeated layers, the earlier discards no less.
+        """Break the symmetry of units with the same trade-off, such as repeated layers: the earlier discards no less.
 
-        It binds only while the units around the first and inside it are not in use, since only then the first is
-        free to take any share.
+        The row is slack if a unit around the first one or inside it is in use: the first is then not free to take a
+        share.
         """
         units = self._tree.units
         last_alike: dict[object, int] = {}

@@ -1,9 +1,14 @@
-"""Which modules to checkpoint, and how much each discards: the mixed-integer program of PR #137908.
+"""``sac_milp``: which modules to checkpoint, and how much each discards, after PR #137908.
 
-The optimum is that of the model, reached by programs that solvers like: over reachable points the problem of
-``subtrees.py``, solved as ``plan``'s is, over the piecewise linear fit the program of ``continuous.py``.
+    minimise    recompute time of the units
+    subject to  row - bytes that units have freed by then <= budget        for each memory row
+                no unit is inside another
 
-A solver works within tolerances; a plan does not. What it returns is evaluated again in whole bytes.
+The prototype writes this with big-M constraints. Here the same optimum is found by stronger programs: over reachable
+points the problem of ``subtrees.py``, solved by ``Refinement`` as for ``plan``; over piecewise linear fits the program
+of ``continuous.py``.
+
+Solvers work within tolerances, a budget does not: every answer is evaluated again in whole bytes.
 """
 
 from __future__ import annotations
@@ -147,7 +152,7 @@ def _solve_reachable(tree: UnitTree, budget_bytes: int, options: Milp) -> Contin
 
 
 def _smallest(tree: UnitTree, budget_bytes: int, options: Milp, infeasible: bool) -> TreePlan:
-    """The plan with the smallest peak; for that every unit discards as much as it can.
+    """Return the plan with the smallest peak: every unit that is taken discards as much as it can.
 
     Raises:
         InfeasibleBudget: it is over the budget, and either that no plan fits or that it is the smallest is proved.

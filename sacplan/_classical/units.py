@@ -1,4 +1,4 @@
-"""What each module could discard, and at what cost: closure problems taken from a program.
+"""The trade-offs of modules: closure problems taken from a program, solved by ``_recompute/closure.py``.
 
 Repeated layers give the same problem, which is solved once.
 """
@@ -34,7 +34,7 @@ class UnitPoint:
 
 @dataclass(frozen=True, slots=True)
 class UnitTradeoff:
-    """What a module can do.
+    """The trade-offs of one module.
 
     Attributes:
         fqn: the module.
