@@ -8,7 +8,7 @@ Less runs again than Rotor assumes: not whole stages, but the ops that the backw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sacplan._program.decisions import Discarded, Recompute, as_decisions
@@ -122,23 +122,17 @@ def sequences(
         kept: ops that must not be discarded.
 
     Raises:
-        PlanError: the model is no chain.
+        PlanError: the model is no chain, or the slots are too few for it.
     """
     stages = _stages(program, solver)
-    tried = [_planned(program, stages, result, kept) for result in _results(stages, 0, solver)]
-    if not tried:
-        raise PlanError(
-            f"rotor: {solver.slots} slots are too few for this model of {len(stages)} stages; use the default of 500."
-        )
+    tried = [_planned(program, stages, _result(stages, 0, solver), kept)]
     asked = budget_bytes - stages.fixed_bytes
-    low, high = (
-        tried[0].result.budget_bytes,
-        None,
-    )  # Rotor's budgets: the largest that held, the smallest that did not
+    # Rotor's budgets: the largest that held, and the smallest that did not.
+    low, high = tried[0].result.budget_bytes, None
     for _ in range(_ROUNDS):
         if asked <= low or (high is not None and asked >= high):
             break
-        (result,) = _results(stages, asked, solver)
+        result = _result(stages, asked, solver)
         found = _planned(program, stages, result, kept)
         tried.append(found)
         off = budget_bytes - found.footprint.peak_bytes
@@ -154,12 +148,12 @@ def sequences(
     return tried
 
 
-def _results(stages: Stages, budget_bytes: int, solver: Rotor) -> Iterator[RotorResult]:
-    """Yield Rotor's answer, or its answer for the smallest feasible budget."""
+def _result(stages: Stages, budget_bytes: int, solver: Rotor) -> RotorResult:
+    """Return Rotor's answer for a budget, or for the smallest feasible one."""
     try:
-        yield rotor(stages.chain, budget_bytes, solver.slots)
+        return rotor(stages.chain, budget_bytes, solver.slots)
     except InfeasibleBudget as error:
-        yield rotor(stages.chain, error.smallest_feasible_bytes, solver.slots)
+        return rotor(stages.chain, error.smallest_feasible_bytes, solver.slots)
 
 
 def _planned(program: Program, stages: Stages, result: RotorResult, kept: frozenset[int]) -> PlannedSequence:
