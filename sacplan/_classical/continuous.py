@@ -17,9 +17,7 @@ Optimal for the fits, to the asked gap. A fit may promise what no set of ops rea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from sacplan._classical.tree import TreePlan, UnitTree, cost_ms
+from sacplan._classical.tree import TreePlan, TreeSolution, UnitTree, cost_ms
 from sacplan._solve.milp import Milp
 from sacplan._solve.mip import LinearProgram, LinearSolution
 
@@ -28,22 +26,7 @@ _SLACK = 1e-6  # by how much rows are relaxed: a solver must not call a plan inf
 _ROUNDS = 8  # of asking for what a tolerance hid
 
 
-@dataclass(frozen=True, slots=True)
-class ContinuousSolution:
-    """A plan, if one was found, and a bound that no plan undercuts.
-
-    Attributes:
-        plan: None if none was found.
-        proved: whether the plan is proved to be optimal, or, without one, that there is none.
-        bound_ms: None if the solver proved nothing.
-    """
-
-    plan: TreePlan | None
-    proved: bool
-    bound_ms: float | None
-
-
-def solve_continuous(tree: UnitTree, budget_bytes: int, options: Milp) -> ContinuousSolution:
+def solve_continuous(tree: UnitTree, budget_bytes: int, options: Milp) -> TreeSolution:
     """Return the cheapest plan under the budget, to the gap.
 
     A solver's tolerance may hide some bytes over the budget. Then the program is solved again for as many bytes less,
@@ -58,17 +41,17 @@ def solve_continuous(tree: UnitTree, budget_bytes: int, options: Milp) -> Contin
         if allowed is None and found.bound is not None:
             bound_ms = found.bound * program.ms_scale
         if not found.values:
-            return ContinuousSolution(None, allowed is None and found.status == "infeasible", bound_ms)
+            return TreeSolution(None, allowed is None and found.status == "infeasible", bound_ms)
         plan = program.read(found)
         hidden = int(tree.used(plan).max()) - budget_bytes
         if hidden <= 0:
             break
         asked, allowed = asked - hidden, frozenset(plan)
     else:
-        return ContinuousSolution(None, False, bound_ms)
+        return TreeSolution(None, False, bound_ms)
     cost = cost_ms(plan)
     close = bound_ms is not None and cost - bound_ms <= max(options.gap * cost, _SLACK * program.largest_ms)
-    return ContinuousSolution(plan, close, bound_ms)
+    return TreeSolution(plan, close, bound_ms)
 
 
 class _LinearProgram:

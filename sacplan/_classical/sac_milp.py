@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from sacplan._classical.continuous import ContinuousSolution, solve_continuous
+from sacplan._classical.continuous import solve_continuous
 from sacplan._classical.graph import Graph
 from sacplan._classical.subtrees import tree_problem
-from sacplan._classical.tree import TreePlan, UnitTree, cost_ms, tree_of
+from sacplan._classical.tree import TreePlan, TreeSolution, UnitTree, cost_ms, tree_of
 from sacplan._program.arguments import checked
 from sacplan._program.budget import exact_bytes, format_bytes, parse_budget
 from sacplan._solve.milp import Milp, Refinement
@@ -142,13 +142,13 @@ def sac_milp(
     )
 
 
-def _solve_reachable(tree: UnitTree, budget_bytes: int, options: Milp) -> ContinuousSolution:
+def _solve_reachable(tree: UnitTree, budget_bytes: int, options: Milp) -> TreeSolution:
     offered = tree_problem(tree, budget_bytes)
     search = Refinement(options, offered.problem)
     found = search.cheapest()
     if found is None:
-        return ContinuousSolution(None, search.infeasible, None)
-    return ContinuousSolution(offered.plan(found.picks), found.status == "optimal", found.bound)
+        return TreeSolution(None, search.infeasible, None)
+    return TreeSolution(offered.plan(found.picks), found.status == "optimal", found.bound)
 
 
 def _smallest(tree: UnitTree, budget_bytes: int, options: Milp, infeasible: bool) -> TreePlan:

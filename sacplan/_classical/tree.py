@@ -26,6 +26,21 @@ TreePlan = Mapping[int, Discard]
 
 
 @dataclass(frozen=True, slots=True)
+class TreeSolution:
+    """A plan, if one was found, and a bound that no plan undercuts.
+
+    Attributes:
+        plan: None if none was found.
+        proved: whether the plan is proved to be optimal, or, without one, that there is none.
+        bound_ms: None if the solver proved nothing.
+    """
+
+    plan: TreePlan | None
+    proved: bool
+    bound_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Unit:
     """A module that may be a unit.
 
