@@ -97,7 +97,7 @@ class _LinearProgram:
         return plan
 
     def _cliques(self) -> None:
-        """At most one unit on each path from the root."""
+        """Allow at most one unit on each path from the root."""
         around = {above for unit in self._tree.units for above in unit.above}
         for i, unit in enumerate(self._tree.units):
             if unit.above and i not in around:

@@ -226,7 +226,7 @@ class SACEstimator(_Estimator):
         return {fqn: sac_stats(self.program, fqn) for fqn in self.tradeoffs}
 
     def greedy_order(self, fqn: str) -> list[int]:
-        """The prototype's order of discarding: a module's ops by decreasing bytes per millisecond, without views."""
+        """Return the prototype's order of discarding: ops by decreasing bytes per millisecond, without views."""
         return greedy_order(sac_stats(self.program, fqn))
 
 

@@ -197,7 +197,11 @@ class _CallerAlignment:
             self._at, self._place = len(self._ops), op.place
 
     def next(self, place: str, description: str) -> RecordedOp | None:
-        """As ``Alignment.next``."""
+        """Return the recorded op, as ``Alignment.next`` does.
+
+        In order: the next recorded op; the ones that the last match skipped; a later one at this place, which skips
+        those between; at last the next one if only the ranks of its tensors differ. Otherwise the op was not recorded.
+        """
         if place != self._place:
             self._place, self._skipped = place, None
             self._at = self._first.get(place, self._at)

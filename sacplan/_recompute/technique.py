@@ -26,20 +26,20 @@ class Recomputation(Technique):
     decision = Recompute
 
     def longest_run(self, step: PlanStep) -> int:
-        """As many as there are neighbours of one kind."""
+        """Return the length of the longest run of parts that can be joined."""
         return _regions(step).longest_run
 
     def regions(self, step: PlanStep, size: int) -> Sequence[Region]:
-        """All of the forward pass."""
+        """Return regions that cover the forward pass, each with its options."""
         return _regions(step).joined(size)
 
     def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
-        """Discard the option's ops in the region's unit."""
+        """Return the patch that discards the option's ops in the region's unit."""
         discarded = dict.fromkeys(region.ops(option), 1)
         return recompute_ops(program, discarded, frozenset(program.calls.get(region.unit, ())))
 
     def decisions(self, program: Program, taken: Sequence[tuple[Region, Option]]) -> tuple[Decision, ...]:
-        """Call sites of units that do not nest; a unit takes over those of units inside it."""
+        """Return call sites of units that do not nest; a unit takes over those of units inside it."""
         gone = frozenset(op for region, option in taken for op in region.ops(option))
         wanted = {unit for region, option in taken for unit in region.units[region.options.index(option)]}
         scopes = {scope for unit in wanted for scope in program.calls[unit]}
@@ -58,7 +58,7 @@ class Recomputation(Technique):
         return as_decisions(narrowed(program, found))
 
     def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
-        """Events of discarded storages, and ops that run again."""
+        """Return the patch that drops the discarded storages and runs their ops again."""
         return recompute(program, discarded_by(decisions))
 
     def install(

@@ -67,7 +67,7 @@ NamedOp = tuple[str, int]
 
 
 class Tags:
-    """The ops that a unit discards; one object for equal ones, so that equal layers share code."""
+    """The ops that a unit discards. Equal tags are one object, so that equal layers share compiled code."""
 
     __slots__ = ("__weakref__", "again", "met", "sites", "unknown")
 
@@ -102,7 +102,7 @@ class TaggedForward(Protocol):
         ...
 
     def call_original(self, *args: Any, **kwargs: Any) -> Any:
-        """The unit's own forward."""
+        """Run the unit's own forward."""
         ...
 
 

@@ -79,7 +79,7 @@ class Slot:
         self.lent: tuple[str, int] | None = None
 
     def view_of(self, tensor: torch.Tensor) -> View:
-        """The tensor's view of the output's storage; the slot's own ``view`` object if it is the whole output."""
+        """Return how the tensor views the storage: the slot's own ``view`` object if it is the whole output."""
         view = view_of(tensor)
         return self.view if view == self.view else view
 

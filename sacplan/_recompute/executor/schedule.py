@@ -84,12 +84,12 @@ class Schedule:
         return all(one[0] is other[0] for one, other in zip(self.ops[:done], ops[:done], strict=True))
 
     def calls_around(self, at: int) -> tuple[Call, ...]:
-        """The module calls around op ``at``; none where it cannot be a recorded op, or there is none."""
+        """Return the module calls around op ``at``; none if it cannot be a recorded op, or is the end."""
         known = self.known[at] if at < len(self.known) else None
         return () if known is None else known[0]
 
     def beginning(self, done: int) -> ScheduleDraft:
-        """A draft with the first ``done`` ops, as if they had been looked up."""
+        """Return a draft with the first ``done`` ops, as if they had been looked up."""
         return ScheduleDraft(
             [(func, op and op.without_hooks()) for func, op in self.ops[:done]],
             list(self.known[:done]),
