@@ -17,31 +17,21 @@ from sacplan._program.liveness import Footprint
 from sacplan._program.places import OpSequence
 from sacplan._program.program import Patch, Phase, Program
 from sacplan._technique.offers import Offer
-from sacplan._technique.regions import Option, Region
 from sacplan._technique.step import PlanStep
-from sacplan._technique.technique import Installed, StepSolver
+from sacplan._technique.technique import Installed, StepSolver, Technique
 from sacplan.errors import PlanError
 
 
-class Chunking:
-    """See ``sacplan._technique.technique.Technique``."""
+class Chunking(Technique):
+    """Chunking makes offers in training, and has a solver of its own for steps without gradients.
+
+    It names no regions: other techniques have no use for ops that run in slices.
+    """
 
     name = "chunk"
     decision = Chunk
     one_device = "slices are planned for tensors of one device"
     how = "however finely its ops are sliced"
-
-    def longest_run(self, step: PlanStep) -> int:
-        """It names no regions that others have options for."""
-        return 0
-
-    def regions(self, step: PlanStep, size: int) -> Sequence[Region]:
-        """None: what runs in slices is of no use to other techniques, see ``offers``."""
-        return ()
-
-    def options(self, step: PlanStep, region: Region) -> Sequence[Option]:
-        """None."""
-        return ()
 
     def offers(self, step: PlanStep, peak: Footprint | None) -> Sequence[Offer]:
         """The loss in slices, and where a peak is known, the modules that make it."""
@@ -56,15 +46,6 @@ class Chunking:
     def solvers(self, step: PlanStep) -> Sequence[StepSolver]:
         """Where there are no gradients, a path through stretches of ops."""
         return () if step.gradients else (StretchSolver(),)
-
-    def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
-        """The patch that the option came with."""
-        assert option.patch is not None
-        return option.patch
-
-    def decisions(self, program: Program, taken: Sequence[tuple[Region, Option]]) -> tuple[Decision, ...]:
-        """Those that the options came with."""
-        return tuple(option.decision for _, option in taken if option.decision is not None)
 
     def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
         """The loop instead of the ops that run in slices.
