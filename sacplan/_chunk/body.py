@@ -18,6 +18,7 @@ import torch
 
 from sacplan._chunk.dataflow import Dataflow, dataflow
 from sacplan._chunk.executor.collected import Stretch
+from sacplan._chunk.sampling import SampledSlices
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.calls import call_with, dtype_of
 from sacplan._program.decisions import Chunk
@@ -205,19 +206,12 @@ def _recorded(program: Program, stretch: PlacedStretch, spec: DeviceSpec) -> Loo
     inputs = _LoopInputs(rehearsal)
     d = stretch.decision
     loop = Stretch(d.dim, d.outer, d.inner, d.slices)
-    marks: list[int] = []
-    n_slices, in_slices = 0, False
-
-    def some(slices: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        nonlocal n_slices
-        n_slices = len(slices)
-        for one in dict.fromkeys((slices[0], slices[min(1, n_slices - 1)], slices[-1])):
-            marks.append(rehearsal.n_ops)
-            yield one
+    sampled = SampledSlices(rehearsal)
+    in_slices = False
 
     def run() -> None:
         nonlocal in_slices
-        in_slices = loop.run(some)
+        in_slices = loop.run(sampled)
 
     with rehearsal.running():
         buffers, allocations = _collected(program, stretch, loop, inputs, rehearsal)
@@ -226,13 +220,9 @@ def _recorded(program: Program, stretch: PlacedStretch, spec: DeviceSpec) -> Loo
     if not in_slices:
         raise PlanError(f"the stretch of unit {d.unit!r} that ends with {d.sites[-1]} cannot run in slices.")
     number = {s: i for i, s in enumerate(_input_storages(program, stretch))}
-    times = [1] * len(piece.ops)
-    if len(marks) == 3:
-        first = rehearsal.n_ops - len(piece.ops)
-        times[marks[1] - first : marks[2] - first] = [n_slices - 2] * (marks[2] - marks[1])
     ops = tuple(
-        msgspec.structs.replace(op, time_ms=op.time_ms * n, flops=op.flops * n, recomputable=False)
-        for op, n in zip(piece.ops, times, strict=True)
+        msgspec.structs.replace(op, recomputable=False)
+        for op in sampled.counted(piece.ops, rehearsal.n_ops - len(piece.ops))
     )
     piece = replace(piece, ops=ops)
     return LoopRecord(

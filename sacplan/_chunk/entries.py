@@ -8,7 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from sacplan._chunk.rest import CannotChunk, ChunkEntry, Rewrite, training_chunk
+from sacplan._chunk.chunk_entry import CannotChunk, ChunkEntry
+from sacplan._chunk.rest import training_chunk
+from sacplan._chunk.training_patch import Rewrite
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Accumulate, Chunk
 from sacplan._program.liveness import Fold

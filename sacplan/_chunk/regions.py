@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from sacplan._chunk.dataflow import Conflict, Dataflow, FactorFlow, axis_of, is_dense
+from sacplan._chunk.dataflow import Dataflow, is_dense
+from sacplan._chunk.flow import Conflict, FactorFlow, axis_of, factor_flow
 from sacplan._device.devices import DeviceSpec
 from sacplan._factors.axes import Axis
 from sacplan._program.calls import dtype_of
@@ -293,24 +294,21 @@ class _Finder:
             start = min(later) + 1
 
     def _flow(self, end: int, seed: int, axis: Axis, start: int) -> tuple[FactorFlow | None, set[int]]:
+        """Let the factor flow, and make each op that is in the way run before the loop, until it flows.
+
+        Returns:
+            The flow, or None if an op is in the way for which that is no help; and the ops that run before.
+        """
         whole: set[int] = set()
         for _ in range(_CONFLICTS):
             self.flows_left -= 1
-            found = self._flow_or_obstacle(end, seed, axis, start, whole)
-            if isinstance(found, FactorFlow):
-                return found, whole
-            if found < 0 or found in whole or found == end:
-                break
-            whole.add(found)
+            try:
+                return factor_flow(self.flow, seed, axis, start, end, whole), whole
+            except Conflict as conflict:
+                if conflict.op < 0 or conflict.op in whole or conflict.op == end:
+                    break
+                whole.add(conflict.op)
         return None, whole
-
-    def _flow_or_obstacle(
-        self, end: int, seed: int, axis: Axis, start: int, whole: Collection[int]
-    ) -> FactorFlow | int:
-        try:
-            return self.flow.flow(seed, axis, start, end, whole)
-        except Conflict as conflict:
-            return conflict.op
 
     def _members(self, found: FactorFlow, start: int, end: int) -> tuple[int, ...]:
         """The ops of the loop, if it begins at ``start``: views of what it does not make are left out."""

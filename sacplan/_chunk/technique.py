@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from sacplan._chunk.body import stretches_patch
+from sacplan._chunk.chunk_entry import CannotChunk
 from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
 from sacplan._chunk.families import merged
-from sacplan._chunk.rest import CannotChunk, training_chunk
+from sacplan._chunk.rest import training_chunk
 from sacplan._chunk.search import StretchSolver
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Chunk, Decision

@@ -2,7 +2,7 @@
 
 In training a factor flows from what enters a region, and an op is cut when it is deferred. Of a stretch it is known
 what is sliced of the last result. So each op becomes a node when it is reached, and when all are there their cuts are
-found from the last one (``_StretchCuts``).
+found from the last one (``_chunk/flow.py``), as the planner has found them in the recording.
 
 What is needed after the stretch has a buffer from the start, an ordinary tensor that the loop fills; views of it are
 ordinary too. Other results are lazy. Where a factor does not flow through the ops, or something asks for a tensor too
@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sacplan._chunk.executor.lazy import Lazy, real
-from sacplan._chunk.executor.loop import run_nodes, slices_made, slices_read
+from sacplan._chunk.executor.loop import run_nodes, slices_made
 from sacplan._chunk.executor.values import (
     Choose,
     DeferredOp,
@@ -33,11 +32,11 @@ from sacplan._chunk.executor.values import (
     FactorCut,
     SlicedRegion,
     Stage,
-    Window,
 )
+from sacplan._chunk.flow import Conflict, factor_flow
 from sacplan._executor.recording import unrecorded
-from sacplan._factors.axes import Axis, into_factor
-from sacplan._factors.rule import Dims, Kind, Rule, rule_of
+from sacplan._factors.axes import Axis
+from sacplan._factors.rule import Kind, Rule, rule_of
 from sacplan._torch.local_tensors import DEFERRED_TYPES
 from sacplan._torch.ops import is_alias, op_traits, tensors_in
 from sacplan._torch.private import modes_off, storage_key
@@ -298,7 +297,7 @@ class Stretch:
         if last is None or dim >= len(last.shape):
             return 0
         for axis in _axes_like(Axis(dim, outer, 0, inner), int(last.shape[dim]), rules):
-            if _StretchCuts(nodes).apply(last, axis):
+            if _cut_along(nodes, last, axis):
                 return axis.size
         return 0
 
@@ -326,71 +325,48 @@ def _axes_like(asked: Axis, size: int, rules: Sequence[Rule]) -> Iterator[Axis]:
                     yield Axis(dim, *split)
 
 
-class _StretchCuts:
-    """How each of some nodes is sliced, so that slices of one result follow along an axis.
-
-    The cut of an op says which slices it reads and makes; those say how the ops are cut that make and read these
-    values, until nothing is new. All nodes must be reached, and each in one way.
-    """
+class _CollectedOps:
+    """Nodes of a stretch as a graph through which a factor flows, see ``FlowGraph``. Values are its tensors."""
 
     def __init__(self, nodes: Sequence[DeferredOp]) -> None:
-        self.cuts: dict[DeferredOp, FactorCut | None] = dict.fromkeys(nodes)
-        self.sliced: dict[DeferredTensor, Window] = {}
-        self.combined: dict[DeferredTensor, Kind | None] = {}
-        self.waiting: list[DeferredTensor] = []
-        self.made_by: dict[
-            DeferredTensor, tuple[DeferredOp, Dims]
-        ] = {}  # with the factors that it has in the op's rule
-        self.read_by: dict[DeferredTensor, list[tuple[DeferredOp, Dims]]] = defaultdict(list)
-        for node in nodes:
-            assert node.rule is not None
-            for value, dims in zip(node.made, node.rule.outputs, strict=True):
-                if value is not None:
-                    self.made_by[value] = node, dims
-            for value, dims in zip(node.values, node.rule.inputs, strict=True):
-                self.read_by[value].append((node, dims))
+        numbers: dict[DeferredTensor, int] = {}
 
-    def apply(self, last: DeferredTensor, axis: Axis) -> bool:
-        """Cut the nodes and what they make so that one value is cut along an axis; False if that is not possible."""
-        self._slice(last, Window(axis))
-        while self.waiting:
-            value = self.waiting.pop()
-            for node, dims in (self.made_by[value], *self.read_by[value]):
-                assert node.rule is not None
-                within = into_factor(dims, node.rule.sizes, self.sliced[value].axis)
-                if within is None or not self._cut(node, FactorCut(within)):
-                    return False
-        if None in self.cuts.values() or not self.combined.keys().isdisjoint(self.read_by):
-            return False  # no slice reaches an op, or one reads parts before they are put together
-        for node, cut in self.cuts.items():
-            node.cut = cut
-        for value in self.made_by:
-            value.window, value.combined = self.sliced.get(value), self.combined.get(value)
-        return True
+        def numbered(values: Sequence[DeferredTensor | None]) -> tuple[int, ...]:
+            return tuple(numbers.setdefault(value, len(numbers)) for value in values if value is not None)
 
-    def _cut(self, node: DeferredOp, cut: FactorCut) -> bool:
-        known = self.cuts[node]
-        if known is not None:
-            return known == cut
+        self.rules = [node.rule for node in nodes]
+        self.inputs = [numbered(node.values) for node in nodes]
+        self.outputs = [numbered(node.made) for node in nodes]  # all there: the stretch refers to them
+        self.producer = [-1] * len(numbers)
+        self._readers: list[list[int]] = [[] for _ in numbers]
+        for i, (read, made) in enumerate(zip(self.inputs, self.outputs, strict=True)):
+            for t in dict.fromkeys(read):
+                self._readers[t].append(i)
+            for t in made:
+                self.producer[t] = i
+        self.computed_by = self.producer  # views are nodes like all others
+        self.numbers = numbers
+
+    def readers(self, tensor: int, end: int) -> Sequence[int]:
+        """Return the nodes that read a tensor; all are needed."""
+        return self._readers[tensor]
+
+
+def _cut_along(nodes: Sequence[DeferredOp], last: DeferredTensor, axis: Axis) -> bool:
+    """Cut nodes, and what they make, so that one value is cut along an axis; False if that is not possible."""
+    graph = _CollectedOps(nodes)
+    try:
+        flow = factor_flow(graph, graph.numbers[last], axis, 0, len(nodes) - 1)
+    except Conflict:
+        return False
+    if len(flow.within) < len(nodes):
+        return False  # no slice reaches an op, so that nothing says how it is cut
+    for i, node in enumerate(nodes):
         assert node.rule is not None
-        made = slices_made(node.rule, cut)
-        if made is None:
-            return False
-        self.cuts[node] = cut
-        read = zip(node.values, slices_read(node, cut), strict=True)
-        if not all(self._slice(value, window) for value, window in read if value in self.made_by):
-            return False
-        for value, (window, kind) in zip(node.made, made, strict=True):
-            if value is not None and window is None:
-                self.combined[value] = kind
-            elif value is not None and not self._slice(value, window):
-                return False
-        return True
-
-    def _slice(self, value: DeferredTensor, window: Window | None) -> bool:
-        """Whether a value may be sliced so. None: a slice of the loop would need all of it, before it is there."""
-        known = self.sliced.get(value)
-        if window is not None and known is None:
-            self.sliced[value] = window
-            self.waiting.append(value)
-        return window is not None and known in (None, window)
+        node.cut = FactorCut(flow.within[i])
+        made = slices_made(node.rule, node.cut)
+        assert made is not None
+        for value, (window, combined) in zip(node.made, made, strict=True):
+            if value is not None:
+                value.window, value.combined = window, combined
+    return True
