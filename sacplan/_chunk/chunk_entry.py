@@ -51,7 +51,7 @@ class ChunkEntry:
                 continue
             if "float" in tensor.dtype and program.writer.get(tensor.storage, -1) not in inside:
                 return ChunkEntry(unit, calls[0], t)
-            break  # the executor slices the first tensor that a module gets, so that no later one counts
+            break  # only the first activation that it reads may be sliced
         raise CannotChunk(f"what module {unit!r} reads first is no floating-point activation from outside")
 
 

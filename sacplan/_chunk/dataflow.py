@@ -3,7 +3,7 @@
 An op has no rule here, so that no factor flows through it, where a slice of the loop would read other values than the
 step does:
 
-- it mutates what it does not return, or returns two tensors on one storage;
+- it writes to a storage in place, and no new version of that storage is known; or returns two tensors on one storage;
 - it overwrites memory of which there are views, which would show the new values;
 - it reads through a view what was written since, so that the recording does not say which version it reads.
 """
@@ -28,7 +28,7 @@ from sacplan._torch.ops import is_alias, op_named
 
 @dataclass(frozen=True, slots=True)
 class ShapeAndDtype:
-    """What a rule looks at."""
+    """The part of a tensor that a rule looks at."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -52,7 +52,7 @@ def _rule(
 
 
 def rule_of_op(program: Program, op: Op) -> Rule | None:
-    """The factors of a recorded op; None if it must see whole tensors."""
+    """Return the factor rule of a recorded op; None if the op must see whole tensors."""
 
     def layouts(tensors: Sequence[int]) -> tuple[ShapeAndDtype, ...]:
         return tuple(ShapeAndDtype(t.shape, dtype_of(t)) for t in map(program.tensors.__getitem__, tensors))
@@ -146,7 +146,7 @@ class Dataflow:
         self._fill_memory()
 
     def _first_uses(self) -> list[int]:
-        """By op, the first op that computes something from what it gives: itself, unless it is a view."""
+        """Return by op the first op that computes something from what it gives: itself, unless it is a view."""
         found = list(range(self.n_ops))
         for i in range(self.n_ops - 1, -1, -1):
             if not self.computes[i]:
@@ -173,17 +173,20 @@ class Dataflow:
         self.initial = frozenset(program.initial)
 
     def readers(self, tensor: int, end: int) -> Sequence[int]:
-        """The ops up to ``end`` that need a tensor, or a view of it, to compute something up to there."""
+        """Return the ops up to ``end`` that need a tensor, or a view of it, to compute something up to there."""
         return [c for c in self.consumers[tensor] if c <= end and self._first_use[c] <= end]
 
     def read_after(self, storage: int, op: int) -> bool:
-        """Whether a storage is needed after an op."""
+        """Whether a storage is needed after an op: by a later one, or by whoever holds it when the step is over."""
         readers = self.readers_of[storage]
         return self.last_op[storage] == self.n_ops or bisect_right(readers, op) < len(readers)
 
     @functools.cached_property
     def splits(self) -> dict[int, set[tuple[int, ...]]]:
-        """By size, the products that a dimension of that size is somewhere: of batch and sequence, for example."""
+        """By size of a dimension, the factors that some op splits such a dimension into.
+
+        A dimension of batch times sequence looks like one factor to a matrix product. A view elsewhere says what it is.
+        """
         found: dict[int, set[tuple[int, ...]]] = defaultdict(set)
         for rule in dict.fromkeys(rule for rule in self.rules if rule is not None):
             for dims in (*rule.inputs, *rule.outputs):
@@ -195,5 +198,5 @@ class Dataflow:
 
 
 def dataflow(program: Program) -> Dataflow:
-    """Of a program, made once."""
+    """Return the dataflow of a program, without pins; made once."""
     return program.derived("dataflow", lambda: Dataflow(program))

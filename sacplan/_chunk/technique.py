@@ -33,21 +33,21 @@ class Chunking:
     how = "however finely its ops are sliced"
 
     def longest_run(self, step: PlanStep) -> int:
-        """It names no regions that others have options for."""
+        """Return 0: it names no regions that others have options for."""
         return 0
 
     def regions(self, step: PlanStep, size: int) -> Sequence[Region]:
-        """None: what runs in slices is of no use to other techniques, see ``offers``."""
+        """Return none: what runs in slices is of no use to other techniques, see ``offers``."""
         return ()
 
     def options(self, step: PlanStep, region: Region) -> Sequence[Option]:
-        """None."""
+        """Return none: its choices are offers."""
         return ()
 
     def offers(self, step: PlanStep, peak: Footprint | None) -> Sequence[Offer]:
-        """The loss in slices, and where a peak is known, the modules that make it."""
+        """Offer the loss in slices, or if a peak is known, the modules that make it."""
         if not step.gradients or step.device is None or (peak and peak.peak_phase == Phase.OPTIMIZER):
-            return ()
+            return ()  # inference has a solver of its own; no chunk lowers a peak in the optimizer
         program, device, accumulate = step.program, step.device, step.accumulate
         if peak is not None:
             return [each.offer(step) for each in module_chunks(program, peak.peak_scope, device, accumulate)]
@@ -55,20 +55,20 @@ class Chunking:
         return [loss.offer(step)] if isinstance(loss, ChunkOptions) else []
 
     def solvers(self, step: PlanStep) -> Sequence[StepSolver]:
-        """Where there are no gradients, a path through stretches of ops."""
+        """Return the path through stretches of ops if there are no gradients."""
         return () if step.gradients else (StretchSolver(),)
 
     def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
-        """The patch that the option came with."""
+        """Return the patch that the option came with."""
         assert option.patch is not None
         return option.patch
 
     def decisions(self, program: Program, taken: Sequence[tuple[Region, Option]]) -> tuple[Decision, ...]:
-        """Those that the options came with."""
+        """Return those that the options came with."""
         return tuple(option.decision for _, option in taken if option.decision is not None)
 
     def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
-        """The loop instead of the ops that run in slices.
+        """Return the patch that puts loops in the place of ops that run in slices.
 
         Raises:
             PlanError: this step has no such ops.
@@ -106,7 +106,7 @@ class Chunking:
 
 
 def _stretches(decisions: Sequence[Decision]) -> list[Chunk]:
-    """Those for inference; a plan has no others beside them."""
+    """Return the decisions for inference; a plan has no others beside them."""
     found = [one for one in decisions if isinstance(one, Chunk) and one.span == "stretch"]
     if found and len(found) != len(decisions):
         raise PlanError("a plan has stretches, which run without gradients, or other chunks, but not both.")

@@ -94,8 +94,8 @@ class ForwardWalk:
                 continue
             if "float" not in program.tensors[t].dtype:
                 continue  # such as targets: never differentiated
-            # A loss that is added to one in slices is no obstacle: all that is read is reduced, and its gradient is
-            # computed behind the loop.
+            # If all lazy tensors that are read are reduced, this is no obstacle: another loss that is added to one in
+            # slices gets its gradient from the sum, as in the plain step.
             if sliced and program.writer.get(s, -1) in differentiated(program):
                 raise CannotChunk(
                     f"{op.name} also reads an activation that did not enter {span.entry.unit!r}", index
@@ -208,7 +208,7 @@ class BackwardWalk:
         outside = {t for t in op.inputs if t not in known or t in self._expanded}
         inside = self._handed_on.intersection(op.inputs)
         if inside and len(set(op.inputs)) == len(op.inputs):
-            # Each is read twice: by this sum within the module, which is one of slices, and then by others.
+            # This adds up two gradients of a tensor in the module, in slices.
             self._handed_on -= inside
             outside -= inside
         return any(tensors[t].shape == like.shape and tensors[t].storage in self._upstream for t in outside)

@@ -47,7 +47,7 @@ class StretchTensor(Lazy):
     """A lazy result of a stretch. An op that reads it and is not collected has the stretch computed.
 
     Attributes:
-        stretch: to which it belongs.
+        stretch: the stretch that makes it.
     """
 
     stretch: Stretch
@@ -60,7 +60,7 @@ class StretchTensor(Lazy):
         return func(*computed(args), **computed(kwargs or {}))
 
     def settle(self) -> None:
-        """Compute its stretch whole: alone it could be computed, but what ops write in place only once."""
+        """Compute its stretch whole. It could be computed alone, but ops that write in place may run only once."""
         with unrecorded():
             self.stretch.run_whole()
         super().settle()  # an error, if the stretch has run in slices
@@ -70,7 +70,7 @@ DEFERRED_TYPES.add(StretchTensor)
 
 
 def computed(arguments: Any) -> Any:
-    """Arguments with ordinary tensors for the lazy ones of stretches.
+    """Return arguments with ordinary tensors for the lazy ones of stretches.
 
     Raises:
         RecipeError: a stretch has run in slices, and one of its tensors is gone.
@@ -94,14 +94,14 @@ _local = _ThreadMode()
 
 
 class Stretch:
-    """Ops in the order in which they are reached.
+    """The ops of a stretch in the order in which they are reached.
 
     Args:
-        dim, outer, inner: what is sliced of the first output of the last op, see ``Axis``.
-        slices: how many.
+        dim, outer, inner: the axis of the first output of the last op that is sliced, see ``Axis``.
+        slices: the number of slices.
 
     Attributes:
-        is_over: the ops have run.
+        is_over: whether the ops have run.
     """
 
     def __init__(self, dim: int, outer: int, inner: int, slices: int) -> None:
@@ -110,7 +110,9 @@ class Stretch:
         self._region = SlicedRegion(1, 1)
         self._fake = _local.mode
         self._nodes: list[DeferredOp] = []
-        self._like: dict[DeferredTensor, torch.Tensor] = {}  # fake, since meta tensors have other strides
+        self._like: dict[
+            DeferredTensor, torch.Tensor
+        ] = {}  # fake: results have the strides that kernels give
         self._inputs: dict[int, DeferredTensor] = {}  # by id of the tensor, which the value keeps
         self._lazies: list[weakref.ref[StretchTensor]] = []
         self._buffers: list[torch.Tensor] = []
@@ -130,25 +132,26 @@ class Stretch:
     def may_defer(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the loop could run a call as the step would."""
         if not isinstance(func, torch._ops.OpOverload):
-            return False
+            return False  # a higher-order op, which has no schema
         traits = op_traits(func)
         written = traits.written(args, kwargs)
         if not written:
             return True
         if not traits.in_place or len(written) != 1:
-            return False
+            return False  # it writes to out=, or to several tensors
         value = self._known(args[0])
         # Only all of what an op of the stretch made may be overwritten: views of it would see the new values.
         return value is not None and not value.aliased
 
     def _known(self, tensor: torch.Tensor) -> DeferredTensor | None:
-        """The value of a tensor that the loop makes."""
+        """Return the value of a tensor that the loop makes; None for others."""
         if isinstance(tensor, StretchTensor):
             return tensor.value if tensor.stretch is self else None
         found: DeferredTensor | None = self._bound.get(tensor)
         return found
 
     def _value(self, tensor: torch.Tensor) -> DeferredTensor:
+        """Return the value of an argument. One from outside becomes an input of the loop."""
         known = self._known(tensor)
         if known is not None:
             return known
@@ -171,7 +174,7 @@ class Stretch:
             kept: which of the tensors that it returns are needed after the stretch.
 
         Returns:
-            What stands for its results. A view of a buffer is made at once.
+            Tensors that stand for its results. A view of a buffer is made at once.
         """
         tensors = list(tensors_in((args, kwargs)))
         values = {id(t): self._value(t) for t in tensors}
@@ -215,7 +218,7 @@ class Stretch:
         return buffer
 
     def _rebind(self, tensor: torch.Tensor, value: DeferredTensor) -> None:
-        """A tensor has been overwritten."""
+        """Let a tensor that an op has overwritten stand for the new value."""
         if isinstance(tensor, StretchTensor):
             tensor.value = value
         else:
@@ -224,7 +227,7 @@ class Stretch:
     # --- running ---
 
     def run(self, choose: Choose | None = None) -> bool:
-        """Run the loop; whole, if it cannot be sliced as asked.
+        """Run the loop; without slices, if it cannot be sliced as asked.
 
         Args:
             choose: see ``SlicedRegion``.
@@ -246,7 +249,7 @@ class Stretch:
         """Run the ops as they are, and keep all that somebody refers to."""
         if self.is_over:
             return
-        self.is_over = True  # what runs now may look at what was asked for
+        self.is_over = True  # ops that run now may ask for the same tensors, and come here again
         for value in self._like:
             if value.node is not None:
                 value.combined = Kind.PASS  # of the one slice that there is
@@ -258,11 +261,11 @@ class Stretch:
         self._end()
 
     def _filled(self) -> dict[DeferredTensor, torch.Tensor]:
-        """The buffers, by the values that they have in the end."""
+        """Return the buffers by the value that each has in the end: the last one written to it."""
         return {self._bound[buffer]: buffer for buffer in self._buffers}
 
     def _end(self) -> None:
-        """Let go of everything, but for what lazy tensors have."""
+        """Let go of everything but the values of lazy tensors. Those that have no data are gone for good."""
         self.is_over = True
         for value in self._like:
             if value.data is None:
@@ -275,7 +278,7 @@ class Stretch:
         self._bound = WeakIdKeyDictionary()
 
     def _needed(self) -> list[DeferredOp]:
-        """The ops that compute something, and the views that are kept or that one of these reads."""
+        """Return the ops that compute something, and the views that are kept or that one of these reads."""
         wanted = set(self._filled())
         found = []
         for node in reversed(self._nodes):
@@ -287,15 +290,16 @@ class Stretch:
     def _cut(self, nodes: Sequence[DeferredOp]) -> int:
         """Cut the nodes along the axis that was asked for, or one like it where sizes differ.
 
-        Returns the size of the axis, or 0 if there is none.
+        Returns:
+            The size of the axis, or 0 if there is none.
         """
         rules = [node.rule for node in nodes if node.rule is not None]
         if len(rules) < len(nodes):
-            return 0
+            return 0  # an op must see whole tensors
         dim, outer, inner, _ = self._asked
         (last, *_) = self._nodes[-1].made
         if last is None or dim >= len(last.shape):
-            return 0
+            return 0  # a tensor of other rank than in the step that was planned
         for axis in _axes_like(Axis(dim, outer, 0, inner), int(last.shape[dim]), rules):
             if _cut_along(nodes, last, axis):
                 return axis.size
@@ -303,7 +307,11 @@ class Stretch:
 
 
 def _axes_like(asked: Axis, size: int, rules: Sequence[Rule]) -> Iterator[Axis]:
-    """The axis that was asked for, and others within the same dimension, such as with another batch size."""
+    """Yield the axis that was asked for, then others within the same dimension.
+
+    A dimension of batch times sequence is ``outer * size * inner`` with the batch size of the recorded step in
+    ``outer``. In a step with another one the axis is a factor of the dimension in some op's rule.
+    """
     dim, outer, _, inner = asked
     rest, remainder = divmod(size, outer * inner)
     seen = set()
