@@ -32,7 +32,7 @@ from sacplan._program.liveness import Fold
 from sacplan._program.program import Program
 from sacplan._program.rewriting import Indices, PatchBuilder
 from sacplan._record.rehearsal import Piece, Rehearsal
-from sacplan._torch.ops import is_alias, is_computation, op_named
+from sacplan._torch.ops import is_alias, is_computation, op_named, tensors_in
 from sacplan.errors import PlanError
 
 _OP, _FREE, _ALLOC = int(Event.OP), int(Event.FREE), int(Event.ALLOC)
@@ -259,7 +259,7 @@ def _collected(
         if func is None or not loop.may_defer(func, args, kwargs):
             raise PlanError(f"{op.name} in unit {stretch.decision.unit!r} cannot run in slices.")
         put_off, seen = rehearsal.seen(partial(loop.defer, func, args, kwargs, kept))
-        made = _tensors(put_off)
+        made = list(tensors_in(put_off))
         tensors.update(zip(op.outputs, made, strict=True))
         buffers += [made[position] for position in kept]
         allocations += [each for each in seen.ops if each.name == _EMPTY]
@@ -288,12 +288,6 @@ def _indices(draft: PatchBuilder, loop: Piece, known: dict[int, int]) -> Indices
         return draft.tensors.add(msgspec.structs.replace(found, storage=storage(found.storage)))
 
     return Indices(storage, tensor=tensor)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for t in value if isinstance(t, torch.Tensor)]
 
 
 def _input_storages(program: Program, stretch: PlacedStretch) -> list[int]:

@@ -73,9 +73,9 @@ def _kinship(program: Program, here: int, there: int) -> _Kinship | None:
     """Return how two module calls correspond; None if they are not alike."""
     found = _Kinship(program)
     ours, theirs = program.ops_in(here), program.ops_in(there)
-    backward = _backward(program)
+    backward = backward_ops(program)
     pairs: list[tuple[Sequence[int], Sequence[int]]] = [(ours, theirs)]
-    pairs += [(backward[a], backward[b]) for a, b in zip(ours, theirs, strict=False)]
+    pairs += [(backward.get(a, ()), backward.get(b, ())) for a, b in zip(ours, theirs, strict=False)]
     for a, b in pairs:
         if len(a) != len(b) or not all(found.add_op(x, y) for x, y in zip(a, b, strict=True)):
             return None
@@ -85,15 +85,15 @@ def _kinship(program: Program, here: int, there: int) -> _Kinship | None:
     return found
 
 
-def _backward(program: Program) -> Mapping[int, Sequence[int]]:
-    """Return by forward op the backward ops that belong to it."""
+def backward_ops(program: Program) -> Mapping[int, Sequence[int]]:
+    """Return by forward op the backward ops that belong to it; worked out once."""
 
     def find() -> Mapping[int, Sequence[int]]:
         found: dict[int, list[int]] = defaultdict(list)
         for i, op in enumerate(program.ops):
             if op.phase is Phase.BACKWARD and op.forward_of >= 0:
                 found[op.forward_of].append(i)
-        return found
+        return dict(found)
 
     return program.derived("backward ops", find)
 

@@ -21,7 +21,7 @@ The planner walks through a recorded program (``dataflow.py``), the executor thr
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -199,6 +199,16 @@ class _FlowWalk:
         if known is None:
             self.flow.axes[tensor] = axis
             self.queue.append(tensor)
+
+
+def parts_of(axis: Axis, sizes: Sequence[int]) -> Iterator[Axis]:
+    """Yield the parts of an axis whose size is a product of sizes, those of size 1 left out."""
+    before, after = axis.outer, axis.size * axis.inner
+    for size in sizes:
+        after //= max(1, size)
+        if size > 1:
+            yield Axis(axis.dim, before, size, after)
+        before *= size
 
 
 @functools.lru_cache(maxsize=1 << 16)

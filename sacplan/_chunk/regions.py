@@ -19,6 +19,7 @@ Layers repeat, so an op whose surroundings were seen before gets the candidates 
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sacplan._chunk.dataflow import Dataflow, is_dense
-from sacplan._chunk.flow import Conflict, FactorFlow, axis_of, factor_flow
+from sacplan._chunk.flow import Conflict, FactorFlow, axis_of, factor_flow, parts_of
 from sacplan._device.devices import DeviceSpec
 from sacplan._factors.axes import Axis
 from sacplan._program.calls import dtype_of
@@ -294,20 +295,11 @@ class _Finder:
     def _axes(self, rule: Any, seed: int) -> Iterator[Axis]:
         """Yield the axes of an op's first output: its factors, and parts of these that other ops see (``splits``)."""
         for dim, factors in enumerate(rule.outputs[0]):
-            before, after = 1, int(np.prod([rule.sizes[f] for f in factors], dtype=np.int64))
-            for f in factors:
-                size = rule.sizes[f]
-                after //= max(1, size)
-                if size > 1:
-                    yield Axis(dim, before, size, after)
-                    for split in self.flow.splits.get(size, ()):
-                        inner_before, inner_after = 1, size
-                        for n in split:
-                            inner_after //= n
-                            if n > 1:
-                                yield Axis(dim, before * inner_before, n, inner_after * after)
-                            inner_before *= n
-                before *= size
+            sizes = [rule.sizes[f] for f in factors]
+            for axis in parts_of(Axis(dim, 1, math.prod(sizes), 1), sizes):
+                yield axis
+                for split in self.flow.splits.get(axis.size, ()):
+                    yield from parts_of(axis, split)
 
     def _flows(self, end: int, seed: int, axis: Axis) -> Iterator[FactorFlow]:
         """Yield flows from as far back as may be, then from behind the first op that was in the way, and so on."""

@@ -18,7 +18,7 @@ from sacplan._chunk.deferral import DeferredRun
 from sacplan._chunk.executor.lazy import Lazy
 from sacplan._chunk.executor.loop import compute, needed_nodes
 from sacplan._chunk.executor.values import Held
-from sacplan._chunk.training_ops import differentiated
+from sacplan._chunk.families import backward_ops
 from sacplan._program.program import Event, Phase
 from sacplan._record.rehearsal import RehearsedOps
 
@@ -77,7 +77,7 @@ def leave_module(run: DeferredRun) -> RehearsedLoop:
     made, seen = run.rehearsal.seen(lambda: compute(values))
     maker = {t: i for i in run.ran for t in program.ops[i].outputs}
     lazy.clear()  # those that autograd keeps are found where they were saved
-    if any(maker[t] not in differentiated(program) for t in outputs):
+    if any(maker[t] not in backward_ops(program) for t in outputs):
         # Such as a residual sum: what comes in would be read by several ops, inside and outside.
         raise CannotChunk(f"the gradient of what {unit!r} returns goes through its last op as it is")
     for t, value, tensor in zip(outputs, values, made, strict=True):

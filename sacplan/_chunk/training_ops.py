@@ -21,17 +21,11 @@ from itertools import islice, takewhile
 from sacplan._chunk.chunk_entry import CannotChunk
 from sacplan._chunk.deferral import DeferredRun
 from sacplan._chunk.executor.lazy import Lazy
-from sacplan._program.program import Op, Phase, Program, StorageKind, Tensor
+from sacplan._chunk.families import backward_ops
+from sacplan._program.program import Op, Phase, StorageKind, Tensor
 from sacplan._torch.ops import is_computation
 
 _ADDITIONS = ("aten.add.Tensor", "aten.add_.Tensor")
-
-
-def differentiated(program: Program) -> frozenset[int]:
-    """Return the forward ops that have a backward op."""
-    return program.derived(
-        "differentiated ops", lambda: frozenset(op.forward_of for op in program.ops) - {-1}
-    )
 
 
 class ForwardWalk:
@@ -96,7 +90,7 @@ class ForwardWalk:
                 continue  # such as targets: never differentiated
             # If all lazy tensors that are read are reduced, this is no obstacle: another loss that is added to one in
             # slices gets its gradient from the sum, as in the plain step.
-            if sliced and program.writer.get(s, -1) in differentiated(program):
+            if sliced and program.writer.get(s, -1) in backward_ops(program):
                 raise CannotChunk(
                     f"{op.name} also reads an activation that did not enter {span.entry.unit!r}", index
                 )
@@ -253,12 +247,8 @@ class BackwardWalk:
         program = self.program
         (like, *others) = (program.tensors[t] for t in program.ops[forward].outputs)
         alike = [t for t in self.run.tensors.saved[forward] if _is_like(program.tensors[t], like)]
-        made = (
-            t
-            for op in program.ops
-            if op.forward_of == forward and op.name not in _ADDITIONS
-            for t in op.outputs
-        )
+        backward = (program.ops[i] for i in backward_ops(program).get(forward, ()))
+        made = (t for op in backward if op.name not in _ADDITIONS for t in op.outputs)
         return not others and len(alike) > 1 and not any(_is_like(program.tensors[t], like) for t in made)
 
 

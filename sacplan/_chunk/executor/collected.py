@@ -33,7 +33,7 @@ from sacplan._chunk.executor.values import (
     SlicedRegion,
     Stage,
 )
-from sacplan._chunk.flow import Conflict, factor_flow
+from sacplan._chunk.flow import Conflict, factor_flow, parts_of
 from sacplan._executor.recording import unrecorded
 from sacplan._factors.axes import Axis
 from sacplan._factors.rule import Kind, Rule, rule_of
@@ -314,23 +314,19 @@ def _axes_like(asked: Axis, size: int, rules: Sequence[Rule]) -> Iterator[Axis]:
     """
     dim, outer, _, inner = asked
     rest, remainder = divmod(size, outer * inner)
-    seen = set()
+    seen: set[Axis] = set()
     if not remainder and rest > 1:
-        seen.add((outer, rest, inner))
+        seen.add(Axis(dim, outer, rest, inner))
         yield Axis(dim, outer, rest, inner)
     for rule in rules:
         for factors in (factors for dims in (*rule.inputs, *rule.outputs) for factors in dims):
             sizes = [rule.sizes[f] for f in factors]
-            before, after = 1, math.prod(sizes)
-            if after != size or len(sizes) < 2:
+            if math.prod(sizes) != size or len(sizes) < 2:
                 continue
-            for n in sizes:
-                after //= n
-                split = before, n, after
-                before *= n
-                if n > 1 and split not in seen and (after == 1) == (inner == 1):
-                    seen.add(split)
-                    yield Axis(dim, *split)
+            for axis in parts_of(Axis(dim, 1, size, 1), sizes):
+                if axis not in seen and (axis.inner == 1) == (inner == 1):
+                    seen.add(axis)
+                    yield axis
 
 
 class _CollectedOps:
