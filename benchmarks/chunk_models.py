@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.models import LM, cross_entropy
+from tests.zoo.language_models import LM, cross_entropy
 
 hf: Any = transformers
 

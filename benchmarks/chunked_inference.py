@@ -18,7 +18,7 @@ import torch
 
 import sacplan
 from sacplan._record.step import Step, call_model
-from tests.chunk_models import Attention, Evoformer, UNet
+from tests.zoo.wide import Attention, Evoformer, UNet
 
 MIB = 2**20
 RESULTS = Path(__file__).parent / "results" / "chunked_inference.json"

@@ -29,7 +29,7 @@ import torch
 import sacplan
 from benchmarks import common
 from benchmarks.common import GIB, describe, machine, write_results
-from tests import convnets
+from tests.zoo import convnets
 
 DEVICE = "h100"
 MODES: dict[str, tuple[str, int | str | None]] = {

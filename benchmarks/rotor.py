@@ -42,7 +42,7 @@ from benchmarks.common import MIB, RESULTS, describe, machine, write_results
 from benchmarks.rotor_reference import ENGINES
 from sacplan._recompute.rewrite import recomputed
 from sacplan._rotor.stages import stages_of
-from tests import convnets
+from tests.zoo import convnets
 
 SECTIONS = ("engines", "plans")
 DEVICE = "h100"

@@ -13,8 +13,9 @@ A program is rewritten; no process group is needed, and none is touched:
 - What may run again is limited, see ``unit_limits.py``.
 
 What is allocated when was read in ``torch/distributed/fsdp/_fully_shard`` of 2.13 (``_fsdp_state.py``,
-``_fsdp_param_group.py``, ``_fsdp_collectives.py``), and is compared with the allocator in ``tests/test_sharding.py``
-(one process that is rank 0 of eight, for many kinds of models) and ``tests/test_fsdp_plans.py`` (real ranks):
+``_fsdp_param_group.py``, ``_fsdp_collectives.py``), and is compared with the allocator in
+``tests/ranks/test_fully_shard.py`` (one process that is rank 0 of eight, for many kinds of models) and
+``tests/ranks/test_fsdp_plans.py`` (real ranks):
 
 - What an all-gather fills and the parameters that are copied out of it are two buffers. In the forward pass the
   first lives until the next unit has gathered too, or the root's forward ends. In the backward pass it lives
