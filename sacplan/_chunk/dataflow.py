@@ -40,11 +40,11 @@ def _rule(
 ) -> Rule | None:
     func = op_named(name)
     if func is None:
-        return None
+        return None  # a custom op that this process does not know
     try:
         args, kwargs = call_with(arguments, inputs)
     except Opaque:
-        return None
+        return None  # an argument that a recording cannot hold
     rule = rule_of(func, args, kwargs, list(outputs))
     if rule is not None and (len(rule.inputs), len(rule.outputs)) != (len(inputs), len(outputs)):
         return None  # it takes tensors that were not recorded, such as wrapped ones

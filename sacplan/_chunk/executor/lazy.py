@@ -12,11 +12,11 @@ A ``Lazy`` is a wrapper subclass without storage. ``defer`` decides about each o
    factor rule. No dispatch mode sees them.
 
 An op that cannot be sliced is computed at once from whole tensors, which costs memory and is never wrong;
-``SlicedRegion.tally`` counts it. An op is cut when it is deferred, from its arguments on. So a cut never has to be
-changed later, as it may in a stretch (``collected.py``), where it is the last op that is cut first.
+``SlicedRegion.tally`` counts it. An op is cut when it is deferred, as its arguments are. Of a stretch
+(``collected.py``) the axis of the last result is known, so that its ops are cut when all are there.
 
-Meta tensors do for shapes here, and are cheap. A stretch needs the strides that its kernels will give, which are those
-of fake tensors on its device.
+Shapes come from meta tensors here, which is cheap. A stretch needs the strides that kernels give, and takes fake
+tensors on its device.
 """
 
 from __future__ import annotations

@@ -92,12 +92,12 @@ class _Frame:
         """Return the stretch of a site, begun if need be; None if it is over, or was given up."""
         number = self.unit.at[site]
         if number in self._given_up:
-            return None
+            return None  # its remaining ops run as they are
         if number not in self.open:
             decision = self.unit.decisions[number]
             self.open[number] = Stretch(decision.dim, decision.outer, decision.inner, decision.slices)
         stretch = self.open[number]
-        if stretch.is_over:
+        if stretch.is_over:  # somebody read a tensor of it without an op, such as its data_ptr()
             self._given_up.add(number)
             self._note("a look at the memory of a tensor", "none that touches what was put off")
             return None
@@ -154,11 +154,11 @@ class StretchMode(Watching):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_local_parts(types):
-            return NotImplemented
+            return NotImplemented  # a DTensor, for one, comes back here with its local tensors
         kwargs = kwargs or {}
         device = fake_device_of(func, args)
         if device is not None:
-            return device
+            return device  # the device of a fake tensor was asked for, which runs nothing
         if self.paused:
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() and is_composite(func):
@@ -248,7 +248,7 @@ class StretchMode(Watching):
         for frame in self.frames:
             for stretch in list(frame.open.values()):
                 if stretch is but or stretch.is_over:
-                    continue
+                    continue  # the op joins this one; nothing waits in that one
                 reads = any(map(stretch.waits_for, tensors))
                 if reads or any(stretch.uses_memory_of(t) for t in written if is_plain(t)):
                     frame.give_up(stretch, description)
