@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from sacplan._chunk.body import stretches_patch
+from sacplan._chunk.chunk_entry import CannotChunk
 from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
 from sacplan._chunk.families import merged
-from sacplan._chunk.rest import CannotChunk, training_chunk
+from sacplan._chunk.rest import training_chunk
 from sacplan._chunk.search import StretchSolver
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Chunk, Decision
@@ -34,9 +35,9 @@ class Chunking(Technique):
     how = "however finely its ops are sliced"
 
     def offers(self, step: PlanStep, peak: Footprint | None) -> Sequence[Offer]:
-        """The loss in slices, and where a peak is known, the modules that make it."""
+        """Offer the loss in slices, or if a peak is known, the modules that make it."""
         if not step.gradients or step.device is None or (peak and peak.peak_phase == Phase.OPTIMIZER):
-            return ()
+            return ()  # inference has a solver of its own; no chunk lowers a peak in the optimizer
         program, device, accumulate = step.program, step.device, step.accumulate
         if peak is not None:
             return [each.offer(step) for each in module_chunks(program, peak.peak_scope, device, accumulate)]
@@ -44,11 +45,11 @@ class Chunking(Technique):
         return [loss.offer(step)] if isinstance(loss, ChunkOptions) else []
 
     def solvers(self, step: PlanStep) -> Sequence[StepSolver]:
-        """Where there are no gradients, a path through stretches of ops."""
+        """Return the path through stretches of ops if there are no gradients."""
         return () if step.gradients else (StretchSolver(),)
 
     def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
-        """The loop instead of the ops that run in slices.
+        """Return the patch that puts loops in the place of ops that run in slices.
 
         Raises:
             PlanError: this step has no such ops.
@@ -86,7 +87,7 @@ class Chunking(Technique):
 
 
 def _stretches(decisions: Sequence[Decision]) -> list[Chunk]:
-    """Those for inference; a plan has no others beside them."""
+    """Return the decisions for inference; a plan has no others beside them."""
     found = [one for one in decisions if isinstance(one, Chunk) and one.span == "stretch"]
     if found and len(found) != len(decisions):
         raise PlanError("a plan has stretches, which run without gradients, or other chunks, but not both.")

@@ -14,9 +14,10 @@ from torch import nn
 
 import sacplan
 from sacplan._chunk import rest
+from sacplan._chunk.chunk_entry import CannotChunk
 from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
 from sacplan._chunk.families import merged
-from sacplan._chunk.rest import CannotChunk, training_chunk
+from sacplan._chunk.rest import training_chunk
 from sacplan._plan.planning import _PlanRequest
 from sacplan._program.decisions import Chunk
 from sacplan._program.program import CallSite
@@ -105,13 +106,13 @@ def test_layers_that_are_alike_are_rehearsed_once(
 ) -> None:
     """And what is copied is what a rehearsal of their own gives."""
     rehearsed: list[str] = []
-    original = rest._Rehearsed.rewrite
+    original = rest._rehearsed
 
-    def rewrite(self: Any) -> Any:
-        rehearsed.append(self.chunk.unit)
-        return original(self)
+    def rehearse(program: Any, entry: Any, chunk: Chunk, device: Any) -> Any:
+        rehearsed.append(chunk.unit)
+        return original(program, entry, chunk, device)
 
-    monkeypatch.setattr(rest._Rehearsed, "rewrite", rewrite)
+    monkeypatch.setattr(rest, "_rehearsed", rehearse)
     profile, again = profile_of(case), profile_of(case)
     copied = [training_chunk(profile.program, chunk, profile.spec) for chunk in mlps(5)]
     assert rehearsed == ["layers.0.mlp"]
