@@ -224,11 +224,7 @@ _SDP_NAMES: dict[int, Backend] = {0: "math", 1: "flash", 2: "efficient", 3: "cud
 
 def _user_priority() -> list[Backend] | None:
     """The order set by ``sdpa_kernel(..., set_priority=True)``; None where it is torch's default."""
-    try:
-        order = torch._C._get_sdp_priority_order()
-    except AttributeError:
-        return None
-    names = [_SDP_NAMES[i] for i in order if i in _SDP_NAMES]
+    names = [_SDP_NAMES[i] for i in torch._C._get_sdp_priority_order() if i in _SDP_NAMES]
     if names == list(ALL_BACKENDS):
         deprioritized = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
         return names if deprioritized else None

@@ -47,15 +47,11 @@ from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._device.foreach import foreach_by_default
 from sacplan._device.layouts import cpu_kernels, elementwise_kernels, shared_kernels
 from sacplan._device.overrides import fake_kernel, override
+from sacplan._torch.fake_kernels import FakeKernel, fake_kernels
+from sacplan._torch.fake_tensors import active_fake_mode, make_fake_zeros_ordinary
 from sacplan._torch.local_tensors import local_part
 from sacplan._torch.ops import tensors_in
-from sacplan._torch.private import (
-    FakeKernel,
-    active_fake_mode,
-    fake_kernels,
-    make_fake_zeros_ordinary,
-    run_composite,
-)
+from sacplan._torch.private import run_composite
 
 # The registrations belong to the process: the first context that is entered anywhere makes them, and the last one
 # that is left removes them. Which device is active belongs to the thread. An overridden op that is called with

@@ -29,19 +29,17 @@ from typing import Any
 
 import torch
 
-from sacplan._torch.ops import RuleTable, arguments_by_name, op_named, tensors_in
-from sacplan._torch.private import (
+from sacplan._torch.fake_kernels import (
     FakeKernel,
-    FakeTensorMode,
     elementwise_ops,
-    fake_empty_strided,
     is_structured,
-    meta_storage,
     run_in_cpp,
-    suggested_memory_format,
     torchs_own_fake,
     viewed,
 )
+from sacplan._torch.fake_tensors import FakeTensorMode, fake_empty_strided, meta_storage
+from sacplan._torch.ops import RuleTable, arguments_by_name, op_named, tensors_in
+from sacplan._torch.private import suggested_memory_format
 
 aten = torch.ops.aten
 

@@ -27,8 +27,9 @@ from typing import Any
 import torch
 
 from sacplan._device.devices import DeviceSpec
+from sacplan._torch.fake_kernels import FakeKernel
 from sacplan._torch.ops import RuleTable
-from sacplan._torch.private import FakeKernel, run_composite
+from sacplan._torch.private import run_composite
 
 aten = torch.ops.aten
 

@@ -31,7 +31,7 @@ from sacplan._device.real_ops import RUN_ERRORS, UNKNOWN_LAYOUT, RealOp, first_l
 from sacplan.errors import DeviceError, SacplanError
 
 _BUDGET_S = (
-    0.2  # quick ops never reach it; slow ones run twice at least, so that one interruption does no harm
+    0.2  # quick ops never reach it; slow ones run at least twice, so that one interruption does no harm
 )
 _MOST_RUNS = 20  # in-place ops run again and again on the same operands, and must not reach denormals
 _times: dict[Any, float] = {}

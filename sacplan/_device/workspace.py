@@ -33,8 +33,10 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._device.kernel_workspaces import kernel_workspace_bytes
 from sacplan._device.real_ops import RUN_ERRORS, RealOp, first_line, op_key, run_for_real
 from sacplan._torch.allocations import allocation_deltas, profiler_is_on
+from sacplan._torch.autograd import autograd_as_outside
+from sacplan._torch.fake_kernels import fake_kernels
 from sacplan._torch.ops import arguments_by_name, aten_names, tensors_in
-from sacplan._torch.private import autograd_as_outside, fake_kernels, storage_key, strided_parts
+from sacplan._torch.private import storage_key, strided_parts
 from sacplan.errors import TraceError
 
 # Ops that allocate nothing but what they return, whatever their operands: not worth a run. Every other op runs once.

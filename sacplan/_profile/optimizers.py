@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 import torch
 
-from sacplan._profile.profile import Profile, profile
+from sacplan._profile.profile import Profile
+from sacplan._profile.tracing import profile
 from sacplan._program.program import Event, Op, Patch, Phase, Program, StorageKind, Tensor
 from sacplan._program.rewriting import Indices, PatchBuilder
 

@@ -28,20 +28,19 @@ from sacplan._record.saved_tensors import SavedMode, SavedTensors
 from sacplan._record.seen_ops import SeenOp, SeenOps
 from sacplan._rewrites.in_place_versions import in_place_versions
 from sacplan._rewrites.settle import settled
-from sacplan._torch.local_tensors import Watching, has_local_parts, is_deferred, local_part
-from sacplan._torch.ops import can_run_again, draws_numbers, op_traits, tensors_in
-from sacplan._torch.private import (
-    FakeTensor,
-    FakeTensorMode,
-    active_fake_mode,
+from sacplan._torch.autograd import (
     autograd_sequence_number,
     called_by_checkpoint,
     current_node_sequence_number,
-    dispatch_modes,
-    fake_device_of,
     in_backward,
-    is_plain,
     keeps_graph,
+)
+from sacplan._torch.fake_tensors import FakeTensor, FakeTensorMode, active_fake_mode, fake_device_of
+from sacplan._torch.local_tensors import Watching, has_local_parts, is_deferred, local_part
+from sacplan._torch.ops import can_run_again, draws_numbers, op_traits, tensors_in
+from sacplan._torch.private import (
+    dispatch_modes,
+    is_plain,
     storage_key,
     strided_parts,
     without_torch_functions,

@@ -41,10 +41,11 @@ from sacplan._shard.recorded import collective_named
 from sacplan._shard.redistribute import kept, redistribute
 from sacplan._shard.strategies import local_call
 from sacplan._shard.views import Views
+from sacplan._torch.autograd import below_autograd
 from sacplan._torch.calls import Call
 from sacplan._torch.collectives import all_reduce
+from sacplan._torch.fake_tensors import fake_failures_unlogged
 from sacplan._torch.ops import READS_NUMBER, aten_names, op_named
-from sacplan._torch.private import below_autograd, fake_failures_unlogged
 from sacplan.errors import PlanError
 
 _FREE, _OP = int(Event.FREE), int(Event.OP)

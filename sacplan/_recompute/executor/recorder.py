@@ -62,16 +62,10 @@ from sacplan._recompute.executor.schedule import (
     ScheduledOps,
     schedule_of,
 )
+from sacplan._torch.autograd import autograd_sequence_number, current_saved_tensors_hooks, in_backward
 from sacplan._torch.local_tensors import Watching, is_deferred, local_part, wrapping_of
 from sacplan._torch.ops import OpTraits, is_computation, op_traits, tensors_in
-from sacplan._torch.private import (
-    autograd_sequence_number,
-    current_saved_tensors_hooks,
-    in_backward,
-    is_plain,
-    module_calls,
-    storage_key,
-)
+from sacplan._torch.private import is_plain, module_calls, storage_key
 from sacplan.errors import RecipeError
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
