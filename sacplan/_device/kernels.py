@@ -91,7 +91,7 @@ def _is_emulated(args: Any) -> bool:
 
 
 def _is_fake(tensor: Any) -> bool:
-    """Whether it is a fake tensor, or stands for one that is not computed yet."""
+    """Whether a tensor is fake, or stands for a fake one that is not computed yet."""
     deferred = getattr(type(tensor), "is_deferred", False)
     if isinstance(tensor, torch.Tensor):
         tensor = local_part(tensor)
@@ -139,7 +139,7 @@ def _register_cuda_kernels(stack: ExitStack) -> None:
 
 
 class _Registration:
-    """Puts something in place for the process when it is first entered, in any thread, until it was left as often."""
+    """Registers something for the process at the first entry, in any thread, and removes it at the last exit."""
 
     def __init__(self, register: Callable[[ExitStack], None]) -> None:
         self._register = register

@@ -38,25 +38,25 @@ if TYPE_CHECKING:
 
 
 class HasDecisions(Protocol):
-    """A plan."""
+    """A plan, as far as a profile needs it: its decisions."""
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """See ``Plan``."""
+        """The decisions of the plan, see ``Plan``."""
         ...
 
 
 Decided: TypeAlias = HasDecisions | Iterable[Decision] | Discarded
-"""A plan, its decisions, or what one discards (unit to call sites)."""
+"""A plan, its decisions, or a mapping of units to the call sites that they discard."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One recorded step: what plans are made from. Frozen; ``save`` and ``load`` it.
+    """One recorded step, from which plans are made. Frozen; ``save`` and ``load`` it.
 
     Attributes:
         recorded: the step of the whole model on one device, op by op, as it ran.
-        fingerprint: the model and the batch it is of.
+        fingerprint: identifies the model and the batch.
         spec: the device that it would run on.
         trace, runtime: how it was made.
         mode: ``"train"`` or ``"inference"``.
@@ -76,11 +76,11 @@ class Profile:
     ranks: Ranks = ONE_RANK
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled without what was derived from it."""
+        """Pickle the fields alone, without cached values."""
         return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def on_ranks(self, ranks: Ranks) -> Profile:
-        """The profile of one rank, if the step is spread so.
+        """Return the profile of one rank, with the step spread over ``ranks``.
 
         Raises:
             TraceError: unknown units, or a model that cannot be spread so.
@@ -105,15 +105,15 @@ class Profile:
 
     @property
     def device_memory_bytes(self) -> int:
-        """What that device has."""
+        """Memory of that device in bytes."""
         return self.spec.memory_bytes
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What the figures take for granted, a sentence each.
+        """Assumptions behind the figures, a sentence each.
 
-        Of a fake trace, of the step of one of several ranks, of training without a loss or without an optimizer, and
-        of bfloat16 on a device that has none.
+        They come from a fake trace, from spreading the step over ranks, from training without a loss or without an
+        optimizer, and from bfloat16 on a device that has none.
         """
         found = [
             *self.rules,
@@ -131,7 +131,7 @@ class Profile:
 
     @property
     def baseline(self) -> Footprint:
-        """The step without a plan."""
+        """Peak and recomputation of the step without a plan."""
         return self.program.footprint
 
     @property
@@ -146,12 +146,12 @@ class Profile:
 
     @property
     def forward_ms(self) -> float:
-        """The forward pass of it, in milliseconds."""
+        """Time of the forward pass in milliseconds."""
         return self.program.forward_ms
 
     @cached_property
     def tradeoffs(self) -> Mapping[str, UnitTradeoff]:
-        """What each module with children could discard, and at what price; by fqn, in execution order."""
+        """Memory that each module with children could discard, and the time to recompute it; by fqn, as executed."""
         return unit_tradeoffs(self.program)
 
     @cached_property
@@ -160,7 +160,7 @@ class Profile:
         return self.fitted_graph()
 
     def fitted_graph(self, fit: FitKind = "hull", n_segments: int | None = None) -> Graph:
-        """``graph`` with another fit of the trade-off curves: ``"hull"``, or ``"pwlf"`` with 2 to 4 segments."""
+        """Return ``graph`` with another fit of the trade-off curves: ``"hull"``, or ``"pwlf"`` with 2 to 4 segments."""
         info = module_info(self.program, self.program, self.tradeoffs, fit_kind=fit, segments=n_segments)
         return dataclasses.replace(parse_module_info(info, root=""), segments=segments_of(self.program))
 
@@ -174,10 +174,10 @@ class Profile:
         return self.program.derived("stages", lambda: stages_of(self.program)).chain
 
     def with_plan(self, plan: Decided) -> Program:
-        """The step with a plan, with decisions of one, or with these call sites discarded (unit to call sites).
+        """Return the step with a plan, with some decisions, or with call sites discarded (a mapping of units to them).
 
         Raises:
-            PlanError: something else, or a chunk that cannot be carried out on this step.
+            PlanError: ``plan`` is none of these, or has a chunk that cannot be carried out on this step.
         """
         decisions: tuple[Decision, ...]
         if isinstance(plan, Mapping):
@@ -193,15 +193,15 @@ class Profile:
         return rewritten(self.program, decisions, self.spec)
 
     def footprint(self, plan: Decided) -> Footprint:
-        """Peak and recomputation of the step with a plan; for ``plan`` see ``with_plan``."""
+        """Return peak and recomputation of the step with a plan; for ``plan`` see ``with_plan``."""
         return self.with_plan(plan).footprint
 
     def to_frame(self) -> pd.DataFrame:
-        """Statistics of each module, in execution order."""
+        """Return statistics of each module as a table, in execution order."""
         return self.graph.to_frame()
 
     def timeline(self, plan: Decided | None = None) -> pd.DataFrame:
-        """What is alive at each op, in bytes by kind, without a plan or with one (see ``with_plan``).
+        """Return the bytes alive at each op by kind as a table, without a plan or with one (see ``with_plan``).
 
         Columns: ``op``, ``phase``, ``module``, ``recomputed``, ``total_bytes``, and one for each kind.
         """
@@ -240,7 +240,7 @@ class Profile:
         return cls(**files.load(path))
 
     def in_words(self) -> Section:
-        """What was recorded, and its figures."""
+        """Return the model, the setup and the figures of the recording, for people."""
         fingerprint, baseline = self.fingerprint, self.baseline
         where = baseline.peak_phase.name.lower() + (f" of {baseline.peak_fqn}" if baseline.peak_fqn else "")
         rows = (

@@ -61,7 +61,7 @@ Runtime = Literal["cost-model", "benchmark", "operator-level-cost-model", "opera
 Trace = Literal["fake", "real"]
 
 _MOST_STEPS = 4
-"""That are recorded until two run the same ops."""
+"""Most steps that are recorded until two in a row run the same ops."""
 
 _RUNTIMES = {
     "cost-model": "cost-model",
@@ -150,7 +150,10 @@ def trace_step(
     prepare: Callable[[torch.nn.Module], Any] | None = None,
     saved: Literal["record", "observe"] = "record",
 ) -> Profile:
-    """What ``profile`` and a fake ``verify`` share: ``prepare`` may change the copy before it runs."""
+    """Trace one step and return its profile, for ``profile`` and ``verify``.
+
+    ``prepare`` gets the model before the step runs, a fake trace's copy of it, and may apply a plan to it.
+    """
     check_model(model)
     spec = resolve_device(device)
     for what, value, known in (
@@ -190,7 +193,7 @@ def _reserves(spec: DeviceSpec) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _RecordRequest:
-    """A step to be recorded, as ``trace_step`` was asked for it."""
+    """The arguments of ``trace_step``, checked and resolved."""
 
     model: torch.nn.Module
     batch: Any
@@ -205,7 +208,7 @@ class _RecordRequest:
 
 
 _Recorded: TypeAlias = tuple[Program, tuple[str, ...], Setup]
-"""The step, what was taken for granted, and how the step was set up."""
+"""The step, the assumptions of the trace, and how the step was set up."""
 
 
 def _trace_fake(asked: _RecordRequest) -> _Recorded:
@@ -275,7 +278,12 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
 
 
 def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None:
-    """``DeviceError`` unless the model's tensors are real and on a device of that kind."""
+    """Check that the model's tensors are real and on a device of this kind.
+
+    Raises:
+        TraceError: some are on the meta device.
+        DeviceError: they are on another kind of device.
+    """
     kinds = {t.device.type for t in (*model.parameters(), *model.buffers())} or {"cpu"}
     if "meta" in kinds:
         raise TraceError(f"{what} needs real parameters, some are on the meta device.")
@@ -289,9 +297,11 @@ def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None
 def _record_settled_step(
     step: Step, recorder: Callable[[], Recorder], handle: Any = None, rules: DataRules | None = None
 ) -> Program:
-    """Record a step like those that follow it, in which caches are filled.
+    """Record a step that is like all later ones, in which caches are filled.
 
-    A step that changes nothing but parameters and gradients is one. Else steps are recorded until two run the same ops.
+    A step that changes nothing but parameters and gradients is one: it leaves no tensors behind and the model's
+    attributes as they were. Otherwise steps are recorded until two in a row run the same ops of the forward pass,
+    at most four times.
     """
     left: list[Any] = []
     program: Program | None = None
@@ -307,7 +317,9 @@ def _record_settled_step(
             program = _record(step, recording, rules)
         left = recording.left_behind()
         if left:
-            gc.collect(0)  # what is only left in reference cycles: all made since the collector is off
+            gc.collect(
+                0
+            )  # frees tensors that only reference cycles hold; the collector is off, so all are young
             left = [ref for ref in left if ref() is not None]
         if not left and plain_attributes(step.model) == plain:
             return program
@@ -333,7 +345,7 @@ def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> P
     optimizer = step.optimizer
 
     def make_state() -> None:
-        """A first step of the optimizer makes its state, which the recorded one then finds."""
+        """Run the optimizer once so that it makes its state, which the recorded step then finds, as later steps do."""
         assert optimizer is not None
         with recorder.paused(), rules.few_floats() if rules is not None else contextlib.nullcontext():
             optimizer.step()
@@ -353,7 +365,7 @@ def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> P
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Tensors in reference cycles would die whenever the collector happens to run: inside, never before the end."""
+    """Keep the garbage collector off inside. Otherwise it would free tensors in cycles at a moment that varies."""
     collecting = gc.isenabled()
     gc.disable()
     try:
