@@ -171,7 +171,7 @@ class Profile:
         Raises:
             PlanError: the forward pass does not fall apart into stages, or the step calls the model more than once.
         """
-        return self.program.derived("stages", lambda: stages_of(self.program)).chain
+        return stages_of(self.program).chain
 
     def with_plan(self, plan: Decided) -> Program:
         """Return the step with a plan, with some decisions, or with call sites discarded (a mapping of units to them).
