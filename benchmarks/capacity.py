@@ -33,7 +33,7 @@ from benchmarks import allocator, common
 from benchmarks.common import GIB, describe, machine, write_results
 from sacplan._apply.apply import apply
 from sacplan._plan.limits import DEFAULT_HEADROOM
-from sacplan._profile.profile import trace_step
+from sacplan._profile.tracing import trace_step
 from sacplan._program.program import Program
 
 DEVICES = ("h100", "h200", "a100-40gb", "rtx-4090")

@@ -38,8 +38,10 @@ from sacplan._device.real_ops import op_key
 from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.fake_data import DataRules
 from sacplan._record.fake_rules import needs_an_answer
+from sacplan._torch.fake_kernels import torchs_own_fake
+from sacplan._torch.fake_tensors import fake_device_of
 from sacplan._torch.ops import is_ordinary_tensor, tensors_in
-from sacplan._torch.private import fake_device_of, storage_key, torchs_own_fake
+from sacplan._torch.private import storage_key
 
 LEFT = {
     "aten._embedding_bag.default": "a CPU returns empty indices where a sum needs none; the fake kernel has them",

@@ -30,7 +30,8 @@ from ._plan.plan import Plan
 from ._plan.planning import plan, plan_smallest
 from ._plan.policies import policy
 from ._plan.value import UnitPlan
-from ._profile.profile import Profile, profile
+from ._profile.profile import Profile
+from ._profile.tracing import profile
 from ._report.alive import alive_at_peak
 from ._report.chunks import blocked_ops, chunk_table, loss_table
 from ._report.figures import frontier_figure, memory_figure, save_figures, tradeoff_figure

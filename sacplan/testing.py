@@ -16,8 +16,9 @@ from sacplan._advice.planned import planned
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.limits import Limit
 from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._profile.profile import Profile, Trace, trace_step, warn_of_step
+from sacplan._profile.profile import Profile
 from sacplan._profile.remarks import no_optimizer
+from sacplan._profile.tracing import Trace, trace_step, warn_of_step
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.program import Program

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from sacplan._device.attention_repairs import repaired
-from sacplan._profile.profile import Profile, trace_step
+from sacplan._profile.profile import Profile
+from sacplan._profile.tracing import trace_step
 from sacplan._program.program import Phase
 from sacplan._record.step import LossFn
 

@@ -30,7 +30,8 @@ from sacplan._profile.optimizers import (
     recorded_step,
     with_optimizer,
 )
-from sacplan._profile.profile import Profile, profile
+from sacplan._profile.profile import Profile
+from sacplan._profile.tracing import profile
 from sacplan._program.arguments import checked
 from sacplan._program.decisions import Decision
 from sacplan._program.liveness import bytes_at_ops

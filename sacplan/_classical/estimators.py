@@ -34,8 +34,8 @@ from sacplan._program.arguments import checked
 from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._record.recorder import Recorder
 from sacplan._record.saved_tensors import SavedMode
+from sacplan._torch.fake_tensors import active_fake_mode
 from sacplan._torch.ops import op_traits
-from sacplan._torch.private import active_fake_mode
 from sacplan.errors import TraceError
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from sacplan._torch.fake_tensors import FakeTensor
 from sacplan._torch.ops import is_ordinary_tensor
-from sacplan._torch.private import FakeTensor
 
 View = tuple[torch.Size, tuple[int, ...], Any, torch.dtype]
 """Size, strides, storage offset, dtype."""

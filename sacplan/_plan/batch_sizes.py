@@ -21,7 +21,8 @@ from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import plan
-from sacplan._profile.profile import Profile, Trace, profile
+from sacplan._profile.profile import Profile
+from sacplan._profile.tracing import Trace, profile
 from sacplan._program.budget import format_bytes
 from sacplan._program.fingerprint import Fingerprint
 from sacplan._record.step import LossFn, resolve_batch

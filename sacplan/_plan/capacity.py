@@ -24,7 +24,7 @@ from sacplan._plan.batch_sizes import BatchSizes, CapacityPoint
 from sacplan._plan.limits import budget_of_device
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import resolve_solver
-from sacplan._profile.profile import Trace
+from sacplan._profile.tracing import Trace
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.notebook import Section, as_html, frame_html

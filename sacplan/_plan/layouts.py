@@ -21,7 +21,8 @@ from sacplan._plan.limits import budget_of_device
 from sacplan._plan.meshes import Spread, devices_of, names_by_role, resolve_mesh, rows_of, spreads, tried
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import plan
-from sacplan._profile.profile import Profile, Trace, profile
+from sacplan._profile.profile import Profile
+from sacplan._profile.tracing import Trace, profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.notebook import Section, as_html, frame_html

@@ -22,9 +22,10 @@ from torch.profiler import ProfilerActivity
 
 from sacplan._record.step import Step, cached_tensors
 from sacplan._torch.allocations import allocation_events
+from sacplan._torch.flops import flop_counter
 from sacplan._torch.local_tensors import Watching, is_deferred
 from sacplan._torch.ops import tensors_in
-from sacplan._torch.private import flop_counter, storage_key, strided_parts
+from sacplan._torch.private import storage_key, strided_parts
 
 CUDA_ROUND_BYTES = 512
 

@@ -14,8 +14,8 @@ from sacplan._apply.apply import Handle, put_on
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._plan.limits import memory_less
 from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._profile.profile import check_runs_here, trace_step
 from sacplan._profile.remarks import adamw_state_bytes, summed_outputs, without_optimizer
+from sacplan._profile.tracing import check_runs_here, trace_step
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.notebook import Section, as_html

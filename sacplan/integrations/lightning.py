@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.plan import Plan
-from sacplan._profile.profile import Profile, Runtime, Trace, profile
+from sacplan._profile.profile import Profile
+from sacplan._profile.tracing import Runtime, Trace, profile
 from sacplan._record.state import preserved_rng
 from sacplan.errors import PlanError, TraceError
 from sacplan.integrations._watch import PlannedTraining

@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.plan import Plan
-from sacplan._profile.profile import Profile, Runtime, Trace, profile
+from sacplan._profile.profile import Profile
+from sacplan._profile.tracing import Runtime, Trace, profile
 from sacplan._program.program import is_inside
 from sacplan._record.state import preserved_rng
 from sacplan._record.step import check_model, inner_optimizer

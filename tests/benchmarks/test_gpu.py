@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_models
-from sacplan._profile.profile import profile
+from sacplan._profile.tracing import profile
 from tests.support.slow import slow_after
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sacplan
 from sacplan._executor.alignment import Alignment, RecordedOp
-from sacplan._profile.profile import trace_step
+from sacplan._profile.tracing import trace_step
 from sacplan._program.places import op_of
 from sacplan._program.program import CallSite
 from sacplan._recompute.executor import slots

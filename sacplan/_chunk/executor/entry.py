@@ -23,7 +23,7 @@ from sacplan._chunk.executor.lazy import Lazy
 from sacplan._chunk.executor.loop import compute
 from sacplan._chunk.executor.values import DeferredTensor, SlicedRegion, Window
 from sacplan._factors.axes import Axis
-from sacplan._torch.private import autograd_as_outside
+from sacplan._torch.autograd import autograd_as_outside
 from sacplan.errors import ChunkError
 
 

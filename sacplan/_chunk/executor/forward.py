@@ -41,7 +41,8 @@ from sacplan._factors.axes import Axis
 from sacplan._program.decisions import Chunk
 from sacplan._program.places import StepDifference
 from sacplan._torch import ops
-from sacplan._torch.private import is_plain, keep_dynamo_out, stop_compiling
+from sacplan._torch.compiling import keep_dynamo_out, stop_compiling
+from sacplan._torch.private import is_plain
 from sacplan.errors import ChunkError
 
 _FORMULAS = (attention, convolutions, gathers, factor_losses, norms, pointwise, products, reductions, views)

@@ -31,9 +31,10 @@ from sacplan._executor.stand_ins import InstalledStandIns, StandIn
 from sacplan._program.decisions import Chunk
 from sacplan._program.elements import CallSite, is_inside
 from sacplan._program.places import CallSites, OpSequence, StepDifference, described
+from sacplan._torch.fake_tensors import fake_device_of
 from sacplan._torch.local_tensors import Watching, has_local_parts
 from sacplan._torch.ops import is_alias, is_composite, is_computation, op_traits, tensors_in
-from sacplan._torch.private import dispatch_modes, fake_device_of, is_plain, module_calls, run_composite
+from sacplan._torch.private import dispatch_modes, is_plain, module_calls, run_composite
 
 
 class _ThreadStretch(threading.local):

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 
 from sacplan._device.kernels import active_device
+from sacplan._torch.fake_tensors import FakeTensor
 from sacplan._torch.ops import aten_names, draws_numbers, tensors_in
-from sacplan._torch.private import GENERATOR_STATE_BYTES, FakeTensor
+from sacplan._torch.private import GENERATOR_STATE_BYTES
 
 RunWith = Callable[[Sequence[Any], Mapping[str, Any], torch.Generator], Any]
 """Runs an op with (args, kwargs) on a generator."""

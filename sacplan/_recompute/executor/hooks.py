@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sacplan._recompute.executor.handles import unpack
-from sacplan._torch.private import current_saved_tensors_hooks
+from sacplan._torch.autograd import current_saved_tensors_hooks
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks

@@ -18,8 +18,9 @@ from sacplan._executor.alignment import Alignment, RecordedUnit
 from sacplan._program.elements import CallSite
 from sacplan._program.places import Call, CallSites, StepDifference, described
 from sacplan._recompute.executor.schedule import NOTE_WRITE, Action, Known, ScheduledOp
+from sacplan._torch.autograd import in_backward
 from sacplan._torch.ops import OpTraits, is_computation, op_traits, tensors_in
-from sacplan._torch.private import in_backward, is_plain, module_calls
+from sacplan._torch.private import is_plain, module_calls
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,9 @@ from sacplan._executor.recording import here
 from sacplan._executor.tensors import View, digest, view_of
 from sacplan._program.elements import CallSite
 from sacplan._recompute.executor.draws import Draw
+from sacplan._torch.kernel_settings import kernel_settings, set_kernel_settings
 from sacplan._torch.ops import ArgumentPlace, OpTraits, is_between_ranks, tensors_in
-from sacplan._torch.private import kernel_settings, set_kernel_settings, storage_key
+from sacplan._torch.private import storage_key
 from sacplan.errors import RecipeError
 
 

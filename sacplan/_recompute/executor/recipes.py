@@ -39,8 +39,9 @@ from sacplan._recompute.executor.compiled import checkpointed_for_compile, tags_
 from sacplan._recompute.executor.handles import FirstStep
 from sacplan._recompute.executor.recorder import UnitRecorder
 from sacplan._recompute.executor.schedule import Schedule
-from sacplan._torch import ops, private
-from sacplan._torch.private import current_saved_tensors_hooks, keep_dynamo_out
+from sacplan._torch import autograd, compiling, fake_kernels, fake_tensors, kernel_settings, ops, private
+from sacplan._torch.autograd import current_saved_tensors_hooks
+from sacplan._torch.compiling import keep_dynamo_out
 
 _MAX_KINDS = 8
 _MAX_SCHEDULES = 4
@@ -59,6 +60,11 @@ keep_dynamo_out(
     schedule,
     slots,
     tensors,
+    autograd,
+    compiling,
+    fake_kernels,
+    fake_tensors,
+    kernel_settings,
     ops,
     private,
 )

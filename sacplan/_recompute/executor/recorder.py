@@ -45,9 +45,10 @@ from sacplan._recompute.executor.schedule import (
     ScheduleDraft,
 )
 from sacplan._recompute.executor.slots import SlotTable
+from sacplan._torch.autograd import autograd_sequence_number, in_backward
 from sacplan._torch.local_tensors import Watching, is_deferred, local_part, wrapping_of
 from sacplan._torch.ops import tensors_in
-from sacplan._torch.private import autograd_sequence_number, in_backward, is_plain
+from sacplan._torch.private import is_plain
 from sacplan.errors import RecipeError
 
 _DETACH = torch.ops.aten.detach.default
