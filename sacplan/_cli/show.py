@@ -11,6 +11,7 @@ import msgspec
 from rich.table import Table
 
 from sacplan._cli.output import number, pairs, table
+from sacplan._program.budget import format_bytes, format_share
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,13 +34,7 @@ def size(n_bytes: int | None) -> str:
 
 def rounded_size(n_bytes: int) -> str:
     """Bytes for people: ``2.41 GiB``."""
-    from sacplan._program.budget import format_bytes
-
     return format_bytes(n_bytes)
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "0.0%"
 
 
 def model_row(facts: Mapping[str, Any], model_class: str) -> tuple[str, str]:
@@ -172,8 +167,8 @@ def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[
             ("planned", size(plan.peak_bytes)),
             (
                 "recompute",
-                f"{plan.recompute_ms:.2f} ms, {_share(plan.recompute_ms, plan.step_ms)} of the step without a plan; "
-                f"{_share(plan.recompute_flops, plan.step_flops)} of its FLOPs",
+                f"{plan.recompute_ms:.2f} ms, {format_share(plan.recompute_ms, plan.step_ms)} of the step without a "
+                f"plan; {format_share(plan.recompute_flops, plan.step_flops)} of its FLOPs",
             ),
             ("step", f"{_planned_ms(plan)}, {plan.step_ms:.2f} ms without a plan"),
             ("lower bound", f"{plan.lower_bound_ms:.2f} ms, for any schedule with that peak"),
@@ -230,7 +225,7 @@ def chunk_pairs(plan: Plan) -> list[tuple[str, str]]:
     if "chunk" not in plan.provenance.techniques:
         return []
     cost = (
-        f"{plan.added_ms:+.2f} ms, {_share(plan.added_ms, plan.step_ms)} of the step"
+        f"{plan.added_ms:+.2f} ms, {format_share(plan.added_ms, plan.step_ms)} of the step"
         if plan.chunks
         else "none"
     )

@@ -9,6 +9,7 @@ from sacplan._advice.planned import planned
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
+from sacplan._report.inputs import check_top
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ def alive_at_peak(
     plan = opened(plan, Plan)
     import pandas as pd
 
-    if top is not None and top < 1:
-        raise PlanError(f"top={top}: ask for at least 1 row, or None for all.")
+    check_top(top)
     groups = peak_groups(profile, planned(profile, plan))
     rows = [(g.module, g.op, g.kind, g.recomputed, g.count, g.each_bytes, g.n_bytes) for g in groups[:top]]
     rest = groups[top:] if top is not None else []

@@ -39,3 +39,13 @@ def in_slices(profile: Profile, plan: Plan | None) -> Program:
     if plan is None or not plan.chunks:
         return profile.program
     return profile.with_plan(plan.chunks)
+
+
+def check_top(top: int | None) -> None:
+    """Refuse a number of rows below 1.
+
+    Raises:
+        PlanError: ``top`` is less than 1. None stands for all rows.
+    """
+    if top is not None and top < 1:
+        raise PlanError(f"top={top}: ask for at least 1 row, or None for all.")

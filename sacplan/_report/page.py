@@ -20,22 +20,17 @@ from sacplan._chunk.alternatives import Alternative
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
-from sacplan._program.budget import format_bytes
+from sacplan._program.budget import format_bytes, format_share
 from sacplan._program.elements import pattern_of
 from sacplan._program.names import numbers_of, short_op, shown_module
 from sacplan._program.program import Phase, StorageKind
 from sacplan._program.writing import replacing
-from sacplan._report.chunks import (
-    BlockedRow,
-    ChunkRow,
-    blocked_rows,
-    chunk_rows,
-    loss_refusals,
-    loss_rows,
-)
+from sacplan._report.blocked import BlockedRow, blocked_rows
+from sacplan._report.chunks import ChunkRow, chunk_rows
 from sacplan._report.curves import distinct_curves
 from sacplan._report.figures import BUCKETS, GIB, MIB, draw_frontier, draw_memory, draw_tradeoffs
 from sacplan._report.inputs import check_frontier, has_chunks
+from sacplan._report.losses import loss_refusals, loss_rows
 from sacplan._report.modules import NOTHING, RowGroup, grouped, module_rows
 from sacplan._report.palette import STACK, css_name, css_variables
 from sacplan._report.svg import inline_svg, page_style
@@ -134,11 +129,11 @@ def _summary(profile: Profile, plan: Plan | None) -> str:
     costs = []
     if plan.discarded or not plan.chunks:
         costs.append(
-            f"recomputes for {plan.recompute_ms:.2f} ms ({_share(plan.recompute_ms, plan.step_ms)} of the step)"
+            f"recomputes for {plan.recompute_ms:.2f} ms ({format_share(plan.recompute_ms, plan.step_ms)} of the step)"
         )
     if plan.chunks:
         costs.append(
-            f"takes {plan.added_ms:.2f} ms ({_share(plan.added_ms, plan.step_ms)}) longer for its chunks"
+            f"takes {plan.added_ms:.2f} ms ({format_share(plan.added_ms, plan.step_ms)}) longer for its chunks"
         )
     return (
         f"The plan takes the peak of the step from {peak} to {format_bytes(plan.peak_bytes)} ({less:.0%} less) "
@@ -190,10 +185,6 @@ def _code(profile: Profile, plan: Plan) -> str:
     )
 
 
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "0.0%"
-
-
 def _cards(profile: Profile, plan: Plan | None, panels: Sequence[Panel]) -> list[tuple[str, str, str]]:
     """The headline figures: name, value and note."""
     step, planned = panels[0].timeline.end_ms, panels[-1].timeline.end_ms
@@ -209,7 +200,10 @@ def _cards(profile: Profile, plan: Plan | None, panels: Sequence[Panel]) -> list
         room = plan.budget_bytes - plan.peak_bytes
         note = f"{format_bytes(room)} to spare" if room >= 0 else f"exceeded by {format_bytes(-room)}"
         cards.append(("Budget", format_bytes(plan.budget_bytes), note))
-    share, flops = _share(plan.recompute_ms, plan.step_ms), _share(plan.recompute_flops, plan.step_flops)
+    share, flops = (
+        format_share(plan.recompute_ms, plan.step_ms),
+        format_share(plan.recompute_flops, plan.step_flops),
+    )
     gap = "" if plan.gap is None else f", gap {plan.gap:.2g}"
     slices = " and these slices" if plan.chunks else ""
     return [
@@ -230,7 +224,7 @@ def _cards(profile: Profile, plan: Plan | None, panels: Sequence[Panel]) -> list
 def _chunk_card(plan: Plan) -> list[tuple[str, str, str]]:
     if not plan.chunks:
         return []
-    share = _share(plan.added_ms, plan.step_ms)
+    share = format_share(plan.added_ms, plan.step_ms)
     note = f"{share} of the step's time; {_what_is_close(plan)}"
     return [("Chunks", f"{plan.added_ms:+.2f} ms", note)]
 

@@ -79,9 +79,8 @@ class Verification:
         return self.predicted_peak_bytes / self.peak_bytes - 1
 
     def _repr_html_(self) -> str:
-        budget = "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)
         rows = [
-            ("budget", budget),
+            ("budget", format_bytes(self.budget_bytes)),
             ("planned", format_bytes(self.predicted_peak_bytes)),
             ("seen", f"{format_bytes(self.peak_bytes)}, {self.source}"),
             ("difference", f"{self.error:+.3%}, planned against seen"),

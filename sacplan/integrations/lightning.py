@@ -168,7 +168,7 @@ def step_arguments(
     if not module.automatic_optimization:
         raise TraceError(
             f"{type(module).__name__} optimizes manually, so its training_step runs backward and the optimizer itself. "
-            " Give sacplan.profile a loss_fn(module, batch) that computes the loss only, and the optimizer; "
+            "Give sacplan.profile a loss_fn(module, batch) that computes the loss only, and the optimizer; "
             "then fit with PlanCallback(plan)."
         )
     _check_precision(trainer, module)
