@@ -30,7 +30,7 @@ class BlockedRow:
         op: its name.
         module: that of the largest call.
         calls: how many.
-        most_bytes: what the largest call reads and returns.
+        most_bytes: bytes that the largest call reads and returns.
         why: "no factor rule" or "draws random numbers".
     """
 
@@ -43,7 +43,7 @@ class BlockedRow:
 
 @checked(PlanError)
 def blocked_ops(profile: ProfileOrPath, top: int | None = 10) -> pd.DataFrame:
-    """Ops that end whatever runs in slices, since no factor rule says how they could; those on most bytes first.
+    """List the ops that cannot run in slices, those on the most bytes first. A chunk ends before such an op.
 
         sacplan.blocked_ops(profile, top=3)
 
@@ -52,7 +52,7 @@ def blocked_ops(profile: ProfileOrPath, top: int | None = 10) -> pd.DataFrame:
         top: how many; None for all.
 
     Returns:
-        By ``op``: ``module`` of its largest call, ``calls``, ``most_bytes`` (what the largest call reads and returns),
+        By ``op``: ``module`` of its largest call, ``calls``, ``most_bytes`` (that the largest call reads and returns),
         ``why``.
 
     Raises:
@@ -67,7 +67,7 @@ def blocked_ops(profile: ProfileOrPath, top: int | None = 10) -> pd.DataFrame:
 
 
 def blocked_rows(profile: Profile) -> list[BlockedRow]:
-    """The rows of ``blocked_ops``, all of them."""
+    """Return all rows of ``blocked_ops``."""
     program = profile.program
     known: dict[object, str | None] = {}
     found: dict[str, tuple[int, int, int, str]] = {}  # calls, bytes and index of the largest, why
@@ -93,17 +93,18 @@ def blocked_rows(profile: Profile) -> list[BlockedRow]:
 
 
 def _why_blocked(program: Program, op: Op) -> str | None:
+    """Return why an op cannot run in slices, or None if it can."""
     func = op_named(op.name)
-    if func in REWRITTEN:
+    if func in REWRITTEN:  # the executor replaces it by ops that can
         return None
     outputs = [program.tensors[t] for t in op.outputs]
     if all(math.prod(program.tensors[t].shape) <= 1 for t in (*op.inputs, *op.outputs)):
-        return None
-    if func is None:
+        return None  # scalars: there is nothing to slice
+    if func is None:  # a custom op whose library is not imported here
         return "unknown to this process"
     try:
         args, kwargs = call_with(op.arguments, [program.tensors[t] for t in op.inputs])
-    except Opaque:  # an argument that the recording does not hold: a generator
+    except Opaque:  # a generator, which a recording does not hold
         return "draws random numbers"
     if draws_numbers(func, args, kwargs):
         return "draws random numbers"

@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRow:
-    """What chunks do that are alike.
+    """Chunks that are alike.
 
     Attributes:
-        module: at whose call they begin, with ``*`` for numbers that differ.
+        module: the one at whose call they begin, with ``*`` for numbers that differ.
         count: how many.
-        what: runs in slices.
+        what: the ops that run in slices, in words.
         slices: how many.
-        rows: how long the axis is of which slices are taken.
+        rows: size of the axis that is sliced.
         dim: dimension of that axis.
-        added_ms: how much longer the step takes with these alone.
-        peak_bytes: of the step with the rest of the plan and without these.
+        added_ms: how much longer the step takes with these chunks alone.
+        peak_bytes: peak of the step with the rest of the plan, but without these chunks.
     """
 
     module: str
@@ -50,7 +50,7 @@ class ChunkRow:
 
 @checked(PlanError)
 def chunk_table(profile: ProfileOrPath, plan: PlanOrPath) -> pd.DataFrame:
-    """What runs in slices under a plan; chunks of modules that are alike share a row.
+    """List what a plan runs in slices. Chunks of modules that are alike share a row.
 
         sacplan.chunk_table(profile, plan)
 
@@ -76,8 +76,8 @@ def chunk_table(profile: ProfileOrPath, plan: PlanOrPath) -> pd.DataFrame:
 
 
 def chunk_rows(profile: Profile, plan: Plan) -> list[ChunkRow]:
-    """The rows of ``chunk_table``."""
-    planned(profile, plan)  # is it of this profile?
+    """Return the rows of ``chunk_table``."""
+    planned(profile, plan)  # raises PlanMismatch for a plan of another profile
     alike: dict[tuple[object, ...], list[Chunk]] = defaultdict(list)
     for chunk in plan.chunks:
         what = chunk.span, len(chunk.sites), chunk.slices, chunk.dim

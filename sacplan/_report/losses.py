@@ -28,12 +28,12 @@ _CROSS_ENTROPY = ("aten.nll_loss_forward.", "aten.nll_loss2d_forward.", "aten.cr
 
 @checked(PlanError)
 def loss_table(profile: ProfileOrPath, plan: PlanOrPath) -> pd.DataFrame:
-    """The loss of a plan that runs in slices, beside the plain one and what other libraries offer for it.
+    """Compare the loss in slices with the plain loss, and with the fused losses of other libraries.
 
         sacplan.loss_table(profile, plan)
 
     ``F.linear_cross_entropy`` (torch 2.13) and Liger's fused loss are priced by the rules in their source, for a plain
-    cross entropy of the head's size; neither knows label smoothing, and the former no soft-capping.
+    cross entropy of the head's size. Neither supports label smoothing, and the former no soft-capping.
 
     Args:
         profile: from ``sacplan.profile``.
@@ -41,8 +41,8 @@ def loss_table(profile: ProfileOrPath, plan: PlanOrPath) -> pd.DataFrame:
 
     Returns:
         By ``name``: ``peak_bytes`` of the loss alone (hidden states, weights, targets, gradients and temporaries),
-        ``time_ms`` of forward and backward pass (predicted), ``available`` (here: installed, and made for the
-        device) and ``note``. Empty where no cross entropy behind a linear head runs in slices.
+        ``time_ms`` of forward and backward pass (predicted), ``available`` (whether it is installed here and supports
+        the device) and ``note``. Empty where no cross entropy behind a linear head runs in slices.
 
     Raises:
         PlanMismatch: the plan was made from another profile.
@@ -56,7 +56,7 @@ def loss_table(profile: ProfileOrPath, plan: PlanOrPath) -> pd.DataFrame:
 
 
 def loss_rows(profile: Profile, plan: Plan) -> list[Alternative]:
-    """The rows of ``loss_table``."""
+    """Return the rows of ``loss_table``."""
     planned(profile, plan)
     chunk = next((one for one in plan.chunks if one.span == "rest"), None)
     if chunk is None:
@@ -80,7 +80,10 @@ def loss_rows(profile: Profile, plan: Plan) -> list[Alternative]:
 
 
 def _head(program: Program, deferred: Iterable[int]) -> tuple[LossRegion, int] | None:
-    """The linear layer before a cross entropy, and the bytes of what it and the loss read; None where there is none."""
+    """Return the linear layer before a cross entropy, and the bytes that it and the loss read. None without them.
+
+    The layer is taken to be the matrix product with the largest output.
+    """
     forward = [(i, program.ops[i]) for i in sorted(deferred) if program.ops[i].phase is Phase.FORWARD]
     if not any(op.name.startswith(_CROSS_ENTROPY) for _, op in forward):
         return None
@@ -109,7 +112,7 @@ def _head(program: Program, deferred: Iterable[int]) -> tuple[LossRegion, int] |
 
 
 def _plain_bytes(program: Program, deferred: Iterable[int]) -> int:
-    """The most that is alive while these ops run, over what is alive before."""
+    """Return by how many bytes the peak of these ops exceeds what is alive before them."""
     wanted = frozenset(deferred)
     fold = Fold(program)
     begins = most = -1
@@ -123,7 +126,7 @@ def _plain_bytes(program: Program, deferred: Iterable[int]) -> int:
 
 
 def loss_refusals(profile: Profile) -> tuple[Refusal, ...]:
-    """Why the loss cannot run in slices, by module at which that could begin; none where it can."""
+    """Return why the loss cannot run in slices, for each module where a chunk could begin. Empty if it can."""
     if profile.mode == "inference":
         return ()
     found = loss_chunks(profile.program, profile.spec)
