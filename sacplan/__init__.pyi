@@ -33,8 +33,10 @@ from ._plan.value import UnitPlan
 from ._profile.profile import Profile
 from ._profile.tracing import profile
 from ._report.alive import alive_at_peak
-from ._report.chunks import blocked_ops, chunk_table, loss_table
+from ._report.blocked import blocked_ops
+from ._report.chunks import chunk_table
 from ._report.figures import frontier_figure, memory_figure, save_figures, tradeoff_figure
+from ._report.losses import loss_table
 from ._report.modules import module_table
 from ._report.page import write_report
 from ._report.snapshot import write_snapshot
