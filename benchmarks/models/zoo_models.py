@@ -85,20 +85,8 @@ def _smallest_image(build: Callable[[int], nn.Module], sizes: Iterable[int] = IM
 # --- timm ------------------------------------------------------------------------------------------------------------
 
 _SMALL_WORDS = (
-    "test",
-    "atto",
-    "femto",
-    "pico",
-    "zepto",
-    "nano",
-    "xxs",
-    "xxt",
-    "xs",
-    "xt",
-    "tiny",
-    "mini",
-    "small",
-)
+    "test", "atto", "femto", "pico", "zepto", "nano", "xxs", "xxt", "xs", "xt", "tiny", "mini", "small",
+)  # fmt: skip
 """Words in the names of timm's models, the smallest first."""
 
 
@@ -578,25 +566,22 @@ _ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("LoraConfig", {**_LINEARS, "r": 4, "use_dora": True}),
     "rslora": ("LoraConfig", {"target_modules": "all-linear", "r": 4, "use_rslora": True}),
     "adalora": ("AdaLoraConfig", {**_LINEARS, "init_r": 6, "target_r": 4, "total_step": 10}),
-    "loha": ("LoHaConfig", {**_LINEARS, "r": 4}),
-    "lokr": ("LoKrConfig", {**_LINEARS, "r": 4}),
+    "loha": ("LoHaConfig", {**_LINEARS, "r": 4}), "lokr": ("LoKrConfig", {**_LINEARS, "r": 4}),
     "ia3": ("IA3Config", {"target_modules": ["k_proj", "v_proj"], "feedforward_modules": []}),
-    "vera": ("VeraConfig", {**_LINEARS, "r": 4}),
-    "boft": ("BOFTConfig", {**_LINEARS, "boft_block_size": 4}),
-    "oft": ("OFTConfig", {**_LINEARS, "r": 0, "oft_block_size": 4}),
-    "hra": ("HRAConfig", {**_LINEARS, "r": 4}),
+    "vera": ("VeraConfig", {**_LINEARS, "r": 4}), "boft": ("BOFTConfig", {**_LINEARS, "boft_block_size": 4}),
+    "oft": ("OFTConfig", {**_LINEARS, "r": 0, "oft_block_size": 4}), "hra": ("HRAConfig", {**_LINEARS, "r": 4}),
     "fourierft": ("FourierFTConfig", {**_LINEARS, "n_frequency": 16}),
     "ln_tuning": ("LNTuningConfig", {"target_modules": ["input_layernorm"]}),
     "prompt_tuning": ("PromptTuningConfig", {"num_virtual_tokens": 4}),
     "p_tuning": ("PromptEncoderConfig", {"num_virtual_tokens": 4, "encoder_hidden_size": 16}),
     "prefix_tuning": ("PrefixTuningConfig", {"num_virtual_tokens": 4}),
-}
+}  # fmt: skip
 
 
 def _peft_model(name: str) -> Built:
     import peft
 
-    from benchmarks import hf_models
+    from benchmarks.models import hf_models
 
     model, batch, _ = hf_models.build("llama", "small", "cpu")
     class_name, arguments = _ADAPTERS[name]
@@ -616,6 +601,6 @@ REASONS: dict[str, str] = {
     "torch_geometric/ChebConv": (
         "in the first step with a plan, the frames of module calls that are over are held until the next op runs, and "
         "with them the arguments of the calls. The 8 bytes of a number that is made for that op lie beside these"
-    ),
+    )
 }
 """Why the predicted peak of an entry is not exact, where that is known and stays so."""

@@ -73,18 +73,11 @@ class _Text:
     def llama_like(self, **more: Any) -> dict[str, Any]:
         """Arguments that most decoder configs share."""
         return {
-            "vocab_size": self.vocab,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.ffn,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "max_position_embeddings": 2 * self.length,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            **more,
-        }
+            "vocab_size": self.vocab, "hidden_size": self.hidden, "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads, "max_position_embeddings": 2 * self.length, "pad_token_id": 0,
+            "bos_token_id": 1, "eos_token_id": 2, **more,
+        }  # fmt: skip
 
     def bert_like(self, **more: Any) -> dict[str, Any]:
         """Arguments that most encoder configs share."""
@@ -100,14 +93,9 @@ class _Text:
 def gpt2(size: str) -> Case:
     t = _Text(size, layers=12)
     config = hf.GPT2Config(
-        vocab_size=t.vocab,
-        n_embd=t.hidden,
-        n_layer=t.layers,
-        n_head=t.heads,
-        n_positions=t.length,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=t.vocab, n_embd=t.hidden, n_layer=t.layers, n_head=t.heads, n_positions=t.length,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
     return hf.GPT2LMHeadModel, config, t.tokens()
 
 
@@ -161,14 +149,9 @@ def phi3(size: str) -> Case:
 def falcon(size: str) -> Case:
     t = _Text(size)
     config = hf.FalconConfig(
-        vocab_size=t.vocab,
-        hidden_size=t.hidden,
-        num_hidden_layers=t.layers,
-        num_attention_heads=t.heads,
-        alibi=False,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, num_attention_heads=t.heads,
+        alibi=False, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
     return hf.FalconForCausalLM, config, t.tokens()
 
 
@@ -176,15 +159,9 @@ def falcon(size: str) -> Case:
 def gptj(size: str) -> Case:
     t = _Text(size)
     config = hf.GPTJConfig(
-        vocab_size=t.vocab,
-        n_embd=t.hidden,
-        n_layer=t.layers,
-        n_head=t.heads,
-        n_positions=t.length,
-        rotary_dim=16,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=t.vocab, n_embd=t.hidden, n_layer=t.layers, n_head=t.heads, n_positions=t.length,
+        rotary_dim=16, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
     return hf.GPTJForCausalLM, config, t.tokens()
 
 
@@ -199,15 +176,9 @@ def gpt_neox(size: str) -> Case:
 def opt(size: str) -> Case:
     t = _Text(size)
     config = hf.OPTConfig(
-        vocab_size=t.vocab,
-        hidden_size=t.hidden,
-        num_hidden_layers=t.layers,
-        num_attention_heads=t.heads,
-        ffn_dim=t.ffn,
-        word_embed_proj_dim=t.hidden,
-        max_position_embeddings=t.length,
-        layerdrop=0.1,
-    )
+        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, num_attention_heads=t.heads,
+        ffn_dim=t.ffn, word_embed_proj_dim=t.hidden, max_position_embeddings=t.length, layerdrop=0.1,
+    )  # fmt: skip
     return hf.OPTForCausalLM, config, t.tokens()
 
 
@@ -215,15 +186,9 @@ def opt(size: str) -> Case:
 def bloom(size: str) -> Case:
     t = _Text(size)
     config = hf.BloomConfig(
-        vocab_size=t.vocab,
-        hidden_size=t.hidden,
-        n_layer=t.layers,
-        n_head=t.heads,
-        hidden_dropout=0.1,
-        attention_dropout=0.1,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=t.vocab, hidden_size=t.hidden, n_layer=t.layers, n_head=t.heads, hidden_dropout=0.1,
+        attention_dropout=0.1, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
     return hf.BloomForCausalLM, config, t.tokens()
 
 
@@ -231,13 +196,9 @@ def bloom(size: str) -> Case:
 def mamba(size: str) -> Case:
     t = _Text(size, layers=4)
     config = hf.MambaConfig(
-        vocab_size=t.vocab,
-        hidden_size=t.hidden,
-        num_hidden_layers=t.layers,
-        pad_token_id=0,
-        bos_token_id=1,
+        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, pad_token_id=0, bos_token_id=1,
         eos_token_id=2,
-    )
+    )  # fmt: skip
     t.batch, t.length = 2, min(t.length, 128)
     return hf.MambaForCausalLM, config, t.tokens()
 
@@ -246,18 +207,9 @@ def mamba(size: str) -> Case:
 def mamba2(size: str) -> Case:
     t = _Text(size, layers=4)
     config = hf.Mamba2Config(
-        vocab_size=t.vocab,
-        hidden_size=t.hidden,
-        num_hidden_layers=t.layers,
-        num_heads=2 * t.hidden // 64,
-        head_dim=64,
-        n_groups=1,
-        state_size=64,
-        chunk_size=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, num_heads=2 * t.hidden // 64,
+        head_dim=64, n_groups=1, state_size=64, chunk_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
     return hf.Mamba2ForCausalLM, config, t.tokens()
 
 
@@ -265,13 +217,9 @@ def mamba2(size: str) -> Case:
 def rwkv(size: str) -> Case:
     t = _Text(size, layers=4)
     config = hf.RwkvConfig(
-        vocab_size=t.vocab,
-        hidden_size=t.hidden,
-        num_hidden_layers=t.layers,
-        context_length=t.length,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, context_length=t.length,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
     t.length = min(t.length, 128)
     return hf.RwkvForCausalLM, config, t.tokens()
 
@@ -365,19 +313,11 @@ def deepseek_v3(size: str) -> Case:
 def switch(size: str) -> Case:
     t = _Text(size, layers=4)
     config = hf.SwitchTransformersConfig(
-        vocab_size=t.vocab,
-        d_model=t.hidden,
-        d_kv=t.hidden // t.heads,
-        d_ff=t.ffn,
-        num_layers=t.layers,
-        num_decoder_layers=t.layers,
-        num_heads=t.heads,
-        num_experts=4,
-        expert_capacity=t.length,
-        decoder_start_token_id=0,
-        num_sparse_encoder_layers=t.layers // 2,
+        vocab_size=t.vocab, d_model=t.hidden, d_kv=t.hidden // t.heads, d_ff=t.ffn, num_layers=t.layers,
+        num_decoder_layers=t.layers, num_heads=t.heads, num_experts=4, expert_capacity=t.length,
+        decoder_start_token_id=0, num_sparse_encoder_layers=t.layers // 2,
         num_sparse_decoder_layers=t.layers // 2,
-    )
+    )  # fmt: skip
     t.length //= 2
     return hf.SwitchTransformersForConditionalGeneration, config, t.tokens()
 
@@ -389,14 +329,9 @@ def switch(size: str) -> Case:
 def t5(size: str) -> Case:
     t = _Text(size)
     config = hf.T5Config(
-        vocab_size=t.vocab,
-        d_model=t.hidden,
-        d_kv=t.hidden // t.heads,
-        d_ff=t.ffn,
-        num_layers=t.layers,
-        num_heads=t.heads,
-        decoder_start_token_id=0,
-    )
+        vocab_size=t.vocab, d_model=t.hidden, d_kv=t.hidden // t.heads, d_ff=t.ffn, num_layers=t.layers,
+        num_heads=t.heads, decoder_start_token_id=0,
+    )  # fmt: skip
     t.length //= 2
     return hf.T5ForConditionalGeneration, config, t.tokens()
 
@@ -404,17 +339,10 @@ def t5(size: str) -> Case:
 def _bart_like(kind: str, size: str, **more: Any) -> Case:
     t = _Text(size)
     config = getattr(hf, f"{kind}Config")(
-        vocab_size=t.vocab,
-        d_model=t.hidden,
-        encoder_layers=t.layers,
-        decoder_layers=t.layers,
-        encoder_attention_heads=t.heads,
-        decoder_attention_heads=t.heads,
-        encoder_ffn_dim=t.ffn,
-        decoder_ffn_dim=t.ffn,
-        max_position_embeddings=t.length,
-        **more,
-    )
+        vocab_size=t.vocab, d_model=t.hidden, encoder_layers=t.layers, decoder_layers=t.layers,
+        encoder_attention_heads=t.heads, decoder_attention_heads=t.heads, encoder_ffn_dim=t.ffn,
+        decoder_ffn_dim=t.ffn, max_position_embeddings=t.length, **more,
+    )  # fmt: skip
     t.length //= 2
     return getattr(hf, f"{kind}ForConditionalGeneration"), config, t.padded()
 
@@ -464,16 +392,9 @@ def electra(size: str) -> Case:
 @architecture
 def deberta_v2(size: str) -> Case:
     return _bert_like(
-        "DebertaV2",
-        size,
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
-        position_buckets=32,
-        norm_rel_ebd="layer_norm",
-        share_att_key=True,
-        position_biased_input=False,
-        max_relative_positions=-1,
-    )
+        "DebertaV2", size, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=32,
+        norm_rel_ebd="layer_norm", share_att_key=True, position_biased_input=False, max_relative_positions=-1,
+    )  # fmt: skip
 
 
 @architecture
@@ -485,13 +406,9 @@ def modernbert(size: str) -> Case:
 def distilbert(size: str) -> Case:
     t = _Text(size)
     config = hf.DistilBertConfig(
-        vocab_size=t.vocab,
-        dim=t.hidden,
-        hidden_dim=t.ffn,
-        n_layers=t.layers,
-        n_heads=t.heads,
+        vocab_size=t.vocab, dim=t.hidden, hidden_dim=t.ffn, n_layers=t.layers, n_heads=t.heads,
         max_position_embeddings=t.length,
-    )
+    )  # fmt: skip
     t.length //= 2
     return hf.DistilBertForMaskedLM, config, t.padded()
 
@@ -517,15 +434,10 @@ class _Vision:
 
     def vit_like(self, **more: Any) -> dict[str, Any]:
         return {
-            "hidden_size": self.hidden,
-            "intermediate_size": 4 * self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "image_size": self.side,
-            "patch_size": 16,
-            "num_labels": self.labels,
-            **more,
-        }
+            "hidden_size": self.hidden, "intermediate_size": 4 * self.hidden, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads, "image_size": self.side, "patch_size": 16,
+            "num_labels": self.labels, **more,
+        }  # fmt: skip
 
 
 def _image_classifier(kind: str, size: str, **more: Any) -> Case:
@@ -564,12 +476,9 @@ def resnet(size: str) -> Case:
     v = _Vision(size)
     if v.small:
         config = hf.ResNetConfig(
-            embedding_size=16,
-            depths=[1, 1, 2],
-            hidden_sizes=[16, 32, 64],
-            layer_type="basic",
+            embedding_size=16, depths=[1, 1, 2], hidden_sizes=[16, 32, 64], layer_type="basic",
             num_labels=v.labels,
-        )
+        )  # fmt: skip
     else:
         config = hf.ResNetConfig(num_labels=v.labels)
     return hf.ResNetForImageClassification, config, v.classified
@@ -640,21 +549,11 @@ def whisper(size: str) -> Case:
     hidden, layers, heads = (64, 2, 4) if small else (384, 4, 6)
     frames = 200 if small else 3000
     config = hf.WhisperConfig(
-        vocab_size=512 if small else 51865,
-        d_model=hidden,
-        encoder_layers=layers,
-        decoder_layers=layers,
-        encoder_attention_heads=heads,
-        decoder_attention_heads=heads,
-        encoder_ffn_dim=4 * hidden,
-        decoder_ffn_dim=4 * hidden,
-        max_source_positions=frames // 2,
-        dropout=0.1,
-        decoder_start_token_id=1,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=512 if small else 51865, d_model=hidden, encoder_layers=layers, decoder_layers=layers,
+        encoder_attention_heads=heads, decoder_attention_heads=heads, encoder_ffn_dim=4 * hidden,
+        decoder_ffn_dim=4 * hidden, max_source_positions=frames // 2, dropout=0.1, decoder_start_token_id=1,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
 
     def batch() -> Batch:
         rows, length = (2, 32) if small else (4, 256)
@@ -673,17 +572,10 @@ def _wav2vec_like(kind: str, size: str) -> Case:
         {"conv_dim": (32, 32, 32), "conv_kernel": (10, 3, 3), "conv_stride": (5, 4, 4)} if small else {}
     )
     config = getattr(hf, f"{kind}Config")(
-        vocab_size=32,
-        hidden_size=t.hidden,
-        num_hidden_layers=t.layers,
-        num_attention_heads=t.heads,
-        intermediate_size=t.ffn,
-        num_feat_extract_layers=3 if small else 7,
-        num_conv_pos_embeddings=16 if small else 128,
-        layerdrop=0.1,
-        mask_time_length=4,
-        **convolutions,
-    )
+        vocab_size=32, hidden_size=t.hidden, num_hidden_layers=t.layers, num_attention_heads=t.heads,
+        intermediate_size=t.ffn, num_feat_extract_layers=3 if small else 7,
+        num_conv_pos_embeddings=16 if small else 128, layerdrop=0.1, mask_time_length=4, **convolutions,
+    )  # fmt: skip
 
     def batch() -> Batch:
         rows, samples = (2, 4000) if small else (4, 80000)
@@ -707,22 +599,11 @@ def speech_to_text(size: str) -> Case:
     small = size == "small"
     t = _Text(size)
     config = hf.Speech2TextConfig(
-        vocab_size=t.vocab,
-        d_model=t.hidden,
-        encoder_layers=t.layers,
-        decoder_layers=t.layers,
-        encoder_attention_heads=t.heads,
-        decoder_attention_heads=t.heads,
-        encoder_ffn_dim=t.ffn,
-        decoder_ffn_dim=t.ffn,
-        conv_channels=64 if small else 1024,
-        max_source_positions=3000,
-        max_target_positions=1024,
-        decoder_start_token_id=2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=t.vocab, d_model=t.hidden, encoder_layers=t.layers, decoder_layers=t.layers,
+        encoder_attention_heads=t.heads, decoder_attention_heads=t.heads, encoder_ffn_dim=t.ffn,
+        decoder_ffn_dim=t.ffn, conv_channels=64 if small else 1024, max_source_positions=3000,
+        max_target_positions=1024, decoder_start_token_id=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
 
     def batch() -> Batch:
         rows, frames, length = (2, 100, 16) if small else (4, 1200, 128)
@@ -837,33 +718,22 @@ def qwen2_vl(size: str) -> Case:
     grid = 8 if t.small else 32
     text = t.llama_like(rope_scaling={"type": "mrope", "mrope_section": [t.hidden // t.heads // 2 - 8, 4, 4]})
     vision = {
-        "depth": v.layers,
-        "embed_dim": v.hidden,
-        "hidden_size": t.hidden,
-        "num_heads": v.heads,
-        "patch_size": 14,
-    }
+        "depth": v.layers, "embed_dim": v.hidden, "hidden_size": t.hidden, "num_heads": v.heads, "patch_size": 14,
+    }  # fmt: skip
     config = hf.Qwen2VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=3,
-        vision_start_token_id=4,
-        vision_end_token_id=4,
+        text_config=text, vision_config=vision, image_token_id=3, vision_start_token_id=4, vision_end_token_id=4,
         video_token_id=0,
-    )
+    )  # fmt: skip
 
     def batch() -> Batch:
         ids = _ids(t.vocab, t.batch, t.length)
         ids[:, 0] = 4
         ids[:, 1 : 1 + grid * grid // 4] = 3
         return {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "mm_token_type_ids": (ids == 3).long(),
+            "input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == 3).long(),
             "pixel_values": torch.randn(t.batch * grid * grid, 3 * 2 * 14 * 14),
-            "image_grid_thw": torch.tensor([[1, grid, grid]] * t.batch),
-            "labels": ids.clone(),
-        }
+            "image_grid_thw": torch.tensor([[1, grid, grid]] * t.batch), "labels": ids.clone(),
+        }  # fmt: skip
 
     return hf.Qwen2VLForConditionalGeneration, config, batch
 
@@ -914,12 +784,10 @@ def autocast(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 VARIANTS: dict[str, tuple[str, Callable[[torch.nn.Module], torch.nn.Module] | None, Any]] = {
-    "llama+lora": ("llama", _with_lora, None),
-    "llama+frozen": ("llama", _with_frozen_half, None),
+    "llama+lora": ("llama", _with_lora, None), "llama+frozen": ("llama", _with_frozen_half, None),
     "llama+accumulation": ("llama", None, two_micro_batches),
-    "llama+summed": ("llama", None, summed_micro_batches),
-    "llama+autocast": ("llama", None, autocast),
-}
+    "llama+summed": ("llama", None, summed_micro_batches), "llama+autocast": ("llama", None, autocast),
+}  # fmt: skip
 """Name: (architecture, what is done to the model, loss_fn)."""
 
 NAMES = (*ARCHITECTURES, *VARIANTS)

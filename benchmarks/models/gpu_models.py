@@ -72,14 +72,8 @@ class Attention(nn.Module):
         if mask is not None:
             mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
         y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            mask,
-            self.dropout if self.training else 0.0,
-            causal,
-            enable_gqa=self.kv_heads != self.heads,
-        )
+            q, k, v, mask, self.dropout if self.training else 0.0, causal, enable_gqa=self.kv_heads != self.heads,
+        )  # fmt: skip
         return self.out(y.transpose(1, 2).flatten(2))
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import highspy
 import numpy as np
 
-from benchmarks.opgraph import OpGraph
+from benchmarks.graphs.opgraph import OpGraph
 
 Region = Callable[[str], str]
 """Module of an op to the region it is in; "" is outside any."""
