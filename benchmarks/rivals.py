@@ -178,8 +178,7 @@ def checkpoint_by_op(case: Case, *, every_second: bool) -> Point:
 class _RoutedFunctions(TorchFunctionMode):
     """Choose the device's kernels while a graph is traced.
 
-    Its tensors are wrapped then, and ops arrive decomposed. So the choice is made one level above, where functions are
-    called.
+    Its tensors are wrapped then. So the choice is made one level above, where functions are called.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -3,8 +3,8 @@
     in_own_process(run_one, "llama", 32, timeout=600)      # one call, one fresh process
     for result in in_workers(names, work, lost, jobs=2):    # many calls, few processes
 
-Processes are spawned, not forked: a forked one would share torch's threads and whatever the parent has allocated.
-Functions must therefore be ones of a module, which the process imports.
+Processes are spawned, not forked: torch's threads do not survive a fork, and memory of the parent would be measured as
+the child's. So a function must be one of a module, which the process imports.
 """
 
 from __future__ import annotations

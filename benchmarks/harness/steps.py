@@ -126,7 +126,7 @@ def real_step(
             stack.enter_context(sacplan.apply(model, plan))
         for earlier in before:
             _WatchedStep(model, earlier, watched_loss, made, seed=seed, gradients=gradients).run()
-            # A loop frees the gradients between steps; held here, they would count for the measured one.
+            # As in a training loop: the next step starts without gradients.
             gradients.clear()
             model.zero_grad(set_to_none=True)
         step = _WatchedStep(model, batch, watched_loss, made, seed=seed, gradients=gradients)

@@ -1,15 +1,15 @@
 """Architectures of Hugging Face transformers at sizes that can be traced in seconds.
 
-Each function takes ``size`` ("small": a real step runs on a laptop's CPU; "medium": a few GiB on a GPU)
-and returns ``(model class, config, make_batch)``; ``make_batch()`` gives real CPU tensors by keyword.
-``build`` makes the model and the batch of a name, the variants (LoRA, frozen layers, gradient
-accumulation) included.
-
     model, batch, loss_fn = hf_models.build("gpt2", "small", device="cpu")
+
+``ARCHITECTURES`` maps a name to a function of ``size`` ("small": a real step runs on a laptop's CPU; "medium": a few
+GiB on a GPU) that returns ``(model class, config, make_batch)``; ``make_batch()`` makes real CPU tensors by keyword.
+``VARIANTS`` are architectures with LoRA, frozen layers or gradient accumulation. ``build`` makes either.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +36,7 @@ def _ids(vocab: int, *shape: int) -> torch.Tensor:
 
 
 class _Text:
-    """Sizes that text models share."""
+    """The sizes of text models."""
 
     def __init__(self, size: str, *, layers: int = 6) -> None:
         small = size == "small"
@@ -51,7 +51,7 @@ class _Text:
         self.length = 64 if small else 1024
 
     def tokens(self, **more: Callable[[], torch.Tensor]) -> Callable[[], Batch]:
-        """input_ids and labels."""
+        """Return a function that makes token ids and labels."""
 
         def make() -> Batch:
             ids = _ids(self.vocab, self.batch, self.length)
@@ -60,7 +60,7 @@ class _Text:
         return make
 
     def padded(self) -> Callable[[], Batch]:
-        """The same with an attention mask: the last quarter of the first row is padding."""
+        """Return the same with an attention mask: the last quarter of the first row is padding."""
 
         def make() -> Batch:
             batch = self.tokens()()
@@ -71,7 +71,7 @@ class _Text:
         return make
 
     def llama_like(self, **more: Any) -> dict[str, Any]:
-        """Arguments that most decoder configs share."""
+        """Return the arguments that most decoder configs share."""
         return {
             "vocab_size": self.vocab, "hidden_size": self.hidden, "intermediate_size": self.ffn,
             "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
@@ -80,7 +80,7 @@ class _Text:
         }  # fmt: skip
 
     def bert_like(self, **more: Any) -> dict[str, Any]:
-        """Arguments that most encoder configs share."""
+        """Return the arguments that most encoder configs share."""
         common = self.llama_like(**more)
         common.pop("num_key_value_heads")
         return common
@@ -99,50 +99,28 @@ def gpt2(size: str) -> Case:
     return hf.GPT2LMHeadModel, config, t.tokens()
 
 
-@architecture
-def llama(size: str) -> Case:
-    t = _Text(size)
-    return hf.LlamaForCausalLM, hf.LlamaConfig(**t.llama_like()), t.tokens()
+def _decoder(kind: str, size: str, *, layers: int = 6, padded: bool = False, **more: Any) -> Case:
+    """Build one of the many decoders whose config is that of Llama; ``more`` may depend on the sizes."""
+    t = _Text(size, layers=layers)
+    arguments = {name: value(t) if callable(value) else value for name, value in more.items()}
+    # Gemma 3 has images, too: its text model's config has a name of its own.
+    config_class = getattr(hf, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
+    config = config_class(**t.llama_like(**arguments))
+    return getattr(hf, f"{kind}ForCausalLM"), config, t.padded() if padded else t.tokens()
 
 
-@architecture
-def mistral(size: str) -> Case:
-    t = _Text(size)
-    config = hf.MistralConfig(**t.llama_like(sliding_window=t.length // 2))
-    return hf.MistralForCausalLM, config, t.tokens()
+_HEAD_DIM: dict[str, Any] = {"head_dim": lambda t: t.hidden // t.heads}
+_WINDOW: dict[str, Any] = {"sliding_window": lambda t: t.length // 2}
 
-
-@architecture
-def qwen2(size: str) -> Case:
-    t = _Text(size)
-    return hf.Qwen2ForCausalLM, hf.Qwen2Config(**t.llama_like()), t.padded()
-
-
-@architecture
-def qwen3(size: str) -> Case:
-    t = _Text(size)
-    config = hf.Qwen3Config(**t.llama_like(head_dim=t.hidden // t.heads))
-    return hf.Qwen3ForCausalLM, config, t.tokens()
-
-
-@architecture
-def gemma2(size: str) -> Case:
-    t = _Text(size)
-    config = hf.Gemma2Config(**t.llama_like(head_dim=t.hidden // t.heads, sliding_window=t.length // 2))
-    return hf.Gemma2ForCausalLM, config, t.tokens()
-
-
-@architecture
-def gemma3(size: str) -> Case:
-    t = _Text(size)
-    config = hf.Gemma3TextConfig(**t.llama_like(head_dim=t.hidden // t.heads, sliding_window=t.length // 2))
-    return hf.Gemma3ForCausalLM, config, t.tokens()
-
-
-@architecture
-def phi3(size: str) -> Case:
-    t = _Text(size)
-    return hf.Phi3ForCausalLM, hf.Phi3Config(**t.llama_like()), t.tokens()
+ARCHITECTURES |= {
+    "llama": functools.partial(_decoder, "Llama"),
+    "mistral": functools.partial(_decoder, "Mistral", **_WINDOW),
+    "qwen2": functools.partial(_decoder, "Qwen2", padded=True),
+    "qwen3": functools.partial(_decoder, "Qwen3", **_HEAD_DIM),
+    "gemma2": functools.partial(_decoder, "Gemma2", **_HEAD_DIM, **_WINDOW),
+    "gemma3": functools.partial(_decoder, "Gemma3", **_HEAD_DIM, **_WINDOW),
+    "phi3": functools.partial(_decoder, "Phi3"),
+}
 
 
 @architecture
@@ -255,34 +233,20 @@ def xlnet(size: str) -> Case:
 # --- mixtures of experts ----------------------------------------------------------------------------
 
 
-@architecture
-def mixtral(size: str) -> Case:
-    t = _Text(size, layers=4)
-    config = hf.MixtralConfig(**t.llama_like(num_local_experts=8, num_experts_per_tok=2))
-    return hf.MixtralForCausalLM, config, t.tokens()
+_EXPERTS: dict[str, Any] = {"num_experts": lambda t: 8 if t.small else 32, "num_experts_per_tok": 4}
 
-
-@architecture
-def qwen3_moe(size: str) -> Case:
-    t = _Text(size, layers=4)
-    config = hf.Qwen3MoeConfig(
-        **t.llama_like(
-            head_dim=t.hidden // t.heads,
-            num_experts=8 if t.small else 32,
-            num_experts_per_tok=4,
-            moe_intermediate_size=t.hidden,
-            output_router_logits=True,
-        )
-    )
-    return hf.Qwen3MoeForCausalLM, config, t.tokens()
-
-
-@architecture
-def olmoe(size: str) -> Case:
-    t = _Text(size, layers=4)
-    config = hf.OlmoeConfig(**t.llama_like(num_experts=8 if t.small else 32, num_experts_per_tok=4))
-    config.intermediate_size = t.hidden
-    return hf.OlmoeForCausalLM, config, t.tokens()
+ARCHITECTURES |= {
+    "mixtral": functools.partial(
+        _decoder, "Mixtral", layers=4, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "qwen3_moe": functools.partial(
+        _decoder, "Qwen3Moe", layers=4, **_HEAD_DIM, **_EXPERTS, moe_intermediate_size=lambda t: t.hidden,
+        output_router_logits=True,
+    ),
+    "olmoe": functools.partial(
+        _decoder, "Olmoe", layers=4, **_EXPERTS, intermediate_size=lambda t: t.hidden
+    ),
+}  # fmt: skip
 
 
 @architecture
@@ -347,19 +311,11 @@ def _bart_like(kind: str, size: str, **more: Any) -> Case:
     return getattr(hf, f"{kind}ForConditionalGeneration"), config, t.padded()
 
 
-@architecture
-def bart(size: str) -> Case:
-    return _bart_like("Bart", size)
-
-
-@architecture
-def pegasus(size: str) -> Case:
-    return _bart_like("Pegasus", size)
-
-
-@architecture
-def mbart(size: str) -> Case:
-    return _bart_like("MBart", size, encoder_layerdrop=0.1, decoder_layerdrop=0.1)
+ARCHITECTURES |= {
+    "bart": functools.partial(_bart_like, "Bart"),
+    "pegasus": functools.partial(_bart_like, "Pegasus"),
+    "mbart": functools.partial(_bart_like, "MBart", encoder_layerdrop=0.1, decoder_layerdrop=0.1),
+}
 
 
 def _bert_like(kind: str, size: str, head: str = "ForMaskedLM", **more: Any) -> Case:
@@ -369,37 +325,24 @@ def _bert_like(kind: str, size: str, head: str = "ForMaskedLM", **more: Any) -> 
     return getattr(hf, f"{kind}{head}"), config, t.padded()
 
 
-@architecture
-def bert(size: str) -> Case:
-    return _bert_like("Bert", size)
+def _narrow(size: str) -> dict[str, int]:
+    """Return the width of embeddings that are narrower than the layers."""
+    return {"embedding_size": 128 if size == "medium" else 32}
 
 
-@architecture
-def roberta(size: str) -> Case:
-    return _bert_like("Roberta", size)
-
-
-@architecture
-def albert(size: str) -> Case:
-    return _bert_like("Albert", size, embedding_size=128 if size == "medium" else 32)
-
-
-@architecture
-def electra(size: str) -> Case:
-    return _bert_like("Electra", size, embedding_size=128 if size == "medium" else 32)
-
-
-@architecture
-def deberta_v2(size: str) -> Case:
-    return _bert_like(
-        "DebertaV2", size, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=32,
+ARCHITECTURES |= {
+    "bert": functools.partial(_bert_like, "Bert"),
+    "roberta": functools.partial(_bert_like, "Roberta"),
+    "albert": lambda size: _bert_like("Albert", size, **_narrow(size)),
+    "electra": lambda size: _bert_like("Electra", size, **_narrow(size)),
+    "deberta_v2": functools.partial(
+        _bert_like, "DebertaV2", relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=32,
         norm_rel_ebd="layer_norm", share_att_key=True, position_biased_input=False, max_relative_positions=-1,
-    )  # fmt: skip
-
-
-@architecture
-def modernbert(size: str) -> Case:
-    return _bert_like("ModernBert", size, cls_token_id=3, sep_token_id=4, local_attention=32)
+    ),
+    "modernbert": functools.partial(
+        _bert_like, "ModernBert", cls_token_id=3, sep_token_id=4, local_attention=32
+    ),
+}  # fmt: skip
 
 
 @architecture
@@ -449,26 +392,16 @@ def _image_classifier(kind: str, size: str, **more: Any) -> Case:
     )
 
 
-@architecture
-def vit(size: str) -> Case:
-    patch = 8 if size == "small" else 16
-    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    return _image_classifier("ViT", size, patch_size=patch, **dropout)
-
-
-@architecture
-def deit(size: str) -> Case:
-    return _image_classifier("DeiT", size, hidden_dropout_prob=0.1)
-
-
-@architecture
-def beit(size: str) -> Case:
-    return _image_classifier("Beit", size, drop_path_rate=0.1, use_relative_position_bias=True)
-
-
-@architecture
-def dinov2(size: str) -> Case:
-    return _image_classifier("Dinov2", size, drop_path_rate=0.1)
+ARCHITECTURES |= {
+    "vit": lambda size: _image_classifier(
+        "ViT", size, patch_size=8 if size == "small" else 16, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1
+    ),
+    "deit": functools.partial(_image_classifier, "DeiT", hidden_dropout_prob=0.1),
+    "beit": functools.partial(
+        _image_classifier, "Beit", drop_path_rate=0.1, use_relative_position_bias=True
+    ),
+    "dinov2": functools.partial(_image_classifier, "Dinov2", drop_path_rate=0.1),
+}  # fmt: skip
 
 
 @architecture
@@ -584,14 +517,10 @@ def _wav2vec_like(kind: str, size: str) -> Case:
     return getattr(hf, f"{kind}ForCTC"), config, batch
 
 
-@architecture
-def wav2vec2(size: str) -> Case:
-    return _wav2vec_like("Wav2Vec2", size)
-
-
-@architecture
-def hubert(size: str) -> Case:
-    return _wav2vec_like("Hubert", size)
+ARCHITECTURES |= {
+    "wav2vec2": functools.partial(_wav2vec_like, "Wav2Vec2"),
+    "hubert": functools.partial(_wav2vec_like, "Hubert"),
+}
 
 
 @architecture
@@ -633,14 +562,10 @@ def _clip_like(kind: str, size: str) -> Case:
     return getattr(hf, f"{kind}Model"), config, batch
 
 
-@architecture
-def clip(size: str) -> Case:
-    return _clip_like("CLIP", size)
-
-
-@architecture
-def siglip(size: str) -> Case:
-    return _clip_like("Siglip", size)
+ARCHITECTURES |= {
+    "clip": functools.partial(_clip_like, "CLIP"),
+    "siglip": functools.partial(_clip_like, "Siglip"),
+}
 
 
 @architecture
@@ -761,7 +686,7 @@ def _micro_batches(batch: Batch) -> list[Batch]:
 
 
 def two_micro_batches(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Gradient accumulation as a loop does it: the first half's backward pass ends before the second half begins.
+    """Accumulate gradients as a loop does it: the first half's backward pass ends before the second half begins.
 
     While the second half runs, the gradients of the first are alive, and counted.
     """
@@ -771,13 +696,13 @@ def two_micro_batches(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def summed_micro_batches(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """One backward pass for both halves: what they keep is alive at the same time."""
+    """Run one backward pass for both halves: what they keep is alive at the same time."""
     first, second = _micro_batches(batch)
     return (model(**first).loss + model(**second).loss) / 2
 
 
 def autocast(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """The forward pass in mixed precision."""
+    """Run the forward pass in mixed precision."""
     device = next(iter(batch.values())).device.type
     with torch.autocast(device, torch.bfloat16):
         return model(**batch).loss
@@ -802,7 +727,7 @@ def build(
     dropout: float | None = None,
     copies: int = 1,
 ) -> tuple[torch.nn.Module, dict[str, Any], Any]:
-    """``(model, batch, loss_fn)``, in training mode; float inputs have the model's type.
+    """Build ``(model, batch, loss_fn)``, in training mode; float inputs have the model's type.
 
     Args:
         name: of ``NAMES``.
@@ -829,7 +754,7 @@ def build(
 
 
 def _joined(batches: list[Batch]) -> Batch:
-    """Tensors end to end, lists too; anything else as the first batch has it."""
+    """Join tensors and lists end to end; anything else stays as the first batch has it."""
 
     def join(values: list[Any]) -> Any:
         if isinstance(values[0], torch.Tensor):

@@ -1,6 +1,6 @@
-"""Small models of other people's packages, one training step each: what ``benchmarks.zoo`` runs.
+"""Small models of other people's packages, for ``benchmarks.zoo``.
 
-A family is a package. It gives a builder for each of its models, whose names need the package but not the model:
+A family is a package with a builder for each of its models. Names of models need the package, but build nothing:
 
     model, batch = FAMILIES["timm"].models()["convnext"]()
 
@@ -31,7 +31,7 @@ _ROWS = 2
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A package, and what of it is trained.
+    """A package and those of its models that are trained.
 
     Attributes:
         package: what has to be importable.
@@ -49,7 +49,7 @@ class Family:
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Mean squares of all outputs that have a gradient, added up: a loss for models that have none."""
+    """Add up the mean squares of all outputs that have a gradient: a loss for models that have none."""
     out = model(**batch) if isinstance(batch, dict) else model(*batch)
     leaves = torch.utils._pytree.tree_leaves(out)
     parts = [t.float().square().mean() for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -61,7 +61,7 @@ def _image(size: int, rows: int = _ROWS) -> torch.Tensor:
 
 
 def _smallest_image(build: Callable[[int], nn.Module], sizes: Iterable[int] = IMAGE_SIZES) -> Built:
-    """The model, and a batch of the smallest images that it takes.
+    """Build the model, and a batch of the smallest images that it takes.
 
     Raises:
         RuntimeError: it takes none of them.
@@ -91,7 +91,7 @@ _SMALL_WORDS = (
 
 
 def smallest_name(names: Iterable[str]) -> str:
-    """The name that promises the smallest model: by a word for its size, then by the numbers in it, then by length."""
+    """Return the name that promises the smallest model: by a word for its size, the numbers in it, and its length."""
 
     def rank(name: str) -> tuple[int, list[int], int, str]:
         words = re.split(r"[^a-z]+", name)
@@ -104,7 +104,7 @@ def smallest_name(names: Iterable[str]) -> str:
 
 
 def _timm() -> dict[str, Builder]:
-    """One model of each module of ``timm.models``."""
+    """Return a builder for one model of each module of ``timm.models``."""
     import timm
 
     found = {}
@@ -137,7 +137,7 @@ _DETECTORS = ("faster_rcnn", "fcos", "keypoint_rcnn", "mask_rcnn", "retinanet", 
 
 
 def _torchvision() -> dict[str, Builder]:
-    """One model of each module of ``torchvision.models``, but for those that are quantized: they do not train."""
+    """Return a builder for one model of each module of ``torchvision.models``. Quantized ones do not train."""
     from torchvision import models
 
     by_module: dict[str, list[str]] = {}
@@ -420,7 +420,7 @@ def _graph() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _torch_geometric() -> dict[str, Builder]:
-    """Whole models, and layers that none of them has, on a random graph."""
+    """Return builders for whole models, and for layers that none of them has, on a random graph."""
     from torch_geometric import nn as gnn
 
     hidden = 32
@@ -556,7 +556,7 @@ def _gae() -> Built:
 
 
 def _peft() -> dict[str, Builder]:
-    """A tiny Llama with each adapter."""
+    """Return builders for a tiny Llama with each adapter."""
     return {name: functools.partial(_peft_model, name) for name in _ADAPTERS}
 
 
