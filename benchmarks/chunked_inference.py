@@ -22,7 +22,7 @@ from benchmarks.harness.steps import tensors_of
 from benchmarks.harness.table import markdown_head, markdown_line
 from benchmarks.models.cases import Case
 from sacplan._record.step import Step, call_model
-from tests.chunk_models import Attention, Evoformer, UNet
+from tests.zoo.wide import Attention, Evoformer, UNet
 
 FIGURES = RESULTS / "chunked_inference.json"
 

@@ -30,7 +30,7 @@ from benchmarks.harness.plans import plan_or_least, timed
 from benchmarks.harness.results import GIB, Row, write_results
 from benchmarks.harness.table import markdown_head, markdown_line
 from benchmarks.models import cases
-from tests import convnets
+from tests.zoo import convnets
 
 DEVICE = "h100"
 MODES: dict[str, tuple[str, int | str | None]] = {

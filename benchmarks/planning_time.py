@@ -178,12 +178,12 @@ def run_sac_milp(layers: int) -> Row:
 
 def _stages(case: cases.Case, budget: float = BUDGET) -> Row:
     from sacplan._plan.context import planning_context
-    from sacplan._technique.step import Step
+    from sacplan._technique.step import PlanStep
 
     profile, trace = timed(case.profile)
     _, replay_one = timed(lambda: profile.program.footprint)
     # The plan finds these effects in the program's cache, so that ``solve`` is without them.
-    _, fit = timed(lambda: planning_context(Step(profile.program)).effects(1))
+    _, fit = timed(lambda: planning_context(PlanStep(profile.program)).effects(1))
     plan, solve = timed(lambda: sacplan.plan(profile, f"{budget:.0%}"))
     share, recompute = plan.peak_bytes / profile.peak_bytes, plan.recompute_ms / plan.step_ms
     bound = plan.lower_bound_ms / plan.step_ms

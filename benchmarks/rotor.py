@@ -47,7 +47,7 @@ from benchmarks.models import cases
 from benchmarks.rotor_reference import ENGINES
 from sacplan._recompute.rewrite import recomputed
 from sacplan._rotor.stages import stages_of
-from tests import convnets
+from tests.zoo import convnets
 
 DEVICE = "h100"
 SECTIONS = ("engines", "plans")

@@ -15,13 +15,13 @@ import numpy as np
 
 import sacplan
 from sacplan._rotor import rotor
-from sacplan._rotor.chain import Sizes
+from sacplan._rotor.chain import ChainSizes
 from sacplan._rotor.rotor import INFEASIBLE, KEEP_ALL, RotorResult, Tables, choice_type
 
 Engine = Callable[[sacplan.Chain, int, int], RotorResult]
 
 
-def reference_tables(chain: sacplan.Chain, sizes: Sizes, slots: int, strict: bool) -> Tables:
+def reference_tables(chain: sacplan.Chain, sizes: ChainSizes, slots: int, strict: bool) -> Tables:
     """Fill in the tables by the formulas in the docstring of ``sacplan.rotor``."""
     f, b = (*chain.forward_ms, 0.0), chain.backward_ms
     x, xbar, ftmp, btmp = sizes.x, sizes.xbar, sizes.ftmp, sizes.btmp

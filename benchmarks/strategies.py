@@ -24,10 +24,10 @@ from benchmarks.harness.steps import seed_everything
 from benchmarks.harness.table import Table
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.strategies import AxisStrategy
-from tests.op_models import MODELS, calls_of_model
-from tests.op_steps import STEPS, calls_of
-from tests.placed import assert_right, offered, random_pairs
-from tests.slices import OpCall
+from tests.support.op_steps import STEPS, calls_of
+from tests.support.placed import assert_right, offered, random_pairs
+from tests.support.slices import OpCall
+from tests.zoo.op_models import MODELS, calls_of_model
 
 MESHES = {"2": Mesh.of(2), "4": Mesh.of(4), "2x2": Mesh.of({"dp": 2, "tp": 2})}
 ONLY: dict[str, Callable[[], Iterator[OpCall]]] = {

@@ -33,16 +33,23 @@ PAGE = ROOT / "docs" / "versions.md"
 BEGIN, END = "<!-- table: python -m benchmarks.torch_versions --table -->\n", "<!-- end of table -->"
 
 CHECKS: dict[str, list[str]] = {
-    "README": ["tests/test_docs.py", "-k", "README"],
-    "prediction = fake step": ["tests/test_recipes.py", "tests/test_trace.py", "tests/test_kernels.py"],
-    "prediction = measured": ["tests/test_ground_truth.py", "tests/test_fake_and_real.py"],
-    "same bits": ["tests/test_steps_that_differ.py", "tests/test_random_programs.py"],
-    "chunks": ["tests/test_chunked_steps.py", "tests/test_chunk_models.py"],
-    "shards on four ranks": ["tests/test_mesh_ranks.py::test_plans_on_a_mesh_hold_on_ranks"],
-    "DTensors on four ranks": ["tests/test_dtensor_ranks.py::test_a_parallel_step_takes_what_was_planned"],
-    "FSDP2 and DDP": ["tests/test_distributed.py"],
-    "torch.compile": ["tests/test_compiled.py", "tests/test_dynamo.py"],
-    "names": ["tests/test_torch_versions.py", "-k", "torch_that_runs"],
+    "README": ["tests/project/test_docs.py", "-k", "README"],
+    "prediction = fake step": [
+        "tests/recompute/test_recipes.py",
+        "tests/record/test_trace.py",
+        "tests/device/test_kernels.py",
+    ],
+    "prediction = measured": [
+        "tests/invariants/test_predicted_is_measured.py",
+        "tests/record/test_fake_and_real.py",
+    ],
+    "same bits": ["tests/executor/test_steps_that_differ.py", "tests/invariants/test_same_gradients.py"],
+    "chunks": ["tests/chunk/test_losses.py", "tests/chunk/test_models.py"],
+    "shards on four ranks": ["tests/plan/test_mesh_ranks.py::test_plans_on_a_mesh_hold_on_ranks"],
+    "DTensors on four ranks": ["tests/ranks/test_dtensors.py::test_a_parallel_step_takes_what_was_planned"],
+    "FSDP2 and DDP": ["tests/ranks/test_distributed.py"],
+    "torch.compile": ["tests/recompute/test_compiled.py", "tests/recompute/test_dynamo.py"],
+    "names": ["tests/torch/test_versions.py", "-k", "torch_that_runs"],
 }
 """What pytest is given, by what is checked."""
 

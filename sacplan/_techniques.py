@@ -11,7 +11,7 @@ from sacplan._program.decisions import Decision
 from sacplan._program.program import Program
 from sacplan._recompute.technique import Recomputation
 from sacplan._technique.regions import Region
-from sacplan._technique.step import Step
+from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import Technique
 from sacplan.errors import PlanError
 
@@ -41,12 +41,12 @@ def resolve_techniques(names: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
-def longest_run(step: Step) -> int:
+def longest_run(step: PlanStep) -> int:
     """How many neighbouring regions can be joined at most."""
     return max(technique.longest_run(step) for technique in TECHNIQUES.values())
 
 
-def regions(step: Step, size: int, names: Sequence[str]) -> list[Region]:
+def regions(step: PlanStep, size: int, names: Sequence[str]) -> list[Region]:
     """The regions of a step, with up to ``size`` neighbours joined, and the options of these techniques.
 
     Where the technique that named a region is not asked for, the region is there for the others.

@@ -19,7 +19,7 @@ from torch import nn
 
 from benchmarks.models import cases
 from benchmarks.models.cases import Case, empty_text, fused_adamw, on_meta
-from tests.models import LM, cross_entropy
+from tests.zoo.language_models import LM, cross_entropy
 
 hf: Any = transformers
 

@@ -333,13 +333,13 @@ UNSHRUNK: frozenset[str] = frozenset({
 
 # --- batches ---------------------------------------------------------------------------------------------------------
 
-SIZES = hf_batches.Sizes(
+SIZES = hf_batches.BatchDimensions(
     rows=ROWS, tokens=LENGTH, pixels=IMAGE, patches=4, frames=FRAMES, samples=SAMPLES, mels=MELS, transcript=6,
     padded=True,
 )  # fmt: skip
 
 
-def _sizes(config: Any) -> hf_batches.Sizes:
+def _sizes(config: Any) -> hf_batches.BatchDimensions:
     positions = hf_batches.first_of(config.get_text_config(), "max_position_embeddings", "n_positions")
     return dataclasses.replace(SIZES, tokens=min(LENGTH, positions or LENGTH))
 
@@ -404,7 +404,7 @@ def _batches(model: torch.nn.Module, errors: list[str]) -> Iterator[dict[str, An
             with _noted(errors, type(model).__name__):
                 seed_everything(_SEED)
                 sizes = _sizes(model.config)
-                inputs = hf_batches.Inputs(model, sizes, layout=layout, run=_with_data)
+                inputs = hf_batches.BatchInputs(model, sizes, layout=layout, run=_with_data)
                 batch = hf_batches.make_batch(inputs, labels=labels)
                 _try_step(model, batch)
                 yield batch

@@ -17,7 +17,7 @@ from sacplan._plan.planning import smallest_without_rotor
 from sacplan._profile.optimizers import (
     BY_NAME,
     CANDIDATES,
-    Candidate,
+    OptimizerCandidate,
     OptimizerStep,
     recorded_step,
     with_optimizer,
@@ -266,7 +266,7 @@ class _Tried:
         return {one.name: recorded_step(self.profile, one.make) for one in CANDIDATES}
 
     @cached_property
-    def _same(self) -> Candidate | None:
+    def _same(self) -> OptimizerCandidate | None:
         """The candidate that the profile was recorded with, as its ops tell."""
         if not self._has_optimizer or self._is_spread:
             return None
@@ -306,7 +306,7 @@ class _Tried:
             yield from self._remedy(change.name, "model", change.says, program, change.code, "")
 
 
-def recognised(of: Profile, steps: dict[str, OptimizerStep]) -> Candidate | None:
+def recognised(of: Profile, steps: dict[str, OptimizerStep]) -> OptimizerCandidate | None:
     """The candidate whose step is that of a profile: the same ops, and as much state."""
     recorded = OptimizerStep(of.recorded, ())
     for name, step in steps.items():

@@ -25,7 +25,7 @@ from sacplan._plan.limits import budget_of_device, looking_for_plans, memory_les
 from sacplan._plan.planning import plan, plan_smallest
 from sacplan._profile.optimizers import (
     BY_NAME,
-    Candidate,
+    OptimizerCandidate,
     OptimizerStep,
     recorded_step,
     with_optimizer,
@@ -156,7 +156,7 @@ class _Search:
     # --- optimizers
 
     @cached_property
-    def candidates(self) -> dict[str, Candidate]:
+    def candidates(self) -> dict[str, OptimizerCandidate]:
         """The asked optimizer, and those worth comparing with it."""
         own = self.optimizer
         if own is None:
@@ -164,7 +164,7 @@ class _Search:
         if isinstance(own, str):
             first = BY_NAME[own]
         else:
-            first = next((c for c in BY_NAME.values() if c.make is own), None) or Candidate(
+            first = next((c for c in BY_NAME.values() if c.make is own), None) or OptimizerCandidate(
                 getattr(own, "__name__", type(own).__name__), "the optimizer", own, "..."
             )
         others = ("adamw-fused", "adamw-8bit") if first.name.startswith("adam") else ()

@@ -2,7 +2,8 @@
 
 A step runs the same ops whatever the batch or the sequence is, and each dimension of its tensors is a line in the size.
 So a recording at two sizes gives the program at any other: shapes, bytes, and the numbers among the arguments. It
-equals a recording at that size (``tests/test_verdict.py``). What is only near: times, and what kernels allocate inside.
+equals a recording at that size (``tests/advice/test_fit.py``). What is only near: times, and what kernels allocate
+inside.
 
 Where two recordings did not run the same ops, there is no such program: ``sized`` returns None.
 """

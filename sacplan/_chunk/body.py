@@ -77,7 +77,7 @@ def stretches_patch(program: Program, decisions: Sequence[Chunk], spec: DeviceSp
     placed = sorted(
         (one for decision in decisions for one in placed_stretches(program, decision)), key=lambda s: s.end
     )
-    patch = _Rewriter(program)
+    patch = _LoopRewriter(program)
     for stretch, record in zip(placed, _records(program, placed, spec), strict=True):
         patch.add(stretch, record)
     return patch.draft.patch()
@@ -182,7 +182,7 @@ def _kind(program: Program, stretch: PlacedStretch) -> Any:
     return rows, d.slices, d.dim, d.outer, d.inner
 
 
-class _Inputs:
+class _LoopInputs:
     """Fake tensors for those that a loop reads; tensors on one storage share it."""
 
     def __init__(self, rehearsal: Rehearsal) -> None:
@@ -202,7 +202,7 @@ class _Inputs:
 
 def _recorded(program: Program, stretch: PlacedStretch, spec: DeviceSpec) -> LoopRecord:
     rehearsal = Rehearsal(program, spec)
-    inputs = _Inputs(rehearsal)
+    inputs = _LoopInputs(rehearsal)
     d = stretch.decision
     loop = Stretch(d.dim, d.outer, d.inner, d.slices)
     marks: list[int] = []
@@ -241,7 +241,7 @@ def _recorded(program: Program, stretch: PlacedStretch, spec: DeviceSpec) -> Loo
 
 
 def _collected(
-    program: Program, stretch: PlacedStretch, loop: Stretch, inputs: _Inputs, rehearsal: Rehearsal
+    program: Program, stretch: PlacedStretch, loop: Stretch, inputs: _LoopInputs, rehearsal: Rehearsal
 ) -> tuple[list[torch.Tensor], tuple[Op, ...]]:
     """The buffers of the exits, once the ops of a stretch are deferred, and what makes them."""
     tensors: dict[int, torch.Tensor] = {t: inputs.make(t) for t in stretch.inputs}
@@ -298,7 +298,7 @@ def _input_storages(program: Program, stretch: PlacedStretch) -> list[int]:
 # --- the patch ------------------------------------------------------------------------------------------
 
 
-class _Rewriter:
+class _LoopRewriter:
     """Puts loops in the place of the ops of stretches."""
 
     def __init__(self, program: Program) -> None:

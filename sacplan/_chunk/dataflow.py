@@ -25,7 +25,7 @@ from sacplan._torch.ops import is_alias, op_named
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ShapeAndDtype:
     """What a rule looks at."""
 
     shape: tuple[int, ...]
@@ -33,7 +33,9 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _rule(name: str, arguments: str, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...]) -> Rule | None:
+def _rule(
+    name: str, arguments: str, inputs: tuple[ShapeAndDtype, ...], outputs: tuple[ShapeAndDtype, ...]
+) -> Rule | None:
     func = op_named(name)
     if func is None:
         return None
@@ -50,8 +52,8 @@ def _rule(name: str, arguments: str, inputs: tuple[Layout, ...], outputs: tuple[
 def rule_of_op(program: Program, op: Op) -> Rule | None:
     """The factors of a recorded op; None if it must see whole tensors."""
 
-    def layouts(tensors: Sequence[int]) -> tuple[Layout, ...]:
-        return tuple(Layout(t.shape, dtype_of(t)) for t in map(program.tensors.__getitem__, tensors))
+    def layouts(tensors: Sequence[int]) -> tuple[ShapeAndDtype, ...]:
+        return tuple(ShapeAndDtype(t.shape, dtype_of(t)) for t in map(program.tensors.__getitem__, tensors))
 
     return _rule(op.name, op.arguments, layouts(op.inputs), layouts(op.outputs))
 
@@ -76,7 +78,7 @@ class Conflict(Exception):
 
 
 @dataclass(slots=True)
-class Flow:
+class FactorFlow:
     """How a factor flows.
 
     Attributes:
@@ -197,7 +199,7 @@ class Dataflow:
 
     def flow(
         self, tensor: int, axis: Axis, start: int, end: int, whole: Collection[int] = frozenset()
-    ) -> Flow:
+    ) -> FactorFlow:
         """Cut a tensor along an axis, and with it what ops between ``start`` and ``end`` need and give for that.
 
         Args:
@@ -238,12 +240,12 @@ class _Flowing:
 
     def __init__(self, ops: Dataflow, start: int, end: int, whole: Collection[int]) -> None:
         self.ops, self.start, self.end, self.plain = ops, start, end, whole
-        self.flow = Flow()
+        self.flow = FactorFlow()
         self.read_whole: set[int] = set()
         self.queue: list[int] = []
         self.seed = -1
 
-    def run(self, value: int, axis: Axis) -> Flow:
+    def run(self, value: int, axis: Axis) -> FactorFlow:
         ops, flow = self.ops, self.flow
         self.seed = value
         flow.axes[value] = axis

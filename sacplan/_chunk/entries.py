@@ -8,14 +8,14 @@ from typing import Literal
 
 import msgspec
 
-from sacplan._chunk.rest import CannotChunk, Entry, Rewrite, training_chunk
+from sacplan._chunk.rest import CannotChunk, ChunkEntry, Rewrite, training_chunk
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Accumulate, Chunk
 from sacplan._program.liveness import Fold
 from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program
 from sacplan._technique.offers import Offer
 from sacplan._technique.regions import Option, Region
-from sacplan._technique.step import Step
+from sacplan._technique.step import PlanStep
 
 _TRIED = 12  # modules, from the last one backwards
 _MOST_OPS = 400  # forward ops from the entry on
@@ -59,7 +59,7 @@ class ChunkOptions:
                 held.discard(patch.handle_storages[handle])
         return frozenset(program.writer[s] for s in held if s in program.writer)
 
-    def offer(self, step: Step) -> Offer:
+    def offer(self, step: PlanStep) -> Offer:
         """The choice of slices, beside the regions that other techniques have options for.
 
         A chunk of the loss ends with the forward pass, so no unit may be around its module.
@@ -146,7 +146,7 @@ def _called_often(program: Program) -> Iterator[Refusal]:
     often = {fqn: calls for fqn, calls in program.calls.items() if fqn and len(calls) > 1}
     for unit in sorted(often, key=lambda fqn: program.scopes[often[fqn][-1]].first_op, reverse=True)[:_TRIED]:
         try:
-            Entry.of(program, unit)
+            ChunkEntry.of(program, unit)
         except CannotChunk as error:
             yield Refusal(unit, str(error))
 
@@ -203,7 +203,7 @@ def _name_in_layer(unit: str) -> str:
 
 def _sums(program: Program, unit: str, accumulate: Accumulate) -> Accumulate:
     """As asked for where a module computes in half precision."""
-    ops = (program.ops[i] for i in program.ops_in(Entry.of(program, unit).scope))
+    ops = (program.ops[i] for i in program.ops_in(ChunkEntry.of(program, unit).scope))
     half = any(program.tensors[t].dtype in _HALF for op in ops for t in op.inputs)
     return accumulate if half else "parameter"
 
@@ -216,7 +216,7 @@ def _first_axis(
     accumulate: Accumulate,
 ) -> Chunk:
     """A chunk along the longest dimension that can be sliced; the last one is that of features."""
-    shape = program.tensors[Entry.of(program, unit).tensor].shape
+    shape = program.tensors[ChunkEntry.of(program, unit).tensor].shape
     why = CannotChunk(f"what enters {unit!r} has shape {shape}")
     for size, dim in sorted(((n, d) for d, n in enumerate(shape[:-1])), reverse=True):
         if size < 2:
@@ -233,7 +233,7 @@ def _first_axis(
 
 def entry_size(program: Program, chunk: Chunk) -> int:
     """How long the axis is of which slices are taken."""
-    shape = program.tensors[Entry.of(program, chunk.unit).tensor].shape
+    shape = program.tensors[ChunkEntry.of(program, chunk.unit).tensor].shape
     return shape[chunk.dim] // (chunk.outer * chunk.inner)
 
 

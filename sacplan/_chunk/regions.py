@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sacplan._chunk.dataflow import Conflict, Dataflow, Flow, axis_of, is_dense
+from sacplan._chunk.dataflow import Conflict, Dataflow, FactorFlow, axis_of, is_dense
 from sacplan._device.devices import DeviceSpec
 from sacplan._factors.axes import Axis
 from sacplan._program.calls import dtype_of
@@ -37,7 +37,7 @@ _ROUNDING = 1e-6
 _HOT = 0.1  # share of what the step takes above which memory is worth saving
 
 
-class Exit(NamedTuple):
+class StretchOutput(NamedTuple):
     """What is needed after a stretch: an output of one of its ops, and the last version of its storage."""
 
     op: int
@@ -280,7 +280,7 @@ class _Finder:
                             inner_before *= n
                 before *= size
 
-    def _flows(self, end: int, seed: int, axis: Axis) -> Iterator[Flow]:
+    def _flows(self, end: int, seed: int, axis: Axis) -> Iterator[FactorFlow]:
         """From as far back as may be, and from behind each op that was in the way."""
         start = max(0, end - self.windows[end])
         for _ in range(_STARTS):
@@ -292,12 +292,12 @@ class _Finder:
                 return
             start = min(later) + 1
 
-    def _flow(self, end: int, seed: int, axis: Axis, start: int) -> tuple[Flow | None, set[int]]:
+    def _flow(self, end: int, seed: int, axis: Axis, start: int) -> tuple[FactorFlow | None, set[int]]:
         whole: set[int] = set()
         for _ in range(_CONFLICTS):
             self.flows_left -= 1
             found = self._flow_or_obstacle(end, seed, axis, start, whole)
-            if isinstance(found, Flow):
+            if isinstance(found, FactorFlow):
                 return found, whole
             if found < 0 or found in whole or found == end:
                 break
@@ -306,13 +306,13 @@ class _Finder:
 
     def _flow_or_obstacle(
         self, end: int, seed: int, axis: Axis, start: int, whole: Collection[int]
-    ) -> Flow | int:
+    ) -> FactorFlow | int:
         try:
             return self.flow.flow(seed, axis, start, end, whole)
         except Conflict as conflict:
             return conflict.op
 
-    def _members(self, found: Flow, start: int, end: int) -> tuple[int, ...]:
+    def _members(self, found: FactorFlow, start: int, end: int) -> tuple[int, ...]:
         """The ops of the loop, if it begins at ``start``: views of what it does not make are left out."""
         flow = self.flow
         members: list[int] = []
@@ -344,7 +344,7 @@ class _Finder:
                     queue.append(i)
         return tuple(sorted(reached))
 
-    def _finished(self, found: Flow, members: tuple[int, ...], end: int, axis: Axis) -> Iterator[Shape]:
+    def _finished(self, found: FactorFlow, members: tuple[int, ...], end: int, axis: Axis) -> Iterator[Shape]:
         exits = self._exits(members, end)
         if not exits or not self._has_unit(members) or not self._inputs_stay(members, end):
             return
@@ -381,7 +381,7 @@ class _Finder:
                 loop_ms,
             )
 
-    def _exits(self, members: Sequence[int], end: int) -> list[Exit] | None:
+    def _exits(self, members: Sequence[int], end: int) -> list[StretchOutput] | None:
         """What is needed after the loop; None where it cannot be provided for."""
         flow, program = self.flow, self.program
         inside = set(members)
@@ -402,7 +402,7 @@ class _Finder:
                 tensor = program.tensors[flow.outputs[root][position]]
                 if not is_dense(tensor) or tensor.offset:
                     return None
-                found.append(Exit(root, position, s))
+                found.append(StretchOutput(root, position, s))
         return found
 
     def _input_storages(self, members: Sequence[int]) -> set[int]:
@@ -428,7 +428,7 @@ class _Finder:
         return self._units[scopes]
 
     def _loop_bytes(
-        self, found: Flow, members: Sequence[int], lost: Sequence[int]
+        self, found: FactorFlow, members: Sequence[int], lost: Sequence[int]
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """By op of the loop that computes, what is alive beyond what is outside: constant, and by length."""
         flow, program = self.flow, self.program
@@ -461,7 +461,9 @@ class _Finder:
                 del alive[s]
         return np.array(fixed), np.array(by_length)
 
-    def _times(self, found: Flow, members: Sequence[int], exits: Sequence[Exit]) -> tuple[float, float]:
+    def _times(
+        self, found: FactorFlow, members: Sequence[int], exits: Sequence[StretchOutput]
+    ) -> tuple[float, float]:
         """What a further slice costs: launches, and operands that each slice reads whole; and the loop once."""
         flow = self.flow
         slice_ms = len(exits) * self.launch_ms

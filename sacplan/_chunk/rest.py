@@ -24,7 +24,7 @@ import torch
 from sacplan._chunk.executor import losses  # noqa: F401  (registers how losses are put together)
 from sacplan._chunk.executor.lazy import Lazy, defer, real, root
 from sacplan._chunk.executor.loop import compute, needed_nodes
-from sacplan._chunk.executor.values import Held, Region, Value, Window
+from sacplan._chunk.executor.values import DeferredTensor, Held, SlicedRegion, Window
 from sacplan._chunk.families import transferred
 from sacplan._device.devices import DeviceSpec
 from sacplan._factors.axes import Axis
@@ -33,7 +33,7 @@ from sacplan._program.decisions import Chunk
 from sacplan._program.program import Event, Op, Patch, Phase, Program, StorageKind, Tensor
 from sacplan._program.rewriting import PatchBuilder
 from sacplan._record.in_place import OUT_OF_PLACE
-from sacplan._record.rehearsal import Rehearsal, Seen
+from sacplan._record.rehearsal import Rehearsal, RehearsedOps
 from sacplan._torch.ops import is_computation, op_named, tensors_in
 from sacplan.errors import ChunkError
 
@@ -53,7 +53,7 @@ class CannotChunk(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ChunkEntry:
     """Where a chunk begins.
 
     Attributes:
@@ -67,7 +67,7 @@ class Entry:
     tensor: int
 
     @staticmethod
-    def of(program: Program, unit: str) -> Entry:
+    def of(program: Program, unit: str) -> ChunkEntry:
         """The entry at a module.
 
         Raises:
@@ -83,12 +83,12 @@ class Entry:
             if program.storage_kinds[tensor.storage] in _OF_MODEL or not tensor.shape:
                 continue
             if "float" in tensor.dtype and program.writer.get(tensor.storage, -1) not in inside:
-                return Entry(unit, calls[0], t)
+                return ChunkEntry(unit, calls[0], t)
             break
         raise CannotChunk(f"what module {unit!r} reads first is no floating-point activation from outside")
 
 
-class _Sampled(Region):
+class _Sampled(SlicedRegion):
     """A region of which some slices stand for all.
 
     Slices that read equally long parts of everything that is sliced run the same ops. Of several in a row the first two
@@ -173,7 +173,7 @@ def training_chunk(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrit
 
 
 def _training_chunk(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
-    entry = Entry.of(program, chunk.unit)
+    entry = ChunkEntry.of(program, chunk.unit)
     _check_plain(program, entry, chunk)
     if chunk.span != "module":
         return _Rehearsed(program, entry, chunk, device).rewrite()
@@ -187,7 +187,7 @@ def _training_chunk(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewri
     return rehearsed[entry.scope]
 
 
-def _check_plain(program: Program, entry: Entry, chunk: Chunk) -> None:
+def _check_plain(program: Program, entry: ChunkEntry, chunk: Chunk) -> None:
     """Slices are made of plain tensors: a module that gets a DTensor, or has one as a parameter, runs as a whole."""
     if not program.on_dtensors:
         return
@@ -201,7 +201,7 @@ def _check_plain(program: Program, entry: Entry, chunk: Chunk) -> None:
 
 
 class _Rehearsed:
-    def __init__(self, program: Program, entry: Entry, chunk: Chunk, device: DeviceSpec) -> None:
+    def __init__(self, program: Program, entry: ChunkEntry, chunk: Chunk, device: DeviceSpec) -> None:
         self.program = program
         self.entry = entry
         self.chunk = chunk
@@ -232,7 +232,7 @@ class _Rehearsed:
         self.upstream: set[int] = set()  # storages that ops of the backward pass make where they did
         self.met = 0  # times that a gradient of the input was added to one from elsewhere
         self.deferred: list[int] = []
-        self.ran: dict[int, Seen] = {}  # what runs where an op was deferred
+        self.ran: dict[int, RehearsedOps] = {}  # what runs where an op was deferred
         self.temporaries: dict[int, int] = {}  # of formulas, see _run_temporary; to the forward op
         self.held: dict[tuple[int, int], None] = {}  # (storage, deferred op that reads it)
         self.node_ops: dict[int, int] = {}  # by number of a node, the deferred op that it is of
@@ -244,7 +244,7 @@ class _Rehearsed:
         self.exits: dict[int, Lazy] = {}  # tensors that somebody reads who is not deferred
         self.boundary: list[int] = []  # who does
         self.outputs: dict[int, torch.Tensor] = {}  # of the module
-        self.left: Seen | None = None  # what runs when the module is left
+        self.left: RehearsedOps | None = None  # what runs when the module is left
         self.gradients: dict[int, tuple[tuple[int, ...], Window | None]] = {}  # see _gradients_are_lazy
         self.readers = Counter(s for op in program.ops for s in op.reads)
         self.differentiated = frozenset(op.forward_of for op in program.ops) - {-1}
@@ -419,7 +419,7 @@ class _Rehearsed:
                 if window is not None and self._hands_on_gradient(op.forward_of):
                     self.handed_on.add(t)
                 self.held[tensor.storage, index] = None
-                self.lazy[t] = Lazy(Value(self.region, made, window=window, data=made))
+                self.lazy[t] = Lazy(DeferredTensor(self.region, made, window=window, data=made))
 
     def _check_reads(self, index: int, op: Op, known: Mapping[int, Lazy]) -> None:
         """Whatever else is differentiated would get its gradient from elsewhere than the entry.
@@ -478,7 +478,7 @@ class _Rehearsed:
         self.deferred.append(index)
         self.ran[index] = seen
 
-    def _note_nodes(self, index: int, values: list[Value]) -> None:
+    def _note_nodes(self, index: int, values: list[DeferredTensor]) -> None:
         """The nodes behind an op's outputs are its own, but for those that earlier ops have made."""
         while values:
             node = values.pop().node
@@ -523,7 +523,7 @@ class _Rehearsed:
             self.outputs[t] = self.real[t] = tensor
             self.gradients[maker[t]] = program.tensors[t].shape, value.window
 
-    def _run_loop(self) -> tuple[dict[int, torch.Tensor], Seen]:
+    def _run_loop(self) -> tuple[dict[int, torch.Tensor], RehearsedOps]:
         """The exits, computed, and what ran for it."""
         died, tensors = self.program.liveness.died, self.program.tensors
         end = int(self.program.liveness.op_events[self.deferred[-1]])
@@ -583,7 +583,7 @@ class _Rehearsed:
 
     # --- the patch --------------------------------------------------------------------------------
 
-    def _rewritten(self, exits: dict[int, torch.Tensor], loop: Seen) -> Rewrite:
+    def _rewritten(self, exits: dict[int, torch.Tensor], loop: RehearsedOps) -> Rewrite:
         program, liveness, draft = self.program, self.program.liveness, self.draft
         summed: list[torch.Tensor] = []
         for t, made in (*exits.items(), *self.outputs.items()):
@@ -645,7 +645,7 @@ class _Rehearsed:
                     found.append((at, program.events[at]))
         return [event for _, event in sorted(found)]
 
-    def _placed(self, seen: Seen, phase: Phase, scope: int) -> list[tuple[int, int]]:
+    def _placed(self, seen: RehearsedOps, phase: Phase, scope: int) -> list[tuple[int, int]]:
         """The events of what ran; slices that were left out take the time of the one that stands for them."""
         added = self.draft.ops.new
         first = len(added)

@@ -22,7 +22,7 @@ from sacplan._program.decisions import Chunk
 from sacplan._program.elements import CallSite
 from sacplan._program.pins import NO_PINS, Pins
 from sacplan._program.program import Program
-from sacplan._technique.step import Step
+from sacplan._technique.step import PlanStep
 from sacplan.errors import PlanError
 
 _ROUNDS = 12  # of correcting estimates
@@ -31,7 +31,7 @@ _TINY_MS = 1e-7  # what a stretch costs at least: the fewer, the better
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class MeasuredStretches:
     """Stretches, and the step with them.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Pick:
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class _PathNodes:
     """Where candidates are, one after the other: an edge of the path each.
 
     Attributes:
@@ -77,7 +77,7 @@ class _Places:
     by_start: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, candidates: Sequence[Candidates]) -> _Places:
+    def of(cls, candidates: Sequence[Candidates]) -> _PathNodes:
         """Those of some candidates."""
         none = np.zeros(0, dtype=np.int64)
         counts = np.array([len(one.ends) for one in candidates], dtype=np.int64)
@@ -101,10 +101,10 @@ class StretchSearch:
     def __init__(self, program: Program, spec: DeviceSpec, pins: Pins = NO_PINS) -> None:
         self.program, self.spec, self.pins = program, spec, pins
         self.flow = Dataflow(program, pins.kept_ops)
-        self.tried: dict[tuple[Chunk, ...], Found] = {}
+        self.tried: dict[tuple[Chunk, ...], MeasuredStretches] = {}
         self._total = np.array(program.liveness.at_op, dtype=np.int64)
         self._candidates: list[Candidates] | None = None
-        self._places: _Places | None = None
+        self._places: _PathNodes | None = None
         self._sites: dict[int, dict[int, CallSite]] = {}
         self._reached_least = False
         self._measure(())
@@ -116,17 +116,17 @@ class StretchSearch:
             self._candidates = candidates(self.flow, self.spec, self.pins)
         return self._candidates
 
-    def best(self, budget: int) -> Found | None:
+    def best(self, budget: int) -> MeasuredStretches | None:
         """The least extra time of what was tried and holds."""
         holding = [found for found in self.tried.values() if found.peak_bytes <= budget]
         return min(holding, key=lambda f: (f.extra_ms, f.peak_bytes), default=None)
 
     @property
-    def smallest(self) -> Found:
+    def smallest(self) -> MeasuredStretches:
         """The smallest peak of what was tried."""
         return min(self.tried.values(), key=lambda f: (f.peak_bytes, f.extra_ms))
 
-    def solve(self, budget: int) -> Found | None:
+    def solve(self, budget: int) -> MeasuredStretches | None:
         """The least extra time within a budget; None if nothing is found that holds it."""
         if self.program.footprint.peak_bytes > budget:
             self._close_loop(budget)
@@ -134,7 +134,7 @@ class StretchSearch:
                 self.minimise()
         return self.best(budget)
 
-    def minimise(self) -> Found:
+    def minimise(self) -> MeasuredStretches:
         """The smallest peak that is found."""
         if not self._reached_least:
             slack = 1.0
@@ -150,10 +150,10 @@ class StretchSearch:
         return self.smallest
 
     @property
-    def places(self) -> _Places:
+    def places(self) -> _PathNodes:
         """Where they are."""
         if self._places is None:
-            self._places = _Places.of(self.candidates)
+            self._places = _PathNodes.of(self.candidates)
         return self._places
 
     # --- the closed loop ---
@@ -181,12 +181,14 @@ class StretchSearch:
             pick.candidates.learn(pick.slices, inside)
         return wrong
 
-    def _measure(self, decisions: tuple[Chunk, ...]) -> Found:
+    def _measure(self, decisions: tuple[Chunk, ...]) -> MeasuredStretches:
         if decisions not in self.tried:
             program = self.program
             if decisions:
                 program = program.with_(stretches_patch(program, decisions, self.spec))
-            self.tried[decisions] = Found(decisions, program, program.step_ms - self.program.step_ms)
+            self.tried[decisions] = MeasuredStretches(
+                decisions, program, program.step_ms - self.program.step_ms
+            )
         return self.tried[decisions]
 
     # --- paths ---
@@ -319,7 +321,7 @@ class StretchSolver:
     name: str = "path"
     techniques: tuple[str, ...] = ("chunk",)
 
-    def proposals(self, step: Step, budget_bytes: int) -> Sequence[tuple[Chunk, ...]]:
+    def proposals(self, step: PlanStep, budget_bytes: int) -> Sequence[tuple[Chunk, ...]]:
         """The stretches that take the least time within a budget; where none hold it, those with the smallest peak."""
         if step.device is None:
             raise PlanError("stretches are planned for a device; it was not given.")

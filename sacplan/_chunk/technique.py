@@ -18,7 +18,7 @@ from sacplan._program.places import OpSequence
 from sacplan._program.program import Patch, Phase, Program
 from sacplan._technique.offers import Offer
 from sacplan._technique.regions import Option, Region
-from sacplan._technique.step import Step
+from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import Installed, StepSolver
 from sacplan.errors import PlanError
 
@@ -31,19 +31,19 @@ class Chunking:
     one_device = "slices are planned for tensors of one device"
     how = "however finely its ops are sliced"
 
-    def longest_run(self, step: Step) -> int:
+    def longest_run(self, step: PlanStep) -> int:
         """It names no regions that others have options for."""
         return 0
 
-    def regions(self, step: Step, size: int) -> Sequence[Region]:
+    def regions(self, step: PlanStep, size: int) -> Sequence[Region]:
         """None: what runs in slices is of no use to other techniques, see ``offers``."""
         return ()
 
-    def options(self, step: Step, region: Region) -> Sequence[Option]:
+    def options(self, step: PlanStep, region: Region) -> Sequence[Option]:
         """None."""
         return ()
 
-    def offers(self, step: Step, peak: Footprint | None) -> Sequence[Offer]:
+    def offers(self, step: PlanStep, peak: Footprint | None) -> Sequence[Offer]:
         """The loss in slices, and where a peak is known, the modules that make it."""
         if not step.gradients or step.device is None or (peak and peak.peak_phase == Phase.OPTIMIZER):
             return ()
@@ -53,7 +53,7 @@ class Chunking:
         loss = loss_chunks(program, device, accumulate)
         return [loss.offer(step)] if isinstance(loss, ChunkOptions) else []
 
-    def solvers(self, step: Step) -> Sequence[StepSolver]:
+    def solvers(self, step: PlanStep) -> Sequence[StepSolver]:
         """Where there are no gradients, a path through stretches of ops."""
         return () if step.gradients else (StretchSolver(),)
 

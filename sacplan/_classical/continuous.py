@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sacplan._classical.tree import Tree, TreePlan, cost_ms
+from sacplan._classical.tree import TreePlan, UnitTree, cost_ms
 from sacplan._solve.milp import Milp
 from sacplan._solve.mip import LinearProgram, LinearSolution
 
@@ -21,7 +21,7 @@ _ROUNDS = 8  # of asking for what a tolerance hid
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ContinuousSolution:
     """A plan, if any was found; whether it, or that there is none, is proved; and a bound that no plan undercuts."""
 
     plan: TreePlan | None
@@ -29,7 +29,7 @@ class Answer:
     bound_ms: float | None
 
 
-def solve_continuous(tree: Tree, budget_bytes: int, options: Milp) -> Answer:
+def solve_continuous(tree: UnitTree, budget_bytes: int, options: Milp) -> ContinuousSolution:
     """The cheapest plan under the budget, to the gap.
 
     Where a tolerance hid some bytes, the shares of the units found are chosen again, for so many bytes less.
@@ -37,27 +37,27 @@ def solve_continuous(tree: Tree, budget_bytes: int, options: Milp) -> Answer:
     work = options.work_limit
     asked, bound_ms, allowed = budget_bytes, None, None
     for _ in range(_ROUNDS):
-        program = _Program(tree, asked, allowed)
+        program = _LinearProgram(tree, asked, allowed)
         found = program.solve(options, max(1, work))
         work -= found.work
         if allowed is None and found.bound is not None:
             bound_ms = found.bound * program.ms_scale
         if not found.values:
-            return Answer(None, allowed is None and found.status == "infeasible", bound_ms)
+            return ContinuousSolution(None, allowed is None and found.status == "infeasible", bound_ms)
         plan = program.read(found)
         hidden = int(tree.used(plan).max()) - budget_bytes
         if hidden <= 0:
             break
         asked, allowed = asked - hidden, frozenset(plan)
     else:
-        return Answer(None, False, bound_ms)
+        return ContinuousSolution(None, False, bound_ms)
     cost = cost_ms(plan)
     close = bound_ms is not None and cost - bound_ms <= max(options.gap * cost, _SLACK * program.largest_ms)
-    return Answer(plan, close, bound_ms)
+    return ContinuousSolution(plan, close, bound_ms)
 
 
-class _Program:
-    def __init__(self, tree: Tree, budget_bytes: int, allowed: frozenset[int] | None = None) -> None:
+class _LinearProgram:
+    def __init__(self, tree: UnitTree, budget_bytes: int, allowed: frozenset[int] | None = None) -> None:
         self._tree = tree
         self._program = program = LinearProgram()
         largest_need = int(tree.base[-1]) - budget_bytes

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ExactTradeoff:
     """A trade-off that a module can reach exactly.
 
     ``discard_ratio`` is the share of ``sac_memory`` that is discarded, in [0, 1];
@@ -106,7 +106,7 @@ class ModuleStats:
     breakpoints: tuple[float, ...] = ()
     tradeoff_curve: tuple[tuple[float, float], ...] = ()
     """(discard ratio, recompute share of ``sac_runtime``)."""
-    points: tuple[Point, ...] = ()
+    points: tuple[ExactTradeoff, ...] = ()
     """Every trade-off that can be reached exactly, other than 'discard nothing'."""
 
     def __post_init__(self) -> None:
@@ -135,7 +135,7 @@ class ModuleInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class MemorySegment:
     """What is alive at a moment of the recorded step.
 
     The first ``position`` modules of ``fw_post_order`` have ended their forward and not begun their
@@ -174,7 +174,7 @@ class Graph:
     nodes: tuple[ModuleStats, ...]
     fw_post_order: tuple[str, ...]
     root: str
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[MemorySegment, ...] = ()
     _index: dict[str, int] = field(init=False, repr=False, compare=False)
     _parent: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _position: dict[str, int] = field(init=False, repr=False, compare=False)

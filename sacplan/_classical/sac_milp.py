@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from sacplan._classical.continuous import Answer, solve_continuous
+from sacplan._classical.continuous import ContinuousSolution, solve_continuous
 from sacplan._classical.graph import Graph
 from sacplan._classical.subtrees import tree_problem
-from sacplan._classical.tree import Tree, TreePlan, cost_ms, tree_of
+from sacplan._classical.tree import TreePlan, UnitTree, cost_ms, tree_of
 from sacplan._program.arguments import checked
 from sacplan._program.budget import exact_bytes, format_bytes, parse_budget
 from sacplan._solve.milp import Milp, Refinement
@@ -137,16 +137,16 @@ def sac_milp(
     )
 
 
-def _solve_reachable(tree: Tree, budget_bytes: int, options: Milp) -> Answer:
+def _solve_reachable(tree: UnitTree, budget_bytes: int, options: Milp) -> ContinuousSolution:
     offered = tree_problem(tree, budget_bytes)
     search = Refinement(options, offered.problem)
     found = search.cheapest()
     if found is None:
-        return Answer(None, search.infeasible, None)
-    return Answer(offered.plan(found.picks), found.status == "optimal", found.bound)
+        return ContinuousSolution(None, search.infeasible, None)
+    return ContinuousSolution(offered.plan(found.picks), found.status == "optimal", found.bound)
 
 
-def _smallest(tree: Tree, budget_bytes: int, options: Milp, infeasible: bool) -> TreePlan:
+def _smallest(tree: UnitTree, budget_bytes: int, options: Milp, infeasible: bool) -> TreePlan:
     """The plan with the smallest peak; for that every unit discards as much as it can.
 
     Raises:

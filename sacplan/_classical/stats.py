@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sacplan._classical.fit import Fit, FitKind, fit_tradeoff
-from sacplan._classical.graph import ModuleInfo, ModuleStats, Point, Segment
+from sacplan._classical.graph import ExactTradeoff, MemorySegment, ModuleInfo, ModuleStats
 from sacplan._classical.units import UnitTradeoff
 from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program, StorageKind
 
@@ -110,7 +110,7 @@ def _tradeoff_fields(
         "intercepts": fitted.intercepts,
         "breakpoints": fitted.breakpoints,
         "tradeoff_curve": ((0.0, 0.0), *curve),
-        "points": tuple(Point(p.discard_ratio, p.recompute_ms) for p in tradeoff.points),
+        "points": tuple(ExactTradeoff(p.discard_ratio, p.recompute_ms) for p in tradeoff.points),
     }
 
 
@@ -190,13 +190,13 @@ def _backward_peaks(program: Program, span: tuple[int, int] | None) -> tuple[int
     return before[StorageKind.GRADIENT], peak[StorageKind.ACTIVATION], max(0, added)
 
 
-def segments_of(program: Program) -> tuple[Segment, ...]:
+def segments_of(program: Program) -> tuple[MemorySegment, ...]:
     """The largest moments of the step, by how many modules have ended their forward and not begun their backward."""
     order = _with_root(post_order(program), last=True)
     place = {fqn: p for p, fqn in enumerate(order)}
     calls_left = Counter(scope.fqn for scope in program.scopes)
     names = _names_around(program)
-    largest: dict[int, Segment] = {}
+    largest: dict[int, MemorySegment] = {}
     position = 0
     moments = iter(program.liveness.moments)
 
@@ -205,7 +205,7 @@ def segments_of(program: Program) -> tuple[Segment, ...]:
         local = sum(moment_kinds) - sharded
         known = largest.get(position)
         if known is None or sharded + local > known.sharded_bytes + known.local_bytes:
-            largest[position] = Segment(position, sharded, local, name)
+            largest[position] = MemorySegment(position, sharded, local, name)
 
     note(next(moments).by_kind, "")
     for code, arg in program.events:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sacplan._classical.tree import Tree, TreePlan, Unit
-from sacplan._solve.problem import DEVICE_MEMORY, Choice, Picks, Problem, Row
+from sacplan._classical.tree import TreePlan, Unit, UnitTree
+from sacplan._solve.problem import DEVICE_MEMORY, Choice, Picks, Problem, ResourceRow
 
 _LARGEST = 12  # units of a subtree
 _MOST_OPTIONS = 300  # of a subtree
@@ -60,7 +60,7 @@ class TreeProblem:
         ways: by choice and option, pairs (unit, option of the unit).
     """
 
-    tree: Tree
+    tree: UnitTree
     problem: Problem
     ways: tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
 
@@ -73,7 +73,7 @@ class TreeProblem:
         }
 
 
-def tree_problem(tree: Tree, budget_bytes: int) -> TreeProblem:
+def tree_problem(tree: UnitTree, budget_bytes: int) -> TreeProblem:
     """The problem of a tree: the cheapest plan under a budget."""
     subtrees = _subtrees(tree)
     choice_of = {unit: c for c, subtree in enumerate(subtrees) for unit in subtree.units}
@@ -98,8 +98,8 @@ def tree_problem(tree: Tree, budget_bytes: int) -> TreeProblem:
         for unit in subtrees[group[0]].around:
             uses[choice_of[unit]][1:, row] = len(group)
     ends = [*tree.n_units[1:].tolist(), len(tree.units) + 1]
-    rows = [Row(DEVICE_MEMORY, *units) for units in zip(tree.n_units.tolist(), ends, strict=True)]
-    rows += [Row("nesting", 0, len(tree.units)) for _ in groups]
+    rows = [ResourceRow(DEVICE_MEMORY, *units) for units in zip(tree.n_units.tolist(), ends, strict=True)]
+    rows += [ResourceRow("nesting", 0, len(tree.units)) for _ in groups]
     ways = tuple(
         tuple(tuple((subtree.units[k], option) for k, option in way.taken) for way in subtree.ways)
         for subtree in subtrees
@@ -107,7 +107,7 @@ def tree_problem(tree: Tree, budget_bytes: int) -> TreeProblem:
     return TreeProblem(tree, Problem(tuple(rows), base, limits, tuple(choices)), ways)
 
 
-def _subtrees(tree: Tree) -> list[_Subtree]:
+def _subtrees(tree: UnitTree) -> list[_Subtree]:
     units = tree.units
     children: dict[int, list[int]] = defaultdict(list)
     for i, unit in enumerate(units):

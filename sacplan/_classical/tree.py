@@ -50,7 +50,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tree:
+class UnitTree:
     """Units in the order in which their forward ends, and memory rows.
 
     Attributes:
@@ -73,7 +73,7 @@ class Tree:
         used: Amounts = self.base - freed.cumsum()[self.n_units]
         return used
 
-    def at_most(self) -> Tree:
+    def at_most(self) -> UnitTree:
         """The tree whose units discard as much as they can or nothing, at no cost: for its smallest peak."""
         units = tuple(replace(u, options=(u.options[-1]._replace(ms=0.0),)) for u in self.units)
         return replace(self, units=units)
@@ -91,7 +91,7 @@ def tree_of(
     fsdp_units: Sequence[str] | None,
     *,
     continuous: bool,
-) -> Tree:
+) -> UnitTree:
     """The units that a graph and its user allow; see ``sac_milp``."""
     allowed = None if ac_units is None else graph.match(ac_units, "ac_units")
     sharded = graph.match(fsdp_units or (), "fsdp_units")
@@ -124,7 +124,7 @@ def tree_of(
             rows.pop()
         rows.append((n_units, n_bytes, name))
     ended, base, names = zip(*rows, strict=True)
-    return Tree(tuple(units), np.array(ended), np.array(base, dtype=np.int64), names)
+    return UnitTree(tuple(units), np.array(ended), np.array(base, dtype=np.int64), names)
 
 
 def _on_fit(memory: int, segments: Sequence[tuple[float, float]], ratio: float) -> Discard:

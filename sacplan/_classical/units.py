@@ -52,7 +52,7 @@ class UnitTradeoff:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _UnitGraph:
     problem: closure.ClosureProblem
     sites: tuple[tuple[CallSite, ...], ...]  # of each op of the problem
     saved_sites: tuple[CallSite, ...]
@@ -70,7 +70,7 @@ def unit_tradeoffs(
         max_points, between: see ``closure.tradeoff``.
     """
     wanted = program.calls if fqns is None else fqns
-    solved: dict[closure.ClosureProblem, tuple[closure.Point, ...]] = {}
+    solved: dict[closure.ClosureProblem, tuple[closure.TradeoffPoint, ...]] = {}
     found = {}
     for fqn in wanted:
         if fqn in program.leaf_fqns:
@@ -84,7 +84,7 @@ def unit_tradeoffs(
     return found
 
 
-def _tradeoff(fqn: str, cut: _Cut, points: tuple[closure.Point, ...]) -> UnitTradeoff:
+def _tradeoff(fqn: str, cut: _UnitGraph, points: tuple[closure.TradeoffPoint, ...]) -> UnitTradeoff:
     whole = points[0].kept_bytes
     return UnitTradeoff(
         fqn=fqn,
@@ -104,7 +104,7 @@ def _tradeoff(fqn: str, cut: _Cut, points: tuple[closure.Point, ...]) -> UnitTra
     )
 
 
-def cut_out(program: Program, fqn: str) -> _Cut | None:
+def cut_out(program: Program, fqn: str) -> _UnitGraph | None:
     """The closure problem of one module over all its calls; None where it keeps nothing or is too large."""
     members = program.call_sites(fqn)
     if not members or len(members) > MAX_UNIT_OPS:
@@ -124,7 +124,7 @@ def cut_out(program: Program, fqn: str) -> _Cut | None:
     )
     site_of = {op: site for site, ops in members.items() for op in ops}
     saves = {site for op, site in site_of.items() if not saved.isdisjoint(program.ops[op].writes)}
-    return _Cut(
+    return _UnitGraph(
         problem=problem,
         sites=tuple(tuple(dict.fromkeys(site_of[i] for i in group)) for group in groups),
         saved_sites=tuple(site for site in members if site in saves),

@@ -8,10 +8,10 @@ import typer
 
 from sacplan._cli import capacity, fit, reading, steps, surveys
 from sacplan._cli import options as o
-from sacplan._cli.command import Command, Group
+from sacplan._cli.command import Command, CommandGroup
 
 app = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     name="sacplan",
     invoke_without_command=True,
     pretty_exceptions_enable=False,

@@ -14,7 +14,7 @@ from sacplan._cli.command import command
 from sacplan._cli.exits import TargetError
 from sacplan._cli.files import check_output
 from sacplan._cli.origin import Origin, save
-from sacplan._cli.output import Answer, number, pairs, stage, table
+from sacplan._cli.output import CommandResult, number, pairs, stage, table
 from sacplan._cli.targets import load_target, users_code
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def max_batch(
     output: Annotated[Path | None, _OUTPUT] = None,
     hf: o.HfOptions,
     force: o.Force = False,
-) -> Answer:
+) -> CommandResult:
     """The largest batch for which a plan stays under the budget. Other targets than hf: need make_batch."""
     return _search("max-batch", target, asked, output, hf, force)
 
@@ -60,7 +60,7 @@ def throughput(
     output: Annotated[Path | None, _OUTPUT] = None,
     hf: o.HfOptions,
     force: o.Force = False,
-) -> Answer:
+) -> CommandResult:
     """The batch and the plan, together, with the most samples per second under the budget (predicted).
 
     Other targets than hf: need make_batch.
@@ -70,7 +70,7 @@ def throughput(
 
 def _search(
     question: str, name: str, asked: o.CapacityOptions, output: Path | None, hf: o.HfOptions, force: bool
-) -> Answer:
+) -> CommandResult:
     import sacplan
 
     check_output(output, "plan", force=force)
@@ -115,7 +115,9 @@ def _search(
         "plan": show.plan_facts(found.plan),
         "points": [asdict(point) for point in found.points],
     }
-    return Answer({**facts, **found_facts}, _tables(found, facts.get("hf", {})), show.saved("plan", output))
+    return CommandResult(
+        {**facts, **found_facts}, _tables(found, facts.get("hf", {})), show.saved("plan", output)
+    )
 
 
 def _tables(found: Capacity, hf: dict[str, Any]) -> list[Table]:

@@ -26,7 +26,7 @@ from typer.core import TyperCommand, TyperGroup
 from sacplan._cli import interrupts
 from sacplan._cli import options as o
 from sacplan._cli.exits import MEANING, report_error
-from sacplan._cli.output import Answer
+from sacplan._cli.output import CommandResult
 
 _WIDE = 72  # columns that typer's panels need for our options
 
@@ -40,7 +40,7 @@ EXAMPLES: dict[str, Sequence[str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CommandEntry:
     """A command: its name, its line in the list of commands, and what typer makes it from."""
 
     name: str
@@ -50,8 +50,8 @@ class Entry:
 
 def command(
     name: str, short: str, *, examples: Sequence[str], omit: Collection[str] = ()
-) -> Callable[[Callable[..., Answer]], Entry]:
-    """Make a command of a function that returns an ``Answer``.
+) -> Callable[[Callable[..., CommandResult]], CommandEntry]:
+    """Make a command of a function that returns an ``CommandResult``.
 
     Args:
         name: as a person types it.
@@ -61,7 +61,7 @@ def command(
     """
     EXAMPLES[name] = examples
 
-    def entry(function: Callable[..., Answer]) -> Entry:
+    def entry(function: Callable[..., CommandResult]) -> CommandEntry:
         parameters: list[inspect.Parameter] = []
         groups: dict[str, Any] = {}
         hints = get_type_hints(function, include_extras=True)
@@ -85,7 +85,7 @@ def command(
         run.__doc__ = function.__doc__
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
-        return Entry(name, short, run)
+        return CommandEntry(name, short, run)
 
     return entry
 
@@ -118,7 +118,7 @@ class Command(TyperCommand):
         _write_lines(formatter, "Examples", EXAMPLES[self.name or ""])
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """All commands; whatever one of them raises ends here, as one line and an exit code."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

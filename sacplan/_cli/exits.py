@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import typer
 
 from sacplan._cli.interrupts import EXIT_CODE
-from sacplan._cli.output import Answer, print_json, say
+from sacplan._cli.output import CommandResult, print_json, say
 from sacplan.errors import InfeasibleBudget, SacplanError
 
 UNEXPECTED = 1
@@ -43,7 +43,7 @@ class OutputError(SacplanError):
 class VerificationFailed(SacplanError):
     """The step is not what the plan says; ``answer`` is what was seen of it."""
 
-    def __init__(self, message: str, answer: Answer) -> None:
+    def __init__(self, message: str, answer: CommandResult) -> None:
         super().__init__(message)
         self.answer = answer
 
@@ -71,7 +71,7 @@ def report_error(error: Exception, *, as_json: bool, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     message = " ".join(_message(error).split())
-    answer = error.answer if isinstance(error, VerificationFailed) else Answer({}, ())
+    answer = error.answer if isinstance(error, VerificationFailed) else CommandResult({}, ())
     if as_json:
         print_json({**answer.facts, "error": _facts(error, message, code)})
     else:

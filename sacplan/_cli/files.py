@@ -28,7 +28,7 @@ _SIGNS: dict[Kind, tuple[str, bool]] = {
 }
 
 
-class _Head(msgspec.Struct):
+class _KindHead(msgspec.Struct):
     what: Any = None
     model_type: Any = None
     architectures: Any = None
@@ -37,7 +37,7 @@ class _Head(msgspec.Struct):
 def kind_of(path: Path) -> str | None:
     """What a JSON file holds: a file of ours says it itself, "configuration" is one of transformers; None: neither."""
     try:
-        head = msgspec.json.decode(read(path), type=_Head)
+        head = msgspec.json.decode(read(path), type=_KindHead)
     except (OSError, RecursionError, ValueError, EOFError, zlib.error):
         return None  # whoever reads it for what it should be says what is wrong with it
     if isinstance(head.what, str):

@@ -14,7 +14,7 @@ from sacplan._cli import options as o
 from sacplan._cli import show, sources
 from sacplan._cli.command import command
 from sacplan._cli.exits import TargetError
-from sacplan._cli.output import Answer, number, stage, table
+from sacplan._cli.output import CommandResult, number, stage, table
 from sacplan._cli.targets import load_target, users_code
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def fit(
         o.option("--sizes/--no-sizes", help="Also the largest batch and sequence of each way: takes longer."),
     ] = True,
     hf: o.HfOptions,
-) -> Answer:
+) -> CommandResult:
     """Whether a training step fits a device: as it is, with a plan, a chunked loss, another optimizer.
 
     Other targets than hf: need make_batch.
@@ -107,7 +107,7 @@ def fit(
         shown += ["", f"$ {line()}"]
     if found.code:
         shown += ["", found.code]
-    return Answer(facts, shown, found.computed)
+    return CommandResult(facts, shown, found.computed)
 
 
 def _of_length(make_batch: Callable[[int], Any], seq: int, batch: int, length: int) -> Any:

@@ -14,7 +14,16 @@ import torch
 
 from sacplan._cli import architectures
 from sacplan._cli.exits import TargetError, hinted
-from sacplan._cli.hf_batches import Found, NoBatch, Sizes, find, first_of, has_own_loss, make, reads_tokens
+from sacplan._cli.hf_batches import (
+    BatchDimensions,
+    FoundBatch,
+    NoBatch,
+    find,
+    first_of,
+    has_own_loss,
+    make,
+    reads_tokens,
+)
 from sacplan._cli.options import HF_DEFAULTS, HfOptions
 from sacplan._cli.output import note
 from sacplan._cli.target import Target
@@ -79,7 +88,7 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
     if config.is_encoder_decoder and first_of(config, "decoder_start_token_id") is None:
         config.decoder_start_token_id = first_of(config, "bos_token_id", "pad_token_id") or 0
     attn = {} if options.attn is None else {"attn_implementation": options.attn}
-    sizes = Sizes(rows=int(options.batch or 1))
+    sizes = BatchDimensions(rows=int(options.batch or 1))
     model, found = _first_that_runs(name, config, asked.seq, sizes, dtype, place, attn)
     if cached and Setup.of(model).use_cache is False:
         note(
@@ -111,8 +120,14 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
 
 
 def _first_that_runs(
-    name: str, config: Any, seq: int | None, sizes: Sizes, dtype: Any, place: str, attn: dict[str, Any]
-) -> tuple[Any, Found]:
+    name: str,
+    config: Any,
+    seq: int | None,
+    sizes: BatchDimensions,
+    dtype: Any,
+    place: str,
+    attn: dict[str, Any],
+) -> tuple[Any, FoundBatch]:
     """The model of the class that the configuration names, else of the first of its architecture that a batch is for.
 
     Raises:
@@ -244,7 +259,7 @@ def _read_by(model_class: type[Any]) -> str:
     return "sound" if {"input_values", "input_features"} & set(arguments) else "no tokens"
 
 
-def _check_seq(name: str, asked: int | None, found: Found) -> None:
+def _check_seq(name: str, asked: int | None, found: FoundBatch) -> None:
     if asked is None or found.tokens == asked:
         return
     if found.tokens is None:

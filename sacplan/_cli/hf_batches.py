@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from sacplan._record.step import call_model
 
-Layout = Mapping[str, int]
+InputShapes = Mapping[str, int]
 """Of each argument that has several layouts: which one."""
 
 Run = Callable[[torch.nn.Module, Mapping[str, Any], Callable[[torch.nn.Module, Any], Any]], Any]
@@ -33,7 +33,7 @@ Run = Callable[[torch.nn.Module, Mapping[str, Any], Callable[[torch.nn.Module, A
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class BatchDimensions:
     """How much a batch holds, where the configuration does not say it.
 
     Attributes:
@@ -60,7 +60,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundBatch:
     """A batch that a forward runs with.
 
     Attributes:
@@ -71,7 +71,7 @@ class Found:
     """
 
     batch: dict[str, Any]
-    layout: Layout
+    layout: InputShapes
     features: Mapping[str, int]
     tokens: int | None
     has_loss: bool
@@ -81,7 +81,7 @@ class NoBatch(Exception):
     """No batch was found that a model runs with; the message is the first thing that went wrong."""
 
 
-class Inputs:
+class BatchInputs:
     """Makes the tensors that a forward asks for by name.
 
     Args:
@@ -97,10 +97,10 @@ class Inputs:
     def __init__(
         self,
         model: torch.nn.Module,
-        sizes: Sizes,
+        sizes: BatchDimensions,
         place: str = "cpu",
         dtype: torch.dtype = torch.float32,
-        layout: Layout | None = None,
+        layout: InputShapes | None = None,
         features: Mapping[str, int] | None = None,
         run: Run | None = None,
     ) -> None:
@@ -195,12 +195,12 @@ def first_of(config: Any, *names: str) -> Any:
     return next((v for n in names if (v := getattr(config, n, None)) is not None), None)
 
 
-def _boxes_of_objects(i: Inputs) -> list[dict[str, torch.Tensor]]:
+def _boxes_of_objects(i: BatchInputs) -> list[dict[str, torch.Tensor]]:
     boxes = [i.shares(3, 4) * 0.2 + 0.3 for _ in range(i.rows)]
     return [{"class_labels": i.classes(3), "boxes": b} for b in boxes]
 
 
-LABELS: tuple[tuple[str, Callable[[Inputs], Any]], ...] = (
+LABELS: tuple[tuple[str, Callable[[BatchInputs], Any]], ...] = (
     (r"ForCTC", lambda i: i.tokens(i.sizes.transcript)),
     (
         r"(CausalLM|LMHead\w*|MaskedLM|ConditionalGeneration\w*|SpeechSeq2Seq|Seq2SeqLM)$",
@@ -216,7 +216,7 @@ LABELS: tuple[tuple[str, Callable[[Inputs], Any]], ...] = (
 """End of a class's name, and what its ``labels`` are."""
 
 
-def _pixel_values(i: Inputs) -> torch.Tensor:
+def _pixel_values(i: BatchInputs) -> torch.Tensor:
     """Images; videos, several images a row, or a list of patches."""
     channels, height, width = i.image_shape()
     vision = i.part("vision_config")
@@ -233,7 +233,7 @@ def _pixel_values(i: Inputs) -> torch.Tensor:
     return i.floats(i.rows, *between[i.layout_of("pixel_values")], channels, height, width)
 
 
-def _spectrogram_shape(i: Inputs) -> tuple[int, ...]:
+def _spectrogram_shape(i: BatchInputs) -> tuple[int, ...]:
     audio = i.part("audio_config", "speech_config", "encoder_config", "audio_encoder")
     mels = first_of(audio, "num_mel_bins", "feature_size", "input_feat_per_channel", "feature_projection_input_dim",
                     "input_dim", "mel_dim", "num_mels", "input_size") or i.sizes.mels  # fmt: skip
@@ -252,12 +252,12 @@ _WHISPER_POSITIONS = 1500
 """Encoders with no more positions than Whisper's read two frames for each, and always all."""
 
 
-def _audio_mask(i: Inputs) -> torch.Tensor:
+def _audio_mask(i: BatchInputs) -> torch.Tensor:
     shape = _spectrogram_shape(i)
     return i.ones(i.rows, shape[2 if i.layout_of("input_features") == 0 else 1])
 
 
-def _videos(i: Inputs) -> torch.Tensor | None:
+def _videos(i: BatchInputs) -> torch.Tensor | None:
     """Videos, where they are the only input."""
     if "pixel_values" in i.parameters or "input_ids" in i.parameters:
         return None
@@ -265,7 +265,7 @@ def _videos(i: Inputs) -> torch.Tensor | None:
     return i.floats(i.rows, frames, *i.image_shape())
 
 
-def _series(i: Inputs, *, past: bool) -> tuple[int, ...]:
+def _series(i: BatchInputs, *, past: bool) -> tuple[int, ...]:
     """Steps of a time series, and its channels where it has them."""
     channels = first_of(i.config, "num_input_channels")
     steps = i.config.context_length if past else i.config.prediction_length
@@ -274,7 +274,7 @@ def _series(i: Inputs, *, past: bool) -> tuple[int, ...]:
     return (steps + max(i.config.lags_sequence) if past else steps,)
 
 
-def _waves(i: Inputs) -> torch.Tensor:
+def _waves(i: BatchInputs) -> torch.Tensor:
     audio = i.part("audio_config")
     mels = first_of(audio, "num_mel_bins", "feature_size") or i.sizes.mels
     shapes = (
@@ -286,12 +286,12 @@ def _waves(i: Inputs) -> torch.Tensor:
     return i.floats(*shapes[i.layout_of("input_values")])
 
 
-def _boxes_of_tokens(i: Inputs) -> torch.Tensor:
+def _boxes_of_tokens(i: BatchInputs) -> torch.Tensor:
     low, high = i.integers(0, 32, i.rows, i.length, 2), i.integers(32, 64, i.rows, i.length, 2)
     return torch.cat([low, high], dim=-1)
 
 
-def _mask(i: Inputs) -> torch.Tensor | None:
+def _mask(i: BatchInputs) -> torch.Tensor | None:
     """Of models of text alone only where rows are padded: without a mask, all is seen."""
     if "input_ids" not in i.parameters or (i.reads_only_text and not i.sizes.padded):
         return None
@@ -301,12 +301,12 @@ def _mask(i: Inputs) -> torch.Tensor | None:
     return mask
 
 
-def _position(i: Inputs) -> torch.Tensor | None:
+def _position(i: BatchInputs) -> torch.Tensor | None:
     """Of the answer to a question."""
     return i.integers(0, i.length, i.rows) if i.name.endswith("QuestionAnswering") else None
 
 
-INPUTS: dict[str, Callable[[Inputs], Any]] = {
+INPUTS: dict[str, Callable[[BatchInputs], Any]] = {
     "pixel_values": _pixel_values,
     "input_ids": lambda i: i.tokens(),
     "attention_mask": _mask,
@@ -362,14 +362,14 @@ def reads_tokens(model_class: type[torch.nn.Module]) -> bool:
     )
 
 
-def layouts(model: torch.nn.Module) -> Iterator[Layout]:
+def layouts(model: torch.nn.Module) -> Iterator[InputShapes]:
     """Every layout of what is ambiguous in the arguments of forward."""
     ambiguous = [name for name in LAYOUTS if name in inspect.signature(model.forward).parameters]
     for numbers in itertools.product(*(range(LAYOUTS[name]) for name in reversed(ambiguous))):
         yield dict(zip(ambiguous, reversed(numbers), strict=True))
 
 
-def make_batch(inputs: Inputs, *, labels: bool = True) -> dict[str, Any]:
+def make_batch(inputs: BatchInputs, *, labels: bool = True) -> dict[str, Any]:
     """A batch for the arguments of forward that are known."""
     batch: dict[str, Any] = {}
     made_labels = inputs.labels() if labels and "labels" in inputs.parameters else None
@@ -394,7 +394,7 @@ def _are_tokens(labels: Any) -> bool:
     return isinstance(labels, torch.Tensor) and labels.ndim == 2 and not labels.is_floating_point()
 
 
-def _place(inputs: Inputs, batch: dict[str, Any], kind: str) -> None:
+def _place(inputs: BatchInputs, batch: dict[str, Any], kind: str) -> None:
     """Put as many tokens of a kind ("image", "audio") into each row as the model makes features of its input."""
     token = first_of(inputs.config, f"{kind}_token_id", f"{kind}_token_index")
     features_of = getattr(type(inputs.model), f"get_{kind}_features", None)
@@ -444,7 +444,7 @@ def without_data(
     return seen[-1]
 
 
-def find(model: torch.nn.Module, sizes: Sizes, place: str, dtype: torch.dtype) -> Found:
+def find(model: torch.nn.Module, sizes: BatchDimensions, place: str, dtype: torch.dtype) -> FoundBatch:
     """A batch that the model runs with, with labels if it takes them.
 
     Args:
@@ -459,7 +459,7 @@ def find(model: torch.nn.Module, sizes: Sizes, place: str, dtype: torch.dtype) -
     errors: list[str] = []
     for labels in (True, False):
         for layout in layouts(model):
-            inputs = Inputs(model, sizes, place, dtype, layout)
+            inputs = BatchInputs(model, sizes, place, dtype, layout)
             try:
                 batch = make_batch(inputs, labels=labels)
                 if not batch.keys() - {"labels", "return_loss"}:
@@ -471,12 +471,12 @@ def find(model: torch.nn.Module, sizes: Sizes, place: str, dtype: torch.dtype) -
                     tokens = inputs.length
                 tried = inputs.features and "image_sizes" not in batch  # the part that reads images has run
                 if "labels" in batch and (inputs.reads_only_text or tried):
-                    return Found(batch, layout, inputs.features, tokens, True)
+                    return FoundBatch(batch, layout, inputs.features, tokens, True)
                 has_loss = without_data(model, batch, _has_loss)
             except Exception as error:  # whatever an architecture raises, another layout may do
                 errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
                 continue
-            return Found(batch, layout, inputs.features, tokens, has_loss)
+            return FoundBatch(batch, layout, inputs.features, tokens, has_loss)
     raise NoBatch(errors[0])
 
 
@@ -495,9 +495,9 @@ def _has_loss(model: torch.nn.Module, batch: Any) -> bool:
 
 
 def make(
-    model: torch.nn.Module, found: Found, sizes: Sizes, place: str, dtype: torch.dtype
+    model: torch.nn.Module, found: FoundBatch, sizes: BatchDimensions, place: str, dtype: torch.dtype
 ) -> dict[str, Any]:
     """A batch like the one that was found, of another size."""
     sizes = replace(sizes, tokens=found.tokens or sizes.tokens)
-    inputs = Inputs(model, sizes, place, dtype, found.layout, found.features)
+    inputs = BatchInputs(model, sizes, place, dtype, found.layout, found.features)
     return make_batch(inputs, labels="labels" in found.batch)

@@ -25,7 +25,7 @@ _FOLDED = 30  # columns that the last column of a table keeps when it folds
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CommandResult:
     """What a command found.
 
     Attributes:
@@ -127,7 +127,7 @@ def number(title: str) -> Column:
     return Column(title, justify="right")
 
 
-class _Table(Table):
+class _ColumnTable(Table):
     """A table that may leave out columns.
 
     Attributes:
@@ -136,7 +136,7 @@ class _Table(Table):
 
     optional: Sequence[str] = ()
 
-    def without(self, title: str) -> _Table:
+    def without(self, title: str) -> _ColumnTable:
         """The same table without a column."""
         columns = [column for column in self.columns if column.header != title]
         rows = list(zip(*(map(str, column.cells) for column in columns), strict=True))
@@ -145,7 +145,7 @@ class _Table(Table):
 
 def table(
     columns: Sequence[Column | str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()
-) -> _Table:
+) -> _ColumnTable:
     """A table with a header.
 
     Args:
@@ -154,7 +154,7 @@ def table(
         optional: titles of the columns that are left out where the terminal is too narrow, the first one first.
     """
     fresh = (c.copy() if isinstance(c, Column) else c for c in columns)  # a rich column collects its cells
-    made = _Table(*fresh, box=None, pad_edge=False, safe_box=True)
+    made = _ColumnTable(*fresh, box=None, pad_edge=False, safe_box=True)
     made.optional = optional
     for row in rows:
         made.add_row(*row)
@@ -174,7 +174,7 @@ def _print_table(made: Table) -> list[str]:
     console = _console()
     left_out = []
     if made.show_header:
-        while not (fits := _fits(made, console)) and isinstance(made, _Table) and made.optional:
+        while not (fits := _fits(made, console)) and isinstance(made, _ColumnTable) and made.optional:
             left_out.append(made.optional[0])
             made = made.without(left_out[-1])
         for column in made.columns:

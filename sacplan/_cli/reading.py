@@ -10,7 +10,7 @@ import typer
 from sacplan._cli import show, sources
 from sacplan._cli.command import command
 from sacplan._cli.files import is_ours
-from sacplan._cli.output import Answer, table
+from sacplan._cli.output import CommandResult, table
 
 _File = Annotated[
     str, typer.Argument(metavar="FILE", help="A saved plan, or a saved profile.", show_default=False)
@@ -23,7 +23,7 @@ _Plan = Annotated[str, typer.Argument(metavar="PLAN", help="A saved plan.", show
     "A saved plan or profile, in words.",
     examples=["sacplan show plan.json", "sacplan show profile.json.gz", "sacplan show plan.json --json"],
 )
-def show_file(file: _File) -> Answer:
+def show_file(file: _File) -> CommandResult:
     """Say what a plan does, layer by layer: what is kept, recomputed and runs in slices; or what a profile holds.
 
     Layers that do the same are shown once.
@@ -43,7 +43,7 @@ def show_file(file: _File) -> Answer:
         plan = sources.saved_plan(file)
         facts = {"what": "plan", **show.plan_facts(plan), "layers": layer_facts(read_layers(plan))}
         sections = plan_sections(plan)
-    return Answer({"command": "show", **facts}, show.sections_shown(sections))
+    return CommandResult({"command": "show", **facts}, show.sections_shown(sections))
 
 
 @command(
@@ -51,7 +51,7 @@ def show_file(file: _File) -> Answer:
     "What two plans do otherwise.",
     examples=["sacplan diff plan.json plan-cpu.json", "sacplan diff plan.json plan-cpu.json --json"],
 )
-def diff(first: _Plan, second: _Plan) -> Answer:
+def diff(first: _Plan, second: _Plan) -> CommandResult:
     """Compare two plans: their figures, and by layer what one of them recomputes and the other does not.
 
     The exit code is 0 whether they differ or not.
@@ -61,7 +61,7 @@ def diff(first: _Plan, second: _Plan) -> Answer:
     found = difference(sources.saved_plan(first), sources.saved_plan(second))
     facts = {"command": "diff", "plans": [first, second], **difference_facts(found)}
     if found.equal:
-        return Answer(facts, ["the plans are equal"])
+        return CommandResult(facts, ["the plans are equal"])
     figures = table(["", first, second], [[label, *both] for label, both in found.figures.items()])
     shown = [figures, "", *show.sections_shown(difference_sections(found, (first, second)))]
-    return Answer(facts, shown if found.layers else [figures, "", "what they recompute is the same"])
+    return CommandResult(facts, shown if found.layers else [figures, "", "what they recompute is the same"])

@@ -14,7 +14,7 @@ from sacplan._cli.command import command
 from sacplan._cli.exits import TargetError, VerificationFailed, hinted
 from sacplan._cli.files import check_output
 from sacplan._cli.origin import save
-from sacplan._cli.output import Answer, stage
+from sacplan._cli.output import CommandResult, stage
 from sacplan._cli.targets import is_json_file, load_target, not_a_model
 from sacplan.errors import PlanMismatch, RecipeError
 
@@ -38,7 +38,7 @@ def profile(
     step: o.StepOptions,
     hf: o.HfOptions,
     force: o.Force = False,
-) -> Answer:
+) -> CommandResult:
     """Record one training step: its peak, its time, and everything that a plan is made from."""
     check_output(output, "profile", force=force)
     if is_json_file(target):
@@ -48,7 +48,9 @@ def profile(
         save(read.profile, output, read.origin)
     facts = {**show.target_facts(read.target, output), **show.profile_facts(read.profile)}
     shown = [show.profile_table(read.profile, facts.get("hf", {}))]
-    return Answer({"command": "profile", **facts}, shown, show.remarks(read.profile, "profile", output))
+    return CommandResult(
+        {"command": "profile", **facts}, shown, show.remarks(read.profile, "profile", output)
+    )
 
 
 @command(
@@ -80,7 +82,7 @@ def plan(
     step: o.StepOptions,
     hf: o.HfOptions,
     force: o.Force = False,
-) -> Answer:
+) -> CommandResult:
     """Choose what each module discards and recomputes, so that the whole step stays under a budget.
 
     Without one, that is the device's memory less a headroom.
@@ -136,7 +138,7 @@ def policy(
     step: o.StepOptions,
     hf: o.HfOptions,
     force: o.Force = False,
-) -> Answer:
+) -> CommandResult:
     """Make a plan as people do by hand: checkpoint every layer, every K-th one, some ops; or run the loss in slices."""
     import sacplan
 
@@ -156,7 +158,7 @@ def policy(
     return _plan_made("policy", made, read, output)
 
 
-def _plan_made(name: str, made: Plan, read: sources.Source, output: Path | None) -> Answer:
+def _plan_made(name: str, made: Plan, read: sources.Source, output: Path | None) -> CommandResult:
     """Saved, and shown."""
     save(made, output, read.origin)
     target = show.target_facts(read.target, output)
@@ -168,7 +170,7 @@ def _plan_made(name: str, made: Plan, read: sources.Source, output: Path | None)
         "assumptions": list(profile.assumptions),
     }
     shown = show.plan_tables(made, profile, target.get("hf", {}))
-    return Answer({"command": name, **facts}, shown, show.remarks(profile, "plan", output))
+    return CommandResult({"command": name, **facts}, shown, show.remarks(profile, "plan", output))
 
 
 @command(
@@ -188,7 +190,7 @@ def verify(
         o.Run, typer.Option(help="A fake step, which needs no hardware, or a real one here, measured.")
     ] = "fake",
     hf: o.PlannedHfOptions,
-) -> Answer:
+) -> CommandResult:
     """Run one step with a plan applied, and compare its peak with the plan and the budget.
 
     An hf: target is made as it was for the plan, whose file says how; options given here take precedence.
@@ -206,8 +208,8 @@ def verify(
     try:
         seen = sources.verified(loaded, plan, run)
     except (PlanMismatch, RecipeError) as error:
-        raise VerificationFailed(str(error), Answer({**facts, "verified": False}, ())) from error
-    answer = Answer(
+        raise VerificationFailed(str(error), CommandResult({**facts, "verified": False}, ())) from error
+    answer = CommandResult(
         {**facts, "verified": seen.within_budget, **asdict(seen)},
         [show.verification_table(seen, plan, loaded.facts)],
         show.assumed(seen.assumptions),

@@ -16,7 +16,7 @@ from sacplan._cli.command import command
 from sacplan._cli.exits import OutputError, TargetError
 from sacplan._cli.files import check_output
 from sacplan._cli.origin import Origin, save
-from sacplan._cli.output import Answer, note, number, pairs, stage, table, warn
+from sacplan._cli.output import CommandResult, note, number, pairs, stage, table, warn
 from sacplan._cli.targets import is_json_file, load_target, users_code
 from sacplan._program.writing import replacing
 from sacplan.errors import InfeasibleBudget
@@ -60,7 +60,7 @@ def frontier(
     step: o.StepOptions,
     hf: o.HfOptions,
     force: o.Force = False,
-) -> Answer:
+) -> CommandResult:
     """Plans of every solver at several budgets, and the policies that people use by hand."""
     check_output(output, "curve", force=force)
     allowed = sources.check_early(None, "best", technique)
@@ -82,7 +82,7 @@ def frontier(
     notes = show.saved("frontier", output)
     if profile.ranks.world_size > 1:
         notes.insert(0, f"all figures are those of {show.ranks_text(profile.ranks, profile.program)}")
-    return Answer(facts, [table(list(_FRONTIER.values()), cells, _FRONTIER_OPTIONAL)], notes)
+    return CommandResult(facts, [table(list(_FRONTIER.values()), cells, _FRONTIER_OPTIONAL)], notes)
 
 
 def _cell(column: str, value: Any) -> str:
@@ -138,7 +138,7 @@ def report(
     step: o.StepOptions,
     hf: o.PlannedHfOptions,
     force: o.Force = False,
-) -> Answer:
+) -> CommandResult:
     """Show what a plan does to a step: memory before and after, the frontier, chunks, and module by module.
 
     With a plan, a target is recorded as it was for the plan, whose file says how; options given here take precedence.
@@ -197,7 +197,7 @@ def report(
         "plan": plan and show.plan_facts(plan),
         "written": [str(path) for path in written],
     }
-    return Answer(facts, facts["written"])
+    return CommandResult(facts, facts["written"])
 
 
 def _plan_to_show(
@@ -273,7 +273,7 @@ def layouts(
     output: Annotated[Path | None, o.output("the plan of the fastest (.json)")] = None,
     hf: o.HfOptions,
     force: o.Force = False,
-) -> Answer:
+) -> CommandResult:
     """Peak and time of a step, per rank, on each mesh of a number of devices: data, sharded and tensor parallel.
 
     The batch is of all ranks together. By default an hf: target gets one sample for each of them. All rows are run by
@@ -327,7 +327,9 @@ def layouts(
     if found.devices > 1:
         said.append(("run by", RUN_BY))
     cells = [[_layout_cell(column, row) for column in _LAYOUTS] for row in rows]
-    return Answer(facts, [pairs(said), table(list(_LAYOUTS.values()), cells, _LAYOUTS_OPTIONAL)], notes)
+    return CommandResult(
+        facts, [pairs(said), table(list(_LAYOUTS.values()), cells, _LAYOUTS_OPTIONAL)], notes
+    )
 
 
 _LAYOUTS: dict[str, Column | str] = {
@@ -352,14 +354,14 @@ def _layout_cell(column: str, row: dict[str, Any]) -> str:
 
 
 @command("devices", "The devices that are known.", examples=["sacplan devices", "sacplan devices --json"])
-def devices() -> Answer:
+def devices() -> CommandResult:
     """The devices that can be planned for: memory, bandwidth, dense TFLOP/s by type, and where that is from."""
     import sacplan
 
     frame = sacplan.devices()
     rows = frame.astype(object).where(frame.notna(), None).reset_index().to_dict("records")
     cells = [[_figure(row[column]) for column in _DEVICES] for row in rows]
-    return Answer(
+    return CommandResult(
         {"command": "devices", "devices": rows}, [table(list(_DEVICES.values()), cells, _DEVICES_OPTIONAL)]
     )
 

@@ -139,13 +139,13 @@ def _overload(name: str) -> torch._ops.OpOverload | None:
 # Casts
 
 
-class _Local(threading.local):
+class _ThreadAutocast(threading.local):
     def __init__(self) -> None:
         self.entered: list[tuple[autocast, str, tuple[bool, torch.dtype]]] = []
         self.cache: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
-_local = _Local()
+_local = _ThreadAutocast()
 
 
 def _eligible(value: Any) -> bool:

@@ -180,7 +180,7 @@ class DeviceSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _DeviceRow:
     """One row of the table."""
 
     spec: DeviceSpec
@@ -189,7 +189,7 @@ class _Row:
     """What ``torch.cuda.get_device_name`` says: a regular expression, empty for none."""
 
 
-def _read_row(fields: Mapping[str, str]) -> _Row:
+def _read_row(fields: Mapping[str, str]) -> _DeviceRow:
     major_minor = fields["capability"].split(".")
     spec = DeviceSpec(
         name=fields["name"],
@@ -205,7 +205,7 @@ def _read_row(fields: Mapping[str, str]) -> _Row:
         ranks_per_node=int(fields["ranks_per_node"]),
         source=fields["source"],
     )
-    return _Row(spec, tuple(fields["aliases"].split()), fields["board"])
+    return _DeviceRow(spec, tuple(fields["aliases"].split()), fields["board"])
 
 
 def _links_of(name: str, kind: str) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def _links_of(name: str, kind: str) -> dict[str, Any]:
 
 
 @functools.cache
-def _table() -> dict[str, _Row]:
+def _table() -> dict[str, _DeviceRow]:
     """Rows of ``devices.csv``, by name."""
     lines = Path(__file__).with_name("devices.csv").read_text(encoding="utf-8").splitlines()
     rows = map(_read_row, csv.DictReader(line for line in lines if not line.startswith("#")))

@@ -39,7 +39,7 @@ from sacplan.errors import TraceError
 
 # Ops that allocate nothing but what they return, whatever their operands: not worth a run. Every other op runs once.
 # Elementwise ops and matrix products are told apart by their operands: see ``_worth_a_run``.
-# ``tests/test_op_temporaries.py`` runs what is not run here, over PyTorch's op database.
+# ``tests/device/test_op_temporaries.py`` runs what is not run here, over PyTorch's op database.
 _NOTHING_INSIDE = aten_names("""
     arange as_strided_copy bernoulli cat clone copy_ detach_copy empty_like expand_copy fill fill_ full full_like
     linspace native_dropout normal_ one_ ones ones_like permute_copy rand rand_like randint randn randn_like

@@ -14,11 +14,11 @@ class Pausable(Protocol):
     paused: bool
 
 
-class _Here(threading.local):
+class _ThreadRecorder(threading.local):
     recorder: Pausable | None = None
 
 
-here = _Here()
+here = _ThreadRecorder()
 """The recorder that is active on this thread."""
 
 

@@ -8,29 +8,28 @@ from __future__ import annotations
 
 from collections import Counter
 
-from sacplan._placing.evaluation import Choice, Evaluation
-from sacplan._placing.graph import Graph, PlacedCall
+from sacplan._placing.evaluation import ClassChoices, Evaluation
+from sacplan._placing.graph import PlacedCall, StrategyGraph
 from sacplan._program.elements import by_pattern, pattern_of
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase
-from sacplan._shard.choose import Choice as Ran
-from sacplan._shard.choose import choose
+from sacplan._shard.choose import CallSharding, choose
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import REPLICATED, Layout, format_layout
-from sacplan._shard.places import Place
+from sacplan._shard.placements import REPLICATED, Placements, format_layout
+from sacplan._shard.places import CallPattern
 from sacplan._shard.sharding import Sharding, cut_homes
 
 _Site = tuple[str, str, int]
-"""Module, op, occurrence, as in ``Place``."""
+"""Module, op, occurrence, as in ``CallPattern``."""
 
 
-def sharding_of(evaluation: Evaluation, choice: Choice) -> Sharding:
+def sharding_of(evaluation: Evaluation, choice: ClassChoices) -> Sharding:
     """What makes ops run as in a choice, as far as the forward pass decides it."""
     return Sharding.of(evaluation.mesh, homes_of(evaluation, choice), _Forward(evaluation, choice).places())
 
 
-def homes_of(evaluation: Evaluation, choice: Choice) -> dict[str, Layout]:
+def homes_of(evaluation: Evaluation, choice: ClassChoices) -> dict[str, Placements]:
     """Where parameters lie that are not replicated: see ``cut_homes``."""
-    homes: dict[str, Layout] = {}
+    homes: dict[str, Placements] = {}
     for c in evaluation.graph.classes:
         if c.is_parameter:
             home = tuple(s.outputs[0] for s in evaluation.strategies(choice, c.index))
@@ -41,19 +40,19 @@ def homes_of(evaluation: Evaluation, choice: Choice) -> dict[str, Layout]:
 class _Forward:
     """The forward pass, with the rule by which ops follow."""
 
-    def __init__(self, evaluation: Evaluation, choice: Choice) -> None:
+    def __init__(self, evaluation: Evaluation, choice: ClassChoices) -> None:
         self.evaluation = evaluation
         self.choice = choice
-        self.graph: Graph = evaluation.graph
+        self.graph: StrategyGraph = evaluation.graph
         self.mesh: Mesh = evaluation.mesh
-        self._whole: Layout = (REPLICATED,) * len(self.mesh.axes)
-        self._layouts: dict[int, Layout] = {}  # of tensors of the program
+        self._whole: Placements = (REPLICATED,) * len(self.mesh.axes)
+        self._layouts: dict[int, Placements] = {}  # of tensors of the program
         self._weights: set[int] = set()
-        self._wanted: dict[_Site, tuple[Layout, ...]] = {}
-        self._asked: dict[_Site, tuple[Layout, ...]] = {}
-        self._known: dict[object, Ran] = {}
+        self._wanted: dict[_Site, tuple[Placements, ...]] = {}
+        self._asked: dict[_Site, tuple[Placements, ...]] = {}
+        self._known: dict[object, CallSharding] = {}
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[CallPattern]:
         """Where the rule would do something else; for all equal layers at once where they want the same."""
         program = self.graph.program
         ran: Counter[tuple[int, str]] = Counter()
@@ -69,9 +68,9 @@ class _Forward:
             return pattern_of(unit), name, occurrence
 
         found = by_pattern(self._asked, self._wanted, pattern)
-        return [Place(*site, tuple(map(format_layout, inputs))) for site, inputs in found.items()]
+        return [CallPattern(*site, tuple(map(format_layout, inputs))) for site, inputs in found.items()]
 
-    def _layout(self, tensor: int) -> Layout:
+    def _layout(self, tensor: int) -> Placements:
         if tensor not in self._layouts:
             storage = self.graph.program.tensors[tensor].storage
             home = self.graph.homes.get(storage)
@@ -104,10 +103,10 @@ class _Forward:
     def _chosen(
         self,
         call: PlacedCall,
-        have: tuple[Layout, ...],
+        have: tuple[Placements, ...],
         weights: tuple[bool, ...],
-        asked: tuple[Layout, ...] | None,
-    ) -> Ran:
+        asked: tuple[Placements, ...] | None,
+    ) -> CallSharding:
         key = (id(call), have, weights, asked)
         if key not in self._known:
             assert call.call is not None  # what has none is not taken apart, and asks for whole inputs

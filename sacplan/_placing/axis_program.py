@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sacplan._placing.evaluation import Choice, Evaluation, Figures, half_of
-from sacplan._placing.graph import GRADIENT, Flow, OpClass, User
-from sacplan._shard.placements import Layout
+from sacplan._placing.evaluation import ClassChoices, Evaluation, Figures, half_of
+from sacplan._placing.graph import GRADIENT, OpClass, User, ValueUse
+from sacplan._shard.placements import Placements
 from sacplan._shard.strategies import AxisStrategy
 from sacplan._solve.milp import Milp
 from sacplan._solve.mip import LinearProgram, LinearSolution
@@ -51,7 +51,7 @@ class Solved:
         bound: below which no choice for this axis is: milliseconds, or bytes of the peak; None where none is known.
     """
 
-    choice: Choice
+    choice: ClassChoices
     figures: Figures
     optimal: bool
     bound: float | None
@@ -76,7 +76,7 @@ class AxisProgram:
     def __init__(
         self,
         evaluation: Evaluation,
-        choice: Choice,
+        choice: ClassChoices,
         axis: int,
         options: Milp,
         only: Sequence[frozenset[int]] | None = None,
@@ -91,7 +91,7 @@ class AxisProgram:
         self._choice = [list(picks) for picks in choice]
         self._rows: list[int] = []  # moments
         self._known: dict[tuple[float, bool], tuple[Solved | None, bool, bool]] = {}
-        self._relaxed: tuple[_Encoding, LinearSolution] | None = None  # the fastest without any row
+        self._relaxed: tuple[_AxisProgram, LinearSolution] | None = None  # the fastest without any row
         self._excess: dict[int, float] = {}  # by which a row is tightened where a tolerance hid something
         self._only = only
         self._valid = [self._strategies_of(c) for c in range(len(self.graph.classes))]
@@ -164,16 +164,16 @@ class AxisProgram:
             self.limited = True
         return best
 
-    def _solved(self, limit: float, work: int, *, smallest: bool) -> tuple[_Encoding, LinearSolution]:
+    def _solved(self, limit: float, work: int, *, smallest: bool) -> tuple[_AxisProgram, LinearSolution]:
         if self._rows or smallest:
-            encoding = _Encoding(self, limit, smallest=smallest)
+            encoding = _AxisProgram(self, limit, smallest=smallest)
             return encoding, encoding.solve(work)
         if self._relaxed is None:
-            encoding = _Encoding(self, math.inf, smallest=False)
+            encoding = _AxisProgram(self, math.inf, smallest=False)
             self._relaxed = encoding, encoding.solve(work)
         return self._relaxed
 
-    def _refine(self, choice: Choice, limit: float) -> bool:
+    def _refine(self, choice: ClassChoices, limit: float) -> bool:
         """Make rows of the moments at which most is alive, one of each third of the step."""
         live = self.evaluation.live(choice)
         n = len(live)
@@ -194,7 +194,7 @@ class AxisProgram:
         return found
 
     def _read(
-        self, encoding: _Encoding, found: LinearSolution, bound: float | None, *, smallest: bool
+        self, encoding: _AxisProgram, found: LinearSolution, bound: float | None, *, smallest: bool
     ) -> Solved:
         choice = [list(picks) for picks in self._choice]
         for c, variables in enumerate(encoding.x):
@@ -205,10 +205,10 @@ class AxisProgram:
     @property
     def variables(self) -> int:
         """Of the program without a limit."""
-        return _Encoding(self, math.inf, smallest=False).size[0]
+        return _AxisProgram(self, math.inf, smallest=False).size[0]
 
 
-class _Encoding:
+class _AxisProgram:
     """The program, with the rows there are so far."""
 
     def __init__(self, program: AxisProgram, limit: float, *, smallest: bool) -> None:
@@ -221,8 +221,8 @@ class _Encoding:
         self._n = [0, 0, 0]
         self.constant = self.graph.rest_ms
         self.x: list[dict[int, int]] = []
-        self._edges: dict[Flow, dict[tuple[Layout, Layout], int]] = {}
-        self._copied: dict[tuple[Flow, User], int] = {}
+        self._edges: dict[ValueUse, dict[tuple[Placements, Placements], int]] = {}
+        self._copied: dict[tuple[ValueUse, User], int] = {}
         self._strategies = [{k: program._with(c, k) for k in valid} for c, valid in enumerate(program._valid)]
         self._exposed = [self._variable(cost=self._cost(1.0), upper=None) for _ in range(2)]
         self._beside: list[Terms] = [{x: -1.0} for x in self._exposed]
@@ -293,18 +293,18 @@ class _Encoding:
             self._row(dict.fromkeys(own.values(), 1.0), 1.0, 1.0)
             self.x.append(own)
 
-    def _makers(self, value: int) -> dict[Layout, list[int]]:
+    def _makers(self, value: int) -> dict[Placements, list[int]]:
         """By layout of a value, the strategies of its producer that leave it so."""
         base = self.graph.values[value]
-        found: dict[Layout, list[int]] = defaultdict(list)
+        found: dict[Placements, list[int]] = defaultdict(list)
         for k, x in self.x[base.producer].items():
             outputs = [s.outputs[base.output] for s in self._strategies[base.producer][k]]
             found[self.evaluation.followed(value, outputs)].append(x)
         return found
 
-    def _wanted(self, flow: Flow, user: User) -> dict[Layout, list[int]]:
+    def _wanted(self, flow: ValueUse, user: User) -> dict[Placements, list[int]]:
         """By layout of an argument, the strategies of its user that want it so."""
-        found: dict[Layout, list[int]] = defaultdict(list)
+        found: dict[Placements, list[int]] = defaultdict(list)
         for k, x in self.x[user.user].items():
             found[self.evaluation.target(self._strategies[user.user][k], flow, user.position)].append(x)
         return found
@@ -332,7 +332,7 @@ class _Encoding:
 
     # --- flows ---------------------------------------------------------------------------------------
 
-    def _flow(self, flow: Flow, count: int) -> None:
+    def _flow(self, flow: ValueUse, count: int) -> None:
         made = self._makers(flow.value)
         wanted = {user: self._wanted(flow, user) for user in sorted(flow.users)}
         targets = dict.fromkeys(q for by_layout in wanted.values() for q in by_layout)
@@ -358,16 +358,16 @@ class _Encoding:
                 for q, xs in by_layout.items():  # what is written in place must be there
                     self._row({**dict.fromkeys(xs, 1.0), **dict.fromkeys(made.get(q, []), -1.0)}, None, 0.0)
 
-    def _is_summand(self, source: Layout, target: Layout) -> bool:
+    def _is_summand(self, source: Placements, target: Placements) -> bool:
         """Whether something whole would become one summand on a rank, and nothing on the others."""
         axis = self.program.axis
         return target[axis].is_partial and not source[axis].is_partial
 
     def _transport(
         self,
-        made: Mapping[Layout, list[int]],
-        wanted: Mapping[Layout, list[int]],
-        edges: Mapping[tuple[Layout, Layout], int],
+        made: Mapping[Placements, list[int]],
+        wanted: Mapping[Placements, list[int]],
+        edges: Mapping[tuple[Placements, Placements], int],
     ) -> None:
         for p, xs in made.items():
             terms: Terms = dict.fromkeys(xs, -1.0)
@@ -380,9 +380,9 @@ class _Encoding:
 
     def _shared(
         self,
-        made: Mapping[Layout, list[int]],
-        wanted: Mapping[User, Mapping[Layout, list[int]]],
-        edges: Mapping[tuple[Layout, Layout], int],
+        made: Mapping[Placements, list[int]],
+        wanted: Mapping[User, Mapping[Placements, list[int]]],
+        edges: Mapping[tuple[Placements, Placements], int],
     ) -> None:
         for by_layout in wanted.values():
             for q, xs in by_layout.items():
@@ -457,7 +457,7 @@ class _Encoding:
                     if p != q:
                         terms[edge] += evaluation.n_bytes(flow.value) * evaluation.share(p)
 
-    def _add_copy(self, flow: Flow, user: User, terms: Terms) -> None:
+    def _add_copy(self, flow: ValueUse, user: User, terms: Terms) -> None:
         evaluation, n_bytes = self.evaluation, self.evaluation.n_bytes(flow.value)
         if len(flow.users) == 1:
             for (p, q), edge in self._edges[flow].items():

@@ -14,8 +14,8 @@ from math import prod
 from sacplan._program.elements import pattern_of
 from sacplan._program.program import ROOT_SCOPE, Phase, Program, StorageKind
 from sacplan._ranks.shards import Parameter
-from sacplan._shard.placements import REPLICATED, Layout, cut, fits, format_layout
-from sacplan._shard.places import Place
+from sacplan._shard.placements import REPLICATED, Placements, cut, fits, format_layout
+from sacplan._shard.places import CallPattern
 from sacplan._shard.sharding import Sharding, cut_homes
 from sacplan._torch.ops import is_computation
 from sacplan.errors import PlanError
@@ -57,7 +57,7 @@ def _cut_homes(sharding: Sharding, at: int, parameters: Sequence[Parameter]) -> 
     """Every parameter is cut along the first dimension that the ranks of the axis divide."""
     mesh = sharding.mesh
     here = sharding.layouts([(p.name, p.shape) for p in parameters])
-    homes: dict[str, Layout] = {}
+    homes: dict[str, Placements] = {}
     for p in parameters:
         layout = here.get(p.name, (REPLICATED,) * len(mesh.axes))
         options = []
@@ -73,7 +73,7 @@ def _entries(program: Program, rows: int) -> dict[tuple[str, str, int], list[int
     """The ops that take parameters and, for the first time, the batch: which of their inputs to cut.
 
     Returns:
-        By unit, op and occurrence, as ``Place`` has them.
+        By unit, op and occurrence, as ``CallPattern`` has them.
     """
     batch = {s for s in program.initial if program.storage_kinds[s] not in _WHOLE}
     placed = {s for s in program.initial if program.storage_kinds[s] == StorageKind.PARAMETER}
@@ -110,7 +110,7 @@ def _entries(program: Program, rows: int) -> dict[tuple[str, str, int], list[int
 
 def _with_entries(
     sharding: Sharding, at: int, entries: Mapping[tuple[str, str, int], list[int]], rows: int
-) -> tuple[Place, ...]:
+) -> tuple[CallPattern, ...]:
     """Places that also cut inputs on an axis, within what other axes have cut."""
     mesh = sharding.mesh
     found = {(p.unit, p.op, p.occurrence): list(p.inputs) for p in sharding.places}
@@ -128,4 +128,4 @@ def _with_entries(
                 )
             words[at] = str(cut(0, outer))
             inputs[i] = ",".join(words)
-    return tuple(Place(*key, tuple(inputs)) for key, inputs in found.items())
+    return tuple(CallPattern(*key, tuple(inputs)) for key, inputs in found.items())

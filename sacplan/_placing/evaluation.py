@@ -16,16 +16,16 @@ import numpy as np
 import torch
 
 from sacplan._device.cost import CostModel
-from sacplan._placing.graph import GRADIENT, Flow, Graph
+from sacplan._placing.graph import GRADIENT, StrategyGraph, ValueUse
 from sacplan._placing.options import AxisOptions, written
 from sacplan._program.program import Phase
 from sacplan._shard.costs import Costs, after
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import REPLICATED, Layout, fits, local_shape
+from sacplan._shard.placements import REPLICATED, Placements, fits, local_shape
 from sacplan._shard.strategies import AxisStrategy
 from sacplan._torch.calls import Call
 
-Choice: TypeAlias = list[list[int]]
+ClassChoices: TypeAlias = list[list[int]]
 """By axis and class, which of its strategies."""
 
 
@@ -58,16 +58,16 @@ class Evaluation:
         options: by axis, the strategies of the classes.
     """
 
-    def __init__(self, graph: Graph, costs: Costs, options: Sequence[AxisOptions]) -> None:
+    def __init__(self, graph: StrategyGraph, costs: Costs, options: Sequence[AxisOptions]) -> None:
         self.graph = graph
         self.costs = costs
         self.mesh: Mesh = costs.mesh
         self.options = tuple(options)
         self._model = CostModel(costs.spec)
         self._class_ms = [sum(graph.program.ops[i].time_ms for i in c.ops) for c in graph.classes]
-        self._computed: dict[tuple[int, tuple[Layout, ...], tuple[Layout, ...]], float] = {}
-        self._moved: dict[tuple[int, Layout, Layout], float] = {}
-        self._copied: dict[tuple[int, Layout, Layout], float] = {}
+        self._computed: dict[tuple[int, tuple[Placements, ...], tuple[Placements, ...]], float] = {}
+        self._moved: dict[tuple[int, Placements, Placements], float] = {}
+        self._copied: dict[tuple[int, Placements, Placements], float] = {}
         self._written = [() if c.call is None else written(c.call) for c in graph.classes]
         holds = graph.holds
         self._values = np.array([-1 if h.value is None else h.value for h in holds], dtype=np.int64)
@@ -77,22 +77,22 @@ class Evaluation:
 
     # --- layouts -------------------------------------------------------------------------------------
 
-    def replicated(self) -> Choice:
+    def replicated(self) -> ClassChoices:
         """Every rank does everything."""
         return [[0] * len(self.graph.classes) for _ in self.options]
 
-    def strategies(self, choice: Choice, c: int) -> tuple[AxisStrategy, ...]:
+    def strategies(self, choice: ClassChoices, c: int) -> tuple[AxisStrategy, ...]:
         """Of a class, by axis."""
         return tuple(o.strategies[c][picks[c]] for o, picks in zip(self.options, choice, strict=True))
 
-    def layout(self, choice: Choice, value: int) -> Layout:
+    def layout(self, choice: ClassChoices, value: int) -> Placements:
         """Where a value lies."""
         found = self.graph.values[value]
         return self.followed(
             value, [s.outputs[found.output] for s in self.strategies(choice, found.producer)]
         )
 
-    def followed(self, value: int, base: Sequence[object]) -> Layout:
+    def followed(self, value: int, base: Sequence[object]) -> Placements:
         """Where a value lies if what it follows lies so on each axis."""
         found = []
         for options, placement in zip(self.options, base, strict=True):
@@ -118,7 +118,7 @@ class Evaluation:
         t = self.graph.calls[found.call].outputs[found.result]
         return tuple(t.shape), t.dtype
 
-    def share(self, layout: Layout) -> float:
+    def share(self, layout: Placements) -> float:
         """Of a tensor, how much a rank has."""
         return 1 / math.prod(n for p, n in zip(layout, self.mesh.ranks, strict=True) if p.is_cut)
 
@@ -161,7 +161,7 @@ class Evaluation:
             self._computed[key] = self._class_ms[c] * self._part(c, inputs, outputs)
         return self._computed[key] + self._reduced_ms(c, strategies)
 
-    def _part(self, c: int, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> float:
+    def _part(self, c: int, inputs: Sequence[Placements], outputs: Sequence[Placements]) -> float:
         """How long a call of local tensors takes, over that of whole ones."""
         call = self.graph.classes[c].call
         assert call is not None
@@ -180,7 +180,7 @@ class Evaluation:
         _, ms = self._model.cost(call.func, call.args, call.kwargs, call.returned)
         return ms
 
-    def _local(self, t: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def _local(self, t: torch.Tensor, layout: Placements) -> torch.Tensor:
         if all(p.kind != "S" for p in layout):
             return t
         return t.new_empty_strided(local_shape(t.shape, layout, self.mesh.ranks), t.stride())
@@ -194,7 +194,7 @@ class Evaluation:
             if strategy.inside_bytes
         )
 
-    def moved_ms(self, value: int, source: Layout, target: Layout) -> float:
+    def moved_ms(self, value: int, source: Placements, target: Placements) -> float:
         """What moving a value once takes."""
         if source == target:
             return 0.0
@@ -205,7 +205,7 @@ class Evaluation:
             )
         return self._moved[key]
 
-    def copied_ms(self, value: int, source: Layout, target: Layout) -> float:
+    def copied_ms(self, value: int, source: Placements, target: Placements) -> float:
         """What ranks copy themselves when a value is moved: parts lie one after the other, inner cuts do not."""
         key = (value, source, target)
         if key not in self._copied:
@@ -222,13 +222,13 @@ class Evaluation:
             self._copied[key] = ms
         return self._copied[key]
 
-    def target(self, strategies: Sequence[AxisStrategy], flow: Flow, position: int) -> Layout:
+    def target(self, strategies: Sequence[AxisStrategy], flow: ValueUse, position: int) -> Placements:
         """Where a user wants an argument; a gradient, at its parameter's home."""
         if flow.phase == GRADIENT:
             return tuple(s.outputs[0] for s in strategies)
         return tuple(s.inputs[position] for s in strategies)
 
-    def ms(self, choice: Choice) -> float:
+    def ms(self, choice: ClassChoices) -> float:
         """Time of a step on one rank.
 
         What may run beside computation counts where there is not enough of it in its half of the step.
@@ -261,7 +261,7 @@ class Evaluation:
         unit = max(1, self.costs.spec.allocation_round_bytes)
         return np.ceil(n_bytes / unit) * unit
 
-    def temporary_bytes(self, choice: Choice, c: int, inputs: Sequence[int | None]) -> float:
+    def temporary_bytes(self, choice: ClassChoices, c: int, inputs: Sequence[int | None]) -> float:
         """Copies of arguments that are moved for an op, alive while it runs."""
         strategies = self.strategies(choice, c)
         copies = {}
@@ -272,7 +272,7 @@ class Evaluation:
                     copies[v, target] = self.n_bytes(v) * self.share(target)
         return sum(copies.values())
 
-    def live(self, choice: Choice) -> np.ndarray:
+    def live(self, choice: ClassChoices) -> np.ndarray:
         """By moment, the bytes alive on one rank."""
         graph = self.graph
         shares = np.array([self.share(self.layout(choice, v)) for v in range(len(graph.values))] + [1.0])
@@ -290,13 +290,13 @@ class Evaluation:
                 live[move.moment] += self.n_bytes(move.value) * self.share(source)
         return live
 
-    def figures(self, choice: Choice) -> Figures:
+    def figures(self, choice: ClassChoices) -> Figures:
         """Time and peak."""
         live = self.live(choice)
         moment = int(live.argmax()) if len(live) else -1
         return Figures(self.ms(choice), round(live[moment]) if len(live) else 0, moment)
 
-    def is_possible(self, choice: Choice) -> bool:
+    def is_possible(self, choice: ClassChoices) -> bool:
         """Whether all cuts go together, nothing moves that is written in place, and what must follow does."""
         for c, subject in enumerate(self.graph.classes):
             strategies = self.strategies(choice, c)
@@ -312,11 +312,11 @@ class Evaluation:
         return math.isfinite(self.ms(choice))
 
     @property
-    def _whole(self) -> Layout:
+    def _whole(self) -> Placements:
         return (REPLICATED,) * len(self.mesh.axes)
 
     @staticmethod
-    def _follows(have: Sequence[Layout], want: Sequence[Layout]) -> bool:
+    def _follows(have: Sequence[Placements], want: Sequence[Placements]) -> bool:
         """Whether on each axis something that shall be cut is cut already, and summands are summands."""
         for here, there in zip(zip(*have, strict=True), zip(*want, strict=True), strict=True):
             if any(t.is_partial and not h.is_partial for h, t in zip(here, there, strict=True)):

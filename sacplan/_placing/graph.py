@@ -139,7 +139,7 @@ class OpClass:
         return self.name if self.is_parameter else f"{self.unit}:{self.name}"
 
 
-class Value(NamedTuple):
+class StrategyValue(NamedTuple):
     """A tensor of each of the equal layers.
 
     Attributes:
@@ -164,7 +164,7 @@ class User(NamedTuple):
     position: int
 
 
-class Flow(NamedTuple):
+class ValueUse(NamedTuple):
     """What a value is used for in one phase: it is moved at most once to each layout in which it is wanted."""
 
     value: int
@@ -201,7 +201,7 @@ class GradientMove(NamedTuple):
     moment: int
 
 
-class Graph:
+class StrategyGraph:
     """See above.
 
     Args:
@@ -209,7 +209,7 @@ class Graph:
         parameters: of the model.
 
     Attributes:
-        classes, values, calls: see their types; ``Value.call`` indexes calls.
+        classes, values, calls: see their types; ``StrategyValue.call`` indexes calls.
         flows: how often each is in the step.
         holds: what is alive when.
         gradient_moves: where gradients go home.
@@ -227,7 +227,7 @@ class Graph:
         self.program = program
         self.parameters = tuple(parameters)
         self.classes: list[OpClass] = []
-        self.values: list[Value] = []
+        self.values: list[StrategyValue] = []
         self.calls: list[PlacedCall] = []
         self.homes: dict[int, int] = {}
         self.optimizer_ms: dict[int, float] = defaultdict(float)
@@ -236,7 +236,7 @@ class Graph:
         self.class_of: dict[int, int] = {}
         self.call_of: dict[int, int] = {}
         self._class_of: dict[Hashable, int] = {}
-        self._value_of: dict[Value, int] = {}
+        self._value_of: dict[StrategyValue, int] = {}
         self._call_of: dict[Hashable, int] = {}
         self._tensor_value: dict[int, int] = {}  # tensors of the program
         self._storage_value: dict[int, list[tuple[int, int]]] = defaultdict(
@@ -263,7 +263,7 @@ class Graph:
             self.classes.append(OpClass(len(self.classes), **fields))
         return self.classes[self._class_of[key]]
 
-    def _value(self, value: Value) -> int:
+    def _value(self, value: StrategyValue) -> int:
         if value not in self._value_of:
             self._value_of[value] = len(self.values)
             self.values.append(value)
@@ -298,11 +298,11 @@ class Graph:
             )
             found.parameters.append(p)
             self.homes[p.storage] = found.index
-            self._storage_value[p.storage].append((-1, self._value(Value(found.index, 0))))
+            self._storage_value[p.storage].append((-1, self._value(StrategyValue(found.index, 0))))
 
     def home(self, storage: int) -> int:
         """The value that a parameter is."""
-        return self._value(Value(self.homes[storage], 0))
+        return self._value(StrategyValue(self.homes[storage], 0))
 
     def value_of(self, tensor: int) -> int | None:
         """The value of a tensor of the program so far."""
@@ -350,7 +350,7 @@ class Graph:
         for i, t in enumerate(op.outputs):
             if t not in self._tensor_value:  # else a view of a view that is there already, or the same again
                 base = self.values[parent]
-                self._define(t, Value(base.producer, base.output, parent, call, i), op, moment)
+                self._define(t, StrategyValue(base.producer, base.output, parent, call, i), op, moment)
 
     def _add_op(self, arg: int, op: Op, inputs: tuple[int | None, ...], moment: int, site: Hashable) -> None:
         self.call_of[arg] = call = self._call(op, inputs)
@@ -375,9 +375,9 @@ class Graph:
             if v is not None:
                 self._uses[op.inputs[i], int(op.phase)].add(User(found.index, i))
         for i, t in enumerate(op.outputs):
-            self._define(t, Value(found.index, i), op, moment)
+            self._define(t, StrategyValue(found.index, i), op, moment)
 
-    def _define(self, tensor: int, value: Value, op: Op, moment: int) -> None:
+    def _define(self, tensor: int, value: StrategyValue, op: Op, moment: int) -> None:
         self._tensor_value[tensor] = index = self._value(value)
         storage = self.program.tensors[tensor].storage
         if (storage in op.writes or storage in op.mutates) and storage not in self.homes:
@@ -396,7 +396,7 @@ class Graph:
                 classes.add(c.index)
         return frozenset(v for v, value in enumerate(self.values) if value.producer in classes)
 
-    def is_hidden(self, flow: Flow) -> bool:
+    def is_hidden(self, flow: ValueUse) -> bool:
         """Whether moving it may run beside computation.
 
         Parameters are gathered ahead, and gradients reduced behind. There is nothing to do so for what is gathered
@@ -407,7 +407,7 @@ class Graph:
         return self.flows[flow] > 1 or flow not in self._exposed
 
     @cached_property
-    def _exposed(self) -> frozenset[Flow]:
+    def _exposed(self) -> frozenset[ValueUse]:
         """The flows of the parameter that is used first, and of the gradients that go home last."""
         first = {c: moments[0] for (c, _), moments in reversed(self.at.items())}
         used = {
@@ -475,11 +475,11 @@ class Graph:
 
     # --- flows ---------------------------------------------------------------------------------------
 
-    def _flows(self) -> Mapping[Flow, int]:
-        found: Counter[Flow] = Counter()
+    def _flows(self) -> Mapping[ValueUse, int]:
+        found: Counter[ValueUse] = Counter()
         for (tensor, phase), users in self._uses.items():
             value = self._tensor_value[tensor]
-            found[Flow(value, phase, frozenset(users))] += 1
+            found[ValueUse(value, phase, frozenset(users))] += 1
         return found
 
     # --- memory --------------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from sacplan._placing.graph import _SHAPED_LIKE, Graph, OpClass, PlacedCall
+from sacplan._placing.graph import _SHAPED_LIKE, OpClass, PlacedCall, StrategyGraph
 from sacplan._shard.placements import REPLICATED, Placement, cut
 from sacplan._shard.strategies import AxisStrategy, axis_strategies
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class StrategyOffer:
     """A strategy that a class could take.
 
     Attributes:
@@ -38,10 +38,10 @@ class Offer:
     nested: tuple[int, ...] = ()
 
 
-Allowed: TypeAlias = Callable[[Offer], bool]
+Allowed: TypeAlias = Callable[[StrategyOffer], bool]
 
 
-def everything(offer: Offer) -> bool:
+def everything(offer: StrategyOffer) -> bool:
     """No restriction."""
     return True
 
@@ -62,7 +62,12 @@ class AxisOptions:
     """
 
     def __init__(
-        self, graph: Graph, axis: str, ranks: int, nested: Collection[int] = (), allowed: Allowed = everything
+        self,
+        graph: StrategyGraph,
+        axis: str,
+        ranks: int,
+        nested: Collection[int] = (),
+        allowed: Allowed = everything,
     ) -> None:
         self.graph = graph
         self.axis = axis
@@ -111,7 +116,7 @@ class AxisOptions:
     def subset(self, allowed: Allowed) -> list[frozenset[int]]:
         """By class, the strategies that are also offered under a further restriction."""
 
-        def both(offer: Offer) -> bool:
+        def both(offer: StrategyOffer) -> bool:
             return self._allowed(offer) and allowed(offer)
 
         fewer = AxisOptions(self.graph, self.axis, self.ranks, self.nested, both)
@@ -143,7 +148,7 @@ class AxisOptions:
         offered = self._homes(subject) if subject.is_parameter else self._runs(subject, made)
         found: dict[Any, AxisStrategy] = {}
         for i, s in enumerate(offered):
-            offer = Offer(self.axis, subject, s, sets, weights, self.nested)
+            offer = StrategyOffer(self.axis, subject, s, sets, weights, self.nested)
             always = i == 0 and not subject.is_parameter
             if always or (self._can_be_followed(subject, s) and self._allowed(offer)):
                 found.setdefault(placed(subject, s), s)

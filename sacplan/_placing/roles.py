@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sacplan._placing.options import Allowed, Offer
+from sacplan._placing.options import Allowed, StrategyOffer
 
 
-def _is_new(offer: Offer, cuts: Sequence[int]) -> bool:
+def _is_new(offer: StrategyOffer, cuts: Sequence[int]) -> bool:
     """Whether none of these arguments is cut as its producers may have left it."""
     made, inputs = offer.made, offer.strategy.inputs
     return not any((known := made[i]) is not None and inputs[i] in known for i in cuts)
 
 
-def data_parallel(offer: Offer) -> bool:
+def data_parallel(offer: StrategyOffer) -> bool:
     """Data parallelism; where parameters are at home is free."""
     if offer.subject.is_parameter:
         return True
@@ -31,21 +31,21 @@ def data_parallel(offer: Offer) -> bool:
     return not cuts or comes_in or not _is_new(offer, cuts)
 
 
-def replicas(offer: Offer) -> bool:
+def replicas(offer: StrategyOffer) -> bool:
     """``ddp``: data parallelism with whole parameters."""
     if offer.subject.is_parameter:
         return not offer.strategy.outputs[0].is_cut
     return data_parallel(offer)
 
 
-def fully_sharded(offer: Offer) -> bool:
+def fully_sharded(offer: StrategyOffer) -> bool:
     """``fsdp``: data parallelism with parameters cut along their first dimension where that is possible."""
     if offer.subject.is_parameter:
         return offer.strategy.outputs[0].is_cut and offer.strategy.outputs[0].dim == 0
     return data_parallel(offer)
 
 
-def tensor_parallel(offer: Offer) -> bool:
+def tensor_parallel(offer: StrategyOffer) -> bool:
     """Parameters are cut, and what is computed with them; batch and sequence are whole: Megatron."""
     if offer.subject.is_parameter:
         return True
@@ -56,7 +56,7 @@ def tensor_parallel(offer: Offer) -> bool:
     return not cuts or any(offer.weights[i] for i in cuts)
 
 
-def megatron(offer: Offer) -> bool:
+def megatron(offer: StrategyOffer) -> bool:
     """Tensor parallelism in which all matrices are cut that can be."""
     if offer.subject.is_parameter and len(offer.subject.shapes[0]) > 1:
         return offer.strategy.outputs[0].is_cut

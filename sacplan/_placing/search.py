@@ -15,8 +15,8 @@ from functools import cached_property
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._placing.axis_program import SOLVER, AxisProgram, Solved
-from sacplan._placing.evaluation import Choice, Evaluation, Figures
-from sacplan._placing.graph import Graph
+from sacplan._placing.evaluation import ClassChoices, Evaluation, Figures
+from sacplan._placing.graph import StrategyGraph
 from sacplan._placing.options import Allowed, AxisOptions, everything
 from sacplan._placing.roles import ROLES
 from sacplan._program.program import Program
@@ -38,7 +38,7 @@ _MOST_STARTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ShardingSolution:
     """A choice for all axes.
 
     Attributes:
@@ -49,14 +49,14 @@ class Found:
         limited: whether a limit of work ended a solve on the way.
     """
 
-    choice: Choice
+    choice: ClassChoices
     figures: Figures
     status: str
     bound_ms: float | None = None
     limited: bool = False
 
 
-class Search:
+class ShardingSearch:
     """Strategies for a step on a mesh.
 
     Args:
@@ -82,12 +82,14 @@ class Search:
     ) -> None:
         self.mesh = mesh
         self.options = options
-        self.graph = program.derived(("placing", tuple(parameters)), lambda: Graph(program, parameters))
+        self.graph = program.derived(
+            ("placing", tuple(parameters)), lambda: StrategyGraph(program, parameters)
+        )
         axes = [self._axis(axis, allowed or {}) for axis in range(len(mesh.axes))]
         self.evaluation = Evaluation(self.graph, Costs.of(mesh, spec), axes)
         self._programs: dict[tuple[int, str, str], AxisProgram] = {}
         self._subsets: dict[tuple[int, str], list[frozenset[int]]] = {}
-        self._known: dict[float, Found | None] = {}
+        self._known: dict[float, ShardingSolution | None] = {}
         self._first: dict[tuple[tuple[str, ...], float], Solved | None] = {}
         self._ended: set[float] = set()
         """Limits for which a solve with roles was ended by its limit of work."""
@@ -100,7 +102,7 @@ class Search:
 
     # --- one turn ------------------------------------------------------------------------------------
 
-    def _program(self, choice: Choice, axis: int, role: str = "") -> AxisProgram:
+    def _program(self, choice: ClassChoices, axis: int, role: str = "") -> AxisProgram:
         only = None
         if role:
             if (axis, role) not in self._subsets:
@@ -111,7 +113,7 @@ class Search:
             self._programs[key] = AxisProgram(self.evaluation, choice, axis, self.options, only)
         return self._programs[key]
 
-    def in_roles(self, roles: Sequence[str], limit: float = math.inf) -> Found | None:
+    def in_roles(self, roles: Sequence[str], limit: float = math.inf) -> ShardingSolution | None:
         """The fastest choice with a role for each axis whose peak is at most ``limit`` bytes; None if none was found.
 
         Each axis in its turn, the slowest first. Those that still are to come are counted as if they cut everything.
@@ -119,7 +121,7 @@ class Search:
         solved = self._in_roles(tuple(roles), limit)
         if solved is None or solved.figures.peak_bytes > limit:
             return None
-        return Found(solved.choice, solved.figures, "feasible")
+        return ShardingSolution(solved.choice, solved.figures, "feasible")
 
     def _in_roles(self, roles: tuple[str, ...], limit: float) -> Solved | None:
         if (roles, limit) not in self._first:
@@ -137,7 +139,7 @@ class Search:
         return self._first[roles, limit]
 
     @cached_property
-    def starts(self) -> Mapping[tuple[str, ...], Found]:
+    def starts(self) -> Mapping[tuple[str, ...], ShardingSolution]:
         """What is found with roles for all axes, without a limit."""
         axes = len(self.mesh.axes)
         all_roles = itertools.islice(itertools.product(_STARTS, repeat=axes), _MOST_STARTS)
@@ -146,7 +148,7 @@ class Search:
 
     # --- turns ---------------------------------------------------------------------------------------
 
-    def cheapest(self, limit: float = math.inf) -> Found | None:
+    def cheapest(self, limit: float = math.inf) -> ShardingSolution | None:
         """The fastest choice found whose peak on a rank is at most ``limit`` bytes; None if none was found."""
         if math.inf not in self._known:
             self._known[math.inf] = self._cheapest(math.inf)
@@ -157,7 +159,7 @@ class Search:
             self._known[limit] = self._cheapest(limit)
         return self._known[limit]
 
-    def _cheapest(self, limit: float) -> Found | None:
+    def _cheapest(self, limit: float) -> ShardingSolution | None:
         if len(self.mesh.axes) == 1:
             return self._on_one_axis(limit)
         fitting = [found for found in self.starts.values() if found.figures.peak_bytes <= limit]
@@ -169,17 +171,17 @@ class Search:
         best = min(fitting, key=lambda found: found.figures.ms, default=None)
         return None if best is None else self._turns(best, limit)
 
-    def _on_one_axis(self, limit: float) -> Found | None:
+    def _on_one_axis(self, limit: float) -> ShardingSolution | None:
         program = self._program(self.evaluation.replicated(), 0)
         solved = program.cheapest(limit)
         if solved is not None:
             status = "optimal" if solved.optimal else "feasible"
-            return Found(solved.choice, solved.figures, status, solved.bound, program.limited)
+            return ShardingSolution(solved.choice, solved.figures, status, solved.bound, program.limited)
         if program.infeasible or self.smallest.figures.peak_bytes > limit:
             return None
         return replace(self.smallest, status="feasible", limited=self.smallest.limited or program.limited)
 
-    def _turns(self, start: Found, limit: float) -> Found:
+    def _turns(self, start: ShardingSolution, limit: float) -> ShardingSolution:
         """Axis after axis from a choice that keeps the limit, until none improves."""
         best, axes, idle = start, len(self.mesh.axes), 0
         limited = start.limited or not self._ended.isdisjoint((limit, math.inf))
@@ -191,15 +193,15 @@ class Search:
             limited = limited or program.limited
             better = solved is not None and solved.figures.ms < best.figures.ms * (1 - _BETTER)
             if solved is not None and better:
-                best = Found(solved.choice, solved.figures, "feasible")
+                best = ShardingSolution(solved.choice, solved.figures, "feasible")
             idle = 0 if better else idle + 1
         return replace(best, bound_ms=self._bound_ms, limited=limited)
 
     @cached_property
-    def smallest(self) -> Found:
+    def smallest(self) -> ShardingSolution:
         """The choice with the smallest peak on a rank that was found."""
         choice, axes = self.evaluation.replicated(), len(self.mesh.axes)
-        best = Found(choice, self.evaluation.figures(choice), "feasible")
+        best = ShardingSolution(choice, self.evaluation.figures(choice), "feasible")
         if axes > 1:
             best = min(self.starts.values(), key=lambda found: found.figures.peak_bytes, default=best)
         limited = math.inf in self._ended
@@ -214,7 +216,7 @@ class Search:
             smaller = figures is not None and figures.peak_bytes < best.figures.peak_bytes * (1 - _BETTER)
             if solved is not None and smaller:
                 proved = axes == 1 and solved.bound is not None and solved.optimal
-                best = Found(solved.choice, solved.figures, "optimal" if proved else "feasible")
+                best = ShardingSolution(solved.choice, solved.figures, "optimal" if proved else "feasible")
             idle = 0 if smaller and axes > 1 else idle + 1
         return replace(best, limited=limited)
 

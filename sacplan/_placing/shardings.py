@@ -21,7 +21,7 @@ from sacplan._placing.answer import sharding_of
 from sacplan._placing.axis_program import SOLVER
 from sacplan._placing.options import Allowed
 from sacplan._placing.roles import ROLES
-from sacplan._placing.search import Found, Search
+from sacplan._placing.search import ShardingSearch, ShardingSolution
 from sacplan._profile.profile import Profile
 from sacplan._program.program import ROOT_SCOPE, Phase, Program
 from sacplan._ranks.shards import Parameter
@@ -91,10 +91,10 @@ def shardings(
     Returns:
         At least one. The last has the smallest peak that was found.
     """
-    search = Search(program, parameters, mesh, spec, allowed, options)
+    search = ShardingSearch(program, parameters, mesh, spec, allowed, options)
     free = search.cheapest()
     smallest = search.smallest
-    found: list[tuple[Found, tuple[str, ...]]] = [(free, ())] if free is not None else []
+    found: list[tuple[ShardingSolution, tuple[str, ...]]] = [(free, ())] if free is not None else []
     if limits is None:
         most = free.figures.peak_bytes if free is not None else smallest.figures.peak_bytes
         limits = [
@@ -150,12 +150,12 @@ def tensor_parallel(profile: Profile, parameters: Sequence[Parameter], mesh: Mes
 
 def _search(
     profile: Profile, parameters: Sequence[Parameter], mesh: Mesh, roles: tuple[str, ...] = ()
-) -> Search:
+) -> ShardingSearch:
     """Kept with the recording, with what it has found."""
     allowed = {name: ROLES[role] for name, role in zip(mesh.names, roles, strict=False)}
     return profile.recorded.derived(
         ("search of placements", mesh, repr(profile.spec), tuple(parameters), roles),
-        lambda: Search(profile.recorded, parameters, mesh, profile.spec, allowed),
+        lambda: ShardingSearch(profile.recorded, parameters, mesh, profile.spec, allowed),
     )
 
 
@@ -169,11 +169,13 @@ def smallest_sharding(
     options: Milp = SOLVER,
 ) -> Proposal:
     """The sharding with the smallest peak on a rank that was found, before recomputation; arguments as above."""
-    search = Search(program, parameters, mesh, spec, allowed, options)
+    search = ShardingSearch(program, parameters, mesh, spec, allowed, options)
     return _proposals(search, [(search.smallest, ())])[0]
 
 
-def _proposals(search: Search, found: Sequence[tuple[Found, tuple[str, ...]]]) -> tuple[Proposal, ...]:
+def _proposals(
+    search: ShardingSearch, found: Sequence[tuple[ShardingSolution, tuple[str, ...]]]
+) -> tuple[Proposal, ...]:
     """Each sharding once; of two, the one that is known better."""
     proposals: dict[str, Proposal] = {}
     for one, roles in found:
@@ -189,7 +191,7 @@ def _proposals(search: Search, found: Sequence[tuple[Found, tuple[str, ...]]]) -
     return tuple(proposals.values())
 
 
-def _binding(search: Search, moment: int) -> str:
+def _binding(search: ShardingSearch, moment: int) -> str:
     program = search.graph.program
     op = program.ops[search.graph.order[moment]]
     if op.phase == Phase.OPTIMIZER:

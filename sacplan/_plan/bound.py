@@ -55,7 +55,7 @@ class Bound:
                 self._ops.append(op)
                 if len(self._ops) == count:
                     break
-        self._moments: dict[int, _Moment] = {}
+        self._moments: dict[int, _OpBound] = {}
         self._known: dict[int, float] = {}
 
     def at(self, peak_bytes: int) -> float:
@@ -68,12 +68,12 @@ class Bound:
         best = Fraction(0)
         for op in self._ops:
             if op not in self._moments:
-                self._moments[op] = _Moment(self._liveness, self._costs, op, self._pinned)
+                self._moments[op] = _OpBound(self._liveness, self._costs, op, self._pinned)
             best = max(best, self._moments[op].at(peak_bytes, best))
         return best
 
 
-class _Moment:
+class _OpBound:
     """The bound at one op."""
 
     def __init__(

@@ -8,7 +8,7 @@ from sacplan._plan.bound import Bound
 from sacplan._plan.effects import LocalEffects, RegionProblem, effects_of
 from sacplan._program.program import Phase, Program
 from sacplan._technique.offers import Offer
-from sacplan._technique.step import Step
+from sacplan._technique.step import PlanStep
 from sacplan._techniques import DEFAULT_TECHNIQUES, longest_run, regions, rewritten
 
 _WIDE = 2e-3
@@ -31,7 +31,7 @@ class PlanningContext:
     """
 
     def __init__(
-        self, step: Step, techniques: tuple[str, ...] = DEFAULT_TECHNIQUES, offers: tuple[Offer, ...] = ()
+        self, step: PlanStep, techniques: tuple[str, ...] = DEFAULT_TECHNIQUES, offers: tuple[Offer, ...] = ()
     ) -> None:
         self.step = step
         self.program = step.program
@@ -77,7 +77,7 @@ class PlanningContext:
 
 
 def planning_context(
-    step: Step, techniques: tuple[str, ...] = DEFAULT_TECHNIQUES, offers: tuple[Offer, ...] = ()
+    step: PlanStep, techniques: tuple[str, ...] = DEFAULT_TECHNIQUES, offers: tuple[Offer, ...] = ()
 ) -> PlanningContext:
     """The context of a step; made once, so that several budgets share it."""
     key = ("planning", techniques, tuple(offer.first for offer in offers), *step.key)

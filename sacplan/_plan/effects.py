@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from sacplan._program.liveness import Fold
 from sacplan._program.program import Event, Patch, Program
-from sacplan._solve.problem import DEVICE_MEMORY, Choice, OnceCost, Picks, Problem, Row
+from sacplan._solve.problem import DEVICE_MEMORY, Choice, OnceCost, Picks, Problem, ResourceRow
 from sacplan._technique.regions import Option, Region
 from sacplan._techniques import TECHNIQUES
 
@@ -134,7 +134,7 @@ def effects_of(
     return RegionProblem(
         kept,
         Problem(
-            rows=tuple(Row(DEVICE_MEMORY, *ops) for ops in zip(found.first_op, ends, strict=True)),
+            rows=tuple(ResourceRow(DEVICE_MEMORY, *ops) for ops in zip(found.first_op, ends, strict=True)),
             base=found.base,
             limits=np.full_like(found.base, found.base.max()),
             choices=choices,

@@ -19,7 +19,7 @@ from sacplan._program.pins import NO_PINS, Pins
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Program
 from sacplan._ranks.unit_limits import too_wide
-from sacplan._technique.step import Step, op_costs
+from sacplan._technique.step import PlanStep, op_costs
 from sacplan._techniques import rewritten
 from sacplan.errors import PlanError
 
@@ -82,7 +82,7 @@ def _lower_bound(profile: Profile, decisions: Sequence[Decision], pins: Pins, pe
     """What no schedule of the step, with what the plan does to it besides, recomputes less than."""
     others = [one for one in decisions if not isinstance(one, Recompute)]
     if not others:
-        return planning_context(Step(profile.program, "time", pins)).bound.at(peak_bytes)
+        return planning_context(PlanStep(profile.program, "time", pins)).bound.at(peak_bytes)
     program = rewritten(profile.program, others, profile.spec)
     return Bound(program.liveness, op_costs(program, "time"), pins.kept_ops).at(peak_bytes)
 

@@ -241,7 +241,7 @@ def spread_of(profile: Profile, name: str, mesh: Any) -> Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class TriedSpread:
     """A way to spread a step, and what a plan for memory comes to on it.
 
     Attributes:
@@ -299,9 +299,9 @@ def asks_for_mesh(
     return True
 
 
-def tried(ways: Iterable[Spread], plan_rank: Planner, *, all_of_them: bool = False) -> list[Tried]:
+def tried(ways: Iterable[Spread], plan_rank: Planner, *, all_of_them: bool = False) -> list[TriedSpread]:
     """Plans on each way; without ``all_of_them``, only where they may be faster than what was found before."""
-    found: list[Tried] = []
+    found: list[TriedSpread] = []
     best = math.inf
     for spread in sorted(ways, key=lambda way: way.profile.step_ms):
         if spread.profile.step_ms >= best and not all_of_them:
@@ -309,9 +309,9 @@ def tried(ways: Iterable[Spread], plan_rank: Planner, *, all_of_them: bool = Fal
         try:
             plan = plan_rank(spread.profile)
         except InfeasibleBudget as error:
-            found.append(Tried(spread, None, error.smallest_feasible_bytes, error.binding))
+            found.append(TriedSpread(spread, None, error.smallest_feasible_bytes, error.binding))
             continue
-        found.append(Tried(spread, spread.named(plan), plan.peak_bytes))
+        found.append(TriedSpread(spread, spread.named(plan), plan.peak_bytes))
         best = min(best, found[-1].step_ms)
     return found
 

@@ -12,7 +12,7 @@ from sacplan._plan.make import made_plan
 from sacplan._plan.meshes import asks_for_mesh, plan_on_meshes
 from sacplan._plan.plan import Plan
 from sacplan._plan.provenance import Provenance, options_of
-from sacplan._plan.search import Candidate, Search
+from sacplan._plan.search import Candidate, PlanSearch
 from sacplan._plan.value import Status
 from sacplan._profile.optimizers import BY_NAME, recorded_step, with_optimizer, without_optimizer
 from sacplan._profile.profile import Profile, ProfileOrPath
@@ -29,7 +29,7 @@ from sacplan._solve.milp import Milp
 from sacplan._solve.solvers import Solver
 from sacplan._solve.uniform import Uniform
 from sacplan._technique.offers import Offer
-from sacplan._technique.step import Objective, Step
+from sacplan._technique.step import Objective, PlanStep
 from sacplan._technique.technique import StepSolver
 from sacplan._techniques import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, TECHNIQUES, resolve_techniques
 from sacplan.errors import InfeasibleBudget, PlanError
@@ -112,7 +112,7 @@ def plan(
     def planned(
         profile: Profile, *, techniques: Sequence[str] | None = techniques, solver: str | None = None
     ) -> Plan:
-        asked = _Asked.of(
+        asked = _PlanRequest.of(
             profile, solver or wanted, objective, keep, never, techniques, world_size, fsdp_units, accumulate
         )
         return asked.plan(limit)
@@ -144,7 +144,9 @@ def plan_smallest(
     those of ``plan``.
     """
     profile = opened(profile, Profile)
-    asked = _Asked.of(profile, solver, objective, keep, never, techniques, world_size, fsdp_units, accumulate)
+    asked = _PlanRequest.of(
+        profile, solver, objective, keep, never, techniques, world_size, fsdp_units, accumulate
+    )
     return handed_out(asked.smallest_plan(), profile.spec)
 
 
@@ -159,12 +161,12 @@ def smallest_without_rotor(
 
     Rotor's smallest peak may cost several times the step. Who compares plans, or recommends one, asks for this.
     """
-    asked = _Asked.of(profile, "best", objective, keep, never, techniques, None, None)
+    asked = _PlanRequest.of(profile, "best", objective, keep, never, techniques, None, None)
     return replace(asked, last=None).smallest_plan()
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _PlanRequest:
     """What a plan is asked for, checked.
 
     Attributes:
@@ -193,7 +195,7 @@ class _Asked:
         world_size: int | None,
         fsdp_units: Sequence[str] | None,
         accumulate: Accumulate = "float32",
-    ) -> _Asked:
+    ) -> _PlanRequest:
         solvers = tuple(resolve_solver(solver))
         default = INFERENCE_TECHNIQUES if profile.mode == "inference" else DEFAULT_TECHNIQUES
         names = resolve_techniques(default if techniques is None else techniques)
@@ -208,18 +210,18 @@ class _Asked:
         usable = solver == "best" and set(last.techniques) <= set(names)
         return cls(profile, solvers, objective, pins, names, accumulate, last if usable else None)
 
-    def step(self, pins: Pins) -> Step:
+    def step(self, pins: Pins) -> PlanStep:
         """The step that is planned for, with these pins."""
         profile = self.profile
         gradients = profile.mode != "inference"
-        return Step(profile.program, self.objective, pins, profile.spec, gradients, self.accumulate)
+        return PlanStep(profile.program, self.objective, pins, profile.spec, gradients, self.accumulate)
 
     def own_solvers(self) -> list[StepSolver]:
         """Those that techniques have themselves."""
         step = self.step(self.pins)
         return [solver for name in self.techniques for solver in TECHNIQUES[name].solvers(step)]
 
-    def searches(self) -> list[Search]:
+    def searches(self) -> list[PlanSearch]:
         """Without offers, and with those that may pay at any budget."""
         found = [self.search(self.pins)]
         offers = self._offers(None)
@@ -227,10 +229,10 @@ class _Asked:
             found.append(self._with_offers(offers))
         return found
 
-    def search(self, pins: Pins, offers: tuple[Offer, ...] = ()) -> Search:
+    def search(self, pins: Pins, offers: tuple[Offer, ...] = ()) -> PlanSearch:
         """One search, with these pins."""
         context = planning_context(self.step(pins), self.techniques, offers)
-        return Search(context, limits_reached=self.limits_reached)
+        return PlanSearch(context, limits_reached=self.limits_reached)
 
     def _offers(self, peak: Footprint | None, known: tuple[Offer, ...] = ()) -> tuple[Offer, ...]:
         """Those that are known, and what the techniques offer besides that goes with them."""
@@ -241,7 +243,7 @@ class _Asked:
                     known = (*known, offer)
         return known
 
-    def _with_offers(self, offers: tuple[Offer, ...]) -> Search:
+    def _with_offers(self, offers: tuple[Offer, ...]) -> PlanSearch:
         """Pins leave what offers are about to them."""
         profile, pins = self.profile, self.pins
         alone = [unit for offer in offers for unit in offer.alone]
@@ -250,7 +252,7 @@ class _Asked:
         kept = pins.kept_ops.union(*(offer.kept for offer in offers))
         return self.search(replace(pins, kept_ops=kept), offers)
 
-    def _with_further_offers(self, search: Search) -> Search | None:
+    def _with_further_offers(self, search: PlanSearch) -> PlanSearch | None:
         """With what techniques offer, too, to lower the smallest peak of a search; None: nothing."""
         known = search.context.offers
         offers = self._offers(search.smallest.footprint, known)
@@ -274,7 +276,7 @@ class _Asked:
         """The plan with the smallest peak."""
         return self._as_plan(self.smallest(self.searches(), 0))
 
-    def cheapest(self, searches: list[Search], budget_bytes: int) -> Candidate | None:
+    def cheapest(self, searches: list[PlanSearch], budget_bytes: int) -> Candidate | None:
         """The cheapest candidate that holds a budget; None if none does."""
         for search in searches:
             self._solve(search, budget_bytes)
@@ -287,14 +289,14 @@ class _Asked:
             found = _cheapest(searches, budget_bytes)
         return found
 
-    def _solve(self, search: Search, budget_bytes: int) -> None:
+    def _solve(self, search: PlanSearch, budget_bytes: int) -> None:
         if search.program.footprint.peak_bytes > budget_bytes:
             for one in (*self.own_solvers(), *self.solvers):
                 search.solve(one, budget_bytes)
                 if search.above_bound(budget_bytes)[0] <= _OPTIMAL:
                     break
 
-    def smallest(self, searches: list[Search], budget_bytes: int) -> Candidate:
+    def smallest(self, searches: list[PlanSearch], budget_bytes: int) -> Candidate:
         """The candidate with the smallest peak, or one that holds a budget; searches that this takes are added."""
         solvers = (*self.own_solvers(), *self.solvers)
         for search in reversed(searches):
@@ -316,7 +318,7 @@ class _Asked:
         self._ask_last(searches[0], best, budget_bytes)
         return min(searches, key=_smallest_bytes).smallest
 
-    def _ask_last(self, search: Search, best: Search, budget_bytes: int) -> None:
+    def _ask_last(self, search: PlanSearch, best: PlanSearch, budget_bytes: int) -> None:
         """Rotor's smallest peak if the others hold no budget, and where that holds it, its plan for the budget.
 
         Only a budget that the smallest peak holds is asked for: the peak that an error reports is then found again by
@@ -359,11 +361,11 @@ class _Asked:
         )
 
 
-def _smallest_bytes(search: Search) -> int:
+def _smallest_bytes(search: PlanSearch) -> int:
     return search.smallest.footprint.peak_bytes
 
 
-def _cheapest(searches: Sequence[Search], budget_bytes: int) -> Candidate | None:
+def _cheapest(searches: Sequence[PlanSearch], budget_bytes: int) -> Candidate | None:
     found = ((search, search.best(budget_bytes)) for search in searches)
     holding = [
         (search.cost(best), best.footprint.peak_bytes, best) for search, best in found if best is not None
@@ -390,7 +392,7 @@ def resolve_solver(solver: str | Solver | StepSolver) -> list[Solver | StepSolve
     return known[solver]
 
 
-def _infeasible(asked: _Asked, searches: list[Search], budget_bytes: int) -> InfeasibleBudget:
+def _infeasible(asked: _PlanRequest, searches: list[PlanSearch], budget_bytes: int) -> InfeasibleBudget:
     search = min(searches, key=_smallest_bytes)
     run = search.smallest.footprint
     inference = asked.profile.mode == "inference"
@@ -445,9 +447,9 @@ def _infeasible(asked: _Asked, searches: list[Search], budget_bytes: int) -> Inf
     )
 
 
-def _with_rotor(asked: _Asked, search: Search, budget_bytes: int) -> str:
+def _with_rotor(asked: _PlanRequest, search: PlanSearch, budget_bytes: int) -> str:
     """A sentence on what Rotor, which may recompute values more than once, would do."""
-    free, rotor = Search(search.context), Rotor(stages=_STAGES)
+    free, rotor = PlanSearch(search.context), Rotor(stages=_STAGES)
     if asked.last is not None:
         return ""  # it was asked
     try:
@@ -461,7 +463,7 @@ def _with_rotor(asked: _Asked, search: Search, budget_bytes: int) -> str:
     return f"solver={named} holds the budget, with {found.footprint.recompute_ms:.4g} ms of recomputation. "
 
 
-def _with_techniques(asked: _Asked, budget_bytes: int) -> str:
+def _with_techniques(asked: _PlanRequest, budget_bytes: int) -> str:
     """A sentence on what another technique would reach."""
     if asked.profile.mode == "inference":
         return ""
@@ -485,7 +487,7 @@ def _with_techniques(asked: _Asked, budget_bytes: int) -> str:
     return said
 
 
-def _with_optimizers(asked: _Asked, search: Search, budget_bytes: int) -> str:
+def _with_optimizers(asked: _PlanRequest, search: PlanSearch, budget_bytes: int) -> str:
     """A sentence on what an Adam that keeps less, or has no temporaries, would reach; tried on the recording."""
     profile = asked.profile
     if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or profile.ranks.world_size > 1:
@@ -503,7 +505,7 @@ def _with_optimizers(asked: _Asked, search: Search, budget_bytes: int) -> str:
     return f"With {best} the smallest is {format_bytes(peaks[best])}. "
 
 
-def _pinned_share(asked: _Asked, search: Search) -> str:
+def _pinned_share(asked: _PlanRequest, search: PlanSearch) -> str:
     """A sentence on how much smaller the smallest peak would be without pins, if it would be."""
     if not asked.pins:
         return ""

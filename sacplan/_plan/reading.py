@@ -35,7 +35,7 @@ _RUNS_IN_SLICES = {
 }
 
 
-class _Place(NamedTuple):
+class _ModelSite(NamedTuple):
     """Where an op runs, whatever the unit of the plan."""
 
     module: str
@@ -45,17 +45,17 @@ class _Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Value:
+class _SiteValue:
     """What is made at one call site; ``order`` is that of execution, bytes and ms are None where a plan has none."""
 
-    at: _Place
+    at: _ModelSite
     order: tuple[int, int]
     n_bytes: int | None
     ms: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayerOps:
     """Ops of the same kind in modules of a layer.
 
     Attributes:
@@ -86,8 +86,8 @@ class LayerReading:
     """
 
     layers: tuple[str, ...]
-    kept: tuple[Part, ...]
-    recomputed: tuple[Part, ...]
+    kept: tuple[LayerOps, ...]
+    recomputed: tuple[LayerOps, ...]
     sliced: tuple[str, ...]
 
     @property
@@ -125,29 +125,29 @@ def what_runs(chunk: Chunk) -> str:
     return _RUNS_IN_SLICES[chunk.span]
 
 
-def _values(plan: PlanValue) -> tuple[list[_Value], list[_Value]]:
+def _values(plan: PlanValue) -> tuple[list[_SiteValue], list[_SiteValue]]:
     """What is kept and what is recomputed in the units of a plan."""
     discarded = plan.discarded
     recomputed = []
     for index, (fqn, unit) in enumerate(plan.units.items()):
         sites = discarded.get(fqn, {})
-        places = _Places(index, fqn, unit, plan.sequences)
+        places = _ModelSites(index, fqn, unit, plan.sequences)
         n_bytes = unit.discarded_bytes or (None,) * len(sites)
         times = unit.discarded_ms or (None,) * len(sites)
         recomputed += [
-            _Value(*places.of(site), n, ms) for site, n, ms in zip(sites, n_bytes, times, strict=True)
+            _SiteValue(*places.of(site), n, ms) for site, n, ms in zip(sites, n_bytes, times, strict=True)
         ]
     return list(_kept_values(plan.units, plan.sequences)), recomputed
 
 
-def _kept_values(units: Mapping[str, UnitPlan], sequences: Sequence[OpSequence]) -> Iterable[_Value]:
+def _kept_values(units: Mapping[str, UnitPlan], sequences: Sequence[OpSequence]) -> Iterable[_SiteValue]:
     for index, (fqn, unit) in enumerate(units.items()):
-        places = _Places(index, fqn, unit, sequences)
+        places = _ModelSites(index, fqn, unit, sequences)
         n_bytes = unit.kept_bytes or (None,) * len(unit.kept)
-        yield from (_Value(*places.of(site), n, 0.0) for site, n in zip(unit.kept, n_bytes, strict=True))
+        yield from (_SiteValue(*places.of(site), n, 0.0) for site, n in zip(unit.kept, n_bytes, strict=True))
 
 
-class _Places:
+class _ModelSites:
     """Names the call sites of a unit as seen from the model."""
 
     def __init__(self, index: int, fqn: str, unit: UnitPlan, sequences: Sequence[OpSequence]) -> None:
@@ -157,14 +157,14 @@ class _Places:
             for caller, place, _ in sequences[i]:
                 self.known.setdefault(place, (len(self.known), caller))
 
-    def of(self, site: CallSite) -> tuple[_Place, tuple[int, int]]:
+    def of(self, site: CallSite) -> tuple[_ModelSite, tuple[int, int]]:
         """The place, and its order."""
         after, inner = site.place.startswith("after "), site.place.removeprefix("after ")
         around = inner.rpartition(".")[0] if after else inner
         order, caller = self.known.get(site.place, (len(self.known), around))
         place = f"after {self._named(inner)}" if after else self._named(inner)
         module = self._named(re.sub(r" \(\d+\)$", "", caller))
-        return _Place(module, place, site.op, site.occurrence), (self.index, order)
+        return _ModelSite(module, place, site.op, site.occurrence), (self.index, order)
 
     def _named(self, inner: str) -> str:
         return f"{self.fqn}.{inner}".strip(".")
@@ -178,9 +178,9 @@ def _layer_of(module: str) -> tuple[str, str]:
 
 
 def _folded(
-    kept: Sequence[_Value], recomputed: Sequence[_Value], sliced: Mapping[str, Sequence[str]]
+    kept: Sequence[_SiteValue], recomputed: Sequence[_SiteValue], sliced: Mapping[str, Sequence[str]]
 ) -> list[LayerReading]:
-    by_layer: dict[str, tuple[list[_Value], list[_Value]]] = {}
+    by_layer: dict[str, tuple[list[_SiteValue], list[_SiteValue]]] = {}
     for which, values in enumerate((recomputed, kept)):
         for value in values:
             by_layer.setdefault(_layer_of(value.at.module)[0], ([], []))[which].append(value)
@@ -190,7 +190,7 @@ def _folded(
     def order(layer: str) -> tuple[int, ...]:
         return min((value.order for values in by_layer[layer] for value in values), default=_LAST)
 
-    alike: dict[object, list[tuple[str, tuple[Part, ...], tuple[Part, ...]]]] = defaultdict(list)
+    alike: dict[object, list[tuple[str, tuple[LayerOps, ...], tuple[LayerOps, ...]]]] = defaultdict(list)
     for layer in sorted(by_layer, key=order):
         again, held = map(_parts, by_layer[layer])
         words = tuple((str(part), part.n_bytes) for part in (*again, *held))
@@ -201,16 +201,16 @@ def _folded(
     ]
 
 
-def _parts(values: Iterable[_Value]) -> tuple[Part, ...]:
+def _parts(values: Iterable[_SiteValue]) -> tuple[LayerOps, ...]:
     """Values of a layer by module, and modules that do the same as one."""
-    by_module: dict[str, list[_Value]] = defaultdict(list)
+    by_module: dict[str, list[_SiteValue]] = defaultdict(list)
     for value in values:
         by_module[_layer_of(value.at.module)[1]].append(value)
-    alike: dict[tuple[str, bool], list[tuple[str, list[_Value]]]] = defaultdict(list)
+    alike: dict[tuple[str, bool], list[tuple[str, list[_SiteValue]]]] = defaultdict(list)
     for module, own in by_module.items():
         alike[_ops_in_words(own), not module].append((module, own))
     parts = [
-        Part(
+        LayerOps(
             ops,
             folded_names([module for module, _ in same]),
             _sum(value.n_bytes for _, own in same for value in own),
@@ -221,7 +221,7 @@ def _parts(values: Iterable[_Value]) -> tuple[Part, ...]:
     return tuple(sorted(parts, key=lambda part: (-(part.n_bytes or 0), -(part.ms or 0.0))))
 
 
-def _ops_in_words(values: Iterable[_Value]) -> str:
+def _ops_in_words(values: Iterable[_SiteValue]) -> str:
     counts = Counter(short_op(value.at.op) for value in values)
     return ", ".join(op if n == 1 else f"{op} x{n}" for op, n in counts.items())
 
@@ -294,7 +294,7 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "0.0%"
 
 
-def _amount(parts: Sequence[Part], layers: int, *, with_time: bool = False) -> str:
+def _amount(parts: Sequence[LayerOps], layers: int, *, with_time: bool = False) -> str:
     """``1.50 GiB in each, 48.00 GiB in all: attention of self_attn; ...``."""
     if not parts:
         return ""
@@ -335,7 +335,7 @@ def layer_facts(layers: Sequence[LayerReading]) -> list[dict[str, object]]:
     ]
 
 
-def _part_facts(part: Part) -> dict[str, object]:
+def _part_facts(part: LayerOps) -> dict[str, object]:
     return {"ops": part.ops, "modules": list(part.modules), "bytes": part.n_bytes, "ms": part.ms}
 
 
@@ -377,8 +377,8 @@ class LayerDifference:
     """
 
     layers: tuple[str, ...]
-    only_first: tuple[Part, ...]
-    only_second: tuple[Part, ...]
+    only_first: tuple[LayerOps, ...]
+    only_second: tuple[LayerOps, ...]
     slices: tuple[str, str] = ("", "")
 
 

@@ -55,7 +55,7 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class Search:
+class PlanSearch:
     """Measures each set of decisions once and remembers it."""
 
     context: PlanningContext

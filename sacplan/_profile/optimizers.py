@@ -2,7 +2,7 @@
 
 The optimizer's step reads parameters and gradients, whatever made them. So it is recorded once for some parameters,
 without the model that they belong to, and put behind the recorded backward pass. That is exact
-(``tests/test_advice.py`` compares it with a recording of the whole step), and quick where a model is large.
+(``tests/advice/test_advise.py`` compares it with a recording of the whole step), and quick where a model is large.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class AdamW8bitSizes(torch.optim.Optimizer):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class OptimizerCandidate:
     """An optimizer that a step may use.
 
     Attributes:
@@ -97,22 +97,24 @@ class Candidate:
 
 
 CANDIDATES = (
-    Candidate("adamw", "AdamW", torch.optim.AdamW, "torch.optim.AdamW(params)", "--optimizer adamw"),
-    Candidate(
+    OptimizerCandidate("adamw", "AdamW", torch.optim.AdamW, "torch.optim.AdamW(params)", "--optimizer adamw"),
+    OptimizerCandidate(
         "adamw-fused",
         "AdamW with fused=True",
         functools.partial(torch.optim.AdamW, fused=True),
         "torch.optim.AdamW(params, fused=True)",
         "--optimizer adamw-fused",
     ),
-    Candidate(
+    OptimizerCandidate(
         "adamw-8bit",
         "AdamW with 8-bit state (bitsandbytes)",
         AdamW8bitSizes,
         "bitsandbytes.optim.AdamW8bit(params)",
         modelled=True,
     ),
-    Candidate("sgd", "SGD without momentum", torch.optim.SGD, "torch.optim.SGD(params)", "--optimizer sgd"),
+    OptimizerCandidate(
+        "sgd", "SGD without momentum", torch.optim.SGD, "torch.optim.SGD(params)", "--optimizer sgd"
+    ),
 )
 BY_NAME = {candidate.name: candidate for candidate in CANDIDATES}
 

@@ -422,7 +422,7 @@ def trace_step(
         fingerprint = Fingerprint.of(model, batch)
         loss = loss_or_default(loss_fn, mode)
         cost = with_collectives(times.cost, spec)
-        asked = _Asked(
+        asked = _RecordRequest(
             model, batch, loss, inner_optimizer(optimizer), spec, cost, mode, prepare, saved, autocast
         )
         recorded, rules, setup = run(asked)
@@ -439,7 +439,7 @@ def _reserves(spec: DeviceSpec) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _RecordRequest:
     """A step to be recorded, as ``trace_step`` was asked for it."""
 
     model: torch.nn.Module
@@ -458,12 +458,12 @@ _Recorded: TypeAlias = tuple[Program, tuple[str, ...], Setup]
 """The step, what was taken for granted, and how the step was set up."""
 
 
-def _trace_fake(asked: _Asked) -> _Recorded:
+def _trace_fake(asked: _RecordRequest) -> _Recorded:
     with no_fake_tensors_left(asked.model, asked.loss_fn) as note:
         return _run_fake(asked, note)
 
 
-def _run_fake(asked: _Asked, note: Callable[[FakeTensorMode], None]) -> _Recorded:
+def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> _Recorded:
     model, spec = asked.model, asked.spec
     how: SavedMode = "virtual" if asked.saved == "record" else "observe"
     with (
@@ -504,7 +504,7 @@ def _run_fake(asked: _Asked, note: Callable[[FakeTensorMode], None]) -> _Recorde
     return program, tuple(map(str, rules.applied)), setup
 
 
-def _trace_real(asked: _Asked) -> _Recorded:
+def _trace_real(asked: _RecordRequest) -> _Recorded:
     model, spec, optimizer = asked.model, asked.spec, asked.optimizer
     how: SavedMode = "clone" if asked.saved == "record" else "observe"
     check_runs_here(model, spec, 'trace="real"')

@@ -43,7 +43,7 @@ _WIDTH = 160  # an object or list that fits in a line of that length is written 
 T = TypeVar("T")
 
 
-class _Head(msgspec.Struct):
+class _FileHead(msgspec.Struct):
     """What tells the kinds and versions of files apart, whatever else is in them."""
 
     what: Any = None
@@ -63,7 +63,7 @@ def load(path: str | Path, kind: type[T], what: str, schema_version: int, error:
     again = f"Make the {what} again and `.save()` it."
     try:
         data = read(path)
-        head = msgspec.json.decode(data, type=_Head)
+        head = msgspec.json.decode(data, type=_FileHead)
         if (head.what, head.schema_version) == (what, schema_version):
             found = msgspec.json.decode(data, type=kind)
             json.loads(data, object_pairs_hook=_once)

@@ -15,7 +15,7 @@ from sacplan._program.setup import Setup
 from sacplan._torch.local_tensors import local_part, stands_for_another
 from sacplan.errors import PlanMismatch
 
-Entry = tuple[Name, tuple[Count, ...], Name]
+FingerprintEntry = tuple[Name, tuple[Count, ...], Name]
 """Name, shape and dtype."""
 
 
@@ -34,8 +34,8 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     """
 
     model_class: Name
-    parameters: tuple[Entry, ...]
-    batch: tuple[Entry, ...]
+    parameters: tuple[FingerprintEntry, ...]
+    batch: tuple[FingerprintEntry, ...]
     setup: Setup = Setup()
     target: Mapping[Name, Count | str] | None = None
     local_shapes: Mapping[Name, tuple[Count, ...]] | None = None
@@ -47,7 +47,7 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         return cls(type(model).__name__, _parameters(model), batches, local_shapes=_local_shapes(model))
 
     @property
-    def local_parameters(self) -> tuple[Entry, ...]:
+    def local_parameters(self) -> tuple[FingerprintEntry, ...]:
         """``parameters`` with the shapes that they have on this rank."""
         local = self.local_shapes or {}
         return tuple((name, local.get(name, shape), dtype) for name, shape, dtype in self.parameters)
@@ -94,7 +94,7 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         _compare("batch tensor", self.batch, tuple(_leaves(batch, "batch")), "another batch")
 
 
-def _parameters(model: torch.nn.Module) -> tuple[Entry, ...]:
+def _parameters(model: torch.nn.Module) -> tuple[FingerprintEntry, ...]:
     return tuple(
         (name, tuple(p.shape), ("" if p.requires_grad else "frozen ") + str(p.dtype))
         for name, p in model.named_parameters()
@@ -112,7 +112,7 @@ def _local_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]] | None:
     return found or None
 
 
-def _leaves(value: Any, path: str) -> list[Entry]:
+def _leaves(value: Any, path: str) -> list[FingerprintEntry]:
     if isinstance(value, torch.Tensor):
         return [(path, tuple(value.shape), str(value.dtype))]
     if isinstance(value, Mapping):
@@ -122,7 +122,9 @@ def _leaves(value: Any, path: str) -> list[Entry]:
     return []
 
 
-def _compare(what: str, planned: Sequence[Entry], here: Sequence[Entry], whose: str) -> None:
+def _compare(
+    what: str, planned: Sequence[FingerprintEntry], here: Sequence[FingerprintEntry], whose: str
+) -> None:
     for old, new in zip(planned, here, strict=False):
         if old != new:
             raise PlanMismatch(

@@ -62,7 +62,7 @@ class StepDifference:
         return f"{where}: the step {ran} where the recorded step {recorded}"
 
 
-class Places:
+class CallSites:
     """The places of the ops of one call of a unit, in the order in which they run.
 
     Attributes:

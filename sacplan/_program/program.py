@@ -33,7 +33,7 @@ from sacplan._program.elements import (
     is_inside,
 )
 from sacplan._program.liveness import Footprint, Liveness, footprint_of
-from sacplan._program.places import OpSequence, Places, described
+from sacplan._program.places import CallSites, OpSequence, described
 from sacplan._program.recording import Recording
 from sacplan._torch.ops import is_computation
 
@@ -241,7 +241,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
             found[-1][2].append(described(op.name, [len(self.tensors[t].shape) for t in op.inputs]))
         return tuple((caller, place, tuple(ops)) for caller, place, ops in found)
 
-    def _places(self, scope: int) -> Iterator[tuple[int, Places]]:
+    def _places(self, scope: int) -> Iterator[tuple[int, CallSites]]:
         """The forward ops of one module call, and their places in it. A view is where the op before it is."""
         unit = self.scopes[scope].fqn
         prefix = len(unit) + 1 if unit else 0
@@ -253,7 +253,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
                 around[inner] = (*outer, (inner, fqn[prefix:])) if is_inside(fqn, unit) else outer
             return around[inner]
 
-        places = Places()
+        places = CallSites()
         for i in self.ops_in(scope):
             op = self.ops[i]
             if op.phase == Phase.FORWARD and i not in self.left_out:

@@ -17,5 +17,5 @@ of its dimensions, and under autocast a shard is cast before it is gathered. FSD
 batch of one rank and run its ops on plain tensors, unchanged; FSDP2 pads shards, and autocast casts what it has
 gathered. All three share the costs of the links and the clocks of computation and collectives
 (``_shard/costs.py``, ``_shard/overlap.py``).
-``tests/test_run_by.py`` takes the differences of their peaks apart, buffer by buffer.
+``tests/ranks/test_run_by.py`` takes the differences of their peaks apart, buffer by buffer.
 """

@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from sacplan._device.devices import DeviceSpec
-from sacplan._program.fingerprint import Entry
+from sacplan._program.fingerprint import FingerprintEntry
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind
 from sacplan._program.rewriting import PatchBuilder
 from sacplan._ranks.backward_hooks import backward_passes
@@ -45,7 +45,7 @@ _REDUCE = "c10d.allreduce_.default"
 
 def replicated(
     program: Program,
-    parameters: Sequence[Entry],
+    parameters: Sequence[FingerprintEntry],
     spec: DeviceSpec,
     world_size: int,
     *,

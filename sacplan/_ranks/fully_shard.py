@@ -13,8 +13,9 @@ A program is rewritten; no process group is needed, and none is touched:
 - What may run again is limited, see ``unit_limits.py``.
 
 What is allocated when was read in ``torch/distributed/fsdp/_fully_shard`` of 2.13 (``_fsdp_state.py``,
-``_fsdp_param_group.py``, ``_fsdp_collectives.py``), and is compared with the allocator in ``tests/test_sharding.py``
-(one process that is rank 0 of eight, for many kinds of models) and ``tests/test_fsdp_plans.py`` (real ranks):
+``_fsdp_param_group.py``, ``_fsdp_collectives.py``), and is compared with the allocator in
+``tests/ranks/test_fully_shard.py`` (one process that is rank 0 of eight, for many kinds of models) and
+``tests/ranks/test_fsdp_plans.py`` (real ranks):
 
 - What an all-gather fills and the parameters that are copied out of it are two buffers. In the forward pass the
   first lives until the next unit has gathered too, or the root's forward ends. In the backward pass it lives
@@ -48,7 +49,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from sacplan._device.devices import DeviceSpec
-from sacplan._program.fingerprint import Entry
+from sacplan._program.fingerprint import FingerprintEntry
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Program, StorageKind, is_inside
 from sacplan._program.rewriting import PatchBuilder
 from sacplan._ranks.backward_hooks import Hooks, hooks_of
@@ -68,7 +69,7 @@ _FREE, _OP = int(Event.FREE), int(Event.OP)
 
 def sharded(
     program: Program,
-    parameters: Sequence[Entry],
+    parameters: Sequence[FingerprintEntry],
     spec: DeviceSpec,
     world_size: int,
     units: Sequence[str],
@@ -98,7 +99,7 @@ def sharded(
             f"none of the units {', '.join(map(repr, names))} has a parameter of its own: nothing would be sharded."
         )
     limited = kept_at_limits(program, owned)
-    patch = _Rewriter(limited, spec, world_size, names, owned, reshard_after_forward).patch()
+    patch = _FullyShardRewriter(limited, spec, world_size, names, owned, reshard_after_forward).patch()
     kept = {i: op for i, (op, old) in enumerate(zip(limited.ops, program.ops, strict=True)) if op is not old}
     return msgspec.structs.replace(patch, changed_ops={**kept, **patch.changed_ops})
 
@@ -120,11 +121,11 @@ class _Context:
     copied_ms: float | None = None  # when the last all-gather was copied out
     reduced: list[int] = field(default_factory=list)  # inputs of reduce-scatters
     reducing: list[_Running] = field(default_factory=list)
-    order: list[_Group] = field(default_factory=list)  # in which forwards ended
+    order: list[_ParamGroup] = field(default_factory=list)  # in which forwards ended
 
 
 @dataclass(slots=True, eq=False)
-class _Group:
+class _ParamGroup:
     """One unit at run time: ``FSDPParamGroup``."""
 
     unit: str
@@ -140,7 +141,7 @@ class _Group:
     reduced_grads: int | None = None
 
 
-class _Rewriter:
+class _FullyShardRewriter:
     """Goes through the events once, and does at each what the hooks of ``fully_shard`` do there."""
 
     def __init__(
@@ -159,14 +160,14 @@ class _Rewriter:
         self.draft = PatchBuilder(program)
         self.out: list[tuple[int, int]] = []  # what takes the place of the event that is looked at
         self.entered: set[int] = set()
-        self.groups: dict[str, _Group] = {}
+        self.groups: dict[str, _ParamGroup] = {}
         self.contexts: dict[str, _Context] = {}
         for unit in units:
             root = min((u for u in units if unit == u or is_inside(unit, u)), key=len)
             context = self.contexts.setdefault(root, _Context(root))
             if unit in owned:
                 reshards = unit != root if reshard_after_forward is None else reshard_after_forward
-                self.groups[unit] = _Group(unit, owned[unit], context, reshards)
+                self.groups[unit] = _ParamGroup(unit, owned[unit], context, reshards)
         self.unit_calls = {scope: unit for unit in units for scope in program.calls[unit]}
         self.around = self._calls_around()
         self.gradients = self._gradients()
@@ -184,7 +185,7 @@ class _Rewriter:
             found[scope] = own + found[call.parent]
         return found
 
-    def _gradients(self) -> dict[int, _Group]:
+    def _gradients(self) -> dict[int, _ParamGroup]:
         """Storages of gradients to the unit that reduces them: the innermost with a parameter of that size."""
         r, found = self.r, {}
         started = set(r.initial)
@@ -206,7 +207,7 @@ class _Rewriter:
                 found[s] = group
         return found
 
-    def _group(self, call: int) -> _Group:
+    def _group(self, call: int) -> _ParamGroup:
         return self.groups[self.unit_calls[call]]
 
     # --- the rewrite --------------------------------------------------------------------------------
@@ -274,7 +275,7 @@ class _Rewriter:
         touched = sum(self.draft.storage_bytes[s] for s in set(storages))
         return min(1.0, touched / whole) if whole else 1.0
 
-    def _await(self, group: _Group, gradients: Iterable[int]) -> None:
+    def _await(self, group: _ParamGroup, gradients: Iterable[int]) -> None:
         for s in gradients:
             self.awaited.add(s)
             self.gradients[s] = group
@@ -284,7 +285,7 @@ class _Rewriter:
         self,
         name: str,
         phase: Phase,
-        group: _Group,
+        group: _ParamGroup,
         reads: Iterable[int],
         n_bytes: int,
         kind: StorageKind,
@@ -329,7 +330,7 @@ class _Rewriter:
             self._waited(running)
         context.reducing.clear()
 
-    def _running(self, group: _Group) -> int:
+    def _running(self, group: _ParamGroup) -> int:
         """The call of a unit that runs now."""
         return next(s for s in reversed(self.r.calls[group.unit]) if s in self.entered)
 
@@ -370,7 +371,7 @@ class _Rewriter:
             self._free(context.gathered)
             context.gathered = None
 
-    def _pre_backward(self, group: _Group) -> None:
+    def _pre_backward(self, group: _ParamGroup) -> None:
         if group.state == "backward":
             return
         group.state = "backward"
@@ -381,7 +382,7 @@ class _Rewriter:
             if index > 0:
                 self._unshard(group.context.order[index - 1], Phase.BACKWARD)
 
-    def _unshard(self, group: _Group, phase: Phase) -> None:
+    def _unshard(self, group: _ParamGroup, phase: Phase) -> None:
         if group.gathering is None and group.unsharded is None:
             reads = (p.storage for p in group.parameters)
             n_bytes = self._padded_bytes(group.parameters)
@@ -389,7 +390,7 @@ class _Rewriter:
             group.gathering = self._collective(GATHER, phase, group, reads, size, StorageKind.OTHER)
             group.gather = self._started("all_gather", n_bytes, group.context.copied_ms)
 
-    def _wait(self, group: _Group, phase: Phase) -> None:
+    def _wait(self, group: _ParamGroup, phase: Phase) -> None:
         if group.gathering is None:
             return
         context, buffer, group.gathering = group.context, group.gathering, None
@@ -408,12 +409,12 @@ class _Rewriter:
         else:
             self._free(buffer)
 
-    def _reshard(self, group: _Group) -> None:
+    def _reshard(self, group: _ParamGroup) -> None:
         if group.unsharded is not None:
             self._free(group.unsharded)
             group.unsharded = None
 
-    def _post_backward(self, group: _Group) -> None:
+    def _post_backward(self, group: _ParamGroup) -> None:
         group.state = "reduced"
         self._reshard(group)
         context = group.context

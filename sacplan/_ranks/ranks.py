@@ -12,7 +12,7 @@ from msgspec import Struct, structs
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.files import Positive
-from sacplan._program.fingerprint import Entry
+from sacplan._program.fingerprint import FingerprintEntry
 from sacplan._program.program import Program, is_inside
 from sacplan._ranks.ddp import replicated
 from sacplan._ranks.fully_shard import sharded
@@ -81,7 +81,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
             return None
         return "DDP" if self.fsdp_units is None else "FSDP2"
 
-    def program(self, whole: Program, parameters: Sequence[Entry], spec: DeviceSpec) -> Program:
+    def program(self, whole: Program, parameters: Sequence[FingerprintEntry], spec: DeviceSpec) -> Program:
         """The step of one rank; the given one if there is only one.
 
         Args:
@@ -102,7 +102,9 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         return whole.with_(patch).renumbered()
 
     @staticmethod
-    def _spread(sharding: Sharding, whole: Program, parameters: Sequence[Entry], spec: DeviceSpec) -> Program:
+    def _spread(
+        sharding: Sharding, whole: Program, parameters: Sequence[FingerprintEntry], spec: DeviceSpec
+    ) -> Program:
         found = parameters_of(whole, parameters)
         layouts = sharding.layouts([(p.name, p.shape) for p in found])
         homes = {p.storage: layouts[p.name] for p in found if p.name in layouts}

@@ -17,7 +17,7 @@ from math import prod
 
 import torch
 
-from sacplan._program.fingerprint import Entry
+from sacplan._program.fingerprint import FingerprintEntry
 from sacplan._program.program import Phase, Program, StorageKind, is_inside
 from sacplan.errors import TraceError
 
@@ -62,7 +62,7 @@ class Parameter:
         return self.shape[0] % world_size != 0
 
 
-def parameters_of(program: Program, entries: Sequence[Entry]) -> tuple[Parameter, ...]:
+def parameters_of(program: Program, entries: Sequence[FingerprintEntry]) -> tuple[Parameter, ...]:
     """The parameters of a recorded step; ``entries`` are name, shape and dtype (``Fingerprint.local_parameters``).
 
     The recorder takes the storages of parameters before all others, in the order of ``named_parameters()``.

@@ -103,7 +103,7 @@ class ClosureProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class TradeoffPoint:
     """One reachable trade-off."""
 
     kept_bytes: int
@@ -113,7 +113,7 @@ class Point:
     """The ops that run again. What they write is not kept."""
 
 
-def evaluate(problem: ClosureProblem, discarded: Iterable[int]) -> Point:
+def evaluate(problem: ClosureProblem, discarded: Iterable[int]) -> TradeoffPoint:
     """The trade-off of any set of discarded ops, less the ops that backward never needs.
 
     Raises:
@@ -129,7 +129,7 @@ def evaluate(problem: ClosureProblem, discarded: Iterable[int]) -> Point:
     return _point(problem, _needed(problem, chosen, (s for s in problem.saved if writer[s] in chosen)))
 
 
-def tradeoff(problem: ClosureProblem, max_points: int = 24, between: int = 0) -> tuple[Point, ...]:
+def tradeoff(problem: ClosureProblem, max_points: int = 24, between: int = 0) -> tuple[TradeoffPoint, ...]:
     """The lower hull of kept bytes against recompute time, by decreasing bytes.
 
     The first point discards nothing. The last keeps the fewest bytes that any set can reach, as cheaply as
@@ -162,7 +162,9 @@ def tradeoff(problem: ClosureProblem, max_points: int = 24, between: int = 0) ->
     return tuple(points)
 
 
-def with_neighbours(problem: ClosureProblem, points: Iterable[Point], most: int) -> tuple[Point, ...]:
+def with_neighbours(
+    problem: ClosureProblem, points: Iterable[TradeoffPoint], most: int
+) -> tuple[TradeoffPoint, ...]:
     """The points, and others that keep or discard one more storage; by increasing time.
 
     They lie on or above the hull; some need less memory during recomputation. Neighbours of the points that keep
@@ -211,9 +213,9 @@ def _kept_bytes(problem: ClosureProblem, ops: frozenset[int]) -> int:
     return sum(problem._charge[s] for s in held if problem._writer[s] not in ops)
 
 
-def _point(problem: ClosureProblem, ops: frozenset[int]) -> Point:
+def _point(problem: ClosureProblem, ops: frozenset[int]) -> TradeoffPoint:
     # fsum rounds once, so the result does not depend on the order of the ops.
-    return Point(_kept_bytes(problem, ops), math.fsum(problem.ops[op].cost_ms for op in ops), ops)
+    return TradeoffPoint(_kept_bytes(problem, ops), math.fsum(problem.ops[op].cost_ms for op in ops), ops)
 
 
 # --- the hull ----------------------------------------------------------------------------------------------
@@ -344,7 +346,7 @@ def _cut(
 # --- points between two vertices ---------------------------------------------------------------------------
 
 
-def _greedy(problem: ClosureProblem, left: Point, right: Point) -> list[Point]:
+def _greedy(problem: ClosureProblem, left: TradeoffPoint, right: TradeoffPoint) -> list[TradeoffPoint]:
     """Reachable points on the way from ``left`` to ``right``.
 
     Repeatedly discards the saved storage that ``right`` recomputes and ``left`` does not and that is currently
@@ -386,7 +388,7 @@ def _greedy(problem: ClosureProblem, left: Point, right: Point) -> list[Point]:
         targets = [op for op in targets if not needs[op] <= current]
         stale = [op for op in targets if not touched[best].isdisjoint(touched[op])]
 
-    points: list[Point] = []
+    points: list[TradeoffPoint] = []
     least = right.kept_bytes
     for reached, time, step, op in sorted(looked_at, key=lambda entry: (entry[1], entry[0], entry[2:])):
         if time >= right.recompute_ms:
@@ -396,7 +398,9 @@ def _greedy(problem: ClosureProblem, left: Point, right: Point) -> list[Point]:
     return points
 
 
-def _spread(points: list[Point], left: Point, right: Point, count: int) -> list[Point]:
+def _spread(
+    points: list[TradeoffPoint], left: TradeoffPoint, right: TradeoffPoint, count: int
+) -> list[TradeoffPoint]:
     """At most ``count`` of the points, spread as evenly as possible over the bytes between two vertices."""
     if len(points) <= count:
         return points
@@ -408,7 +412,7 @@ def _spread(points: list[Point], left: Point, right: Point, count: int) -> list[
     return [point for point in points if point not in rest]
 
 
-def _merge(vertices: list[Point], found: list[Point]) -> list[Point]:
+def _merge(vertices: list[TradeoffPoint], found: list[TradeoffPoint]) -> list[TradeoffPoint]:
     """Both together by decreasing bytes, without those of ``found`` that another point dominates."""
     first, last = vertices[0], vertices[-1]
     inner = sorted((*vertices[1:], *found), key=lambda point: (point.recompute_ms, point.kept_bytes))

@@ -45,7 +45,7 @@ _MIN_SHARE = 0.5  # of a module's ops that its repeated children must have for i
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OpGroup:
     """Some forward ops that are looked at together.
 
     Attributes:
@@ -62,7 +62,7 @@ class Part:
     family: str | None = None
 
 
-class _Tree:
+class _ModuleCalls:
     """The module calls of a program as a tree of modules."""
 
     def __init__(self, program: Program, pins: Pins) -> None:
@@ -135,12 +135,12 @@ class _Tree:
         return self.program.depends(second, first)
 
 
-def partition(program: Program, pins: Pins) -> tuple[list[Part], frozenset[str]]:
+def partition(program: Program, pins: Pins) -> tuple[list[OpGroup], frozenset[str]]:
     """Every forward op that a module runs, in one part each, in the order of execution; and the split modules."""
-    tree = _Tree(program, pins)
+    tree = _ModuleCalls(program, pins)
     owned: set[int] = set()
-    whole: list[Part] = []  # modules
-    rest: list[Part] = []  # what modules that are split run themselves
+    whole: list[OpGroup] = []  # modules
+    rest: list[OpGroup] = []  # what modules that are split run themselves
 
     def visit(fqn: str) -> None:
         members = tuple(group for group in tree.members(fqn) if owned.isdisjoint(group))
@@ -153,16 +153,16 @@ def partition(program: Program, pins: Pins) -> tuple[list[Part], frozenset[str]]
                 if barred or not tree.is_leaf(child):
                     visit(child)
             members = tuple(group for group in members if owned.isdisjoint(group))
-            rest.append(Part(fqn, members, once, "" if once else None))
+            rest.append(OpGroup(fqn, members, once, "" if once else None))
         elif once or not tree.called_once_around(fqn):
             # Around modules of which nothing calls several in turn, no unit can be: they are not joined.
             alone = not once or (fqn in tree.roots and len(tree.roots) > 1)
-            whole.append(Part(fqn, members, once, None if alone else fqn.rpartition(".")[0]))
+            whole.append(OpGroup(fqn, members, once, None if alone else fqn.rpartition(".")[0]))
         else:  # a shared layer: each of its calls is a part
             for ops in tree.calls(fqn):
                 ops = [op for op in ops if op not in owned]
                 if ops:
-                    whole.append(Part(_unit_of(program, ops), tuple((op,) for op in ops), True, fqn))
+                    whole.append(OpGroup(_unit_of(program, ops), tuple((op,) for op in ops), True, fqn))
         owned.update(op for group in members for op in group)
 
     for root in tree.roots:
@@ -172,7 +172,7 @@ def partition(program: Program, pins: Pins) -> tuple[list[Part], frozenset[str]]
     return join(program, parts, at_once), frozenset(part.unit for part in rest)
 
 
-def _attached(program: Program, whole: list[Part], rest: list[Part]) -> list[Part]:
+def _attached(program: Program, whole: list[OpGroup], rest: list[OpGroup]) -> list[OpGroup]:
     """Ops outside of the parts go to the part before them, those before the first to the first; within one root."""
     whole = sorted(whole, key=lambda part: part.members[0][0])
     single = [part for part in whole if part.once]
@@ -180,7 +180,7 @@ def _attached(program: Program, whole: list[Part], rest: list[Part]) -> list[Par
     for i, part in enumerate(single):
         numbers[_root_of(program, part)].append(i)
     added: dict[int, list[int]] = defaultdict(list)
-    left: list[Part] = []
+    left: list[OpGroup] = []
     for part in rest:
         if not part.members:
             continue
@@ -195,12 +195,12 @@ def _attached(program: Program, whole: list[Part], rest: list[Part]) -> list[Par
     for i, part in enumerate(single):
         ops = sorted([*(op for (op,) in part.members), *added[i]])
         if added[i]:
-            part = Part(_unit_of(program, ops), tuple((op,) for op in ops), True, part.family)
+            part = OpGroup(_unit_of(program, ops), tuple((op,) for op in ops), True, part.family)
         found.append(part)
     return sorted(found, key=lambda part: part.members[0][0])
 
 
-def _root_of(program: Program, part: Part) -> str | None:
+def _root_of(program: Program, part: OpGroup) -> str | None:
     """The outermost module in which a part runs."""
     return program.outermost_module(program.ops[part.members[0][0]].scope)
 
@@ -223,7 +223,7 @@ def unit_around(program: Program, scopes: Iterable[int], widest_unit: int = ROOT
         scope = parent
 
 
-def _windows(program: Program, part: Part) -> list[Part]:
+def _windows(program: Program, part: OpGroup) -> list[OpGroup]:
     """The part; in windows if it is too large for one."""
     count = len(part.members)
     if count <= LARGEST_PART:
@@ -260,7 +260,7 @@ def _next_cut(crossing: npt.NDArray[np.int64], narrow: npt.NDArray[np.intp], at:
     return int(beyond[0] if len(beyond) else within[-1])
 
 
-def _crossing_bytes(program: Program, part: Part) -> npt.NDArray[np.int64]:
+def _crossing_bytes(program: Program, part: OpGroup) -> npt.NDArray[np.int64]:
     """By member, and at the end: bytes that are made before it in the part, and read from it on.
 
     What is read further on than any window reaches crosses a cut wherever that is, and does not count.
@@ -279,9 +279,9 @@ def _crossing_bytes(program: Program, part: Part) -> npt.NDArray[np.int64]:
     return np.cumsum(change)
 
 
-def runs(parts: Sequence[Part]) -> list[list[Part]]:
+def runs(parts: Sequence[OpGroup]) -> list[list[OpGroup]]:
     """Neighbours that can be joined."""
-    found: list[list[Part]] = []
+    found: list[list[OpGroup]] = []
     before: object = None
     for part in parts:
         if part.family is None:
@@ -294,7 +294,7 @@ def runs(parts: Sequence[Part]) -> list[list[Part]]:
     return found
 
 
-def most_joined(parts: Sequence[Part]) -> int:
+def most_joined(parts: Sequence[OpGroup]) -> int:
     """How many neighbours can be joined at most."""
     most = 1
     for run in runs(parts):
@@ -308,11 +308,11 @@ def most_joined(parts: Sequence[Part]) -> int:
     return most
 
 
-def join(program: Program, parts: Sequence[Part], size: int) -> list[Part]:
+def join(program: Program, parts: Sequence[OpGroup], size: int) -> list[OpGroup]:
     """Runs of ``size`` neighbours as one."""
     joined = [part for part in parts if part.family is None]
     for run in runs(parts):
-        group: list[Part] = []
+        group: list[OpGroup] = []
         for part in run:
             n_ops = sum(len(p.members) for p in group) + len(part.members)
             if group and (len(group) == size or n_ops > LARGEST_JOINED):
@@ -323,11 +323,11 @@ def join(program: Program, parts: Sequence[Part], size: int) -> list[Part]:
     return sorted(joined, key=lambda part: part.members[0][0])
 
 
-def _merged(program: Program, group: Sequence[Part]) -> Part:
+def _merged(program: Program, group: Sequence[OpGroup]) -> OpGroup:
     if len(group) == 1:
         return group[0]
     members = tuple(sorted(member for part in group for member in part.members))
     first = group[0]
     if not first.once:
         return replace(first, members=members)
-    return Part(_unit_of(program, (op for (op,) in members)), members, True, first.family)
+    return OpGroup(_unit_of(program, (op for (op,) in members)), members, True, first.family)

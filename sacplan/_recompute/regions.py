@@ -24,7 +24,7 @@ from sacplan._program.pins import NO_PINS, Pins
 from sacplan._program.program import Phase, Program
 from sacplan._recompute import closure
 from sacplan._recompute.in_place_groups import Group, connected, discardable, in_place_groups
-from sacplan._recompute.partition import Part, join, most_joined, partition, unit_around
+from sacplan._recompute.partition import OpGroup, join, most_joined, partition, unit_around
 from sacplan._technique.regions import Option, Region
 
 _VERTICES, _FEWEST = 24, 4  # of a region's hull, at most, and where there are very many ops
@@ -96,7 +96,7 @@ class Regions:
             regions.append(Region(part.unit, part.members, kind, options, units, wide))
         return tuple(regions)
 
-    def _units(self, part: Part, option: Option) -> tuple[str, ...]:
+    def _units(self, part: OpGroup, option: Option) -> tuple[str, ...]:
         """The smallest modules, not leaves, that run each connected group of an option, and all that saves it."""
         if not option.members:
             return ()
@@ -132,7 +132,7 @@ class Regions:
                 found.add(op)
         return found
 
-    def _may_be_discarded(self, part: Part, group: tuple[int, ...]) -> bool:
+    def _may_be_discarded(self, part: OpGroup, group: tuple[int, ...]) -> bool:
         """Whether ops of a part may be discarded together, as far as they themselves and the pins are concerned."""
         program, pins = self.program, self._pins
         if not self._kept.isdisjoint(group) or not discardable(program, group):
@@ -147,7 +147,7 @@ class Regions:
             len(program.calls[program.scopes[r].fqn]) == 1 for r in widest_units
         )
 
-    def _problem(self, part: Part) -> tuple[closure.ClosureProblem, closure.ClosureProblem | None]:
+    def _problem(self, part: OpGroup) -> tuple[closure.ClosureProblem, closure.ClosureProblem | None]:
         """The problem of a part, and where it makes a difference the one in which early storages cost nothing."""
         program, ops = self.program, self.program.ops
         inside = {op for group in part.members for op in group}

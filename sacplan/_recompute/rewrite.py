@@ -7,7 +7,7 @@ It follows the executor (``executor/recorder.py``, ``executor/nodes.py``) rule f
 that holds its arguments; the outputs of nodes are slots. What autograd takes of a slot is no longer held. When it first
 asks for one, the nodes that this slot needs run again, arguments first, into storages of their own. A value is freed
 when nobody that is still pending refers to it. So the peak of the rewritten program is that of the real step, not a
-bound on it; ``tests/test_recipes.py`` holds one against the other, byte for byte.
+bound on it; ``tests/recompute/test_recipes.py`` holds one against the other, byte for byte.
 
 A rewrite is local. It looks at the events of the storages that discarded ops write, and changes no others.
 """
@@ -69,7 +69,7 @@ def recompute_ops(
     """
     if not discarded:
         return Patch()
-    rewriter = _Rewriter(program, discarded, units)
+    rewriter = _RecomputeRewriter(program, discarded, units)
     for position, code, arg in _events_that_matter(program, discarded, units):
         rewriter.step(position, code, arg)
     return rewriter.draft.patch()
@@ -88,7 +88,7 @@ def _events_that_matter(
     return [(p, *program.events[p]) for p in sorted(positions)]
 
 
-class _Node:
+class _DiscardedOp:
     """A discarded op of one module call, until it has run again for the last time."""
 
     __slots__ = ("args", "held", "live_slots", "op", "pending", "slots", "state", "times")
@@ -96,20 +96,20 @@ class _Node:
     def __init__(self, op: int, times: int) -> None:
         self.op = op
         self.times = times  # that its values are still to be dropped
-        self.args: list[_Slot] = []
+        self.args: list[_DiscardedOutput] = []
         self.held: list[int] = []  # handles on arguments that are kept
         self.pending = True
         self.live_slots = 0
-        self.slots: list[_Slot] = []
+        self.slots: list[_DiscardedOutput] = []
         self.state = -1  # storage of the generator's state
 
 
-class _Slot:
+class _DiscardedOutput:
     """One output of a node: who still refers to it, and the storage of its value, if it has one."""
 
     __slots__ = ("instances", "node", "readers", "refs", "storage", "value")
 
-    def __init__(self, node: _Node, storage: int) -> None:
+    def __init__(self, node: _DiscardedOp, storage: int) -> None:
         self.node = node
         self.storage = storage
         self.refs = 1  # the table of the module call that is being recorded, while the original lives
@@ -118,7 +118,7 @@ class _Slot:
         self.readers = 0
 
 
-class _Rewriter:
+class _RecomputeRewriter:
     """Follows the events of the storages that discarded ops write, and notes what takes their place."""
 
     def __init__(self, program: Program, discarded: Mapping[int, int], units: Collection[int]) -> None:
@@ -126,12 +126,12 @@ class _Rewriter:
         self.discarded = discarded
         self.units = units
         self.unit = ROOT_SCOPE  # the call of a unit that runs
-        self.table: dict[int, _Slot] = {}  # storage to slot, for that call
-        self.handles: dict[int, _Slot] = {}
-        self.instances: dict[int, _Slot] = {}
+        self.table: dict[int, _DiscardedOutput] = {}  # storage to slot, for that call
+        self.handles: dict[int, _DiscardedOutput] = {}
+        self.instances: dict[int, _DiscardedOutput] = {}
         self.loose: dict[int, int] = {}  # instance to the storage that it alone holds
         self.passing: dict[
-            _Slot, int
+            _DiscardedOutput, int
         ] = {}  # while something runs again: slots whose values are dropped after it
         self.draft = PatchBuilder(program)
         self.out: list[tuple[int, int]] = []  # what takes the place of the event that is looked at
@@ -203,7 +203,7 @@ class _Rewriter:
         return self.program.handle_ops[handle] < 0 and self.program.handle_tensors[handle] < 0
 
     def _discard(self, index: int, op: Op) -> None:
-        node = _Node(index, self.discarded[index])
+        node = _DiscardedOp(index, self.discarded[index])
         if op.state_bytes:
             node.state = self.draft.new_storage(op.state_bytes, StorageKind.OTHER)
             room = self.draft.new_storage(op.state_bytes, StorageKind.OTHER)  # to read it again after the op
@@ -221,12 +221,12 @@ class _Rewriter:
                 slot.readers += 1
                 node.args.append(slot)
         for s in op.writes:
-            slot = _Slot(node, s)
+            slot = _DiscardedOutput(node, s)
             node.slots.append(slot)
             node.live_slots += 1
             self.table[s] = slot
 
-    def _unref(self, slot: _Slot) -> None:
+    def _unref(self, slot: _DiscardedOutput) -> None:
         stack = [slot]
         while stack:
             slot = stack.pop()
@@ -239,7 +239,7 @@ class _Rewriter:
             if node.pending and node.live_slots == 0:
                 stack.extend(self._finish(node))
 
-    def _finish(self, node: _Node) -> list[_Slot]:
+    def _finish(self, node: _DiscardedOp) -> list[_DiscardedOutput]:
         """A node will not run any more; what it referred to."""
         node.pending = False
         if node.state >= 0:
@@ -248,15 +248,15 @@ class _Rewriter:
         args, node.args, node.held = node.args, [], []
         return args
 
-    def _free_unused(self, slot: _Slot) -> None:
+    def _free_unused(self, slot: _DiscardedOutput) -> None:
         if slot.value >= 0 and slot.refs == 0 and slot.instances == 0:
             self._free(slot)
 
-    def _free(self, slot: _Slot) -> None:
+    def _free(self, slot: _DiscardedOutput) -> None:
         self.out.append((_FREE, slot.value))
         slot.value = -1
 
-    def _compute(self, wanted: _Slot, position: int) -> int | None:
+    def _compute(self, wanted: _DiscardedOutput, position: int) -> int | None:
         """Run the pending nodes that a slot needs, arguments first; its value, if that is not remembered."""
         order = self._needed(wanted.node)
         if any(node.times > 1 for node in order):
@@ -282,9 +282,9 @@ class _Rewriter:
             position -= 1
         return self.program.ops[events[position][1]]
 
-    def _needed(self, node: _Node) -> list[_Node]:
-        order: dict[_Node, None] = {}
-        stack: list[tuple[_Node, bool]] = [(node, False)]
+    def _needed(self, node: _DiscardedOp) -> list[_DiscardedOp]:
+        order: dict[_DiscardedOp, None] = {}
+        stack: list[tuple[_DiscardedOp, bool]] = [(node, False)]
         while stack:
             current, ready = stack.pop()
             if not current.pending or current in order:
@@ -296,7 +296,7 @@ class _Rewriter:
             order[current] = None
         return list(order)
 
-    def _run(self, node: _Node, asked_by: Op) -> None:
+    def _run(self, node: _DiscardedOp, asked_by: Op) -> None:
         op = self.program.ops[node.op]
         last = node.times == 1
         values = {arg.storage: arg.value for arg in node.args}
@@ -335,7 +335,7 @@ class _Rewriter:
             if not self.passing[slot] and slot.value >= 0:
                 self._free(slot)
 
-    def _overwrite(self, node: _Node, storage: int) -> None:
+    def _overwrite(self, node: _DiscardedOp, storage: int) -> None:
         """What an op writes in place is gone, if nobody else will want it; else it writes a copy."""
         slot = next(arg for arg in node.args if arg.storage == storage)
         if slot.readers == 1 and (node.times == 1 or slot.node.pending):

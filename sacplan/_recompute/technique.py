@@ -17,7 +17,7 @@ from sacplan._recompute.regions import Regions
 from sacplan._recompute.rewrite import recompute, recompute_ops
 from sacplan._technique.offers import Offer
 from sacplan._technique.regions import Option, Region
-from sacplan._technique.step import Step
+from sacplan._technique.step import PlanStep
 from sacplan._technique.technique import Installed, StepSolver
 
 
@@ -31,23 +31,23 @@ class Recomputation:
     decision = Recompute
     one_device = how = ""
 
-    def longest_run(self, step: Step) -> int:
+    def longest_run(self, step: PlanStep) -> int:
         """As many as there are neighbours of one kind."""
         return _regions(step).longest_run
 
-    def regions(self, step: Step, size: int) -> Sequence[Region]:
+    def regions(self, step: PlanStep, size: int) -> Sequence[Region]:
         """All of the forward pass."""
         return _regions(step).joined(size)
 
-    def options(self, step: Step, region: Region) -> Sequence[Option]:
+    def options(self, step: PlanStep, region: Region) -> Sequence[Option]:
         """None for regions of others."""
         return ()
 
-    def offers(self, step: Step, peak: Footprint | None) -> Sequence[Offer]:
+    def offers(self, step: PlanStep, peak: Footprint | None) -> Sequence[Offer]:
         """None: what it can do is in the regions."""
         return ()
 
-    def solvers(self, step: Step) -> Sequence[StepSolver]:
+    def solvers(self, step: PlanStep) -> Sequence[StepSolver]:
         """None."""
         return ()
 
@@ -93,6 +93,6 @@ class Recomputation:
         return InstalledRecipes(model, discarded_by(decisions), recorded, check)
 
 
-def _regions(step: Step) -> Regions:
+def _regions(step: PlanStep) -> Regions:
     early = step.program.liveness.unpacked_before_peak
     return step.derived("regions", lambda: Regions(step.program, step.costs, early, step.pins))

@@ -73,7 +73,7 @@ def is_float(t: torch.Tensor) -> bool:
     return t.dtype.is_floating_point or t.dtype.is_complex
 
 
-class _Known:
+class _StorageValues:
     """The values of one fake storage."""
 
     __slots__ = ("rules", "storage", "watch")
@@ -91,7 +91,7 @@ class KnownValues:
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _StorageValues] = {}
         self._applied: dict[tuple[str, str], AppliedRule] = {}
         self._paused = 0
         self._max_floats = MAX_FLOATS
@@ -204,7 +204,7 @@ class KnownValues:
         fake_storage = fake.untyped_storage()
         key = storage_key(fake_storage)
         known_by_key = self._known
-        self._known[key] = _Known(
+        self._known[key] = _StorageValues(
             storage, rules, weakref.ref(fake_storage, lambda _: known_by_key.pop(key, None))
         )
 

@@ -25,7 +25,7 @@ from sacplan._record.calls import arguments_of
 from sacplan._record.fake_data import DataRules
 from sacplan._record.in_place import InPlaceWrites, plain_formulas
 from sacplan._record.saved_tensors import SavedMode, SavedTensors
-from sacplan._record.seen_ops import Seen, SeenOps
+from sacplan._record.seen_ops import SeenOp, SeenOps
 from sacplan._rewrites.in_place_versions import in_place_versions
 from sacplan._rewrites.settle import settled
 from sacplan._torch.local_tensors import Watching, has_local_parts, is_deferred, local_part
@@ -53,7 +53,7 @@ _ALLOC, _FREE, _OP = int(Event.ALLOC), int(Event.FREE), int(Event.OP)
 _ENTER, _EXIT = int(Event.ENTER), int(Event.EXIT)
 
 
-_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], int]  # shape, stride, offset in the storage
+_StridedLayout = tuple[torch.dtype, torch.Size, tuple[int, ...], int]  # shape, stride, offset in the storage
 
 NUMBER_BYTES = 8
 """Of the tensor that a Python number becomes."""
@@ -155,7 +155,7 @@ class Recorder(Watching):
         self._error: Exception | None = None
         self._ids: dict[int, int] = {}
         self._offsets: dict[int, int] = {}  # of unpacked tensors in the storage that was recorded
-        self._layouts: dict[_Layout, int] = {}
+        self._layouts: dict[_StridedLayout, int] = {}
         self._tensors: dict[tuple[int, int], int] = {}  # (storage, layout) to tensor
         self._op_of_number: dict[int, int] = {}  # autograd's next sequence number to the first op run at it
         self._finalizers: dict[int, weakref.ref[Any]] = {}
@@ -529,15 +529,15 @@ class Recorder(Watching):
             self._fail(error)
         return out
 
-    def _figures(self, func: Any, args: Any, kwargs: Any, out: Any, key: Any) -> Seen:
+    def _figures(self, func: Any, args: Any, kwargs: Any, out: Any, key: Any) -> SeenOp:
         flops, time_ms = self._cost(func, args, kwargs, out)
         workspace_bytes = self._rounded(self._workspace(func, args, kwargs, out))
-        seen = Seen(flops, time_ms, workspace_bytes, arguments_of(args, kwargs))
+        seen = SeenOp(flops, time_ms, workspace_bytes, arguments_of(args, kwargs))
         if key is not None and self._seen is not None:
             self._seen.remember(key, args, kwargs, out, seen)
         return seen
 
-    def _record(self, func: Any, args: Any, kwargs: Any, out: Any, key: Any, seen: Seen | None) -> None:
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any, key: Any, seen: SeenOp | None) -> None:
         traits = op_traits(func)
         known = self._ids
         n_storages = len(self._storage_bytes)
@@ -632,7 +632,7 @@ class Recorder(Watching):
     # --- tensors ------------------------------------------------------------------------------
 
     def _tensors_of(
-        self, tensors: Sequence[torch.Tensor], storages: Sequence[int], seen: Seen | None
+        self, tensors: Sequence[torch.Tensor], storages: Sequence[int], seen: SeenOp | None
     ) -> tuple[int, ...]:
         """The indices of tensors; ``seen`` remembers the layouts where the op was looked up."""
         if seen is None or self._offsets:

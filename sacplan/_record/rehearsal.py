@@ -24,7 +24,7 @@ from sacplan._torch.calls import flat_tensors
 
 
 @dataclass(slots=True)
-class Seen:
+class RehearsedOps:
     """What ran for something.
 
     Attributes:
@@ -125,12 +125,12 @@ class Rehearsal:
         """How many ops ran so far."""
         return self._recorder.seen()[0]
 
-    def seen(self, run: Callable[[], Any]) -> tuple[Any, Seen]:
+    def seen(self, run: Callable[[], Any]) -> tuple[Any, RehearsedOps]:
         """What a function returns, and what ran for it."""
         n_ops, n_events = self._recorder.seen()
         out = run()
         ops, events = self._recorder.seen_since(n_ops, n_events)
-        return out, Seen(ops, events, n_ops)
+        return out, RehearsedOps(ops, events, n_ops)
 
     def piece(self, given: Sequence[torch.Tensor], run: Callable[[], Any]) -> Piece:
         """What runs for a function that reads some tensors. What it returns stays alive."""
@@ -156,7 +156,9 @@ class Rehearsal:
             tensors=tensors,
         )
 
-    def into(self, draft: PatchBuilder, seen: Seen, phase: Phase, scope: int) -> list[tuple[int, int]]:
+    def into(
+        self, draft: PatchBuilder, seen: RehearsedOps, phase: Phase, scope: int
+    ) -> list[tuple[int, int]]:
         """What was seen as events of the program; ops and storages that are new are added."""
         storage = draft.numbering(self.known, self._recorder.storage_sizes)
         ops = [

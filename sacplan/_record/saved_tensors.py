@@ -32,7 +32,7 @@ SavedMode = Literal["virtual", "clone", "observe"]
 _PACK, _RELEASE, _UNPACK, _DROP = map(int, (Event.PACK, Event.RELEASE, Event.UNPACK, Event.DROP))
 
 
-class _Handle:
+class _SavedTensor:
     """What autograd keeps instead of a tensor; its end is autograd's letting go."""
 
     __slots__ = ("__weakref__", "clone", "dtype", "index", "offset", "rules", "size", "stride", "value")
@@ -48,10 +48,10 @@ class _Handle:
         self.rules: dict[str, None] = {}  # that it rests on
 
 
-class _Wrapped(NamedTuple):
+class _SavedLocalTensor(NamedTuple):
     """For a tensor that stands for its local part, the handle of which autograd keeps."""
 
-    local: _Handle
+    local: _SavedTensor
     wrapping: Wrapping
 
 
@@ -126,12 +126,14 @@ class SavedTensors:
             if not stands_for_another(tensor):
                 return tensor
             packed = self._pack(arrived(tensor))
-            return _Wrapped(packed, wrapping_of(tensor)) if isinstance(packed, _Handle) else tensor
+            return (
+                _SavedLocalTensor(packed, wrapping_of(tensor)) if isinstance(packed, _SavedTensor) else tensor
+            )
         storage = self._ids.get(storage_key(tensor.untyped_storage()))
         if storage is None or storage in self._initial:
             return tensor
         index = len(self.handle_storages)
-        handle = _Handle(index, tensor, self._clone(tensor, storage) if self._how == "clone" else None)
+        handle = _SavedTensor(index, tensor, self._clone(tensor, storage) if self._how == "clone" else None)
         if self._rules is not None and self._rules.knows(tensor):
             handle.value, handle.rules = self._rules.value(tensor), self._rules.rules_of([tensor])
         self.handle_storages.append(storage)
@@ -159,9 +161,9 @@ class SavedTensors:
         return copy
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, _Wrapped):
+        if isinstance(packed, _SavedLocalTensor):
             return packed.wrapping.around(self._unpack(packed.local))
-        if not isinstance(packed, _Handle):
+        if not isinstance(packed, _SavedTensor):
             tensor: torch.Tensor = packed
             return tensor
         self._unpacks()
@@ -184,7 +186,7 @@ class SavedTensors:
             self._offsets[key] = packed.offset
         return out
 
-    def _twin_of(self, handle: _Handle) -> torch.Tensor:
+    def _twin_of(self, handle: _SavedTensor) -> torch.Tensor:
         mode = active_fake_mode()
         if handle.clone is None and handle.value is None and mode is not None:
             return fake_empty_strided(mode, handle.size, handle.stride, handle.dtype)

@@ -25,11 +25,11 @@ _VALUES = frozenset(
 )
 _UNLIKE = object()
 
-Layout = tuple[bool, torch.Size, tuple[int, ...], int, torch.dtype]
+ArgumentLayout = tuple[bool, torch.Size, tuple[int, ...], int, torch.dtype]
 """An output: whether it is a view of the first argument, its size, stride, storage offset and type."""
 
 
-class Seen:
+class SeenOp:
     """What is known of an op on arguments of one layout.
 
     Attributes:
@@ -61,7 +61,7 @@ class SeenOps:
     def __init__(self, mode: FakeTensorMode, rules: DataRules) -> None:
         self._mode = mode
         self._rules = rules
-        self._seen: dict[Any, Seen] = {}
+        self._seen: dict[Any, SeenOp] = {}
         self._eligible: dict[int, tuple[Any, bool, bool]] = {}  # by the op's identity: hashing one is slow
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -112,11 +112,11 @@ class SeenOps:
                 return False
         return True
 
-    def get(self, key: Any) -> Seen | None:
+    def get(self, key: Any) -> SeenOp | None:
         """What is known, if the op was seen."""
         return self._seen.get(key)
 
-    def remember(self, key: Any, args: tuple[Any, ...], kwargs: Any, out: Any, seen: Seen) -> None:
+    def remember(self, key: Any, args: tuple[Any, ...], kwargs: Any, out: Any, seen: SeenOp) -> None:
         """Keep what an op did."""
         self._seen[key] = seen
         kind = type(out)
@@ -148,7 +148,7 @@ class SeenOps:
             return _UNLIKE
         storage = v.untyped_storage()
         key = storage_key(storage)
-        layout: Layout = (key == base, v.shape, v.stride(), int(v.storage_offset()), v.dtype)
+        layout: ArgumentLayout = (key == base, v.shape, v.stride(), int(v.storage_offset()), v.dtype)
         if key == base:
             return layout
         elements = 1 + sum((n - 1) * s for n, s in zip(v.shape, v.stride(), strict=True)) if v.numel() else 0
@@ -157,7 +157,7 @@ class SeenOps:
         inputs.add(key)  # a second output on the same storage is no new one
         return layout
 
-    def make(self, seen: Seen, args: tuple[Any, ...]) -> Any:
+    def make(self, seen: SeenOp, args: tuple[Any, ...]) -> Any:
         """The outputs of an op that was seen, for other arguments of the same layout."""
         assert seen.outputs is not None
         made = fake_tensors(self._mode, seen.outputs, args[0] if args else None)

@@ -22,7 +22,7 @@ from sacplan._program.program import ROOT_SCOPE, Event, Op, Program
 from sacplan._program.writing import replacing
 from sacplan.errors import PlanError
 
-Entry = dict[str, Any]
+SnapshotEntry = dict[str, Any]
 Frames = list[dict[str, Any]]
 
 _PROTOCOL = 4  # the latest that the viewer can read
@@ -124,7 +124,7 @@ class _Writer:
 
     def __init__(self, profile: Profile, program: Program) -> None:
         self.program = program
-        self.entries: list[Entry] = []
+        self.entries: list[SnapshotEntry] = []
         self.allocator = CachingAllocator()
         self.alive: dict[int, _Allocation] = {}  # by storage
         self.stacks = _Stacks(profile, program)
@@ -202,7 +202,7 @@ class _Writer:
             }
         )
 
-    def segments(self) -> list[Entry]:
+    def segments(self) -> list[SnapshotEntry]:
         """What is reserved, and what is alive in it, when the step is over."""
         in_use = {one.block.address: one for one in self.alive.values()}
         found = []
@@ -228,7 +228,7 @@ class _Writer:
         return found
 
 
-def _block(block: Block, allocation: _Allocation | None) -> Entry:
+def _block(block: Block, allocation: _Allocation | None) -> SnapshotEntry:
     return {
         "address": _FIRST_ADDRESS + block.address,
         "size": block.nbytes,

@@ -31,7 +31,7 @@ class _HasChain(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ChainSizes:
     """The sizes of a chain in one unit, bytes or slots, under the names of the recurrence.
 
     With L stages, ``x``, ``xbar`` and ``ftmp`` carry one last 0 behind the loss, so that stage i (the loss is
@@ -120,16 +120,16 @@ class Chain:
         """Forward and backward of all stages and the loss, once each."""
         return math.fsum(self.forward_ms) + math.fsum(self.backward_ms)
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> ChainSizes:
         """The sizes in bytes."""
-        return Sizes(
+        return ChainSizes(
             (*self.output_bytes, 0),
             (*self.saved_bytes, 0),
             (*self.forward_extra_bytes, 0),
             self.backward_extra_bytes,
         )
 
-    def in_slots(self, budget_bytes: int, slots: int) -> Sizes:
+    def in_slots(self, budget_bytes: int, slots: int) -> ChainSizes:
         """The sizes in slots of ``budget_bytes / slots`` bytes, rounded up (exactly, in whole numbers).
 
         What is larger than the budget becomes ``slots + 1``: it fits nowhere, however large it is.
@@ -139,7 +139,7 @@ class Chain:
             return tuple(min(-(-size * slots // budget_bytes), slots + 1) for size in sizes)
 
         own = self.sizes()
-        return Sizes(rounded(own.x), rounded(own.xbar), rounded(own.ftmp), rounded(own.btmp))
+        return ChainSizes(rounded(own.x), rounded(own.xbar), rounded(own.ftmp), rounded(own.btmp))
 
 
 def _numbers(field: str, values: Sequence[float]) -> list[float]:

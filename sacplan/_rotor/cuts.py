@@ -27,7 +27,7 @@ from sacplan.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class ForwardCuts:
     """Where the forward pass is cut.
 
     Attributes:
@@ -45,7 +45,7 @@ class Cuts:
     saved: frozenset[int]
 
 
-def find_cuts(program: Program) -> Cuts:
+def find_cuts(program: Program) -> ForwardCuts:
     """Where the forward pass of a recorded step can be cut.
 
     Raises:
@@ -84,10 +84,10 @@ def find_cuts(program: Program) -> Cuts:
         if lives.base[s] not in lives.learned
         and stage_of.get(program.writer.get(s, -1), len(ops)) < stage_of[op]
     }
-    return Cuts(tuple(ops), tuple(boundary), lives.base, frozenset(shared), saved)
+    return ForwardCuts(tuple(ops), tuple(boundary), lives.base, frozenset(shared), saved)
 
 
-def coarser(cuts: Cuts, most: int) -> Cuts:
+def coarser(cuts: ForwardCuts, most: int) -> ForwardCuts:
     """The same with neighbouring stages joined, evenly, where there are more than ``most`` beside the loss."""
     count = len(cuts.boundary)
     if count <= most:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sacplan._program.budget import format_bytes
-from sacplan._rotor.chain import Chain, Sizes
+from sacplan._rotor.chain import Chain, ChainSizes
 from sacplan.errors import BudgetError, InfeasibleBudget, PlanError
 
 KEEP_ALL = 0
@@ -94,8 +94,9 @@ MAX_SLOTS = 10**6
 def rotor(chain: Chain, budget_bytes: int, slots: int = 500) -> RotorResult:
     """The fastest sequence of operations that trains the chain within a budget.
 
-    Sizes become slots of ``budget_bytes / slots`` bytes, rounded up, under the names of ``Sizes``. ``C[m][i][l]`` is
-    the least time for forward and backward of stages i to l with m slots, where ``x_i`` is there and not counted:
+    Sizes become slots of ``budget_bytes / slots`` bytes, rounded up, under the names of ``ChainSizes``.
+    ``C[m][i][l]`` is the least time for forward and backward of stages i to l with m slots, where ``x_i`` is there and
+    not counted:
 
     - ``C[m][i][i] = f_i + b_i`` if ``m >= x_{i+1} + xbar_{i+1} + max(ftmp_i, btmp_i)``, else inf;
     - for i < l, inf if ``m < x_{l+1} + max(x_{i+1} + ftmp_i, x_j + x_{j+1} + ftmp_j for i < j < l)``, since forward
@@ -155,7 +156,7 @@ def _solve(chain: Chain, budget_bytes: int, slots: int) -> RotorResult:
     return RotorResult(total_ms, peak_bytes, table, choices, operations, strict, chain, budget_bytes, slots)
 
 
-def tables_of(chain: Chain, sizes: Sizes, slots: int, strict: bool) -> Tables:
+def tables_of(chain: Chain, sizes: ChainSizes, slots: int, strict: bool) -> Tables:
     """The recurrence of ``rotor``, for all memory sizes of one (i, l) at once, from the last i to the first.
 
     ``benchmarks/rotor_reference.py`` fills in cell by cell; every float here is the sum of the same two floats as
@@ -227,7 +228,7 @@ def choice_type(n: int) -> type[np.signedinteger]:
 
 
 def _operations(
-    sizes: Sizes, choices: npt.NDArray[np.integer], stages: int, slots: int
+    sizes: ChainSizes, choices: npt.NDArray[np.integer], stages: int, slots: int
 ) -> tuple[Operation, ...]:
     """Read the sequence off the choices. The table at the entry is finite."""
     kinds = OperationKind
@@ -255,7 +256,7 @@ def _operations(
     return tuple(found)
 
 
-def peak(sizes: Sizes, operations: Sequence[Operation]) -> tuple[int, int]:
+def peak(sizes: ChainSizes, operations: Sequence[Operation]) -> tuple[int, int]:
     """The largest memory of a sequence that ``rotor`` made, in the unit of the sizes, and which operation has it.
 
     A gradient takes the place of the value that it belongs to, or comes on top if that one is part of what a
@@ -288,7 +289,7 @@ def _fits(chain: Chain, budget_bytes: int, slots: int) -> bool:
     return budget_bytes > 0 and _least_slots(chain.in_slots(budget_bytes, slots)) <= slots
 
 
-def _least_slots(sizes: Sizes) -> int:
+def _least_slots(sizes: ChainSizes) -> int:
     """The least memory with which ``C[m][0][L]`` is finite, the input included; the same if strict.
 
     The same recurrence with (max, min) for (sum, min), and no memory axis: a cell is finite from some m on. One

@@ -19,7 +19,7 @@ from sacplan._recompute.rewrite import recomputed
 from sacplan._rotor.cuts import find_cuts
 from sacplan._rotor.rotor import RotorResult, rotor
 from sacplan._rotor.stages import Stages, drops_of, stages_of
-from sacplan._technique.step import Step
+from sacplan._technique.step import PlanStep
 from sacplan.errors import InfeasibleBudget, PlanError
 
 _ROUNDS = 8  # of asking Rotor again
@@ -57,7 +57,7 @@ class Rotor:
         """What its plans do."""
         return ("recompute",)
 
-    def proposals(self, step: Step, budget_bytes: int) -> Sequence[tuple[Recompute, ...]]:
+    def proposals(self, step: PlanStep, budget_bytes: int) -> Sequence[tuple[Recompute, ...]]:
         """Its sequences for a budget, or for the smallest peak, as decisions about call sites.
 
         Raises:
@@ -74,7 +74,7 @@ class Rotor:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedSequence:
     """A sequence as what it discards, and the step with that."""
 
     result: RotorResult
@@ -107,7 +107,9 @@ def _stages(program: Program, solver: Rotor) -> Stages:
     return program.derived(("stages", solver.stages), lambda: stages_of(program, solver.stages))
 
 
-def sequences(program: Program, budget_bytes: int, solver: Rotor, kept: frozenset[int]) -> list[Planned]:
+def sequences(
+    program: Program, budget_bytes: int, solver: Rotor, kept: frozenset[int]
+) -> list[PlannedSequence]:
     """Sequences for budgets around the one that is asked for, and the one for the smallest budget of all.
 
     The replayed peaks of some are under the budget, if Rotor can hold it; the best of these is near it.
@@ -159,7 +161,7 @@ def _results(stages: Stages, budget_bytes: int, solver: Rotor) -> Iterator[Rotor
         yield rotor(stages.chain, error.smallest_feasible_bytes, solver.slots)
 
 
-def _planned(program: Program, stages: Stages, result: RotorResult, kept: frozenset[int]) -> Planned:
+def _planned(program: Program, stages: Stages, result: RotorResult, kept: frozenset[int]) -> PlannedSequence:
     drops = drops_of(stages, result.operations)
     # What is written in place later is made again as often as those want it that read it before.
     for s, maker in program.overwritten.items():
@@ -174,4 +176,4 @@ def _planned(program: Program, stages: Stages, result: RotorResult, kept: frozen
     }
     sound = without_missing_versions(program, {stages.unit: tuple(sites)})
     decisions = {unit: {site: sites[site] for site in found} for unit, found in sound.items() if found}
-    return Planned(result, decisions, recomputed(program, decisions).footprint)
+    return PlannedSequence(result, decisions, recomputed(program, decisions).footprint)

@@ -23,7 +23,7 @@ import numpy as np
 from sacplan._program.liveness import Bytes
 from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program, StorageKind
 from sacplan._rotor.chain import Chain
-from sacplan._rotor.cuts import Cuts, coarser, find_cuts
+from sacplan._rotor.cuts import ForwardCuts, coarser, find_cuts
 from sacplan._rotor.rotor import Operation, OperationKind
 
 _NOT_INPUT = frozenset(
@@ -169,7 +169,7 @@ def drops_of(stages: Stages, operations: Sequence[Operation]) -> dict[int, int]:
 
 
 def _homes(
-    program: Program, cuts: Cuts, stage_of: Mapping[int, int], droppable: Collection[int]
+    program: Program, cuts: ForwardCuts, stage_of: Mapping[int, int], droppable: Collection[int]
 ) -> list[int]:
     """By storage, the stage in whose sizes it is, or one of the three homes above."""
     homes = [_EXTRA] * len(program.storage_bytes)
@@ -224,7 +224,7 @@ def _backward_of(program: Program, stage_of: Mapping[int, int]) -> dict[int, int
 
 def _extra_bytes(
     program: Program,
-    cuts: Cuts,
+    cuts: ForwardCuts,
     homes: Sequence[int],
     backward_of: Mapping[int, int],
     x: Sequence[int],
@@ -281,7 +281,7 @@ class _Latest:
         return min(found, *(self._of_input.get(s, self._loss) for s in op.reads), self._loss)
 
 
-def _unit(program: Program, cuts: Cuts) -> int:
+def _unit(program: Program, cuts: ForwardCuts) -> int:
     """The innermost module call around all stages but the loss, of a module that is called once."""
     root = program.calls[""][0]
     inside = program.ops_in(root)
@@ -293,7 +293,7 @@ def _unit(program: Program, cuts: Cuts) -> int:
 
 
 def _roles(
-    program: Program, cuts: Cuts, droppable: Collection[int], homes: Sequence[int]
+    program: Program, cuts: ForwardCuts, droppable: Collection[int], homes: Sequence[int]
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """``makers``, ``path`` and ``side`` of ``Stages``."""
     makers, path, side = [], [], []

@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 
 from sacplan._shard.divided import norm_order
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import REPLICATED, Asked, Layout, Placement, fits, format_asked, format_layout
+from sacplan._shard.placements import (
+    REPLICATED,
+    Placement,
+    Placements,
+    WantedPlacements,
+    fits,
+    format_asked,
+    format_layout,
+)
 from sacplan._shard.strategies import AxisStrategy, axis_strategies
 from sacplan._torch.calls import Call, flat_tensors
 from sacplan._torch.ops import aten_names, is_alias
@@ -26,7 +34,7 @@ _READS_NO_VALUES = aten_names(
 )
 
 
-class Choice(NamedTuple):
+class CallSharding(NamedTuple):
     """How one call of an op runs.
 
     Attributes:
@@ -36,21 +44,21 @@ class Choice(NamedTuple):
     """
 
     strategies: tuple[AxisStrategy, ...]
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
+    inputs: tuple[Placements, ...]
+    outputs: tuple[Placements, ...]
 
 
 _MOST_CHOICES = 1 << 16
-_choices: dict[Any, Choice] = {}
+_choices: dict[Any, CallSharding] = {}
 
 
 def choose(
     call: Call,
-    have: Sequence[Layout],
+    have: Sequence[Placements],
     mesh: Mesh,
-    asked: Sequence[Asked | None] | None = None,
+    asked: Sequence[WantedPlacements | None] | None = None,
     weights: Sequence[bool] = (),
-) -> Choice:
+) -> CallSharding:
     """How a call runs, given where its inputs lie.
 
     What an op writes in place stays where it is; so does the input of a view, if any strategy allows that.
@@ -78,11 +86,11 @@ def choose(
 
 def _choose(
     call: Call,
-    have: tuple[Layout, ...],
+    have: tuple[Placements, ...],
     mesh: Mesh,
-    asked: Sequence[Asked | None],
+    asked: Sequence[WantedPlacements | None],
     weights: Sequence[bool],
-) -> Choice:
+) -> CallSharding:
     offered = [_offered(call, have, mesh, asked, axis) for axis in range(len(mesh.axes))]
     # Bytes on one axis depend on what the others cut: first as the inputs are, then as they would run.
     first = [
@@ -97,11 +105,13 @@ def _choose(
         outputs = tuple(zip(*(s.outputs for s in strategies), strict=True))
         tensors = zip((*call.inputs, *call.outputs), (*inputs, *outputs), strict=True)
         if all(fits(t.shape, layout, mesh.ranks) for t, layout in tensors):
-            return Choice(strategies, inputs, outputs)
+            return CallSharding(strategies, inputs, outputs)
     raise PlanError(_no_strategy(call, have, mesh, asked))
 
 
-def _no_strategy(call: Call, have: Sequence[Layout], mesh: Mesh, asked: Sequence[Asked | None]) -> str:
+def _no_strategy(
+    call: Call, have: Sequence[Placements], mesh: Mesh, asked: Sequence[WantedPlacements | None]
+) -> str:
     shapes = ", ".join(
         f"{tuple(t.shape)} as {format_layout(layout)}"
         + ("" if wanted is None else f", asked as {format_asked(wanted)}")
@@ -115,7 +125,7 @@ def _no_strategy(call: Call, have: Sequence[Layout], mesh: Mesh, asked: Sequence
 
 
 def _offered(
-    call: Call, have: tuple[Layout, ...], mesh: Mesh, asked: Sequence[Asked | None], axis: int
+    call: Call, have: tuple[Placements, ...], mesh: Mesh, asked: Sequence[WantedPlacements | None], axis: int
 ) -> list[AxisStrategy]:
     """The strategies on one axis that write nothing but what lies as it must, and do what is asked."""
     here = [layout[axis] for layout in have]
@@ -187,19 +197,19 @@ def _reads_no_values(call: Call, here: Sequence[Placement]) -> AxisStrategy:
     return AxisStrategy(tuple(here), tuple(here[0] if s else REPLICATED for s in same))
 
 
-_Rank = tuple[float, ...]
+_Preference = tuple[float, ...]
 
 
 def _ranked(
     call: Call,
-    have: tuple[Layout, ...],
+    have: tuple[Placements, ...],
     mesh: Mesh,
-    asked: Sequence[Asked | None],
+    asked: Sequence[WantedPlacements | None],
     weights: Sequence[bool],
     axis: int,
     strategies: Sequence[AxisStrategy],
     others: Sequence[AxisStrategy | None] | None,
-) -> list[tuple[_Rank, AxisStrategy]]:
+) -> list[tuple[_Preference, AxisStrategy]]:
     """Strategies on one axis, the best first.
 
     By: inputs of a view that move; whether activations are sent; bytes sent now and later, more on slow axes; bytes
@@ -221,7 +231,7 @@ def _ranked(
         layout[axis].is_cut or (wanted is not None and (p := wanted[axis]) is not None and p.is_cut)
         for layout, wanted in zip(have, asked, strict=True)
     ]
-    ranked: list[tuple[_Rank, AxisStrategy]] = []
+    ranked: list[tuple[_Preference, AxisStrategy]] = []
     for position, s in enumerate(strategies):
         moves = [
             moved_bytes(layout[axis], to, size, n)
@@ -303,13 +313,13 @@ def _later(output: Placement, size: float, n: int, follows: bool) -> float:
 
 
 def _best_first(
-    ranked: Sequence[Sequence[tuple[_Rank, AxisStrategy]]],
+    ranked: Sequence[Sequence[tuple[_Preference, AxisStrategy]]],
 ) -> Iterator[tuple[AxisStrategy, ...]]:
     """One strategy for each axis, the least sum of ranks first."""
     if not all(ranked):
         return
 
-    def rank(at: tuple[int, ...]) -> _Rank:
+    def rank(at: tuple[int, ...]) -> _Preference:
         return tuple(map(sum, zip(*(ranked[axis][i][0] for axis, i in enumerate(at)), strict=True)))
 
     start = (0,) * len(ranked)

@@ -34,7 +34,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 from sacplan._device.devices import DeviceSpec
 from sacplan._device.links import Link
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import PARTIAL, REPLICATED, Layout, Placement, fits
+from sacplan._shard.placements import PARTIAL, REPLICATED, Placement, Placements, fits
 from sacplan.errors import PlanError
 
 Collective: TypeAlias = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
@@ -49,7 +49,7 @@ _LOCAL = 1 / 64
 """How much an element counts that is copied and stays on its rank."""
 
 
-class Step(NamedTuple):
+class RedistributeStep(NamedTuple):
     """One step from layout to layout: the placement on one axis changes."""
 
     axis: int
@@ -161,8 +161,8 @@ class Costs:
         return 2 * n_bytes / rate * 1e3 + self.spec.kernel_launch_us * 1e-3
 
     def redistribution_path(
-        self, shape: Sequence[int], source: Layout, target: Layout
-    ) -> tuple[Step, ...] | None:
+        self, shape: Sequence[int], source: Placements, target: Placements
+    ) -> tuple[RedistributeStep, ...] | None:
         """The steps from one layout to another; None where there is no way.
 
         The same for all devices: it depends on the mesh, the shape and the layouts alone.
@@ -170,7 +170,7 @@ class Costs:
         return redistribution_path(self.mesh.ranks, tuple(shape), source, target)
 
     def redistribution_ms(
-        self, n_bytes: float, shape: Sequence[int], source: Layout, target: Layout
+        self, n_bytes: float, shape: Sequence[int], source: Placements, target: Placements
     ) -> float:
         """How long ``redistribution_path`` takes for a tensor of ``n_bytes`` as a whole; infinite if there is none."""
         path = self.redistribution_path(shape, source, target)
@@ -182,7 +182,7 @@ class Costs:
             layout = after(layout, step)
         return time_ms
 
-    def _step_ms(self, step: Step, n_bytes: float) -> float:
+    def _step_ms(self, step: RedistributeStep, n_bytes: float) -> float:
         """``n_bytes``: what the ranks of the axis have together, as a whole."""
         kind = step.collective
         if kind is not None:
@@ -191,22 +191,22 @@ class Costs:
 
 
 def sent_along(
-    ranks: tuple[int, ...], shape: Sequence[int], source: Layout, target: Layout
+    ranks: tuple[int, ...], shape: Sequence[int], source: Placements, target: Placements
 ) -> tuple[int, ...]:
     """The axes on which a redistribution takes collectives."""
     path = redistribution_path(ranks, tuple(shape), source, target) or ()
     return tuple(step.axis for step in path if step.collective is not None)
 
 
-def after(layout: Layout, step: Step) -> Layout:
+def after(layout: Placements, step: RedistributeStep) -> Placements:
     """The layout with the placement of one axis changed."""
     return (*layout[: step.axis], step.target, *layout[step.axis + 1 :])
 
 
 @functools.lru_cache(maxsize=2**16)
 def redistribution_path(
-    ranks: tuple[int, ...], shape: tuple[int, ...], source: Layout, target: Layout
-) -> tuple[Step, ...] | None:
+    ranks: tuple[int, ...], shape: tuple[int, ...], source: Placements, target: Placements
+) -> tuple[RedistributeStep, ...] | None:
     """The cheapest steps from one layout to another, see above; None where there is no way.
 
     On the way each axis is as in the source, whole, or as in the target. Ways of equal cost: the first in the order
@@ -214,9 +214,11 @@ def redistribution_path(
     """
     if not fits(shape, source, ranks) or not fits(shape, target, ranks):
         return None
-    seen: set[Layout] = set()
+    seen: set[Placements] = set()
     numbers = itertools.count()
-    heap: list[tuple[float, int, Layout, tuple[Step, ...]]] = [(0.0, next(numbers), source, ())]
+    heap: list[tuple[float, int, Placements, tuple[RedistributeStep, ...]]] = [
+        (0.0, next(numbers), source, ())
+    ]
     while heap:
         cost, _, layout, path = heapq.heappop(heap)
         if layout == target:
@@ -230,23 +232,27 @@ def redistribution_path(
     return None
 
 
-def _steps(ranks: tuple[int, ...], shape: tuple[int, ...], layout: Layout, target: Layout) -> Iterator[Step]:
+def _steps(
+    ranks: tuple[int, ...], shape: tuple[int, ...], layout: Placements, target: Placements
+) -> Iterator[RedistributeStep]:
     """What may be done next: each axis that is not as it shall be becomes so, or whole."""
     for axis, (now, then) in enumerate(zip(layout, target, strict=True)):
         for placement in dict.fromkeys((then, REPLICATED)):
-            step = Step(axis, now, placement)
+            step = RedistributeStep(axis, now, placement)
             if now != placement and _is_step(step) and _fits_both(ranks, shape, layout, step):
                 yield step
 
 
-def _is_step(step: Step) -> bool:
+def _is_step(step: RedistributeStep) -> bool:
     """Whether there is one: a cut is not made partial, and what is whole becomes a sum, not a maximum."""
     if step.target.is_partial:
         return step.source == REPLICATED and step.target == PARTIAL
     return True
 
 
-def _fits_both(ranks: tuple[int, ...], shape: tuple[int, ...], layout: Layout, step: Step) -> bool:
+def _fits_both(
+    ranks: tuple[int, ...], shape: tuple[int, ...], layout: Placements, step: RedistributeStep
+) -> bool:
     """Whether the layout after it is valid, and each rank has an equal part for each other one."""
     then = after(layout, step)
     if step.collective == "all_to_all":
@@ -254,7 +260,9 @@ def _fits_both(ranks: tuple[int, ...], shape: tuple[int, ...], layout: Layout, s
     return fits(shape, then, ranks)
 
 
-def _weight(ranks: tuple[int, ...], shape: tuple[int, ...], layout: Layout, step: Step) -> float:
+def _weight(
+    ranks: tuple[int, ...], shape: tuple[int, ...], layout: Placements, step: RedistributeStep
+) -> float:
     elements = math.prod(shape) / _others(layout, ranks, step.axis)
     kind, n = step.collective, ranks[step.axis]
     if kind is None:
@@ -262,6 +270,6 @@ def _weight(ranks: tuple[int, ...], shape: tuple[int, ...], layout: Layout, step
     return 1 + elements * sent(kind, n) * float(SLOWER ** (len(ranks) - 1 - step.axis))
 
 
-def _others(layout: Layout, ranks: Sequence[int], axis: int) -> int:
+def _others(layout: Placements, ranks: Sequence[int], axis: int) -> int:
     """Into how many parts the other axes cut a tensor."""
     return math.prod(n for i, (p, n) in enumerate(zip(layout, ranks, strict=True)) if i != axis and p.is_cut)

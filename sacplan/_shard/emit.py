@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sacplan._program.elements import by_pattern, pattern_of
-from sacplan._shard.placements import REPLICATED, Layout, Placement
-from sacplan._shard.places import Place, matches
+from sacplan._shard.placements import REPLICATED, Placement, Placements
+from sacplan._shard.places import CallPattern, matches
 from sacplan._shard.sharding import Sharding
 from sacplan._shard.tp_plans import PACKED
 
@@ -113,7 +113,7 @@ _WEIGHTS = {
 """Arguments of ops that are not cut along the batch."""
 
 
-def _asked(place: Place, axis: int) -> Iterator[tuple[int, Placement]]:
+def _asked(place: CallPattern, axis: int) -> Iterator[tuple[int, Placement]]:
     """Of the inputs of a place that are asked for something on an axis: number, and what."""
     for i, layout in enumerate(place.layouts):
         placement = None if layout is None else layout[axis]
@@ -131,7 +131,7 @@ class _Emitter:
     def __init__(
         self,
         sharding: Sharding,
-        homes: Mapping[str, Layout],
+        homes: Mapping[str, Placements],
         model: Described,
         arriving_cut: Collection[str] | None,
     ) -> None:
@@ -179,7 +179,7 @@ class _Emitter:
     def _cut_at_home(self, axis: int) -> list[str]:
         return [name for name, placement in self._on_axis(axis).items() if placement.is_cut]
 
-    def _asked_cut(self, axis: int) -> list[tuple[Place, int]]:
+    def _asked_cut(self, axis: int) -> list[tuple[CallPattern, int]]:
         """Places that ask for a cut on an axis, and the dimension, by input."""
         return [
             (place, asked.dim) for place in self.places for _, asked in _asked(place, axis) if asked.is_cut

@@ -78,7 +78,7 @@ class Trace(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Form:
+class AxisForm:
     """Where all tensors of a trace lie on one axis.
 
     Attributes:
@@ -94,7 +94,7 @@ class Form:
         return tuple(self.places.get(id(t), REPLICATED) for t in tensors)
 
 
-def forms(trace: Trace, ranks: int, nested: Sequence[int] = ()) -> list[Form]:
+def forms(trace: Trace, ranks: int, nested: Sequence[int] = ()) -> list[AxisForm]:
     """All forms on an axis of so many ranks, in the order of what the ops offer.
 
     Args:
@@ -106,7 +106,7 @@ def forms(trace: Trace, ranks: int, nested: Sequence[int] = ()) -> list[Form]:
         PlanError: there are thousands.
     """
     options = {id(leaf.tensor): _options(leaf.tensor, ranks, nested) for leaf in trace.leaves}
-    found = [Form({})]
+    found = [AxisForm({})]
     for op in trace.ops:
         found = [longer for form in found for longer in _with(op, form, options, ranks)]
         if len(found) > _MOST_FORMS:
@@ -123,7 +123,9 @@ def _options(t: torch.Tensor, ranks: int, nested: Sequence[int]) -> list[Placeme
     return [REPLICATED, *(cut(d, o) for d, o in cuts if t.shape[d] and t.shape[d] % (o * ranks) == 0)]
 
 
-def _with(op: TracedOp, form: Form, options: Mapping[int, list[Placement]], ranks: int) -> Iterator[Form]:
+def _with(
+    op: TracedOp, form: AxisForm, options: Mapping[int, list[Placement]], ranks: int
+) -> Iterator[AxisForm]:
     """The form with each strategy of one more op that does not move what is there."""
     available = [
         [form.places[id(t)]] if id(t) in form.places else options.get(id(t), [REPLICATED]) for t in op.inputs
@@ -141,7 +143,7 @@ def _with(op: TracedOp, form: Form, options: Mapping[int, list[Placement]], rank
                 if places.setdefault(id(t), placement) != placement and id(t) not in written:
                     break
             else:
-                yield Form(places, (*form.taken, strategy))
+                yield AxisForm(places, (*form.taken, strategy))
 
 
 def traced(run: Callable[[], Any], leaves: Sequence[Leaf]) -> Trace:
@@ -155,7 +157,7 @@ def _as_tree(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def local_flops(trace: Trace, chosen: Sequence[Form], ranks: Sequence[int]) -> int:
+def local_flops(trace: Trace, chosen: Sequence[AxisForm], ranks: Sequence[int]) -> int:
     """Floating-point operations of one rank: what is cut is divided."""
     total = 0
     for i, op in enumerate(trace.ops):

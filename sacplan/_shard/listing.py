@@ -18,10 +18,10 @@ from sacplan._program.budget import format_bytes
 from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.step import call_model, resolve_batch
 from sacplan._shard.costs import Costs, sent
-from sacplan._shard.forms import Form, Leaf, Trace, forms, local_flops, traced
+from sacplan._shard.forms import AxisForm, Leaf, Trace, forms, local_flops, traced
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.naming import name_of_layouts, product_name
-from sacplan._shard.placements import Layout, fits, format_layout, local_shape
+from sacplan._shard.placements import Placements, fits, format_layout, local_shape
 from sacplan._torch.ops import is_alias, tensors_in
 from sacplan.errors import PlanError
 
@@ -46,7 +46,7 @@ class Operand:
     role: str
     physical: tuple[int, ...]
     logical: tuple[int, ...]
-    layout: Layout
+    layout: Placements
     local: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -271,14 +271,14 @@ class _Listing:
         self._product = _product(trace)
         self._shapes = {id(t): t.shape for op in trace.ops for t in (*op.inputs, *op.outputs)}
 
-    def fits(self, chosen: Sequence[Form]) -> bool:
+    def fits(self, chosen: Sequence[AxisForm]) -> bool:
         """Whether the cuts of all axes fit together, in all tensors."""
         return all(
             fits(shape, tuple(form.places[t] for form in chosen), self.mesh.ranks)
             for t, shape in self._shapes.items()
         )
 
-    def strategy(self, chosen: Sequence[Form]) -> Strategy:
+    def strategy(self, chosen: Sequence[AxisForm]) -> Strategy:
         """It and what it costs."""
         layouts = list(zip(*(form.of(self.tensors) for form in chosen), strict=True))
         operands = tuple(
@@ -296,13 +296,13 @@ class _Listing:
             sum(map(self._bytes, self.tensors, layouts)),
         )
 
-    def _local(self, t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
+    def _local(self, t: torch.Tensor, layout: Placements) -> tuple[int, ...]:
         return local_shape(t.shape, layout, self.mesh.ranks)
 
-    def _bytes(self, t: torch.Tensor, layout: Layout) -> int:
+    def _bytes(self, t: torch.Tensor, layout: Placements) -> int:
         return math.prod(self._local(t, layout)) * t.element_size()
 
-    def _name(self, layouts: Sequence[Layout]) -> str:
+    def _name(self, layouts: Sequence[Placements]) -> str:
         n = len(self.trace.leaves)
         if self._product is not None:
             x, weight, out_dim = self._product
@@ -311,7 +311,7 @@ class _Listing:
                 return found
         return name_of_layouts(layouts[:n], layouts[n:])
 
-    def _forward(self, chosen: Sequence[Form], layouts: Sequence[Layout]) -> Communication:
+    def _forward(self, chosen: Sequence[AxisForm], layouts: Sequence[Placements]) -> Communication:
         n = len(self.trace.leaves)
         reduced = [
             (self._bytes(t, layout), axis)
@@ -323,7 +323,7 @@ class _Listing:
             reduced += [(s.inside_bytes, axis) for s in form.taken if s.inside_bytes]
         return self._all_reduced(reduced)
 
-    def _backward(self, chosen: Sequence[Form]) -> Communication:
+    def _backward(self, chosen: Sequence[AxisForm]) -> Communication:
         """Gradients of what is whole, where ranks compute with it on parts of something else."""
         reduced = []
         for t, maker, readers in self._trained:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sacplan._shard.placements import Layout, format_layout
+from sacplan._shard.placements import Placements, format_layout
 
 
-def product_name(x: Layout, weight: Layout, rank: int, out_dim: int) -> str | None:
+def product_name(x: Placements, weight: Placements, rank: int, out_dim: int) -> str | None:
     """The name of the strategy of a product of ``x`` (..., in) and a weight; None if it has none.
 
     Args:
@@ -45,6 +45,6 @@ def _axes(axes: Sequence[int]) -> str:
     return "S" + "".join(map(str, axes)) if axes else "R"
 
 
-def name_of_layouts(inputs: Sequence[Layout], outputs: Sequence[Layout]) -> str:
+def name_of_layouts(inputs: Sequence[Placements], outputs: Sequence[Placements]) -> str:
     """``"S0,R x R,S1 -> S0,S1"``."""
     return f"{' x '.join(map(format_layout, inputs))} -> {' x '.join(map(format_layout, outputs))}"

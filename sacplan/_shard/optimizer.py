@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from sacplan._program.program import Op, Phase, Program, StorageKind
-from sacplan._shard.placements import Layout
+from sacplan._shard.placements import Placements
 
 
 def together(op: Op) -> Iterator[list[int]]:
@@ -59,7 +59,7 @@ def like_parameters(program: Program, parameters: Collection[int]) -> dict[int, 
     return found
 
 
-def optimizer_state(program: Program, homes: Mapping[int, Layout]) -> dict[int, Layout]:
+def optimizer_state(program: Program, homes: Mapping[int, Placements]) -> dict[int, Placements]:
     """Where an optimizer's state lies: as its parameters. ``homes``: of all parameters, by storage."""
     state = {s for s in program.initial if program.storage_kinds[s] == StorageKind.OPTIMIZER_STATE}
     return {s: homes[parameter] for s, parameter in like_parameters(program, homes).items() if s in state}

@@ -50,11 +50,11 @@ class Placement(NamedTuple):
 REPLICATED = Placement("R")
 PARTIAL = Placement("P", reduce="sum")
 
-Layout: TypeAlias = tuple[Placement, ...]
+Placements: TypeAlias = tuple[Placement, ...]
 """By axis of the mesh, the slowest first."""
 
 
-Asked: TypeAlias = tuple[Placement | None, ...]
+WantedPlacements: TypeAlias = tuple[Placement | None, ...]
 """The same where None may be any."""
 
 
@@ -66,7 +66,7 @@ def cut(dim: int, outer: int = 1) -> Placement:
 _PLACEMENT = re.compile(r"R|S(\d+)(?:/(\d+))?|P(max|min|sum)?")
 
 
-def parse_layout(text: str) -> Layout:
+def parse_layout(text: str) -> Placements:
     """``"S0,R"`` as placements.
 
     Raises:
@@ -85,22 +85,22 @@ def parse_layout(text: str) -> Layout:
     return tuple(found)
 
 
-def format_layout(layout: Layout) -> str:
+def format_layout(layout: Placements) -> str:
     """The inverse of ``parse_layout``."""
     return ",".join(map(str, layout))
 
 
-def parse_asked(text: str) -> Asked:
+def parse_asked(text: str) -> WantedPlacements:
     """``"S0,*"``: ``*`` stands for any placement."""
     return tuple(None if word == "*" else parse_layout(word)[0] for word in text.split(","))
 
 
-def format_asked(layout: Asked) -> str:
+def format_asked(layout: WantedPlacements) -> str:
     """The inverse of ``parse_asked``."""
     return ",".join("*" if placement is None else str(placement) for placement in layout)
 
 
-def fits(shape: Sequence[int], layout: Layout, ranks: Sequence[int]) -> bool:
+def fits(shape: Sequence[int], layout: Placements, ranks: Sequence[int]) -> bool:
     """Whether each rank gets a part of the same size, and axes that cut one dimension do not overlap.
 
     Axes on which a value is partial must reduce alike: a maximum of sums is not a sum of maxima.
@@ -122,12 +122,12 @@ def fits(shape: Sequence[int], layout: Layout, ranks: Sequence[int]) -> bool:
     return all(shape[dim] % (max(o * n for o, n in among)) == 0 for dim, among in cuts.items())
 
 
-def is_reduced(source: Layout, target: Layout) -> bool:
+def is_reduced(source: Placements, target: Placements) -> bool:
     """Whether a redistribution reduces summands: the sum then takes their place, and is not made again."""
     return any(p.is_partial and not q.is_partial for p, q in zip(source, target, strict=True))
 
 
-def local_shape(shape: Sequence[int], layout: Layout, ranks: Sequence[int]) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], layout: Placements, ranks: Sequence[int]) -> tuple[int, ...]:
     """The shape of what one rank has of a tensor of this shape."""
     sizes = list(shape)
     for placement, n in zip(layout, ranks, strict=True):
@@ -136,7 +136,7 @@ def local_shape(shape: Sequence[int], layout: Layout, ranks: Sequence[int]) -> t
     return tuple(sizes)
 
 
-def local_axis(layout: Layout, ranks: Sequence[int], axis: int) -> int:
+def local_axis(layout: Placements, ranks: Sequence[int], axis: int) -> int:
     """The ``outer`` of the cut on an axis within what a rank has: other axes' cuts before it are taken out."""
     placement = layout[axis]
     outer = placement.outer

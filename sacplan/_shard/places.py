@@ -15,11 +15,11 @@ from functools import cached_property, lru_cache
 from msgspec import Struct
 
 from sacplan._program.files import Count, Name
-from sacplan._shard.placements import Asked, parse_asked
+from sacplan._shard.placements import WantedPlacements, parse_asked
 from sacplan.errors import PlanError
 
 
-class Place(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+class CallPattern(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """One call of an op, in each of the modules of a pattern, and the layouts of its inputs.
 
     Attributes:
@@ -37,11 +37,11 @@ class Place(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     inputs: tuple[str, ...]
 
     @cached_property
-    def layouts(self) -> tuple[Asked | None, ...]:
+    def layouts(self) -> tuple[WantedPlacements | None, ...]:
         """``inputs``, parsed."""
         return tuple(parse_asked(text) if text else None for text in self.inputs)
 
-    def asked(self, tensors: int) -> list[Asked | None]:
+    def asked(self, tensors: int) -> list[WantedPlacements | None]:
         """The layout of each of the call's tensor arguments.
 
         Raises:
@@ -63,20 +63,20 @@ def matches(pattern: str, fqn: str) -> bool:
     return re.fullmatch(r"\d+".join(map(re.escape, pattern.split("*"))), fqn) is not None
 
 
-class Places:
+class CallPatterns:
     """Finds the place of a call, and notes which were met.
 
     Attributes:
         met: of each place, how many calls it was found for.
     """
 
-    def __init__(self, places: Iterable[Place]) -> None:
-        self._by_op: dict[tuple[str, int], list[Place]] = {}
+    def __init__(self, places: Iterable[CallPattern]) -> None:
+        self._by_op: dict[tuple[str, int], list[CallPattern]] = {}
         for place in places:
             self._by_op.setdefault((place.op, place.occurrence), []).append(place)
-        self.met: Counter[Place] = Counter()
+        self.met: Counter[CallPattern] = Counter()
 
-    def find(self, unit: str, op: str, occurrence: int) -> Place | None:
+    def find(self, unit: str, op: str, occurrence: int) -> CallPattern | None:
         """The place of a call: the first whose pattern its module's name has.
 
         Args:
@@ -90,12 +90,12 @@ class Places:
                 return place
         return None
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[CallPattern]:
         return (place for among in self._by_op.values() for place in among)
 
     def __len__(self) -> int:
         return sum(map(len, self._by_op.values()))
 
-    def never_met(self) -> Sequence[Place]:
+    def never_met(self) -> Sequence[CallPattern]:
         """Those that no call was found for."""
         return [place for place in self if not self.met[place]]

@@ -28,15 +28,15 @@ from sacplan._program.calls import Opaque, call_with
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Phase, Program, StorageKind, Tensor
 from sacplan._program.rewriting import PatchBuilder
 from sacplan._record.rehearsal import Piece, Rehearsal
-from sacplan._shard.choose import Choice, choose
+from sacplan._shard.choose import CallSharding, choose
 from sacplan._shard.copies import Copies
 from sacplan._shard.costs import Costs, sent_along
 from sacplan._shard.executor.prepare import RESHAPES, changes_shape
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.optimizer import optimizer_state
 from sacplan._shard.overlap import Overlap
-from sacplan._shard.placements import REPLICATED, Asked, Layout, is_reduced, local_shape
-from sacplan._shard.places import Place, Places
+from sacplan._shard.placements import REPLICATED, Placements, WantedPlacements, is_reduced, local_shape
+from sacplan._shard.places import CallPattern, CallPatterns
 from sacplan._shard.recorded import collective_named
 from sacplan._shard.redistribute import kept, redistribute
 from sacplan._shard.strategies import local_call
@@ -53,7 +53,11 @@ _OF_UNKNOWN_SIZE = aten_names("mkldnn_rnn_layer")
 
 
 def on_one_rank(
-    program: Program, homes: Mapping[int, Layout], places: Sequence[Place], mesh: Mesh, device: DeviceSpec
+    program: Program,
+    homes: Mapping[int, Placements],
+    places: Sequence[CallPattern],
+    mesh: Mesh,
+    device: DeviceSpec,
 ) -> Program:
     """The step of one rank.
 
@@ -90,7 +94,7 @@ class Meta:
 class _Known(NamedTuple):
     """Parts by what they depend on."""
 
-    calls: dict[Any, tuple[Choice, Piece]]
+    calls: dict[Any, tuple[CallSharding, Piece]]
     redistributions: dict[Any, Piece]
 
     @classmethod
@@ -105,8 +109,8 @@ class _Rank:
     def __init__(
         self,
         program: Program,
-        homes: Mapping[int, Layout],
-        places: Sequence[Place],
+        homes: Mapping[int, Placements],
+        places: Sequence[CallPattern],
         mesh: Mesh,
         device: DeviceSpec,
     ) -> None:
@@ -114,9 +118,9 @@ class _Rank:
         self.mesh = mesh
         self.device = device
         self.costs = Costs.of(mesh, device)
-        self.whole: Layout = (REPLICATED,) * len(mesh.axes)
-        self.places = Places(places)
-        self.layouts: dict[int, Layout] = {}  # of tensors
+        self.whole: Placements = (REPLICATED,) * len(mesh.axes)
+        self.places = CallPatterns(places)
+        self.layouts: dict[int, Placements] = {}  # of tensors
         self.weights: set[int] = set()  # tensors that are parameters, or made of nothing else
         self.draft = PatchBuilder(program)
         self.tensors, self.ops, self.sizes = self.draft.tensors, self.draft.ops, self.draft.storage_bytes
@@ -126,7 +130,7 @@ class _Rank:
         self.moved: dict[int, int] = {}  # recorded storages to those that have taken their place
         self.recorded_as: dict[int, int] = {}  # the inverse
         self.packed: dict[int, list[int]] = defaultdict(list)  # by tensor, handles of what it is now
-        self.packed_as: dict[int, tuple[Layout, Tensor, list[int]]] = {}  # by handle, these of its tensor
+        self.packed_as: dict[int, tuple[Placements, Tensor, list[int]]] = {}  # by handle, these of its tensor
         self.packed_at: dict[int, tuple[list[tuple[int, int]], int]] = {}  # by handle, the event, in these
         self.viewed: set[int] = set()  # storages of copies that have views
         self.freed_with: dict[int, list[int]] = defaultdict(list)  # by recorded storage, these
@@ -314,7 +318,7 @@ class _Rank:
             self.ops[index], writes=(version,), mutates=(), replaces=old
         )
 
-    def _asked(self, op: Op) -> tuple[Asked | None, ...] | None:
+    def _asked(self, op: Op) -> tuple[WantedPlacements | None, ...] | None:
         """What a place of the plan asks for at an op of the forward pass."""
         if op.scope == ROOT_SCOPE:
             return None
@@ -330,10 +334,10 @@ class _Rank:
     def _rehearsed(
         self,
         op: Op,
-        have: tuple[Layout, ...],
-        asked: Sequence[Asked | None] | None,
+        have: tuple[Placements, ...],
+        asked: Sequence[WantedPlacements | None] | None,
         weights: Sequence[bool],
-    ) -> tuple[Choice, Piece]:
+    ) -> tuple[CallSharding, Piece]:
         """What runs for an op on tensors that lie so."""
         func = op_named(op.name)
         if func is None:
@@ -466,7 +470,9 @@ class _Rank:
 
     # --- redistributions ----------------------------------------------------------------------------------
 
-    def _redistribution(self, tensor: int, source: Layout, target: Layout, *, keep: bool = False) -> Piece:
+    def _redistribution(
+        self, tensor: int, source: Placements, target: Placements, *, keep: bool = False
+    ) -> Piece:
         """``keep``: what is made holds no more than its part."""
         local, whole = self.tensors[tensor], self.r.tensors[tensor].shape
         key = (_layout_of(local), whole, source, target, keep)
@@ -486,8 +492,8 @@ class _Rank:
         self,
         op: Op,
         tensor: int,
-        source: Layout,
-        target: Layout,
+        source: Placements,
+        target: Placements,
         given: Collection[int],
         passing: list[int],
     ) -> int:
@@ -521,7 +527,9 @@ class _Rank:
             passing.append(copy)
         return copy
 
-    def _moved(self, op: Op, tensor: int, source: Layout, target: Layout, *, keep: bool = False) -> int:
+    def _moved(
+        self, op: Op, tensor: int, source: Placements, target: Placements, *, keep: bool = False
+    ) -> int:
         part = self._redistribution(tensor, source, target, keep=keep)
         known = len(self.ops)
         storages = self._emit(part, [self.tensors[tensor].storage], {}, _inserted(op))
@@ -581,10 +589,10 @@ class _Rank:
                 self._replace(tensor, self._moved(op, tensor, source, target, keep=True), target)
         self.complete = []
 
-    def _sent_along(self, tensor: int, source: Layout, target: Layout) -> tuple[int, ...]:
+    def _sent_along(self, tensor: int, source: Placements, target: Placements) -> tuple[int, ...]:
         return sent_along(self.mesh.ranks, self.r.tensors[tensor].shape, source, target)
 
-    def _replace(self, tensor: int, moved: int, layout: Layout) -> None:
+    def _replace(self, tensor: int, moved: int, layout: Placements) -> None:
         """What a tensor lay on is freed, and what was made of it takes its place, and its kind."""
         old, new = self.tensors[tensor].storage, self.tensors[moved].storage
         self.layouts[tensor] = layout
@@ -598,7 +606,7 @@ class _Rank:
         self.recorded_as[new], self.moved[recorded] = recorded, new
         self.out.append((_FREE, old))
 
-    def _replace_view(self, tensor: int, moved: int, layout: Layout) -> None:
+    def _replace_view(self, tensor: int, moved: int, layout: Placements) -> None:
         """What was made of a view takes its place, and is freed where code would let go of the view."""
         old, new = self.tensors[tensor].storage, self.tensors[moved].storage
         self.layouts[tensor], self.tensors[tensor] = layout, self.tensors[moved]
@@ -615,7 +623,7 @@ class _Rank:
         for copy in self.freed_with.pop(storage, ()):
             self.out.append((_FREE, copy))
 
-    def _layout(self, tensor: int) -> Layout | None:
+    def _layout(self, tensor: int) -> Placements | None:
         """Where a tensor lies; None if it is plain."""
         if tensor not in self.layouts:
             storage = self.r.tensors[tensor].storage
@@ -626,7 +634,7 @@ class _Rank:
                 self.weights.add(tensor)
         return self.layouts[tensor]
 
-    def _place(self, tensor: int, layout: Layout) -> None:
+    def _place(self, tensor: int, layout: Placements) -> None:
         """A tensor that is there before the step: a contiguous part."""
         whole = self.r.tensors[tensor]
         shape = local_shape(whole.shape, layout, self.mesh.ranks)
@@ -636,7 +644,7 @@ class _Rank:
         self.layouts[tensor] = layout
         self.tensors[tensor] = msgspec.structs.replace(whole, shape=shape, stride=stride)
 
-    def _resize(self, storage: int, layout: Layout) -> None:
+    def _resize(self, storage: int, layout: Placements) -> None:
         parts = prod(n for p, n in zip(layout, self.mesh.ranks, strict=True) if p.is_cut)
         self.sizes[storage] = self.device.round_up(-(-self.sizes[storage] // parts))
 

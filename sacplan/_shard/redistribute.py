@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from sacplan._shard.costs import Step, after, redistribution_path
-from sacplan._shard.placements import Layout, Placement, format_layout, local_axis
+from sacplan._shard.costs import RedistributeStep, after, redistribution_path
+from sacplan._shard.placements import Placement, Placements, format_layout, local_axis
 from sacplan._torch import collectives
 from sacplan._torch.private import is_dense
 from sacplan.errors import PlanError
@@ -20,8 +20,8 @@ from sacplan.errors import PlanError
 def redistribute(
     local: torch.Tensor,
     shape: Sequence[int],
-    source: Layout,
-    target: Layout,
+    source: Placements,
+    target: Placements,
     ranks: Sequence[int],
     groups: Sequence[str],
     coordinate: Sequence[int],
@@ -61,7 +61,12 @@ def kept(local: torch.Tensor) -> torch.Tensor:
 
 
 def _in_memory_order(
-    local: torch.Tensor, layout: Layout, step: Step, ranks: Sequence[int], group: str, position: int
+    local: torch.Tensor,
+    layout: Placements,
+    step: RedistributeStep,
+    ranks: Sequence[int],
+    group: str,
+    position: int,
 ) -> torch.Tensor:
     """A step on dimensions in the order in which they lie in memory: a transposed weight is gathered without a copy."""
     strides: tuple[int, ...] = local.stride()
@@ -78,7 +83,12 @@ def _in_memory_order(
 
 
 def take_step(
-    local: torch.Tensor, layout: Layout, step: Step, ranks: Sequence[int], group: str, position: int
+    local: torch.Tensor,
+    layout: Placements,
+    step: RedistributeStep,
+    ranks: Sequence[int],
+    group: str,
+    position: int,
 ) -> torch.Tensor:
     """One step of a path.
 

@@ -13,12 +13,12 @@ from msgspec import Struct
 from sacplan._program.elements import by_pattern, pattern_of
 from sacplan._program.files import Name
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import Asked, Layout, fits, format_layout, parse_layout
-from sacplan._shard.places import Place, matches
+from sacplan._shard.placements import Placements, WantedPlacements, fits, format_layout, parse_layout
+from sacplan._shard.places import CallPattern, matches
 from sacplan.errors import PlanError
 
 
-def cut_homes(homes: Mapping[str, Layout]) -> dict[str, Layout]:
+def cut_homes(homes: Mapping[str, Placements]) -> dict[str, Placements]:
     """Homes of parameters that are cut, by name, and by pattern where all that it matches lie alike.
 
     Args:
@@ -40,7 +40,7 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
 
     mesh: Mesh
     homes: Mapping[Name, str] = {}
-    places: tuple[Place, ...] = ()
+    places: tuple[CallPattern, ...] = ()
 
     def __post_init__(self) -> None:
         for pattern, layout in self.homes.items():
@@ -49,7 +49,7 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
             for wanted in filter(None, place.layouts):
                 self._check(wanted, f"an input of {place}")
 
-    def _check(self, layout: Asked, what: str) -> None:
+    def _check(self, layout: WantedPlacements, what: str) -> None:
         if len(layout) != len(self.mesh.axes):
             raise PlanError(
                 f"{what} has {len(layout)} placements; mesh {self.mesh} has {len(self.mesh.axes)} axes."
@@ -57,7 +57,10 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(
-        cls, mesh: Any, homes: Mapping[str, str | Layout] | None = None, places: Iterable[Place] = ()
+        cls,
+        mesh: Any,
+        homes: Mapping[str, str | Placements] | None = None,
+        places: Iterable[CallPattern] = (),
     ) -> Sharding:
         """Checked, with a mesh as ``Mesh.of`` takes it."""
         texts = {
@@ -66,7 +69,7 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
         }
         return cls(Mesh.of(mesh), texts, tuple(places))
 
-    def layouts(self, parameters: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Layout]:
+    def layouts(self, parameters: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Placements]:
         """By name, where parameters lie that are not replicated.
 
         Args:
@@ -75,7 +78,7 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             PlanError: a pattern matches none of them, or ranks do not divide a size.
         """
-        found: dict[str, Layout] = {}
+        found: dict[str, Placements] = {}
         for pattern, text in self.homes.items():
             layout, matched = parse_layout(text), False
             for name, shape in parameters:

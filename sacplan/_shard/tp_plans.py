@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from sacplan._program.elements import pattern_of
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import REPLICATED, Layout, Placement, cut, fits
+from sacplan._shard.placements import REPLICATED, Placement, Placements, cut, fits
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ PACKED = 2
 """How many matrices lie one after the other in a packed one."""
 
 
-def homes_of_tp_plan(model: nn.Module, mesh: Mesh, axis: str) -> dict[str, Layout]:
+def homes_of_tp_plan(model: nn.Module, mesh: Mesh, axis: str) -> dict[str, Placements]:
     """Where the parameters of a model are at home under its own tensor-parallel plan.
 
     Args:
@@ -58,7 +58,7 @@ def homes_of_tp_plan(model: nn.Module, mesh: Mesh, axis: str) -> dict[str, Layou
         raise PlanError(f"mesh {mesh} has no axis {axis!r}; it has {', '.join(map(repr, mesh.names))}.")
     plan = _plan_of(model)
     at = mesh.names.index(axis)
-    found: dict[str, Layout] = {}
+    found: dict[str, Placements] = {}
     for name, parameter in model.named_parameters():
         pattern = pattern_of(name)
         style = plan.get(pattern) or plan.get(pattern.rpartition(".")[0])

@@ -30,7 +30,7 @@ DEVICE_MEMORY = "device memory"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ResourceRow:
     """A resource over the ops ``start`` to ``end`` (not included) of the step."""
 
     resource: str
@@ -57,7 +57,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Link:
+class PairCost:
     """What a pair of options costs, such as changing a tensor's layout between neighbours.
 
     Attributes:
@@ -110,11 +110,11 @@ class Problem:
         SolverError: arrays whose shapes do not match, or a first option with a cost or a use.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ResourceRow, ...]
     base: Amounts
     limits: Amounts
     choices: tuple[Choice, ...]
-    links: tuple[Link, ...] = ()
+    links: tuple[PairCost, ...] = ()
     once_costs: tuple[OnceCost, ...] = ()
 
     def __post_init__(self) -> None:

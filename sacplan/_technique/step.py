@@ -23,7 +23,7 @@ _TIE = 1e-3  # share of the time in the cost of an op where FLOPs are minimised:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class PlanStep:
     """A recorded step, and what is asked of a plan for it.
 
     Attributes:

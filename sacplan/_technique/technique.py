@@ -19,7 +19,7 @@ from sacplan._program.places import OpSequence, StepDifference
 from sacplan._program.program import Patch, Program
 from sacplan._technique.offers import Offer
 from sacplan._technique.regions import Option, Region
-from sacplan._technique.step import Step
+from sacplan._technique.step import PlanStep
 
 
 class Installed(Protocol):
@@ -66,7 +66,7 @@ class StepSolver(Protocol):
         """What its plans do."""
         ...
 
-    def proposals(self, step: Step, budget_bytes: int) -> Sequence[tuple[Decision, ...]]:
+    def proposals(self, step: PlanStep, budget_bytes: int) -> Sequence[tuple[Decision, ...]]:
         """Decisions that are worth measuring for a budget; for 0, those with the smallest peak.
 
         Raises:
@@ -92,22 +92,22 @@ class Technique(Protocol):
 
     # --- what a plan chooses from ---
 
-    def longest_run(self, step: Step) -> int:
+    def longest_run(self, step: PlanStep) -> int:
         """How many of its neighbouring regions can be joined to one; 0 if it names none."""
         ...
 
-    def regions(self, step: Step, size: int) -> Sequence[Region]:
+    def regions(self, step: PlanStep, size: int) -> Sequence[Region]:
         """The parts of the forward pass that it names, with up to ``size`` neighbours joined, and its options for them.
 
         Other techniques add options to these regions, also where this one is not asked for.
         """
         ...
 
-    def options(self, step: Step, region: Region) -> Sequence[Option]:
+    def options(self, step: PlanStep, region: Region) -> Sequence[Option]:
         """Options for a region that another technique named."""
         ...
 
-    def offers(self, step: Step, peak: Footprint | None) -> Sequence[Offer]:
+    def offers(self, step: PlanStep, peak: Footprint | None) -> Sequence[Offer]:
         """Choices about ops that it does not share with other techniques.
 
         Args:
@@ -116,7 +116,7 @@ class Technique(Protocol):
         """
         ...
 
-    def solvers(self, step: Step) -> Sequence[StepSolver]:
+    def solvers(self, step: PlanStep) -> Sequence[StepSolver]:
         """Solvers of its own for this step, where options of regions do not say what it can do."""
         ...
 

@@ -2,7 +2,7 @@
 
 In training a factor flows from what enters a region, and an op is cut when it is deferred. Of a stretch it is known
 what is sliced of the last result. So each op becomes a node when it is reached, and when all are there their cuts are
-found from the last one (``_Cuts``).
+found from the last one (``_StretchCuts``).
 
 What is needed after the stretch has a buffer from the start, an ordinary tensor that the loop fills; views of it are
 ordinary too. Other results are lazy. Where a factor does not flow through the ops, or something asks for a tensor too
@@ -26,7 +26,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sacplan._chunk.executor.lazy import Lazy, real
 from sacplan._chunk.executor.loop import run_nodes, slices_made, slices_read
-from sacplan._chunk.executor.values import Choose, Cut, Node, Region, Stage, Value, Window
+from sacplan._chunk.executor.values import (
+    Choose,
+    DeferredOp,
+    DeferredTensor,
+    FactorCut,
+    SlicedRegion,
+    Stage,
+    Window,
+)
 from sacplan._executor.recording import unrecorded
 from sacplan._factors.axes import Axis, into_factor
 from sacplan._factors.rule import Dims, Kind, Rule, rule_of
@@ -78,12 +86,12 @@ def _is_gone(shape: tuple[int, ...]) -> NoReturn:
     )
 
 
-class _Local(threading.local):
+class _ThreadMode(threading.local):
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=False)
 
 
-_local = _Local()
+_local = _ThreadMode()
 
 
 class Stretch:
@@ -100,11 +108,11 @@ class Stretch:
     def __init__(self, dim: int, outer: int, inner: int, slices: int) -> None:
         self.is_over = False
         self._asked = dim, outer, inner, slices
-        self._region = Region(1, 1)
+        self._region = SlicedRegion(1, 1)
         self._fake = _local.mode
-        self._nodes: list[Node] = []
-        self._like: dict[Value, torch.Tensor] = {}  # fake, since meta tensors have other strides
-        self._inputs: dict[int, Value] = {}  # by id of the tensor, which the value keeps
+        self._nodes: list[DeferredOp] = []
+        self._like: dict[DeferredTensor, torch.Tensor] = {}  # fake, since meta tensors have other strides
+        self._inputs: dict[int, DeferredTensor] = {}  # by id of the tensor, which the value keeps
         self._lazies: list[weakref.ref[StretchTensor]] = []
         self._buffers: list[torch.Tensor] = []
         self._bound: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffers and views of them to values
@@ -134,21 +142,21 @@ class Stretch:
         # Only all of what an op of the stretch made may be overwritten: views of it would see the new values.
         return value is not None and not value.aliased
 
-    def _known(self, tensor: torch.Tensor) -> Value | None:
+    def _known(self, tensor: torch.Tensor) -> DeferredTensor | None:
         """The value of a tensor that the loop makes."""
         if isinstance(tensor, StretchTensor):
             return tensor.value if tensor.stretch is self else None
-        found: Value | None = self._bound.get(tensor)
+        found: DeferredTensor | None = self._bound.get(tensor)
         return found
 
-    def _value(self, tensor: torch.Tensor) -> Value:
+    def _value(self, tensor: torch.Tensor) -> DeferredTensor:
         known = self._known(tensor)
         if known is not None:
             return known
         tensor = computed(tensor)
         known = self._inputs.get(id(tensor))
         if known is None:
-            known = self._inputs[id(tensor)] = Value(self._region, tensor, data=tensor)
+            known = self._inputs[id(tensor)] = DeferredTensor(self._region, tensor, data=tensor)
             self._storages.add(storage_key(tensor.untyped_storage()))
             with modes_off(), self._fake:
                 self._like[known] = torch.empty_strided(
@@ -172,12 +180,12 @@ class Stretch:
             lambda x: values[id(x)] if isinstance(x, torch.Tensor) else x, (tuple(args), dict(kwargs))
         )
         likes, named_likes = tree_map(
-            lambda x: self._like[x] if isinstance(x, Value) else x, (of_node, named)
+            lambda x: self._like[x] if isinstance(x, DeferredTensor) else x, (of_node, named)
         )
         with modes_off(), self._fake:
             made = func(*likes, **named_likes)
         rule = rule_of(func, likes, named_likes, list(tensors_in(made)))
-        node = Node(func, of_node, named, Stage.LOOP, rule=rule)
+        node = DeferredOp(func, of_node, named, Stage.LOOP, rule=rule)
         self._nodes.append(node)
         results = [node.new_output(self._region, like) for like in tensors_in(made)]
         self._like.update(zip(results, tensors_in(made), strict=True))
@@ -195,7 +203,7 @@ class Stretch:
         stand_ins = iter([self._stand_in(value, i in kept) for i, value in enumerate(results)])
         return tree_map(lambda x: next(stand_ins) if isinstance(x, torch.Tensor) else x, made)
 
-    def _stand_in(self, value: Value, kept: bool) -> torch.Tensor:
+    def _stand_in(self, value: DeferredTensor, kept: bool) -> torch.Tensor:
         if not kept:
             lazy = StretchTensor(value)
             lazy.stretch = self
@@ -207,7 +215,7 @@ class Stretch:
         self._storages.add(storage_key(buffer.untyped_storage()))
         return buffer
 
-    def _rebind(self, tensor: torch.Tensor, value: Value) -> None:
+    def _rebind(self, tensor: torch.Tensor, value: DeferredTensor) -> None:
         """A tensor has been overwritten."""
         if isinstance(tensor, StretchTensor):
             tensor.value = value
@@ -220,7 +228,7 @@ class Stretch:
         """Run the loop; whole, if it cannot be sliced as asked.
 
         Args:
-            choose: see ``Region``.
+            choose: see ``SlicedRegion``.
 
         Returns:
             Whether it ran in slices.
@@ -230,7 +238,7 @@ class Stretch:
         if not size:
             self.run_whole()
             return False
-        region = Region(size, min(self._asked[3], size), choose=choose)
+        region = SlicedRegion(size, min(self._asked[3], size), choose=choose)
         run_nodes(region, nodes, (), self._filled())
         self._end()
         return True
@@ -250,7 +258,7 @@ class Stretch:
                 value.settle(data)
         self._end()
 
-    def _filled(self) -> dict[Value, torch.Tensor]:
+    def _filled(self) -> dict[DeferredTensor, torch.Tensor]:
         """The buffers, by the values that they have in the end."""
         return {self._bound[buffer]: buffer for buffer in self._buffers}
 
@@ -267,7 +275,7 @@ class Stretch:
         self._buffers.clear()
         self._bound = WeakIdKeyDictionary()
 
-    def _needed(self) -> list[Node]:
+    def _needed(self) -> list[DeferredOp]:
         """The ops that compute something, and the views that are kept or that one of these reads."""
         wanted = set(self._filled())
         found = []
@@ -277,7 +285,7 @@ class Stretch:
                 wanted.update(node.values)
         return found[::-1]
 
-    def _cut(self, nodes: Sequence[Node]) -> int:
+    def _cut(self, nodes: Sequence[DeferredOp]) -> int:
         """Cut the nodes along the axis that was asked for, or one like it where sizes differ.
 
         Returns the size of the axis, or 0 if there is none.
@@ -290,7 +298,7 @@ class Stretch:
         if last is None or dim >= len(last.shape):
             return 0
         for axis in _axes_like(Axis(dim, outer, 0, inner), int(last.shape[dim]), rules):
-            if _Cuts(nodes).apply(last, axis):
+            if _StretchCuts(nodes).apply(last, axis):
                 return axis.size
         return 0
 
@@ -318,20 +326,22 @@ def _axes_like(asked: Axis, size: int, rules: Sequence[Rule]) -> Iterator[Axis]:
                     yield Axis(dim, *split)
 
 
-class _Cuts:
+class _StretchCuts:
     """How each of some nodes is sliced, so that slices of one result follow along an axis.
 
     The cut of an op says which slices it reads and makes; those say how the ops are cut that make and read these
     values, until nothing is new. All nodes must be reached, and each in one way.
     """
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        self.cuts: dict[Node, Cut | None] = dict.fromkeys(nodes)
-        self.sliced: dict[Value, Window] = {}
-        self.combined: dict[Value, Kind | None] = {}
-        self.waiting: list[Value] = []
-        self.made_by: dict[Value, tuple[Node, Dims]] = {}  # with the factors that it has in the op's rule
-        self.read_by: dict[Value, list[tuple[Node, Dims]]] = defaultdict(list)
+    def __init__(self, nodes: Sequence[DeferredOp]) -> None:
+        self.cuts: dict[DeferredOp, FactorCut | None] = dict.fromkeys(nodes)
+        self.sliced: dict[DeferredTensor, Window] = {}
+        self.combined: dict[DeferredTensor, Kind | None] = {}
+        self.waiting: list[DeferredTensor] = []
+        self.made_by: dict[
+            DeferredTensor, tuple[DeferredOp, Dims]
+        ] = {}  # with the factors that it has in the op's rule
+        self.read_by: dict[DeferredTensor, list[tuple[DeferredOp, Dims]]] = defaultdict(list)
         for node in nodes:
             assert node.rule is not None
             for value, dims in zip(node.made, node.rule.outputs, strict=True):
@@ -340,7 +350,7 @@ class _Cuts:
             for value, dims in zip(node.values, node.rule.inputs, strict=True):
                 self.read_by[value].append((node, dims))
 
-    def apply(self, last: Value, axis: Axis) -> bool:
+    def apply(self, last: DeferredTensor, axis: Axis) -> bool:
         """Cut the nodes and what they make so that one value is cut along an axis; False if that is not possible."""
         self._slice(last, Window(axis))
         while self.waiting:
@@ -348,7 +358,7 @@ class _Cuts:
             for node, dims in (self.made_by[value], *self.read_by[value]):
                 assert node.rule is not None
                 within = into_factor(dims, node.rule.sizes, self.sliced[value].axis)
-                if within is None or not self._cut(node, Cut(within)):
+                if within is None or not self._cut(node, FactorCut(within)):
                     return False
         if None in self.cuts.values() or not self.combined.keys().isdisjoint(self.read_by):
             return False  # no slice reaches an op, or one reads parts before they are put together
@@ -358,7 +368,7 @@ class _Cuts:
             value.window, value.combined = self.sliced.get(value), self.combined.get(value)
         return True
 
-    def _cut(self, node: Node, cut: Cut) -> bool:
+    def _cut(self, node: DeferredOp, cut: FactorCut) -> bool:
         known = self.cuts[node]
         if known is not None:
             return known == cut
@@ -377,7 +387,7 @@ class _Cuts:
                 return False
         return True
 
-    def _slice(self, value: Value, window: Window | None) -> bool:
+    def _slice(self, value: DeferredTensor, window: Window | None) -> bool:
         """Whether a value may be sliced so. None: a slice of the loop would need all of it, before it is there."""
         known = self.sliced.get(value)
         if window is not None and known is None:

@@ -21,17 +21,17 @@ import torch
 from sacplan._chunk.executor import losses as losses  # registers what it rewrites
 from sacplan._chunk.executor.lazy import Lazy
 from sacplan._chunk.executor.loop import compute
-from sacplan._chunk.executor.values import Region, Value, Window
+from sacplan._chunk.executor.values import DeferredTensor, SlicedRegion, Window
 from sacplan._factors.axes import Axis
 from sacplan._torch.private import autograd_as_outside
 from sacplan.errors import ChunkError
 
 
 def enter(
-    region: Region, axis: Axis, tensor: torch.Tensor, others: Sequence[torch.Tensor]
+    region: SlicedRegion, axis: Axis, tensor: torch.Tensor, others: Sequence[torch.Tensor]
 ) -> tuple[Lazy, list[torch.Tensor]]:
     """The input of a region as a lazy tensor, and aliases of the other tensors that get gradients."""
-    lazy, *aliases = _Entry.apply(region, axis, tensor, *others)
+    lazy, *aliases = _ChunkEntryFunction.apply(region, axis, tensor, *others)
     return lazy, aliases
 
 
@@ -45,17 +45,19 @@ def leave(start: Lazy, tensor: torch.Tensor, lazies: Sequence[Lazy]) -> list[tor
     """
     start.value.data = tensor.detach()  # so that nobody asks autograd for it, which may have discarded it
     try:
-        return list(_Exit.apply(start.value.region, *lazies))
+        return list(_ChunkExitFunction.apply(start.value.region, *lazies))
     finally:
         start.value.data = None
 
 
-class _Entry(torch.autograd.Function):
+class _ChunkEntryFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, region: Region, axis: Axis, tensor: torch.Tensor, *others: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, region: SlicedRegion, axis: Axis, tensor: torch.Tensor, *others: torch.Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(tensor)
-        root = Value(region, tensor, window=Window(axis), source=_Source(ctx))
+        root = DeferredTensor(region, tensor, window=Window(axis), source=_SavedInput(ctx))
         ctx.region, ctx.root, ctx.makes_gradients_real = region, weakref.ref(root), True
         weakref.finalize(root, region.remove_hooks).atexit = False
         return (Lazy(root), *[t.view_as(t) for t in others])
@@ -83,7 +85,7 @@ class _Entry(torch.autograd.Function):
         return None, None, *found
 
 
-class _Source:
+class _SavedInput:
     """The tensor that an entry node keeps for the backward pass."""
 
     def __init__(self, node: Any) -> None:
@@ -95,9 +97,9 @@ class _Source:
         return tensor.detach()
 
 
-class _Exit(torch.autograd.Function):
+class _ChunkExitFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, region: Region, *lazies: Lazy) -> Any:
+    def forward(ctx: Any, region: SlicedRegion, *lazies: Lazy) -> Any:
         ctx.set_materialize_grads(False)
         ctx.region, ctx.windows = region, [x.value.window for x in lazies]
         return tuple(compute([x.value for x in lazies]))
@@ -105,6 +107,6 @@ class _Exit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         return None, *(
-            None if g is None else Lazy(Value(ctx.region, g, window=window, data=g))
+            None if g is None else Lazy(DeferredTensor(ctx.region, g, window=window, data=g))
             for g, window in zip(gradients, ctx.windows, strict=True)
         )

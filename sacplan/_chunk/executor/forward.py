@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from sacplan._chunk.executor import entry, lazy, loop, losses, values
 from sacplan._chunk.executor.entry import enter, leave
 from sacplan._chunk.executor.lazy import Lazy
-from sacplan._chunk.executor.values import Region, Tally
+from sacplan._chunk.executor.values import SlicedRegion, Tally
 from sacplan._executor import tensors
 from sacplan._executor.alignment import Differences
 from sacplan._executor.stand_ins import StandIn
@@ -140,9 +140,9 @@ class ChunkedForward(StandIn):
         )
         return None
 
-    def _new_region(self, size: int) -> Region:
+    def _new_region(self, size: int) -> SlicedRegion:
         accumulate = torch.float32 if self.decision.accumulate == "float32" else None
-        return Region(size, self.decision.slices, accumulate, self._note_whole)
+        return SlicedRegion(size, self.decision.slices, accumulate, self._note_whole)
 
     def _note_whole(self, op: str, reason: str) -> None:
         self._note(f"{op} on whole tensors ({reason})", "in slices")
@@ -151,10 +151,10 @@ class ChunkedForward(StandIn):
         self.differences.note(StepDifference(self.fqn, "", ran, planned), may_warn=self._calls > 1)
 
 
-_Places = list[tuple[dict[str, Any], str]]
+_ParameterSlots = list[tuple[dict[str, Any], str]]
 
 
-def _parameters(module: torch.nn.Module) -> _Places:
+def _parameters(module: torch.nn.Module) -> _ParameterSlots:
     """Where the modules keep the parameters that get gradients; replicas of DataParallel have them as attributes."""
     places = [(m._parameters, name) for m in module.modules() for name in m._parameters]
     places += [
@@ -172,7 +172,7 @@ def _gets_gradient(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _replaced(places: _Places, given: Mapping[int, torch.Tensor]) -> Iterator[None]:
+def _replaced(places: _ParameterSlots, given: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """Inside, the modules have these aliases instead of their parameters."""
     before = [(where, name, where[name]) for where, name in places]
     try:

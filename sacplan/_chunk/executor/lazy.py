@@ -2,7 +2,7 @@
 
 A ``Lazy`` is a wrapper subclass without storage. Ops on it are deferred (``defer``): their shapes come from meta
 tensors, how they are sliced from the factor rules, and no dispatch mode sees them. What cannot be sliced is computed at
-once from whole tensors, which costs memory and is never wrong; ``Region.tally`` counts it.
+once from whole tensors, which costs memory and is never wrong; ``SlicedRegion.tally`` counts it.
 
 An op in place makes another value for the same lazy tensor. That is only possible while no other tensor shares its
 memory, as far as code can tell; else it is a ``ChunkError``.
@@ -18,7 +18,15 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sacplan._chunk.executor.loop import compute, slices_made
-from sacplan._chunk.executor.values import Cut, Held, Node, Region, Stage, Value, Window
+from sacplan._chunk.executor.values import (
+    DeferredOp,
+    DeferredTensor,
+    FactorCut,
+    Held,
+    SlicedRegion,
+    Stage,
+    Window,
+)
 from sacplan._executor.tensors import history_free_aliases
 from sacplan._factors.axes import Axis, into_factor
 from sacplan._factors.rule import Kind, Rule, rule_of
@@ -43,12 +51,12 @@ class Lazy(torch.Tensor):
         value: what it stands for.
     """
 
-    value: Value
+    value: DeferredTensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, value: Value) -> Lazy:
+    def __new__(cls, value: DeferredTensor) -> Lazy:
         """A lazy tensor without history."""
         t: Lazy = torch.Tensor._make_wrapper_subclass(
             cls, value.shape, strides=value.stride, dtype=value.dtype, device=value.device
@@ -56,7 +64,7 @@ class Lazy(torch.Tensor):
         t.value = value
         return t
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: DeferredTensor) -> None:
         pass
 
     @classmethod
@@ -121,7 +129,7 @@ def real(lazy: Lazy) -> torch.Tensor:
     return lazy.value.data
 
 
-def settle(values: Sequence[Value]) -> None:
+def settle(values: Sequence[DeferredTensor]) -> None:
     """Compute values in one loop, and keep them; if they are scalars, those that somebody else may read as well."""
     if not any(value.shape for value in values):
         pending = (v for region in {value.region for value in values} for v in region.pending)
@@ -130,14 +138,14 @@ def settle(values: Sequence[Value]) -> None:
         value.settle(data)
 
 
-def root(region: Region, tensor: torch.Tensor, axis: Axis) -> Lazy:
+def root(region: SlicedRegion, tensor: torch.Tensor, axis: Axis) -> Lazy:
     """A tensor that is there, to be taken in slices along ``axis``: what a region begins with."""
-    return Lazy(Value(region, tensor, window=Window(axis), data=tensor))
+    return Lazy(DeferredTensor(region, tensor, window=Window(axis), data=tensor))
 
 
-def free(region: Region, tensor: torch.Tensor) -> Lazy:
+def free(region: SlicedRegion, tensor: torch.Tensor) -> Lazy:
     """A tensor that is there and does not depend on the slices, such as the gradient of a loss."""
-    return Lazy(Value(region, tensor, data=tensor))
+    return Lazy(DeferredTensor(region, tensor, data=tensor))
 
 
 @functools.cache
@@ -226,8 +234,8 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return lazy if len(written) == 1 else written
 
 
-def _settled(before: Value, data: torch.Tensor) -> Value:
-    return Value(before.region, data, window=before.window, data=data)
+def _settled(before: DeferredTensor, data: torch.Tensor) -> DeferredTensor:
+    return DeferredTensor(before.region, data, window=before.window, data=data)
 
 
 def _without_writing(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
@@ -265,7 +273,7 @@ class _Deferral(Call):
             return self._made(made, Stage.FREE, rule=rule_of(self.func, args, kwargs, made))
         if not any(value.sliced for value in values):
             if len({id(value.region) for value in values}) > 1:
-                self.region = Region(1, 1)  # no loop of one of them computes it along
+                self.region = SlicedRegion(1, 1)  # no loop of one of them computes it along
             return self._made(made, Stage.LATE)
         reduced = [x for x in self.lazies if not (x.value.sliced or x.value.free)]
         if reduced:
@@ -292,7 +300,7 @@ class _Deferral(Call):
         for x, dims in zip(self.inputs, rule.inputs, strict=True):
             if isinstance(x, Lazy) and x.value.window is not None:
                 found = into_factor(dims, rule.sizes, x.value.window.axis)
-                here = None if found is None else Cut(found, x.value.window.start)
+                here = None if found is None else FactorCut(found, x.value.window.start)
                 if here is None or (cut is not None and here != cut):
                     return self._whole("its arguments are sliced in different ways")
                 cut = here
@@ -357,12 +365,12 @@ class _Deferral(Call):
         *,
         windows: Sequence[tuple[Window | None, Kind | None]] | None = None,
         rule: Rule | None = None,
-        cut: Cut | None = None,
+        cut: FactorCut | None = None,
         move: bool = False,
     ) -> Any:
         """Lazy tensors for the outputs, and the node that makes them."""
         shared = _shares_memory(self.func)
-        held: dict[int, Value | Held] = {}
+        held: dict[int, DeferredTensor | Held] = {}
         others = [x for x in tensors_in((self.args, self.kwargs)) if not isinstance(x, Lazy)]
         _keep_gradients_real(others, self.region)
         for x, alias in zip(others, history_free_aliases(others), strict=True):
@@ -374,7 +382,7 @@ class _Deferral(Call):
             lambda x: held[id(x)] if isinstance(x, torch.Tensor) else x,
             (tuple(self.args), dict(self.kwargs)),
         )
-        node = Node(self.func, args, kwargs, stage, rule=rule, cut=cut, move=move)
+        node = DeferredOp(self.func, args, kwargs, stage, rule=rule, cut=cut, move=move)
 
         def lazy(t: Any) -> Any:
             if not isinstance(t, torch.Tensor):
@@ -413,14 +421,14 @@ def lazy_gradients(lazies: Sequence[Lazy]) -> None:
 
 
 class _LazyGradient:
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: SlicedRegion) -> None:
         self._region = region
 
     def __call__(self, gradient: torch.Tensor) -> Lazy | None:
         return None if isinstance(gradient, Lazy) else free(self._region, gradient)
 
 
-def _keep_gradients_real(others: Sequence[torch.Tensor], region: Region) -> None:
+def _keep_gradients_real(others: Sequence[torch.Tensor], region: SlicedRegion) -> None:
     """What is differentiated and did not come in through the entry gets a computed gradient: in a loop of its own."""
     if not torch.is_grad_enabled():
         return

@@ -18,7 +18,15 @@ from typing import Any, TypeGuard
 import torch
 from torch.utils._pytree import tree_map
 
-from sacplan._chunk.executor.values import Cut, Held, Node, Region, Stage, Value, Window
+from sacplan._chunk.executor.values import (
+    DeferredOp,
+    DeferredTensor,
+    FactorCut,
+    Held,
+    SlicedRegion,
+    Stage,
+    Window,
+)
 from sacplan._executor.recording import unrecorded
 from sacplan._factors.axes import from_factor, into_factor, put, resized_arguments, take
 from sacplan._factors.rule import Kind, Rule
@@ -32,15 +40,18 @@ _PRODUCT_PARTS, _FEW_ROWS = 8, 64  # of a product that is added in another type
 _SUMS = frozenset((Kind.SUM, Kind.MEAN))
 
 
-def compute(values: Sequence[Value]) -> list[torch.Tensor]:
+def compute(values: Sequence[DeferredTensor]) -> list[torch.Tensor]:
     """The tensors of values, in one loop over slices for each region. The values stay as they are."""
     with _as_deferred(), unrecorded():
         return _Computation(values).run()
 
 
 def run_nodes(
-    region: Region, nodes: Sequence[Node], wanted: Iterable[Value], buffers: Mapping[Value, torch.Tensor]
-) -> dict[Value, torch.Tensor]:
+    region: SlicedRegion,
+    nodes: Sequence[DeferredOp],
+    wanted: Iterable[DeferredTensor],
+    buffers: Mapping[DeferredTensor, torch.Tensor],
+) -> dict[DeferredTensor, torch.Tensor]:
     """Run nodes in the slices of a region, each as its cut says.
 
     Unlike ``compute`` it leaves autograd, autocast and dispatch modes as they are: its caller runs where such ops run.
@@ -72,14 +83,14 @@ class _Computation:
         known: by value, the tensors that are there.
     """
 
-    def __init__(self, values: Sequence[Value]) -> None:
+    def __init__(self, values: Sequence[DeferredTensor]) -> None:
         self.values = list(values)
-        self.known: dict[Value, torch.Tensor] = {}
+        self.known: dict[DeferredTensor, torch.Tensor] = {}
         self.nodes = needed_nodes(values)
 
     def run(self) -> list[torch.Tensor]:
         pulled = self._pulled()
-        loops: dict[Region, list[tuple[Node, Cut | None]]] = defaultdict(list)
+        loops: dict[SlicedRegion, list[tuple[DeferredOp, FactorCut | None]]] = defaultdict(list)
         for node in self.nodes:
             if node in pulled:
                 region, cut = pulled[node]
@@ -101,12 +112,12 @@ class _Computation:
                     self.known.pop(v, None)
         return [self.known[v] if v in self.known else v.whole() for v in self.values]
 
-    def _pulled(self) -> dict[Node, tuple[Region, Cut]]:
+    def _pulled(self) -> dict[DeferredOp, tuple[SlicedRegion, FactorCut]]:
         """Free nodes that run in a loop, since nobody needs more than slices of what they make."""
-        asked: dict[Value, set[tuple[Region, Window] | None]] = defaultdict(set)
+        asked: dict[DeferredTensor, set[tuple[SlicedRegion, Window] | None]] = defaultdict(set)
         for v in self.values:
             asked[v].add(None)
-        found: dict[Node, tuple[Region, Cut]] = {}
+        found: dict[DeferredOp, tuple[SlicedRegion, FactorCut]] = {}
         for node in reversed(self.nodes):
             region, cut = None, node.cut
             if node.stage is Stage.LOOP:
@@ -117,19 +128,19 @@ class _Computation:
                     found[node] = region, cut = here
             windows = slices_read(node, cut)
             for i, x in enumerate(node.inputs):
-                if isinstance(x, Value) and x.free:
+                if isinstance(x, DeferredTensor) and x.free:
                     window = windows[i]
                     asked[x].add(None if window is None or region is None else (region, window))
         return found
 
-    def _run_whole(self, node: Node) -> None:
+    def _run_whole(self, node: DeferredOp) -> None:
         out = _call(node, lambda x: _whole(x, self.known, node), node.args)
         for v, t in zip(node.made, tensors_in(out), strict=True):
             if v is not None:
                 self.known[v] = t
 
 
-_Slice = Value | tuple[Value, Window | None]
+_Slice = DeferredTensor | tuple[DeferredTensor, Window | None]
 """What the loop holds for a while: a slice of what it makes, or one that it took of what is there before it."""
 
 
@@ -147,11 +158,11 @@ class _Loop:
 
     def __init__(
         self,
-        region: Region,
-        nodes: Sequence[tuple[Node, Cut | None]],
-        wanted: set[Value],
-        known: Mapping[Value, torch.Tensor],
-        buffers: Mapping[Value, torch.Tensor],
+        region: SlicedRegion,
+        nodes: Sequence[tuple[DeferredOp, FactorCut | None]],
+        wanted: set[DeferredTensor],
+        known: Mapping[DeferredTensor, torch.Tensor],
+        buffers: Mapping[DeferredTensor, torch.Tensor],
     ) -> None:
         self.region, self.nodes, self.known, self.buffers = region, nodes, known, buffers
         self.begins = {v: v.whole() for node, _ in nodes for v in node.values if v.begins}
@@ -164,7 +175,7 @@ class _Loop:
         for i, (node, _) in enumerate(nodes):
             used: list[_Slice] = []
             for x, window in zip(node.inputs, self.windows[i], strict=True):
-                if isinstance(x, Value):
+                if isinstance(x, DeferredTensor):
                     used.append((x, window) if x in self.begins else x)
             used += [v for v in self.made[i] if v is not None]
             uses.append(dict.fromkeys(used, i))
@@ -172,14 +183,14 @@ class _Loop:
         self.ends = [[one for one in used if self.last[one] == i] for i, used in enumerate(uses)]
         self.starting = True
 
-    def run(self) -> dict[Value, torch.Tensor]:
+    def run(self) -> dict[DeferredTensor, torch.Tensor]:
         self.region.tally.loops += 1
         for start, stop in self.region.slices():
             self._run_slice(start, stop)
             self.starting = False
         return {v: t if t.dtype == v.dtype else t.to(v.dtype) for v, t in self._finished()}
 
-    def _finished(self) -> Iterator[tuple[Value, torch.Tensor]]:
+    def _finished(self) -> Iterator[tuple[DeferredTensor, torch.Tensor]]:
         while self.results:
             yield self.results.popitem()
 
@@ -191,7 +202,13 @@ class _Loop:
                 slices.pop(one, None)
 
     def _run_node(
-        self, i: int, node: Node, cut: Cut | None, slices: dict[_Slice, torch.Tensor], start: int, stop: int
+        self,
+        i: int,
+        node: DeferredOp,
+        cut: FactorCut | None,
+        slices: dict[_Slice, torch.Tensor],
+        start: int,
+        stop: int,
     ) -> None:
         made = self.made[i]
         args: Sequence[Any] = node.args
@@ -205,9 +222,9 @@ class _Loop:
             args = resized_arguments(node.rule, args, cut.axis, length)
         windows = iter(self.windows[i])
 
-        def given(x: Value | Held) -> torch.Tensor:
+        def given(x: DeferredTensor | Held) -> torch.Tensor:
             window = next(windows)
-            if isinstance(x, Value):
+            if isinstance(x, DeferredTensor):
                 if x in slices:
                     return slices[x]
                 if window is not None and x in self.begins and not x.sliced:
@@ -233,11 +250,11 @@ class _Loop:
             if self.last[v] > i or v in self.buffers:  # what a stretch keeps is let go after what the op read
                 slices[v] = t
 
-    def _adds_products(self, v: Value | None) -> TypeGuard[Value]:
+    def _adds_products(self, v: DeferredTensor | None) -> TypeGuard[DeferredTensor]:
         """Whether products of slices are added where the loop has allocated memory for that."""
         return v in self.wanted and v not in self.buffers and v.combined is Kind.SUM
 
-    def _add_product(self, v: Value, left: torch.Tensor, right: torch.Tensor) -> None:
+    def _add_product(self, v: DeferredTensor, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add a matrix product to what earlier slices gave, without a temporary of its size."""
         kind = self.region.sum_type(v)
         if kind != v.dtype:
@@ -251,7 +268,9 @@ class _Loop:
         else:
             self.results[v] = torch.mm(left, right)
 
-    def _keep(self, v: Value, t: torch.Tensor, node: Node, length: int, start: int, stop: int) -> None:
+    def _keep(
+        self, v: DeferredTensor, t: torch.Tensor, node: DeferredOp, length: int, start: int, stop: int
+    ) -> None:
         if v.window is not None:
             if v not in self.results:
                 self.results[v] = torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=v.device)
@@ -287,9 +306,9 @@ class _Loop:
 # --- nodes
 
 
-def needed_nodes(values: Sequence[Value]) -> list[Node]:
+def needed_nodes(values: Sequence[DeferredTensor]) -> list[DeferredOp]:
     """The nodes that values need, in order."""
-    found: dict[int, Node] = {}
+    found: dict[int, DeferredOp] = {}
     waiting = [v for v in values if v.node is not None]
     while waiting:
         node = waiting.pop().node
@@ -299,14 +318,14 @@ def needed_nodes(values: Sequence[Value]) -> list[Node]:
     return [found[number] for number in sorted(found)]
 
 
-def _region_of(node: Node) -> Region:
+def _region_of(node: DeferredOp) -> SlicedRegion:
     return next(v.region for v in node.values if v.sliced)
 
 
-def slices_read(node: Node, cut: Cut | None) -> list[Window | None]:
+def slices_read(node: DeferredOp, cut: FactorCut | None) -> list[Window | None]:
     """Of each input, the part that one slice reads; None for all of it, or none of it."""
     if node.move:
-        return [x.window if isinstance(x, Value) else None for x in node.inputs]
+        return [x.window if isinstance(x, DeferredTensor) else None for x in node.inputs]
     if cut is None or node.rule is None:
         return [None] * len(node.inputs)
     axes = (from_factor(dims, node.rule.sizes, cut.axis) for dims in node.rule.inputs)
@@ -314,12 +333,12 @@ def slices_read(node: Node, cut: Cut | None) -> list[Window | None]:
 
 
 def _common_cut(
-    node: Node, asked: Mapping[Value, set[tuple[Region, Window] | None]]
-) -> tuple[Region, Cut] | None:
+    node: DeferredOp, asked: Mapping[DeferredTensor, set[tuple[SlicedRegion, Window] | None]]
+) -> tuple[SlicedRegion, FactorCut] | None:
     """Where to slice a free node so that every one of its outputs is asked for in just these slices."""
     if node.rule is None:
         return None
-    found: tuple[Region, Cut] | None = None
+    found: tuple[SlicedRegion, FactorCut] | None = None
     for i, v in enumerate(node.made):
         wanted = asked.get(v, set()) if v is not None else set()
         if v is None or not wanted:
@@ -330,7 +349,7 @@ def _common_cut(
         axis = into_factor(node.rule.outputs[i], node.rule.sizes, window.axis)
         if axis is None or not node.rule.may_slice(axis.factor):
             return None
-        here = region, Cut(axis, window.start)
+        here = region, FactorCut(axis, window.start)
         if found is not None and here != found:
             return None
         found = here
@@ -344,7 +363,7 @@ def _common_cut(
     return found
 
 
-def slices_made(rule: Rule, cut: Cut) -> list[tuple[Window | None, Kind | None]] | None:
+def slices_made(rule: Rule, cut: FactorCut) -> list[tuple[Window | None, Kind | None]] | None:
     """Of each output of an op that is sliced, the part that one slice makes, or how parts are combined.
 
     None: the op cannot be sliced so.
@@ -359,10 +378,10 @@ def slices_made(rule: Rule, cut: Cut) -> list[tuple[Window | None, Kind | None]]
     return found
 
 
-def _call(node: Node, given: Any, args: Sequence[Any], *, is_one_row: bool = False) -> Any:
+def _call(node: DeferredOp, given: Any, args: Sequence[Any], *, is_one_row: bool = False) -> Any:
     """Run the op on what ``given`` says its tensors are; ``is_one_row``: they are slices of length 1."""
     args, kwargs = tree_map(
-        lambda x: given(x) if isinstance(x, (Value, Held)) else x, (tuple(args), node.kwargs)
+        lambda x: given(x) if isinstance(x, (DeferredTensor, Held)) else x, (tuple(args), node.kwargs)
     )
     if node.func in _VIEWS:
         out = args[0].reshape(args[1])
@@ -383,14 +402,21 @@ def _as_a_row_of_many(t: torch.Tensor) -> torch.Tensor:
     return t if stride[0] == row else t.as_strided(shape, (row, *stride[1:]))
 
 
-def _whole(x: Value | Held, known: Mapping[Value, torch.Tensor], node: Node) -> torch.Tensor:
+def _whole(
+    x: DeferredTensor | Held, known: Mapping[DeferredTensor, torch.Tensor], node: DeferredOp
+) -> torch.Tensor:
     if isinstance(x, Held):
         return x.checked(node.func)
     return known[x] if x in known else x.whole()
 
 
 def _moved(
-    node: Node, t: torch.Tensor, source: Value, target: Value | None, start: int, stop: int
+    node: DeferredOp,
+    t: torch.Tensor,
+    source: DeferredTensor,
+    target: DeferredTensor | None,
+    start: int,
+    stop: int,
 ) -> torch.Tensor:
     """One slice of a slice along the axis, or of the backward of one: an overlap of two windows."""
     assert source.window is not None

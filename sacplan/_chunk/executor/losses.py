@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sacplan._chunk.executor.lazy import REWRITTEN, Lazy, defer, deferred
-from sacplan._chunk.executor.values import Held, Node, Stage
+from sacplan._chunk.executor.values import DeferredOp, Held, Stage
 from sacplan._executor.tensors import history_free_aliases
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def _nll(func: Any, args: Sequence[Any]) -> tuple[Any, Any]:
     if not (isinstance(loss, Lazy) and isinstance(scores, Lazy)) or isinstance(targets, Lazy):
         return (defer(aten.div.Tensor, (loss, total), {}) if reduction == _MEAN else loss), total
     held = [Held(t) for t in history_free_aliases([targets] if weight is None else [targets, weight])]
-    node = Node(_total_weight, (reduction, ignored, scores.dtype, *held), {}, Stage.FREE)
+    node = DeferredOp(_total_weight, (reduction, ignored, scores.dtype, *held), {}, Stage.FREE)
     like = torch.empty((), dtype=scores.dtype, device="meta")
     value = node.new_output(loss.value.region, like, device=scores.device)
     value.region.note_scalar(value)

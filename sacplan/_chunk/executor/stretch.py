@@ -30,17 +30,17 @@ from sacplan._executor.recording import here
 from sacplan._executor.stand_ins import InstalledStandIns, StandIn
 from sacplan._program.decisions import Chunk
 from sacplan._program.elements import CallSite, is_inside
-from sacplan._program.places import OpSequence, Places, StepDifference, described
+from sacplan._program.places import CallSites, OpSequence, StepDifference, described
 from sacplan._torch.local_tensors import Watching, has_local_parts
 from sacplan._torch.ops import is_alias, is_composite, is_computation, op_traits, tensors_in
 from sacplan._torch.private import dispatch_modes, fake_device_of, is_plain, module_calls, run_composite
 
 
-class _Here(threading.local):
+class _ThreadStretch(threading.local):
     mode: StretchMode | None = None
 
 
-_here = _Here()
+_here = _ThreadStretch()
 
 
 class UnitStretches:
@@ -72,7 +72,7 @@ class _Frame:
         self.open: dict[int, Stretch] = {}
         self._given_up: set[int] = set()
         self._alignment = Alignment(unit.recorded)
-        self._places = Places()
+        self._places = CallSites()
         self._names = names
         self._outer: FrameType | None = outer
         self._calls: dict[FrameType, torch.nn.Module] = {}
@@ -135,7 +135,7 @@ class _Frame:
 
     def let_go(self) -> None:
         """Forget the frames of Python's stack, which hold this and all local variables."""
-        self._outer, self._calls, self._places = None, {}, Places()
+        self._outer, self._calls, self._places = None, {}, CallSites()
         self.open = {}
 
 

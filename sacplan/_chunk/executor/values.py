@@ -2,8 +2,8 @@
 
 A region is what is computed in slices of one axis. Its values are
 
-- sliced: a slice of the axis gives a slice of the value (``Value.window``);
-- reduced: each slice gives a part, and the parts are combined (``Value.combined``);
+- sliced: a slice of the axis gives a slice of the value (``DeferredTensor.window``);
+- reduced: each slice gives a part, and the parts are combined (``DeferredTensor.combined``);
 - late: made of reduced values, after the loop;
 - free: independent of the slices, so that it is computed before the loop or, where only slices are needed, in it.
 
@@ -46,7 +46,7 @@ class Window(NamedTuple):
         return max(0, min(size, start - self.start)), max(0, min(size, stop - self.start))
 
 
-class Cut(NamedTuple):
+class FactorCut(NamedTuple):
     """The same for the factor along which an op is sliced."""
 
     axis: FactorAxis
@@ -83,7 +83,7 @@ Choose = Callable[[Sequence[tuple[int, int]]], Iterable[tuple[int, int]]]
 """From all slices (start, stop) to those that run."""
 
 
-class Region:
+class SlicedRegion:
     """What is computed in slices of one axis.
 
     Args:
@@ -114,7 +114,7 @@ class Region:
         self.tally = Tally()
         self.hooks: list[Any] = []
         self._on_whole, self._choose = on_whole, choose
-        self._pending: list[weakref.ref[Value]] = []
+        self._pending: list[weakref.ref[DeferredTensor]] = []
 
     def note_whole(self, op: str, reason: str) -> None:
         """An op needs whole tensors."""
@@ -128,13 +128,13 @@ class Region:
         every = [(start, min(self.size, start + self.length)) for start in starts]
         yield from every if self._choose is None else self._choose(every)
 
-    def sum_type(self, value: Value) -> torch.dtype:
+    def sum_type(self, value: DeferredTensor) -> torch.dtype:
         """The type in which a value's parts are added: float32 where it costs next to nothing, such as for a loss."""
         if value.dtype not in (torch.bfloat16, torch.float16):
             return value.dtype
         return torch.float32 if len(value.shape) < 2 else self.accumulate or value.dtype
 
-    def note_scalar(self, value: Value) -> None:
+    def note_scalar(self, value: DeferredTensor) -> None:
         """A scalar that a loop computes along if anybody still refers to it."""
         self._pending.append(weakref.ref(value))
 
@@ -144,14 +144,14 @@ class Region:
             self.hooks.pop().remove()
 
     @property
-    def pending(self) -> list[Value]:
+    def pending(self) -> list[DeferredTensor]:
         """See above."""
         alive = [value for value in (ref() for ref in self._pending) if value is not None]
         self._pending = [weakref.ref(value) for value in alive if value.data is None]
         return [value for value in alive if value.data is None]
 
 
-class Value:
+class DeferredTensor:
     """One tensor that is computed when somebody asks.
 
     Attributes:
@@ -185,13 +185,13 @@ class Value:
 
     def __init__(
         self,
-        region: Region,
+        region: SlicedRegion,
         like: torch.Tensor,
         *,
         device: torch.device | None = None,
         window: Window | None = None,
         combined: Kind | None = None,
-        node: Node | None = None,
+        node: DeferredOp | None = None,
         data: torch.Tensor | None = None,
         source: Callable[[], torch.Tensor] | None = None,
     ) -> None:
@@ -264,12 +264,12 @@ class Held:
         return t
 
 
-class Node:
+class DeferredOp:
     """An op that was deferred.
 
     Attributes:
         func: the op.
-        args, kwargs: its arguments, with ``Value`` and ``Held`` instead of tensors.
+        args, kwargs: its arguments, with ``DeferredTensor`` and ``Held`` instead of tensors.
         inputs: these, in order.
         stage: when it runs.
         number: later nodes have larger ones.
@@ -291,27 +291,27 @@ class Node:
         stage: Stage,
         *,
         rule: Rule | None = None,
-        cut: Cut | None = None,
+        cut: FactorCut | None = None,
         move: bool = False,
     ) -> None:
-        self.number = next(Node._numbers)
+        self.number = next(DeferredOp._numbers)
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, (Value, Held))]
+        self.inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, (DeferredTensor, Held))]
         self.stage, self.rule, self.cut, self.move = stage, rule, cut, move
-        self.outputs: list[weakref.ref[Value]] = []
+        self.outputs: list[weakref.ref[DeferredTensor]] = []
 
-    def new_output(self, region: Region, like: torch.Tensor, **how: Any) -> Value:
-        """The value of one more output; ``how``: see ``Value``."""
-        value = Value(region, like, node=self, **how)
+    def new_output(self, region: SlicedRegion, like: torch.Tensor, **how: Any) -> DeferredTensor:
+        """The value of one more output; ``how``: see ``DeferredTensor``."""
+        value = DeferredTensor(region, like, node=self, **how)
         self.outputs.append(weakref.ref(value))
         return value
 
     @property
-    def values(self) -> list[Value]:
+    def values(self) -> list[DeferredTensor]:
         """The inputs that are lazy."""
-        return [x for x in self.inputs if isinstance(x, Value)]
+        return [x for x in self.inputs if isinstance(x, DeferredTensor)]
 
     @property
-    def made(self) -> list[Value | None]:
+    def made(self) -> list[DeferredTensor | None]:
         """The outputs; None for those that nobody refers to."""
         return [ref() for ref in self.outputs]

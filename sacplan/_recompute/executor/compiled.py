@@ -93,7 +93,7 @@ def tags_of(recorded: RecordedUnit) -> Tags:
     return _interned(frozenset(times), unknown, next((site for site, n in times.items() if n > 1), None))
 
 
-class Planned(Protocol):
+class TaggedForward(Protocol):
     """What stands in for a unit's forward."""
 
     @property
@@ -106,7 +106,7 @@ class Planned(Protocol):
         ...
 
 
-def checkpointed_for_compile(planned: Planned, args: Any, kwargs: Any) -> Any:
+def checkpointed_for_compile(planned: TaggedForward, args: Any, kwargs: Any) -> Any:
     """The unit's forward as a checkpointed region of the graph that is being traced."""
 
     def call() -> Any:

@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from sacplan._executor.tensors import checksum, history_free_aliases, version_of
-from sacplan._recompute.executor.nodes import Recomputation, Slot, compute
+from sacplan._recompute.executor.nodes import OutsideForward, Slot, compute
 from sacplan._torch.local_tensors import Wrapping, held_base, local_part
 from sacplan.errors import RecipeError
 
@@ -45,7 +45,7 @@ class RecipeHandle:
         self.first_step = first_step
         self.checksum: tuple[int, ...] | None = None
         if first_step.pending and get_proxy_mode() is None:  # else the checksum would have to be in the graph
-            with Recomputation():
+            with OutsideForward():
                 self.checksum = checksum(tensor)
 
     def unpack(self) -> torch.Tensor:
@@ -70,7 +70,7 @@ class RecipeHandle:
             and slot.lent is None
         ):
             return slot.value
-        with Recomputation():
+        with OutsideForward():
             tensor = compute(slot, self.view) if slot.value is None else slot.take(self.view)
             if self.checksum is not None:
                 self._compare(tensor)

@@ -331,7 +331,7 @@ def tensors_of(out: Any) -> Sequence[torch.Tensor]:
 
 
 def compute(wanted: Slot, view: View) -> torch.Tensor:
-    """The value of a slot: run the nodes that it needs, arguments first. Only inside a ``Recomputation``."""
+    """The value of a slot: run the nodes that it needs, arguments first. Only inside an ``OutsideForward``."""
     order = _needed(wanted.node)
     with torch._C._AutoDispatchBelowADInplaceOrView():
         if all(node.times == 1 for node in order):
@@ -396,7 +396,7 @@ def _passing(order: Sequence[RecipeNode], wanted: Slot) -> dict[Slot, int]:
 _lock = threading.RLock()  # autograd has a thread for each device, and recipes are shared
 
 
-class Recomputation:
+class OutsideForward:
     """What runs inside belongs to no forward pass, even if the backward pass runs in one. One thread at a time."""
 
     __slots__ = ("_autocast", "_grad_mode", "_paused", "_recorder")

@@ -33,7 +33,7 @@ from sacplan._executor.tensors import (
     view_of,
     with_lent_number,
 )
-from sacplan._program.places import Call, Places, StepDifference, described
+from sacplan._program.places import Call, CallSites, StepDifference, described
 from sacplan._program.program import CallSite
 from sacplan._recompute.executor.draws import Draw, draw_of
 from sacplan._recompute.executor.handles import (
@@ -141,7 +141,7 @@ class UnitRecorder(Watching):
         self._alignment = Alignment(recorded)
         self._differs = False  # whether this call is known not to run what was recorded
         self._last: tuple[int, bool, CallSite | None] | None = None  # see _saved_by_custom_function
-        self._places = Places()
+        self._places = CallSites()
         self._outer_frame: FrameType | None = None
         self._in_backward = False
         self._frames: dict[FrameType, torch.nn.Module] = {}  # of the module calls around the last op
@@ -188,7 +188,7 @@ class UnitRecorder(Watching):
             self._learn()
         self._set_hooks(False)
         self._outer = self._pack_hook = self._outer_frame = None
-        self._frames, self._places = {}, Places()  # frames hold this
+        self._frames, self._places = {}, CallSites()  # frames hold this
         self._table.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

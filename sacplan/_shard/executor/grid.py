@@ -19,8 +19,8 @@ from sacplan._shard.copies import Copies
 from sacplan._shard.costs import sent_along
 from sacplan._shard.executor.agreement import Agreement
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import REPLICATED, Layout, Placement, cut, fits
-from sacplan._shard.places import Place, Places
+from sacplan._shard.placements import REPLICATED, Placement, Placements, cut, fits
+from sacplan._shard.places import CallPattern, CallPatterns
 from sacplan._shard.redistribute import redistribute
 from sacplan._torch import collectives, dtensors
 from sacplan._torch.private import active_fake_mode, modes_off, storage_key
@@ -28,7 +28,7 @@ from sacplan.errors import PlanError
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Form:
+class PlacedForm:
     """What placed tensors of one kind have in common; a grid has one object for each, known by its identity.
 
     Attributes:
@@ -39,7 +39,7 @@ class Form:
         is_partial: whether ranks have summands.
     """
 
-    layout: Layout
+    layout: Placements
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -62,7 +62,7 @@ class Grid:
     """
 
     def __init__(
-        self, mesh: Mesh, device_mesh: DeviceMesh, places: Sequence[Place] = (), check: bool = True
+        self, mesh: Mesh, device_mesh: DeviceMesh, places: Sequence[CallPattern] = (), check: bool = True
     ) -> None:
         coordinate = device_mesh.get_coordinate()
         if tuple(device_mesh.shape) != mesh.ranks or coordinate is None:
@@ -73,12 +73,12 @@ class Grid:
         self.mesh, self.device_mesh, self.ranks = mesh, device_mesh, mesh.ranks
         self.coordinate = tuple(coordinate)
         self.copies: Copies[tuple[torch.Tensor, StorageWeakRef]] = Copies()
-        self.places = Places(places)
+        self.places = CallPatterns(places)
         self.modules: list[tuple[str, Counter[str]]] = []
         self.backward = -1
         self.agreement = Agreement(device_mesh.device_type, check)
         self.prepared: dict[Any, Any] = {}
-        self._forms: dict[Any, Form] = {}
+        self._forms: dict[Any, PlacedForm] = {}
 
     def __deepcopy__(self, _: Any) -> Grid:
         return self
@@ -89,11 +89,13 @@ class Grid:
         return tuple(self.device_mesh.get_group(axis).group_name for axis in range(len(self.ranks)))
 
     @cached_property
-    def replicated(self) -> Layout:
+    def replicated(self) -> Placements:
         """Whole on all ranks."""
         return (REPLICATED,) * len(self.ranks)
 
-    def form(self, layout: Layout, shape: Any, stride: Any, dtype: torch.dtype, weight: bool = False) -> Form:
+    def form(
+        self, layout: Placements, shape: Any, stride: Any, dtype: torch.dtype, weight: bool = False
+    ) -> PlacedForm:
         """The form of tensors that lie so; the same object each time."""
         key = (layout, shape, stride, dtype, weight)
         found = self._forms.get(key)
@@ -101,17 +103,19 @@ class Grid:
             placements = placements_of(layout, self.ranks)
             spec = dtensors.dtensor_spec(self.device_mesh, placements, shape, stride, dtype)
             partial = any(p.is_partial for p in layout)
-            found = self._forms[key] = Form(
+            found = self._forms[key] = PlacedForm(
                 layout, torch.Size(shape), tuple(stride), dtype, weight, spec, partial
             )
         return found
 
-    def move(self, local: torch.Tensor, shape: Sequence[int], source: Layout, target: Layout) -> torch.Tensor:
+    def move(
+        self, local: torch.Tensor, shape: Sequence[int], source: Placements, target: Placements
+    ) -> torch.Tensor:
         """What this rank has of a tensor, in another layout."""
         return redistribute(local, shape, source, target, self.ranks, self.groups, self.coordinate)
 
     def moved(
-        self, local: torch.Tensor, shape: Sequence[int], source: Layout, target: Layout, version: int
+        self, local: torch.Tensor, shape: Sequence[int], source: Placements, target: Placements, version: int
     ) -> torch.Tensor:
         """The same for an input of an op, which is only read: a copy that was made before is used again."""
         axes = sent_along(self.ranks, shape, source, target)
@@ -130,7 +134,7 @@ class Grid:
         self.copies.keep(key, axes, (copy, StorageWeakRef(storage)))
         return copy
 
-    def make_room(self, shape: Sequence[int], source: Layout, target: Layout) -> None:
+    def make_room(self, shape: Sequence[int], source: Placements, target: Placements) -> None:
         """Before a redistribution that no copy is kept of: forget those that are in its way."""
         self.copies.make_room(sent_along(self.ranks, shape, source, target))
 
@@ -138,7 +142,7 @@ class Grid:
         """The sum over the ranks of an axis."""
         return collectives.all_reduce(summand, "sum", self.groups[axis])
 
-    def place_of(self, op: str) -> Place | None:
+    def place_of(self, op: str) -> CallPattern | None:
         """The place of the op that runs now, which is counted."""
         if not self.modules:
             return None
@@ -178,7 +182,7 @@ class Grid:
                 )  # the next op draws others
 
 
-def placements_of(layout: Layout, ranks: Sequence[int]) -> list[Any]:
+def placements_of(layout: Placements, ranks: Sequence[int]) -> list[Any]:
     """As DTensor names them: what an axis cuts is seen within what the axes before it have left."""
     found: list[Any] = []
     for axis, placement in enumerate(layout):
@@ -195,7 +199,7 @@ def placements_of(layout: Layout, ranks: Sequence[int]) -> list[Any]:
     return found
 
 
-def layout_of(placements: Sequence[Any], shape: Sequence[int], ranks: Sequence[int]) -> Layout | None:
+def layout_of(placements: Sequence[Any], shape: Sequence[int], ranks: Sequence[int]) -> Placements | None:
     """The inverse of ``placements_of``; None where a DTensor lies as no layout says: its parts are not even."""
     options: list[list[Placement]] = []
     for axis, placement in enumerate(placements):

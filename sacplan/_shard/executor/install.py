@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from sacplan._shard.executor.grid import Grid
 from sacplan._shard.executor.placed import moved_to, place, placed_from
 from sacplan._shard.mesh import Mesh
-from sacplan._shard.placements import REPLICATED, Layout, fits, format_layout
-from sacplan._shard.places import Place, matches
+from sacplan._shard.placements import REPLICATED, Placements, fits, format_layout
+from sacplan._shard.places import CallPattern, matches
 from sacplan._shard.process_groups import check_ranks
 from sacplan._torch.dtensors import DTensor
 from sacplan._torch.private import active_fake_mode, backward_number, call_after_backward
@@ -28,11 +28,11 @@ def spread(
     model: nn.Module,
     mesh: Mesh,
     device_mesh: DeviceMesh,
-    homes: Mapping[str, Layout],
-    places: Sequence[Place] = (),
+    homes: Mapping[str, Placements],
+    places: Sequence[CallPattern] = (),
     *,
     check: bool = True,
-) -> Handle:
+) -> ShardingHandle:
     """Spread a model over the ranks of a mesh; call it on all of them, with the same model on each.
 
     Parameters become placed tensors; make the optimizer afterwards. Buffers stay plain: whole on each rank.
@@ -56,10 +56,10 @@ def spread(
     if active_fake_mode() is None:  # else nothing is sent, and there are no values
         _agree(model, mesh, homes, places)
     grid = Grid(mesh, device_mesh, places, check)
-    return Handle(model, grid, _homes_of(model, mesh, homes))
+    return ShardingHandle(model, grid, _homes_of(model, mesh, homes))
 
 
-class Handle:
+class ShardingHandle:
     """A sharding on a model.
 
     Attributes:
@@ -67,7 +67,7 @@ class Handle:
         never_met: the places that no call was found for so far.
     """
 
-    def __init__(self, model: nn.Module, grid: Grid, homes: Mapping[str, Layout]) -> None:
+    def __init__(self, model: nn.Module, grid: Grid, homes: Mapping[str, Placements]) -> None:
         self.grid = grid
         self._model: nn.Module | None = model
         self._shells: list[tuple[nn.Parameter, Any]] = []
@@ -86,11 +86,11 @@ class Handle:
         return bool(self.grid.prepared)
 
     @property
-    def never_met(self) -> Sequence[Place]:
+    def never_met(self) -> Sequence[CallPattern]:
         """See above."""
         return self.grid.places.never_met()
 
-    def from_parts(self, part: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def from_parts(self, part: torch.Tensor, layout: Placements) -> torch.Tensor:
         """A tensor of which each rank has loaded its own part: a batch that is cut along dimension 0, ``S0``.
 
         Args:
@@ -112,7 +112,7 @@ class Handle:
         stride = torch.empty(shape, device="meta").stride()
         return place(part, self.grid.form(layout, torch.Size(shape), stride, part.dtype), self.grid)
 
-    def _placed(self, parameter: nn.Parameter, home: Layout) -> Any:
+    def _placed(self, parameter: nn.Parameter, home: Placements) -> Any:
         if isinstance(parameter, DTensor):
             raise PlanError("a parameter is sharded already; spread the whole model.")
         gradient = parameter.grad
@@ -140,7 +140,7 @@ class Handle:
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         return made
 
-    def _sends_home(self, home: Layout) -> Any:
+    def _sends_home(self, home: Placements) -> Any:
         grid = self.grid
 
         def hook(gradient: torch.Tensor) -> torch.Tensor:
@@ -234,12 +234,12 @@ def _leaves(grid: Grid) -> Any:
     return hook
 
 
-def _homes_of(model: nn.Module, mesh: Mesh, homes: Mapping[str, Layout]) -> dict[str, Layout]:
+def _homes_of(model: nn.Module, mesh: Mesh, homes: Mapping[str, Placements]) -> dict[str, Placements]:
     """By name of a parameter; tied ones have the home of any of their names."""
     names = dict(model.named_parameters(remove_duplicate=False))
-    whole: Layout = (REPLICATED,) * len(mesh.axes)
-    found: dict[str, Layout] = {}
-    by_id: dict[int, tuple[str, Layout]] = {}
+    whole: Placements = (REPLICATED,) * len(mesh.axes)
+    found: dict[str, Placements] = {}
+    by_id: dict[int, tuple[str, Placements]] = {}
     for pattern, layout in homes.items():
         among = [name for name in names if matches(pattern, name)]
         if not among:
@@ -269,7 +269,9 @@ def _homes_of(model: nn.Module, mesh: Mesh, homes: Mapping[str, Layout]) -> dict
     return found
 
 
-def _agree(model: nn.Module, mesh: Mesh, homes: Mapping[str, Layout], places: Sequence[Place]) -> None:
+def _agree(
+    model: nn.Module, mesh: Mesh, homes: Mapping[str, Placements], places: Sequence[CallPattern]
+) -> None:
     """See that all ranks have the same model and sharding: else they would wait for each other for ever.
 
     Raises:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from sacplan._shard.executor.grid import Form, Grid, layout_of
+from sacplan._shard.executor.grid import Grid, PlacedForm, layout_of
 from sacplan._shard.executor.prepare import Prepared, prepare
-from sacplan._shard.placements import REPLICATED, Layout, is_reduced
+from sacplan._shard.placements import REPLICATED, Placements, is_reduced
 from sacplan._shard.redistribute import kept
 from sacplan._torch import dtensors
 from sacplan._torch.calls import flat_tensors
@@ -32,7 +32,7 @@ class PlacedTensor(DTensor):
     ``torch.distributed.checkpoint`` work on it as on others. It is saved as a plain DTensor.
     """
 
-    _form: Form
+    _form: PlacedForm
     _grid: Grid
     _is_copy = False
     """It was a view, but of a redistributed copy: what is written to it does not reach what it is a view of."""
@@ -88,7 +88,7 @@ class PlacedTensor(DTensor):
         target = self._form.spec.placements if placements is None else placements
         return _Redistribute.apply(self, self._layout_of(target))  # type: ignore[no-any-return]
 
-    def _layout_of(self, placements: Sequence[Any]) -> Layout:
+    def _layout_of(self, placements: Sequence[Any]) -> Placements:
         normal = [
             dtensors.shard(p.dim % self.dim(), 1) if getattr(p, "dim", 0) < 0 else p for p in placements
         ]
@@ -152,21 +152,21 @@ class PlacedTensor(DTensor):
         raise ValueError(f"this rank has no piece of {index.fqn} at {tuple(index.offset)}")
 
 
-def place(local: torch.Tensor, form: Form, grid: Grid, requires_grad: bool = False) -> PlacedTensor:
+def place(local: torch.Tensor, form: PlacedForm, grid: Grid, requires_grad: bool = False) -> PlacedTensor:
     """This rank's part as a placed tensor."""
     made: PlacedTensor = dtensors.new_dtensor(PlacedTensor, local, form.spec, requires_grad)
     made._form, made._grid = form, grid
     return made
 
 
-def placed_from(whole: torch.Tensor, layout: Layout, grid: Grid, weight: bool = False) -> PlacedTensor:
+def placed_from(whole: torch.Tensor, layout: Placements, grid: Grid, weight: bool = False) -> PlacedTensor:
     """A tensor that each rank has as a whole, in a layout. Where it is cut, each rank keeps its part alone."""
     form = grid.form(layout, whole.shape, whole.stride(), whole.dtype, weight)
     local = grid.move(whole, whole.shape, grid.replicated, layout)
     return place(kept(local), form, grid)
 
 
-def moved_to(t: torch.Tensor, layout: Layout, grid: Grid) -> PlacedTensor:
+def moved_to(t: torch.Tensor, layout: Placements, grid: Grid) -> PlacedTensor:
     """A placed or a plain tensor in another layout, below autograd; it holds no more than its part."""
     if type(t) is not PlacedTensor:
         return placed_from(t, layout, grid)
@@ -182,7 +182,7 @@ class _Redistribute(torch.autograd.Function):
     """Another layout, and gradients back in the first one."""
 
     @staticmethod
-    def forward(ctx: Any, t: PlacedTensor, target: Layout) -> PlacedTensor:
+    def forward(ctx: Any, t: PlacedTensor, target: Placements) -> PlacedTensor:
         ctx.grid = t._grid
         ctx.back = tuple(REPLICATED if p.is_partial else p for p in t._form.layout)
         moved = moved_to(t, target, t._grid)
@@ -197,7 +197,7 @@ class _ToLocal(torch.autograd.Function):
     """A layout's local tensor; the gradient is one of the whole tensor's parts."""
 
     @staticmethod
-    def forward(ctx: Any, t: PlacedTensor, target: Layout, grad: Layout) -> torch.Tensor:
+    def forward(ctx: Any, t: PlacedTensor, target: Placements, grad: Placements) -> torch.Tensor:
         ctx.grid, ctx.form = t._grid, t._grid.form(grad, t._form.shape, t._form.stride, t._form.dtype)
         local = moved_to(t, target, t._grid)._local_tensor
         return local.view_as(local)
@@ -284,7 +284,7 @@ def _norms(tensors: Sequence[torch.Tensor], order: float = 2, dtype: torch.dtype
     return [one(t, order, dtype=dtype) for t in tensors]
 
 
-def _moved_input(tensors: list[Any], i: int, layout: Layout, grid: Grid) -> torch.Tensor:
+def _moved_input(tensors: list[Any], i: int, layout: Placements, grid: Grid) -> torch.Tensor:
     """An input as a call needs it. Summands are reduced once: the sum takes their place, also where it was saved."""
     t = tensors[i]
     if type(t) is not PlacedTensor:
@@ -327,7 +327,7 @@ def _with_strides(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
-def _form(t: Any, grid: Grid) -> Form:
+def _form(t: Any, grid: Grid) -> PlacedForm:
     if type(t) is PlacedTensor:
         return t._form
     return grid.form(grid.replicated, t.shape, t.stride(), t.dtype)
@@ -370,7 +370,7 @@ def _default_generator(args: Sequence[Any]) -> torch.Generator:
     return generator
 
 
-def _wrapped(out: Any, forms: tuple[Form, ...] | None, grid: Grid) -> Any:
+def _wrapped(out: Any, forms: tuple[PlacedForm, ...] | None, grid: Grid) -> Any:
     if isinstance(out, torch.Tensor):
         return place(out, forms[0] if forms else _form(out, grid), grid)
     if isinstance(out, (tuple, list)):

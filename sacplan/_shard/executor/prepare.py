@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from sacplan._shard.choose import Choice, choose
-from sacplan._shard.executor.grid import Form, Grid
-from sacplan._shard.placements import REPLICATED, Asked, Layout
-from sacplan._shard.places import Place
+from sacplan._shard.choose import CallSharding, choose
+from sacplan._shard.executor.grid import Grid, PlacedForm
+from sacplan._shard.placements import REPLICATED, Placements, WantedPlacements
+from sacplan._shard.places import CallPattern
 from sacplan._shard.strategies import AxisStrategy, LocalCall, local_call
 from sacplan._torch.calls import Call, flat_tensors
 from sacplan._torch.ops import aten_names, draws_numbers, is_alias
@@ -42,10 +42,10 @@ class Prepared:
         draws: axes on which ranks draw different random numbers; None where it draws none.
     """
 
-    moves: tuple[tuple[int, Layout], ...]
+    moves: tuple[tuple[int, Placements], ...]
     call: LocalCall
     resizes: bool
-    outputs: tuple[Form, ...] | None
+    outputs: tuple[PlacedForm, ...] | None
     returns: tuple[tuple[int, str], ...]
     writes: bool
     is_view: bool
@@ -59,8 +59,8 @@ def prepare(
     func: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    forms: Sequence[Form],
-    place: Place | None,
+    forms: Sequence[PlacedForm],
+    place: CallPattern | None,
 ) -> Prepared:
     """Work it out.
 
@@ -84,7 +84,7 @@ def prepare(
     if outputs is _UNKNOWN:
         chosen = _all_replicated(grid, call)
     else:
-        asked: Sequence[Asked | None] | None = None if place is None else place.asked(len(forms))
+        asked: Sequence[WantedPlacements | None] | None = None if place is None else place.asked(len(forms))
         if _leaves(device, args, kwargs):
             asked = [grid.replicated] * len(forms)
         chosen = choose(call, have, grid.mesh, asked, [form.weight for form in forms])
@@ -129,7 +129,7 @@ _whole_calls: dict[Any, tuple[Any, Any, Any]] = {}
 
 
 def _as_whole(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], forms: Sequence[Form]
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], forms: Sequence[PlacedForm]
 ) -> tuple[Any, Any, Any]:
     """The call on fake tensors of whole shapes: its arguments, and what it returns; ``_UNKNOWN`` if data says that."""
     tensors = [(form.shape, form.stride, form.dtype) for form in forms]
@@ -152,7 +152,7 @@ def _without_tensors(value: Any) -> Any:
 
 
 def _faked(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], forms: Iterator[Form]
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], forms: Iterator[PlacedForm]
 ) -> tuple[Any, Any, Any]:
     def fake(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -174,9 +174,9 @@ def _faked(
             return whole_args, whole_kwargs, _UNKNOWN
 
 
-def _all_replicated(grid: Grid, call: Call) -> Choice:
+def _all_replicated(grid: Grid, call: Call) -> CallSharding:
     whole = AxisStrategy((REPLICATED,) * len(call.inputs), (REPLICATED,) * 0)
-    return Choice((whole,) * len(grid.ranks), (grid.replicated,) * len(call.inputs), ())
+    return CallSharding((whole,) * len(grid.ranks), (grid.replicated,) * len(call.inputs), ())
 
 
 def _leaves(device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

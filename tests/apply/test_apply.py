@@ -1,0 +1,212 @@
+"""``apply`` works on the instance, leaves every name as it was, and is undone by ``remove``."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import sacplan
+from tests.support.plans import discarding
+from tests.zoo.language_models import LM, bit_equal, cross_entropy, grads_of, tokens
+
+
+@pytest.fixture
+def model() -> LM:
+    torch.manual_seed(0)
+    return LM(layers=2, dim=16, heads=2, vocab=32)
+
+
+@pytest.fixture
+def batch() -> torch.Tensor:
+    torch.manual_seed(1)
+    return tokens(2, 16, 32)
+
+
+@pytest.fixture
+def plan(model: LM, batch: torch.Tensor) -> sacplan.Plan:
+    profile = sacplan.profile(model, batch, cross_entropy, device="cpu")
+    discarded = tuple(profile.tradeoffs["layers.0"].points[-1].discarded)
+    plan = sacplan.plan(profile, budget="200%")
+    return discarding(plan, {f"layers.{i}": discarded for i in range(2)}, profile)
+
+
+def outside(model: nn.Module) -> list[object]:
+    """Everything about a model that other code looks at."""
+    return [
+        [n for n, _ in model.named_modules()],
+        [type(m) for m in model.modules()],
+        [(n, id(p)) for n, p in model.named_parameters()],
+        [n for n, _ in model.named_buffers()],
+        list(model.state_dict()),
+        repr(model),
+        inspect.signature(model.forward),
+        [(m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in model.modules()],
+    ]
+
+
+def recomputes(model: nn.Module, batch: torch.Tensor) -> bool:
+    """Whether a step takes more floating-point operations than the forward and backward of a plain one."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    plain = copy.deepcopy(model)
+    for m in plain.modules():
+        m.__dict__.pop("forward", None)
+    counts = []
+    for m in (model, plain):
+        with FlopCounterMode(display=False) as count:
+            cross_entropy(m, batch).backward()
+        counts.append(count.get_total_flops())
+    return counts[0] > counts[1]
+
+
+def test_names_and_classes_stay_as_they_were(model: LM, plan: sacplan.Plan) -> None:
+    before = outside(model)
+    handle = sacplan.apply(model, plan)
+    assert outside(model) == before
+    assert handle.units == ("layers.0", "layers.1")
+    handle.remove()
+    assert outside(model) == before
+    assert all("forward" not in vars(m) for m in model.modules())
+
+
+def test_remove_gives_the_plain_step_back(model: LM, batch: torch.Tensor, plan: sacplan.Plan) -> None:
+    expected = grads_of(model, batch, cross_entropy)
+    with sacplan.apply(model, plan) as handle:
+        assert recomputes(model, batch)
+        assert bit_equal(grads_of(model, batch, cross_entropy), expected)
+    assert not recomputes(model, batch)
+    handle.remove()  # once more does nothing
+    sacplan.apply(model, plan).remove()
+    assert bit_equal(grads_of(model, batch, cross_entropy), expected)
+
+
+def test_removing_before_the_backward_pass(model: LM, batch: torch.Tensor, plan: sacplan.Plan) -> None:
+    expected = grads_of(model, batch, cross_entropy)
+    handle = sacplan.apply(model, plan)
+    torch.manual_seed(0)
+    loss = cross_entropy(model, batch)
+    handle.remove()
+    model.zero_grad()
+    loss.backward()
+    assert bit_equal([loss, *(p.grad for p in model.parameters())], expected)
+
+
+def test_a_state_dict_goes_in_and_out(model: LM, plan: sacplan.Plan) -> None:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(2)
+    sacplan.apply(model, plan)
+    model.load_state_dict(other.state_dict())
+    assert bit_equal(list(model.state_dict().values()), list(other.state_dict().values()))
+
+
+def test_training_moves_the_model_as_without_a_plan(
+    model: LM, batch: torch.Tensor, plan: sacplan.Plan
+) -> None:
+    planned = copy.deepcopy(model)
+    sacplan.apply(planned, plan)
+    for m in (model, planned):
+        torch.manual_seed(5)
+        optimizer = torch.optim.AdamW(m.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            cross_entropy(m, batch).backward()
+            optimizer.step()
+    assert bit_equal(list(model.parameters()), list(planned.parameters()))
+
+
+def through_torch_save(model: LM) -> LM:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), through_torch_save]
+)
+def test_a_copy_has_the_plan_and_its_own_weights(
+    copied, model: LM, batch: torch.Tensor, plan: sacplan.Plan
+) -> None:  # type: ignore[no-untyped-def]
+    sacplan.apply(model, plan)
+    grads_of(model, batch, cross_entropy)  # the checked step
+    twin = copied(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(1.5)
+    plain = copy.deepcopy(model)
+    for m in plain.modules():
+        m.__dict__.pop("forward", None)
+    plain.load_state_dict(twin.state_dict())
+    assert recomputes(twin, batch)
+    model.zero_grad()
+    assert bit_equal(grads_of(twin, batch, cross_entropy), grads_of(plain, batch, cross_entropy))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_forward_that_somebody_else_replaced(model: LM, batch: torch.Tensor, plan: sacplan.Plan) -> None:
+    layer = model.layers[0]
+    original, calls = layer.forward, []
+
+    def theirs(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return original(x)
+
+    layer.forward = theirs  # type: ignore[method-assign]
+    expected = grads_of(model, batch, cross_entropy)
+    handle = sacplan.apply(model, plan)
+    assert bit_equal(grads_of(model, batch, cross_entropy), expected)
+    assert len(calls) == 2
+    handle.remove()
+    assert layer.forward is theirs
+
+
+def test_a_forward_that_is_replaced_afterwards_stops_the_removal(model: LM, plan: sacplan.Plan) -> None:
+    handle = sacplan.apply(model, plan)
+    planned = model.layers[1].forward
+    model.layers[1].forward = lambda x: planned(x)  # type: ignore[method-assign]
+    with pytest.raises(sacplan.PlanError, match=r"layers\.1.*replaced"):
+        handle.remove()
+    assert "forward" in vars(model.layers[0])  # all or nothing
+    model.layers[1].forward = planned  # type: ignore[method-assign]
+    handle.remove()
+    assert all("forward" not in vars(m) for m in model.modules())
+
+
+def test_what_cannot_be_applied(model: LM, plan: sacplan.Plan) -> None:
+    sites = plan.discarded["layers.0"]
+    with pytest.raises(sacplan.PlanError, match="must not nest"):
+        sacplan.apply(model, discarding(plan, {"layers.0": sites, "layers.0.mlp": sites}))
+    with pytest.raises(sacplan.PlanError, match="must not nest"):
+        sacplan.apply(model, discarding(plan, {"": sites, "layers.0": sites}))
+    with pytest.raises(sacplan.PlanMismatch, match=r"layers\.7"):
+        sacplan.apply(model, discarding(plan, {"layers.7": sites}))
+    with pytest.raises(sacplan.PlanMismatch):
+        sacplan.apply(LM(layers=3, dim=16, heads=2, vocab=32), plan)
+    with pytest.raises(sacplan.PlanError, match=r"nn\.Module"):
+        sacplan.apply(torch.sin, plan)  # type: ignore[arg-type]
+    assert all("forward" not in vars(m) for m in model.modules())
+    handle = sacplan.apply(model, plan)
+    with pytest.raises(sacplan.PlanError, match="already"):
+        sacplan.apply(model, plan)
+    handle.remove()
+
+
+def test_an_empty_plan_touches_nothing(model: LM, plan: sacplan.Plan) -> None:
+    handle = sacplan.apply(model, discarding(plan, {}))
+    assert handle.units == ()
+    assert all("forward" not in vars(m) for m in model.modules())
+
+
+def test_units_that_discard_nothing_keep_their_forward(model: LM, plan: sacplan.Plan) -> None:
+    handle = sacplan.apply(model, discarding(plan, plan.discarded | {"layers.0": ()}))
+    assert handle.units == ("layers.1",)
+    assert "forward" not in vars(model.layers[0])
+    assert "forward" in vars(model.layers[1])

@@ -1,0 +1,165 @@
+"""What a chunked step takes: a fake step, which runs the same loop, against the allocator's events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sacplan
+from sacplan._chunk.executor.install import InstalledChunks
+from sacplan._profile.profile import Profile, trace_step
+from sacplan._program.decisions import Chunk
+from sacplan._record.step import Step
+from sacplan._verify.measure import measured_step
+from tests.zoo.language_models import LM, tokens
+
+VOCAB = 3001
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x)[:, :-1].reshape(-1, VOCAB), x[:, 1:].flatten())
+
+
+def fake(model: nn.Module, batch: torch.Tensor, decisions: list[Chunk], device: str = "cpu") -> Profile:
+    """The profile of a fake step with chunks."""
+    found: list[Any] = []
+
+    def prepare(copy: nn.Module) -> InstalledChunks:
+        found.append(InstalledChunks(copy, decisions))
+        return found[-1]
+
+    how: dict[str, Any] = {
+        "prepare": prepare if decisions else None,
+        "saved": "observe" if decisions else "virtual",
+    }
+    seen = trace_step(model, batch, loss_fn, None, device, "cost-model", "fake", **how)
+    assert all(not installed.differences for installed in found)
+    return seen
+
+
+def measured(model: nn.Module, batch: torch.Tensor, decisions: list[Chunk]) -> int:
+    installed = InstalledChunks(model, decisions)
+    try:
+        step = Step(model, batch, loss_fn, None, "train")
+        measured_step(step, [batch])
+        return measured_step(step, [batch]).peak_bytes
+    finally:
+        installed.remove()
+
+
+@pytest.fixture
+def model() -> LM:
+    torch.manual_seed(0)
+    return LM(layers=1, dim=32, heads=2, vocab=VOCAB, dropout=0.0)
+
+
+@pytest.mark.parametrize("slices", [4, 16])
+def test_a_fake_step_takes_what_a_real_one_does(model: LM, slices: int) -> None:
+    batch = tokens(2, 64, VOCAB)
+    decisions = [Chunk("head", "rest", slices, 1)]
+    plain = fake(model, batch, [])
+    predicted = fake(model, batch, decisions)
+    assert predicted.peak_bytes == pytest.approx(measured(model, batch, decisions), rel=0.005)
+    assert plain.peak_bytes - predicted.peak_bytes > 1.5 * 128 * VOCAB * 4
+
+
+def test_deferred_ops_are_recorded_when_they_run(model: LM) -> None:
+    """The fake step has the FLOPs of the plain one: nothing of the head runs twice, and nothing is missed."""
+    batch = tokens(2, 64, VOCAB)
+    plain, chunked = fake(model, batch, []), fake(model, batch, [Chunk("head", "rest", 8, 1)])
+    assert chunked.program.flops == plain.program.flops
+    assert len(chunked.program.ops) > len(plain.program.ops)
+
+
+@pytest.mark.usefixtures("no_cublas_workspaces")
+@pytest.mark.parametrize("device", ["h100"])
+def test_kernels_of_another_device(model: LM, device: str) -> None:
+    batch = tokens(2, 64, VOCAB)
+    plain = fake(model.bfloat16(), batch, [], device)
+    chunked = fake(model, batch, [Chunk("head", "rest", 8, 1)], device)
+    assert plain.peak_bytes - chunked.peak_bytes > 128 * VOCAB * 2
+    assert chunked.program.flops == plain.program.flops
+
+
+def test_half_precision_gradients_are_added_in_float32_without_a_temporary_of_their_size(model: LM) -> None:
+    batch, weight_bytes = tokens(2, 64, VOCAB), VOCAB * 32 * 2
+    model.bfloat16()
+    own = fake(model, batch, [Chunk("head", "rest", 16, 1, accumulate="parameter")])
+    wide = fake(model, batch, [Chunk("head", "rest", 16, 1)])
+    assert wide.program.flops == own.program.flops
+    products = [op for op in wide.program.ops if op.name == "aten.mm.default" and op.writes]
+    sizes = [max(wide.program.storage_bytes[s] for s in op.writes) for op in products]
+    assert max(sizes) < weight_bytes / 3
+    assert wide.peak_bytes == pytest.approx(measured(model, batch, [Chunk("head", "rest", 16, 1)]), rel=0.005)
+
+
+class MLPs(nn.Module):
+    """Layers whose inside is wider than what goes in and comes out."""
+
+    def __init__(self, layers: int = 3, dim: int = 16, wide: int = 512) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, dim)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, wide), nn.GELU(), nn.Linear(wide, dim)) for _ in range(layers)
+        )
+        self.head = nn.Linear(dim, VOCAB, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = h + layer(h)
+        return self.head(h)
+
+
+def test_the_inside_of_a_module_is_not_kept() -> None:
+    torch.manual_seed(0)
+    model, batch = MLPs(), tokens(2, 256, VOCAB)
+    decisions = [Chunk("head", "rest", 16, 1)]
+    whole = fake(model, batch, decisions)
+    decisions += [Chunk(f"layers.{i}", "module", 8, 1) for i in range(3)]
+    predicted = fake(model, batch, decisions)
+    inside_bytes = 512 * 512 * 4
+    assert whole.peak_bytes - predicted.peak_bytes > 5 * inside_bytes
+    assert predicted.peak_bytes == pytest.approx(measured(model, batch, decisions), rel=0.005)
+
+
+@pytest.mark.parametrize("n_slices", [64])
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_loss_that_is_read_before_the_backward_pass_is_computed_there(n_slices: int, reads: bool) -> None:
+    """Numbers that code reads take a loop of their own: the plan of a step that logs its loss is made for that one."""
+    model, batch = LM(2, 32, 2, VOCAB, dropout=0.0).bfloat16(), tokens(4, 96, VOCAB)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss = model(batch).pow(2).mean()
+        if reads:
+            loss.item()
+        return loss
+
+    profile = sacplan.profile(model, batch, loss_fn, device="cpu", trace="real")
+    plan = sacplan.policy("chunked-loss", slices=n_slices, profile=profile)
+    handle = sacplan.apply(model, plan)
+    step = Step(model, batch, loss_fn, None)
+    measured_step(step, [batch])
+    seen = measured_step(step, [batch]).peak_bytes
+    handle.remove()
+    assert seen == plan.peak_bytes
+
+
+def weighted_bce(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Its backward formula computes a part from the targets alone, whole, and frees it again."""
+    targets = F.one_hot(x, VOCAB).float()
+    return F.binary_cross_entropy_with_logits(model(x), targets, pos_weight=torch.full((VOCAB,), 3.0))
+
+
+@pytest.mark.parametrize("slices", [4, 16])
+def test_a_formula_that_is_sliced_in_part(model: LM, slices: int) -> None:
+    batch = tokens(2, 64, VOCAB)
+    profile = sacplan.profile(model, batch, weighted_bce, device="cpu")
+    plan = sacplan.policy("chunked-loss", slices=slices, profile=profile)
+    for run in ("fake", "real"):
+        seen = sacplan.verify(model, batch, plan, weighted_bce, run=run)  # type: ignore[arg-type]
+        assert seen.peak_bytes == plan.peak_bytes

@@ -1,0 +1,137 @@
+"""Models of ``transformers`` whose head and loss run in slices, against the plain step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sacplan._chunk.executor.install import InstalledChunks
+from sacplan._program.decisions import Chunk
+from tests.support.chunks import close, step
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 300
+_BASE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+# Class, configuration, unit, and the parameters of the unit with those that are tied to them.
+MODELS: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
+    "llama": ("LlamaForCausalLM", {**_BASE, "num_key_value_heads": 1}, "lm_head", ("lm_head",)),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {**_BASE, "num_key_value_heads": 1, "head_dim": 16, "final_logit_softcapping": 5.0},
+        "lm_head",
+        ("model.embed_tokens",),
+    ),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 1, "n_head": 2}, "lm_head", ("transformer.wte",)),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0},
+        "lm_head",
+        ("shared", "lm_head"),
+    ),
+    "bert": (
+        "BertForMaskedLM",
+        {**_BASE, **_NO_DROPOUT},
+        "cls.predictions.decoder",
+        ("bert.embeddings.word_embeddings", "cls.predictions.bias"),
+    ),
+    "bert, with the transform": (
+        "BertForMaskedLM",
+        {**_BASE, **_NO_DROPOUT},
+        "cls",
+        ("bert.embeddings.word_embeddings", "cls."),
+    ),
+    "opt": (
+        "OPTForCausalLM",
+        {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        | {"max_position_embeddings": 64, "word_embed_proj_dim": 32},
+        "lm_head",
+        ("model.decoder.embed_tokens",),
+    ),
+    "qwen2": ("Qwen2ForCausalLM", {**_BASE, "num_key_value_heads": 1}, "lm_head", ("lm_head",)),
+    "phi": ("PhiForCausalLM", dict(_BASE), "lm_head", ("lm_head",)),
+    "gpt-neox": ("GPTNeoXForCausalLM", dict(_BASE), "lm_head", ("lm_head",)),
+    "roberta": (
+        "RobertaForMaskedLM",
+        {**_BASE, **_NO_DROPOUT},
+        "lm_head",
+        ("roberta.embeddings.word_embeddings", "lm_head"),
+    ),
+    "bart": (
+        "BartForConditionalGeneration",
+        {
+            "d_model": 32,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64,
+        }
+        | {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64},
+        "lm_head",
+        ("model.shared",),
+    ),
+}
+_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def made(name: str) -> nn.Module:
+    kind, config, _, _ = MODELS[name]
+    cls = getattr(transformers, kind)
+    torch.manual_seed(0)
+    model: nn.Module = cls(cls.config_class(vocab_size=VOCAB, use_cache=False, **_SPECIAL, **config))
+    return model
+
+
+def batch_of(batch: int = 2, length: int = 24) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    tokens = torch.randint(5, VOCAB, (batch, length))
+    return {"input_ids": tokens, "labels": tokens.masked_fill(tokens % 7 == 0, -100)}
+
+
+def own_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(**batch).loss  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_inside_of_the_model(name: str) -> None:
+    model, batch = made(name), batch_of()
+    plain = step(model, batch, own_loss)
+    _, _, unit, near = MODELS[name]
+    installed = InstalledChunks(model, [Chunk(unit, "rest", 4, 1)])
+    got = step(model, batch, own_loss)
+    assert not installed.differences
+    assert model.get_submodule(unit).forward.tally.loops == 1
+    close(got, plain, near=near)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
+def test_an_adapter_on_the_head() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "lm_head"], lora_dropout=0.0, init_lora_weights=False
+    )
+    model, batch = peft.get_peft_model(made("llama"), config), batch_of()
+    plain = step(model, batch, own_loss)
+    unit = "base_model.model.lm_head"
+    installed = InstalledChunks(model, [Chunk(unit, "rest", 4, 1)])
+    got = step(model, batch, own_loss)
+    assert not installed.differences
+    assert model.get_submodule(unit).forward.tally.loops == 1
+    close(got, plain, near=(unit,))
+
+
+def test_outputs_that_are_held_until_the_next_step() -> None:
+    """As in training loops: the model's output, and its logits, are alive while the next step runs."""
+    model, batch = made("llama"), batch_of()
+    expected = model(**batch).logits.detach()
+    InstalledChunks(model, [Chunk("lm_head", "rest", 4, 1)])
+    out = None
+    for _ in range(3):
+        out = model(**batch)
+        out.loss.backward()
+    assert torch.equal(out.logits.detach() + 0, expected)  # type: ignore[union-attr]

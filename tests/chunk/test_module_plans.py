@@ -1,0 +1,318 @@
+"""Modules of layers in slices, beside recomputation: rewrites against fake steps, one rehearsal for all layers."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sacplan
+from sacplan._chunk import rest
+from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
+from sacplan._chunk.families import merged
+from sacplan._chunk.rest import CannotChunk, training_chunk
+from sacplan._plan.planning import _PlanRequest
+from sacplan._program.decisions import Chunk
+from sacplan._program.program import CallSite
+from sacplan._techniques import rewritten
+from tests.chunk.test_memory import fake
+from tests.support.plans import discarding
+
+BOTH = ("recompute", "chunk")
+WIDE = 12
+VOCAB = 64
+
+
+class Gated(nn.Module):
+    """A gated MLP, wide enough to make the peak of its layer."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(dim, WIDE * dim, bias=False) for _ in range(2))
+        self.down = nn.Linear(WIDE * dim, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.mix = nn.Linear(dim, dim)
+        self.mlp = Gated(dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.tanh(self.mix(self.norm1(x)))
+        return x + self.mlp(self.norm2(x))
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 3, dim: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, dim)
+        self.layers = nn.ModuleList(Layer(dim) for _ in range(layers))
+        self.head = nn.Linear(dim, VOCAB)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(h)
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+
+
+@pytest.fixture
+def case() -> tuple[Net, torch.Tensor]:
+    torch.manual_seed(0)
+    return Net(), torch.randint(0, VOCAB, (2, 96))
+
+
+def profile_of(case: tuple[Net, torch.Tensor], device: str = "cpu") -> sacplan.Profile:
+    return sacplan.profile(*case, loss_fn, device=device)
+
+
+def mlps(slices: int) -> list[Chunk]:
+    return [Chunk(f"layers.{i}.mlp", "module", slices, 1) for i in range(3)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.parametrize("slices", [1, 3, 7])
+def test_the_rewritten_step_is_the_fake_one(
+    case: tuple[Net, torch.Tensor], slices: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.chunk.test_memory.loss_fn", loss_fn)
+    profile = profile_of(case, device)
+    decisions = [*mlps(slices), Chunk("head", "rest", 4, 1)]
+    expected = rewritten(profile.program, decisions, profile.spec)
+    seen = fake(*case, decisions, device)
+    assert expected.footprint.peak_bytes == seen.peak_bytes
+    assert expected.flops == seen.program.flops
+    assert expected.step_ms == pytest.approx(seen.step_ms)
+
+
+def test_layers_that_are_alike_are_rehearsed_once(
+    case: tuple[Net, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is copied is what a rehearsal of their own gives."""
+    rehearsed: list[str] = []
+    original = rest._Rehearsed.rewrite
+
+    def rewrite(self: Any) -> Any:
+        rehearsed.append(self.chunk.unit)
+        return original(self)
+
+    monkeypatch.setattr(rest._Rehearsed, "rewrite", rewrite)
+    profile, again = profile_of(case), profile_of(case)
+    copied = [training_chunk(profile.program, chunk, profile.spec) for chunk in mlps(5)]
+    assert rehearsed == ["layers.0.mlp"]
+    for chunk, found in zip(mlps(5), copied, strict=True):
+        program = sacplan.Profile(**vars_of(again)).program
+        own = training_chunk(program, chunk, again.spec)
+        assert rehearsed[-1] == chunk.unit
+        assert own.deferred == found.deferred
+        a, b = (profile.program.with_(each.patch) for each in (own, found))
+        assert (a.liveness.at_op == b.liveness.at_op).all()
+        assert a.footprint == b.footprint
+
+
+def vars_of(profile: sacplan.Profile) -> dict[str, Any]:
+    """Its fields, with a program of which nothing is known yet."""
+    import dataclasses
+
+    import msgspec
+
+    found = {field.name: getattr(profile, field.name) for field in dataclasses.fields(profile)}
+    return found | {"recorded": msgspec.structs.replace(profile.recorded)}
+
+
+def test_effects_add_up_with_those_of_recomputation(case: tuple[Net, torch.Tensor]) -> None:
+    """What the solver's numbers say of each chunk is the peak of the rewritten program."""
+    profile = profile_of(case)
+    asked = _PlanRequest.of(profile, "best", "time", (), (), BOTH, None, None)
+    scope = profile.program.calls["layers.2.mlp"][0]
+    chunks = module_chunks(profile.program, scope, profile.spec)
+    assert [each.unit for each in chunks] == [f"layers.{i}.mlp" for i in range(3)]
+    loss = loss_chunks(profile.program, profile.spec)
+    assert isinstance(loss, ChunkOptions)
+    step = asked.step(asked.pins)
+    offers = tuple(each.offer(step) for each in (loss, *chunks))
+    effects = asked._with_offers(offers).context.effects(1)
+    tried = 0
+    for i, region in enumerate(effects.regions):
+        for o, option in enumerate(region.options):
+            if option.decision is not None:
+                program = rewritten(profile.program, [option.decision], profile.spec)
+                assert program.footprint.peak_bytes == effects.problem.peak({i: o})
+                tried += 1
+    assert tried >= 8
+
+
+@pytest.mark.slow
+def test_slices_of_layers_reach_what_recomputation_and_the_loss_do_not(
+    case: tuple[Net, torch.Tensor],
+) -> None:
+    model, batch = case
+    profile = profile_of(case)
+    alone = sacplan.plan_smallest(profile)
+    smallest = sacplan.plan_smallest(profile, techniques=BOTH)
+    assert {chunk.span for chunk in smallest.chunks} >= {"module"}
+    assert smallest.peak_bytes < 0.8 * alone.peak_bytes
+    plan = sacplan.plan(profile, f"{smallest.peak_bytes}B", techniques=BOTH)
+    assert plan.peak_bytes <= smallest.peak_bytes
+    for run in ("fake", "real"):
+        seen = sacplan.verify(model, batch, plan, loss_fn, run=run)  # type: ignore[arg-type]
+        assert seen.within_budget
+        assert not seen.differences
+        assert abs(seen.error) < 5e-3 if run == "real" else seen.peak_bytes == plan.peak_bytes
+
+
+def test_gradients_of_a_plan_with_both(case: tuple[Net, torch.Tensor]) -> None:
+    """Recipes around a chunk, and inside of the same layer."""
+    model, batch = case
+    plan = sacplan.plan_smallest(profile_of(case), techniques=BOTH)
+    assert plan.discarded
+    assert plan.gradients == "close"
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        loss_fn(model, batch).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients()
+    with sacplan.apply(model, plan) as handle:
+        for _ in range(2):
+            found = gradients()
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():  # a product of fewer rows may run in another kernel
+                assert (found[name] - value).norm() <= 2e-6 * value.norm(), name
+        assert not handle.differences
+
+
+@pytest.mark.parametrize(
+    ("unit", "why"),
+    [("layers.1", "goes through its last op as it is"), ("embed", "no floating-point activation")],
+)
+def test_modules_that_cannot_run_in_slices(case: tuple[Net, torch.Tensor], unit: str, why: str) -> None:
+    profile = profile_of(case)
+    with pytest.raises(CannotChunk, match=why):
+        training_chunk(profile.program, Chunk(unit, "module", 4, 1), profile.spec)
+
+
+def test_patches_about_the_same_ops_are_not_merged(case: tuple[Net, torch.Tensor]) -> None:
+    profile = profile_of(case)
+    patch = training_chunk(profile.program, mlps(2)[0], profile.spec).patch
+    with pytest.raises(ValueError, match="look at event"):
+        merged(profile.program, [patch, patch])
+
+
+@pytest.mark.slow
+def test_gradients_in_half_precision_are_added_up_as_asked() -> None:
+    torch.manual_seed(0)
+    model, batch = Net().to(torch.bfloat16), torch.randint(0, VOCAB, (2, 96))
+    profile = sacplan.profile(model, batch, loss_fn, device="cpu")
+    peaks = {}
+    for accumulate in ("float32", "parameter"):
+        plan = sacplan.plan_smallest(profile, techniques=BOTH, accumulate=accumulate)  # type: ignore[arg-type]
+        assert {chunk.accumulate for chunk in plan.chunks} == {accumulate}
+        assert sacplan.verify(model, batch, plan, loss_fn).peak_bytes == plan.peak_bytes
+        peaks[accumulate] = plan.peak_bytes
+    assert peaks["parameter"] < peaks["float32"]
+    with pytest.raises(sacplan.PlanError, match="known are 'parameter' and 'float32'"):
+        sacplan.plan_smallest(profile, accumulate="double")  # type: ignore[arg-type]
+
+
+class Residual(nn.Module):
+    """Under autocast all of it runs in slices: the sum's gradient is cast for one of its inputs."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def residual_net() -> Net:
+    torch.manual_seed(0)
+    net = Net(0)
+    net.layers = nn.ModuleList(Residual(32) for _ in range(2))
+    return net
+
+
+def under_autocast(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return loss_fn(model, x)
+
+
+def plan_of_both(profile: sacplan.Profile, *chunks: Chunk) -> sacplan.Plan:
+    """Layers in slices, and of each the cast of a weight discarded that only the backward pass reads."""
+    cast = CallSite("aten._to_copy.default", 1, "mlp.2")
+    sites = {chunk.unit: [] for chunk in chunks} | {f"layers.{i}": [cast] for i in range(2)}
+    sliced = rewritten(profile.program, chunks, profile.spec)
+    plan = discarding(sacplan.policy("none", profile=profile), sites, replace(profile, recorded=sliced))
+    decisions = (*chunks, *plan.decisions)
+    peak_bytes = rewritten(profile.program, decisions, profile.spec).footprint.peak_bytes
+    return msgspec.structs.replace(plan, decisions=decisions, peak_bytes=peak_bytes)
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+def test_a_layer_in_slices_that_discards_casts_takes_what_is_predicted(slices: int) -> None:
+    batch = torch.randint(0, VOCAB, (4, 96))
+    profile = sacplan.profile(residual_net(), batch, under_autocast, device="cpu")
+    layers = [Chunk(f"layers.{i}", "module", slices, 1) for i in range(2)]
+    for chunks in ([layers[0]], layers, [*layers, Chunk("head", "rest", 16, 1)]):
+        plan = plan_of_both(profile, *chunks)
+        for run in ("fake", "real"):
+            seen = sacplan.verify(residual_net(), batch, plan, under_autocast, run=run)  # type: ignore[arg-type]
+            assert seen.peak_bytes == plan.peak_bytes
+            assert not seen.differences
+
+
+def test_layers_of_a_list_are_alike() -> None:
+    profile = sacplan.profile(residual_net(), torch.randint(0, VOCAB, (4, 96)), under_autocast, device="cpu")
+    found = module_chunks(profile.program, profile.program.calls["layers.1"][0], profile.spec)
+    assert [each.unit for each in found] == ["layers.0", "layers.1"]
+
+
+def test_a_handle_on_a_module_with_both_is_removed() -> None:
+    """One stand-in lies over the other; copies have both, and shallow ones none."""
+    model, batch = residual_net(), torch.randint(0, VOCAB, (4, 96))
+    profile = sacplan.profile(model, batch, under_autocast, device="cpu")
+    plan = plan_of_both(profile, Chunk("layers.0", "module", 2, 1))
+    before = {name: set(module.__dict__) for name, module in model.named_modules()}
+    handle = sacplan.apply(model, plan)
+    assert handle.units.count("layers.0") == 2
+
+    twin, shallow = copy.deepcopy(model), copy.copy(model.layers[0])
+    over = twin.layers[0].forward
+    assert over.module is over.replaced.module is twin.layers[0]
+    assert "forward" not in shallow.__dict__
+    replica = model.layers[0]._replicate_for_data_parallel()
+    assert replica.forward.module is replica.forward.replaced.module is replica
+
+    def gradients(net: nn.Module) -> list[torch.Tensor]:
+        net.zero_grad()
+        under_autocast(net, batch).backward()
+        return [p.grad for p in net.parameters()]  # type: ignore[misc]
+
+    planned = gradients(model)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(twin), planned, strict=True))
+    handle.remove()
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
+    sacplan.apply(model, plan).remove()
+
+    handle = sacplan.apply(model, plan)
+    model.layers[0].forward = lambda x: x
+    with pytest.raises(sacplan.PlanError, match="was replaced after the plan was applied"):
+        handle.remove()

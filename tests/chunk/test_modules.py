@@ -1,0 +1,345 @@
+"""Modules that run in slices, forward and backward, against the plain step."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import sacplan
+from sacplan._chunk.executor.install import InstalledChunks
+from sacplan._program.decisions import Chunk
+from sacplan.errors import ChunkError, PlanError
+from tests.support.chunks import VOCAB, close, plain_loss, step
+from tests.support.plans import discarding
+from tests.zoo.language_models import LM, tokens
+
+CHUNKS = [Chunk("layers.0.mlp", "module", 4, 1), Chunk("layers.1.mlp", "module", 5, 1)]
+NEAR = ("layers.0.mlp", "layers.1.mlp")
+
+
+@pytest.fixture
+def model() -> LM:
+    torch.manual_seed(0)
+    return LM(layers=2, dim=32, heads=2, vocab=VOCAB, dropout=0.0)
+
+
+@pytest.fixture
+def batch() -> torch.Tensor:
+    torch.manual_seed(1)
+    return tokens(2, 48, VOCAB)
+
+
+def test_gradients(model: LM, batch: torch.Tensor) -> None:
+    plain = step(model, batch, plain_loss)
+    installed = InstalledChunks(model, CHUNKS)
+    got = step(model, batch, plain_loss)
+    assert [model.layers[i].mlp.forward.tally.loops for i in range(2)] == [2, 2]  # type: ignore[attr-defined]
+    assert not installed.differences
+    close(got, plain, near=NEAR)
+    installed.remove()
+    assert all(torch.equal(t, plain[n]) for n, t in step(model, batch, plain_loss).items())
+
+
+def test_modules_and_the_rest(model: LM, batch: torch.Tensor) -> None:
+    plain = step(model, batch, plain_loss)
+    installed = InstalledChunks(model, [*CHUNKS, Chunk("head", "rest", 8, 1)])
+    assert installed.units == ("layers.0.mlp", "layers.1.mlp", "head")
+    close(step(model, batch, plain_loss), plain, near=(*NEAR, "head."))
+
+
+def test_outputs_are_ordinary_tensors(model: LM, batch: torch.Tensor) -> None:
+    mlp = model.layers[0].mlp  # type: ignore[union-attr]
+    x = torch.randn(2, 48, 32, requires_grad=True)
+    expected = mlp(x)
+    installed = InstalledChunks(model, CHUNKS[:1])
+    got = mlp(x)
+    assert type(got) is torch.Tensor
+    assert torch.equal(got, expected)
+    assert got.stride() == expected.stride()
+    with torch.no_grad():
+        assert torch.equal(mlp(x), expected)
+    installed.remove()
+
+
+class Gated(nn.Module):
+    """With two inputs, two outputs and a number among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(16, 64), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = F.silu(self.gate(x)) * self.up(x)
+        return {"out": self.down(h) * scale, "share": (h > 0).float().mean(), "hidden": h[..., :2]}
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Gated()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.inner(x, scale=self.scale.exp())
+        return found["out"].square().mean() + found["hidden"].mean() * found["share"]
+
+
+def test_several_inputs_and_outputs() -> None:
+    torch.manual_seed(0)
+    model, x = Outer(), torch.randn(3, 40, 16, requires_grad=True)
+    plain = step(model, x, lambda m, x: m(x))
+    expected, x.grad = x.grad, None
+    installed = InstalledChunks(model, [Chunk("inner", "module", 4, 1)])
+    got = step(model, x, lambda m, x: m(x))
+    assert not installed.differences
+    close(got, plain, near=("inner.", "scale"))
+    assert x.grad is not None
+    assert expected is not None
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_autocast_around_the_forward_pass_only(model: LM, batch: torch.Tensor) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return plain_loss(model, x)
+
+    plain = step(model, batch, loss_fn)
+    installed = InstalledChunks(model, [*CHUNKS, Chunk("head", "rest", 8, 1)])
+    got = step(model, batch, loss_fn)
+    for name, value in plain.items():
+        assert got[name].dtype == value.dtype == torch.float32
+        assert (got[name] - value).norm() <= 2e-2 * value.norm()
+
+    def all_inside(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = plain_loss(model, x)
+            loss.backward()
+        model.zero_grad()
+        return loss_fn(model, x)
+
+    again = step(model, batch, all_inside)
+    assert all(torch.equal(again[n], t) for n, t in got.items())
+    installed.remove()
+
+
+def test_scaled_gradients(model: LM, batch: torch.Tensor) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return scaler.scale(plain_loss(model, x))
+
+    plain = step(model, batch, loss_fn)
+    installed = InstalledChunks(model, [*CHUNKS, Chunk("head", "rest", 8, 1)])
+    close(step(model, batch, loss_fn), plain, near=(*NEAR, "head."))
+    installed.remove()
+
+
+@pytest.mark.parametrize(("accumulate", "times"), [("parameter", 4), ("float32", 1.1)])
+def test_half_precision_over_many_slices(accumulate: str, times: float) -> None:
+    """Errors against float64, over those of the plain step in bfloat16."""
+    torch.manual_seed(0)
+    exact = LM(layers=1, dim=32, heads=2, vocab=VOCAB, dropout=0.0).bfloat16().double()
+    batch = tokens(4, 128, VOCAB)
+    truth = step(exact, batch, plain_loss)
+    model = copy.deepcopy(exact).bfloat16()
+    plain = step(model, batch, plain_loss)
+    InstalledChunks(model, [Chunk("head", "rest", 64, 1, accumulate=accumulate)])  # type: ignore[arg-type]
+    got = step(model, batch, plain_loss)
+    for name, value in truth.items():
+        assert got[name].dtype == torch.bfloat16
+        error, plain_error = (got[name] - value).norm(), (plain[name] - value).norm()
+        assert error <= (times if name == "head.weight" else 1.1) * plain_error + 1e-9, (
+            name,
+            float(error / plain_error),
+        )
+
+
+# --- on the instance
+
+
+def test_names_and_state_do_not_change(model: LM, batch: torch.Tensor) -> None:
+    names = [n for n, _ in model.named_parameters()], list(model.state_dict()), repr(model)
+    installed = InstalledChunks(model, [*CHUNKS, Chunk("head", "rest", 8, 1)])
+    step(model, batch, plain_loss)
+    assert ([n for n, _ in model.named_parameters()], list(model.state_dict()), repr(model)) == names
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+    installed.check_removable()
+    installed.remove()
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_parameters_are_put_back_after_an_error(model: LM, batch: torch.Tensor) -> None:
+    InstalledChunks(model, [Chunk("head", "rest", 8, 1)])
+    with pytest.raises(RuntimeError, match="shape"):
+        model.head(torch.randn(2, 48, 31, requires_grad=True))
+    assert isinstance(model.head._parameters["weight"], nn.Parameter)
+
+
+def test_copies_of_a_module_that_recomputes_and_runs_in_slices(model: LM, batch: torch.Tensor) -> None:
+    """Two stand-ins on one module, put on and taken off in order."""
+    profile = sacplan.profile(model, batch, plain_loss, device="cpu")
+    gelu = [
+        s for s in profile.program.sites(profile.program.calls["layers.0.mlp"][0]).values() if "gelu" in s.op
+    ]
+    plan = discarding(sacplan.plan(profile, budget="200%"), {"layers.0.mlp": gelu}, profile)
+    plain = step(model, batch, plain_loss)
+    with sacplan.apply(model, plan):
+        installed = InstalledChunks(model, [Chunk("head", "rest", 8, 1), CHUNKS[0]])
+        other = copy.deepcopy(model)
+        for each in (model, other):
+            close(step(each, batch, plain_loss), plain, near=(*NEAR, "head."))
+            assert each.layers[0].mlp.forward.tally.loops == 2  # type: ignore[union-attr]
+        installed.check_removable()
+        installed.remove()
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    assert torch.equal(step(model, batch, plain_loss)["head.weight"], plain["head.weight"])
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_have_the_chunks_on_their_own_weights(model: LM, batch: torch.Tensor, how: str) -> None:
+    InstalledChunks(model, [*CHUNKS, Chunk("head", "rest", 8, 1)])
+    other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    got, expected = step(other, batch, plain_loss), step(model, batch, plain_loss)
+    assert other.head.forward.module is other.head
+    assert other.head.forward.tally.loops == 1
+    assert all(torch.equal(got[n], t) for n, t in expected.items())
+
+
+def test_a_replica_on_another_thread(model: LM, batch: torch.Tensor) -> None:
+    """Its parameters are attributes that have a history."""
+    InstalledChunks(model, [Chunk("head", "rest", 8, 1)])
+    expected = step(model, batch, plain_loss)
+    replica = model.head._replicate_for_data_parallel()
+    weight = model.head.weight * 1
+    replica._former_parameters = {"weight": weight}
+    replica.__dict__["weight"], replica._parameters["bias"] = weight, None
+    hidden = model.norm(model.layers[1](model.layers[0](model.embed(batch))))
+    losses = []
+
+    def run() -> None:
+        losses.append(F.cross_entropy(replica(hidden).flatten(0, 1), batch.flatten()))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    losses[0].backward()
+    assert replica.forward.tally.loops == 1
+    assert torch.equal(model.embed.weight.grad, expected["embed.weight"])
+    torch.testing.assert_close(model.head.weight.grad, expected["head.weight"])
+
+
+def test_two_threads_share_a_module(model: LM, batch: torch.Tensor) -> None:
+    InstalledChunks(model, [*CHUNKS, Chunk("head", "rest", 8, 1)])
+    step(model, batch, plain_loss)
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(plain_loss(model, batch), parameters)
+    found: list[tuple[torch.Tensor, ...]] = []
+
+    def run() -> None:
+        found.extend(torch.autograd.grad(plain_loss(model, batch), parameters) for _ in range(3))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6
+    assert all(torch.equal(a, b) for grads in found for a, b in zip(grads, expected, strict=True))
+
+
+def test_compiling_is_refused_by_name(model: LM, batch: torch.Tensor) -> None:
+    InstalledChunks(model, [Chunk("head", "rest", 8, 1)])
+    with pytest.raises(Exception, match="Compile the layers") as refusal:
+        plain_loss(torch.compile(model, backend="eager"), batch)  # type: ignore[arg-type]
+    assert isinstance(refusal.value, ChunkError)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_loss_runs_uncompiled(model: LM, batch: torch.Tensor, backend: str) -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(backend=backend)
+    def loss_of(logits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), x.flatten())
+
+    plain = step(model, batch, plain_loss)
+    InstalledChunks(model, [Chunk("head", "rest", 8, 1)])
+    for _ in range(2):
+        got = step(model, batch, lambda model, x: loss_of(model(x), x))
+        assert model.head.forward.tally.loops == 1
+        close(got, plain, near=("head.",))
+
+
+def test_a_compiled_module_is_refused_by_name(model: LM) -> None:
+    model.layers[0].mlp[0].compile(backend="eager")  # type: ignore[union-attr,operator,index]
+    with pytest.raises(PlanError, match=r"layers\.0\.mlp\.0.* is compiled"):
+        InstalledChunks(model, CHUNKS)
+
+
+def test_compiled_layers_below_a_chunked_head(model: LM, batch: torch.Tensor) -> None:
+    plain = step(model, batch, plain_loss)
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    InstalledChunks(model, [Chunk("head", "rest", 8, 1)])
+    close(step(model, batch, plain_loss), plain, near=("head.",))
+
+
+@pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
+def test_dropout_draws_what_the_whole_would_draw(batch: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    model = LM(layers=2, dim=32, heads=2, vocab=VOCAB, dropout=0.2)
+    plain = step(model, batch, plain_loss)
+    installed = InstalledChunks(model, CHUNKS)
+    got = step(model, batch, plain_loss)
+    assert "bernoulli" in str(installed.differences[0])
+    close(got, plain, near=NEAR)
+
+
+def test_recomputation_below_a_chunked_head(model: LM, batch: torch.Tensor) -> None:
+    """The head's input is no activation of a unit; what units discard is recomputed as ever."""
+    profile = sacplan.profile(model, batch, plain_loss, device="cpu")
+    units = {f"layers.{i}": tuple(profile.tradeoffs[f"layers.{i}"].points[-1].discarded) for i in range(2)}
+    plan = discarding(sacplan.plan(profile, budget="200%"), units, profile)
+    plain = step(model, batch, plain_loss)
+    with sacplan.apply(model, plan) as handle:
+        installed = InstalledChunks(model, [Chunk("head", "rest", 8, 1)])
+        got = step(model, batch, plain_loss)
+        assert model.head.forward.tally.loops == 1
+        assert not handle.differences
+        installed.remove()
+    close(got, plain, near=("head.",))
+
+
+@pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
+def test_a_unit_that_recomputes_around_a_module_in_slices(model: LM, batch: torch.Tensor) -> None:
+    """No plan has that; gradients are right all the same, also where the unit is the whole model."""
+    profile = sacplan.profile(model, batch, plain_loss, device="cpu")
+    program = profile.program
+    plain = step(model, batch, plain_loss)
+    for fqn in ("layers.0", ""):
+        sites = [s for op, s in program.sites(program.calls[fqn][0]).items() if program.ops[op].recomputable]
+        plan = discarding(sacplan.plan(profile, budget="200%"), {fqn: sites}, profile)
+        with sacplan.apply(model, plan):
+            installed = InstalledChunks(model, [*CHUNKS, Chunk("head", "rest", 8, 1)])
+            for _ in range(2):
+                close(step(model, batch, plain_loss), plain, near=(*NEAR, "head."))
+            installed.remove()
+
+
+@pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
+def test_checkpointing_around_a_module_in_slices(model: LM, batch: torch.Tensor) -> None:
+    """Of PyTorch: it makes a second region, whose tensors do not match those of the first."""
+    plain = step(model, batch, plain_loss)
+    installed = InstalledChunks(model, CHUNKS)
+    for layer in model.layers:
+        forward = layer.forward
+        layer.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+    close(step(model, batch, plain_loss), plain, near=NEAR)
+    installed.remove()

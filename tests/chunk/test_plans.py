@@ -1,0 +1,562 @@
+"""Training plans with chunks: what they predict, what the step takes, what gradients it gives, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sacplan
+from benchmarks.models.chunk_models import TRAINING, Case, large_vocabulary
+from sacplan._chunk.entries import ChunkOptions, Refusal, loss_chunks
+from sacplan._chunk.executor.install import InstalledChunks
+from sacplan._device.devices import resolve_device
+from tests.zoo.language_models import LM, cross_entropy, tokens
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:peft.*"),
+    pytest.mark.usefixtures("no_cublas_workspaces"),
+]
+
+BOTH = ("recompute", "chunk")
+VOCAB = 1003
+MIB = 2**20
+CLOSE = 1e-6  # relative difference of the gradients that are summed up slice by slice, float32
+
+
+def step(model: nn.Module, batch: Any, loss_fn: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss, and gradients by name."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)
+    loss = model(**batch).loss if loss_fn is None else loss_fn(model, batch)
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return loss.detach() + 0, found
+
+
+def far(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def of_unit(model: nn.Module, units: list[str]) -> set[str]:
+    """Parameters of modules, and those that are tied to them, by the names that the model gives them."""
+    inside = {id(p) for unit in units for p in model.get_submodule(unit).parameters()}
+    return {name for name, p in model.named_parameters() if id(p) in inside}
+
+
+def check_predicted(case: Case, plan: sacplan.Plan, *, real: bool = True) -> None:
+    """What the plan says is what a fake step takes, to the byte, and a real one, nearly."""
+    how = {"loss_fn": case.loss_fn, "optimizer": case.optimizer}
+    seen = sacplan.verify(case.model, case.batch, plan, **how)
+    assert seen.peak_bytes == plan.peak_bytes
+    assert not seen.differences
+    assert seen.step_ms == pytest.approx(plan.step_ms + plan.recompute_ms + plan.added_ms, rel=1e-6)
+    if real:
+        seen = sacplan.verify(case.model, case.batch, plan, run="real", **how)
+        assert seen.within_budget
+        assert seen.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
+
+
+def check_gradients(case: Case, plan: sacplan.Plan, elsewhere: float = 0.0) -> None:
+    """Loss and gradients are those of the step without the plan.
+
+    Args:
+        case, plan: the step.
+        elsewhere: what gradients of parameters outside of the chunks may be off by.
+    """
+    loss, expected = step(case.model, case.batch, case.loss_fn)
+    with sacplan.apply(case.model, plan):
+        got_loss, got = step(case.model, case.batch, case.loss_fn)
+    assert (got_loss - loss).abs() <= 2e-6 * loss.abs()
+    assert got.keys() == expected.keys()
+    near = of_unit(case.model, [chunk.unit for chunk in plan.chunks])
+    if any(chunk.span == "module" for chunk in plan.chunks):
+        elsewhere = max(elsewhere, 5 * CLOSE)  # rows of products in the middle of the model
+    for name, gradient in expected.items():
+        if name in near:
+            assert far(got[name], gradient) <= max(CLOSE, elsewhere), name
+        elif elsewhere:
+            assert far(got[name], gradient) <= elsewhere, name
+        else:
+            assert torch.equal(got[name], gradient), name
+
+
+# --- twelve architectures
+
+FAST = ("gemma2", "gpt2")
+
+
+@functools.cache
+def planned(name: str) -> tuple[Case, sacplan.Plan, sacplan.Plan, sacplan.Plan]:
+    """The case; the smallest plans without chunks and with them; and one between the two."""
+    case = TRAINING[name]()
+    profile = sacplan.profile(case.model, case.batch, case.loss_fn, device="cpu")
+    alone = sacplan.plan_smallest(profile)
+    smallest = sacplan.plan_smallest(profile, techniques=BOTH)
+    assert smallest.peak_bytes < 0.6 * alone.peak_bytes
+    budget = (alone.peak_bytes + smallest.peak_bytes) // 2
+    with pytest.raises(sacplan.InfeasibleBudget, match=r"recompute.*chunk.*the budget holds"):
+        sacplan.plan(profile, f"{budget}B")
+    between = sacplan.plan(profile, f"{budget}B", techniques=BOTH)
+    return case, alone, smallest, between
+
+
+each = pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in TRAINING]
+)
+
+
+@each
+def test_budgets_that_recomputation_cannot_hold(name: str) -> None:
+    case, alone, smallest, between = planned(name)
+    assert between.peak_bytes <= between.budget_bytes < alone.peak_bytes
+    assert between.chunks
+    assert between.gradients == smallest.gradients == "close"
+    assert alone.gradients == "bit-equal"
+    check_predicted(case, between)
+    check_gradients(case, between)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINING)
+def test_the_smallest_peak_holds(name: str) -> None:
+    case, _, smallest, between = planned(name)
+    profile = sacplan.profile(case.model, case.batch, case.loss_fn, device="cpu")
+    at_it = sacplan.plan(profile, f"{smallest.peak_bytes}B", techniques=BOTH)
+    assert at_it.peak_bytes <= smallest.peak_bytes < between.peak_bytes
+    check_predicted(case, at_it)
+    with pytest.raises(sacplan.InfeasibleBudget) as error:
+        sacplan.plan(profile, f"{smallest.peak_bytes - 1}B", techniques=BOTH)
+    assert error.value.smallest_feasible_bytes == smallest.peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINING)
+def test_kernels_of_a_gpu(name: str) -> None:
+    case = TRAINING[name]()
+    profile = sacplan.profile(case.model, case.batch, case.loss_fn, device="h100")
+    smallest = sacplan.plan_smallest(profile, techniques=BOTH)
+    assert smallest.chunks
+    assert smallest.peak_bytes < sacplan.plan_smallest(profile).peak_bytes
+    check_predicted(case, smallest, real=False)
+
+
+@pytest.mark.slow
+def test_a_large_vocabulary() -> None:
+    case = large_vocabulary()
+    profile = sacplan.profile(case.model, case.batch, case.loss_fn, device="cpu")
+    assert profile.peak_bytes > 440 * MIB
+    plan = sacplan.plan(profile, f"{135 * MIB}B", techniques=BOTH)
+    check_predicted(case, plan)
+    check_gradients(case, plan)
+    smallest = sacplan.plan_smallest(profile, techniques=BOTH)
+    assert smallest.peak_bytes < 130 * MIB
+    check_predicted(case, smallest)
+
+
+def test_a_budget_costs_no_more_than_it_needs() -> None:
+    """Half way down little is recomputed: slices are nearly enough, and few of them."""
+    _, _, smallest, between = planned("gemma2")
+    assert between.recompute_ms < smallest.recompute_ms / 4
+    assert between.chunks[0].slices < smallest.chunks[0].slices
+    assert 0 < between.added_ms < smallest.added_ms
+
+
+def test_files_and_words(tmp_path: Path) -> None:
+    case, alone, _, between = planned("gpt2")
+    between.save(tmp_path / "plan.json")
+    again = sacplan.Plan.load(tmp_path / "plan.json")
+    assert again == between
+    assert again.chunks == between.chunks
+    assert again.added_ms == between.added_ms
+    check_gradients(case, again)
+    (chunk,) = between.chunks
+    assert f"chunks of up to {chunk.slices} slices" in repr(between)
+    assert "chunks" not in repr(alone)
+
+
+def test_what_chunks_would_reach_is_said() -> None:
+    case, _, smallest, _ = planned("gpt2")
+    profile = sacplan.profile(case.model, case.batch, case.loss_fn, device="cpu")
+    with pytest.raises(sacplan.InfeasibleBudget) as error:
+        sacplan.plan(profile, f"{smallest.peak_bytes // 2}B")
+    assert f"({smallest.peak_bytes} bytes)" in str(error.value)
+
+
+# --- steps of many kinds: planned, exact and right, or refused
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+def lm(**more: Any) -> LM:
+    torch.manual_seed(0)
+    return LM(**{"layers": 1, "dim": 32, "heads": 2, "vocab": VOCAB, **more})
+
+
+def batch_of(rows: int = 2, length: int = 48) -> torch.Tensor:
+    torch.manual_seed(1)
+    return tokens(rows, length, VOCAB)
+
+
+def flat(logits: torch.Tensor) -> torch.Tensor:
+    return logits.reshape(-1, logits.shape[-1])
+
+
+def in_bfloat16(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return cross_entropy(model, x)
+
+
+def model_in_bfloat16(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(x)
+    return F.cross_entropy(flat(logits.float()), x.flatten())
+
+
+def scaled(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model, x) * torch.tensor(65536.0)
+
+
+def smoothed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(flat(model(x)), x.flatten(), label_smoothing=0.1)
+
+
+def with_z_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    logits = model(x)
+    z = torch.logsumexp(logits, -1).square().mean()
+    return F.cross_entropy(flat(logits), x.flatten()) + 1e-4 * z
+
+
+def ignoring(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(flat(model(x)), x.masked_fill(x % 3 == 0, -100).flatten())
+
+
+def shifted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(flat(model(x)[:, :-1]), x[:, 1:].flatten())
+
+
+def at_the_end(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Most slices are empty."""
+    return F.cross_entropy(flat(model(x)[:, -8:]), x[:, -8:].flatten())
+
+
+def summed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(flat(model(x)), x.flatten(), reduction="sum") / x.numel()
+
+
+def masked(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    mask = (x % 3 > 0).float().flatten()
+    losses = F.cross_entropy(flat(model(x)), x.flatten(), reduction="none")
+    return (losses * mask).sum() / mask.sum()
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A scalar that the kernel leaves in large memory."""
+    return F.mse_loss(model(x), F.one_hot(x, VOCAB).float())
+
+
+def measured(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Logits are looked at beside the loss."""
+    logits = model(x)
+    model.right = (logits.argmax(-1) == x).float().mean()
+    return F.cross_entropy(flat(logits), x.flatten())
+
+
+def with_hidden_penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Something else reads what enters the head."""
+    h = model.norm(model.layers[0](model.embed(x)))
+    return F.cross_entropy(flat(model.head(h)), x.flatten()) + 1e-3 * h.square().mean()
+
+
+class WithAuxiliaryLoss(LM):
+    """As of experts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layers[0](self.embed(x))
+        self.auxiliary = h.softmax(-1).mean((0, 1)).square().sum()
+        return self.head(self.norm(h))
+
+
+def with_auxiliary(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model, x) + 0.01 * model.auxiliary
+
+
+class WithSecondHead(LM):
+    def __init__(self, outputs: int, **how: Any) -> None:
+        super().__init__(**how)
+        self.second = nn.Linear(how["dim"], outputs)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        h = self.norm(self.layers[0](self.embed(x)))
+        return self.head(h), self.second(h)
+
+
+def with_values(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    logits, values = model(x)
+    return F.cross_entropy(flat(logits), x.flatten()) + values.square().mean()
+
+
+def with_two_heads(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    first, second = model(x)
+    return F.cross_entropy(flat(first), x.flatten()) + F.cross_entropy(
+        flat(second[:, :-2]), x[:, 2:].flatten()
+    )
+
+
+def second_head(outputs: int) -> LM:
+    torch.manual_seed(0)
+    return WithSecondHead(outputs, layers=1, dim=32, heads=2, vocab=VOCAB)
+
+
+def auxiliary() -> LM:
+    torch.manual_seed(0)
+    return WithAuxiliaryLoss(layers=1, dim=32, heads=2, vocab=VOCAB)
+
+
+def with_norm_in_head() -> LM:
+    model = lm()
+    model.norm, model.head = nn.Identity(), nn.Sequential(nn.LayerNorm(32), nn.Linear(32, VOCAB))  # type: ignore[assignment]
+    return model
+
+
+def tied() -> LM:
+    model = lm()
+    model.head.weight = model.embed.weight
+    return model
+
+
+class Pixels(nn.Module):
+    """A head on [batch, height, width, channels]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 200)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).relu().permute(0, 2, 3, 1))
+
+
+def of_pixels(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    logits = flat(model(x))
+    return F.cross_entropy(logits, torch.arange(len(logits)) % 200)
+
+
+def with_adapter() -> nn.Module:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    adapter = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "lm_head"], lora_dropout=0.0, init_lora_weights=False
+    )
+    model: nn.Module = peft.get_peft_model(transformers.LlamaForCausalLM(config), adapter)
+    return model
+
+
+def own_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=x, labels=x).loss  # type: ignore[no-any-return]
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+STEPS: dict[str, Callable[[], Case]] = {
+    "with an optimizer": lambda: Case(lm(), batch_of(), cross_entropy, torch.optim.AdamW),
+    "with a fused optimizer": lambda: Case(lm(), batch_of(), cross_entropy, fused),
+    "scaled loss": lambda: Case(lm(), batch_of(), scaled),
+    "label smoothing": lambda: Case(lm(), batch_of(), smoothed),
+    "z-loss": lambda: Case(lm(), batch_of(), with_z_loss),
+    "ignored labels": lambda: Case(lm(), batch_of(), ignoring),
+    "shifted": lambda: Case(lm(), batch_of(3, 37), shifted),
+    "the last tokens alone": lambda: Case(lm(), batch_of(), at_the_end),
+    "a sum": lambda: Case(lm(), batch_of(), summed),
+    "a mask": lambda: Case(lm(), batch_of(), masked),
+    "squares": lambda: Case(lm(), batch_of(), squares),
+    "accuracy": lambda: Case(lm(), batch_of(), measured),
+    "a penalty on what enters": lambda: Case(lm(), batch_of(), with_hidden_penalty),
+    "an auxiliary loss": lambda: Case(auxiliary(), batch_of(), with_auxiliary),
+    "a head of values": lambda: Case(second_head(1), batch_of(), with_values),
+    "two heads": lambda: Case(second_head(VOCAB), batch_of(), with_two_heads),
+    "a norm in the head": lambda: Case(with_norm_in_head(), batch_of(), cross_entropy),
+    "tied weights": lambda: Case(tied(), batch_of(), cross_entropy),
+    "pixels": lambda: Case(Pixels(), torch.randn(2, 3, 8, 20), of_pixels),
+    "an adapter on the head": lambda: Case(with_adapter(), batch_of(), own_loss),
+    "one sample": lambda: Case(lm(), batch_of(1, 100), cross_entropy),
+}
+
+
+def least(case: Case, device: str = "cpu") -> sacplan.Plan:
+    profile = sacplan.profile(case.model, case.batch, case.loss_fn, device=device, optimizer=case.optimizer)
+    plan = sacplan.plan_smallest(profile, "greedy", techniques=BOTH)
+    assert plan.chunks
+    assert plan.peak_bytes < sacplan.plan_smallest(profile, "greedy").peak_bytes
+    return plan
+
+
+SLOWER = set(STEPS) - {
+    "the last tokens alone", "a sum", "squares", "a penalty on what enters", "an auxiliary loss", "two heads",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOWER else name for name in STEPS]
+)
+def test_steps_of_many_kinds(name: str) -> None:
+    case = STEPS[name]()
+    plan = least(case)
+    check_predicted(case, plan)
+    check_gradients(case, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_of_many_kinds_on_a_gpu(name: str) -> None:
+    case = STEPS[name]()
+    check_predicted(case, least(case, "h100"), real=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_fn", [in_bfloat16, model_in_bfloat16])
+def test_autocast(loss_fn: Loss) -> None:
+    case = Case(lm(), batch_of(), loss_fn)
+    plan = least(case)
+    check_predicted(case, plan)
+    check_gradients(case, plan, elsewhere=2e-2)  # sums in bfloat16
+    check_predicted(case, least(case, "h100"), real=False)
+
+
+def per_sample(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """As of preferences: the gradient needs the sum of each sample, so the loop runs twice."""
+    own = model(x).log_softmax(-1).gather(-1, x[..., None]).squeeze(-1).sum(-1)
+    better, worse = own.chunk(2)
+    return -F.logsigmoid(0.1 * (better - worse)).mean()
+
+
+def by_sample(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    losses = F.cross_entropy(model(x).transpose(1, 2), x, reduction="none")
+    return losses.mean(1).exp().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [per_sample, by_sample])
+def test_losses_that_need_whole_sums_first(loss_fn: Loss) -> None:
+    case = Case(lm(), batch_of(4, 32), loss_fn)
+    plan = least(case)
+    check_predicted(case, plan)
+    check_gradients(case, plan, elsewhere=1e-5)  # the sums, and so all that follows, are rounded otherwise
+
+
+def reasons(case: Case) -> str:
+    profile = sacplan.profile(case.model, case.batch, case.loss_fn, device="cpu", optimizer=case.optimizer)
+    found = loss_chunks(profile.program, resolve_device("cpu"))
+    if isinstance(found, ChunkOptions):
+        raise AssertionError(f"chunks at {found.unit!r}")
+    assert found
+    assert all(isinstance(one, Refusal) for one in found)
+    plan = sacplan.plan_smallest(profile, "greedy", techniques=BOTH)
+    assert not plan.chunks
+    assert plan.gradients == "bit-equal"
+    return "\n".join(f"{one.unit}: {one.why}" for one in found)
+
+
+def in_micro_batches(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return sum(cross_entropy(model, part) / 2 for part in x.chunk(2))  # type: ignore[return-value]
+
+
+def after_the_first(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2)
+    (cross_entropy(model, first) / 2).backward()  # type: ignore[no-untyped-call]
+    return cross_entropy(model, second) / 2
+
+
+def chosen_tokens(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    losses = F.cross_entropy(flat(model(x)), x.flatten(), reduction="none")
+    return losses[(x % 3 > 0).flatten()].mean()
+
+
+def written(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    logits = model(x)
+    logits[..., 7] = -1e4
+    return F.cross_entropy(flat(logits), x.flatten())
+
+
+def kept(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.logits = model(x)  # type: ignore[assignment]
+    return F.cross_entropy(flat(model.logits), x.flatten())  # type: ignore[arg-type]
+
+
+def with_dropout_behind() -> LM:
+    model = lm()
+    model.head = nn.Sequential(nn.Linear(32, VOCAB), nn.Dropout(0.1))  # type: ignore[assignment]
+    return model
+
+
+class Tempered(LM):
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self.temperature = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.temperature.exp()
+
+
+def tempered() -> LM:
+    torch.manual_seed(0)
+    return Tempered(layers=1, dim=32, heads=2, vocab=VOCAB)
+
+
+REFUSED: dict[str, tuple[Callable[[], LM], Loss, str]] = {
+    "micro-batches": (lm, in_micro_batches, "'head' is called 2 times"),
+    "a backward pass in between": (lm, after_the_first, "'head' is called 2 times"),
+    "a choice by data": (lm, chosen_tokens, "its shape depends on data"),
+    "writing to logits": (lm, written, "there are views"),
+    "logits that are kept": (lm, kept, "when the backward pass is over"),
+    "random numbers for logits": (with_dropout_behind, cross_entropy, "bernoulli_"),
+    "a parameter elsewhere": (tempered, cross_entropy, "did not enter 'head'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    make, loss_fn, why = REFUSED[name]
+    assert why in reasons(Case(make(), batch_of(4, 24), loss_fn))
+
+
+@pytest.mark.parametrize("make_loss", [cross_entropy, in_bfloat16])
+def test_sums_in_half_precision_are_as_good_as_without_slices(make_loss: Loss) -> None:
+    """The head's gradient against float64, in 64 slices."""
+    torch.manual_seed(0)
+    model = LM(layers=1, dim=64, heads=2, vocab=4001, dropout=0.0)
+    if make_loss is cross_entropy:
+        model.bfloat16()
+    batch = tokens(2, 256, 4001)
+    profile = sacplan.profile(model, batch, make_loss, device="cpu")
+    found = loss_chunks(profile.program, profile.spec)
+    assert isinstance(found, ChunkOptions)
+    chunk = next(chunk for chunk, _ in found.options if chunk.slices == 64)
+    assert chunk.accumulate == "float32"
+
+    exact = step(copy.deepcopy(model).double(), batch, cross_entropy)[1]["head.weight"]
+    plain = step(model, batch, make_loss)[1]["head.weight"]
+    installed = InstalledChunks(model, [chunk])
+    got = step(model, batch, make_loss)[1]["head.weight"]
+    installed.remove()
+    assert far(got, exact) <= 1.1 * far(plain, exact)
+
+
+def test_sums_in_float32_are_in_the_parameter_s_type() -> None:
+    profile = sacplan.profile(lm(), batch_of(), cross_entropy, device="cpu")
+    found = loss_chunks(profile.program, profile.spec)
+    assert isinstance(found, ChunkOptions)
+    assert {chunk.accumulate for chunk, _ in found.options} == {"parameter"}

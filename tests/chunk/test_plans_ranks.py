@@ -1,0 +1,106 @@
+"""Plans with chunks for one of two ranks: predicted against a fake step, and applied on two gloo ranks."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import sacplan
+from tests.chunk.test_ranks import RANKS, Wrap, replicated, sharded, sharded_with_head
+from tests.zoo.language_models import LM, cross_entropy, tokens
+
+BOTH = ("recompute", "chunk")
+VOCAB = 1001
+LAYERS = ["layers.*"]
+WRAPS: dict[str, tuple[Wrap, dict[str, Any]]] = {
+    "replicated": (replicated, {}),
+    "sharded": (sharded, {"fsdp_units": LAYERS}),
+    "sharded, the head too": (sharded_with_head, {"fsdp_units": [*LAYERS, "head"]}),
+}
+
+
+def model() -> LM:
+    torch.manual_seed(0)
+    return LM(layers=2, dim=32, heads=2, vocab=VOCAB, dropout=0.0)
+
+
+def smallest(name: str, batch: torch.Tensor) -> sacplan.Plan:
+    """The smallest plan of one rank; without chunks it would be larger."""
+    profile = sacplan.profile(
+        model(), batch, cross_entropy, torch.optim.AdamW, device="cpu", world_size=RANKS, **WRAPS[name][1]
+    )
+    plan = sacplan.plan_smallest(profile, techniques=BOTH)
+    assert plan.chunks
+    assert plan.peak_bytes < sacplan.plan_smallest(profile).peak_bytes
+    return plan
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_a_fake_step_of_one_rank(name: str) -> None:
+    batch = tokens(2, 48, VOCAB)
+    plan = smallest(name, batch)
+    seen = sacplan.verify(model(), batch, plan, cross_entropy, torch.optim.AdamW)
+    assert seen.peak_bytes == plan.peak_bytes
+    assert not seen.differences
+
+
+def gradients(name: str, batch: torch.Tensor, plan: sacplan.Plan | None) -> dict[str, torch.Tensor]:
+    """Loss and gradients of the second of two steps; each parameter's gradient was there once in it."""
+    own = model()
+    if plan is not None:
+        sacplan.apply(own, plan)
+    called = WRAPS[name][0](own)
+    named = dict(own.named_parameters())
+    fired: list[str] = []
+    if not any(hasattr(p, "to_local") for p in named.values()):
+        for fqn, p in named.items():
+            p.register_post_accumulate_grad_hook(lambda _, fqn=fqn: fired.append(fqn))
+    for _ in range(2):
+        own.zero_grad()
+        fired.clear()
+        loss = cross_entropy(called, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert not fired or sorted(fired) == sorted(named)
+    found: dict[str, Any] = {"loss": loss.detach() + 0}
+    for fqn, p in named.items():
+        assert p.grad is not None
+        found[fqn] = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+    if plan is not None:
+        assert own.head.forward.tally.loops == 1  # type: ignore[union-attr]
+    return found
+
+
+def on_rank(rank: int, directory: str, plans: dict[str, sacplan.Plan]) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+    try:
+        torch.manual_seed(10 + rank)
+        batch = tokens(2, 48, VOCAB)
+        for name, plan in plans.items():
+            expected = gradients(name, batch, None)
+            got = gradients(name, batch, copy.deepcopy(plan))
+            for fqn, value in expected.items():
+                if fqn == "loss" or fqn.startswith("head."):
+                    assert (got[fqn] - value).norm() <= 2e-6 * value.norm(), f"{name}: {fqn}"
+                else:
+                    assert torch.equal(got[fqn], value), f"{name}: {fqn}"
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
+)
+def test_gradients_on_two_ranks(tmp_path: Path) -> None:
+    batch = tokens(2, 48, VOCAB)
+    plans = {name: smallest(name, batch) for name in WRAPS}
+    mp.spawn(on_rank, (str(tmp_path), plans), nprocs=RANKS)  # type: ignore[no-untyped-call]

@@ -1,0 +1,344 @@
+"""Plans whose loss runs in slices: the policy, the searched ones, and everything that reads them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sacplan
+from sacplan._chunk.alternatives import LossRegion, liger, linear_cross_entropy, plain
+from sacplan._program.decisions import Chunk
+from sacplan._report.page import report_html
+from sacplan._report.timeline import timeline_of
+from sacplan.errors import PlanError, PlanMismatch
+from tests.zoo.language_models import LM
+
+VOCAB = 3001
+BOTH = ("recompute", "chunk")
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+
+
+class Cumulated(nn.Module):
+    """All that comes behind the head reads along both dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(x)
+        return y.cumsum(1).cumsum(0)
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(VOCAB, (2, 64), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def model() -> LM:
+    torch.manual_seed(0)
+    return LM(layers=2, dim=32, heads=2, vocab=VOCAB, dropout=0.0)
+
+
+@pytest.fixture(scope="module")
+def profile(model: LM) -> sacplan.Profile:
+    return sacplan.profile(model, batch(), loss_fn, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def policy(profile: sacplan.Profile) -> sacplan.Plan:
+    return sacplan.policy("chunked-loss", slices=8, profile=profile)
+
+
+# --- the policy
+
+
+def test_the_policy_computes_the_loss_in_so_many_slices(
+    model: LM, profile: sacplan.Profile, policy: sacplan.Plan
+) -> None:
+    assert policy.decisions == (Chunk("head", "rest", 8, 1, accumulate="parameter"),)
+    assert (policy.status, policy.solver, policy.gradients) == ("policy", "policy-chunked-loss-8", "close")
+    assert policy.provenance.options == {"mode": "chunked-loss", "slices": 8}
+    assert policy.provenance.techniques == ("chunk",)
+    assert policy.recompute_ms == 0 != policy.added_ms
+    assert profile.peak_bytes - policy.peak_bytes > 128 * VOCAB * 4  # a copy of the logits and more
+    seen = sacplan.verify(model, batch(), policy, loss_fn)
+    assert seen.peak_bytes == policy.peak_bytes
+    assert seen.step_ms == pytest.approx(policy.step_ms + policy.added_ms)
+
+
+def test_a_chunked_loss_gives_the_gradients(model: LM, policy: sacplan.Plan) -> None:
+    plain, chunked = copy.deepcopy(model), copy.deepcopy(model)
+    loss_fn(plain, batch()).backward()
+    with sacplan.apply(chunked, policy) as handle:
+        loss_fn(chunked, batch()).backward()
+        assert not handle.differences
+    for (name, expected), got in zip(plain.named_parameters(), chunked.parameters(), strict=True):
+        assert expected.grad is not None
+        assert got.grad is not None
+        if name.startswith("head."):
+            torch.testing.assert_close(got.grad, expected.grad)
+        else:
+            assert torch.equal(got.grad, expected.grad), name
+
+
+def test_slices_belong_to_one_mode(profile: sacplan.Profile) -> None:
+    with pytest.raises(PlanError, match="mode 'full' takes no slices, got 4"):
+        sacplan.policy("full", slices=4, profile=profile)
+    for wrong in (None, 1, True, 2.0, "8"):
+        with pytest.raises(PlanError, match=r"slices=16"):
+            sacplan.policy("chunked-loss", slices=wrong, profile=profile)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="takes no layers"):
+        sacplan.policy("chunked-loss", slices=8, layers="blocks.*", profile=profile)
+    with pytest.raises(PlanError, match="takes no option"):
+        sacplan.policy("chunked-loss", 8, profile=profile)
+    with pytest.raises(PlanError, match="has only 64 rows"):
+        sacplan.policy("chunked-loss", slices=65, profile=profile)
+
+
+def test_what_is_pinned_is_no_part_of_a_chunked_loss(profile: sacplan.Profile, policy: sacplan.Plan) -> None:
+    layer = "layers.0"
+    beside = sacplan.policy(
+        "chunked-loss", slices=8, profile=profile, keep=[f"{layer}.*"], never=["layers.1"]
+    )
+    assert beside.decisions == policy.decisions
+    assert (beside.provenance.keep, beside.provenance.never) == ((f"{layer}.*",), ("layers.1",))
+    with pytest.raises(PlanError, match=r"from 'head' on, where never=\['head'\] pins what aten"):
+        sacplan.policy("chunked-loss", slices=8, profile=profile, never=["head"])
+    with pytest.raises(PlanError, match=r"where keep=\['aten._log_softmax'\] pins"):
+        sacplan.policy("chunked-loss", slices=8, profile=profile, keep=["aten._log_softmax"])
+
+
+def test_where_nothing_can_run_in_slices_the_policy_says_why() -> None:
+    found = sacplan.profile(Cumulated(), torch.randn(4, 8, 8), device="cpu")
+    with pytest.raises(PlanError, match=r"there is no module .*from 'head' on: .*") as raised:
+        sacplan.policy("chunked-loss", slices=2, profile=found)
+    assert "cumsum" in str(raised.value)
+    alone = sacplan.profile(nn.Linear(8, 8), torch.randn(4, 8), device="cpu")
+    with pytest.raises(PlanError, match="No module with a name"):
+        sacplan.policy("chunked-loss", slices=2, profile=alone)
+    inference = sacplan.profile(Cumulated(), torch.randn(4, 8, 8), device="cpu", mode="inference")
+    with pytest.raises(PlanError, match="is for training"):
+        sacplan.policy("chunked-loss", slices=2, profile=inference)
+
+
+# --- what reads a plan
+
+
+def test_a_profile_shows_the_step_with_a_plan(profile: sacplan.Profile, policy: sacplan.Plan) -> None:
+    for plan in (policy, policy.decisions):
+        assert profile.footprint(plan).peak_bytes == policy.peak_bytes
+        assert profile.timeline(plan)["total_bytes"].max() == policy.peak_bytes
+    recomputed = sacplan.plan(profile, "97%")
+    assert recomputed.discarded
+    for same in (recomputed, recomputed.decisions, recomputed.discarded):
+        assert profile.footprint(same).peak_bytes == recomputed.peak_bytes
+    assert profile.timeline()["total_bytes"].max() == profile.peak_bytes
+    for wrong in ("70%", 7, ["head"]):
+        with pytest.raises(PlanError, match="this takes a plan"):
+            profile.footprint(wrong)  # type: ignore[arg-type]
+
+
+# --- surveys
+
+
+def test_a_frontier_with_chunks_goes_lower(profile: sacplan.Profile) -> None:
+    plain = sacplan.frontier(profile, 2, ["greedy"])
+    chunked = sacplan.frontier(profile, 5, ["greedy"], techniques=BOTH)
+    solved, policies = chunked[chunked["status"] != "policy"], chunked[chunked["status"] == "policy"]
+    assert solved["peak_bytes"].min() < plain[plain["status"] != "policy"]["peak_bytes"].min()
+    assert (solved["peak_bytes"] <= solved["budget_bytes"]).all()
+    assert not plain["added_ms"].any()
+    costs = solved.sort_values("budget_bytes").eval("recompute_ms + added_ms").tolist()
+    assert len(set(costs)) > 2  # between the extremes, fewer slices where fewer will do
+    assert costs == sorted(costs, reverse=True)
+    assert set(policies["solver"]) - set(plain["solver"]) == {"loss in 16 slices"}
+    by_rule = policies.set_index("solver").loc["loss in 16 slices"]
+    assert by_rule["recompute_ms"] == 0
+    assert by_rule["added_share"] == by_rule["added_ms"] / profile.step_ms
+
+
+def test_larger_batches_fit_with_chunks(model: LM) -> None:
+    def make(n: int) -> torch.Tensor:
+        return torch.zeros(n, 32, dtype=torch.long)
+
+    how = {"loss_fn": loss_fn, "device": "cpu", "solver": "greedy", "at_most": 6}
+    plain = sacplan.max_batch(model, make, "2.5MiB", **how)  # type: ignore[arg-type]
+    chunked = sacplan.max_batch(model, make, "2.5MiB", techniques=BOTH, **how)  # type: ignore[arg-type]
+    assert chunked.batch_size > plain.batch_size
+    assert chunked.plan.peak_bytes <= 2.5 * 2**20
+    plan, point = chunked.plan, {p.batch_size: p for p in chunked.points}[chunked.batch_size]
+    assert plan.chunks
+    assert plan.provenance.techniques == BOTH
+    assert point.added_ms == plan.added_ms
+    assert chunked.step_ms == plan.step_ms + plan.recompute_ms + plan.added_ms
+    assert all(p.floor_bytes <= p.peak_bytes for p in chunked.points if p.peak_bytes is not None)
+    assert "ms for slices" in repr(chunked)
+    with pytest.raises(PlanError, match="unknown technique 'slice'"):
+        sacplan.max_batch(model, make, "2.5MiB", techniques=("slice",), device="cpu")
+
+
+# --- reports
+
+
+@pytest.fixture(scope="module")
+def both(profile: sacplan.Profile) -> sacplan.Plan:
+    """A plan that recomputes and runs the loss in slices."""
+    found = sacplan.plan_smallest(profile, "greedy", techniques=BOTH)
+    assert found.discarded
+    assert found.chunks
+    return found
+
+
+def test_what_is_alive_with_chunks_adds_up(
+    profile: sacplan.Profile, policy: sacplan.Plan, both: sacplan.Plan
+) -> None:
+    for plan in (policy, both):
+        assert sacplan.alive_at_peak(profile, plan, None)["bytes"].sum() == plan.peak_bytes
+        timeline = timeline_of(profile.with_plan(plan))
+        assert timeline.peak_bytes == plan.peak_bytes
+        assert timeline.end_ms == pytest.approx(plan.step_ms + plan.recompute_ms + plan.added_ms)
+    assert "generator state" not in set(sacplan.alive_at_peak(profile, policy, None)["kind"])
+
+
+def test_the_module_table_tells_slices_from_recomputation(
+    profile: sacplan.Profile, policy: sacplan.Plan, both: sacplan.Plan
+) -> None:
+    sliced, mixed = sacplan.module_table(profile, policy), sacplan.module_table(profile, both)
+    assert sliced.loc["head", "why"] == "in slices"
+    assert "never exist as a whole" in str(sliced.loc["(outside the model)", "why"])
+    assert not sliced["discarded_bytes"].any()
+    assert mixed["recompute_ms"].sum() == pytest.approx(both.recompute_ms)
+    assert mixed["discarded_bytes"].any()
+    assert mixed["forward_ms"].sum() == pytest.approx(profile.with_plan(both.chunks).forward_ms)
+
+
+def test_a_table_of_chunks(profile: sacplan.Profile, policy: sacplan.Plan, both: sacplan.Plan) -> None:
+    (row,) = sacplan.chunk_table(profile, policy).itertuples()
+    assert (row.Index, row.slices, row.rows, row.dim) == ("head", 8, 64, 1)
+    assert row.added_ms == pytest.approx(policy.added_ms)
+    assert row.peak_bytes == profile.peak_bytes
+    (row,) = sacplan.chunk_table(profile, both).itertuples()
+    assert row.peak_bytes == profile.footprint(both.discarded).peak_bytes
+    assert sacplan.chunk_table(profile, sacplan.policy("full", profile=profile)).empty
+    other = sacplan.profile(LM(layers=2, dim=64, heads=2, vocab=VOCAB), batch(), loss_fn, device="cpu")
+    with pytest.raises(PlanMismatch):
+        sacplan.chunk_table(other, policy)
+
+
+def test_the_loss_beside_what_libraries_offer(profile: sacplan.Profile, policy: sacplan.Plan) -> None:
+    found = sacplan.loss_table(profile, policy)
+    assert list(found.index) == ["as it is", "in 8 slices", "F.linear_cross_entropy", "Liger"]
+    region = LossRegion(128, 32, VOCAB, torch.float32)  # of the model above, by hand
+    priced = plain(region, profile.spec)
+    assert found.loc["as it is", "peak_bytes"] == pytest.approx(priced.peak_bytes, rel=0.02)
+    for expected in (linear_cross_entropy(region, profile.spec), liger(region, profile.spec)):
+        row = found.loc[expected.name]
+        assert (row["peak_bytes"], row["time_ms"]) == (expected.peak_bytes, expected.time_ms)
+    assert found.loc["F.linear_cross_entropy", "available"] == hasattr(F, "linear_cross_entropy")
+    sliced = found.loc["in 8 slices"]
+    assert sliced["time_ms"] - found.loc["as it is", "time_ms"] == pytest.approx(policy.added_ms)
+    fewer = profile.peak_bytes - policy.peak_bytes
+    assert fewer <= found.loc["as it is", "peak_bytes"] - sliced["peak_bytes"]
+    assert sacplan.loss_table(profile, sacplan.policy("full", profile=profile)).empty
+
+
+class Ragged(nn.Module):
+    """With a bias at the head, and ops that cannot run in slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 99)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.body(x)
+        h = F.dropout(h.flip(1).sort(-1).values, 0.1)
+        out: torch.Tensor = self.head(h)
+        return out
+
+
+def test_the_report_names_ops_that_need_whole_tensors() -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x).flatten(0, 1), torch.zeros(32, dtype=torch.long))
+
+    profile = sacplan.profile(Ragged(), torch.randn(4, 8, 8), loss, device="h100")
+    found = sacplan.blocked_ops(profile)
+    assert found.loc["aten.native_dropout.default", "why"] == "draws random numbers"
+    assert found["most_bytes"].is_monotonic_decreasing
+    assert len(sacplan.blocked_ops(profile, top=1)) == 1
+    plan = sacplan.policy("chunked-loss", slices=2, profile=profile)
+    region = LossRegion(32, 8, 99, torch.float32, bias=True)
+    assert (
+        sacplan.loss_table(profile, plan).loc["Liger", "peak_bytes"] == liger(region, profile.spec).peak_bytes
+    )
+    page = report_html(profile, plan)
+    for text in ("aten.native_dropout.default", "F.linear_cross_entropy", "Gradients are close", "added ms"):
+        assert text in page
+    assert 'id="chunks"' not in report_html(profile, sacplan.plan(profile, "100%"))
+
+
+def test_the_page_says_why_nothing_runs_in_slices() -> None:
+    profile = sacplan.profile(Cumulated(), torch.randn(4, 8, 8), device="cpu")
+    page = report_html(profile, sacplan.plan(profile, "100%", techniques=BOTH))
+    assert "Why the loss does not" in page
+    assert "from head on: " in page
+
+
+def test_a_trace_and_figures_of_a_plan_with_chunks(
+    profile: sacplan.Profile, both: sacplan.Plan, tmp_path: Path
+) -> None:
+    path = sacplan.write_memory_trace(tmp_path / "t.json", profile, both)
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    memory = [sum(e["args"].values()) for e in events if e.get("name") == "memory"]
+    assert max(memory) == both.peak_bytes
+    frame = sacplan.frontier(profile, 3, ["greedy"], techniques=BOTH)
+    axis = sacplan.frontier_figure(profile, frame, both).axes[0]
+    drawn = {line.get_label(): line for line in axis.lines}
+    assert "chunks" in axis.get_ylabel()
+    assert "lower bound" not in drawn
+    costs = (frame["recompute_share"] + frame["added_share"])[frame["solver"] == "greedy"] * 100
+    assert np.sort(np.asarray(drawn["greedy"].get_ydata())) == pytest.approx(np.sort(costs))
+
+
+def test_rotor_plans_without_the_chunks_that_it_may_use() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)]
+    model = nn.Sequential(nn.Embedding(VOCAB, 64), *layers, nn.Linear(64, VOCAB))
+    profile = sacplan.profile(model, batch(), loss_fn, device="cpu")
+    alone = sacplan.plan_smallest(profile, "rotor")
+    assert sacplan.plan_smallest(profile, "rotor", techniques=BOTH).decisions == alone.decisions
+    best = sacplan.plan_smallest(profile, techniques=BOTH)
+    assert best.chunks
+    assert best.peak_bytes < alone.peak_bytes
+
+
+def test_reports_in_inference(model: LM) -> None:
+    profile = sacplan.profile(model, batch(), device="cpu", mode="inference")
+    plan = sacplan.plan_smallest(profile)
+    rows = sacplan.chunk_table(profile, plan)
+    assert rows["count"].sum() == len(plan.chunks) > 0
+    assert rows["what"].str.startswith("a stretch of").all()
+    assert (rows["slices"] <= rows["rows"]).all()
+    assert sacplan.alive_at_peak(profile, plan, None)["bytes"].sum() == plan.peak_bytes
+    assert "in slices" in set(sacplan.module_table(profile, plan)["why"])
+    page = report_html(profile, plan, sacplan.frontier(profile, 2))
+    assert "The output is close" in page
+    assert "Gradients" not in page
+
+
+def test_plans_leave_what_is_pinned_out_of_slices(profile: sacplan.Profile) -> None:
+    for pins in ({"never": ["head"]}, {"keep": ["aten._log_softmax"]}):
+        found = sacplan.plan_smallest(profile, "greedy", techniques=BOTH, **pins)  # type: ignore[arg-type]
+        assert "head" not in [chunk.unit for chunk in found.chunks]
+        assert found.peak_bytes > profile.peak_bytes // 2
+    assert sacplan.plan_smallest(profile, "greedy", techniques=BOTH, never=["layers.0"]).chunks

@@ -1,0 +1,452 @@
+"""Inference in slices: what a plan says is what happens, and a step that is another is never wrong."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+import sacplan
+from sacplan._chunk.search import stretch_search
+from sacplan._program.decisions import Chunk
+from sacplan._program.pins import resolve_pins
+from sacplan._techniques import rewritten
+from tests.zoo.wide import Attention, Evoformer, Transformer, UNet
+
+Make = Callable[[], tuple[nn.Module, Any]]
+
+
+def profile_of(model: nn.Module, batch: Any, device: str = "cpu") -> sacplan.Profile:
+    return sacplan.profile(model, batch, device=device, mode="inference")
+
+
+def base_of(profile: sacplan.Profile) -> int:
+    """Bytes of parameters and batch."""
+    return profile.program.liveness.initial_bytes
+
+
+def share(profile: sacplan.Profile, share_of_step: float) -> str:
+    """A budget: a share of what the step allocates."""
+    base = base_of(profile)
+    return f"{base + int(share_of_step * (profile.peak_bytes - base))}B"
+
+
+def outputs(model: nn.Module, batch: Any) -> list[torch.Tensor]:
+    with torch.no_grad():
+        out = model(*batch) if isinstance(batch, tuple) else model(batch)
+    return [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+
+
+def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert type(a) is torch.Tensor
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        assert a.stride() == b.stride()
+
+
+def attention() -> tuple[nn.Module, Any]:
+    return Attention(32, 4), torch.randn(1, 64, 32)
+
+
+def transformer() -> tuple[nn.Module, Any]:
+    return Transformer(32, 4, 2), torch.randn(2, 48, 32)
+
+
+def evoformer() -> tuple[nn.Module, Any]:
+    return Evoformer(16, 8), (torch.randn(1, 4, 12, 16), torch.randn(1, 12, 12, 8))
+
+
+def unet() -> tuple[nn.Module, Any]:
+    return UNet((32, 64), 1), (torch.randn(1, 3, 32, 32), torch.tensor([7]))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+SLOW_EVOFORMER = pytest.param(evoformer, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("make", [attention, transformer, SLOW_EVOFORMER, unet])
+def test_a_plan_is_what_happens(make: Make) -> None:
+    model, batch = make()
+    model.eval()
+    profile = profile_of(model, batch)
+    expected = outputs(model, batch)
+    smallest = sacplan.plan_smallest(profile)
+    assert smallest.peak_bytes - base_of(profile) < 0.8 * (profile.peak_bytes - base_of(profile))
+    for budget in (share(profile, 0.8), f"{smallest.peak_bytes}B"):
+        plan = sacplan.plan(profile, budget)
+        assert plan.peak_bytes <= plan.budget_bytes
+        assert {type(d) for d in plan.decisions} == {Chunk}
+        assert sacplan.verify(model, batch, plan).peak_bytes == plan.peak_bytes
+        real = sacplan.verify(model, batch, plan, run="real")
+        assert real.within_budget
+        assert real.differences == ()
+        assert real.peak_bytes == pytest.approx(plan.peak_bytes, rel=5e-3)
+        with sacplan.apply(model, plan):
+            assert_close(outputs(model, batch), expected)
+    with pytest.raises(sacplan.InfeasibleBudget) as refused:
+        sacplan.plan(profile, f"{smallest.peak_bytes - 1}B")
+    assert refused.value.smallest_feasible_bytes == smallest.peak_bytes
+
+
+def fused() -> tuple[nn.Module, Any]:
+    """The attention kernel that the device would choose, on what is not computed yet."""
+    return nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), torch.randn(2, 64, 32)
+
+
+@pytest.mark.parametrize("make", [transformer, fused])
+def test_on_a_gpu_a_plan_is_the_fake_step(make: Make) -> None:
+    model, batch = make()
+    profile = profile_of(model.eval(), batch, "h100")
+    plan = sacplan.plan_smallest(profile)
+    assert plan.peak_bytes < profile.peak_bytes
+    seen = sacplan.verify(model, batch, plan)
+    assert seen.differences == ()
+    assert seen.peak_bytes == plan.peak_bytes
+
+
+def test_time_and_flops_are_those_of_the_fake_step() -> None:
+    model, batch = transformer()
+    profile = profile_of(model.eval(), batch)
+    plan = sacplan.plan(profile, share(profile, 0.5))
+    program = rewritten(profile.program, plan.decisions, profile.spec)
+    seen = sacplan.verify(model, batch, plan)
+    assert program.flops == profile.program.flops == seen.recompute_flops + plan.step_flops
+    assert program.step_ms == pytest.approx(seen.step_ms, rel=1e-6)
+    assert program.step_ms > profile.step_ms
+
+
+def test_files(tmp_path: Path) -> None:
+    model, batch = transformer()
+    profile = profile_of(model.eval(), batch)
+    profile.save(tmp_path / "profile.json.gz")
+    again = sacplan.Profile.load(tmp_path / "profile.json.gz")
+    plan = sacplan.plan(again, share(profile, 0.5))
+    assert plan == sacplan.plan(profile, share(profile, 0.5))
+    plan.save(tmp_path / "plan.json")
+    loaded = sacplan.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert sacplan.verify(model, batch, loaded).peak_bytes == plan.peak_bytes
+
+
+def test_pins() -> None:
+    model, batch = transformer()
+    profile = profile_of(model.eval(), batch)
+    pins = resolve_pins(profile.program, profile.fingerprint, (), ["1"])
+    search = stretch_search(profile.program, profile.spec, pins)
+    units = {search.decision(one, int(one.ends[0]), 2).unit for one in search.candidates}
+    assert units
+    assert not any(unit in ("", "1") or unit.startswith("1.") for unit in units)
+    kept = sacplan.plan_smallest(profile, keep=["aten._softmax"])
+    assert not any(site.op.startswith("aten._softmax") for d in kept.decisions for site in d.sites)
+    assert sacplan.verify(model, batch, kept).peak_bytes == kept.peak_bytes > plan_bytes(profile)
+
+
+def plan_bytes(profile: sacplan.Profile) -> int:
+    return sacplan.plan_smallest(profile).peak_bytes
+
+
+# --- other steps than the recorded one ------------------------------------------------------------------
+
+
+@pytest.fixture
+def planned() -> tuple[nn.Module, sacplan.Plan]:
+    model = Transformer(32, 4, 2).eval()
+    profile = profile_of(model, torch.randn(1, 48, 32))
+    return model, sacplan.plan(profile, share(profile, 0.5))
+
+
+@pytest.mark.parametrize("shape", [(1, 48, 32), (3, 48, 32), (1, 20, 32), (2, 7, 32), (1, 1, 32)])
+def test_other_sizes(planned: tuple[nn.Module, sacplan.Plan], shape: tuple[int, ...]) -> None:
+    model, plan = planned
+    x = torch.randn(shape)
+    expected = outputs(model, x)
+    with warnings.catch_warnings(), sacplan.apply(model, plan):
+        warnings.simplefilter(
+            "ignore", sacplan.SacplanWarning
+        )  # views become copies with more than one sample
+        assert_close(outputs(model, x), expected)
+
+
+def test_a_larger_batch_is_sliced_too() -> None:
+    model = Transformer(32, 4, 2).eval()
+    profile = profile_of(model, torch.randn(2, 48, 32))
+    plan = sacplan.plan(profile, share(profile, 0.5))
+    x = torch.randn(5, 64, 32)
+    expected = outputs(model, x)
+    with sacplan.apply(model, plan) as handle:
+        assert_close(outputs(model, x), expected)
+        assert handle.differences == ()
+
+
+def test_with_gradients_it_runs_as_without_a_plan(planned: tuple[nn.Module, sacplan.Plan]) -> None:
+    model, plan = planned
+    x = torch.randn(1, 48, 32)
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    with sacplan.apply(model, plan) as handle:
+        model(x).sum().backward()
+        assert handle.differences == ()
+    assert expected
+    assert all(map(torch.equal, expected, (p.grad for p in model.parameters())))
+
+
+def test_inference_mode(planned: tuple[nn.Module, sacplan.Plan]) -> None:
+    model, plan = planned
+    x = torch.randn(1, 48, 32)
+    expected = outputs(model, x)
+    with sacplan.apply(model, plan) as handle, torch.inference_mode():
+        torch.testing.assert_close(model(x), expected[0])
+        assert handle.differences == ()
+
+
+def test_copies_and_removal(planned: tuple[nn.Module, sacplan.Plan]) -> None:
+    model, plan = planned
+    x = torch.randn(1, 48, 32)
+    expected = outputs(model, x)
+    handle = sacplan.apply(model, plan)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_close(outputs(other, x), expected)
+    handle.remove()
+    assert "forward" not in model.__dict__
+    assert "forward" not in model[0].__dict__
+    assert_close(outputs(model, x), expected)
+
+
+class Peeking(nn.Module):
+    """Attention whose scores somebody may look at, or write to what it reads, in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention(32, 4)
+        self.mode = "plain"
+        self.seen: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        scores = torch.softmax(x @ x.transpose(-1, -2), -1)
+        if self.mode == "item":
+            self.seen = scores.sum().item()
+        elif self.mode == "keep":
+            self.seen = scores
+        elif self.mode == "write":
+            x.mul_(2)
+        elif self.mode == "return":
+            return scores
+        elif self.mode == "raise":
+            raise ValueError("in the middle")
+        elif self.mode == "numpy":
+            self.seen = scores.clone().numpy()
+        elif self.mode == "memory":  # which no op reads, and of two versions
+            before = scores.tolist()
+            self.seen = torch.tensor([before, scores.mul_(2).tolist()])
+        y = scores @ x
+        return torch.relu(y) + 1
+
+
+@pytest.mark.parametrize("mode", ["item", "keep", "write", "return", "numpy", "memory"])
+def test_a_step_that_differs_is_right_and_is_told(mode: str) -> None:
+    model, x = Peeking(), torch.randn(1, 64, 32)
+    profile = profile_of(model, x)
+    plan = sacplan.plan_smallest(profile)
+    assert plan.peak_bytes - base_of(profile) < 0.6 * (profile.peak_bytes - base_of(profile))
+    model.mode = mode
+    expected, seen = outputs(model, x), model.seen
+    model.seen = None
+    told = pytest.warns(sacplan.SacplanWarning) if mode != "keep" else nullcontext()
+    with sacplan.apply(model, plan) as handle:
+        with told:
+            found = outputs(model, x)
+        if mode == "keep":  # nothing shows that it was different: a look at what is gone is an error
+            with pytest.raises(sacplan.RecipeError, match="computed in slices"):
+                model.seen.sum()
+        else:
+            assert handle.differences
+            if seen is not None:
+                torch.testing.assert_close(model.seen, seen)
+    assert_close([torch.as_tensor(t + 0) for t in found], expected)
+
+
+def test_an_error_in_the_middle_leaves_nothing_behind() -> None:
+    model, x = Peeking(), torch.randn(1, 64, 32)
+    plan = sacplan.plan_smallest(profile_of(model, x))
+    expected = outputs(model, x)
+    with sacplan.apply(model, plan) as handle:
+        model.mode = "raise"
+        with pytest.raises(ValueError, match="in the middle"):
+            outputs(model, x)
+        model.mode = "plain"
+        assert_close(outputs(model, x), expected)
+        assert handle.differences == ()
+
+
+def test_a_unit_is_a_graph_break() -> None:
+    model, x = transformer()
+    plan = sacplan.plan_smallest(profile_of(model.eval(), x))
+    expected = outputs(model, x)
+    torch._dynamo.reset()
+    with sacplan.apply(model, plan) as handle:
+        assert_close(outputs(torch.compile(model, backend="eager"), x), expected)
+        assert handle.differences == ()
+
+
+# --- what ends in a loop -----------------------------------------------------------------------------
+
+
+class Reduced(nn.Module):
+    """Wide values that end in reductions over what is sliced."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.up = nn.Linear(16, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.relu(self.up(x), inplace=True)
+        if self.how == "amax":
+            return h.amax(0)
+        if self.how == "mean":
+            return h.mean(0)
+        if self.how == "both":
+            return torch.stack([h.sum(0), h.amin(0)])
+        return h.sum(0)
+
+
+@pytest.mark.parametrize("how", ["sum", "amax", "mean", "both"])
+def test_reductions(how: str) -> None:
+    model, x = Reduced(how), torch.randn(301, 16)
+    profile = profile_of(model, x)
+    plan = sacplan.plan(profile, share(profile, 0.2))
+    assert sacplan.verify(model, x, plan).peak_bytes == plan.peak_bytes
+    expected = outputs(model, x)
+    with sacplan.apply(model, plan) as handle:
+        torch.testing.assert_close(outputs(model, x), expected)
+        assert handle.differences == ()
+
+
+class Branches(nn.Module):
+    """Written in place, in several outputs, with dropout that draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(16, 128), nn.Linear(128, 16), nn.LayerNorm(128)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.up(x)
+        h.add_(1).mul_(h.sigmoid())
+        a, b = self.norm(h).chunk(2, -1)
+        wide = torch.cat([a * b, F.gelu(b)], -1)
+        return self.down(F.dropout(wide, 0.5, self.training)), (a + b).t().contiguous().t()
+
+
+def test_random_ops_are_in_no_loop() -> None:
+    model, x = Branches().train(), torch.randn(200, 16)
+    profile = profile_of(model, x)
+    plan = sacplan.plan_smallest(profile)
+    assert not any("dropout" in site.op or "bernoulli" in site.op for d in plan.decisions for site in d.sites)
+    torch.manual_seed(3)
+    expected = outputs(model, x)
+    with sacplan.apply(model, plan):
+        torch.manual_seed(3)
+        assert_close(outputs(model, x), expected)
+
+
+@pytest.mark.parametrize("make", [lambda: (Branches(), torch.randn(40, 16)), attention, SLOW_EVOFORMER])
+def test_every_candidate_is_what_happens(make: Make) -> None:
+    """One by one, in slices that do not come out even: a plain step is the ground truth."""
+    model, batch = make()
+    profile = profile_of(model.eval(), batch)
+    search = stretch_search(profile.program, profile.spec)
+    expected = outputs(model, batch)
+    tried = 0
+    for one in search.candidates[:: max(1, len(search.candidates) // 9)]:
+        decision = search.decision(one, int(one.ends[0]), min(3, one.size))
+        program = rewritten(profile.program, (decision,), profile.spec)
+        plan = sacplan.plan(profile, "100%")
+        plan = _with_decision(plan, profile, decision, program.footprint.peak_bytes)
+        assert sacplan.verify(model, batch, plan).peak_bytes == plan.peak_bytes
+        with sacplan.apply(model, plan) as handle:
+            assert_close(outputs(model, batch), expected)
+            assert handle.differences == ()
+        tried += 1
+    assert tried > 5
+
+
+def _with_decision(plan: sacplan.Plan, profile: sacplan.Profile, decision: Chunk, peak: int) -> sacplan.Plan:
+    import msgspec
+
+    from sacplan._plan.make import unit_plans
+
+    units, sequences = unit_plans(profile.program, {}, [decision.unit])
+    return msgspec.structs.replace(
+        plan, decisions=(decision,), units=units, sequences=sequences, peak_bytes=peak
+    )
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.wide, self.norm = nn.Conv2d(8, 32, 3, padding=1), norm
+        self.narrow = nn.Conv2d(32, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(self.norm(self.wide(x)).relu())
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_an_instance_norm_without_statistics(affine: bool) -> None:
+    """It is a batch norm that trains, and writes no statistics: it runs in slices like another."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Normed(nn.InstanceNorm2d(32, affine=affine)) for _ in range(2))).eval()
+    batch = torch.randn(2, 8, 32, 32)
+    expected, profile = outputs(model, batch), profile_of(model, batch)
+    for plan in (sacplan.plan_smallest(profile), sacplan.plan(profile, "90%")):
+        assert plan.chunks
+        for run in ("fake", "real"):
+            seen = sacplan.verify(model, batch, plan, run=run)  # type: ignore[arg-type]
+            assert seen.peak_bytes == plan.peak_bytes
+            assert not seen.differences
+        with sacplan.apply(model, plan):
+            assert_close(outputs(model, batch), expected)
+
+
+@pytest.mark.parametrize("make", [attention, transformer])
+def test_edges_that_are_left_out_are_on_no_cheapest_path(make: Make) -> None:
+    """Against every edge, with the slices of each worked out op by op."""
+    profile = profile_of(*make())
+    search = stretch_search(profile.program, profile.spec)
+    total, n = search._total, search.flow.n_ops
+    least = search._least_peak()
+    for budget in (least, (least + int(total.max())) // 2):
+        cost = [0.0] + [float("inf")] * n
+        for at in range(n):
+            if total[at] <= budget:
+                cost[at + 1] = min(cost[at + 1], cost[at])
+            for one in search.candidates:
+                for place, end in enumerate(one.ends.tolist()):
+                    if end + one.shape.start != at or one.outside[place] > budget:
+                        continue
+                    fits = [k for k in range(1, one.size + 1) if one.base[place] + one.inside(k) <= budget]
+                    if fits:
+                        until = end + one.shape.until + 1
+                        extra = float(one.extra_ms(torch.tensor(min(fits)).numpy()))
+                        cost[until] = min(cost[until], cost[at] + extra)
+        picks = search._cheapest(budget)
+        assert picks is not None
+        found = sum(float(one.candidates.extra_ms(torch.tensor(one.slices).numpy())) for one in picks)
+        assert found == pytest.approx(cost[n], abs=1e-5)

@@ -1,0 +1,346 @@
+"""Strides and storages of fake tensors against those of the CPU's kernels, and what a plan makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sacplan
+from benchmarks.harness.steps import real_step
+from benchmarks.op_metadata import (
+    LAYOUTS,
+    LEFT,
+    MORE,
+    CompareMetadata,
+    MoreOfAnOp,
+    laid_out,
+    run_with_backward,
+    sweep,
+)
+from sacplan._device.kernels import device_kernels, fake_device
+from sacplan._device.layouts import on_all_devices, on_cpu, rule_of
+from sacplan._torch.ops import tensors_in
+from tests.support.chunks import allocations
+
+aten = torch.ops.aten
+
+
+SOME = ("contiguous", "transposed", "expanded", "first transposed", "others outer transposed")
+FORMATS = ("contiguous", "transposed", "channels last", "sliced")
+
+
+def compared(run: Callable[..., Any], *inputs: Any, layouts: Sequence[str] = SOME) -> CompareMetadata:
+    """Forward and backward on arguments of these layouts."""
+    compare = CompareMetadata()
+    with device_kernels("cpu"):
+        for layout in layouts:
+            given, _ = laid_out(LAYOUTS[layout], inputs)
+            with compare:
+                run_with_backward(lambda: run(*given), list(tensors_in(given)))  # noqa: B023
+    return compare
+
+
+def rand(*shape: int) -> torch.Tensor:
+    return torch.rand(shape).mul(0.8).add(0.1).requires_grad_()
+
+
+LOSSES = {
+    "mse": F.mse_loss,
+    "smooth_l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "l1": F.l1_loss,
+    "soft_margin": F.soft_margin_loss,
+    "bce": F.binary_cross_entropy,
+    "bce_with_logits": F.binary_cross_entropy_with_logits,
+    "kl": F.kl_div,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses(loss: str) -> None:
+    for reduction in ("none", "mean", "sum"):
+        compare = compared(
+            lambda x, y: LOSSES[loss](x, y.detach(), reduction=reduction),  # noqa: B023
+            rand(6, 3, 5),
+            rand(6, 3, 5),
+        )
+        assert not compare.found()
+        assert compare.calls
+
+
+@pytest.mark.parametrize(("training", "affine"), [(True, True), (False, False)])
+@pytest.mark.parametrize("shape", [(6, 4), (6, 4, 5), (6, 4, 5, 3), (2, 4, 3, 5, 3)])
+def test_batch_norm(shape: tuple[int, ...], affine: bool, training: bool) -> None:
+    weight, bias = (rand(4), rand(4)) if affine else (None, None)
+    mean, var = torch.zeros(4), torch.ones(4)
+    compare = compared(
+        lambda x: F.batch_norm(x, mean, var, weight, bias, training), rand(*shape), layouts=FORMATS
+    )
+    assert not compare.found()
+    assert compare.calls["aten.native_batch_norm.default"] > 1
+
+
+@pytest.mark.parametrize("shape", [(6, 4, 5), (6, 4, 5, 3), (2, 4, 3, 5, 3)])
+def test_group_norm(shape: tuple[int, ...]) -> None:
+    compare = compared(lambda x: F.group_norm(x, 2), rand(*shape), layouts=FORMATS)
+    assert not compare.found()
+    assert compare.calls["aten.native_group_norm.default"]
+
+
+BINARY = {
+    "xlogy": torch.xlogy,
+    "xlog1py": torch.special.xlog1py,
+    "copysign": torch.copysign,
+    "floor_divide": lambda x, y: torch.floor_divide(x.detach(), y.detach()),
+    "floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "heaviside": lambda x, y: torch.heaviside(x.detach(), y.detach()),
+    "logaddexp": torch.logaddexp,
+    "logical_and": torch.logical_and,
+    "ldexp": torch.ldexp,
+    "normal": lambda x, y: torch.normal(x.detach(), y.detach()),
+}
+
+
+@pytest.mark.parametrize("op", BINARY)
+def test_elementwise_ops_of_mixed_layouts(op: str) -> None:
+    for shapes in (((4, 3, 5), (3, 5)), ((4, 1, 5), (4, 3, 5)), ((3, 5), ())):
+        assert not compared(BINARY[op], *(rand(*shape) for shape in shapes)).found()
+
+
+UNARY = {
+    "relu": F.relu,
+    "leaky_relu": F.leaky_relu,
+    "hardtanh": F.hardtanh,
+    "hardswish": F.hardswish,
+    "logsigmoid": F.logsigmoid,
+    "logit": torch.logit,
+    "log_softmax": lambda x: F.log_softmax(x, 1),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "power of a number": lambda x: 2.0**x,
+    "reflection": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "replication": lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
+    "channel_shuffle": lambda x: F.channel_shuffle(x, 2),
+    "slice_scatter": lambda x: x.slice_scatter(x[1:2] * 2, 0, 1, 2),
+}
+
+
+@pytest.mark.parametrize("op", UNARY)
+def test_ops_whose_gradient_has_another_layout(op: str) -> None:
+    assert not compared(UNARY[op], rand(3, 4, 5, 6), layouts=FORMATS).found()
+
+
+def test_every_rule_is_of_an_op_that_is_there() -> None:
+    for op in (*on_all_devices, *on_cpu):
+        assert isinstance(op, torch._ops.OpOverload)
+        assert rule_of(op) is not None
+
+
+def test_ops_of_the_database() -> None:
+    """The ops with rules and their relatives, as PyTorch's own tests call them."""
+    pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    names = """nn.functional.embedding_bag nn.functional.max_unpool2d nn.functional.threshold select_scatter
+        diagonal_scatter as_strided_scatter nn.functional.batch_norm nn.functional.mse_loss"""
+    compare = CompareMetadata()
+    failed = sweep(compare, [op for op in op_db if op.name in names.split()], [torch.float32], limit=3)
+    assert not failed
+    assert set(compare.found()) <= set(LEFT)
+    assert len(compare.calls) > 20
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_reduced_losses_keep_their_storage_every_time(device: str) -> None:
+    """On GPUs too: the function that makes the output is the same. Torch's cache of fake results forgets it."""
+    with fake_device(device):
+        x, y = torch.rand(8, 4, requires_grad=True), torch.rand(8, 4)
+        for _ in range(3):
+            for loss in (F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss, F.binary_cross_entropy):
+                assert loss(x, y).untyped_storage().nbytes() == 128
+                assert loss(x, y, reduction="none").untyped_storage().nbytes() == 128
+    with torch._subclasses.FakeTensorMode():
+        x = torch.rand(8, 4)
+        assert F.mse_loss(x, x).untyped_storage().nbytes() == 4  # torch's own is back
+
+
+class Convolution(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x).sigmoid()
+
+
+@pytest.mark.parametrize("loss", ["mse", "smooth_l1", "bce"])
+def test_steps_with_reduced_losses(loss: str) -> None:
+    """Predicted as measured, without a plan and with one, and as the fake step with the plan says."""
+    torch.manual_seed(0)
+    model, batch = Convolution(), torch.rand(2, 3, 64, 64)
+
+    def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return LOSSES[loss](model(batch), batch)
+
+    profile = sacplan.profile(model, batch, loss_fn, device="cpu")
+    plain = real_step(model, batch, loss_fn)
+    assert profile.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.002)
+    plan = sacplan.plan_smallest(profile)
+    planned = real_step(model, batch, loss_fn, plan=plan)
+    assert plan.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.002)
+    assert planned.same_bits(plain)
+    assert sacplan.verify(model, batch, plan, loss_fn, run="fake").peak_bytes == plan.peak_bytes
+
+
+class LossInside(torch.nn.Module):
+    """Losses inside units, so that results on large storages are among what may be discarded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Convolution() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.new_zeros(())
+        for layer in self.layers:
+            y = layer(x)
+            total = total + F.mse_loss(y, x).sin() + F.binary_cross_entropy(y, x).sin()
+            x = y
+        return total
+
+
+def test_results_on_large_storages_are_computed_again() -> None:
+    torch.manual_seed(0)
+    model, batch = LossInside(), torch.rand(2, 3, 32, 32)
+    profile = sacplan.profile(model, batch, device="cpu")
+    plain = real_step(model, batch)
+    assert profile.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.002)
+    smallest = sacplan.plan_smallest(profile)
+    assert any("mse_loss" in str(site) for sites in smallest.discarded.values() for site in sites)
+    middle = (smallest.peak_bytes + profile.peak_bytes) // 2
+    for plan in (smallest, sacplan.plan(profile, f"{middle}B")):
+        planned = real_step(model, batch, plan=plan)
+        assert planned.same_bits(plain)
+        assert plan.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.002)
+        assert sacplan.verify(model, batch, plan, run="fake").peak_bytes == plan.peak_bytes
+
+
+class Transposed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x.transpose(1, 2)).transpose(1, 2)).tanh()
+
+
+def test_batch_norm_of_a_transposed_input() -> None:
+    torch.manual_seed(0)
+    model, batch = torch.nn.Sequential(*(Transposed() for _ in range(3))), torch.randn(8, 32, 16)
+    fake, real = (sacplan.profile(model, batch, device="cpu", trace=trace) for trace in ("fake", "real"))
+    plain = real_step(model, batch)
+    assert fake.peak_bytes == real.peak_bytes
+    assert fake.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.002)
+    plan = sacplan.plan_smallest(fake)
+    planned = real_step(model, batch, plan=plan)
+    assert plan.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.002)
+    assert planned.same_bits(plain)
+
+
+FOLDS = {
+    "fold": (lambda x: F.fold(x, (6, 6), 3), ((2, 18, 16), (18, 16))),
+    "unfold": (lambda x: F.unfold(x, 3), ((2, 2, 6, 6), (2, 6, 6))),
+    "one column": (lambda x: F.unfold(x, 2, stride=8), ((2, 3, 9, 9),)),  # smaller than what it is made of
+    "few columns": (lambda x: F.fold(x, (5, 5), 2, dilation=2, stride=2), ((2, 12, 4),)),
+}
+
+
+@pytest.mark.parametrize("name", FOLDS)
+def test_columns_keep_the_storage_that_they_are_resized_from(name: str) -> None:
+    run, shapes = FOLDS[name]
+    for shape in shapes:
+        compare = compared(run, rand(*shape))
+        assert not compare.found()
+        assert compare.calls["aten.col2im.default"]
+
+
+class Folded(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out = torch.nn.Conv2d(3, 8, 1), torch.nn.Linear(8 * 25, 72)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        columns = F.unfold(self.conv(x).relu(), 5, padding=2)
+        return F.fold(self.out(columns.transpose(1, 2)).transpose(1, 2), (24, 24), 3, padding=1)
+
+
+def test_steps_with_columns() -> None:
+    torch.manual_seed(0)
+    model, batch = Folded(), torch.randn(2, 3, 24, 24)
+    profile = sacplan.profile(model, batch, device="cpu")
+    plain = real_step(model, batch)
+    assert profile.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.002)
+    plan = sacplan.plan_smallest(profile)
+    planned = real_step(model, batch, plan=plan)
+    assert plan.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.002)
+    assert planned.same_bits(plain)
+
+
+# --- images of a batch of one, whose first stride says nothing but is looked at --------------------------------------
+
+
+@pytest.mark.parametrize("op", MORE, ids=lambda op: op.name)
+def test_strides_of_sizes_of_one(op: MoreOfAnOp) -> None:
+    compare = CompareMetadata()
+    assert not sweep(compare, [op], [torch.float32], limit=2)
+    assert not compare.found()
+    assert compare.calls
+
+
+class Autoencoder(torch.nn.Module):
+    """Attention over the pixels of an image, then convolutions, as in the autoencoders of diffusion models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(32, 32), torch.nn.GroupNorm(8, 32)
+        self.conv = torch.nn.Conv2d(32, 32, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pixels = x.flatten(2).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(*(self.linear(pixels)[:, None],) * 3).squeeze(1)
+        image = (mixed.transpose(-1, -2).reshape(x.shape) + x) / 1.0
+        image = image + self.conv(F.silu(self.norm(image)))
+        return self.conv(F.interpolate(image, scale_factor=2.0))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_steps_on_a_batch_of_one(rows: int) -> None:
+    torch.manual_seed(0)
+    model, batch = Autoencoder(), torch.randn(rows, 32, 16, 16)
+    profile = sacplan.profile(model, batch, device="cpu")
+    plain = real_step(model, batch)
+    assert profile.peak_bytes == plain.peak_bytes
+    assert profile.peak_bytes == sacplan.profile(model, batch, device="cpu", trace="real").peak_bytes
+    plan = sacplan.plan_smallest(profile)
+    planned = real_step(model, batch, plan=plan)
+    assert plan.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.002)
+    assert planned.same_bits(plain)
+
+
+@pytest.mark.filterwarnings("error:the workspace of")
+@pytest.mark.parametrize("rows", [1, 2])
+def test_inference_on_a_batch_of_one(rows: int) -> None:
+    torch.manual_seed(0)
+    model, batch = Autoencoder().eval(), torch.randn(rows, 32, 16, 16)
+    profile = sacplan.profile(model, batch, device="cpu", mode="inference")
+    before = sum(profile.program.storage_bytes[s] for s in profile.program.initial)
+    plan = sacplan.plan_smallest(profile)
+    with torch.no_grad():
+        expected = model(batch)
+        assert profile.peak_bytes - before == allocations(lambda: model(batch))[1]
+        handle = sacplan.apply(model, plan)
+        torch.testing.assert_close(model(batch), expected)
+        assert plan.peak_bytes - before == allocations(lambda: model(batch))[1]
+        handle.remove()

@@ -1,0 +1,215 @@
+"""Bad input: a clear SacplanError that says what, where and what to try; nothing changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import sacplan
+from tests.zoo.language_models import LM, tokens
+
+pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
+
+
+@pytest.fixture(scope="module")
+def profile() -> sacplan.Profile:
+    return sacplan.profile(LM(), tokens(), device="h100")
+
+
+def test_budget_too_small_names_the_smallest_and_it_holds(profile: sacplan.Profile) -> None:
+    with pytest.raises(sacplan.InfeasibleBudget) as info:
+        sacplan.plan(profile, "10KiB")
+    smallest = info.value.smallest_feasible_bytes
+    assert str(smallest) in str(info.value)
+    assert info.value.binding in str(info.value)
+    assert sacplan.plan(profile, f"{smallest}B").peak_bytes <= smallest < profile.peak_bytes
+
+
+def test_the_optimizer_step_binds() -> None:
+    model = LM(layers=1, vocab=20_000)  # parameters and Adam's state and temporaries outweigh activations
+    profile = sacplan.profile(model, tokens(1, 8), optimizer=torch.optim.Adam, device="h100")
+    with pytest.raises(sacplan.InfeasibleBudget, match="optimizer step") as info:
+        sacplan.plan(profile, "1MiB")
+    assert info.value.binding == "optimizer step"
+
+
+@pytest.mark.parametrize(
+    "budget", [-1.0, 0, float("nan"), float("inf"), "-3GiB", "12 parsecs", "", "GiB", "nan%"]
+)
+def test_unreadable_budgets(profile: sacplan.Profile, budget: float | str) -> None:
+    with pytest.raises(sacplan.BudgetError, match=r"budget"):
+        sacplan.plan(profile, budget)
+
+
+def test_unknown_solver_lists_the_known(profile: sacplan.Profile) -> None:
+    with pytest.raises(sacplan.PlanError, match="'milp'"):
+        sacplan.plan(profile, "90%", solver="simplex")
+
+
+def test_unknown_device_lists_the_known() -> None:
+    with pytest.raises(sacplan.DeviceError, match="a100-80gb"):
+        sacplan.profile(LM(), tokens(), device="h1000")
+
+
+def test_no_module_called() -> None:
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (next(model.parameters()) ** 2).sum()
+
+    with pytest.raises(sacplan.TraceError, match="no module of the model was called"):
+        sacplan.profile(LM(), tokens(), loss_fn=loss_fn)
+
+
+def test_no_gradient_anywhere() -> None:
+    model = LM().requires_grad_(False)
+    with pytest.raises(sacplan.TraceError, match="does not require a gradient"):
+        sacplan.profile(model, tokens())
+    with torch.no_grad(), pytest.raises(sacplan.TraceError, match="does not require a gradient"):
+        sacplan.profile(LM(), tokens())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda m, b: m(b), "scalar"),
+        (lambda m, b: 3.0, "scalar tensor, it returned float"),
+        (lambda m, b: None, "NoneType"),
+    ],
+)
+def test_a_loss_that_is_none(loss_fn, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(sacplan.TraceError, match=message):
+        sacplan.profile(LM(), tokens(), loss_fn=loss_fn)
+
+
+def test_a_loss_that_uses_the_original_model() -> None:
+    model, batch = LM(), tokens()
+    with pytest.raises(sacplan.TraceError, match="loss_fn"):
+        sacplan.profile(model, batch, loss_fn=lambda m, b: model(b).sum())
+
+
+def test_a_batch_the_model_rejects_is_the_models_own_exception() -> None:
+    model = LM()
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        sacplan.profile(model, {"words": tokens()})
+    with pytest.raises(Exception, match=r"(?i)shape|dim|size|expand|multiply|layer_norm"):
+        sacplan.profile(nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5)), torch.randn(2, 4))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.slow
+def test_a_rejected_batch_does_not_abort_the_interpreter() -> None:
+    code = (
+        "import torch, sacplan\n"
+        "from torch import nn\n"
+        "for model, batch in [(nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5)), torch.randn(2, 4)),\n"
+        "                     (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(5)), torch.randn(2, 3, 8, 8)),\n"
+        "                     (nn.Sequential(nn.Linear(4, 4), nn.Bilinear(3, 3, 2)), torch.randn(2, 4))]:\n"
+        "    try: sacplan.profile(model, batch)\n"
+        "    except Exception as e: print('caught', type(e).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("caught") == 3
+
+
+def test_a_batch_without_tensors() -> None:
+    for batch in ((), {}, 3, "text"):
+        with pytest.raises(sacplan.TraceError, match="batch holds no tensor"):
+            sacplan.profile(LM(), batch)
+
+
+def test_an_optimizer_over_other_parameters() -> None:
+    other = torch.optim.SGD(LM().parameters(), lr=0.1)
+    with pytest.raises(sacplan.TraceError, match="does not belong to the model"):
+        sacplan.profile(LM(), tokens(), optimizer=other)
+    with pytest.raises(sacplan.TraceError, match="optimizer must be"):
+        sacplan.profile(LM(), tokens(), optimizer=3)
+    with pytest.raises(sacplan.TraceError, match="returned int"):
+        sacplan.profile(LM(), tokens(), optimizer=lambda params: 3)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+
+def test_checkpointing_already_on() -> None:
+    with pytest.raises(sacplan.TraceError, match=r"'inner.*already"):
+        sacplan.profile(Checkpointed(), torch.randn(2, 8, requires_grad=True))
+    flagged = LM()
+    flagged.layers[1].gradient_checkpointing = True
+    with pytest.raises(sacplan.TraceError, match=r"layers\.1"):
+        sacplan.profile(flagged, tokens())
+
+
+def test_not_a_model() -> None:
+    with pytest.raises(sacplan.TraceError, match=r"nn\.Module"):
+        sacplan.profile(lambda x: x, tokens())  # type: ignore[arg-type]
+
+
+def test_unknown_words() -> None:
+    with pytest.raises(sacplan.TraceError, match="operator-level-cost-model"):
+        sacplan.profile(LM(), tokens(), runtime="guess")  # type: ignore[arg-type]
+    with pytest.raises(sacplan.TraceError, match=r"'fake'.*'real'"):
+        sacplan.profile(LM(), tokens(), trace="imaginary")  # type: ignore[arg-type]
+
+
+def test_real_things_need_real_tensors(profile: sacplan.Profile) -> None:
+    with torch.device("meta"):
+        model = LM()
+    with pytest.raises(sacplan.TraceError, match="meta"):
+        sacplan.profile(model, tokens(), device="cpu", trace="real")
+    with pytest.raises(sacplan.DeviceError, match="h100"):
+        sacplan.profile(LM(), tokens(), device="h100", trace="real")
+
+
+def test_a_plan_for_another_model_or_batch_names_the_first_difference(profile: sacplan.Profile) -> None:
+    plan = sacplan.plan(profile, "80%")
+    with pytest.raises(sacplan.PlanMismatch, match=r"'embed.weight' \(128, 64\).*\(128, 32\)"):
+        sacplan.apply(LM(dim=32), plan)
+    with pytest.raises(sacplan.PlanMismatch, match=r"'layers.2.norm1.weight'.*here 'norm.weight'"):
+        sacplan.apply(LM(layers=2), plan)
+    frozen = LM()
+    frozen.head.weight.requires_grad_(False)
+    with pytest.raises(sacplan.PlanMismatch, match=r"head.weight.*frozen"):
+        sacplan.apply(frozen, plan)
+    with pytest.raises(sacplan.PlanMismatch, match=r"\(4, 64\).*\(4, 65\)"):
+        sacplan.verify(LM(), tokens(4, 65), plan)
+
+
+def test_applying_twice_and_compiled_models(profile: sacplan.Profile) -> None:
+    plan = sacplan.plan(profile, "80%")
+    model = LM()
+    handle = sacplan.apply(model, plan)
+    with pytest.raises(sacplan.PlanError, match="already"):
+        sacplan.apply(model, plan)
+    handle.remove()
+    with pytest.raises(sacplan.PlanError, match=r"torch\.compile returned"):
+        sacplan.apply(torch.compile(model), plan)  # type: ignore[arg-type]
+
+
+def test_files_that_are_something_else(tmp_path, profile: sacplan.Profile) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "x.json"
+    path.write_text("not json")
+    with pytest.raises(sacplan.SacplanError, match="not a sacplan plan"):
+        sacplan.Plan.load(path)
+    profile.save(path)
+    with pytest.raises(sacplan.SacplanError, match="'profile', not a sacplan plan"):
+        sacplan.Plan.load(path)
+    path.write_text('{"what": "plan", "schema_version": 99}')
+    with pytest.raises(sacplan.SacplanError, match="schema_version 99"):
+        sacplan.Plan.load(path)
+
+
+def test_estimators_before_anything_was_seen() -> None:
+    with pytest.raises(sacplan.TraceError, match="recorded nothing yet"):
+        _ = sacplan.MemTracker().program
+    with pytest.raises(sacplan.TraceError, match="estimate_mode_type"):
+        sacplan.RuntimeEstimator()("quantum")

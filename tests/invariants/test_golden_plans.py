@@ -1,0 +1,82 @@
+"""Plans of a dozen models are those of the committed files, whatever the clock says (``tests/support/golden.py``)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.golden import CASES, file_of
+
+ROOT = Path(__file__).parents[2]
+QUICK = ("layers", "recurrence", "transformer")
+BUSY = "while True: sum(range(10**6))"
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_plans_are_those_of_the_file(name: str) -> None:
+    """As a command makes them: in a process of their own."""
+    assert json.loads(printed(name)) == json.loads(file_of(name).read_text())
+
+
+@pytest.fixture(scope="module")
+def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What makes the clocks of a process run at another rate, compiled."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("no C compiler, or no LD_PRELOAD: clocks cannot be slowed here")
+    built = tmp_path_factory.mktemp("clock") / "clock.so"
+    source = Path(__file__).parents[1] / "support" / "clock.c"
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", built, source, "-ldl"], check=True)
+    return built
+
+
+def printed(name: str, **environment: str) -> str:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.golden", name, "--print"]
+    run = subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+    return run.stdout[run.stdout.index("{") :]  # behind the banner of a solver
+
+
+def test_the_clock_of_the_next_test_is_another_one(clock: Path) -> None:
+    code = "import time; a = time.monotonic(); time.sleep(0.2); print(time.monotonic() - a)"
+    environment = os.environ | {"LD_PRELOAD": str(clock), "CLOCK_RATE": "100"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert float(run.stdout) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["uneven", "spread", "evoformer"])
+@pytest.mark.parametrize("rate", ["200", "0.005"])
+def test_plans_do_not_hang_on_the_clock(name: str, rate: str, clock: Path) -> None:
+    assert printed(name, LD_PRELOAD=str(clock), CLOCK_RATE=rate) == file_of(name).read_text()
+
+
+@pytest.fixture
+def busy_processes() -> Iterator[None]:
+    """Twice as many as there are cores."""
+    running = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("busy_processes")
+def test_plans_do_not_hang_on_other_processes() -> None:
+    assert printed("uneven") == file_of("uneven").read_text()

@@ -1,0 +1,66 @@
+"""200 programs of ``benchmarks.random_programs``, with some of the decisions each; the benchmark has all for 2,000."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from benchmarks import random_programs
+from benchmarks.harness.steps import on_one_thread
+from benchmarks.random_programs import KINDS, Outcome, make_program
+from tests.support.slow import slow_after
+
+PROGRAMS, PARTS = 200, 10
+TURNS = (
+    ("full", "everything"),
+    ("adversarial",),
+    ("planned",),
+    ("random", "full"),
+    ("everything", "adversarial"),
+)
+
+
+def run(seed: int) -> Outcome:
+    return random_programs.run(seed, kinds=TURNS[seed // 2 % len(TURNS)], threads=seed % 10 == 0)
+
+
+@pytest.mark.parametrize("part", slow_after(1, range(PARTS)))
+def test_no_plan_changes_a_bit_and_the_planners_own_is_never_refused(part: int) -> None:
+    failures: dict[int, list[str]] = {}  # by seed, for `python -m benchmarks.random_programs --only`
+    seen: Counter[str] = Counter()
+    for seed in range(part, PROGRAMS, PARTS):
+        outcome = on_one_thread(run)(seed)
+        seen.update(steps=outcome.steps, sites=outcome.discarded, tried=outcome.steps > 3)
+        if outcome.failures:
+            failures[seed] = outcome.failures
+    assert not failures
+    assert seen["steps"] > 40
+    assert seen["sites"] > 50
+    assert seen["tried"] > PROGRAMS // PARTS // 2  # autograd itself refuses the others, or keeps nothing
+
+
+def test_a_seed_makes_the_same_program_again() -> None:
+    first, again = make_program(5), make_program(5)
+    assert str(first) == str(again)
+    assert torch.equal(first.batch(2), again.batch(2))
+    assert str(first) != str(make_program(6))
+
+
+def test_a_wrong_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison itself: recomputed tensors that are off by one bit."""
+    from sacplan._recompute.executor.nodes import RecipeNode
+
+    compute = RecipeNode.compute
+
+    def off(self: RecipeNode) -> object:
+        outputs = compute(self)
+        for t in outputs:
+            if t.is_floating_point() and t.numel():
+                t[(0,) * t.ndim].add_(1e-3)
+        return outputs
+
+    monkeypatch.setattr(RecipeNode, "compute", off)
+    found = [random_programs.run(seed, kinds=KINDS, threads=False).failures for seed in range(1, 30, 2)]
+    assert sum(map(bool, found)) > 5

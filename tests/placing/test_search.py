@@ -1,0 +1,256 @@
+"""The search for placements: what it finds on models whose best placements are known."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import sacplan
+from sacplan._placing.axis_program import AxisProgram
+from sacplan._placing.roles import ROLES
+from sacplan._placing.search import ShardingSearch
+from sacplan._placing.shardings import Proposal, searched, shardings, smallest_sharding, tensor_parallel
+from sacplan._profile.profile import Profile
+from sacplan._ranks.ranks import Ranks
+from sacplan._ranks.shards import parameters_of
+from sacplan._shard.mesh import Mesh
+from sacplan._shard.places import matches
+from sacplan._solve.milp import Milp
+
+MIB = 2**20
+OPTIONS = Milp(gap=2e-3, work_limit=100_000_000)
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 1024, inner: int = 4096) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int, width: int = 256) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(512, width)
+        self.layers = nn.ModuleList(Mlp(width, 4 * width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.norm(x)
+
+
+@cache
+def mlp(tokens: int = 512) -> Profile:
+    with torch.device("meta"):
+        model, batch = Mlp().bfloat16(), torch.empty(tokens, 1024, dtype=torch.bfloat16)
+    return sacplan.profile(model, batch, loss_fn=lambda m, x: m(x).float().square().mean(), device="h100")
+
+
+@cache
+def stack(layers: int, rows: int = 8) -> Profile:
+    with torch.device("meta"):
+        model, ids = Stack(layers).bfloat16(), torch.zeros(rows, 512, dtype=torch.long)
+    return sacplan.profile(
+        model,
+        ids,
+        loss_fn=lambda m, x: m(x).float().square().mean(),
+        optimizer=torch.optim.AdamW,
+        device="h100",
+    )
+
+
+def search(profile: Profile, mesh: dict[str, int], **allowed: str) -> ShardingSearch:
+    roles = {axis: ROLES[role] for axis, role in allowed.items()}
+    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
+    return ShardingSearch(profile.recorded, parameters, Mesh.of(mesh), profile.spec, roles, OPTIONS)
+
+
+def proposals(profile: Profile, mesh: dict[str, int], **kwargs: object) -> tuple[Proposal, ...]:
+    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
+    return shardings(
+        profile.recorded, parameters, Mesh.of(mesh), profile.spec, options=OPTIONS, **kwargs  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_whole_copies_on_all_ranks_are_the_recorded_step() -> None:
+    for profile in (mlp(), stack(2)):
+        found = search(profile, {"a": 2, "b": 2})
+        evaluation = found.evaluation
+        figures = evaluation.figures(evaluation.replicated())
+        assert evaluation.is_possible(evaluation.replicated())
+        assert figures.peak_bytes == profile.recorded.footprint.peak_bytes
+        assert figures.ms == pytest.approx(profile.recorded.step_ms)
+        live = [moment.live_bytes for moment in profile.recorded.liveness.moments[1:]]
+        assert evaluation.live(evaluation.replicated()).tolist() == live
+
+
+def test_an_mlp_is_split_as_megatron_does() -> None:
+    found = proposals(mlp(), {"tp": 4}, limits=[31 * MIB])
+    best = found[0]
+    assert best.status == "optimal"
+    assert best.sharding.homes == {"up.weight": "S0", "down.weight": "S1"}
+    assert best.sharding.places == ()
+    assert best.bound_ms is not None
+    assert best.bound_ms <= best.ms < mlp().recorded.step_ms
+    rank = Ranks.spread(best.sharding).program(mlp().recorded, mlp().fingerprint.parameters, mlp().spec)
+    assert rank.footprint.peak_bytes == pytest.approx(best.peak_bytes, rel=0.02)
+
+
+def test_limits_are_kept_and_cost_time() -> None:
+    found = search(mlp(), {"tp": 4})
+    free = found.cheapest()
+    assert free is not None
+    smallest = found.smallest
+    assert smallest.figures.peak_bytes < free.figures.peak_bytes
+    before = free.figures.ms
+    for share in (0.75, 0.5, 0.25, 0.0):
+        spare = free.figures.peak_bytes - smallest.figures.peak_bytes
+        limit = smallest.figures.peak_bytes + share * spare
+        one = found.cheapest(limit)
+        assert one is not None
+        assert one.figures.peak_bytes <= limit
+        assert one.figures.ms >= before * (1 - OPTIONS.gap)
+        assert found.evaluation.is_possible(one.choice)
+        before = one.figures.ms
+    assert found.cheapest(smallest.figures.peak_bytes * 0.98) is None
+
+
+def test_the_smallest_is_what_can_be_had() -> None:
+    profile = stack(2)
+    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
+    one = smallest_sharding(profile.recorded, parameters, Mesh.of(4), profile.spec, options=OPTIONS)
+    assert profile.recorded.footprint.peak_bytes / 4 <= one.peak_bytes
+    assert one.peak_bytes < profile.recorded.footprint.peak_bytes / 2
+    assert set(one.sharding.homes.values()) <= {"S0", "S1"}
+    assert one.binding in {"optimizer step", *profile.recorded.calls}
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 2, "tp": 2}])
+def test_many_layers_have_the_variables_of_few(mesh: dict[str, int]) -> None:
+    sizes = set()
+    for layers in (3, 8):
+        found = search(stack(layers), mesh)
+        program = AxisProgram(found.evaluation, found.evaluation.replicated(), len(mesh) - 1, OPTIONS)
+        sizes.add(program.variables)
+    assert len(sizes) == 1
+
+
+def test_equal_layers_lie_alike_and_homes_have_patterns() -> None:
+    best = proposals(stack(3), {"tp": 4})[0]
+    layers = [name for name in best.sharding.homes if name.startswith("layers.")]
+    assert all(name.startswith("layers.*.") for name in layers)
+
+
+def test_the_same_is_found_again() -> None:
+    assert proposals(mlp(), {"dp": 2, "tp": 2}) == proposals(mlp(), {"dp": 2, "tp": 2})
+
+
+def test_data_parallelism_is_found_under_its_restrictions() -> None:
+    profile = stack(2, rows=256)
+    ddp, fsdp = search(profile, {"dp": 4}, dp="ddp"), search(profile, {"dp": 4}, dp="fsdp")
+    (replicas, *_), (sharded, *_) = (
+        proposals(profile, {"dp": 4}, allowed={"dp": ROLES[role]}) for role in ("ddp", "fsdp")
+    )
+    assert not replicas.sharding.homes
+    assert [place.op for place in replicas.sharding.places] == ["aten.embedding.default"]
+    assert replicas.sharding.places[0].inputs == ("R", "S0")
+    assert set(sharded.sharding.homes.values()) == {"S0"}
+    assert len(sharded.sharding.homes) == 5
+    whole, parts = ddp.cheapest(), fsdp.cheapest()
+    assert whole is not None
+    assert parts is not None
+    assert parts.figures.peak_bytes < whole.figures.peak_bytes
+
+
+def test_tensor_parallelism_keeps_the_batch_whole() -> None:
+    profile = mlp(4096)
+    (best, *_) = proposals(profile, {"tp": 4}, allowed={"tp": ROLES["tensor"]})
+    assert best.sharding.homes == {"up.weight": "S0", "down.weight": "S1"}
+    rank = Ranks.spread(best.sharding).program(profile.recorded, profile.fingerprint.parameters, profile.spec)
+    products = [op for op in rank.ops if op.phase == 0 and op.name == "aten.mm.default"]
+    assert [rank.tensors[op.outputs[0]].shape for op in products] == [(4096, 1024), (4096, 1024)]
+
+
+def test_tensor_parallelism_leaves_other_axes_open() -> None:
+    profile = stack(2)
+    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
+    found = tensor_parallel(profile, parameters, Mesh.of({"dp": 2, "tp": 4})).sharding
+    assert all(home.startswith("R,S") for home in found.homes.values())
+    assert {name for name, shape, _ in profile.fingerprint.parameters if len(shape) > 1} == {
+        p.name
+        for p in parameters
+        if any(matches(pattern, p.name) for pattern in found.homes) and len(p.shape) > 1
+    }
+    assert all(text.startswith("*,") for place in found.places for text in place.inputs)
+    Ranks.spread(found).program(profile.recorded, profile.fingerprint.parameters, profile.spec)
+
+
+def test_a_limit_that_nothing_keeps_gives_the_smallest() -> None:
+    profile = stack(2)
+    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
+    smallest = smallest_sharding(profile.recorded, parameters, Mesh.of(4), profile.spec)
+    assert searched(profile, parameters, Mesh.of(4), 1).sharding == smallest.sharding
+    assert searched(profile, parameters, Mesh.of(4)).sharding == proposals(profile, {"ranks": 4})[0].sharding
+
+
+def test_nothing_is_worse_than_what_people_name() -> None:
+    profile, mesh = stack(2), {"dp": 2, "tp": 2}
+    found = search(profile, mesh)
+    free = found.cheapest()
+    assert free is not None
+    for roles in (("data", "data"), ("data", "tensor"), ("tensor", "data"), ("tensor", "tensor")):
+        named = found.in_roles(roles)
+        assert named is not None
+        assert found.evaluation.is_possible(named.choice)
+        assert free.figures.ms <= named.figures.ms * (1 + 1e-9)
+    assert free.bound_ms is not None
+    assert free.bound_ms <= free.figures.ms
+    assert not math.isinf(free.bound_ms)
+
+
+def test_axes_that_cut_one_dimension_cut_inside_each_other() -> None:
+    (best, *_) = proposals(mlp(), {"a": 2, "b": 2})
+    assert best.sharding.homes == {"up.weight": "S0,S0/2", "down.weight": "S1,S1/2"}
+
+
+def test_three_axes_and_their_order() -> None:
+    (best, *_) = proposals(mlp(4096), {"node": 2, "dp": 2, "tp": 2}, limits=[])
+    named = search(mlp(4096), {"node": 2, "dp": 2, "tp": 2}).in_roles(("data", "data", "tensor"))
+    assert named is not None
+    assert best.ms <= named.figures.ms * (1 + 1e-9)
+    rank = Ranks.spread(best.sharding).program(
+        mlp(4096).recorded, mlp(4096).fingerprint.parameters, mlp(4096).spec
+    )
+    assert rank.footprint.peak_bytes < mlp(4096).recorded.footprint.peak_bytes / 2
+
+
+class Patches(nn.Module):
+    """Images, whose convolution has no gradient of its input; ``convolution_backward`` returns None for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 64, 8, 8)
+        self.mlp = Mlp(64, 256)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.patch(images).flatten(2).transpose(1, 2))
+
+
+def test_an_op_that_returns_none_for_some_outputs() -> None:
+    with torch.device("meta"):
+        model, images = Patches(), torch.empty(8192, 3, 64, 64)
+    profile = sacplan.profile(model, images, loss_fn=lambda m, x: m(x).sum(), device="h100")
+    (best, *_) = proposals(profile, {"dp": 4}, limits=[])
+    assert best.ms < profile.recorded.step_ms / 2
+    rank = Ranks.spread(best.sharding).program(profile.recorded, profile.fingerprint.parameters, profile.spec)
+    assert rank.step_ms < profile.recorded.step_ms / 2

@@ -1,0 +1,66 @@
+"""No choice of ops to run again undercuts the bound at its peak; on a small graph, all choices are tried."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import sacplan
+from sacplan._plan.context import PlanningContext
+from sacplan._program.program import Phase
+from sacplan._recompute.rewrite import recompute_ops
+from sacplan._technique.step import PlanStep
+from tests.zoo.language_models import LM, cross_entropy, tokens
+
+pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
+
+
+class Mixed(nn.Module):
+    """Cheap and expensive ops of different sizes, one branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow, self.out = nn.Linear(64, 256), nn.Linear(256, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.nn.functional.gelu(self.wide(x))
+        y = torch.tanh(self.narrow(h))
+        return (self.out(torch.nn.functional.silu(y)) * y).exp()
+
+
+@pytest.mark.parametrize(("depth", "reached"), [(1, 0.3), (2, 0.9)])
+def test_the_bound_is_under_every_choice(depth: int, reached: float) -> None:
+    """And it is not vacuous: at some peak it is that share of what the choice there costs."""
+    model = nn.Sequential(*(Mixed() for _ in range(depth)))
+    program = sacplan.profile(model, torch.randn(512, 64, requires_grad=True), device="h100").program
+    context = PlanningContext(PlanStep(program))
+    again = [
+        i for i, op in enumerate(program.ops) if op.phase == Phase.FORWARD and op.recomputable and op.writes
+    ]
+    largest = sorted(again, key=lambda i: -sum(program.storage_bytes[s] for s in program.ops[i].writes))
+    again = sorted(largest[:11])
+    assert len(again) >= 6
+    tightest = 0.0
+    for picked in itertools.chain.from_iterable(
+        itertools.combinations(again, n) for n in range(len(again) + 1)
+    ):
+        run = program.with_(recompute_ops(program, dict.fromkeys(picked, 1), {0})).footprint
+        bound = context.bound.at(run.peak_bytes)
+        assert bound <= run.recompute_ms + 1e-9
+        if run.recompute_ms:
+            tightest = max(tightest, bound / run.recompute_ms)
+    assert tightest > reached
+
+
+def test_the_bound_falls_with_the_budget_and_ends_at_zero() -> None:
+    with torch.device("meta"):
+        model = LM(layers=3, dim=64, vocab=300)
+    profile = sacplan.profile(model, tokens(4, 64, 300), loss_fn=cross_entropy, device="h100")
+    bound = PlanningContext(PlanStep(profile.program)).bound
+    at = [bound.at(profile.peak_bytes * share // 20) for share in range(8, 21)]
+    assert at == sorted(at, reverse=True)
+    assert at[0] > 0
+    assert at[-1] == 0

@@ -1,0 +1,346 @@
+"""Wrong meshes, budgets, ranks and files: errors that say what, where and what to try."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import sacplan
+from sacplan._plan.meshes import described_name
+from sacplan._plan.plan import _digest
+from sacplan._ranks.ranks import Ranks
+from sacplan._shard.mesh import Mesh
+from sacplan._shard.process_groups import pretended_ranks
+from sacplan.errors import InfeasibleBudget, PlanError, PlanMismatch
+from tests.zoo.language_models import LM, cross_entropy, tokens
+
+BOTH = ("shard", "recompute")
+
+
+class MLP(nn.Module):
+    def __init__(self, dim: int = 32) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+@functools.cache
+def profile(rows: int = 8) -> sacplan.Profile:
+    torch.manual_seed(0)
+    return sacplan.profile(MLP(), torch.randn(rows, 32), mean_square, device="cpu")
+
+
+@functools.cache
+def planned(ranks: int = 4) -> sacplan.Plan:
+    return sacplan.plan(profile(), "100%", mesh={"dp": ranks}, techniques=BOTH)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "says"),
+    [
+        ({"dp": 7}, r"batch of 8 cannot be cut for 7 ranks .*give a batch that is a multiple of 7"),
+        ([2, 2], r"mesh is \[2, 2\]; give the ranks of each axis"),
+        ("foo", "cannot be read; give '8xcpu'"),
+        (0, "has 0 ranks; it must be an int of at least 1"),
+        (True, "give the ranks of each axis"),
+        ({"dp": -2}, "-2 ranks; it must be an int"),
+        ({"dp": 2.0}, "2.0 ranks; it must be an int"),
+        ({}, "give the ranks of each axis"),
+        ({"": 2}, "axis ''"),
+        ("8xh100", "make a profile with device='h100'"),
+    ],
+    ids=str,
+)
+def test_wrong_meshes(mesh: Any, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        sacplan.plan(profile(), "90%", mesh=mesh, techniques=BOTH)
+
+
+def test_names_that_repeat() -> None:
+    with pytest.raises(PlanError, match="names an axis twice: dp, dp"):
+        Mesh((("dp", 2), ("dp", 2)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"techniques": BOTH}, "give a mesh"),
+        ({"mesh": {"dp": 4}, "techniques": ("recompute",)}, '"shard" among the techniques'),
+        ({"mesh": {"dp": 4}, "world_size": 4}, "either a mesh, or world_size"),
+    ],
+    ids=["no mesh", "no technique", "both"],
+)
+def test_arguments_that_do_not_go_together(arguments: Any, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        sacplan.plan(profile(), "90%", **arguments)
+
+
+def test_the_profile_of_one_rank() -> None:
+    with pytest.raises(PlanError, match="from a profile of the whole model"):
+        sacplan.plan(profile().on_ranks(Ranks.of(4)), "90%", mesh={"dp": 4}, techniques=BOTH)
+
+
+def test_a_batch_that_ranks_do_not_divide_is_not_cut() -> None:
+    plan = sacplan.plan(profile(3), "100%", mesh={"dp": 4}, techniques=BOTH)
+    seen = sacplan.verify(MLP(), torch.randn(3, 32), plan, mean_square)
+    assert seen.peak_bytes == plan.peak_bytes
+
+
+def test_more_ranks_than_heads_do_not_cut_heads() -> None:
+    model, batch = LM(1, 32, 4, 64, dropout=0.0), tokens(4, 16, 64)
+    whole = sacplan.profile(model, batch, cross_entropy, device="cpu")
+    plan = sacplan.plan(whole, "100%", mesh={"tp": 8}, techniques=BOTH)
+    seen = sacplan.verify(model, batch, plan, cross_entropy)
+    assert seen.peak_bytes == plan.peak_bytes < whole.peak_bytes
+
+
+def test_an_infeasible_budget_says_what_binds_and_what_would_do() -> None:
+    with pytest.raises(InfeasibleBudget, match=r"mesh dp 4 under 1\.00 KiB on each rank") as raised:
+        sacplan.plan(profile(), "1KiB", mesh={"dp": 4}, techniques=BOTH)
+    least = raised.value.smallest_feasible_bytes
+    assert raised.value.binding
+    plan = sacplan.plan(profile(), f"{least}B", mesh={"dp": 4}, techniques=BOTH)
+    assert plan.peak_bytes <= least
+
+
+@pytest.mark.parametrize("share", [0.4, 0.6])
+def test_a_budget_above_the_smallest_peak_is_not_refused(share: float) -> None:
+    with pytest.raises(InfeasibleBudget) as raised:
+        sacplan.plan(profile(), "1KiB", mesh={"dp": 4}, techniques=BOTH)
+    budget = int(share * profile().peak_bytes)
+    assert raised.value.smallest_feasible_bytes < budget
+    assert sacplan.plan(profile(), f"{budget}B", mesh={"dp": 4}, techniques=BOTH).peak_bytes <= budget
+
+
+def test_layouts_none_of_which_fits_say_what_binds() -> None:
+    found = sacplan.layouts(MLP(), torch.randn(8, 32), 2, "1KiB", "cpu", mean_square)
+    assert not any(row.fits for row in found.rows)
+    with pytest.raises(sacplan.InfeasibleBudget) as error:
+        found.best  # noqa: B018
+    least = min(found.rows, key=lambda row: row.peak_bytes)
+    assert error.value.smallest_feasible_bytes == least.peak_bytes
+    assert error.value.binding == least.binding != ""
+
+
+def test_without_a_process_group() -> None:
+    model = MLP()
+    with pytest.raises(PlanError, match=r"no process group: start 4 processes with `torchrun"):
+        sacplan.apply(model, planned())
+    assert type(model.up.weight) is nn.Parameter
+
+
+def test_with_another_number_of_ranks() -> None:
+    with pretended_ranks(2), pytest.raises(PlanError, match="mesh of 4 ranks, and 2 run: start 4, or plan"):
+        sacplan.apply(MLP(), planned())
+
+
+def test_a_real_run_of_one_rank() -> None:
+    with pytest.raises(PlanError, match="run='fake'"):
+        sacplan.verify(MLP(), torch.randn(8, 32), planned(), mean_square, run="real")
+
+
+Damage = Callable[[dict[str, Any]], Any]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda s: s.update(mesh=4),
+        lambda s: s["mesh"].update(axes=[["dp", 2], ["dp", 2]]),
+        lambda s: s["mesh"].update(axes=[["dp", 8]]),
+        lambda s: s["mesh"].update(axes=[["dp", "4"]]),
+        lambda s: s["mesh"].update(axes=[["dp", -4]]),
+        lambda s: s.update(homes={"up.weight": "S9"}),
+        lambda s: s.update(homes={"up.weight": "X"}),
+        lambda s: s.update(homes={"up.weight": "S0,S1"}),
+        lambda s: s.update(homes={"up.weight": "P"}),
+        lambda s: s.update(homes={"no.such": "S0"}),
+        lambda s: s.update(homes=[1]),
+        lambda s: s.update(places=[{"unit": "up"}]),
+        lambda s: s.update(
+            places=[{"unit": "up", "op": "aten.addmm.default", "occurrence": 0, "inputs": ["Q"]}]
+        ),
+        lambda s: s.update(
+            places=[{"unit": "up", "op": "aten.addmm.default", "occurrence": -1, "inputs": []}]
+        ),
+        lambda s: s.update(surprise=1),
+    ],
+    ids=range(15),
+)
+def test_damaged_files(damage: Damage, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    planned().save(file)
+    content = json.loads(file.read_text())
+    damage(content["ranks"]["sharding"])
+    signed(content, file)
+
+    def use() -> None:
+        with pretended_ranks(4):
+            sacplan.verify(MLP(), torch.randn(8, 32), sacplan.Plan.load(file), mean_square)
+
+    with pytest.raises(sacplan.SacplanError) as raised:
+        use()
+    assert "sha256" not in str(raised.value)
+
+
+def signed(content: dict[str, Any], file: Path) -> None:
+    """The file of a plan that was edited by one who knows how its checksum is made."""
+    rest = {
+        name: value for name, value in content.items() if name not in ("what", "schema_version", "sha256")
+    }
+    file.write_text(json.dumps({**content, "sha256": _digest(rest)}))
+
+
+def test_chunks_are_refused_by_name() -> None:
+    with pytest.raises(PlanError, match='"chunk" does not go together with a mesh'):
+        sacplan.plan(profile(), "90%", mesh={"dp": 4}, techniques=(*BOTH, "chunk"))
+
+
+@pytest.mark.parametrize(
+    ("devices", "says"),
+    [
+        (
+            "2xa100",
+            "'2xa100' is of a100, and the profile is of a step on cpu: make a profile with device='a100'",
+        ),
+        ("2xfoo", "'2xfoo' is of foo, and the profile is of a step on cpu"),
+        ("2x", "'2x' cannot be read as a number of devices; give '8xcpu', or 8"),
+        ("2xcpux3", "'2xcpux3' is of cpux3"),
+        ("two", "devices is 'two'; give how many"),
+    ],
+)
+def test_numbers_of_devices_that_are_not_the_profiles(devices: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        sacplan.layouts(profile(), devices=devices)
+    with pytest.raises(PlanError, match=says if "x" in devices else "mesh 'two' cannot be read"):
+        sacplan.plan(profile(), "100%", mesh=devices)
+
+
+def test_devices_of_a_model_are_read_too() -> None:
+    with pytest.raises(PlanError, match="devices is '2x'; give how many"):
+        sacplan.layouts(MLP(), torch.randn(8, 32), "2x", loss_fn=mean_square)
+    assert sacplan.layouts(profile(), devices="2xcpu", budget="1GiB").devices == 2
+
+
+def test_a_share_is_of_the_peak_of_a_rank_without_a_plan() -> None:
+    plan = sacplan.plan(profile(64), "90%", mesh={"dp": 2}, techniques=BOTH)
+    assert plan.baseline_peak_bytes < profile(64).peak_bytes
+    assert plan.budget_bytes == int(0.9 * plan.baseline_peak_bytes)
+    assert plan.peak_bytes <= plan.budget_bytes
+
+
+def test_a_number_of_devices_cuts_tensors_on_the_axis_for_them() -> None:
+    found = sacplan.plan(profile(), "100%", mesh=2, techniques=BOTH)
+    name, axes = found.provenance.options["sharding"], found.ranks.sharding.mesh.names
+    assert name == "search" or ("megatron" in name) == ("tp" in axes)
+    assert described_name("megatron", Mesh.of({"dp": 2})) == "megatron (tensors cut over dp)"
+    both = Mesh.of({"dp": 2, "tp": 2})
+    assert (
+        described_name("fsdp + megatron", both) == "fsdp + megatron (batch cut over dp, tensors cut over tp)"
+    )
+    assert described_name("search", both) == "search"
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.before, self.cells = nn.Linear(32, 32), kind(32, 32, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cells(self.before(x))[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (nn.GRU, "module 'cells' cannot be spread .* aten.transpose_.default .* build them without it"),
+        (nn.RNN, "module 'cells' cannot be spread .* aten.transpose_.default .* build them without it"),
+        (nn.LSTM, r"module 'cells' cannot be spread .* aten.mkldnn_rnn_layer.default .* \(device='h100'\)"),
+    ],
+)
+def test_recurrent_networks_are_refused_when_the_plan_is_made(kind: type[nn.RNNBase], says: str) -> None:
+    of_rnn = sacplan.profile(Recurrent(kind), torch.randn(8, 4, 32), mean_square, device="cpu")
+    for name in ("ddp", "fsdp"):
+        with pytest.raises(PlanError, match=says):
+            sacplan.policy(name, profile=of_rnn, mesh={"dp": 2})
+
+
+def test_ways_that_cannot_run_do_not_stop_those_that_can() -> None:
+    model, batch = nn.Sequential(nn.LSTM(32, 32)), torch.randn(8, 4, 32)
+
+    def first(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x)[0].square().mean()
+
+    of_rnn = sacplan.profile(model, batch, first, device="h100")
+    with pytest.raises(PlanError, match=r"module '0' cannot be spread so: aten\._cudnn_rnn"):
+        sacplan.policy("ddp", profile=of_rnn, mesh={"dp": 2})
+    plan = sacplan.plan(of_rnn, "1GiB", mesh={"dp": 2}, techniques=BOTH)
+    assert sacplan.verify(model, batch, plan, first).peak_bytes == plan.peak_bytes
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 32, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        offs = torch.tensor([4, 8], dtype=torch.int32)
+        return torch.ops.aten._grouped_mm(x, self.weight, offs)
+
+
+def test_ops_that_torch_refuses_are_one_sentence_and_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), Experts())
+    experts = sacplan.profile(model, torch.randn(8, 32), mean_square, device="h100")
+    says = r"^aten._grouped_mm.default in module '1' cannot run on mesh dp 2 .*: Expected inputs of BF16 type"
+    with pytest.raises(PlanError, match=says):
+        sacplan.policy("fsdp", profile=experts, mesh={"dp": 2})
+    assert not caplog.records
+
+
+# --- two ranks that differ --------------------------------------------------------------------------------
+
+
+def differing(rank: int, directory: str, files: tuple[str, str]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    try:
+        torch.manual_seed(0)
+        same = MLP()
+        with pytest.raises(PlanMismatch, match="ranks differ in the sharding: 1 from rank 0"):
+            sacplan.apply(same, sacplan.Plan.load(files[rank]))
+        torch.manual_seed(rank)
+        with pytest.raises(PlanMismatch, match="ranks differ in values of the model's parameters"):
+            sacplan.apply(MLP(), sacplan.Plan.load(files[0]))
+        assert type(same.up.weight) is nn.Parameter
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
+)
+def test_ranks_that_differ_say_so_instead_of_waiting(tmp_path: Path) -> None:
+    files = (tmp_path / "0.json", tmp_path / "1.json")
+    plan = planned(2)
+    plan.save(files[0])
+    plan.save(files[1])
+    content = json.loads(files[1].read_text())
+    content["ranks"]["sharding"]["homes"] = {"up.weight": "S0"}
+    content["ranks"]["sharding"]["places"] = []
+    signed(content, files[1])
+    mp.spawn(differing, (str(tmp_path), tuple(map(str, files))), nprocs=2)

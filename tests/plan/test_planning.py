@@ -1,0 +1,322 @@
+"""``plan``: the closed loop, exactly reachable choices, files."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import sacplan
+from sacplan._recompute.rewrite import recomputed
+from tests.zoo.language_models import LM, cross_entropy, tokens
+
+pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
+
+
+@pytest.fixture(scope="module")
+def profile() -> sacplan.Profile:
+    with torch.device("meta"):
+        model = LM(layers=4, dim=128, vocab=1000)
+    return sacplan.profile(model, tokens(8, 128, 1000), loss_fn=cross_entropy, device="h100")
+
+
+@pytest.mark.parametrize("solver", ["best", "milp", "greedy", "uniform"])
+def test_plans_hold_and_are_monotone(profile: sacplan.Profile, solver: str) -> None:
+    smallest = sacplan.plan_smallest(profile, solver).peak_bytes
+    last_ms = float("inf")
+    for i in range(9):
+        budget = smallest + (profile.peak_bytes - smallest) * i // 8
+        plan = sacplan.plan(profile, f"{budget}B", solver)
+        assert plan.peak_bytes <= budget
+        assert plan.peak_bytes == recomputed(profile.program, plan.discarded).footprint.peak_bytes
+        if solver == "best":
+            assert plan.recompute_ms <= last_ms * 1.05
+        last_ms = plan.recompute_ms
+    assert plan.recompute_ms == 0
+    assert plan.status == "unplanned"
+
+
+def test_the_peak_is_that_of_a_real_fake_step(profile: sacplan.Profile) -> None:
+    with torch.device("meta"):
+        model = LM(layers=4, dim=128, vocab=1000)
+    for budget in ("85%", "65%"):
+        plan = sacplan.plan(profile, budget)
+        seen = sacplan.verify(model, tokens(8, 128, 1000), plan, loss_fn=cross_entropy)
+        assert seen.peak_bytes == plan.peak_bytes
+        assert seen.within_budget
+        assert seen.recompute_flops == plan.recompute_flops
+
+
+def test_budgets_are_gib_text_or_shares(profile: sacplan.Profile) -> None:
+    by_share = sacplan.plan(profile, "75%")
+    by_bytes = sacplan.plan(profile, f"{by_share.budget_bytes}B")
+    by_gib = sacplan.plan(profile, by_share.budget_bytes / 2**30)
+    assert by_share.budget_bytes == profile.peak_bytes * 3 // 4
+    assert by_share == by_bytes == by_gib
+
+
+def test_same_input_same_plan(profile: sacplan.Profile) -> None:
+    fresh = dataclasses.replace(profile)  # nothing cached
+    assert sacplan.plan(fresh, "70%") == sacplan.plan(profile, "70%")
+
+
+def test_units_list_what_they_keep_and_discard(profile: sacplan.Profile) -> None:
+    plan = sacplan.plan(profile, "60%")
+    assert plan.units
+    for fqn, unit in plan.units.items():
+        assert plan.discarded[fqn]
+        assert 0 < unit.discard_ratio <= 1
+        assert not set(plan.discarded[fqn]) & set(unit.kept)
+    assert set(plan.op_decisions.values()) == {"keep", "discard"}
+    assert plan.recompute_ms == pytest.approx(sum(u.recompute_ms for u in plan.units.values()))
+    names = list(plan.units)
+    assert not any(a != b and (b == "" or a.startswith(b + ".")) for a in names for b in names)
+
+
+def test_fewest_flops_or_least_time(profile: sacplan.Profile) -> None:
+    for budget in ("75%", "55%"):
+        time = sacplan.plan(profile, budget)
+        flops = sacplan.plan(profile, budget, objective="flops")
+        assert flops.peak_bytes <= time.budget_bytes
+        assert flops.recompute_flops <= time.recompute_flops
+        assert time.recompute_ms <= flops.recompute_ms * 1.01
+    with pytest.raises(sacplan.PlanError, match=r"objective 'watts'.*'time' and 'flops'"):
+        sacplan.plan(profile, "75%", objective="watts")  # type: ignore[arg-type]
+
+
+def test_no_plan_undercuts_its_bound(profile: sacplan.Profile) -> None:
+    bounds = []
+    for budget in ("90%", "75%", "60%", "50%"):
+        plan = sacplan.plan(profile, budget)
+        assert 0 <= plan.lower_bound_ms <= plan.recompute_ms
+        bounds.append(plan.lower_bound_ms)
+    assert bounds == sorted(bounds)
+    assert bounds[-1] > 0.75 * plan.recompute_ms
+
+
+def test_files(profile: sacplan.Profile, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    plan = sacplan.plan(profile, "70%")
+    plan.save(tmp_path / "plan.json")
+    assert sacplan.Plan.load(tmp_path / "plan.json") == plan
+    for name in ("profile.json", "profile.json.gz"):
+        profile.save(tmp_path / name)
+        loaded = sacplan.Profile.load(tmp_path / name)
+        assert loaded == profile
+        assert sacplan.plan(loaded, "70%") == plan
+    assert (tmp_path / "profile.json.gz").stat().st_size < (tmp_path / "profile.json").stat().st_size / 3
+
+
+def test_plans_are_frozen(profile: sacplan.Profile) -> None:
+    plan = sacplan.plan(profile, "70%")
+    with pytest.raises(AttributeError):
+        plan.peak_bytes = 0  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        plan.units["x"] = None  # type: ignore[index]
+
+
+def test_frontier(profile: sacplan.Profile) -> None:
+    frame = sacplan.frontier(profile, points=4)
+    assert {"milp", "greedy", "uniform"} <= set(frame["solver"])
+    assert (frame["peak_bytes"] <= frame["budget_bytes"]).all()
+    milp = frame[frame["solver"] == "milp"].set_index("budget_bytes")["recompute_ms"]
+    for row in frame.itertuples():
+        if row.budget_bytes in milp.index:
+            assert milp[row.budget_bytes] <= row.recompute_ms * 1.01
+    policies = frame[frame["status"] == "policy"]
+    assert len(policies)
+    assert set(policies["peak_bytes"]) <= set(milp.index)  # each is compared with a plan for its own peak
+
+
+@pytest.mark.parametrize("solver", [sacplan.Milp(), sacplan.Greedy(), sacplan.Uniform()])
+def test_the_smallest_budget_that_is_named_holds(profile: sacplan.Profile, solver) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(sacplan.InfeasibleBudget) as info:
+        sacplan.plan(profile, "1KiB", solver=solver)
+    smallest = info.value.smallest_feasible_bytes
+    assert sacplan.plan(profile, f"{smallest}B", solver=solver).peak_bytes <= smallest
+
+
+def _perceptron() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6))
+    )
+
+
+def _encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 3)
+
+
+def _convolutions() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.SiLU()) for _ in range(5)))
+
+
+SWEPT: dict[str, Callable[[], tuple[nn.Module, torch.Tensor, object]]] = {
+    "language model": lambda: (LM(layers=3, dim=64, vocab=300), tokens(4, 64, 300), cross_entropy),
+    "encoder": lambda: (_encoder(), torch.randn(8, 32, 64, requires_grad=True), None),
+    "perceptron": lambda: (_perceptron(), torch.randn(512, 64), None),
+    "convolutions": lambda: (_convolutions(), torch.randn(4, 8, 32, 32), None),
+}
+
+
+@pytest.mark.parametrize("name", SWEPT)
+def test_peaks_and_costs_are_monotone_in_the_budget(name: str) -> None:
+    torch.manual_seed(0)
+    model, x, loss_fn = SWEPT[name]()
+    profile = sacplan.profile(model, x, loss_fn=loss_fn, device="h100")  # type: ignore[arg-type]
+    smallest = sacplan.plan_smallest(profile).peak_bytes
+    assert smallest < 0.9 * profile.peak_bytes
+    plans = []
+    for i in range(20):
+        budget = smallest + (profile.peak_bytes - smallest) * i // 19
+        plans.append(sacplan.plan(profile, f"{budget}B"))
+        assert plans[-1].peak_bytes <= budget
+    peaks, costs = [p.peak_bytes for p in plans], [p.recompute_ms for p in plans]
+    assert peaks == sorted(peaks)
+    assert all(more <= less * (1 + 1e-9) for less, more in itertools.pairwise(costs))
+
+
+def test_a_step_that_fits_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither options nor effects are worked out before it is known that a plan is needed."""
+    from sacplan._plan.context import PlanningContext
+
+    def never(self: PlanningContext, size: int) -> None:
+        raise AssertionError("effects were asked for")
+
+    monkeypatch.setattr(PlanningContext, "effects", never)
+    profile = sacplan.profile(LM(), torch.randint(0, 128, (4, 32)), device="cpu")
+    assert sacplan.plan(profile, "100%").status == "unplanned"
+
+
+def test_an_infeasible_budget_asks_rotor_when_somebody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sacplan._rotor import sequences as search
+
+    asked = []
+    monkeypatch.setattr(search, "sequences", lambda *args: asked.append(args) or [])
+    profile = sacplan.profile(LM(), torch.randint(0, 128, (4, 32)), device="cpu")
+    with pytest.raises(sacplan.InfeasibleBudget) as info:
+        sacplan.plan(profile, "1%", "milp")
+    assert not asked
+    assert "smallest peak" in str(info.value)
+    assert len(asked) == 1
+    assert str(pickle.loads(pickle.dumps(info.value))) == str(info.value)
+    assert len(asked) == 1
+
+
+def test_the_default_asks_rotor_before_it_gives_up() -> None:
+    """A chain that is so long that running each op at most twice is not enough."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(32)))
+    batch = torch.randn(2048, 16)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    profile = sacplan.profile(model, batch, loss_fn, device="cpu")
+    twice = sacplan.plan_smallest(profile, "milp").peak_bytes
+    smallest = sacplan.plan_smallest(profile)
+    assert smallest.solver == "rotor"
+    assert smallest.peak_bytes < 0.8 * twice
+    for budget in (smallest.peak_bytes, (smallest.peak_bytes + twice) // 2):
+        plan = sacplan.plan(profile, f"{budget}B")
+        assert plan.solver == "rotor"
+        assert plan.peak_bytes <= budget
+        assert sacplan.verify(model, batch, plan, loss_fn).peak_bytes == plan.peak_bytes
+    assert sacplan.plan(profile, f"{twice}B").solver != "rotor"
+    with pytest.raises(sacplan.InfeasibleBudget, match="greedy and milp, then rotor") as info:
+        sacplan.plan(profile, f"{smallest.peak_bytes - 1}B")
+    assert info.value.smallest_feasible_bytes == smallest.peak_bytes
+    assert "solver=" not in str(info.value)
+    assert sacplan.frontier(profile, 2, ["milp"], policies=False)["budget_bytes"].min() == twice
+
+
+def test_ranks_may_be_said_to_plan() -> None:
+    """The same plan as from a profile that was made for these ranks."""
+    model, batch = LM(), torch.randint(0, 128, (4, 32))
+    whole = sacplan.profile(model, batch, optimizer=torch.optim.AdamW, device="cpu")
+    for ranks in ({"world_size": 2}, {"world_size": 4, "fsdp_units": ["layers.*", ""]}):
+        early = sacplan.profile(model, batch, optimizer=torch.optim.AdamW, device="cpu", **ranks)  # type: ignore[arg-type]
+        assert early.recorded == whole.recorded
+        late = sacplan.plan_smallest(whole, "greedy", **ranks)  # type: ignore[arg-type]
+        assert late == sacplan.plan_smallest(early, "greedy")
+        assert late.ranks == early.ranks
+        assert late.baseline_peak_bytes == early.peak_bytes
+    with pytest.raises(sacplan.TraceError, match="no module matches"):
+        sacplan.plan(whole, "50%", world_size=2, fsdp_units=["nowhere"])
+
+
+def test_a_plan_can_be_copied_and_pickled() -> None:
+    profile = sacplan.profile(LM(), torch.randint(0, 128, (4, 32)), device="cpu")
+    plan = sacplan.plan_smallest(profile, "greedy")
+    assert plan.decisions
+    for again in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
+        assert again == plan
+        assert again.units == plan.units
+        assert again.provenance == plan.provenance
+
+
+def test_an_infeasible_budget_says_what_another_adam_would_reach() -> None:
+    """Where the optimizer's step binds: its temporaries are as large as a parameter."""
+    model, batch = nn.Linear(512, 512, bias=False), torch.randn(2, 512)
+    adam = sacplan.profile(model, batch, optimizer=torch.optim.AdamW, device="cpu")
+    fused = sacplan.profile(
+        model, batch, optimizer=lambda params: torch.optim.AdamW(params, fused=True), device="cpu"
+    )
+    assert fused.peak_bytes < adam.peak_bytes
+    with pytest.raises(sacplan.InfeasibleBudget) as info:
+        sacplan.plan(adam, f"{fused.peak_bytes}B")
+    assert "With AdamW with fused=True the budget holds" in str(info.value)
+    with pytest.raises(sacplan.InfeasibleBudget) as info:
+        sacplan.plan(adam, "1KiB")
+    assert "With AdamW with 8-bit state (bitsandbytes) the smallest is" in str(info.value)
+    sgd = sacplan.profile(model, batch, optimizer=torch.optim.SGD, device="cpu")
+    with pytest.raises(sacplan.InfeasibleBudget) as info:
+        sacplan.plan(sgd, "1KiB")
+    assert "AdamW" not in str(info.value)
+
+
+class InParts(nn.Module):
+    """Its loss calls the parts, and never the model: no module is around all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(99, 32)
+        self.body = nn.Sequential(
+            *(
+                nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+                for _ in range(3)
+            )
+        )
+        self.head = nn.Linear(32, 99)
+
+
+def loss_of_parts(model: InParts, batch: torch.Tensor) -> torch.Tensor:
+    hidden = model.body(model.embed(batch).tanh())
+    return nn.functional.cross_entropy(model.head(hidden.sin()).flatten(0, 1), batch.flatten())
+
+
+def test_a_loss_that_calls_parts_of_the_model() -> None:
+    torch.manual_seed(0)
+    model, batch = InParts(), torch.randint(0, 99, (4, 96))
+    profile = sacplan.profile(model, batch, loss_of_parts, device="cpu")
+    assert profile.program.outermost_modules == ("embed", "body", "head")
+    assert len(sacplan.frontier(profile))
+    assert sacplan.advise(profile)
+    for plan in (sacplan.plan_smallest(profile), sacplan.plan(profile, "90%")):
+        assert plan.discarded
+        for run in ("fake", "real"):
+            seen = sacplan.verify(model, batch, plan, loss_of_parts, run=run)  # type: ignore[arg-type]
+            assert seen.peak_bytes == plan.peak_bytes
+            assert not seen.differences
+        gradients = []
+        for planned in (False, True):
+            model.zero_grad()
+            with sacplan.apply(model, plan) if planned else contextlib.nullcontext():
+                loss_of_parts(model, batch).backward()
+            gradients.append([p.grad for p in model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -1,0 +1,514 @@
+"""The documentation: every code block runs and shows what it says, every link leads somewhere, every name is there.
+
+How a page is run, from top to bottom, in a directory of its own:
+
+- ``python`` blocks run in one namespace. One with ``title="FILE.py"`` is written to that file instead, for the
+  commands that follow.
+- In ``bash`` blocks each line that begins with ``sacplan``, ``python`` or ``torchrun`` runs as a command. A comment
+  ``# exits with N`` names the exit code, where it is not 0.
+- A ``text`` block right after one of these is its output. Words are compared exactly, numbers to 2 %, and ``...``
+  stands for anything. ``SACPLAN_WRITE_DOCS=1 pytest tests/project/test_docs.py`` writes new numbers into the pages.
+- A block after a comment ``<!-- not run by the tests: REASON -->`` does not run. ``NOT_RUN`` lists all of these.
+
+The README is one of the pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+import sacplan
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+README = "../README.md"
+PAGES = [README, *sorted(path.name for path in DOCS.glob("*.md"))]
+SLOW = {
+    README,
+    "cli.md",
+    "fit.md",
+    "fsdp.md",
+    "how.md",
+    "index.md",
+    "loop.md",
+    "no_gpu.md",
+    "reports.md",
+    "start.md",
+    "testing.md",
+    "trl.md",
+    "which-parallelism.md",
+}
+"""Pages that take more than a few seconds."""
+
+NOT_RUN = {
+    ("alternatives.md", "python -m benchmarks.frontier", "takes ten minutes"),
+    ("alternatives.md", "python -m benchmarks.rotor", "takes minutes"),
+    ("compatibility.md", "python -m benchmarks.compatibility", "takes an hour"),
+    ("figures.md", "python -m benchmarks.gpu", "needs a CUDA device"),
+    (README, "pip install", "installs packages"),
+    (README, "make demo", "installs packages"),
+    ("modes.md", "python -m benchmarks.modes", "takes minutes"),
+    ("huggingface.md", "arguments = transformers", "Accelerate shards on accelerators only"),
+    ("op_memory.md", "python -m benchmarks.op_memory", "takes minutes"),
+    ("start.md", "pip install", "installs packages"),
+    ("versions.md", "make test-torch", "installs packages"),
+    ("trainers.md", "import torch", "needs torchtune and an old torchao"),
+    ("trainers.md", "from dataclasses", "needs torchtitan and Triton"),
+    ("which-parallelism.md", "sacplan layouts", "takes minutes"),
+}
+"""Page, beginning of the block, reason."""
+
+NOT_RUN_COMMENT = re.compile(r"<!-- not run by the tests: ([^>]*) -->\s*$")
+
+NEEDS = {
+    "accelerate.md": ("accelerate",),
+    "huggingface.md": ("transformers", "accelerate"),
+    "lightning.md": ("lightning",),
+    "trl.md": ("trl", "datasets"),
+}
+"""What a page needs besides ``transformers``, ``matplotlib`` and the command line."""
+
+NUMBER = re.compile(r"\d[\d,_]*\.?\d*(?:e[+-]?\d+)?")
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w+)(?P<options>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    line: int
+    language: str
+    code: str
+    options: dict[str, str] = field(default_factory=dict)
+    follows: bool = False  # nothing but empty lines between it and the block before
+    not_run: str | None = None  # why it is not run; None if it is
+
+    @property
+    def where(self) -> str:
+        return f"{Path('docs', self.page)}:{self.line}"
+
+
+def blocks_of(page: str) -> list[Block]:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    found: list[Block] = []
+    end = 0
+    for match in FENCE.finditer(text):
+        comment = NOT_RUN_COMMENT.search(text, end, match.start())
+        found.append(
+            Block(
+                page,
+                text.count("\n", 0, match.start()) + 1,
+                match["language"],
+                textwrap.dedent(match["code"]),
+                dict(re.findall(r'(\w+)="([^"]*)"', match["options"])),
+                bool(found) and not text[end : match.start()].strip(),
+                None if comment is None else comment[1],
+            )
+        )
+        end = match.end()
+    return found
+
+
+class Page:
+    """One page as a reader works through it."""
+
+    def __init__(self, name: str) -> None:
+        self.module = types.ModuleType(f"docs_{Path(name).stem}")
+        self.module.__file__ = str(DOCS / name)
+        sys.modules[self.module.__name__] = self.module
+        self.output = ""
+
+    def run(self, block: Block) -> None:
+        if block.language == "text":
+            assert block.follows, f"{block.where}: no block before it whose output this could be"
+            if os.environ.get("SACPLAN_WRITE_DOCS"):
+                replace(block, with_new_numbers(block, self.output))
+            else:
+                check_output(block, self.output)
+        elif block.language == "python" and "title" in block.options:
+            compile(block.code, block.where, "exec")
+            Path(block.options["title"]).write_text(block.code, encoding="utf-8")
+        elif block.language == "python":
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile(block.code, block.where, "exec"), self.module.__dict__)
+            self.output = out.getvalue()
+        else:
+            self.output = "".join(run_command(block, line) for line in commands(block.code))
+
+
+def replace(block: Block, code: str) -> None:
+    path = DOCS / block.page
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace(block.code, code, 1), encoding="utf-8")
+
+
+def commands(code: str) -> list[str]:
+    return [
+        line for line in code.replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")
+    ]
+
+
+def run_command(block: Block, line: str) -> str:
+    expected = re.search(r"# exits with (\d+)", line)
+    words = shlex.split(line, comments=True)
+    if words[0] == "sacplan":
+        from typer.testing import CliRunner
+
+        from sacplan._cli.app import app
+
+        result = CliRunner().invoke(app, words[1:])
+        code, output, said = result.exit_code, result.stdout, result.stderr
+    else:
+        python = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+        assert words[0] in python, f"{block.where}: nobody knows how to run {line!r}"
+        done = subprocess.run(
+            [*python[words[0]], *words[1:]], capture_output=True, text=True, timeout=120, check=False
+        )
+        code, output, said = done.returncode, done.stdout, done.stderr
+    wanted = int(expected[1]) if expected else 0
+    assert code == wanted, f"{block.where}: {line!r} ended with {code}, not {wanted}\n{output}\n{said}"
+    return output
+
+
+def check_output(block: Block, output: str) -> None:
+    """Raise unless the lines of the block are those of the output, in that order."""
+    seen = [line for line in output.splitlines() if line.strip()]
+    at, gap = 0, False
+    for line in block.code.splitlines():
+        if not line.strip():
+            continue
+        if line.strip() == "...":
+            gap = True
+            continue
+        hit = next((i for i in candidates(at, gap, seen) if alike(line, seen[i])), None)
+        assert hit is not None, (
+            f"{block.where}: {line!r} is not what is said. If it is numbers that have changed, SACPLAN_WRITE_DOCS=1 "
+            f"puts the new ones in. This is said:\n{output}"
+        )
+        at, gap = hit + 1, False
+    assert gap or at == len(seen), f"{block.where}: there is more to be shown, or say `...`:\n{output}"
+
+
+def with_new_numbers(block: Block, output: str) -> str:
+    """The block with the numbers of the output."""
+    seen = [line for line in output.splitlines() if line.strip()]
+    at, gap, lines = 0, False, []
+    for line in block.code.splitlines():
+        gap |= line.strip() == "..."
+        hit = None
+        if line.strip() not in ("", "..."):
+            near_by = candidates(at, gap, seen)
+            hit = next((i for test in (alike, same_text) for i in near_by if test(line, seen[i])), None)
+        if hit is None:
+            lines.append(line)
+            continue
+        cut = line.rstrip().endswith("...")
+        words = seen[hit].split(" ")
+        lines.append(
+            " ".join([*words[: len(line.rstrip().split(" ")) - 1], "..."]) if cut else seen[hit].rstrip()
+        )
+        at, gap = hit + 1, False
+    return "".join(f"{line}\n" for line in lines)
+
+
+def candidates(at: int, gap: bool, seen: list[str]) -> range:
+    return range(at, len(seen)) if gap else range(at, min(at + 1, len(seen)))
+
+
+def alike(shown: str, said: str) -> bool:
+    return same_text(shown, said) and all(map(same_word, *trimmed(shown, said)))
+
+
+def same_text(shown: str, said: str) -> bool:
+    a, b = trimmed(shown, said)
+    return [NUMBER.sub("#", word) for word in a] == [NUMBER.sub("#", word) for word in b]
+
+
+def trimmed(shown: str, said: str) -> tuple[list[str], list[str]]:
+    """Words of both; up to the ``...`` at the end of what is shown."""
+    a, b = shown.split(), said.split()
+    return (a[:-1], b[: len(a) - 1]) if a and a[-1] == "..." else (a, b)
+
+
+def same_word(shown: str, said: str) -> bool:
+    if NUMBER.sub("#", shown) != NUMBER.sub("#", said):
+        return False
+    pairs = zip(NUMBER.findall(shown), NUMBER.findall(said), strict=True)
+    return all(near(number(a), number(b)) for a, b in pairs)
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", "").replace("_", ""))
+
+
+def near(shown: float, said: float) -> bool:
+    return abs(shown - said) <= max(0.02 * abs(said), 0.0051)
+
+
+@pytest.fixture
+def as_it_was(tmp_path: Path) -> Iterator[None]:
+    """What a page may change in this process."""
+    modules, path, random, threads = (
+        set(sys.modules),
+        list(sys.path),
+        torch.get_rng_state(),
+        torch.get_num_threads(),
+    )
+    default = torch.get_default_dtype()
+    yield
+    for name in set(sys.modules) - modules:
+        if (
+            name.startswith("docs_") or (tmp_path / f"{name}.py").is_file()
+        ):  # the page, and files that it wrote
+            del sys.modules[name]
+    sys.path[:] = path
+    torch.set_rng_state(random)
+    torch.set_num_threads(threads)
+    assert torch.get_default_dtype() == default
+
+
+@pytest.mark.filterwarnings("ignore", "error::sacplan.errors.SumOfOutputsWarning")
+@pytest.mark.usefixtures("as_it_was")
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in PAGES]
+)
+def test_a_page_does_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = blocks_of(name)
+    if blocks:
+        for library in ("transformers", "matplotlib", "typer", "rich", *NEEDS.get(name, ())):
+            pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")  # no table is cut
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # else the workspaces are of other sizes
+    torch.manual_seed(0)
+    if "accelerate" in NEEDS.get(name, ()):  # what another page has told it, it tells to all of a process
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
+    page = Page(name)
+    for block in blocks:
+        if block.not_run is None:
+            page.run(block)
+
+
+def test_what_is_not_run_is_listed() -> None:
+    found = {
+        (block.page, block.code, block.not_run)
+        for name in PAGES
+        for block in blocks_of(name)
+        if block.not_run is not None
+    }
+    assert len(found) == len(NOT_RUN)
+    for page, beginning, reason in NOT_RUN:
+        assert any(f[0] == page and f[1].startswith(beginning) and f[2] == reason for f in found), beginning
+
+
+def test_every_block_is_of_a_language_that_is_run() -> None:
+    for name in PAGES:
+        blocks = blocks_of(name)
+        assert {block.language for block in blocks} <= {"python", "bash", "text"}, name
+        fences = re.findall(r"^ *```", (DOCS / name).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        assert len(fences) == 2 * len(blocks), f"{name}: a fence without a language"
+        for block in blocks:
+            assert set(block.options) <= {"title"}, block.where
+            if block.language == "python" and "title" in block.options:  # somebody has to use that file
+                used = Path(block.options["title"]).stem
+                assert any(used in b.code for b in blocks if b is not block), block.where
+
+
+def test_a_block_that_says_something_else_is_noticed() -> None:
+    """The checks above can fail."""
+    said = "peak 12.69 GiB (13627902464 bytes)\nsecond line\nthird line 3\n"
+    for shown in (said, "peak 12.70 GiB ...\n...\nthird line 3\n", "...\nsecond line\n..."):
+        check_output(Block("x.md", 1, "text", shown), said)
+    for shown in (
+        "peak 13.69 GiB (13627902464 bytes)\nsecond line\nthird line 3\n",
+        "peak 12.69 MiB ...\n...",
+        "peak 12.69 GiB (13627902464 bytes)\nsecond line\n",
+        "second line\n...",
+        "...\nthird line 3\nsecond line\n",
+    ):
+        with pytest.raises(AssertionError):
+            check_output(Block("x.md", 1, "text", shown), said)
+    with pytest.raises(AssertionError, match="ended with 2"):
+        run_command(Block("x.md", 1, "bash", ""), "sacplan plan no-such-file.py --budget 70%")
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md"))
+    named = re.findall(r"^::: sacplan\.(\w+)$", pages, flags=re.MULTILINE)
+    assert sorted(named) == sorted(sacplan.__all__)
+
+
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_the_reference_has_the_names_of_the_integrations(library: str) -> None:
+    pytest.importorskip(library)
+    pytest.importorskip("accelerate")
+    module = importlib.import_module(f"sacplan.integrations.{library}")
+    public = [
+        name for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+    ]  # fmt: skip
+    text = (DOCS / "api" / "integrations.md").read_text(encoding="utf-8")
+    named = re.findall(rf"^::: sacplan\.integrations\.{library}\.(\w+)$", text, flags=re.MULTILINE)
+    assert sorted(named) == sorted(public)
+
+
+def test_commands_and_files_that_are_named_are_there() -> None:
+    for path in DOCS.rglob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        for module in re.findall(r"python -m (benchmarks\.\w+)", text):
+            assert (ROOT / (module.replace(".", "/") + ".py")).exists(), f"{path.name}: {module}"
+        for name in re.findall(r"`((?:benchmarks|docs|examples|notebooks|sacplan|tests)/[\w/.]+)`", text):
+            assert (ROOT / name).exists(), f"{path.name}: {name}"
+
+
+def test_every_file_of_figures_is_explained() -> None:
+    text = (DOCS / "figures.md").read_text(encoding="utf-8")
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        assert f"`benchmarks/results/{path.name}`" in text, path.name
+
+
+def test_the_tables_of_the_modes_are_those_of_the_benchmark() -> None:
+    results = ROOT / "benchmarks" / "results" / "modes.json"
+    if not results.exists():
+        pytest.skip("python -m benchmarks.modes has not left its figures in benchmarks/results yet")
+    from benchmarks.modes import markdown
+
+    rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    tables = [markdown([row for row in rows if row["model"] == model]).strip() for model in models]
+    page = (DOCS / "modes.md").read_text(encoding="utf-8")
+    shown = page.partition("<!-- made by python -m benchmarks.modes -->")[2].partition("<!-- end -->")[0]
+    assert shown.strip() == "\n\n".join(tables), "put these into docs/modes.md:\n\n" + "\n\n".join(tables)
+
+
+def test_the_tables_of_the_meshes_are_those_of_the_benchmark() -> None:
+    from benchmarks.layouts import markdown
+
+    runs = json.loads((ROOT / "benchmarks/results/layouts.json").read_text(encoding="utf-8"))["rows"]
+    page = (DOCS / "which-parallelism.md").read_text(encoding="utf-8")
+    shown = page.partition("<!-- made by python -m benchmarks.layouts -->")[2].partition("<!-- end -->")[0]
+    assert shown.strip() == markdown(runs), "put this into docs/which-parallelism.md:\n\n" + markdown(runs)
+
+
+def test_what_is_said_of_a_70b_shape_is_in_the_file() -> None:
+    runs = json.loads((ROOT / "benchmarks/results/layouts.json").read_text(encoding="utf-8"))["rows"]
+    page = " ".join((DOCS / "which-parallelism.md").read_text(encoding="utf-8").split())
+    on = {run["devices"]: run["rows"] for run in runs if run["shape"] == "70b"}
+    least = min(on[8], key=lambda row: float(row["peak_bytes"]))
+    assert not any(row["fits"] for row in on[8])
+    assert (
+        f"the smallest peak is {least['peak_bytes'] / 2**30:.1f} GiB, with `{least['name']}` run by {least['run_by']}."
+        in page
+    )
+    best = on[64][0]
+    assert best["fits"]
+    assert (best["name"], best["run_by"], best["mesh"]) == ("fsdp", "sacplan", {"dp": 64})
+    assert f"recomputes for {best['recompute_ms']:,.0f} of {best['step_ms']:,.0f} ms" in page
+    waits = {
+        row["run_by"]: f"{row['collective_ms']:,.0f} ms"
+        for row in on[1024]
+        if (row["name"], row["mesh"]) == ("fsdp", {"dp": 1024})
+    }
+    assert f"by itself waits {waits['sacplan']} for" in page
+    assert f"waits {waits['FSDP2']}." in page
+
+
+def test_what_is_said_of_the_search_is_in_the_file() -> None:
+    """No sharding with a name is faster than what a plan takes; where the search alone is, the page says so."""
+    rows = json.loads((ROOT / "benchmarks/results/placements.json").read_text(encoding="utf-8"))["rows"]
+    assert {(row["case"], row["mesh"]) for row in rows} == {
+        ("mlp", "4"), ("mlp", "2x2"), ("llama", "4"), ("llama", "2x2"), ("llama", "8"),
+        ("gpt2", "4"), ("gpt2", "2x2"), ("gpt2", "8"),
+    }  # fmt: skip
+    for row in rows:
+        best = min(row["planned_ms"].values())
+        assert row["plan"]["ms"] <= best * (1 + 1e-6), (row["case"], row["mesh"], row["limit_bytes"])
+    slower = {(row["case"], row["mesh"]) for row in rows if not row["limit_bytes"] and not row["as_fast"]}
+    assert slower == {("gpt2", "4"), ("gpt2", "2x2")}
+
+
+def test_the_table_of_ops_is_that_of_the_benchmark() -> None:
+    from benchmarks.op_memory import is_off, markdown, reason_of
+
+    rows = json.loads((ROOT / "benchmarks/results/op_memory.json").read_text(encoding="utf-8"))["rows"]
+    unexplained = [row["op"] for row in rows if "measured" in row and is_off(row) and not reason_of(row)]
+    assert not unexplained
+    page = (DOCS / "op_memory.md").read_text(encoding="utf-8")
+    shown = page.partition("<!-- made by python -m benchmarks.op_memory -->")[2].partition("<!-- end -->")[0]
+    assert shown.strip() == markdown(rows), "put this into docs/op_memory.md:\n\n" + markdown(rows)
+
+
+def test_what_is_said_of_the_rivals_is_in_the_file() -> None:
+    """Sacplan is on or below each rival at its peak, but for the rows that docs/alternatives.md names."""
+    rows = json.loads((ROOT / "benchmarks/results/frontier.json").read_text(encoding="utf-8"))["rows"]
+    rivals = {(r["model"], f"{r['who']} {r['setting']}"): r for r in rows if r["who"] != "sacplan"}
+    above: dict[str, list[float]] = {}
+    for row in (r for r in rows if r["versus"]):
+        rival = rivals[row["model"], row["versus"]]
+        assert row["peak_gib"] <= rival["peak_gib"]
+        more = row["recompute_percent"] - rival["recompute_percent"]
+        if more > 1e-9:
+            above.setdefault(row["model"], []).append(more)
+    assert {model: len(found) for model, found in above.items()} == {"gpt2": 1, "vit": 3}
+    assert max(above["vit"]) < 0.0025
+
+
+def test_every_command_has_an_example() -> None:
+    pytest.importorskip("typer")
+    import typer
+
+    from sacplan._cli.app import app
+    from sacplan._cli.exits import MEANING
+
+    names = typer.main.get_command(app).list_commands(None)  # type: ignore[attr-defined]
+    run = [line for b in blocks_of("cli.md") if b.language == "bash" for line in commands(b.code)]
+    assert {line.split()[1] for line in run if line.startswith("sacplan")} >= set(names)
+    page = (DOCS / "cli.md").read_text(encoding="utf-8")
+    for code in MEANING:
+        assert f"| {code} |" in page, f"exit code {code}"
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """``--strict``: links, anchors, pages without a place in the navigation, names that do not exist."""
+    for library in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(library)
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = {path: path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")}
+    assert len(pages) > len(PAGES)
+    for path, text in pages.items():
+        loaded = re.findall(r"<(?:link|script|img)[^>]+?(?:href|src)=\"?(https?://[^\">\s]+)", text)
+        assert not loaded, f"{path.relative_to(tmp_path)} loads {loaded}"
+    inventory = json.loads((tmp_path / "search" / "search_index.json").read_text(encoding="utf-8"))
+    assert any(doc["location"].endswith("#sacplan.plan") for doc in inventory["docs"])
+
+
+def test_the_reference_has_an_index_of_its_pages() -> None:
+    index = (DOCS / "api" / "index.md").read_text(encoding="utf-8")
+    pages = {path.name for path in (DOCS / "api").glob("*.md")} - {"index.md"}
+    assert set(re.findall(r"\]\((\w+\.md)\)", index)) == pages

@@ -1,0 +1,188 @@
+"""Figures in sentences of the README and the documentation are those of the committed results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def results(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        (ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8")
+    )
+    return found
+
+
+def row(rows: list[dict[str, Any]], **known: Any) -> dict[str, Any]:
+    """The only row with these values."""
+    (found,) = (each for each in rows if all(each[name] == value for name, value in known.items()))
+    return found
+
+
+def text_of(page: str) -> str:
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+def overhead() -> Iterator[tuple[str, str]]:
+    rows = results("overhead")["rows"]
+
+    def ratio(model: str, way: str) -> str:
+        return f"{row(rows, model=model, way=way)['ratio']:.2f}"
+
+    yield (
+        "docs/alternatives.md",
+        f"a step takes {ratio('tiny', 'sacplan, half')} times as long with half of its ops discarded, where "
+        f"`checkpoint` around every layer takes {ratio('tiny', 'checkpoint')} times. On a model dominated by matmuls "
+        f"it is {ratio('small', 'sacplan, half')} times",
+    )
+
+
+def capacity() -> Iterator[tuple[str, str]]:
+    rows = results("capacity")["rows"]
+    found = row(rows, model="gpt2-medium", device="h100")
+    fastest, largest = found["fastest"], found["largest"]
+    assert fastest["batch_size"] == found["unplanned"]["batch_size"]
+    yield (
+        "docs/alternatives.md",
+        f"predicted to be fastest at {fastest['batch_size']} sequences of 1024 tokens, the most that fit without "
+        f"a plan ({fastest['samples_per_s']:.0f} samples/s), and slower at {largest['batch_size']}, the most that fit "
+        f"with one ({largest['samples_per_s']:.0f} samples/s;",
+    )
+    needed: dict[bool, list[float]] = {True: [], False: []}
+    for each in rows:
+        shares = [100 * (point["needed_share"] - 1) for point in each["allocator"].values()]
+        needed[each["model"] == "gpt2-with-cache"].extend(shares)
+    yield (
+        "docs/no_gpu.md",
+        f"need {min(needed[False]):.1f} to {max(needed[False]):.1f} % more than the peak in a simulation of torch's "
+        f"allocator, and up to {max(needed[True]):.1f} %",
+    )
+
+
+def planning() -> Iterator[tuple[str, str]]:
+    rows = results("planning_time")["rows"]
+    llama = row(rows, who="llama", layers=32)["all"]
+    stopped = row(rows, who="prototype", layers=32)
+    assert stopped["result"] == "stopped after 120 s"
+    yield (
+        "docs/alternatives.md",
+        "with 32 layers it was stopped after 120 s, where sacplan took "
+        f"{row(rows, who='sacplan', layers=32)['all']:.2f} s",
+    )
+    yield "README.md", f"Planning Llama-3-8B takes {llama:.1f} s on two CPU cores"
+
+
+def rotor() -> Iterator[tuple[str, str]]:
+    found = row(results("rotor")["rows"], stages=150, engine="fast")
+    yield (
+        "docs/alternatives.md",
+        f"A chain of 150 stages with 500 slots takes {found['seconds']:.2f} s and {found['peak_growth_mb']:.0f} MB",
+    )
+
+
+def bound() -> Iterator[tuple[str, str]]:
+    found = row(results("bound")["rows"], graph="gpt32", layers=32, share=0.5)
+    yield (
+        "docs/alternatives.md",
+        f"whole layers at best recompute {found['layer']:.1%} of the forward pass's time, k whole layers "
+        f"{found['full']:.1%}, sacplan's plan {found['plan']['ratio']:.1%}, and no schedule less than "
+        f"{found['bound']:.1%}".replace("%", " %"),
+    )
+
+
+def frontier() -> Iterator[tuple[str, str]]:
+    rows = [each for each in results("frontier")["rows"] if each["model"] == "gpt2"]
+    for said, who, setting in (
+        ("`torch.utils.checkpoint` on every layer", "checkpoint", "every layer"),
+        ("selective contexts, every second matmul", "by op", "every second matmul"),
+        ("`activation_memory_budget=0.5`", "compile", "0.5"),
+        ("`activation_memory_budget=0.4`", "compile", "0.4"),
+        ("PyTorch's prototype at 70 %", "prototype", "70%"),
+    ):
+        rival, ours = row(rows, who=who, setting=setting), row(rows, versus=f"{who} {setting}")
+        yield (
+            "docs/alternatives.md",
+            f"| {said} | {rival['peak_gib']:.3f} | {rival['recompute_percent']:.2f} | "
+            f"{ours['recompute_percent']:.2f} |",
+        )
+    peaks = [row(rows, who="compile", setting=share)["peak_gib"] for share in ("0.4", "0.3")]
+    yield (
+        "docs/alternatives.md",
+        f"GPT-2 peaks at {peaks[0]:.3f} GiB with 0.4, and at {peaks[1]:.3f} GiB with 0.3",
+    )
+    full, ours = (
+        row(rows, who="checkpoint", setting="every layer"),
+        row(rows, versus="checkpoint every layer"),
+    )
+    yield (
+        "README.md",
+        f"Checkpointing every layer of GPT-2 repeats {full['recompute_percent']:.1f} % of the step's FLOPs, a plan "
+        f"with the same peak {ours['recompute_percent']:.1f} %",
+    )
+
+
+def rivals() -> Iterator[tuple[str, str]]:
+    rows = results("frontier")["rows"]
+    theirs = {(r["model"], f"{r['who']} {r['setting']}"): r for r in rows if r["who"] != "sacplan"}
+    beside = [r for r in rows if r["versus"]]
+    more = [r["recompute_percent"] - theirs[r["model"], r["versus"]]["recompute_percent"] for r in beside]
+    no_worse = sum(each <= 1e-9 for each in more)
+    yield (
+        "README.md",
+        f"Of {len(beside)} settings of other tools on five models, {no_worse} cost as much or more for the same peak; "
+        f"the others cost less by {max(more):.2f} % of the step's FLOPs at most",
+    )
+
+
+def real_models() -> Iterator[tuple[str, str]]:
+    rows = [each for each in results("real_models")["rows"] if not each["variant"]]
+    planned = [each for each in rows if each["budget"] != "none"]
+    worst = max(abs(each["predicted_bytes"] / each["measured_bytes"] - 1) for each in rows)
+    within = sum(each["measured_bytes"] <= each["budget_bytes"] for each in planned)
+    assert within == len(planned) == sum(each["bit_equal"] for each in planned)
+    yield (
+        "README.md",
+        f"In {len(rows)} real steps of {len({each['model'] for each in rows})} architectures, predicted and measured "
+        f"peaks differ by {100 * worst:.3f} % at most. All {len(planned)} steps with a plan stay within the budget, "
+        "with the same loss and gradients, bit by bit",
+    )
+
+
+def one_gpu() -> Iterator[tuple[str, str]]:
+    run = row(results("layouts")["rows"], shape="8b", devices=1, sequences=1)
+    (found,) = run["rows"]
+    yield (
+        "README.md",
+        f"A step of Llama-3-8B on {run['length']:,} tokens needs {found['unplanned_peak_bytes'] / 2**30:.1f} GiB. With "
+        f"a plan it needs {found['peak_bytes'] / 2**30:.1f} GiB, and fits on one 80 GB H100: "
+        f"{found['recompute_ms']:.0f} of {found['step_ms']:,.0f} ms are recomputation",
+    )
+
+
+def fit_time() -> Iterator[tuple[str, str]]:
+    both = {
+        sizes: [each["seconds"] for each in results("fit_time")["rows"] if each["sizes"] == sizes]
+        for sizes in (True, False)
+    }
+    with_sizes, without = (f"{min(each):.0f} to {max(each):.0f}" for each in both.values())
+    yield (
+        "docs/fit.md",
+        f"takes for Llama-3-8B, on a machine with two cores: {with_sizes}, and {without} with `--no-sizes`.",
+    )
+
+
+SOURCES: tuple[Callable[[], Iterator[tuple[str, str]]], ...] = (
+    overhead, capacity, planning, rotor, bound, frontier, rivals, real_models, one_gpu, fit_time,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
+def test_a_page_says_what_the_results_are(source: Callable[[], Iterator[tuple[str, str]]]) -> None:
+    for page, sentence in source():
+        assert sentence in text_of(page), f"{page} should say: {sentence}"

@@ -1,0 +1,143 @@
+"""A plan on a model that is sharded or replicated: two gloo ranks on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+
+import sacplan
+from tests.support.plans import discarding
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
+)
+
+DIM, VOCAB, RANKS = 16, 32, 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+
+
+class LM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return torch.clone(self.head(x))
+
+
+def loss_fn(model: Callable[..., torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def sharded(model: LM) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def replicated(model: LM) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def plan_for(model: LM, tokens: torch.Tensor) -> sacplan.Plan:
+    """Both layers recompute everything, matmuls with their sharded weights included."""
+    profile = sacplan.profile(model, tokens, loss_fn=loss_fn, device="cpu")
+    program = profile.program
+    units = {
+        fqn: [s for op, s in program.sites(program.calls[fqn][0]).items() if program.ops[op].recomputable]
+        for fqn in ("layers.0", "layers.1")
+    }
+    assert all("aten.addmm.default" in {site.op for site in sites} for sites in units.values())
+    return discarding(sacplan.plan(profile, budget="100%"), units, profile)
+
+
+def run(
+    base: LM, plan: sacplan.Plan | None, order: str, wrap: Any, tokens: torch.Tensor, compile: bool
+) -> Any:
+    """Two steps: the losses, the gradients of this rank, the keys, and the FLOPs of a third step."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    torch._dynamo.reset()
+    model = copy.deepcopy(base)
+    if plan is not None and order == "plan first":
+        sacplan.apply(model, plan)
+    wrapped = wrap(model)
+    if plan is not None and order == "plan last":
+        sacplan.apply(model, plan)
+    called = torch.compile(wrapped, backend="aot_eager") if compile else wrapped
+    torch.manual_seed(5 + dist.get_rank())
+    values = []
+    for _ in range(2):
+        model.zero_grad()
+        loss = loss_fn(called, tokens)
+        loss.backward()
+        values.append(loss.detach())
+    for p in model.parameters():
+        assert p.grad is not None
+        values.append(p.grad.to_local().clone() if hasattr(p.grad, "to_local") else p.grad.clone())
+    counter = FlopCounterMode(display=False)
+    if not compile:
+        with counter:
+            loss_fn(called, tokens).backward()
+    return (
+        values,
+        (list(wrapped.state_dict()), [n for n, _ in wrapped.named_parameters()]),
+        counter.get_total_flops(),
+    )
+
+
+def on_rank(rank: int, directory: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+    try:
+        torch.manual_seed(0)
+        base = LM()
+        tokens = torch.randint(0, VOCAB, (4, 24), generator=torch.Generator().manual_seed(rank))
+        plan = plan_for(base, tokens)
+        for wrap in (sharded, replicated):
+            for compile in (False, True):
+                expected, keys, flops = run(base, None, "", wrap, tokens, compile)
+                for order in ("plan first", "plan last"):
+                    found, keys_found, flops_found = run(base, plan, order, wrap, tokens, compile)
+                    what = f"{wrap.__name__}, {order}, {compile=}"
+                    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), what
+                    assert keys_found == keys, what
+                    assert compile or flops_found > flops, what
+        with pytest.raises(sacplan.PlanError, match=r"\.module"):
+            sacplan.apply(replicated(copy.deepcopy(base)), plan)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_sharded_and_replicated_models_take_a_plan(tmp_path: Path) -> None:
+    """Losses and gradients are the same bits as without it, the keys stay, and work is done twice."""
+    mp.spawn(on_rank, (str(tmp_path),), nprocs=RANKS)

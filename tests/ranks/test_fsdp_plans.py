@@ -1,0 +1,170 @@
+"""Plans of one rank, on real ranks: gloo processes on the CPU, with dropout on, against each rank's allocator."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import sacplan
+from sacplan._ranks.shards import resolve_units
+from tests.support.ranks import (
+    MLP,
+    OPTIMIZER,
+    RankMemory,
+    fully_sharded,
+    levels,
+    mean_square,
+    of_one_rank,
+    patient_collectives,
+)
+from tests.zoo import language_models as models
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
+)
+
+UNITS = ["layers.*", ""]
+BUDGET = "75%"
+
+LOSSES: dict[str, Callable[..., torch.Tensor]] = {"gpt": models.cross_entropy, "mlp": mean_square}
+
+
+def model_and_batch(name: str, rank: int) -> tuple[nn.Module, torch.Tensor]:
+    """The same model on every rank, and another batch of the same shape."""
+    torch.manual_seed(0)
+    model = models.LM(layers=3, dim=32, heads=4, vocab=64) if name == "gpt" else MLP(3, 66)
+    torch.manual_seed(10 + rank)
+    return model, models.tokens(4, 32, 64) if name == "gpt" else torch.randn(1024, 66)
+
+
+def gradients_of(model: nn.Module, called: nn.Module, batch: Any, loss_fn: Any) -> list[torch.Tensor]:
+    """Losses of two steps and the gradients of the second, gathered from all ranks."""
+    optimizer = OPTIMIZER(model.parameters())
+    torch.manual_seed(5 + dist.get_rank())  # each rank drops others
+    values = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = loss_fn(called, batch)
+        loss.backward()
+        values.append(loss.detach())
+        grads = [p.grad for p in model.parameters()]
+        optimizer.step()
+    for grad in grads:
+        assert grad is not None
+        values.append(grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone())
+    return values
+
+
+Made = tuple[int, Path, tuple[str, ...]]
+"""The peak of a rank without a plan, the file of its plan, and the modules that are sharded."""
+
+
+def planned(name: str, ranks: int, units: list[str] | None, directory: Path) -> Made:
+    """Plan for one rank, without any process group, and save the plan for the ranks."""
+    model, batch = model_and_batch(name, rank=0)
+    whole = sacplan.profile(model, batch, loss_fn=LOSSES[name], optimizer=OPTIMIZER, device="cpu")
+    profile = of_one_rank(whole, ranks, units)
+    plan = sacplan.plan(profile, BUDGET)
+    assert plan.units
+    sharded = () if units is None else resolve_units(units, whole.program)
+    assert units is None or set(plan.units) <= set(sharded) - {""}
+    file = directory / f"{name}-{ranks}-{bool(units)}.json"
+    plan.save(file)
+    return profile.peak_bytes, file, sharded
+
+
+def check_fully_sharded(name: str, rank: int, made: Made, orders: Sequence[str]) -> None:
+    peak_bytes, file, units = made
+    plan = sacplan.Plan.load(file)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    base, batch = model_and_batch(name, rank)
+    loss_fn = LOSSES[name]
+    plain = fully_sharded(copy.deepcopy(base), mesh, units)
+    keys = list(plain.state_dict())
+    expected = gradients_of(plain, plain, batch, loss_fn)
+    check_peak(plain, batch, loss_fn, peak_bytes, f"{name}, no plan")
+    for order in orders:
+        what = f"{name}, {order}"
+        model = copy.deepcopy(base)
+        if order == "plan first":
+            sacplan.apply(model, plan)
+        fully_sharded(model, mesh, units)
+        if order == "plan last":
+            sacplan.apply(model, plan)
+        assert list(model.state_dict()) == keys, what
+        assert [n for n, _ in model.named_parameters()] == keys, what
+        assert models.bit_equal(gradients_of(model, model, batch, loss_fn), expected), what
+        check_peak(model, batch, loss_fn, plan.peak_bytes, what)
+
+
+def check_replicated(name: str, rank: int, made: Made) -> None:
+    peak_bytes, file, _ = made
+    plan = sacplan.Plan.load(file)
+    base, batch = model_and_batch(name, rank)
+    loss_fn = LOSSES[name]
+    found = []
+    for expected in (peak_bytes, plan.peak_bytes):
+        model = copy.deepcopy(base)
+        if found:
+            sacplan.apply(model, plan)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        found.append(gradients_of(model, wrapped, batch, loss_fn))
+        check_peak(wrapped, batch, loss_fn, expected, f"replicas of {name}", bucket_bytes_of(model))
+    assert models.bit_equal(*found)
+
+
+def check_peak(
+    model: nn.Module, batch: Any, loss_fn: Any, predicted: int, what: str, held_bytes: int = 0
+) -> None:
+    """The first rank has the largest shards: its peak is the predicted one. No rank has more."""
+    with patient_collectives():
+        measured = RankMemory(model, batch, loss_fn).peak_bytes(held_bytes)
+    assert measured <= 1.001 * predicted, f"{what}: predicted {predicted}, measured {measured}"
+    if dist.get_rank() == 0:
+        assert predicted <= 1.001 * measured, f"{what}: predicted {predicted}, measured {measured}"
+
+
+def bucket_bytes_of(model: nn.Module) -> int:
+    """What a DistributedDataParallel over a model like this one allocates and holds."""
+    wrapped: list[nn.Module] = []
+    twin = copy.deepcopy(model)
+    return levels(lambda: wrapped.append(nn.parallel.DistributedDataParallel(twin)))[-1]
+
+
+def on_rank(rank: int, ranks: int, directory: str, made: dict[str, Made]) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
+    try:
+        for name, found in made.items():
+            if name == "replicas":
+                check_replicated("gpt", rank, found)
+            else:
+                check_fully_sharded(
+                    name, rank, found, ("plan first", "plan last") if ranks == 2 else ("plan first",)
+                )
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_plans_of_a_rank_on_two_ranks(tmp_path: Path) -> None:
+    """Peaks as predicted with and without a plan, in both orders of use; gradients are the same bits; keys stay."""
+    made = {name: planned(name, 2, UNITS, tmp_path) for name in ("gpt", "mlp")}
+    made["replicas"] = planned("gpt", 2, None, tmp_path)
+    mp.spawn(on_rank, (2, str(tmp_path), made), nprocs=2)
+
+
+@pytest.mark.slow
+def test_plans_of_a_rank_on_four_ranks(tmp_path: Path) -> None:
+    """The same where shards are quarters, and are padded."""
+    mp.spawn(on_rank, (4, str(tmp_path), {"mlp": planned("mlp", 4, UNITS, tmp_path)}), nprocs=4)

@@ -1,0 +1,93 @@
+"""Code that is compiled inside of a unit does not have the executor compiled with it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch._dynamo.utils
+
+import sacplan
+from sacplan.errors import SacplanWarning
+from tests.zoo.language_models import LM, bit_equal, cross_entropy, grads_of, tokens
+
+
+def test_a_module_compiled_inside_of_a_unit_runs_eagerly_compiles_nothing_and_is_named() -> None:
+    torch.manual_seed(0)
+    model, batch = LM(layers=2, dim=32, heads=2, dropout=0.0), tokens(4, 16)
+    profile = sacplan.profile(model, batch, cross_entropy, device="cpu")
+    planned = copy.deepcopy(model)
+    sacplan.apply(planned, sacplan.policy("full", profile=profile))
+    for layer in planned.layers:
+        layer.mlp.compile(backend="aot_eager")  # after apply, which would refuse it
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    expected = grads_of(model, batch, cross_entropy)
+    with pytest.warns(SacplanWarning, match=r"'layers\.0\.mlp'.*compiled.*unit 'layers\.0'") as seen:
+        assert bit_equal(expected, grads_of(planned, batch, cross_entropy))
+    assert len(seen) == 1  # not one for each unit
+    assert torch._dynamo.utils.counters["frames"]["total"] <= 2 * len(
+        planned.layers
+    )  # of the modules themselves
+
+
+class Tower(torch.nn.Module):
+    """What the solvers discard here takes a unit around all layers, unless these are compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+            for _ in range(4)
+        )
+        self.head = torch.nn.Linear(32, 100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return torch.nn.functional.gelu(self.head(x)).exp().sigmoid()
+
+
+def compile_layers(model: Tower) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+
+
+def total(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).sum()
+    return loss
+
+
+def test_layers_compiled_in_a_unit_that_is_the_whole_model_are_named() -> None:
+    model, x = Tower(), torch.randn(64, 32)
+    plan = sacplan.plan(sacplan.profile(model, x, device="cpu"), "90%")
+    assert list(plan.units) == [""]
+    with sacplan.apply(model, plan):
+        compile_layers(model)
+        with pytest.warns(SacplanWarning, match=r"'layers\.0', 'layers\.1'.*the model.*Compile the whole"):
+            total(model, x).backward()
+    assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_a_plan_made_with_compiled_layers_lets_them_run_compiled() -> None:
+    torch.manual_seed(0)
+    model, x = Tower(), torch.randn(64, 32)
+    plain = copy.deepcopy(model)
+    compile_layers(model)
+    profile = sacplan.profile(model, x, device="cpu")
+    assert not torch._dynamo.utils.counters["stats"][
+        "unique_graphs"
+    ]  # the step is recorded as it runs uncompiled
+    assert profile.fingerprint.setup.compiled == tuple(f"layers.{i}" for i in range(4))
+    plan = sacplan.plan(profile, "70%")
+    assert set(plan.units) == set(profile.fingerprint.setup.compiled)
+    assert sacplan.verify(model, x, plan).peak_bytes == plan.peak_bytes <= (plan.budget_bytes or 0)
+    with sacplan.apply(model, plan):
+        assert bit_equal(grads_of(plain, x, total), grads_of(model, x, total))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with pytest.raises(
+        sacplan.InfeasibleBudget, match=r"compiled on their own .*, around which there is no unit"
+    ):
+        sacplan.plan(profile, "55%")

@@ -1,0 +1,204 @@
+"""In-place writes and batch norm in a recording, and planned for: told apart in versions, made again, bit-equal."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sacplan
+from sacplan._program.program import Event, Phase, Program
+from sacplan._recompute.in_place_groups import in_place_groups, without_missing_versions
+from sacplan._recompute.rewrite import recomputed
+from sacplan._torch.ops import op_traits
+from tests.zoo.language_models import bit_equal, grads_of
+
+aten = torch.ops.aten
+
+
+class ConvNet(nn.Module):
+    """Convolution, batch norm and activation, in place or not."""
+
+    def __init__(self, inplace: bool, activation: str = "relu") -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(8 if i else 3, 8, 3, padding=1, bias=False) for i in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(4))
+        self.inplace, self.activation = inplace, getattr(F, activation)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = self.activation(norm(conv(x)), inplace=self.inplace)
+        return x.mean()
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch)
+
+
+def convnet(inplace: bool = True, activation: str = "relu") -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return ConvNet(inplace, activation), torch.randn(4, 3, 16, 16)
+
+
+def forward_ops(program: Program, name: str) -> list[int]:
+    return [i for i, op in enumerate(program.ops) if op.name == name and op.phase == Phase.FORWARD]
+
+
+def test_a_write_in_place_makes_a_version_that_takes_the_others_place() -> None:
+    model, batch = convnet()
+    program = sacplan.profile(model, batch, device="cpu").program
+    writes = forward_ops(program, "aten.relu_.default")
+    assert len(writes) == 4
+    for i in writes:
+        op = program.ops[i]
+        assert op.recomputable
+        assert op.replaces in op.reads
+        assert not op.mutates
+        assert program.ops[program.overwritten[op.replaces]].name == "aten.native_batch_norm.default"
+        position = program.events.index((Event.OP, i))
+        assert program.events[position + 1] == (Event.FREE, op.replaces)
+        assert program.inside_bytes[i] == op.workspace_bytes - program.storage_bytes[op.replaces]
+
+
+def test_the_backward_pass_reads_the_version_that_autograd_kept() -> None:
+    model, batch = convnet()
+    program = sacplan.profile(model, batch, device="cpu").program
+    made = {s for i in forward_ops(program, "aten.relu_.default") for s in program.ops[i].writes}
+    backward = [op for op in program.ops if op.name == "aten.threshold_backward.default"]
+    assert len(backward) == 4
+    for op in backward:
+        _, kept = op.inputs
+        assert program.tensors[kept].storage in made.intersection(op.reads)
+    assert not {op.replaces for op in program.ops}.intersection(s for op in backward for s in op.reads)
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "hardswish"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_convnets_can_discard_batch_norms_and_what_is_written_in_place(
+    activation: str, inplace: bool
+) -> None:
+    model, batch = convnet(inplace, activation)
+    profile = sacplan.profile(model, batch, device="cpu")
+    plan = sacplan.plan_smallest(profile)
+    again = {profile.program.ops[i].name for i in recomputed(profile.program, plan.discarded).footprint.again}
+    assert "aten.native_batch_norm.default" in again
+    assert plan.peak_bytes < 0.8 * profile.peak_bytes
+    assert sacplan.verify(model, batch, plan).peak_bytes == plan.peak_bytes
+    one, other = copy.deepcopy(model), copy.deepcopy(model)
+    with sacplan.apply(other, plan):
+        for _ in range(3):  # the first step looks up, the others follow
+            for m in (one, other):
+                m.zero_grad()
+                m(batch).backward()
+    assert bit_equal([p.grad for p in one.parameters()], [p.grad for p in other.parameters()])
+    assert bit_equal(list(one.buffers()), list(other.buffers()))  # statistics were updated once a step
+    assert all(b == 3 for name, b in other.named_buffers() if "num_batches" in name)
+
+
+def test_frozen_batch_norm_runs_again_with_its_statistics() -> None:
+    model, batch = convnet()
+    model.eval()
+    profile = sacplan.profile(model, batch, device="cpu")
+    plan = sacplan.plan_smallest(profile)
+    assert any(decision.op == "aten.native_batch_norm.default" for decision in plan.decisions)
+    expected = grads_of(model, batch, loss)
+    with sacplan.apply(model, plan):
+        assert bit_equal(expected, grads_of(model, batch, loss))
+        total = model(batch)
+        model.norms[0].running_mean.add_(1)
+        with pytest.raises(sacplan.RecipeError, match="written in place since"):
+            total.backward()
+
+
+class Tied(nn.Module):
+    """The old version is read by another op before it is overwritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.out = nn.Linear(16, 64), nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.lin(x)
+        early = y.sigmoid()
+        y.mul_(2)
+        return self.out(y.relu_() * early)
+
+
+def test_readers_of_an_old_version_are_tied_to_its_maker() -> None:
+    profile = sacplan.profile(Tied(), torch.randn(8, 16), device="cpu")
+    program = profile.program
+    maker = forward_ops(program, "aten.addmm.default")[0]
+    (early,) = forward_ops(program, "aten.sigmoid.default")
+    (twice,) = forward_ops(program, "aten.mul_.Tensor")
+    (relu,) = forward_ops(program, "aten.relu_.default")
+    assert in_place_groups(program, [(i,) for i in (maker, early, twice, relu)]) == (
+        (maker, early, twice, relu),
+    )
+    sites = program.sites(program.calls[""][0])
+    loose = without_missing_versions(program, {"": [sites[early], sites[relu]]})
+    assert loose == {"": ()}
+    whole = [sites[i] for i in (maker, early, twice, relu)]
+    assert without_missing_versions(program, {"": whole}) == {"": tuple(whole)}
+
+
+def test_what_cannot_be_told_apart_is_kept() -> None:
+    class Through(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.sin()
+            y.data.add_(1)  # counts no version of y
+            z = x.cos()
+            z[:1].add_(1)  # through a view
+            w = torch.zeros_like(x)
+            w.add_(x)  # what a factory made
+            return (y.exp() * z * w).sum()
+
+    program = sacplan.profile(Through(), torch.randn(8, 16, requires_grad=True), device="cpu").program
+    writes = [op for op in program.ops if op.mutates and op.phase == Phase.FORWARD]
+    assert len(writes) == 3
+    assert not program.overwritten
+    assert not any(op.recomputable for op in writes)
+
+
+@pytest.mark.parametrize(
+    ("func", "in_place"),
+    [
+        (aten.relu_.default, True),
+        (aten.add_.Tensor, True),
+        (aten.masked_fill_.Scalar, True),
+        (aten.relu.default, False),
+        (aten.index_add_.default, True),
+        (aten.transpose_.default, False),
+        (aten.native_batch_norm.default, False),
+        (aten.add.out, False),
+    ],
+)
+def test_traits(func: torch._ops.OpOverload, in_place: bool) -> None:
+    traits = op_traits(func)
+    assert traits.in_place == in_place
+    assert traits.rerunnable == (func not in (aten.index_add_.default, aten.transpose_.default, aten.add.out))
+
+
+def test_statistics_are_left_out_only_where_they_are_not_read() -> None:
+    traits = op_traits(aten.native_batch_norm.default)
+    x, stats = torch.ones(2, 3), torch.ones(3)
+    for training in (True, False):
+        args = (x, None, None, stats, stats, training, 0.1, 1e-5)
+        assert traits.left_out(args) == ((3, 4) if training else ())
+        assert len(traits.written(args, {})) == (2 if training else 0)
+
+
+def test_the_same_plan_compiled() -> None:
+    model, batch = convnet()
+    plan = sacplan.plan_smallest(sacplan.profile(model, batch, device="cpu"), "milp")  # nothing twice
+    names = {decision.op for decision in plan.decisions}
+    assert names >= {"aten.native_batch_norm.default", "aten.relu_.default"}
+    one, other = copy.deepcopy(model), copy.deepcopy(model)
+    sacplan.apply(other, plan)
+    torch._dynamo.reset()
+    for m in (one, other):
+        torch.compile(m, backend="aot_eager", fullgraph=True)(batch).backward()
+    assert bit_equal([p.grad for p in one.parameters()], [p.grad for p in other.parameters()])
+    assert bit_equal(list(one.buffers()), list(other.buffers()))

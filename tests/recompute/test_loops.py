@@ -1,0 +1,446 @@
+"""Training loops as people write them, with a plan on the model: the same bits as without it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sacplan
+from tests.support.slow import slow_after
+from tests.zoo.language_models import LM, bit_equal, cross_entropy, grads_of
+
+# Plans are used in other steps than those that they were made for.
+pytestmark = pytest.mark.filterwarnings("ignore:the step is not the one")
+
+VOCAB = 64
+
+
+def make_model() -> LM:
+    torch.manual_seed(0)
+    return LM(layers=2, dim=32, heads=2, vocab=VOCAB)
+
+
+def batches(*rows: int, seed: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (n, 24), generator=generator) for n in rows]
+
+
+def plan_for(model: LM) -> sacplan.Plan:
+    """Each of the layers discards something, and the layers are units on their own."""
+    profile = sacplan.profile(model, batches(8)[0], cross_entropy, device="cpu")
+    plan = sacplan.policy("selective", 1, profile=profile)
+    assert list(plan.units) == ["layers.0", "layers.1"]
+    assert set(plan.discarded) == set(plan.units)
+    return plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> sacplan.Plan:
+    return plan_for(make_model())
+
+
+@pytest.fixture
+def pair(plan: sacplan.Plan) -> Iterator[tuple[LM, LM]]:
+    """The same model without the plan and with it."""
+    plain, planned = make_model(), make_model()
+    sacplan.apply(planned, plan)
+    yield plain, planned
+    assert recomputes(planned)  # whatever the loop did, the plan is still on
+
+
+def recomputes(model: nn.Module) -> bool:
+    """Whether a step of this model runs more than the plain one does."""
+
+    def flops(m: nn.Module) -> int:
+        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+            grads_of(m, batches(8)[0], cross_entropy)
+        return counter.get_total_flops()
+
+    was_training = model.training
+    trainable = [p.requires_grad for p in model.parameters()]
+    model.train().requires_grad_(True)
+    seen = flops(model)
+    model.train(was_training)
+    for p, wanted in zip(model.parameters(), trainable, strict=True):
+        p.requires_grad_(wanted)
+    return seen > flops(make_model())
+
+
+Loop = Callable[[LM], list[torch.Tensor]]
+
+
+def accumulation(model: LM) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found = []
+    for i, batch in enumerate(batches(8, 8, 8, 8)):
+        loss = cross_entropy(model, batch) / 2
+        loss.backward()
+        found.append(loss.detach())
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def accumulation_in_one_backward(model: LM) -> list[torch.Tensor]:
+    losses = [cross_entropy(model, batch) for batch in batches(8, 8, 8)]
+    torch.stack(losses).sum().backward()
+    return [loss.detach() for loss in losses]
+
+
+def autocast_and_scaler(model: LM) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    found = []
+    for batch in batches(8, 8, 8):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = cross_entropy(model, batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        found += [loss.detach(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)]
+        scaler.step(optimizer)
+        scaler.update()
+    return found
+
+
+def overflowing_scaler(model: LM) -> list[torch.Tensor]:
+    """The step is skipped while the scale is too large."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, backoff_factor=2.0**-60)
+    found = []
+    for batch in batches(8, 8, 8):
+        optimizer.zero_grad()
+        loss = cross_entropy(model, batch) * 1e3
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found += [loss.detach(), torch.tensor(scaler.get_scale())]
+    assert found[1] == found[3] == 2.0**66
+    return found
+
+
+def clipping(model: LM) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found = []
+    for batch in batches(8, 8):
+        optimizer.zero_grad()
+        cross_entropy(model, batch).backward()
+        found.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+    return found
+
+
+def several_optimizers(model: LM) -> list[torch.Tensor]:
+    head = torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
+    rest = torch.optim.AdamW([p for n, p in model.named_parameters() if not n.startswith("head")], lr=0.01)
+    found = []
+    for i, batch in enumerate(batches(8, 8, 8)):
+        loss = cross_entropy(model, batch)
+        loss.backward()
+        found.append(loss.detach())
+        rest.step()
+        rest.zero_grad()
+        if i % 2:
+            head.step()
+            head.zero_grad()
+    return found
+
+
+def gradients_that_stay(model: LM) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches(8, 8):
+        optimizer.zero_grad(set_to_none=False)
+        cross_entropy(model, batch).backward()
+        optimizer.step()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def optimizer_in_the_backward_pass(model: LM) -> list[torch.Tensor]:
+    """Each parameter is updated as soon as its gradient is there, while others are still to come."""
+    for p in model.parameters():
+        optimizer = torch.optim.SGD([p], lr=0.01)
+
+        def step(p: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        p.register_post_accumulate_grad_hook(step)
+    found = []
+    for batch in batches(8, 8):
+        loss = cross_entropy(model, batch)
+        loss.backward()
+        found.append(loss.detach())
+    for p in model.parameters():
+        p._post_accumulate_grad_hooks.clear()  # type: ignore[attr-defined]
+    return found
+
+
+def closures(model: LM) -> list[torch.Tensor]:
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    found = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        model.eval()  # the line search must see one function
+        loss = cross_entropy(model, batches(8)[0])
+        loss.backward()
+        found.append(loss.detach())
+        return loss
+
+    optimizer.step(closure)
+    return found
+
+
+def moving_average(model: LM) -> list[torch.Tensor]:
+    """The average is a deep copy, with the plan; it is evaluated, and trained on in the end."""
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for batch in batches(8, 8, 8):
+        optimizer.zero_grad()
+        cross_entropy(model, batch).backward()
+        optimizer.step()
+        average.update_parameters(model)
+        with torch.no_grad():
+            found.append(cross_entropy(average.eval(), batch))
+    model.zero_grad()
+    found += grads_of(average.train(), batches(8)[0], cross_entropy)
+    assert all(p.grad is None for p in model.parameters())
+    return [*found, *average.parameters()]
+
+
+def evaluation_between_steps(model: LM) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for batch in batches(8, 8):
+        optimizer.zero_grad()
+        loss = cross_entropy(model.train(), batch)
+        loss.backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            found.append(cross_entropy(model, batch))
+        with torch.inference_mode():
+            found.append(cross_entropy(model, batch).clone())
+        found.append(loss.detach())
+    model.train()
+    return found
+
+
+def evaluation_before_the_backward_pass(model: LM) -> list[torch.Tensor]:
+    loss = cross_entropy(model, batches(8)[0])
+    with torch.no_grad():
+        seen = cross_entropy(model.eval(), batches(8, seed=2)[0])
+    model.train()
+    loss.backward()
+    return [loss.detach(), seen]
+
+
+def a_smaller_last_batch(model: LM) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(2):
+        for batch in [*batches(8, 8, 3), batches(8)[0][:, :7]]:
+            optimizer.zero_grad()
+            loss = cross_entropy(model, batch)
+            loss.backward()
+            found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+            optimizer.step()
+    return found
+
+
+def layers_frozen_on_the_way(model: LM) -> list[torch.Tensor]:
+    found = []
+    for frozen in ([], [model.embed, model.layers[0]], [model.layers[1], model.head], []):
+        model.requires_grad_(True)
+        for module in frozen:
+            module.requires_grad_(False)
+        found += grads_of(model, batches(8)[0], cross_entropy)
+    return found
+
+
+def weights_loaded_on_the_way(model: LM) -> list[torch.Tensor]:
+    found = grads_of(model, batches(8)[0], cross_entropy)
+    file = io.BytesIO()
+    torch.save({n: p * 2 for n, p in model.state_dict().items()}, file)
+    file.seek(0)
+    assert not model.load_state_dict(torch.load(file)).missing_keys
+    found += grads_of(model, batches(8)[0], cross_entropy)
+    fresh = {n: torch.full_like(p, 0.01) for n, p in model.state_dict().items()}
+    model.load_state_dict(fresh, assign=True)
+    return found + grads_of(model, batches(8)[0], cross_entropy)
+
+
+def two_losses(model: LM) -> list[torch.Tensor]:
+    """A contrastive step: the model is called twice for one backward pass."""
+    first, second = (model(batch).mean(1) for batch in batches(8, 8))
+    loss = F.cosine_similarity(first, second).sum() + first.square().mean()
+    loss.backward()
+    return [loss.detach()]
+
+
+def double_precision_from_here(model: LM) -> list[torch.Tensor]:
+    found = grads_of(model, batches(8)[0], cross_entropy)
+    model.double()
+    found += grads_of(model, batches(8)[0], cross_entropy)
+    model.float()
+    return found
+
+
+LOOPS: list[Loop] = [
+    accumulation,
+    accumulation_in_one_backward,
+    autocast_and_scaler,
+    overflowing_scaler,
+    clipping,
+    several_optimizers,
+    gradients_that_stay,
+    optimizer_in_the_backward_pass,
+    closures,
+    moving_average,
+    evaluation_between_steps,
+    evaluation_before_the_backward_pass,
+    a_smaller_last_batch,
+    layers_frozen_on_the_way,
+    weights_loaded_on_the_way,
+    two_losses,
+    double_precision_from_here,
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_a_loop_gives_the_same_bits(pair: tuple[LM, LM], loop: Loop) -> None:
+    found = []
+    for model in pair:
+        torch.manual_seed(3)
+        values = [t.detach().clone() for t in loop(model)]
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        found.append([*values, *grads, *model.parameters(), torch.rand(())])
+        model.zero_grad()
+    assert bit_equal(*found)
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("after_a_step", [False, True])
+def test_a_whole_model_that_is_saved_keeps_its_plan(pair: tuple[LM, LM], after_a_step: bool) -> None:
+    plain, planned = pair
+    if after_a_step:
+        grads_of(planned, batches(8)[0], cross_entropy)
+    loaded = saved(planned)
+    assert recomputes(loaded)
+    assert bit_equal(*(grads_of(m, batches(8)[0], cross_entropy) for m in (plain, loaded)))
+
+
+def test_a_state_dict_is_the_plain_ones(pair: tuple[LM, LM]) -> None:
+    plain, planned = (m.state_dict() for m in pair)
+    assert list(plain) == list(planned)
+    assert bit_equal(list(plain.values()), list(planned.values()))
+    assert planned._metadata == plain._metadata  # type: ignore[attr-defined]
+
+
+def test_batches_of_many_lengths(pair: tuple[LM, LM]) -> None:
+    """What a unit learns of its calls does not grow with them."""
+    _, planned = pair
+    for length in range(4, 14):
+        grads_of(planned, batches(4)[0][:, :length], cross_entropy)
+    for layer in planned.layers:
+        assert len(vars(layer)["forward"]._schedules) == 1
+
+
+def test_frozen_from_the_start_is_another_plan(plan: sacplan.Plan) -> None:
+    model = make_model()
+    model.layers[0].requires_grad_(False)
+    with pytest.raises(sacplan.PlanMismatch, match=r"layers\.0\.norm1\.weight.*frozen"):
+        sacplan.apply(model, plan)
+
+
+# --- order of use: apply, then compile ---
+
+
+def compiled_in_place(model: LM) -> Any:
+    model.compile(backend="aot_eager")
+    return model
+
+
+def layers_compiled_in_place(model: LM) -> Any:
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    return model
+
+
+def compiled_around(model: LM) -> Any:
+    return torch.compile(model, backend="aot_eager")
+
+
+def kept_bytes(model: Any) -> int:
+    """Bytes of the storages that autograd takes in a forward pass."""
+    taken: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        taken[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = cross_entropy(model, batches(8)[0])
+    del loss
+    return sum(taken.values())
+
+
+@pytest.fixture(scope="module")
+def plan_without_dropout() -> sacplan.Plan:
+    return plan_for(without_dropout())
+
+
+def without_dropout() -> LM:
+    """The random numbers of compiled dropouts depend on what else is in the graph."""
+    model = make_model()
+    for layer in model.layers:
+        layer.dropout = layer.mlp[3].p = 0.0
+    return model
+
+
+@pytest.mark.parametrize(
+    ("compiled", "order"),
+    slow_after(
+        1,
+        [
+            (compiled_in_place, "apply first"),
+            (compiled_in_place, "apply last"),
+            (compiled_in_place, "apply after a step"),
+            (layers_compiled_in_place, "apply last"),
+            (compiled_around, "apply after a step"),
+        ],
+    ),
+)
+def test_compiled_models_keep_their_plan(
+    plan_without_dropout: sacplan.Plan, compiled: Callable[[LM], Any], order: str
+) -> None:
+    torch._dynamo.reset()
+    batch = batches(8)[0]
+    plain = compiled(without_dropout())
+    model = without_dropout()
+    if order == "apply first":
+        sacplan.apply(model, plan_without_dropout)
+    called = compiled(model)
+    if order == "apply after a step":
+        grads_of(called, batch, cross_entropy)
+    if order != "apply first":
+        sacplan.apply(model, plan_without_dropout)
+    assert bit_equal(*(grads_of(m, batch, cross_entropy) for m in (plain, called)))
+    assert kept_bytes(called) < 0.9 * kept_bytes(plain)

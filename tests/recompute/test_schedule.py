@@ -1,0 +1,477 @@
+"""From its second call on a unit follows what it has learned: less work, the same decisions, the same safety."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+import sacplan
+from sacplan._executor.alignment import Alignment, RecordedOp
+from sacplan._profile.profile import trace_step
+from sacplan._program.places import op_of
+from sacplan._program.program import CallSite
+from sacplan._recompute.executor import recorder
+from sacplan._recompute.executor.nodes import RecipeNode
+from sacplan._recompute.executor.recorder import UnitRecorder
+from sacplan._record.step import Step as TrainingStep
+from sacplan._torch.ops import can_run_again
+from sacplan._verify.measure import measured_step
+from tests.recompute.test_recipes import (
+    DIM,
+    STEPS,
+    Net,
+    Outer,
+    Storages,
+    Unit,
+    batch,
+    discard_all,
+    fitting_sites,
+    no_collector,
+    outer,
+    plan_of,
+    same_bits,
+    state,
+    step,
+)
+
+
+@contextmanager
+def calls_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The arguments of every call of a method of the recorder."""
+    seen: list[Any] = []
+    method = getattr(UnitRecorder, name)
+
+    def spy(self: UnitRecorder, *args: Any, **kwargs: Any) -> Any:
+        seen.append(args)
+        return method(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UnitRecorder, name, spy)
+        yield seen
+
+
+def calls_in_step(
+    name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any] = step
+) -> int:
+    with calls_of(name, monkeypatch) as seen:
+        run(model, batch())
+    return len(seen)
+
+
+DISCARDED = {"aten.addmm.default", "aten.gelu.default", "aten.mul.Tensor", "aten.sub.Tensor"} | {
+    f"aten.{name}.default" for name in ("sin", "cos", "exp", "tanh")
+}
+
+
+def applied(model: nn.Module, sites: dict[str, list[tuple[str, int]] | None], **kwargs: Any) -> nn.Module:
+    """A copy of the model with call sites discarded; None: those of all ops in ``DISCARDED``."""
+    profile = sacplan.profile(model, batch(), device="cpu", trace="real")
+    found = {
+        fqn: own if own is not None else [s for s in fitting_sites(profile, fqn) if s.op in DISCARDED]
+        for fqn, own in sites.items()
+    }
+    planned = copy.deepcopy(model)
+    sacplan.apply(planned, plan_of(profile, found), **kwargs)
+    return planned
+
+
+# --- no waste -------------------------------------------------------------------------------------
+
+
+def test_a_unit_that_discards_nothing_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = outer()
+    planned = applied(model, {"units.0": [], "units.1": [("aten.exp.default", 0)]}, check=False)
+    profile = sacplan.profile(model, batch(), device="cpu", trace="real")
+    (scope,) = profile.program.calls["units.1"]
+    assert "forward" not in vars(planned.units[0])
+    for _ in range(2):
+        handled = calls_in_step("__torch_dispatch__", planned, monkeypatch)
+        assert handled == len(profile.program.sites(scope))  # those of the other unit, and no more
+
+
+def test_ops_are_looked_up_in_the_first_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where autograd detaches the outputs that it keeps itself."""
+    some = applied(
+        outer(lambda x: x.exp().sigmoid().tanh().sin().exp()), {"units.0": [("aten.sin.default", 0)]}
+    )
+    for planned in (discard_all(outer())[0], some):
+        assert calls_in_step("_module_calls", planned, monkeypatch) > 0
+        for _ in range(2):
+            assert calls_in_step("_module_calls", planned, monkeypatch) == 0
+
+
+def test_only_what_is_discarded_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = applied(outer(), {"units.0": [("aten.exp.default", 0), ("aten.gelu.default", 0)]})
+    for _ in range(3):
+        assert calls_in_step("_note", planned, monkeypatch) == 2
+    writes = calls_in_step("_note_write", planned, monkeypatch)
+    assert writes == 2  # dropout's bernoulli_ and div_, after the GELU
+
+
+def test_writes_are_noted_where_nothing_is_discarded_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier call of this unit or another may have discarded what was made from what they overwrite."""
+    planned = applied(outer(), {"units.0": [("aten.exp.default", 0)]})
+    for _ in range(2):
+        assert calls_in_step("_note_write", planned, monkeypatch) == 2  # dropout's bernoulli_ and div_
+
+
+def test_autograd_asks_only_where_it_takes_a_discarded_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unit saves tensors in ten places, and one of them is the discarded one."""
+
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = x.sin()
+        x = x.tanh() + 1
+        return x.cos() + 0
+
+    model = outer(middle)
+    planned = applied(model, {"units.0": [("aten.add.Tensor", 0)]})  # cos saves it
+    first = calls_in_step("_pack", planned, monkeypatch)
+    assert first > 6
+    for _ in range(2):
+        assert calls_in_step("_pack", planned, monkeypatch) == 1
+    assert same_bits(step(model, batch()), step(planned, batch()))
+
+
+def test_nothing_of_ours_runs_outside_of_units_in_the_forward_pass() -> None:
+    planned, _ = discard_all(outer())
+    step(planned, batch())
+    seen = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "tanh" in str(func):  # between the units
+                modes = _get_current_dispatch_mode_stack()
+                hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+                seen.append((any(isinstance(m, UnitRecorder) for m in modes), hooks))
+            return func(*args, **(kwargs or {}))
+
+    with Look():
+        planned(batch())
+    assert seen == [(False, None)] * 2
+
+
+def test_recomputed_values_are_gone_when_the_step_has_its_next_peak() -> None:
+    """The allocator's own peak, in a later step: what the replay says, for which values die with their last use."""
+    torch.manual_seed(0)
+    layers = [
+        nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.GELU()) for _ in range(4)
+    ]
+    model = nn.Sequential(*(nn.Sequential(layer) for layer in layers))
+    x = torch.randn(512, 256)
+    profile = sacplan.profile(model, x, device="cpu")
+    plan = plan_of(profile, {str(i): sorted(fitting_sites(profile, str(i))) for i in range(4)})
+    sacplan.apply(model, plan)
+    training = TrainingStep(model, x, lambda m, b: m(b).sum(), None)
+    for _ in range(3):
+        measured = measured_step(training, [x]).peak_bytes
+        assert measured == pytest.approx(plan.peak_bytes, rel=0.005)
+    assert plan.peak_bytes < 0.9 * profile.peak_bytes
+
+
+@pytest.mark.parametrize("kind", ["gelu", "dropout", "attention", "norm", "sorting", "index_put", "relu_"])
+def test_the_replayed_peak_is_that_of_the_second_step(kind: str) -> None:
+    """With an optimizer two steps are traced, and the second one counts."""
+    torch.manual_seed(0)
+    model = Net([([kind, "linear"], "plain"), (["norm"], "twice")], share=False, tie=True)
+    profile = sacplan.profile(model, batch(), device="cpu", optimizer=torch.optim.SGD)
+    plan = plan_of(profile, {f"groups.{i}": sorted(fitting_sites(profile, f"groups.{i}")) for i in range(2)})
+    seen = trace_step(
+        model, batch(), None, torch.optim.SGD, "cpu", "cost-model", "fake",
+        prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
+    )  # fmt: skip
+    assert seen.program.footprint.peak_bytes == plan.peak_bytes < profile.peak_bytes
+
+
+def test_nothing_lives_on_after_a_later_step() -> None:
+    planned, _ = discard_all(outer(torch.sin, lambda x: F.layer_norm(x, (DIM,)).softmax(-1) * x))
+    for _ in range(2):
+        step(planned, batch())
+    for p in planned.parameters():
+        p.grad = torch.zeros_like(p)
+    with no_collector(), Storages(planned) as storages:
+        loss = planned(batch())
+        loss.backward()
+        del loss
+        assert storages.alive == 0
+
+
+# --- the same decisions ---------------------------------------------------------------------------
+
+
+class Flow(nn.Module):
+    """What it runs depends on an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.flow = "long"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x).sin().exp()
+        if self.flow == "other":
+            return F.gelu(y.tanh() * x).exp()
+        if self.flow == "written":
+            y = y.cos() * y
+            z = y.sin()
+            y.data.mul_(2)
+            return z.exp()
+        if self.flow == "short":
+            return y
+        z = self.b(y).cos().exp()
+        return z * y if self.flow == "long" else F.gelu(z - y).exp()
+
+
+FLOWS = ["long", "other", "short", "gelu", "long", "short", "other", "gelu", "gelu", "short", "long"]
+
+
+def dispatched(model: nn.Module, x: torch.Tensor) -> list[str]:
+    """The ops of a step; what runs again is among them."""
+    seen: list[str] = []
+
+    class See(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with See():
+        step(model, x)
+    return [name for name in seen if "detach" not in name and "as_strided" not in name]
+
+
+@pytest.mark.filterwarnings("ignore:the step is not the one")
+def test_a_call_that_does_something_else_is_planned_as_if_it_were_the_first() -> None:
+    torch.manual_seed(0)
+    model = Outer(Flow())
+    never_run = applied(model, {"units.0": None}, check=False)
+    planned = copy.deepcopy(never_run)
+    for i, flow in enumerate(FLOWS):
+        fresh = copy.deepcopy(never_run)
+        model.units[0].flow = planned.units[0].flow = fresh.units[0].flow = flow
+        x = torch.randn(i % 3 + 1, DIM)
+        ops = dispatched(planned, x)
+        assert ops == dispatched(fresh, x)
+        assert len(ops) > len(dispatched(model, x))
+        assert same_bits(step(model, x), step(planned, x))
+
+
+@pytest.mark.filterwarnings("ignore:the step is not the one")
+def test_flows_that_take_turns_are_known_from_their_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = applied(Outer(Flow()), {"units.0": None}, check=False)
+    for turn in range(3):
+        for flow in ("long", "gelu", "other", "short"):
+            planned.units[0].flow = flow
+            assert not calls_in_step("_module_calls", planned, monkeypatch) or not turn
+
+
+@pytest.mark.filterwarnings("ignore:the step is not the one")
+def test_a_write_that_no_call_before_made_is_seen() -> None:
+    planned = applied(Outer(Flow()), {"units.0": None}, check=False)
+    for flow in ("long", "other", "long"):
+        planned.units[0].flow = flow
+        step(planned, batch())
+    planned.units[0].flow = "written"
+    with pytest.raises(sacplan.RecipeError, match="written in place"):
+        step(planned, batch())
+
+
+def test_a_parameter_that_is_frozen_and_trained_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tensors are saved then, by the same ops; the discarded ones among them are discarded all the same."""
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Parameter(torch.randn(DIM))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin().mul(self.gate).exp() * 2
+
+    torch.manual_seed(0)
+    model = Outer(Gate())
+    planned = applied(model, {"units.0": [("aten.sin.default", 0)]})
+    for trained in (False, True, False, True):
+        for m in (model, planned):
+            m.units[0].gate.requires_grad_(trained)
+        for _ in range(2):
+            x = batch().requires_grad_()
+            torch.manual_seed(0)
+            with calls_of("_pack", monkeypatch) as packed:
+                loss = planned(x)
+                loss.backward()
+            expected = x.grad
+            x = batch().requires_grad_()
+            model(x).backward()
+            assert torch.equal(x.grad, expected)
+        sines = [t for (t,) in packed if torch.equal(t, batch().sin())]
+        assert len(sines) == trained
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_the_quick_check_of_a_call_is_the_thorough_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``_note`` keeps what ``can_run_again`` says is to be kept."""
+    note, seen = UnitRecorder._note, []
+    made: list[RecipeNode] = []  # by the call that is looked at
+
+    def node(*args: Any) -> RecipeNode:
+        made.append(RecipeNode(*args))
+        return made[-1]
+
+    def compared(
+        self: UnitRecorder, op: Any, step: Any, args: Any, kwargs: Any, out: Any, rng: Any, over: Any
+    ) -> None:
+        made.clear()
+        note(self, op, step, args, kwargs, out, rng, over)
+        may = can_run_again(op.func, args, kwargs, out) and (over is not None or not op.in_place)
+        seen.append((op.name, bool(made), may))
+
+    monkeypatch.setattr(UnitRecorder, "_note", compared)
+    monkeypatch.setattr(recorder, "RecipeNode", node)
+    monkeypatch.setattr(Alignment, "next", _discarded)
+    torch.manual_seed(0)
+    model = Net([([kind, "linear"], "plain")], share=False, tie=False)
+    profile = sacplan.profile(model, batch(), device="cpu", trace="real")
+    sacplan.apply(model, plan_of(profile, {"": sorted(fitting_sites(profile, ""))[:1]}))
+    model(batch())
+    assert seen
+    for name, noted, thorough in seen:
+        assert noted == thorough, name
+
+
+def _discarded(self: Alignment, caller: str, place: str, description: str) -> RecordedOp:
+    return RecordedOp(caller, place, description, CallSite(op_of(description), 0, place), 1)
+
+
+# --- the same safety ------------------------------------------------------------------------------
+
+
+def test_what_is_kept_without_our_hooks_is_still_checked() -> None:
+    held: list[torch.Tensor] = []
+    model = outer(lambda x: held.append(x.sin()) or held[-1].cos())
+    planned = applied(model, {"units.0": [("aten.exp.default", 0)]})
+    step(planned, batch())
+    loss = planned(batch())
+    held[-1].detach().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_weight_that_changes_before_the_backward_pass_of_a_later_step() -> None:
+    planned, _ = discard_all(outer())
+    step(planned, batch())
+    loss = planned(batch())
+    with torch.no_grad():
+        planned.units[0].first.weight.mul_(2)
+    with pytest.raises((sacplan.RecipeError, RuntimeError), match=r"written in place|modified by an inplace"):
+        loss.backward()
+
+
+def test_transforms_that_forbid_hooks_are_refused_in_a_later_step() -> None:
+    planned, _ = discard_all(outer())
+    step(planned, batch())
+    with pytest.raises(sacplan.RecipeError, match="hooks"):
+        torch.func.grad(lambda x: planned(x))(batch())
+    assert len(_get_current_dispatch_mode_stack()) == 0
+
+
+def test_an_error_in_a_later_forward_leaves_nothing_behind() -> None:
+    fail = [False]
+
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        x = x.sin().exp()
+        if fail[0]:
+            raise ValueError("broken")
+        return x.cos()
+
+    model = outer(middle)
+    planned, _ = discard_all(model)
+    step(planned, batch())
+    for _ in range(2):
+        fail[0] = True
+        with no_collector(), Storages(planned) as storages:
+            with pytest.raises(ValueError, match="broken"):
+                planned(batch())
+            assert storages.alive == 0
+        assert len(_get_current_dispatch_mode_stack()) == 0
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        fail[0] = False
+        assert same_bits(step(model, batch()), step(planned, batch()))
+
+
+def hooks_inside(x: torch.Tensor) -> torch.Tensor:
+    x = x.sin().exp()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        x = x.cos().exp()
+    return x.sin().exp()
+
+
+def checkpoint_inside(x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda t: t.sin().exp(), x.cos(), use_reentrant=False).tanh().exp()
+
+
+def backward_inside(x: torch.Tensor) -> torch.Tensor:
+    (slope,) = torch.autograd.grad(x.sin().exp().sum(), x, create_graph=True)
+    return (slope * x.cos()).exp()
+
+
+@pytest.mark.filterwarnings("ignore:the step is not the one")
+@pytest.mark.parametrize("middle", [hooks_inside, checkpoint_inside, backward_inside])
+def test_hooks_that_come_and_go_inside_of_a_unit(middle: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = outer(middle, torch.sin)
+    plain = outer(torch.sin, torch.sin)
+    for runs in ([model] * 4, [plain, plain, model, plain, model]):  # known, or a surprise
+        planned = applied(model, {"units.0": None, "units.1": None}, check=False)
+        for m in runs:
+            planned.units[0].middle = m.units[0].middle
+            assert same_bits(step(m, batch()), step(planned, batch()))
+            assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def test_hooks_around_some_steps() -> None:
+    model = outer()
+    planned, _ = discard_all(model)
+
+    def hooked(m: nn.Module) -> list[torch.Tensor]:
+        m.zero_grad()
+        torch.manual_seed(3)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
+            loss = m(batch())
+        loss.backward()
+        return state(m, loss)
+
+    for _ in range(2):
+        assert same_bits(step(model, batch()), step(planned, batch()))
+        assert same_bits(hooked(model), hooked(planned))
+
+
+def test_hooks_around_the_model_do_not_shift_call_sites() -> None:
+    """Their ops run inside of the unit's forward, but are none of its ops."""
+    planned = applied(Outer(Unit()), {"units.0": [("aten.exp.default", 0)]})
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.exp(), lambda t: t.log()):
+        loss = planned(batch())
+    seen = []
+
+    class See(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with See():
+        loss.backward()
+    assert seen.count("aten.exp.default") == 1
+
+
+def test_a_copy_learns_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, _ = discard_all(outer())
+    step(planned, batch())
+    twin = copy.deepcopy(planned)
+    assert calls_in_step("_module_calls", twin, monkeypatch) > 0
+    assert calls_in_step("_module_calls", planned, monkeypatch) == 0

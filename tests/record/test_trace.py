@@ -1,0 +1,725 @@
+"""What a trace leaves as it was, what a fake one assumes of data, and how the two kinds agree."""
+
+from __future__ import annotations
+
+import gc
+import random
+import resource
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sacplan
+from benchmarks.harness.steps import real_step
+from sacplan._program.program import StorageKind
+from sacplan._record.fake_data import data_rules
+from sacplan._record.recorder import Recorder
+from sacplan._record.state import preserved_state
+from sacplan._record.step import Step, default_loss
+from sacplan._verify.measure import measured_step
+from sacplan.errors import SacplanWarning
+from tests.zoo.language_models import LM, cross_entropy, tokens
+
+
+def snapshot(model, optimizer=None):
+    """Everything that a trace must leave alone, as values."""
+    return {
+        "tensors": {k: v.clone() for k, v in model.state_dict(keep_vars=False).items()},
+        "objects": {k: id(v) for k, v in (*model.named_parameters(), *model.named_buffers())},
+        "grads": {k: (id(p.grad), p.grad.clone()) for k, p in model.named_parameters() if p.grad is not None},
+        "training": [m.training for m in model.modules()],
+        "attributes": [sorted(vars(m)) for m in model.modules()],
+        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
+        "rng": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()),
+        "optimizer": None
+        if optimizer is None
+        else [v for s in optimizer.state.values() for v in tensors_of(s)],
+    }
+
+
+def tensors_of(state):
+    return [v.clone() if isinstance(v, torch.Tensor) else v for _, v in sorted(state.items())]
+
+
+def assert_same(a, b):
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for k in a:
+            assert_same(a[k], b[k])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert a == b
+
+
+class Mixed(nn.Module):
+    """Batch norm, dropout, a frozen part, a part in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5))
+        self.frozen = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)).eval().requires_grad_(False)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.frozen(self.body(x)))
+
+
+def used(model):
+    """With gradients, and an optimizer that has a state."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(5, 8)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("trace", ["fake", "real"])
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_everything_is_put_back(trace, with_optimizer):
+    torch.manual_seed(0)
+    model = Mixed().train()
+    model.frozen.eval()
+    optimizer = used(model)
+    before = snapshot(model, optimizer)
+    sacplan.profile(
+        model, torch.randn(6, 8), device="cpu", trace=trace, optimizer=optimizer if with_optimizer else None
+    )
+    after = snapshot(model, optimizer)
+    before["rng"] = after["rng"] = None  # torch.randn above
+    assert_same(before, after)
+
+
+@pytest.mark.parametrize("trace", ["fake", "real"])
+def test_generators_are_put_back(trace):
+    model = LM(dropout=0.3)
+    batch = tokens()
+    before = snapshot(model)["rng"]
+
+    def loss_fn(model, batch):
+        np.random.rand()
+        random.random()
+        return cross_entropy(model, batch)
+
+    sacplan.profile(model, batch, loss_fn=loss_fn, device="cpu", trace=trace)
+    assert_same(before, snapshot(model)["rng"])
+
+
+def test_real_trace_that_fails_puts_everything_back():
+    model = Mixed().train()
+    optimizer = used(model)
+    before = snapshot(model, optimizer)
+
+    def loss_fn(model, batch):
+        model(batch)
+        raise RuntimeError("mine")
+
+    batch = torch.zeros(6, 8)
+    with pytest.raises(RuntimeError, match="mine"):
+        sacplan.profile(model, batch, loss_fn=loss_fn, device="cpu", trace="real", optimizer=optimizer)
+    assert_same(before, snapshot(model, optimizer))
+
+
+def test_fake_trace_copies_no_weights():
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4)))  # 16 MiB each
+    batch = torch.randn(8, 2048)
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        sacplan.profile(model, batch)
+    assert max((e.self_cpu_memory_usage for e in profiler.events()), default=0) < 2**20
+
+
+@pytest.mark.slow
+def test_seventy_billion_parameters_fit_on_this_machine():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    ids = torch.randint(0, 128256, (1, 512))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    profile = sacplan.profile(model, {"input_ids": ids, "labels": ids}, device="h200")
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # KiB
+    weights = sum(p.numel() * 2 for p in model.parameters())
+    assert weights > 130 * 2**30
+    assert profile.peak_bytes > 2 * weights  # gradients too
+    assert grown < 2**20
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])
+def test_fake_and_real_trace_agree_with_each_other_and_with_the_allocator(optimizer):
+    torch.manual_seed(0)
+    model, batch = LM(dropout=0.1), tokens(8, 128)
+    make = None if optimizer is None else lambda params: optimizer(params)
+    fake = sacplan.profile(model, batch, loss_fn=cross_entropy, device="cpu", optimizer=make)
+    real = sacplan.profile(model, batch, loss_fn=cross_entropy, device="cpu", optimizer=make, trace="real")
+    step = Step(model, batch, cross_entropy, make(model.parameters()) if make else None)
+    with preserved_state(model, step.optimizer):
+        measured = measured_step(step, [batch])
+    assert fake.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
+    assert real.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+    assert [op.name for op in fake.program.ops] == [op.name for op in real.program.ops]
+
+
+def test_gpt2_and_a_mixture_of_experts_for_real():
+    pytest.importorskip("transformers")
+    from benchmarks.models import hf_models
+
+    torch.manual_seed(0)
+    for name, tolerance in (("gpt2", 0.005), ("switch", 0.05)):
+        model, batch, _ = hf_models.build(name, "small", "cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SacplanWarning)
+            fake = sacplan.profile(model, batch, device="cpu")
+        real = sacplan.profile(model, batch, device="cpu", trace="real")
+        with preserved_state(model, None):
+            measured = measured_step(Step(model, batch, default_loss, None), list(batch.values()))
+        assert fake.peak_bytes == pytest.approx(real.peak_bytes, rel=tolerance)
+        assert real.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+        assert real.rules == ()
+
+
+# --- rules for data ---------------------------------------------------------------------------------
+
+
+class MoE(nn.Module):
+    """Routing as it is usually written: each expert takes its rows."""
+
+    def __init__(self, experts: int = 4, top_k: int = 2) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.router = nn.Linear(16, experts)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(experts))
+        self.rows: list[int] = []
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(self.top_k)
+        out = torch.zeros_like(x)
+        mask = F.one_hot(chosen, len(self.experts)).permute(2, 1, 0)
+        self.rows.clear()
+        for e, expert in enumerate(self.experts):
+            slot, row = torch.where(mask[e])
+            self.rows.append(len(row))
+            out = out.index_add(0, row, expert(x[row]) * weights[row, slot, None])
+        return out
+
+
+def test_routing_is_balanced_and_said_so():
+    seen = []
+
+    def loss_fn(model, batch):
+        loss = model(batch).sum()
+        seen.append(tuple(model.rows))
+        return loss
+
+    with pytest.warns(SacplanWarning, match=r"tests.record.test_trace, line \d+, in forward.*balanced"):
+        profile = sacplan.profile(MoE(), torch.randn(64, 16), loss_fn=loss_fn)
+    assert set(seen) == {(32, 32, 32, 32)}
+    assert len(profile.rules) == 1
+    assert "balanced" in profile.assumptions[0]
+
+
+def test_assumptions_are_saved(tmp_path):
+    with pytest.warns(SacplanWarning):
+        profile = sacplan.profile(MoE(), torch.randn(64, 16))
+    profile.save(tmp_path / "profile.json")
+    assert sacplan.Profile.load(tmp_path / "profile.json").assumptions == profile.assumptions
+
+
+def test_a_plan_says_that_routing_was_taken_for_balanced(tmp_path):
+    """The profile, the plan in words, its file, and what a measured step with other routing is compared with."""
+    model, x = MoE(), torch.randn(64, 16)
+    with pytest.warns(SacplanWarning):
+        profile = sacplan.profile(model, x, device="cpu")
+    plan = sacplan.plan(profile, "100%")
+    plan.save(tmp_path / "plan.json")
+    plan = sacplan.Plan.load(tmp_path / "plan.json")
+    assert "assumed (balanced)" in str(plan)
+    assert 'trace="real"' in str(plan)
+    seen = sacplan.verify(model, x, plan, run="real")
+    assert any("assumed (balanced)" in sentence for sentence in seen.assumptions)
+
+
+def test_a_plan_that_takes_no_size_for_granted_says_nothing():
+    """Nor of numbers that are read: they decide no size."""
+
+    def loss_fn(model, batch):
+        loss = model(batch).pow(2).mean()
+        loss.item()
+        return loss
+
+    with pytest.warns(SacplanWarning, match="unit value"):
+        profile = sacplan.profile(nn.Linear(4, 4), torch.randn(8, 4), loss_fn, device="cpu")
+    plan = sacplan.plan(profile, "100%")
+    assert plan.provenance.assumed == ()
+    assert "assume" not in str(plan)
+
+
+def ask(question, *real):
+    """The answer in a fake step, and the names of the rules that it took."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SacplanWarning)
+        with sacplan.fake_device("h100") as mode, data_rules() as rules:
+            twins = []
+            for t in real:
+                twins.append(mode.from_tensor(t))
+                rules.learn(twins[-1], t)
+            x = torch.randn(8, 4, requires_grad=True)
+            return question(x, *twins), [a.rule for a in rules.applied]
+
+
+def _pairs():
+    """Rows and columns, two tuples of tensors that are single numbers."""
+    return tuple(zip(*torch.tensor([[0, 3], [1, 1]]), strict=True))
+
+
+KNOWN = {
+    "item": (lambda x: torch.arange(5).sum().item(), 10),
+    "tolist": (lambda x: torch.ones(3, dtype=torch.long).cumsum(0).tolist(), [1, 2, 3]),
+    "mask": (lambda x: tuple(x[torch.arange(8) > 2].shape), (5, 4)),
+    "mask beside an index": (lambda x: tuple(x[torch.arange(8) > 2, 1].shape), (5,)),
+    "masked_select": (lambda x: tuple(torch.masked_select(x, (torch.arange(8) > 2)[:, None]).shape), (20,)),
+    "repeat_interleave": (lambda x: tuple(torch.repeat_interleave(x, torch.arange(8), dim=0).shape), (28, 4)),
+    "unique": (lambda x: torch.unique(torch.tensor([1, 2, 2])).tolist(), [1, 2]),
+    "arange": (lambda x: len(torch.arange(torch.tensor([3, 5]).max())), 5),
+    "split": (lambda x: [len(s) for s in x.split(torch.tensor([3, 5]).tolist())], [3, 5]),
+    "equal": (lambda x: torch.equal(torch.arange(3), torch.arange(3)), True),
+    "numpy": (lambda x: torch.arange(3).numpy().tolist(), [0, 1, 2]),
+    "rows and columns": (lambda x: torch.arange(8).view(2, 4)[_pairs()].tolist(), [3, 5]),
+    "numbers from tensors": (lambda x: torch.tensor([torch.arange(3).sum(), 2]).tolist(), [3, 2]),
+    "formatted": (lambda x: f"expert_{torch.arange(3)[1]}", "expert_1"),
+    "like something unknown": (
+        lambda x: x.new_zeros(3).tolist() + torch.ones_like(x)[0].tolist(),
+        [0.0] * 3 + [1.0] * 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_known_is_exact(name):
+    question, answer = KNOWN[name]
+    assert ask(question) == (answer, [])
+
+
+def test_values_of_a_real_batch_are_followed():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert ask(lambda x, m: (m.sum(-1).tolist(), x[:2, :3][m.bool()].shape[0]), mask) == (([2, 1], 3), [])
+
+
+def test_in_place_writes_are_followed():
+    def question(x):
+        mask = torch.zeros(8, dtype=torch.bool)
+        mask[2:5] = True
+        view = mask[1:4]
+        view.logical_not_()
+        return mask.tolist()
+
+    assert ask(question)[0] == [False, True, False, False, True, False, False, False]
+
+
+def test_an_index_of_single_numbers_is_the_one_of_a_real_step():
+    """Rows and columns as sequences of tensors: PyTorch reads those in C++, and makes an index of them."""
+
+    def marked():
+        mask = torch.ones(2, 4, dtype=torch.bool)
+        mask[_pairs()] = False
+        return mask.tolist(), mask[_pairs()[0], 3].tolist(), mask[_pairs()].tolist()
+
+    assert ask(lambda x: marked())[0] == marked()
+
+
+def test_an_index_of_numbers_that_are_not_known_is_refused():
+    with pytest.raises(sacplan.DataDependentError):
+        ask(lambda x: x[tuple((x[:2, 0] > 0).long()), 0])
+
+
+def test_writing_something_unknown_makes_it_unknown():
+    def question(x):
+        mask = torch.zeros(8, dtype=torch.bool)
+        mask[2:5] = x[2:5, 0] > 0
+        return bool(mask[0])
+
+    with pytest.raises(sacplan.DataDependentError):
+        ask(question)
+
+
+RULED = {
+    "topk": (lambda x: torch.bincount(x.topk(2).indices.flatten()).tolist(), [4, 4, 4, 4], "balanced"),
+    "argmax": (lambda x: torch.bincount(x.argmax(-1)).tolist(), [2, 2, 2, 2], "balanced"),
+    "max": (lambda x: x.max(dim=-1).indices.tolist(), [0, 1, 2, 3] * 2, "balanced"),
+    "multinomial": (
+        lambda x: torch.multinomial(x.softmax(-1), 1).flatten().tolist(),
+        [0, 1, 2, 3] * 2,
+        "balanced",
+    ),
+    "histc": (lambda x: torch.histc(x.argmax(-1).float(), 4, 0, 3).tolist(), [2.0] * 4, "balanced"),
+    "argsort": (lambda x: x.argsort(-1)[0].tolist(), [0, 1, 2, 3], "in order"),
+    "rand, rare": (lambda x: bool(torch.rand([]) < 0.1), False, "even spread"),
+    "rand, likely": (lambda x: bool(torch.rand([]) < 0.9), True, "even spread"),
+    "share": (lambda x: (torch.rand(1000) < 0.15).sum().item(), 150, "even spread"),
+    "randperm": (lambda x: sorted(torch.randperm(5).tolist()), [0, 1, 2, 3, 4], "even spread"),
+    "uniform_": (lambda x: torch.empty([]).uniform_(2, 4).item(), 3.0, "even spread"),
+    "finite": (lambda x: bool(torch.isfinite(x * x).all()), True, "finite"),
+    "nan": (lambda x: bool(torch.isnan(x * x).any()), False, "finite"),
+    "mask": (lambda x: tuple(x[x > 0].shape), (32,), "all elements"),
+    "where": (lambda x: len(torch.where(x > 0)[0]), 32, "all elements"),
+    "masked_select": (lambda x: len(torch.masked_select(x, x > 0)), 32, "all elements"),
+    "any": (lambda x: bool((x > 0).any()), True, "all elements"),
+    "float": (lambda x: float(x.sum()), 1.0, "unit value"),
+    "numpy": (lambda x: x.detach().numpy().sum(), 0.0, "zeros"),
+}
+
+
+@pytest.mark.parametrize("name", RULED)
+def test_rules(name):
+    question, answer, rule = RULED[name]
+    assert ask(question) == (answer, [rule])
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        lambda x: x[x > 0].sum(),
+        lambda x: torch.masked_select(x, x > 0).sum(),
+        lambda x: x[torch.arange(8) > 2].sum(),
+    ],
+)
+def test_gradients_flow_through(question):
+    def step(x):
+        question(x).backward()
+        return tuple(x.grad.shape)
+
+    assert ask(step)[0] == (8, 4)
+
+
+REFUSED = {
+    "a single comparison": lambda x: bool(x.sum() > 0),
+    "a count": lambda x: (x > 0).sum().item(),
+    "unique": lambda x: torch.unique(x),
+    "repeats": lambda x: torch.repeat_interleave(x, (x[:, 0] > 0).long(), dim=0),
+    "equal": lambda x: torch.equal(x, x + 1),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_no_rule_is_an_error_that_says_where(name):
+    with pytest.raises(
+        sacplan.DataDependentError, match=r'test_trace, line \d+, in <lambda>.*aten.*trace="real"'
+    ):
+        ask(REFUSED[name])
+
+
+def test_a_refusal_inside_a_model_is_an_error_of_the_profile():
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return y if y.mean() > 0 else y * 2
+
+    model = Branches()
+    with pytest.raises(sacplan.DataDependentError, match="in forward"):
+        sacplan.profile(model, torch.randn(2, 4))
+    assert sacplan.profile(model, torch.randn(2, 4), device="cpu", trace="real").peak_bytes > 0
+
+
+def test_rules_draw_no_random_numbers():
+    state = torch.get_rng_state()
+    ask(lambda x: (torch.rand(5), torch.randperm(4), torch.empty(3).uniform_(), x.topk(2)))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_optimizers_steps_count():
+    def question(x):
+        optimizer = torch.optim.Adam([x], foreach=False)
+        for _ in range(3):
+            x.sum().backward()
+            optimizer.step()
+        return optimizer.state[x]["step"].item()
+
+    assert ask(question) == (3.0, [])
+
+
+def test_functions_that_cache_tensors_keep_no_fake_ones():
+    pytest.importorskip("transformers")
+    from benchmarks.models import hf_models
+
+    model, batch, _ = hf_models.build("beit", "small", "cpu")
+    sacplan.profile(model, batch)
+    assert torch.isfinite(model(**batch).loss)
+    sacplan.profile(model, batch)
+
+
+def test_a_module_may_convert_itself_in_the_step():
+    class Converts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.linear = self.linear.to(torch.float32)
+            return self.linear(x)
+
+    model = Converts().bfloat16()
+    sacplan.profile(model, torch.randn(2, 4))
+    assert model.linear.weight.dtype == torch.bfloat16
+
+
+# --- what makes a trace fast ------------------------------------------------------------------------
+
+
+class Varied(nn.Module):
+    """Views, in-place ops, several outputs, an index, a mask, a scalar of each type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.norm = nn.BatchNorm1d(16)
+        self.register_buffer("mask", torch.arange(8) % 2 == 0)
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            a, b = layer(x).chunk(2, -1)
+            y = torch.cat([a * i, b * float(i), b.t().contiguous().t() * bool(i)], -1)[:, :16]
+            y = F.dropout(y, 0.1).mul_(2).add_(x)
+            top, where = y.topk(2)
+            x = y + top.sum(-1, keepdim=True) + y.gather(1, where).mean() + y[self.mask].sum()
+            x = self.norm(x).to(torch.float64).float()
+        return x
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])
+def test_ops_that_are_looked_up_give_the_recording_that_they_give_without(device, optimizer, monkeypatch):
+    def profile():
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SacplanWarning)
+            return sacplan.profile(Varied(), torch.rand(8, 16), device=device, optimizer=optimizer)
+
+    quick = profile()
+    monkeypatch.setattr(Recorder, "_seen_ops", staticmethod(lambda rules: None))
+    slow = profile()
+    assert quick.program == slow.program
+
+
+def test_ops_are_not_looked_up_where_another_mode_would_miss_them():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    with FlopCounterMode(display=False) as counter:
+        profile = sacplan.profile(model, torch.rand(4, 16), device="h100")
+    assert counter.get_total_flops() == profile.program.flops
+
+
+@pytest.mark.parametrize("trace", ["fake", "real"])
+def test_with_an_optimizer_the_model_runs_once(trace):
+    calls = []
+
+    def loss_fn(model, batch):
+        calls.append(1)
+        return model(batch).sum()
+
+    model = nn.Linear(8, 8)
+    profile = sacplan.profile(
+        model, torch.rand(2, 8), loss_fn=loss_fn, device="cpu", trace=trace, optimizer=torch.optim.Adam
+    )
+    assert len(calls) == 1
+    state = {s for s, kind in enumerate(profile.program.storage_kinds) if kind == StorageKind.OPTIMIZER_STATE}
+    assert sum(profile.program.storage_bytes[s] for s in state) == 2 * 4 + 2 * (8 * 8 + 8) * 4
+    assert state <= set(profile.program.initial)
+
+
+def test_the_collector_is_left_as_it_was():
+    model = nn.Linear(8, 8)
+    assert gc.isenabled()
+    sacplan.profile(model, torch.rand(2, 8))
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        sacplan.profile(model, torch.rand(2, 8))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_mask_that_masks_nothing_is_left_out_as_in_a_real_step():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=64,
+    )
+    model = transformers.BertForMaskedLM(config)
+    ids = torch.randint(0, 64, (2, 16))
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    names = [
+        [op.name for op in sacplan.profile(model, batch, device="cpu", trace=trace).program.ops]
+        for trace in ("fake", "real")
+    ]
+    assert names[0] == names[1]
+
+
+class Pool(nn.Module):
+    """Runs its parts in threads, as modules or as functions on their weights."""
+
+    def __init__(self, as_functions: bool) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)
+        )
+        self.as_functions = as_functions
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def functions(part):
+            return F.gelu(x @ part[0].weight.T) @ part[2].weight.T
+
+        with ThreadPoolExecutor(3) as pool:
+            return sum(pool.map(functions if self.as_functions else (lambda part: part(x)), self.parts))
+
+
+@pytest.mark.parametrize(("trace", "as_functions"), [("fake", False), ("fake", True), ("real", False)])
+def test_a_step_in_several_threads_is_refused(trace: str, as_functions: bool) -> None:
+    model, x = Pool(as_functions), torch.randn(24, 16)
+    for _ in range(3):  # threads meet now and then
+        with pytest.raises(sacplan.TraceError, match="another thread") as refused:
+            sacplan.profile(model, x, lambda m, b: m(b).pow(2).mean(), device="cpu", trace=trace)
+        assert ("module 'parts." in str(refused.value)) is not as_functions
+    model(x).sum().backward()  # nothing is left behind
+
+
+# --- models that hold or call what is out of the ordinary ------------------------------------------------------------
+
+
+class _Missing:
+    """What stands for a package that is not installed: monai's ``optional_import`` makes such an object."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError("No module named 'monai._C'")
+
+
+_C = _Missing()  # beside the classes of the models below
+
+
+class _WithoutLength(tuple[int, ...]):
+    """As ``e3nn.o3.Irrep``, which cannot be copied by its ``__new__`` either."""
+
+    def __new__(cls, order: int, parity: int) -> _WithoutLength:
+        return super().__new__(cls, (order, parity))
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class _Odd(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.irrep = torch.nn.Linear(8, 8), _WithoutLength(1, -1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = (
+            torch.div(x.shape[0], 3, rounding_mode="trunc") - 1
+        )  # an op on numbers alone, as in Longformer
+        return self.linear(x)[: int(tokens)]
+
+
+@pytest.mark.parametrize("trace", ["fake", "real"])
+def test_objects_that_do_not_let_themselves_be_looked_at(trace: Any) -> None:
+    model, batch = _Odd(), torch.randn(16, 8)
+    assert (
+        sacplan.profile(model, batch, device="cpu", trace=trace).peak_bytes
+        == real_step(model, batch).peak_bytes
+    )
+
+
+class _Jagged(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        rows = torch.nested.as_nested_tensor([a, b], layout=torch.jagged)
+        return self.second(torch.nn.functional.gelu(self.first(rows))).values()
+
+
+def test_jagged_tensors() -> None:
+    """Their own classes hide the ops that they run from a mode that does not ask for them."""
+    model, batch = _Jagged(), (torch.randn(30, 16), torch.randn(50, 16))
+    plain = real_step(model, batch)
+    profile = sacplan.profile(model, batch, device="cpu", trace="real")
+    assert profile.peak_bytes == plain.peak_bytes
+    plan = sacplan.plan_smallest(profile)
+    planned = real_step(model, batch, plan=plan)
+    assert planned.peak_bytes == plan.peak_bytes
+    assert planned.same_bits(plain)
+    with pytest.raises(sacplan.TraceError, match="nested"):
+        sacplan.profile(model, batch, device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("made_by", ["script", "trace"])
+def test_scripted_modules(made_by: str) -> None:
+    inner, batch = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh()), torch.randn(512, 8)
+    scripted = torch.jit.script(inner) if made_by == "script" else torch.jit.trace(inner, (batch,))
+    others = [m for _ in range(3) for m in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+    model = torch.nn.Sequential(scripted, torch.nn.Sequential(*others))
+    with pytest.raises(sacplan.TraceError, match=r"module '0' was made by torch\.jit.*trace=\"real\""):
+        sacplan.profile(model, batch, device="cpu")
+    with pytest.warns(sacplan.SacplanWarning, match=r"module '0' was made by torch\.jit"):
+        profile = sacplan.profile(model, batch, device="cpu", trace="real")
+    for _ in range(3):  # what TorchScript makes of the code after that has other last bits
+        plain = real_step(model, batch)
+        assert profile.peak_bytes == plain.peak_bytes
+    plan = sacplan.plan_smallest(profile)
+    assert set(plan.discarded) == {"1"}
+    planned = real_step(model, batch, plan=plan)
+    assert planned.peak_bytes == plan.peak_bytes < plain.peak_bytes
+    assert planned.same_bits(plain)
+    with pytest.raises(sacplan.TraceError, match="the model was made by"):
+        sacplan.profile(scripted, batch, device="cpu", trace="real")
+
+
+def test_ops_that_refuse_the_zeros_of_a_fake_step() -> None:
+    """PyTorch runs ops of some packages for real where they have no fake kernel, such as torchaudio's RNN-T loss."""
+    library = torch.library.Library("torchaudio", "FRAGMENT")
+    library.define("sum_of_rows_for_a_test(Tensor x, Tensor lengths) -> Tensor")
+
+    def kernel(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if not bool((lengths > 0).all()):
+            raise RuntimeError("lengths must be positive")
+        return x.sum(1)
+
+    library.impl("sum_of_rows_for_a_test", kernel, "CPU")
+    model, lengths = torch.nn.Linear(8, 8), torch.tensor([3, 4])
+
+    def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        y = model(batch)
+        rows: torch.Tensor = torch.ops.torchaudio.sum_of_rows_for_a_test(y.detach(), lengths)
+        return rows.sum() + y.sum()
+
+    try:
+        with pytest.raises(
+            sacplan.TraceError, match=r"sum_of_rows.* no kernel for fake.* positive.*\"real\""
+        ):
+            sacplan.profile(model, torch.randn(4, 8), loss_fn, device="cpu")
+        assert sacplan.profile(model, torch.randn(4, 8), loss_fn, device="cpu", trace="real").peak_bytes
+    finally:
+        library._destroy()

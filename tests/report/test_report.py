@@ -1,0 +1,654 @@
+"""Reports: what they say adds up to the peak, byte for byte, and their costs are what the rewritten step takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import itertools
+import json
+import re
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import sacplan
+from sacplan._advice.alive import alive_at
+from sacplan._program.budget import format_bytes
+from sacplan._program.elements import pattern_of
+from sacplan._program.names import numbers_of, pattern_over, short_op
+from sacplan._program.places import ops_of
+from sacplan._program.program import ROOT_SCOPE, Event, Phase, StorageKind
+from sacplan._recompute.rewrite import discarded_ops, recompute_ops, recomputed
+from sacplan._report.alive import alive_at_peak
+from sacplan._report.curves import distinct_curves
+from sacplan._report.figures import frontier_figure, memory_figure, save_figures, tradeoff_figure
+from sacplan._report.kept import KeptAndDiscarded
+from sacplan._report.modules import grouped, module_rows, module_table
+from sacplan._report.page import report_html, write_report
+from sacplan._report.timeline import Timeline, buckets_of, timeline_of
+from sacplan._report.trace_events import write_memory_trace
+from tests.support.plans import discarding
+from tests.zoo.language_models import LM, cross_entropy, tokens
+
+LAYERS = 4
+
+
+@pytest.fixture(scope="module", params=["h100", "cpu"])
+def case(request: pytest.FixtureRequest) -> SimpleNamespace:
+    """A step with dropout and an optimizer; on a CPU recipes keep generator states."""
+    return _case(request.param)
+
+
+@pytest.fixture(scope="module")
+def gpu() -> SimpleNamespace:
+    case = _case("h100")
+    case.frame = sacplan.frontier(case.profile, points=4)
+    return case
+
+
+def _case(device: str) -> SimpleNamespace:
+    profile = sacplan.profile(
+        LM(layers=LAYERS), tokens(), loss_fn=cross_entropy, optimizer=torch.optim.AdamW, device=device
+    )
+    smallest = sacplan.plan_smallest(profile)
+    budget = (profile.peak_bytes + 2 * smallest.peak_bytes) // 3
+    return SimpleNamespace(profile=profile, plan=sacplan.plan(profile, f"{budget}B"), smallest=smallest)
+
+
+def _plans(case: SimpleNamespace) -> list[sacplan.Plan | None]:
+    return [None, case.plan, case.smallest]
+
+
+# --- what is alive at the peak ------------------------------------------------------------------------------
+
+
+def test_what_is_alive_adds_up_to_the_peak(case: SimpleNamespace) -> None:
+    for plan in _plans(case):
+        peak_bytes = case.profile.peak_bytes if plan is None else plan.peak_bytes
+        for top in (None, 3, 20):
+            frame = alive_at_peak(case.profile, plan, top)
+            assert frame["bytes"].sum() == peak_bytes
+            assert len(frame) <= (top or len(frame)) + 1
+        whole = alive_at_peak(case.profile, plan, None)
+        assert (whole["bytes"] == whole["count"] * whole["each_bytes"]).all()
+        assert whole["bytes"].is_monotonic_decreasing
+
+
+def test_kinds_at_the_peak_are_those_of_the_fold(case: SimpleNamespace) -> None:
+    for plan in _plans(case):
+        peak = recomputed(case.profile.program, plan.discarded if plan else {}).liveness.peak
+        frame = alive_at_peak(case.profile, plan, None)
+        found = frame.groupby("kind")["bytes"].sum().to_dict()
+        found["temporary"] = found.get("temporary", 0) + found.pop("workspace", 0)
+        found["other"] = found.get("other", 0) + found.pop("generator state", 0)
+        expected = {k.name.lower().replace("_", " "): peak.by_kind[k] for k in StorageKind}
+        assert {k: v for k, v in found.items() if v} == {k: v for k, v in expected.items() if v}
+
+
+def test_without_a_plan_the_storages_are_those_that_somebody_holds(case: SimpleNamespace) -> None:
+    """Counted anew from the events: whoever holds a storage when the peak's op runs."""
+    program = case.profile.program
+    peak_op = program.footprint.peak_op
+    holders: Counter[int] = Counter(program.initial)
+    for code, arg in program.events:
+        if code == Event.OP:
+            holders.update(program.ops[arg].writes)
+            if arg == peak_op:
+                break
+        elif code == Event.ALLOC:
+            holders[arg] += 1
+        elif code == Event.FREE:
+            holders[arg] -= 1
+        elif code in (Event.PACK, Event.RELEASE):
+            holders[program.handle_storages[arg]] += 1 if code == Event.PACK else -1
+        elif code in (Event.UNPACK, Event.DROP):
+            storage = program.handle_storages[program.instance_handles[arg]]
+            holders[storage] += 1 if code == Event.UNPACK else -1
+    alive = {s for s, n in holders.items() if n > 0 and s != program.ops[peak_op].replaces}
+    assert alive_at(program, peak_op) == alive
+
+
+def _first_ops_discarded(profile: sacplan.Profile, count: int | None = None) -> sacplan.Plan:
+    """A plan that keeps nothing that the model's first ops make, or all of them, whatever that does to the peak."""
+    program = profile.program
+    sites = [site for _, _, site in ops_of(program.sequence(program.calls[""][0]))][:count]
+    found = profile.footprint({"": dict.fromkeys(sites, 1)})
+    return discarding(
+        sacplan.plan(profile, "100%"),
+        {"": dict.fromkeys(sites, 1)},
+        profile,
+        peak_bytes=found.peak_bytes,
+        recompute_ms=found.recompute_ms,
+    )
+
+
+def test_generator_states_have_their_own_row_on_a_cpu() -> None:
+    class Noise(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.bernoulli(
+                torch.sigmoid(x)
+            )  # what it draws is saved; CPU dropout writes in place
+
+    model = nn.Sequential(nn.Linear(64, 256), Noise(), nn.GELU(), Noise(), nn.Linear(256, 8))
+    profile = sacplan.profile(model, torch.randn(4096, 64), device="cpu")
+    plan = _first_ops_discarded(profile, 3)  # up to the first draw
+    frame = alive_at_peak(profile, plan, None)
+    states = frame[frame["kind"] == "generator state"]["bytes"]
+    (size,) = {op.state_bytes for op in profile.program.ops if op.state_bytes}
+    assert frame["bytes"].sum() == plan.peak_bytes
+    assert states.item() == size
+
+
+def test_layers_share_a_row(gpu: SimpleNamespace) -> None:
+    frame = alive_at_peak(gpu.profile, None, None)
+    activations = frame[(frame["kind"] == "activation") & frame["module"].str.startswith("layers.*")]
+    assert (activations["count"] % LAYERS == 0).any()
+    parameters = frame[(frame["kind"] == "parameter") & (frame["module"] == "layers.*.qkv")]
+    assert sorted(parameters["count"]) == [LAYERS, LAYERS]  # weights and biases
+    assert set(frame[frame["kind"] == "optimizer state"]["module"]) == {"(optimizer)"}
+
+
+def test_a_recomputed_tensor_is_called_one() -> None:
+    model = nn.Sequential(
+        nn.Linear(64, 4096), nn.GELU(), nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 8)
+    )
+    profile = sacplan.profile(model, torch.randn(8192, 64))
+    plan = _first_ops_discarded(profile)
+    frame = alive_at_peak(profile, plan, None)
+    assert frame["bytes"].sum() == plan.peak_bytes
+    assert frame[frame["recomputed"]]["bytes"].sum() > 0
+
+
+def test_top_must_be_positive(gpu: SimpleNamespace) -> None:
+    with pytest.raises(sacplan.PlanError, match="top=0"):
+        alive_at_peak(gpu.profile, top=0)
+
+
+def test_a_plan_of_another_profile_is_refused(gpu: SimpleNamespace, tmp_path: Path) -> None:
+    other = sacplan.profile(LM(layers=2), tokens(), loss_fn=cross_entropy)
+    no_optimizer = sacplan.profile(LM(layers=LAYERS), tokens(), loss_fn=cross_entropy)
+    for profile, said in ((other, "other parameters"), (no_optimizer, "device, optimizer or loss")):
+        for report in (
+            lambda p: alive_at_peak(p, gpu.plan),
+            lambda p: module_table(p, gpu.plan),
+            lambda p: report_html(p, gpu.plan),
+            lambda p: memory_figure(p, gpu.plan),
+            lambda p: write_memory_trace(tmp_path / "trace.json", p, gpu.plan),
+        ):
+            with pytest.raises(sacplan.PlanMismatch, match=said):
+                report(profile)
+
+
+# --- modules ------------------------------------------------------------------------------------------------
+
+
+def test_the_table_adds_up(case: SimpleNamespace) -> None:
+    program = case.profile.program
+    saved = {s for s in program.handle_storages if s in program.writer}
+    saved = {s for s in saved if program.ops[program.writer[s]].phase == Phase.FORWARD}
+    saved_bytes = sum(program.storage_bytes[s] for s in saved)
+    without = module_table(case.profile)
+    assert without["kept_bytes"].sum() == saved_bytes
+    assert without["discarded_bytes"].sum() == 0
+    assert without["forward_ms"].sum() == pytest.approx(case.profile.forward_ms)
+    for plan in (case.plan, case.smallest):
+        table = module_table(case.profile, plan)
+        assert table["recompute_ms"].sum() == pytest.approx(plan.recompute_ms)
+        assert table["recompute_share"].sum() == pytest.approx(1)
+        # what recipes start from is held besides what autograd asked for
+        assert table["kept_bytes"].sum() + table["discarded_bytes"].sum() >= saved_bytes
+        assert table["discarded_bytes"].sum() > 0
+        assert table["why"].str.len().min() > 10
+
+
+def test_kept_and_discarded_are_what_is_alive_when_the_backward_begins(case: SimpleNamespace) -> None:
+    """Of the model's own tensors; the plan's figures against those of the step without it."""
+    program = case.profile.program
+    start = next(i for i, op in enumerate(program.ops) if op.phase == Phase.BACKWARD)
+
+    def alive(decisions: dict) -> int:
+        line = timeline_of(recomputed(program, decisions))
+        at = next(i for i, op in enumerate(line.ops.tolist()) if op == start and not line.recomputed[i])
+        before = at
+        while line.recomputed[before - 1]:
+            before -= 1
+        return int(line.live_bytes[before - 1])
+
+    table = module_table(case.profile, case.plan)
+    states = sum(program.ops[i].state_bytes for i in discarded_ops(program, case.plan.discarded))
+    without = module_table(case.profile)
+    saved = int(without["kept_bytes"].sum() - table["kept_bytes"].sum())
+    assert abs(alive({}) - alive(case.plan.discarded) - saved) <= states
+
+
+def test_costs_are_what_the_rewritten_step_takes(case: SimpleNamespace) -> None:
+    program, plan = case.profile.program, case.plan
+    state = KeptAndDiscarded(program, recomputed(program, plan.discarded), plan.discarded)
+    units = {i for i, scope in enumerate(program.scopes) if scope.parent == ROOT_SCOPE}
+    base = dict(discarded_ops(program, plan.discarded))
+
+    def recompute_ms(discarded: dict[int, int]) -> float:
+        return program.with_(recompute_ops(program, discarded, units)).footprint.recompute_ms
+
+    paid = asked = 0
+    by_module: dict[str, tuple[list[int], list[int]]] = {}
+    for s in sorted(state.discarded | state.kept):
+        scope = program.ops[state.made[s]].scope
+        if scope != ROOT_SCOPE:
+            lists = by_module.setdefault(program.scopes[scope].fqn, ([], []))
+            if s in state.discarded:
+                lists[0].append(s)
+            elif state.discardable(s):
+                lists[1].append(s)
+    for gone, held in by_module.values():
+        if gone:
+            paid += 1
+            without = {op: n for op, n in base.items() if op not in {state.made[s] for s in gone}}
+            saved = recompute_ms(base) - recompute_ms(without)
+            assert state.cost_paid(gone).recompute_ms == pytest.approx(saved, abs=1e-9)
+        cost = state.cost_of_discarding(held) if held else None
+        if cost is not None:
+            asked += 1
+            more = recompute_ms(dict.fromkeys(cost.ops, 1) | base) - recompute_ms(base)
+            assert cost.recompute_ms == pytest.approx(more, abs=1e-9)
+    assert paid
+    assert asked
+
+
+def test_reasons() -> None:
+    class Sum(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cumsum(x, 1)  # on CUDA its bits vary
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(64, 256)
+            self.sum = Sum()
+            self.act = nn.GELU()
+            self.drop = nn.Identity()
+            self.out = nn.Linear(256, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.drop(self.act(self.sum(self.inner(x)))))
+
+    profile = sacplan.profile(Net(), torch.randn(4096, 64))
+    why = module_table(profile, sacplan.plan_smallest(profile))["why"]
+    assert why["drop"] == "keeps nothing for the backward pass"
+    assert why["sum"] == "kept: cumsum must not run a second time"
+    assert re.match(r"(kept|discarded): running gelu again (would take|takes) ", why["act"])
+    free = module_table(profile)["why"]
+    assert re.match(
+        r"could be discarded: running gelu again would take .* and save .* MiB \(.* µs per MiB\)", free["act"]
+    )
+
+
+def test_a_tensor_written_in_place_is_said_to_be() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.a(x)
+            h[:, :3] = h[:, :3] * 2  # a part of it, so what it was before cannot be told apart
+            return self.b(torch.nn.functional.gelu(h))
+
+    profile = sacplan.profile(Net(), torch.randn(4096, 64))
+    why = {row.module: row.why for row in module_rows(profile)}
+    assert why["a"] == "kept: copy_ writes it in place"
+
+
+def test_equal_layers_are_one_row(gpu: SimpleNamespace) -> None:
+    rows = module_rows(gpu.profile)
+    groups = {g.module: g for g in grouped(rows)}
+    assert groups["layers.*.qkv"].count == LAYERS
+    assert sum(g.count for g in groups.values()) == len(rows)
+    total = sum(g.count * g.row.kept_bytes for g in grouped(rows))
+    assert total == sum(r.kept_bytes for r in rows)
+
+
+def test_names() -> None:
+    assert pattern_of("layers.3.mlp.10") == "layers.*.mlp.*"
+    assert pattern_of("h2.conv1") == "h2.conv1"
+    assert pattern_over(["layers.0.mlp.1", "layers.5.mlp.1"]) == "layers.*.mlp.1"
+    assert pattern_over(["0", "2"]) == "0, 2"
+    assert numbers_of(["h.0", "h.1", "h.2", "h.5"]) == "0–2, 5"
+    assert numbers_of(["a.0.b.1", "a.1.b.2"]) == ""
+    assert short_op("aten.mm.default") == "matmul"
+    assert short_op("aten._scaled_dot_product_flash_attention_backward.default") == "attention backward"
+    assert short_op("aten.add_.Tensor") == "add_"
+    assert short_op("mylib.fused.default") == "mylib.fused"
+
+
+# --- timeline -----------------------------------------------------------------------------------------------
+
+
+def test_the_timeline_is_the_step_on_a_time_axis(case: SimpleNamespace) -> None:
+    for plan in _plans(case):
+        decisions = plan.discarded if plan else {}
+        found = case.profile.footprint(decisions)
+        line = timeline_of(recomputed(case.profile.program, decisions))
+        assert line.peak_bytes == found.peak_bytes
+        assert (line.kind_bytes.sum(axis=1) == line.live_bytes).all()
+        assert (line.kind_bytes >= 0).all()
+        assert line.end_ms == pytest.approx(case.profile.step_ms + found.recompute_ms)
+        assert tuple(line.ops[line.recomputed]) == found.again
+        assert not np.isin(line.during, line.ops[line.recomputed]).all()
+        assert (np.diff(line.start_ms) >= 0).all()
+        spans = line.phase_spans()
+        assert [phase for phase, _, _ in spans] == [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
+
+
+@given(
+    times=st.lists(st.sampled_from([0.0, 0.1, 1.0, 7.0]), min_size=1, max_size=60),
+    count=st.integers(1, 30),
+    seed=st.integers(0, 99),
+)
+def test_buckets_show_the_highest_moment_in_each(times: list[float], count: int, seed: int) -> None:
+    live = np.random.default_rng(seed).integers(0, 1000, len(times))
+    starts = np.cumsum([0.0, *times])
+    n = len(times)
+    line = Timeline(
+        np.arange(n), np.arange(n), np.zeros(n, bool), starts[:-1], float(starts[-1]), live,
+        np.zeros((n, len(StorageKind)), np.int64), np.zeros(n, np.int64),
+    )  # fmt: skip
+    width = line.end_ms / count or 1.0
+    entries = buckets_of(line, width)
+    assert 1 <= len(entries) <= count
+    assert max(live[e] for e in entries) == live.max()
+    for i, entry in enumerate(entries):
+        start, end = i * width, (i + 1) * width
+        inside = [live[j] for j in range(n) if starts[j] >= start + 1e-9 and starts[j] < end - 1e-9]
+        assert live[entry] >= max(inside, default=0)
+
+
+# --- figures ------------------------------------------------------------------------------------------------
+
+
+def test_the_stack_is_what_is_alive(gpu: SimpleNamespace) -> None:
+    figure = memory_figure(gpu.profile, gpu.plan)
+    assert len(figure.axes) == 2
+    for axis, decisions in zip(figure.axes, ({}, gpu.plan.discarded), strict=True):
+        line = timeline_of(recomputed(gpu.profile.program, decisions))
+        drawn = {artist.get_label(): artist for artist in axis.lines}
+        alive = drawn["alive"].get_ydata() * 2**20
+        assert np.allclose(alive[:-1], line.live_bytes, atol=1)
+        top = max(area.get_path().vertices[:, 1].max() for area in axis.patches)
+        assert top * 2**20 == pytest.approx(line.peak_bytes)
+        assert drawn[f"budget {format_bytes(gpu.plan.budget_bytes)}"].get_ydata()[0] * 2**20 == pytest.approx(
+            gpu.plan.budget_bytes
+        )
+        assert drawn["peak"].get_ydata()[0] * 2**20 == pytest.approx(line.peak_bytes)
+        assert axis.get_xlim()[1] >= gpu.profile.step_ms + gpu.plan.recompute_ms
+    assert len(memory_figure(gpu.profile).axes) == 1
+
+
+def test_several_plans_stand_side_by_side(gpu: SimpleNamespace) -> None:
+    tighter = sacplan.plan_smallest(gpu.profile)
+    axes = memory_figure(gpu.profile, [gpu.plan, tighter]).axes
+    titles = [axis.get_title(loc="left").split(":")[0] for axis in axes]
+    assert titles == ["Without a plan", "Recompute", "Recompute"]
+    peaks = [{a.get_label(): a for a in axis.lines}["peak"].get_ydata()[0] * 2**20 for axis in axes]
+    assert peaks == pytest.approx([gpu.profile.peak_bytes, gpu.plan.peak_bytes, tighter.peak_bytes])
+
+
+def test_the_frontier_shows_every_row(gpu: SimpleNamespace) -> None:
+    figure = frontier_figure(gpu.profile, gpu.frame, gpu.plan)
+    (axis,) = figure.axes
+    drawn = {str(artist.get_label()): artist for artist in axis.lines}
+    for solver, rows in gpu.frame[gpu.frame["status"] != "policy"].groupby("solver"):
+        assert sorted(drawn[solver].get_xdata() * 2**20) == pytest.approx(sorted(rows["peak_bytes"]))
+        assert sorted(drawn[solver].get_ydata() / 100) == pytest.approx(sorted(rows["recompute_share"]))
+    (legend,) = figure.legends
+    named = {text.get_text() for text in legend.get_texts()}
+    policies = {*gpu.frame["solver"][gpu.frame["status"] == "policy"]}
+    assert named >= {*policies, "this plan"}
+    marks = {line.get_label(): line.get_marker() for line in axis.lines if line.get_label() in policies}
+    assert len({*marks.values()}) == len(policies)  # each can be told from the others
+    assert not axis.texts  # on the lines, there is no room for any
+    solvers = named - {"lower bound", "this plan", *policies}
+    assert solvers == {*gpu.frame["solver"][gpu.frame["status"] != "policy"]}
+    assert drawn["this plan"].get_xdata()[0] * 2**20 == pytest.approx(gpu.plan.peak_bytes)
+
+
+def test_equal_layers_have_one_curve(gpu: SimpleNamespace) -> None:
+    curves = distinct_curves(gpu.profile)
+    by_name = {curve.name: curve for curve in curves}
+    assert len(by_name["layers.*"].members) == LAYERS
+    for curve in curves:
+        reachable = [
+            (p.discard_ratio, p.recompute_ms) for p in gpu.profile.tradeoffs[curve.members[0]].points
+        ]
+        assert list(curve.points) == [(0.0, 0.0), *reachable]
+        line = curve.line(curve.hull)
+        for share, ms in curve.points:  # no reachable point is under the hull
+            assert np.interp(share, *zip(*line, strict=True)) <= ms + 1e-9
+    figure = tradeoff_figure(gpu.profile)
+    shown = [axis for axis in figure.axes if axis.lines]
+    assert len(shown) == min(6, len(curves))
+    for axis, curve in zip(shown, curves, strict=False):
+        points = {str(line.get_label()): line for line in axis.lines}["reachable"]
+        assert list(points.get_ydata()) == pytest.approx([ms for _, ms in curve.points])
+
+
+def test_files_are_written_and_pyplot_is_left_alone(gpu: SimpleNamespace, tmp_path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    before = plt.get_fignums()
+    written = save_figures(tmp_path / "new", gpu.profile, gpu.plan, gpu.frame)
+    assert sorted(p.name for p in written) == sorted(
+        f"{name}.{suffix}" for name in ("memory", "frontier", "tradeoffs") for suffix in ("png", "svg")
+    )
+    for path in written:
+        if path.suffix == ".png":
+            assert path.read_bytes().startswith(b"\x89PNG")
+        else:
+            assert ElementTree.parse(path).getroot().tag.endswith("svg")
+    assert plt.get_fignums() == before
+    assert [p.name for p in save_figures(tmp_path, gpu.profile, formats=["svg"])] == [
+        "memory.svg",
+        "tradeoffs.svg",
+    ]
+
+
+def test_what_cannot_be_drawn_is_refused(
+    gpu: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(sacplan.PlanError, match="'gif'"):
+        save_figures(tmp_path, gpu.profile, formats=["png", "gif"])
+    with pytest.raises(sacplan.PlanError, match="'recompute_share'"):
+        frontier_figure(gpu.profile, gpu.frame.drop(columns="recompute_share"))
+    with pytest.raises(sacplan.PlanError, match="no rows"):
+        report_html(gpu.profile, frontier=gpu.frame.iloc[:0])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for draw in (memory_figure, report_html):
+        with pytest.raises(sacplan.PlanError, match=r"pip install 'sacplan\[plot\]'"):
+            draw(gpu.profile)
+
+
+# --- trace --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["step.json", "step.json.gz"])
+def test_the_trace_keeps_the_rules_of_the_format(case: SimpleNamespace, tmp_path: Path, name: str) -> None:
+    for plan in _plans(case):
+        path = write_memory_trace(tmp_path / name, case.profile, plan)
+        opener = gzip.open if name.endswith("gz") else open
+        with opener(path, "rt") as file:
+            data = json.load(file)
+        events = data["traceEvents"]
+        line = timeline_of(recomputed(case.profile.program, plan.discarded if plan else {}))
+        assert {e["ph"] for e in events} == {"M", "X", "B", "E", "C"}
+        assert all({"ph", "pid", "tid"} <= e.keys() and ("ts" in e or e["ph"] == "M") for e in events)
+
+        counters = [e for e in events if e["ph"] == "C"]
+        sums = [sum(e["args"].values()) for e in counters]
+        assert sums == line.live_bytes.tolist()
+        assert (
+            max(sums)
+            == (plan.peak_bytes if plan else case.profile.peak_bytes)
+            == data["otherData"]["peak_bytes"]
+        )
+
+        slices = [e for e in events if e["ph"] == "X"]
+        assert len(slices) == len(line.ops)
+        for tid in {e["tid"] for e in events if e["ph"] != "M"}:
+            stamps = [e["ts"] for e in events if e["tid"] == tid and e["ph"] != "M"]
+            assert stamps == sorted(stamps)
+            of_thread = [e for e in slices if e["tid"] == tid]
+            for one, other in itertools.pairwise(of_thread):
+                assert one["ts"] + one["dur"] <= other["ts"] + 1e-6
+        threads = {
+            e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"
+        }
+        again = [e for e in slices if threads[e["tid"]] == "recomputed ops"]
+        assert len(again) == (len(line.ops[line.recomputed]) if plan else 0)
+        assert sum(e["dur"] for e in again) / 1e3 == pytest.approx(plan.recompute_ms if plan else 0, abs=1e-3)
+        total = max(e["ts"] + e["dur"] for e in slices)
+        assert total / 1e3 == pytest.approx(line.end_ms, abs=1e-3)
+
+        open_slices: list[str] = []
+        names: set[str] = set()
+        for e in (e for e in events if e["ph"] in "BE"):
+            if e["ph"] == "B":
+                open_slices.append(e["name"])
+                names.add(e["name"])
+                assert open_slices[0] in ("forward", "backward", "optimizer")
+            else:
+                open_slices.pop()  # raises where nothing is open
+        assert not open_slices
+        assert {"forward", "backward", "optimizer", "LM", "layers.0.mlp.0"} <= names
+
+
+# --- page ---------------------------------------------------------------------------------------------------
+
+_VOID = {"meta", "br", "link", "input", "img", "hr", "path", "polyline"}
+
+
+class _Checker(HTMLParser):
+    """Tags that close, and what a page would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.fetched += [f"{name}={value}" for name, value in attrs if name in ("src", "href", "srcset")]
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.text.append(data)
+
+
+def _read(html: str) -> tuple[_Checker, str]:
+    checker = _Checker()
+    checker.feed(html)
+    assert checker.open == []
+    return checker, " ".join(" ".join(checker.text).split())
+
+
+def test_the_page_is_whole_and_fetches_nothing(gpu: SimpleNamespace, tmp_path: Path) -> None:
+    path = write_report(tmp_path / "report.html", gpu.profile, gpu.plan, gpu.frame)
+    html = path.read_text(encoding="utf-8")
+    checker, text = _read(html)
+    assert not checker.fetched
+    assert not re.search(r"https?://|@import|url\((?!#)", html)
+    ids = re.findall(r' id="([^"]*)"', html)
+    assert len(set(ids)) == len(ids)
+    assert {i for i in re.findall(r'"#(\w+)"|url\(#(\w+)\)', html) for i in i if i} <= set(ids)
+    assert "$" not in text
+    for said in (
+        "LM on h100",
+        "Memory over the step",
+        "Frontier",
+        "Modules",
+        "Lower bound",
+        "Alive at the peak",
+        "layers.*",
+    ):
+        assert said in text
+    for solver in gpu.frame["solver"]:
+        assert solver in text
+
+
+def test_the_page_needs_neither_plan_nor_frontier(gpu: SimpleNamespace) -> None:
+    _, text = _read(report_html(gpu.profile))
+    assert "No plan." in text
+    assert "Frontier" not in text
+    unplanned = sacplan.plan(gpu.profile, "100%")
+    _, text = _read(report_html(gpu.profile, unplanned))
+    assert "the plan discards nothing" in text
+
+
+def _ends(paths: list[str]) -> tuple[float, float]:
+    """Least and greatest y of some SVG paths."""
+    ys = [float(y) for path in paths for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", path)]
+    return min(ys), max(ys)
+
+
+def test_colours_follow_the_theme(gpu: SimpleNamespace) -> None:
+    html = report_html(gpu.profile, gpu.plan, gpu.frame)
+    names = set(re.findall(r"--([a-z-]+): light-dark\(", html))
+    for svg in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL):
+        assert not re.search(r"(fill|stroke): (?!none|var)", svg)
+        assert set(re.findall(r"var\(--([a-z-]+)\)", svg)) <= names
+    assert set(re.findall(r"var\(--([a-z-]+)\)", html)) <= names
+
+
+def test_the_drawn_area_reaches_the_peak(gpu: SimpleNamespace) -> None:
+    html = report_html(gpu.profile, gpu.plan)
+    heights = []
+    for svg in re.findall(r'<div class="chart memory"><svg.*?</svg>', html, flags=re.DOTALL):
+        _, floor = _ends(re.findall(r'<g class="plot"> <path d="([^"]+)"', svg))
+        areas = re.findall(r'<path d="([^"]+)"[^>]* style="fill: var\(--(?:activation|temporary|grad)', svg)
+        assert len(areas) >= 2
+        heights.append(floor - _ends(areas)[0])
+    assert heights[1] / heights[0] == pytest.approx(gpu.plan.peak_bytes / gpu.profile.peak_bytes, abs=2e-3)
+    data = [json.loads(d) for d in re.findall(r'class="moments">(.*?)</script>', html, flags=re.DOTALL)]
+    most = [max(sum(row) for row in d["mib"]) * 2**20 for d in data]
+    assert most == pytest.approx([gpu.profile.peak_bytes, gpu.plan.peak_bytes], rel=1e-2)
+
+
+def test_names_of_modules_are_text() -> None:
+    model = nn.Sequential()
+    model.add_module("<script>alert(1)</script>", nn.Linear(64, 64))
+    model.add_module("a&b", nn.GELU())
+    model.add_module("out", nn.Linear(64, 8))
+    html = report_html(sacplan.profile(model, torch.randn(4096, 64)))
+    _, text = _read(html)
+    assert "<script>alert(1)</script>" in text
+    assert "<script>alert" not in html
+    assert "a&amp;b" in html
+
+
+def test_assumptions_are_shown(gpu: SimpleNamespace) -> None:
+    profile = dataclasses.replace(gpu.profile, rules=("a mask is taken to select half of its values",))
+    assert "a mask is taken to select half" in _read(report_html(profile))[1]
+
+
+@pytest.mark.slow
+def test_a_deep_model_stays_a_small_file() -> None:
+    profile = sacplan.profile(LM(layers=24), tokens(), loss_fn=cross_entropy, optimizer=torch.optim.SGD)
+    html = report_html(profile, sacplan.plan_smallest(profile))
+    assert len(html.encode()) < 1_500_000

@@ -1,0 +1,588 @@
+"""A recorded step as a chain: stages, sizes and times against the replay, and drops against a simulation."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sacplan
+from sacplan._program.program import Phase, Program
+from sacplan._recompute.rewrite import recomputed
+from sacplan._rotor.rotor import Operation, OperationKind, peak
+from sacplan._rotor.stages import Stages, drops_of, stages_of
+from tests.zoo.convnets import densenet121, resnet18, resnet50
+from tests.zoo.language_models import LM, cross_entropy, tokens
+
+pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
+
+KEEP_ALL, KEEP_INPUT = OperationKind.FORWARD_KEEP_ALL, OperationKind.FORWARD_KEEP_INPUT
+KEEP_NOTHING, LOSS, BACKWARD = OperationKind.FORWARD_KEEP_NOTHING, OperationKind.LOSS, OperationKind.BACKWARD
+CONVNETS = {"resnet18": resnet18, "resnet50": resnet50, "densenet121": densenet121}
+PROFILES: dict[object, sacplan.Profile] = {}
+
+
+class Residual(nn.Module):
+    """A branch that comes back."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x + self.branch(x))
+
+
+class Masked(nn.Module):
+    """Layers that read one mask, made of the batch."""
+
+    def __init__(self, layers: int = 3, dim: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.layers[0](x))
+        mask = (x > 0).float()
+        for layer in self.layers:
+            h = torch.tanh(layer(h) * mask)
+        return h
+
+
+class Gated(nn.Module):
+    """Layers that read one gate, made of parameters."""
+
+    def __init__(self, layers: int = 3, dim: int = 16) -> None:
+        super().__init__()
+        self.first, self.gate = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
+        self.last = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        gate = self.gate(x)
+        for layer in self.layers:
+            h = torch.tanh(layer(h) * gate)
+        return torch.tanh(self.last(h))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4))
+
+
+def profile_of(model: nn.Module, batch: torch.Tensor, **options: object) -> sacplan.Profile:
+    return sacplan.profile(model, batch, **({"device": "cpu"} | options))  # type: ignore[arg-type]
+
+
+def shared(what: object, make: Callable[[], sacplan.Profile]) -> sacplan.Profile:
+    """One profile for all tests. ``functools.cache`` forgets: profiling clears those beside a model's class."""
+    if what not in PROFILES:
+        PROFILES[what] = make()
+    return PROFILES[what]
+
+
+def convnet(name: str, inplace: bool = True) -> sacplan.Profile:
+    def make() -> sacplan.Profile:
+        with torch.device("meta"):
+            model = CONVNETS[name](inplace)
+        return profile_of(model, torch.empty(128, 3, 224, 224, device="meta"), device="h100")
+
+    return shared((name, inplace), make)
+
+
+def language_model() -> sacplan.Profile:
+    def make() -> sacplan.Profile:
+        with torch.device("meta"):
+            model = LM(layers=4, dim=128, vocab=500)
+        return profile_of(model, tokens(8, 128, 500), loss_fn=cross_entropy, device="h100")
+
+    return shared("lm", make)
+
+
+def small_mlp() -> sacplan.Profile:
+    return shared("mlp", lambda: profile_of(mlp(), torch.randn(4, 8), optimizer=torch.optim.AdamW))
+
+
+def names(program: Program, ops: Sequence[int]) -> list[str]:
+    """Without namespace and overload, and without views."""
+    found = [program.ops[i] for i in ops]
+    return [op.name.split(".")[1] for op in found if op.writes or op.mutates]
+
+
+def stages_with(program: Program, stages: Stages, fqn: str) -> set[int]:
+    """The stages that a module's ops are in."""
+    inside = {
+        op for s in program.calls[fqn] for op in range(program.scopes[s].first_op, program.scopes[s].end_op)
+    }
+    return {i for i, ops in enumerate(stages.ops) if inside & set(ops)}
+
+
+def keep_everything(stages: Stages) -> list[Operation]:
+    n = len(stages)
+    forward = [Operation(KEEP_ALL, i) for i in range(n)]
+    return [*forward, Operation(LOSS, n), *(Operation(BACKWARD, i) for i in reversed(range(n)))]
+
+
+def chain_peak(stages: Stages, operations: Sequence[Operation]) -> int:
+    return peak(stages.chain.sizes(), operations)[0] + stages.fixed_bytes
+
+
+def forward_backward_peak(program: Program) -> int:
+    moments = program.liveness.moments
+    return max(m.live_bytes for m in moments if program.ops[m.op].phase != Phase.OPTIMIZER)
+
+
+# --- the models -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("resnet18", 11_689_512), ("resnet50", 25_557_032), ("densenet121", 7_978_856)]
+)
+def test_convnets_have_torchvisions_parameters(name: str, parameters: int) -> None:
+    with torch.device("meta"):
+        model = CONVNETS[name]()
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    wanted = {
+        "resnet18": [
+            "conv1.weight",
+            "bn1.running_var",
+            "layer2.0.downsample.0.weight",
+            "layer4.1.bn2.bias",
+            "fc.bias",
+        ],
+        "resnet50": [
+            "layer1.0.downsample.1.weight",
+            "layer3.5.conv3.weight",
+            "layer4.2.bn3.num_batches_tracked",
+        ],
+        "densenet121": [
+            "features.conv0.weight",
+            "features.norm0.weight",
+            "features.denseblock1.denselayer1.norm1.weight",
+            "features.denseblock3.denselayer24.conv2.weight",
+            "features.transition3.conv.weight",
+            "features.norm5.running_mean",
+            "classifier.weight",
+        ],
+    }[name]
+    assert set(wanted) <= set(model.state_dict())
+
+
+@pytest.mark.parametrize("name", CONVNETS)
+def test_convnets_in_place_or_not_are_the_same(name: str) -> None:
+    x = torch.randn(2, 3, 64, 64)
+    torch.manual_seed(0)
+    plain = CONVNETS[name](inplace=False, classes=10)
+    in_place = CONVNETS[name](inplace=True, classes=10)
+    in_place.load_state_dict(plain.state_dict())
+    assert torch.equal(plain(x), in_place(x))
+
+
+# --- stages ---------------------------------------------------------------------------------------
+
+
+def test_an_mlp_by_hand() -> None:
+    program = small_mlp().program
+    stages = stages_of(program)
+    # A linear layer's output is not saved where a ReLU follows (it saves its own), but where a GELU does.
+    assert [names(program, ops) for ops in stages.ops] == [
+        ["addmm", "relu"],
+        ["addmm"],
+        ["gelu"],
+        ["addmm", "sum", "ones_like"],
+    ]
+    assert stages.ops == ((0, 1, 2), (3, 4), (5,), (6, 7, 8, 9))
+    assert stages.boundary == tuple(program.ops[i].writes[0] for i in (2, 4, 5))
+    chain = stages.chain
+    assert chain.output_bytes == (4 * 8 * 4, 4 * 16 * 4, 4 * 8 * 4, 4 * 8 * 4)
+    assert chain.saved_bytes == chain.output_bytes
+    assert chain.forward_extra_bytes == (4 * 16 * 4, 0, 0)
+    parameters = 4 * (8 * 16 + 16 + 16 * 8 + 8 + 8 * 4 + 4)
+    assert stages.fixed_bytes == parameters + 2 * parameters + 6 * 4  # AdamW: two averages, a step for each
+    # Backward of the GELU: two gradients of its size, those of the last layer's weight and bias, the loss and its own.
+    assert chain.backward_extra_bytes[2] == 4 * (8 * 4 + 4) + 2 * 4
+    assert stages.unit == ""
+    assert (stages.makers, stages.path, stages.side) == (((2,), (4,), (5,)), ((1,), (), ()), ((), (), ()))
+
+
+def test_backward_of_an_mlp_by_hand() -> None:
+    program = small_mlp().program
+    stages = stages_of(program)
+    backward = [op for op in program.ops if op.phase is Phase.BACKWARD]
+    at = {op.name.split(".")[1]: i for i, op in enumerate(backward)}
+    gelu, relu = at["gelu_backward"], at["threshold_backward"]
+    # The first linear layer saves nothing that is not input, so where its backward begins is its module's to say.
+    expected = [backward[relu:], backward[gelu + 1 : relu], [backward[gelu]], backward[:gelu]]
+    sums = [sum(op.time_ms for op in ops) for ops in expected]
+    sums[3] += sum(program.ops[i].time_ms for i in stages.ops[3])
+    assert stages.chain.backward_ms == pytest.approx(sums)
+
+
+def test_who_saved_a_boundary() -> None:
+    class Functions(nn.Module):
+        """ReLU saves what it makes, GELU what it takes, exp what it makes: the module does not tell them apart."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.randn(16, 16) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.exp(F.linear(F.gelu(torch.relu(F.linear(x, self.weights[0]))), self.weights[1]))
+
+    program = profile_of(Functions(), torch.randn(8, 16)).program
+    stages = stages_of(program)
+    assert [names(program, ops) for ops in stages.ops[:3]] == [["mm", "relu"], ["gelu"], ["mm", "exp"]]
+    backward = [op for op in program.ops if op.phase is Phase.BACKWARD]
+    at = {op.name.split(".")[1]: i for i, op in enumerate(backward)}
+    relu, gelu = at["threshold_backward"], at["gelu_backward"]
+    assert stages.chain.backward_ms[0] == pytest.approx(sum(op.time_ms for op in backward[relu:]))
+    assert stages.chain.backward_ms[1] == pytest.approx(sum(op.time_ms for op in backward[gelu:relu]))
+
+
+def test_branches_close() -> None:
+    # A branch around the batch alone would not close: the batch is always there.
+    profile = profile_of(nn.Sequential(nn.Linear(16, 16), Residual(), Residual()), torch.randn(8, 16))
+    stages = stages_of(profile.program)
+    assert len(stages) == 3
+    assert [stages_with(profile.program, stages, str(i)) for i in range(3)] == [{0}, {1}, {2}]
+    assert [names(profile.program, ops) for ops in stages.ops[1:3]] == [
+        ["addmm", "gelu", "addmm", "add", "tanh"]
+    ] * 2
+
+
+def test_a_mask_of_the_batch_is_input() -> None:
+    model, x = Masked(), torch.randn(8, 16)
+    program = profile_of(model, x).program
+    stages = stages_of(program)
+    # The first layer runs twice. Of the two factors autograd saves the mask alone.
+    layers = [stages_with(program, stages, f"layers.{i}") for i in range(3)]
+    assert layers == [{0, 1}, {2}, {3}]
+    mask = next(i for i, op in enumerate(program.ops) if op.name == "aten._to_copy.default")
+    assert mask in stages.ops[1]
+    assert not any(mask in ops for role in (stages.makers, stages.path, stages.side) for ops in role)
+    parameters = sum(4 * p.numel() for p in model.parameters())
+    assert stages.fixed_bytes == parameters + 4 * x.numel()
+
+
+def test_a_shared_value_on_the_gradient_path_closes() -> None:
+    program = profile_of(Gated(), torch.randn(8, 16)).program
+    stages = stages_of(program)
+    assert [stages_with(program, stages, f"layers.{i}") for i in range(3)] == [{1}] * 3
+    assert stages_with(program, stages, "gate") == {1}
+    assert stages_with(program, stages, "first") == {0}
+    assert stages_with(program, stages, "last") == {2}
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_in_place_or_not_the_stages_are_the_same(inplace: bool) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace), nn.Conv2d(8, 8, 3), nn.ReLU(inplace)
+    )
+    program = profile_of(model, torch.randn(4, 3, 16, 16)).program
+    stages = stages_of(program)
+    found = [stages_with(program, stages, str(i)) for i in range(5)]
+    assert found == [{0}, {1}, {1}, {2}, {2}]
+
+
+def test_no_cut_between_versions_of_a_storage() -> None:
+    class Fills(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.layers[0](x)
+            h.mul_(2)
+            h[:, 0] = 1.0
+            return self.layers[2](torch.tanh(self.layers[1](torch.tanh(h))))
+
+    program = profile_of(Fills(), torch.randn(8, 16)).program
+    stages = stages_of(program)
+    (filled,) = (i for i, op in enumerate(program.ops) if op.name.startswith("aten.fill_"))
+    assert filled in stages.ops[0]
+    assert stages_with(program, stages, "layers.0") == {0}
+    assert stages_with(program, stages, "layers.1") == {1}
+
+
+def test_two_stages_for_a_transformer_block() -> None:
+    program = language_model().program
+    stages = stages_of(program)
+    assert len(stages) == 1 + 2 * 4 + 1  # embedding, blocks, the last norm
+    for k in range(4):
+        assert stages_with(program, stages, f"layers.{k}") == {2 * k + 1, 2 * k + 2}
+        assert stages_with(program, stages, f"layers.{k}.mlp") == {2 * k + 2}
+        for i in (2 * k + 1, 2 * k + 2):
+            assert program.ops[program.writer[stages.boundary[i]]].name == "aten.add.Tensor"
+    hidden, statistics = 8 * 128 * 128 * 4, 2 * 8 * 128 * 4
+    assert stages.chain.output_bytes[1:] == (*(hidden for _ in range(9)), hidden + statistics)
+    assert names(program, stages.ops[-1])[-3:] == ["_log_softmax", "nll_loss_forward", "ones_like"]
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize(("name", "blocks"), [("resnet18", (2, 2, 2, 2)), ("resnet50", (3, 4, 6, 3))])
+def test_resnets(name: str, blocks: tuple[int, ...], inplace: bool) -> None:
+    program = convnet(name, inplace).program
+    stages = stages_of(program)
+    assert len(stages) == 3 + sum(blocks) + 1  # conv1; bn1 and relu; maxpool; blocks; avgpool
+    rows = [f"layer{row + 1}.{i}" for row, n in enumerate(blocks) for i in range(n)]
+    assert [stages_with(program, stages, fqn) for fqn in rows] == [{3 + i} for i in range(len(rows))]
+    assert stages_with(program, stages, "bn1") == {1}
+    assert stages_with(program, stages, "fc") == {len(stages)}
+    image, features = 128 * 3 * 224 * 224 * 4, 128 * 64 * 112 * 112
+    indices = 8 * features // 4  # of the max-pool: autograd keeps them, and they come with its output
+    statistics = 2 * 512 if inplace else 0  # of the batch norm, if that is what the ReLU writes to
+    assert stages.chain.output_bytes[:4] == (
+        image,
+        4 * features,
+        4 * features + statistics,
+        features + indices,
+    )
+
+
+@pytest.mark.slow
+def test_densenet() -> None:
+    program = convnet("densenet121").program
+    stages = stages_of(program)
+    assert len(stages) == 18
+    blocks = [stages_with(program, stages, f"features.denseblock{i}") for i in range(1, 5)]
+    assert blocks == [{3}, {7}, {11}, {15}]
+    parts = [
+        [
+            stages_with(program, stages, f"features.transition{i}.{part}")
+            for part in ("norm", "relu", "conv", "pool")
+        ]
+        for i in range(1, 4)
+    ]
+    assert parts == [[{i}, {i}, {i + 1}, {i + 2}] for i in (4, 8, 12)]
+
+
+def test_meta_and_real_tensors_give_the_same() -> None:
+    torch.manual_seed(0)
+    real = stages_of(profile_of(Masked(), torch.randn(8, 16)).program)
+    with torch.device("meta"):
+        model, x = Masked(), torch.empty(8, 16)
+    assert stages_of(profile_of(model, x).program) == real
+
+
+def test_the_unit_is_the_innermost_call_around() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(*(Residual() for _ in range(2)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x).square().mean()
+
+    program = profile_of(Outer(), torch.randn(8, 16)).program
+    assert stages_of(program).unit == "body"
+
+
+def test_what_cannot_run_again_stays() -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x + torch.sin(torch.cumsum(self.linear(x), -1)))
+
+    model, x = nn.Sequential(nn.Linear(16, 16), Sums(), Sums()), torch.randn(8, 16)
+    program = profile_of(model, x).program
+    stages = stages_of(program)
+    forward = [i for ops in stages.ops for i in ops]
+    kept = [i for i in forward if program.ops[i].name == "aten.cumsum.default"]
+    assert [program.ops[i].recomputable for i in kept] == [False, False]
+    assert not set(kept) & set(drops_of(stages, [Operation(KEEP_INPUT, 1), Operation(KEEP_ALL, 1)]))
+    assert stages.fixed_bytes == sum(4 * p.numel() for p in model.parameters()) + 2 * 4 * x.numel()
+    assert stages.chain.saved_bytes[1:] == (4 * x.numel(),) * 3
+
+
+# --- sizes and times ------------------------------------------------------------------------------
+
+
+def check_sums(program: Program, stages: Stages) -> None:
+    loss_ms = sum(program.ops[i].time_ms for i in stages.ops[-1])
+    backward_ms = sum(op.time_ms for op in program.ops if op.phase is Phase.BACKWARD)
+    assert sum(stages.chain.forward_ms) + loss_ms == pytest.approx(program.forward_ms)
+    assert sum(stages.chain.backward_ms) == pytest.approx(loss_ms + backward_ms)
+    assert [i for ops in stages.ops for i in ops] == [
+        i for i, op in enumerate(program.ops) if op.phase is Phase.FORWARD
+    ]
+
+
+@pytest.mark.parametrize(
+    ("profile", "at_most"),
+    [
+        pytest.param(small_mlp, 1.0, id="mlp"),
+        pytest.param(language_model, 1.0, id="lm"),
+        pytest.param(lambda: convnet("resnet18"), 1.0, id="resnet18"),
+        pytest.param(lambda: convnet("resnet50"), 1.0, id="resnet50"),
+        pytest.param(lambda: convnet("resnet50", False), 1.0, id="resnet50, not in place"),
+        # The outputs of pools and of the last mean, which autograd does not save, are checkpoints nevertheless.
+        pytest.param(lambda: convnet("densenet121"), 1.012, id="densenet121"),
+    ],
+)
+def test_keeping_all_takes_what_the_replay_says(profile, at_most: float) -> None:  # type: ignore[no-untyped-def]
+    program = profile().program
+    stages = stages_of(program)
+    check_sums(program, stages)
+    found, real = chain_peak(stages, keep_everything(stages)), forward_backward_peak(program)
+    assert real <= found <= at_most * real
+    assert all(xbar >= x for x, xbar in zip(stages.chain.output_bytes, stages.chain.saved_bytes, strict=True))
+
+
+@pytest.mark.parametrize("share", [0.5, 0.65])
+@pytest.mark.parametrize("profile", [language_model, lambda: convnet("resnet50")], ids=["lm", "resnet50"])
+def test_a_sequence_takes_what_the_replay_says(profile, share: float) -> None:  # type: ignore[no-untyped-def]
+    program = profile().program
+    stages = stages_of(program)
+    whole = peak(stages.chain.sizes(), keep_everything(stages))[0]
+    found = sacplan.rotor(stages.chain, int(share * whole))
+    drops = drops_of(stages, found.operations)
+    assert set(drops.values()) == {1}
+    sites = program.sites(program.calls[stages.unit][0])
+    run = recomputed(program, {stages.unit: {sites[op]: 1 for op in drops}}).footprint
+    assert run.peak_bytes == pytest.approx(found.peak_bytes + stages.fixed_bytes, rel=0.005)
+    # Rotor runs a stage whole; the op behind which the boundary is kept, and what is never asked for, does not run.
+    assert 0 < run.recompute_ms <= found.total_ms - stages.chain.step_ms
+
+
+# --- how often each op's output is thrown away ----------------------------------------------------
+
+
+def simulated_drops(program: Program, stages: Stages, operations: Sequence[Operation]) -> dict[int, int]:
+    """Runs the sequence: which values are there, op by op; a value that is there is not made again."""
+    thrown: Counter[int] = Counter()
+    stage_of = {op: k for k, ops in enumerate(stages.ops) for op in ops}
+    mine = [{op for op in ops if program.ops[op].writes} for ops in stages.ops]
+    makers: list[set[int]] = []
+    needed: list[set[int]] = []
+    for k, boundary in enumerate(stages.boundary):
+        version, found = boundary, set()
+        while version >= 0:
+            found.add(program.writer[version])
+            version = program.ops[program.writer[version]].replaces
+        todo, seen = list(found), set(found)
+        while todo:
+            for s in program.ops[todo.pop()].reads:
+                op = program.writer.get(s, -1)
+                if stage_of.get(op, -1) == k and op not in seen:
+                    seen.add(op)
+                    todo.append(op)
+        makers.append(found)
+        needed.append(seen - found)
+    there: set[int] = set()
+    been: set[int] = set()
+    for operation in operations:
+        k = operation.stage
+        if operation.kind in (LOSS, BACKWARD):
+            if operation.kind is BACKWARD:
+                there -= mine[k]
+            continue
+        # The first run is the model's own code, which runs all; later ones run what the boundary behind them needs.
+        there |= makers[k] | needed[k] if k in been else mine[k]
+        been.add(k)
+        if operation.kind is KEEP_ALL:
+            there |= mine[k]  # backward asks for the rest
+            continue
+        gone = (there & mine[k]) - makers[k]
+        if operation.kind is KEEP_NOTHING:
+            gone |= there & makers[k - 1]
+        thrown.update(gone)
+        there -= gone
+    last = set(stages.ops[-1])
+    return {op: n for op, n in thrown.items() if program.ops[op].recomputable and op not in last}
+
+
+def random_sequence(stages: int, seed: int) -> tuple[Operation, ...]:
+    rng = random.Random(seed)
+    output = [rng.randint(100, 1000) for _ in range(stages + 1)]
+    chain = sacplan.Chain(
+        [rng.uniform(1, 10) for _ in range(stages)],
+        [rng.uniform(2, 20) for _ in range(stages + 1)],
+        output,
+        [size + rng.randint(0, 5000) for size in output],
+        [rng.randint(0, 300) for _ in range(stages)],
+        [rng.randint(0, 900) for _ in range(stages + 1)],
+    )
+    try:
+        return sacplan.rotor(chain, int(rng.uniform(0.1, 1) * sum(chain.saved_bytes)), slots=60).operations
+    except sacplan.InfeasibleBudget as error:
+        return sacplan.rotor(chain, error.smallest_feasible_bytes, slots=60).operations
+
+
+@pytest.mark.parametrize(
+    "profile", [small_mlp, language_model, lambda: convnet("resnet18", False)], ids=["mlp", "lm", "resnet18"]
+)
+def test_drops_are_those_of_a_simulation(profile) -> None:  # type: ignore[no-untyped-def]
+    program = profile().program
+    stages = stages_of(program)
+    most = 0
+    for seed in range(40):
+        operations = random_sequence(len(stages), seed)
+        drops = drops_of(stages, operations)
+        assert drops == simulated_drops(program, stages, operations)
+        most = max(most, *drops.values(), 0)
+    assert most >= (3 if len(stages) > 5 else 1)
+
+
+def test_nothing_is_dropped_where_all_is_kept() -> None:
+    stages = stages_of(language_model().program)
+    assert drops_of(stages, keep_everything(stages)) == {}
+
+
+def test_what_only_backward_needs_is_dropped_once() -> None:
+    class Side(nn.Module):
+        """Makes something that nothing behind it reads."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.a(x)
+            self.last_norm = torch.exp(h).sum()  # not used by the loss
+            return torch.tanh(x + self.b(h))
+
+    program = profile_of(nn.Sequential(nn.Linear(16, 16), Side(), Side()), torch.randn(8, 16)).program
+    stages = stages_of(program)
+    assert [names(program, ops) for ops in stages.side] == [[], ["exp", "sum"], ["exp", "sum"]]
+    three = [Operation(KEEP_INPUT, 1), Operation(KEEP_INPUT, 1), Operation(KEEP_ALL, 1)]
+    drops = drops_of(stages, three)
+    assert {drops[op] for op in stages.side[1]} == {1}
+    assert {drops[op] for op in stages.path[1]} == {2}
+    assert not set(stages.makers[1]) & set(drops)
+    assert drops == simulated_drops(program, stages, three)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def test_two_calls_of_the_model_are_no_chain() -> None:
+    profile = profile_of(mlp(), torch.randn(4, 8), loss_fn=lambda m, b: (m(b) + m(2 * b)).sum())
+    with pytest.raises(sacplan.PlanError, match=r"called 2 times.*loss_fn that calls the model once"):
+        stages_of(profile.program)
+
+
+def test_a_model_without_a_cut() -> None:
+    class Total(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            total = x.new_zeros(())
+            for layer in self.layers:
+                total += F.gelu(layer(x)).sum()
+            return total
+
+    profile = profile_of(Total(), torch.randn(4, 16), loss_fn=lambda m, b: m(b))
+    with pytest.raises(
+        sacplan.PlanError,
+        match=r"is one stage: .*made by aten.new_zeros.default in the model itself, .*another solver",
+    ):
+        stages_of(profile.program)
