@@ -59,7 +59,7 @@ class Batches:
 
 
 def gpt2_medium(use_cache: bool = False) -> Batches:
-    """355 M parameters, all trained."""
+    """Build GPT-2 medium, 355 M parameters, all trained."""
     import transformers
 
     config = transformers.GPT2Config(n_embd=1024, n_layer=24, n_head=16, use_cache=use_cache)
@@ -67,7 +67,7 @@ def gpt2_medium(use_cache: bool = False) -> Batches:
 
 
 def llama_lora() -> Batches:
-    """8 B parameters, frozen but for adapters of rank 16."""
+    """Build Llama-3-8B's shape, frozen but for adapters of rank 16."""
     import peft
 
     lora = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -28,7 +28,7 @@ FIGURES = RESULTS / "chunked_inference.json"
 
 
 def gpt(width: int, heads: int, tokens: int) -> Case:
-    """Two layers of GPT-2 without the head."""
+    """Build two layers of GPT-2 without the head."""
     import transformers
 
     config = transformers.GPT2Config(
@@ -38,7 +38,7 @@ def gpt(width: int, heads: int, tokens: int) -> Case:
 
 
 def vit() -> Case:
-    """ViT-L/16 at 384 x 384."""
+    """Build ViT-L/16 at 384 x 384."""
     import transformers
 
     config = transformers.ViTConfig(
@@ -49,7 +49,7 @@ def vit() -> Case:
 
 
 def evoformer() -> Case:
-    """A block that mixes a table of 32 x 64 and one of 64 x 64."""
+    """Build a block that mixes a table of 32 x 64 and one of 64 x 64."""
     return Case(Evoformer(), (torch.randn(1, 32, 64, 256), torch.randn(1, 64, 64, 128)))
 
 

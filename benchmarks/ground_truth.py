@@ -32,7 +32,7 @@ def _text() -> dict[str, torch.Tensor]:
 
 
 def gpt2() -> Case:
-    """4 layers, width 192."""
+    """Build GPT-2 with 4 layers of width 192."""
     config = transformers.GPT2Config(
         n_layer=4, n_embd=192, n_head=4, vocab_size=4000, n_positions=128, bos_token_id=0, eos_token_id=0
     )
@@ -40,7 +40,7 @@ def gpt2() -> Case:
 
 
 def t5() -> Case:
-    """3 + 3 layers, width 192."""
+    """Build T5 with 3 + 3 layers of width 192."""
     config = transformers.T5Config(
         num_layers=3, d_model=192, d_ff=768, num_heads=4, d_kv=48, vocab_size=4000, decoder_start_token_id=0
     )
@@ -48,7 +48,7 @@ def t5() -> Case:
 
 
 def bert() -> Case:
-    """4 layers, width 192."""
+    """Build BERT with 4 layers of width 192."""
     config = transformers.BertConfig(
         num_hidden_layers=4, hidden_size=192, num_attention_heads=4, intermediate_size=768, vocab_size=4000
     )
@@ -56,7 +56,7 @@ def bert() -> Case:
 
 
 def resnet() -> Case:
-    """Six basic blocks, images of 96 x 96."""
+    """Build a ResNet of six basic blocks, for images of 96 x 96."""
     config = transformers.ResNetConfig(
         depths=[2, 2, 2], layer_type="basic", hidden_sizes=[32, 64, 128], embedding_size=32, num_labels=10
     )
@@ -65,7 +65,7 @@ def resnet() -> Case:
 
 
 def large_vocabulary() -> Case:
-    """A loss outside the model, over 128,000 words."""
+    """Build a model with its loss outside, over 128,000 words."""
 
     def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(batch).float().flatten(0, 1), batch.flatten())

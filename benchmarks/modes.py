@@ -63,7 +63,7 @@ class Case:
 
 
 def gpt2() -> Case:
-    """124 M parameters."""
+    """Build GPT-2, 124 M parameters."""
     made = cases.gpt2(use_cache=False)
     return Case(
         "GPT-2 (12 layers, 16 x 1024 tokens, bfloat16, AdamW)", made.model, made.batch, made.optimizer
@@ -71,7 +71,7 @@ def gpt2() -> Case:
 
 
 def llama() -> Case:
-    """1.2 B parameters, embedding and output tied."""
+    """Build the shape of Llama 3.2 1B, embedding and output tied."""
     model = cases.llama_3_8b(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, tie_word_embeddings=True, use_cache=False
     )  # fmt: skip
@@ -80,7 +80,7 @@ def llama() -> Case:
 
 
 def resnet50() -> Case:
-    """26 M parameters, ReLUs in place.
+    """Build ResNet-50, 26 M parameters, ReLUs in place.
 
     Of a block with c channels its convolutions take 4, 9 and 4 parts of c * c / 16 multiplications per position. In the
     first blocks of the last three rows, which the stride of 2 is in, they take 8, 9 and 4, and their shortcut 8; the

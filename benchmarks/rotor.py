@@ -155,12 +155,12 @@ def _convnet(make: Callable[[], torch.nn.Module], *budgets: str) -> Planned:
 
 
 def gpt2() -> Planned:
-    """124 M parameters."""
+    """Build GPT-2, 124 M parameters."""
     return Planned(dataclasses.replace(cases.gpt2(use_cache=False), optimizer=None), ("70%", "55%"))
 
 
 def vit() -> Planned:
-    """87 M parameters."""
+    """Build ViT-B/16, 87 M parameters."""
     import transformers
 
     model = cases.on_meta(transformers.ViTForImageClassification, transformers.ViTConfig(num_labels=1000))

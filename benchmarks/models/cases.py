@@ -75,7 +75,7 @@ def on_meta(model_class: Any, config: Any) -> nn.Module:
 
 
 def gpt2(rows: int = 16, **config: Any) -> Case:
-    """GPT-2, 124 M parameters, on sequences of 1024 tokens; ``config`` changes its shape."""
+    """Build GPT-2, 124 M parameters, with sequences of 1024 tokens; ``config`` changes its shape."""
     import transformers
 
     made = transformers.GPT2Config(**config)
@@ -84,7 +84,7 @@ def gpt2(rows: int = 16, **config: Any) -> Case:
 
 
 def llama_3_8b(**config: Any) -> nn.Module:
-    """Llama-3-8B's shape, 8 B parameters; ``config`` changes it."""
+    """Build Llama-3-8B's shape, 8 B parameters; ``config`` changes it."""
     import transformers
 
     shape: dict[str, Any] = {

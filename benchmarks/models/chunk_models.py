@@ -113,13 +113,13 @@ def _planned(model: nn.Module, tokens: int) -> Case:
 
 
 def llama_3_8b(tokens: int = 32768, layers: int = 32) -> Case:
-    """Llama-3-8B's shape in bfloat16, on meta."""
+    """Build Llama-3-8B's shape in bfloat16, on meta."""
     model = cases.llama_3_8b(num_hidden_layers=layers, max_position_embeddings=2**20, use_cache=False)
     return _planned(model, tokens)
 
 
 def gemma_2_2b(tokens: int = 8192, layers: int = 26) -> Case:
-    """Gemma-2-2B's shape in bfloat16, on meta: 256,000 words, soft-capped, head and embedding tied."""
+    """Build Gemma-2-2B's shape in bfloat16, on meta: 256,000 words, soft-capped, head and embedding tied."""
     config = hf.Gemma2Config(
         hidden_size=2304, intermediate_size=9216, num_hidden_layers=layers, num_attention_heads=8,
         num_key_value_heads=4, head_dim=256, vocab_size=256000, max_position_embeddings=2**20, use_cache=False,
