@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import random_programs
-from benchmarks.common import on_one_thread
+from benchmarks.harness.steps import on_one_thread
 from benchmarks.random_programs import KINDS, Outcome, make_program
 from tests.support.slow import slow_after
 

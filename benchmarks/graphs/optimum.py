@@ -1,4 +1,4 @@
-"""What no schedule can beat, and what classes of schedules reach: programs over an ``OpGraph``, solved with HiGHS.
+"""Lower bounds for any schedule, and optima of classes of schedules: programs over an ``OpGraph``, solved with HiGHS.
 
 - ``checkmate``: the least recomputation of any schedule in program order (Jain et al., MLSys 2020, with its exact
   model of memory), for about 40 ops; with ``relax=True`` a lower bound of it, for about 150 ops.
@@ -21,19 +21,19 @@ from dataclasses import dataclass, replace
 import highspy
 import numpy as np
 
-from benchmarks.opgraph import OpGraph
+from benchmarks.graphs.opgraph import OpGraph
 
 Region = Callable[[str], str]
-"""Module of an op to the region it is in; "" is outside any."""
+"""Maps the module of an op to the region that it is in; "" is outside any."""
 
 
 def layer_of(module: str) -> str:
-    """Whole layers: ``layers.0.attn`` is in ``layers.0``."""
+    """Make whole layers the regions: ``layers.0.attn`` is in ``layers.0``."""
     return ".".join(module.split(".")[:2])
 
 
 def half_layer_of(module: str) -> str:
-    """Halves of layers: every module is a region."""
+    """Make halves of layers the regions: every module is one."""
     return module
 
 
@@ -100,7 +100,7 @@ class _Program:
         self._row_upper.append(at_most)
 
     def solve(self, *, relax: bool, time_limit: float, gap: float) -> Optimum:
-        """Solve it, or its linear relaxation. The bound of a relaxation counts only at its optimum."""
+        """Solve the program, or its linear relaxation. The bound of a relaxation counts only at its optimum."""
         began = time.perf_counter()
         highs = highspy.Highs()
         for option, value in (
@@ -150,7 +150,7 @@ class _Program:
 def checkmate(
     graph: OpGraph, budget_bytes: int, *, relax: bool = False, time_limit: float = 300.0, gap: float = 1e-4
 ) -> Optimum:
-    """The least recomputation over frontier-advancing schedules: Checkmate's program.
+    """Find the least recomputation over frontier-advancing schedules: Checkmate's program.
 
     Stage ``t`` computes op ``t`` for the first time, and before it, in program order, whatever is to run again.
     ``run[t, i]``: op ``i`` runs in stage ``t``; ``kept[t, i]``: its tensor is alive as the stage begins;
@@ -179,9 +179,10 @@ def checkmate(
             used[t, i] = program.variable(upper=budget)
 
     def available(t: int, i: int, factor: float) -> list[tuple[int, float]]:
-        """The terms of "the tensor of ``i`` is there in stage ``t``"."""
+        """Return the terms of "the tensor of ``i`` is there in stage ``t``"."""
         return [(run[t, i], factor), *([(kept[t, i], factor)] if i < t else [])]
 
+    # What is kept into the next stage is there in this one; what runs finds what it reads.
     for t in range(count):
         if t + 1 < count:
             for i in range(t + 1):
@@ -190,7 +191,7 @@ def checkmate(
             for u in reads[v]:
                 program.row([(run[t, v], 1.0), *available(t, u, -1.0)], at_most=0.0)
     for i, op in enumerate(graph.forward):
-        if op.made_with is not None:
+        if op.made_with is not None:  # a further output: it runs only where its op runs
             for t in range(i, count):
                 program.row([(run[t, i], 1.0), (run[t, op.made_with], -1.0)], at_most=0.0)
     after: dict[tuple[int, int], list[tuple[int, float]]] = {}  # (stage, op) to what goes right after it
@@ -199,6 +200,9 @@ def checkmate(
             users = [k for k in readers[i] if k <= t]
             choices = []
             for k in sorted({i, *users}):
+                # Op k of this stage may free tensor i: it runs, i is not kept, and nobody later in the stage reads i.
+                # With the others integer only the last op that runs can free it, and less than 1 would only take
+                # memory: the variable may be continuous.
                 freed = program.variable()
                 choices.append((freed, 1.0))
                 program.row([(freed, 1.0), (run[t, k], -1.0)], at_most=0.0)
@@ -211,6 +215,7 @@ def checkmate(
                 after.setdefault((t, k), []).append((freed, size[i]))
             if len(choices) > 1:
                 program.row(choices, at_most=1.0)
+    # used[t, k + 1] = used[t, k] + what op k + 1 makes - what goes right after op k
     for t in range(count):
         before = [(kept[t, i], -size[i]) for i in range(t)]
         program.row([(used[t, 0], 1.0), (run[t, 0], -size[0]), *before], at_least=0.0, at_most=0.0)
@@ -228,7 +233,7 @@ def checkmate(
 def boundary_bound(
     graph: OpGraph, budget_bytes: int, *, relax: bool = False, time_limit: float = 60.0, gap: float = 1e-4
 ) -> Optimum:
-    """A lower bound for any schedule with this peak: a knapsack over what is alive between the passes.
+    """Bound any schedule with this peak from below, by a knapsack over what is alive between the passes.
 
     What the backward pass reads is alive as it begins, or its op runs after that; and so is what an op reads
     that runs again.
@@ -239,7 +244,7 @@ def boundary_bound(
 def backward_bound(
     graph: OpGraph, budget_bytes: int, *, moments: int = 8, time_limit: float = 60.0, gap: float = 1e-4
 ) -> Optimum:
-    """A lower bound for schedules that run the backward ops in this order, and each of them once.
+    """Bound schedules that run the backward ops in this order, and each of them once, from below.
 
     While backward op ``j`` runs, the gradients that it and later ops read are alive, and so is what it takes from
     the forward pass. Whatever later ops take is alive too, or its op runs after ``j``. So each ``j`` gives a
@@ -259,13 +264,14 @@ def backward_bound(
         gradients + sum(graph.forward[i].nbytes for i, last in last_saved.items() if last >= j)
         for j, gradients in enumerate(gradient_bytes)
     ]
+    # Each moment gives a valid bound, so a few are enough: those where keeping everything takes most.
     fullest = sorted(range(len(kept_bytes)), key=lambda j: -kept_bytes[j])[:moments]
     best: Optimum | None = None
     for j in dict.fromkeys((0, *fullest)):
         now = frozenset(graph.backward[j].saved)
         later = frozenset(i for i, last in last_saved.items() if last > j)
         found = _knapsack(graph, budget_bytes - gradient_bytes[j], now, later, False, time_limit, gap)
-        if found.status == "Infeasible":
+        if found.status == "Infeasible":  # no schedule gets past this op
             return found
         if best is None or (found.bound or 0.0) > (best.bound or 0.0):
             best = found
@@ -274,7 +280,7 @@ def backward_bound(
 
 
 def _gradient_bytes(graph: OpGraph) -> list[int]:
-    """By backward op: gradients alive while it runs, its own and those of held tensors included."""
+    """Return, by backward op, the bytes of gradients alive while it runs, its own and held ones included."""
     last_read = list(range(len(graph.backward)))
     for j, op in enumerate(graph.backward):
         for p in op.reads:
@@ -300,7 +306,7 @@ def _knapsack(
     time_limit: float,
     gap: float,
 ) -> Optimum:
-    """Least time of forward ops that run after a moment at which ``now`` is alive, where ``later`` is read later.
+    """Find the least time of forward ops that run after a moment at which ``now`` is alive; ``later`` is read after it.
 
     ``x_i``: the tensor is alive at that moment; ``z_i``: its op runs after it. What is read later is either,
     and so is what an op reads that runs again.
@@ -329,7 +335,17 @@ def _knapsack(
 
 
 class _Regions:
-    """A graph cut into regions: what each one hands on, keeps by nature, and has in gradients."""
+    """A graph cut into regions.
+
+    Attributes:
+        of: the region of each forward op.
+        names: the regions, in order; "", which is outside any, is not among them.
+        ops, saved: by region, its forward ops, and those of them that the backward pass reads.
+        boundary: forward ops whose tensors another region reads: checkpointing cannot drop them.
+        gradient_bytes: by region, the most gradients that are alive at one of its backward ops.
+        outside_bytes: of saved tensors outside any region.
+        last_needed: by region, the last op that recomputing it has to run; -1: none.
+    """
 
     def __init__(self, graph: OpGraph, region: Region) -> None:
         self.of = [region(op.module) for op in graph.forward]
@@ -358,7 +374,7 @@ class _Regions:
 def selective_contexts(
     graph: OpGraph, budget_bytes: int, region: Region, *, time_limit: float = 60.0, gap: float = 1e-4
 ) -> Optimum:
-    """The optimum of ``torch.utils.checkpoint`` on the given regions, with selective contexts.
+    """Find the optimum of ``torch.utils.checkpoint`` on the given regions, with selective contexts.
 
     Within a checkpointed region every op that is not saved runs again, up to the last one that the backward
     pass asks for; a region is recomputed as a whole when its backward begins. Memory: what the regions before
@@ -380,7 +396,7 @@ def selective_contexts(
     for name in regions.names:
         y = checkpointed[name]
         for i in regions.ops[name]:
-            if i in regions.boundary:
+            if i in regions.boundary:  # kept anyway: nothing to decide
                 continue
             if i in graph.saved:
                 program.row([(x[i], 1.0), (z[i], 1.0)], at_least=1.0)
@@ -404,7 +420,7 @@ def selective_contexts(
 
 
 def whole_regions(graph: OpGraph, budget_bytes: int, region: Region = layer_of) -> tuple[float, int] | None:
-    """Full checkpointing of the first ``k`` regions, with the smallest ``k`` that fits: (ratio, ``k``) or None."""
+    """Checkpoint the first ``k`` regions as a whole, with the smallest ``k`` that fits: (ratio, ``k``) or None."""
     regions = _Regions(graph, region)
 
     def saved_bytes(name: str, *, only_boundary: bool) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import LossFn, seed_everything
+from benchmarks.harness.steps import LossFn, seed_everything
 from sacplan._record.state import preserved_state
 from sacplan._record.step import default_loss
 
@@ -19,7 +19,7 @@ Batch = dict[str, Any]
 
 
 class _Rotated:
-    """Turns what a module returns by angles whose cosines and sines the first call computes and keeps.
+    """Rotates what a module returns by angles whose cosines and sines the first call computes and keeps.
 
     Code of rotary position embeddings does this. The ops that fill the table are in the first step only.
     """
@@ -70,7 +70,7 @@ def rotate_lazily(model: torch.nn.Module, batch: Any, loss_fn: LossFn | None = N
 
 @contextmanager
 def _first_calls(layers: list[torch.nn.Module]) -> Iterator[dict[torch.nn.Module, torch.nn.Module]]:
-    """Filled while the body runs: layer to the first module without children that it calls."""
+    """Map each layer to the first module without children that it calls while the body runs."""
     first: dict[torch.nn.Module, torch.nn.Module] = {}
 
     def note(layer: torch.nn.Module) -> Callable[..., None]:
@@ -97,7 +97,7 @@ def _first_calls(layers: list[torch.nn.Module]) -> Iterator[dict[torch.nn.Module
 
 
 def fewer_rows(batch: Batch, rows: int, of: int) -> Batch:
-    """The first ``rows`` of ``of`` rows; inputs with several entries for each row keep them together."""
+    """Return the first ``rows`` of ``of`` rows; inputs with several entries for each row keep them together."""
 
     def cut(value: Any) -> Any:
         if isinstance(value, (torch.Tensor, list)) and len(value) % of == 0:
@@ -108,33 +108,22 @@ def fewer_rows(batch: Batch, rows: int, of: int) -> Batch:
 
 
 _ALONG_TEXT = (
-    "input_ids",
-    "labels",
-    "attention_mask",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "decoder_input_ids",
-)
+    "input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids", "decoder_input_ids",
+)  # fmt: skip
 
 
 def shorter(batch: Batch, length: int, of: int) -> Batch:
-    """Text of ``length`` tokens of ``of``: the inputs that go along with the tokens are cut with them."""
+    """Cut text to ``length`` tokens of ``of``, and with it the inputs that go along with the tokens."""
 
     def cut(name: str, value: Any) -> Any:
-        if (
-            name in _ALONG_TEXT
-            and isinstance(value, torch.Tensor)
-            and value.ndim == 2
-            and value.shape[1] == of
-        ):
-            return value[:, :length].contiguous()
-        return value
+        text = name in _ALONG_TEXT and isinstance(value, torch.Tensor) and value.ndim == 2
+        return value[:, :length].contiguous() if text and value.shape[1] == of else value
 
     return {k: cut(k, v) for k, v in batch.items()}
 
 
 def smaller_batch(model: torch.nn.Module, batch: Batch, loss_fn: LossFn | None = None) -> tuple[Batch, str]:
-    """A last batch: three quarters of the rows, and text of an odd length where the model takes it.
+    """Make a last batch: three quarters of the rows, and text of an odd length where the model takes it.
 
     Returns:
         The batch, and what it is in words.
@@ -155,7 +144,7 @@ def smaller_batch(model: torch.nn.Module, batch: Batch, loss_fn: LossFn | None =
 
 
 def _runs(model: torch.nn.Module, batch: Batch, loss_fn: LossFn | None) -> bool:
-    """Whether the model takes a batch; it says no with an exception of its own."""
+    """Whether the model takes a batch. It says no by an exception, of any kind."""
     seed_everything(0)
     with preserved_state(model, None):
         try:

@@ -27,8 +27,8 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.models.auto import configuration_auto
 
-from benchmarks import hf_models
-from benchmarks.common import seed_everything
+from benchmarks.harness.steps import seed_everything
+from benchmarks.models import hf_models
 from sacplan._cli import hf, hf_batches
 from sacplan._record.step import default_loss
 
@@ -49,7 +49,7 @@ _SEED = 0
 
 
 class NotBuilt(Exception):
-    """An architecture that was not built, or whose step does not run in plain PyTorch; the message says why."""
+    """An architecture was not built, or its step does not run in plain PyTorch; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,9 @@ class SmallCase:
 
 @functools.cache
 def architectures() -> tuple[str, ...]:
-    """Model types that have a model class, in alphabetical order.
+    """Return the model types that have a model class, in alphabetical order.
 
-    Not the towers of an architecture ("qwen2_vl_vision"): they run as part of it.
+    The towers of an architecture ("qwen2_vl_vision") are left out: they run as part of it.
     """
     types = sorted({name for head in hf.HEADS for name in hf.class_names(head)})
     return tuple(t for t in types if not _whole_of(t, types))
@@ -87,7 +87,7 @@ _PART = re.compile(
 
 
 def _whole_of(model_type: str, types: list[str]) -> bool:
-    """Whether it is named as a part of another type."""
+    """Whether a type is named as a part of another one."""
     return any(
         model_type.startswith(f"{whole}_") and _PART.fullmatch(model_type.removeprefix(whole)) is not None
         for whole in types
@@ -100,7 +100,7 @@ Rule = Callable[[Any], Any]
 
 
 def _at_most(most: int) -> Rule:
-    """The number, or each of several."""
+    """Bound the number, or each of several."""
 
     def rule(value: Any) -> Any:
         return type(value)(map(rule, value)) if isinstance(value, (list, tuple)) else min(value, most)
@@ -113,14 +113,14 @@ def _all(number: int) -> Rule:
 
 
 def _heads(value: Any) -> Any:
-    """Powers of two, which divide the widths."""
+    """Return powers of two, which divide the widths."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(_heads, value))
     return min(HEADS_COUNT, 2 ** int(math.log2(max(1, value))))
 
 
 def _widths(value: Any) -> Any:
-    """At most ``WIDTH``; several keep their ratios."""
+    """Return at most ``WIDTH``; several keep their ratios."""
     if not isinstance(value, (list, tuple)) or not value:
         return min(value, WIDTH) if isinstance(value, int) else value
     largest = max(value)
@@ -130,7 +130,7 @@ def _widths(value: Any) -> Any:
 
 
 def _rope(value: dict[str, Any]) -> dict[str, Any]:
-    """Sections of a rotary embedding, made to fit the head's width, and a base where the class has none."""
+    """Fit the sections of a rotary embedding to the head's width, and set a base where the class has none."""
     value = dict(value)
     if "mrope_section" in value:
         half = HEAD_DIM // 2
@@ -205,11 +205,11 @@ works it out. So is one that is a share.
 def small_config(
     config_class: type[PretrainedConfig], defaults: PretrainedConfig | None = None
 ) -> PretrainedConfig:
-    """A small config of a class.
+    """Make a small config of a class.
 
     Args:
         config_class: whose fields are asked for.
-        defaults: values to start from, where the config is part of another one that sets some.
+        defaults: values to start from, where the config is part of another one.
     """
     model_type = config_class.model_type
     overrides = OVERRIDES.get(model_type, {})
@@ -243,7 +243,7 @@ def _rule(name: str) -> Any:
 
 
 def _fields(config_class: type[PretrainedConfig]) -> dict[str, Any]:
-    """Fields that the class declares for the architecture, with their defaults."""
+    """Return the fields that the class declares for the architecture, with their defaults."""
     common = {f.name for f in dataclasses.fields(PretrainedConfig)}
     found = {}
     for field in dataclasses.fields(config_class):
@@ -257,7 +257,7 @@ def _fields(config_class: type[PretrainedConfig]) -> dict[str, Any]:
 
 
 def _layer_types(defaults: PretrainedConfig) -> dict[str, Any]:
-    """One layer of each kind that the architecture mixes, and at least ``LAYERS``."""
+    """Keep one layer of each kind that the architecture mixes, and at least ``LAYERS``."""
     found: dict[str, Any] = {}
     for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
         kinds = vars(defaults).get(name)
@@ -272,7 +272,7 @@ def _layer_types(defaults: PretrainedConfig) -> dict[str, Any]:
 
 
 def _resnet() -> PretrainedConfig:
-    """A backbone that needs no other package."""
+    """Return a backbone that needs no other package."""
     return transformers.ResNetConfig(  # type: ignore[call-arg]
         embedding_size=16, hidden_sizes=[16, 32, 32, 64], depths=[1, 1, 1, 1], layer_type="basic",
         out_features=["stage2", "stage3", "stage4"],
@@ -298,46 +298,28 @@ _TIME_SERIES = {
 }
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1]},
-    "detr": _OWN_BACKBONE,
-    "conditional_detr": _OWN_BACKBONE,
-    "dab-detr": _OWN_BACKBONE,
-    "deformable_detr": _OWN_BACKBONE,
-    "table-transformer": _OWN_BACKBONE,
-    "glm4v_text": _MROPE,
-    "glm4v_moe_text": _HALF_MROPE,
-    "glm_ocr_text": _MROPE,
-    "glm_image_text": _MROPE,
-    "qwen2_5_vl_text": _MROPE,
-    "autoformer": _TIME_SERIES,
-    "informer": _TIME_SERIES,
-    "time_series_transformer": _TIME_SERIES,
-    "lilt": {"hidden_size": 96},
+    "bamba": {"attn_layer_indices": [1]}, "detr": _OWN_BACKBONE, "conditional_detr": _OWN_BACKBONE,
+    "dab-detr": _OWN_BACKBONE, "deformable_detr": _OWN_BACKBONE, "table-transformer": _OWN_BACKBONE,
+    "glm4v_text": _MROPE, "glm4v_moe_text": _HALF_MROPE, "glm_ocr_text": _MROPE, "glm_image_text": _MROPE,
+    "qwen2_5_vl_text": _MROPE, "autoformer": _TIME_SERIES, "informer": _TIME_SERIES,
+    "time_series_transformer": _TIME_SERIES, "lilt": {"hidden_size": 96},
     "aria": {"projector_patch_to_query_dict": {"64": 8}},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
     "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "recurrent_gemma": {"num_hidden_layers": 3},
-    "hunyuan_v1_dense": _ROPE,
-    "hunyuan_v1_moe": _ROPE,
-    "hunyuan_vl_text": _ROPE,
-    "ministral": _ROPE,
-    "longcat_flash": {"zero_expert_num": 2, "moe_topk": 2},
-    "nemotron": {"num_key_value_heads": 2},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]}, "recurrent_gemma": {"num_hidden_layers": 3},
+    "hunyuan_v1_dense": _ROPE, "hunyuan_v1_moe": _ROPE, "hunyuan_vl_text": _ROPE, "ministral": _ROPE,
+    "longcat_flash": {"zero_expert_num": 2, "moe_topk": 2}, "nemotron": {"num_key_value_heads": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
-    "layoutlmv3": {"input_size": IMAGE},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "layoutlmv3": {"input_size": IMAGE}, "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mask2former": {"feature_size": WIDTH, "mask_feature_size": WIDTH},
     "nemotron_h": {"n_groups": 1, "mamba_num_heads": 8, "mamba_head_dim": 16},
     "patchtst": {"num_input_channels": 4, "prediction_length": 8},
     "patchtsmixer": {"num_input_channels": 4, "prediction_length": 8},
-    "vipllava": {"vision_feature_layers": [-2, -1]},
-    "xmod": {"default_language": "en_XX"},
-    "esm": {"pad_token_id": 0, "mask_token_id": 3},
-    "cpmant": {"dim_head": HEAD_DIM, "dim_ff": 2 * WIDTH},
+    "vipllava": {"vision_feature_layers": [-2, -1]}, "xmod": {"default_language": "en_XX"},
+    "esm": {"pad_token_id": 0, "mask_token_id": 3}, "cpmant": {"dim_head": HEAD_DIM, "dim_ff": 2 * WIDTH},
     "ctrl": {"dff": 2 * WIDTH},
-}
-"""By model type, of configs inside others too: fields that the rules get wrong, or functions that make them."""
+}  # fmt: skip
+"""By model type, of configs inside others too: values (or makers of values) for fields that the rules get wrong."""
 
 _DEFAULTS_NEED_OVERRIDES: frozenset[str] = frozenset()
 """Model types whose config class cannot be made without arguments."""
@@ -352,16 +334,9 @@ UNSHRUNK: frozenset[str] = frozenset({
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 SIZES = hf_batches.BatchDimensions(
-    rows=ROWS,
-    tokens=LENGTH,
-    pixels=IMAGE,
-    patches=4,
-    frames=FRAMES,
-    samples=SAMPLES,
-    mels=MELS,
-    transcript=6,
+    rows=ROWS, tokens=LENGTH, pixels=IMAGE, patches=4, frames=FRAMES, samples=SAMPLES, mels=MELS, transcript=6,
     padded=True,
-)
+)  # fmt: skip
 
 
 def _sizes(config: Any) -> hf_batches.BatchDimensions:
@@ -385,12 +360,12 @@ _BY_HAND_ROWS = 2
 
 @functools.cache
 def by_hand() -> dict[str, str]:
-    """Model type: name in ``hf_models``."""
+    """Map model types to names in ``hf_models``."""
     return {make("small")[1].model_type: name for name, make in hf_models.ARCHITECTURES.items()}
 
 
 def config_of(model_type: str) -> PretrainedConfig:
-    """The small config of a model type, by hand or by rule."""
+    """Return the small config of a model type, by hand or by rule."""
     if model_type in by_hand():
         config: PretrainedConfig = hf_models.ARCHITECTURES[by_hand()[model_type]]("small")[1]
         return config
@@ -398,7 +373,7 @@ def config_of(model_type: str) -> PretrainedConfig:
 
 
 def build(model_type: str) -> SmallCase:
-    """A model of an architecture, in training mode, and a batch that it trains on.
+    """Build a model of an architecture, in training mode, and a batch that it trains on.
 
     Raises:
         NotBuilt: it cannot be made small, or no batch was found that it runs on; the message is the first error.
@@ -423,7 +398,7 @@ def build(model_type: str) -> SmallCase:
 
 
 def _batches(model: torch.nn.Module, errors: list[str]) -> Iterator[dict[str, Any]]:
-    """Batches on which a step runs, one with labels first."""
+    """Yield the first batch on which a step runs; those with labels are tried first."""
     for labels in (True, False):
         for layout in hf_batches.layouts(model):
             with _noted(errors, type(model).__name__):
@@ -460,7 +435,7 @@ def _try_step(model: torch.nn.Module, batch: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _noted(errors: list[str], where: str) -> Iterator[None]:
-    """An exception becomes a line of ``errors``: whatever an architecture raises, another try may do."""
+    """Turn an exception into a line of ``errors``: whatever an architecture raises, another try may do."""
     try:
         yield
     except Exception as error:

@@ -4,9 +4,8 @@
     plan = sacplan.plan(profile_of(graph), f"{graph.store_all_peak * 6 // 10}B")
     plan.recompute_ms / graph.forward_ms
 
-``profile_of(graph)`` is the ``Profile`` to plan for, ``as_recording(graph)`` its recording, and
-``as_graph(recording)`` the way back, from a real model too; see ``benchmarks/opgraph.py``. A plan's peak and
-recomputation can be held against ``benchmarks/optimum.py``.
+``opgraph.py`` makes a ``Profile`` of a graph, and a graph of a recorded step. ``optimum.py`` has what a plan's peak and
+recomputation can be held against.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.opgraph import Builder, OpGraph, as_graph, as_recording, profile_of
-
-__all__ = ["OpGraph", "as_graph", "as_recording", "gpt", "mlp", "profile_of"]
+from benchmarks.graphs.opgraph import Builder, OpGraph
 
 _FLOPS_PER_MS = 400e9
 _BYTES_PER_MS = 2e9
@@ -25,7 +22,7 @@ _BF16 = 2
 
 
 def _matmul_ms(rows: int, inner: int, columns: int) -> float:
-    """Roofline of ``rows x inner @ inner x columns`` in bf16; the weight's traffic is left out."""
+    """Return the roofline time of ``rows x inner @ inner x columns`` in bf16, without the weight's traffic."""
     flops, traffic = 2 * rows * inner * columns, (rows * inner + rows * columns) * _BF16
     return max(flops / _FLOPS_PER_MS, traffic / _BYTES_PER_MS)
 
@@ -46,7 +43,7 @@ def gpt(
     coarse: bool = False,
     ratios: Sequence[int] = (4,),
 ) -> OpGraph:
-    """A pre-norm GPT stack in bf16.
+    """Build a pre-norm GPT stack in bf16.
 
     Args:
         layers, batch, length, dim, heads: its shape.
@@ -103,7 +100,7 @@ class _GptShape:
         return self.batch * self.heads * self.length * self.length * _BF16
 
     def attention_ms(self, multiplies: int) -> float:
-        """Time of ``multiplies * batch * length² * dim`` FLOPs at full rate."""
+        """Return the time of ``multiplies * batch * length² * dim`` FLOPs at full rate."""
         return multiplies * self.batch * self.length * self.length * self.dim / _FLOPS_PER_MS
 
     def linear_ms(self, inner: int, outer: int) -> float:
@@ -111,7 +108,7 @@ class _GptShape:
 
 
 class _Layer:
-    """Ten forward ops (eleven and one more with eager attention) and eight backward ones."""
+    """A layer of ten forward ops and eight backward ones; eager attention has two more forward ops."""
 
     def __init__(self, build: Builder, shape: _GptShape, fqn: str, ratio: int, x: int) -> None:
         self.shape, self.fqn, self.ratio, self.x = shape, fqn, ratio, x
@@ -157,7 +154,7 @@ class _Layer:
 
 
 class _CoarseLayer:
-    """Five forward ops and four backward ones."""
+    """The same layer as five forward ops and four backward ones."""
 
     def __init__(self, build: Builder, shape: _GptShape, fqn: str, ratio: int, x: int) -> None:
         self.shape, self.fqn, self.ratio, self.x = shape, fqn, ratio, x
@@ -189,7 +186,7 @@ class _CoarseLayer:
 
 
 def mlp(layers: int, *, rows: int = 65536, dim: int = 1024) -> OpGraph:
-    """Linear layers with ReLU in bf16."""
+    """Build a stack of linear layers with ReLU in bf16."""
     build = Builder(f"mlp{layers}")
     a, linear = rows * dim * _BF16, _matmul_ms(rows, dim, dim)
     x = build.forward("in", a, _traffic_ms(a))

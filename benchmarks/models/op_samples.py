@@ -27,7 +27,7 @@ _SAMPLES_LOOKED_AT = 200
 
 
 def op_database() -> list[Any]:
-    """All ``OpInfo`` of PyTorch's op database.
+    """Return all ``OpInfo`` of PyTorch's op database.
 
     Raises:
         ImportError: ``expecttest`` is missing, which ``torch.testing._internal`` imports.
@@ -40,9 +40,8 @@ def op_database() -> list[Any]:
         raise ImportError(
             "PyTorch's op database needs expecttest, which is not installed: pip install expecttest"
         ) from error
-    database.wrapper_set_seed = (
-        _call  # it reads and sets the generator's state around an op, which takes memory
-    )
+    # The database's own wrapper reads and sets the generator's state around some ops, which takes memory.
+    database.wrapper_set_seed = _call
     return list(database.op_db)
 
 
@@ -51,7 +50,7 @@ def _call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def type_for(op: Any) -> torch.dtype:
-    """float32 where the op takes it, else another type."""
+    """Return float32 where the op takes it, else another type."""
     supported = op.supported_dtypes("cpu")
     return next((d for d in _TYPES if d in supported), torch.float32)
 
@@ -60,7 +59,7 @@ _TYPES = (torch.float32, torch.complex64, torch.int64, torch.bool)
 
 
 def full_name(op: Any) -> str:
-    """The name of an op of the database, with its variant."""
+    """Return the name of an op of the database, with its variant."""
     return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
 
 
@@ -110,7 +109,7 @@ class _Op(torch.nn.Module):
 
 
 def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    """The sum of all that the op returned, as far as gradients flow from it."""
+    """Add up all that the op returns, as far as gradients flow from it."""
     total: torch.Tensor | None = None
     for t in tree_leaves(model(*batch)):
         if isinstance(t, torch.Tensor) and t.requires_grad:
@@ -131,7 +130,11 @@ class Sample:
 
 
 def samples_of(op: Any, most: int = 2, *, enough_bytes: int = ENOUGH_BYTES) -> list[Sample]:
-    """Up to ``most`` samples of an op that differ in what they pass, the largest of each kind; strided tensors only."""
+    """Return up to ``most`` samples of an op, the largest of each kind.
+
+    Samples are of one kind if they pass equally many values and tensors, and the same keywords. Those with tensors that
+    are not strided (sparse ones) are left out: their storages are not one block of memory.
+    """
     found: list[Sample] = []
     for scale in _SCALES:
         made = list(_made(op, scale))
@@ -148,7 +151,7 @@ def samples_of(op: Any, most: int = 2, *, enough_bytes: int = ENOUGH_BYTES) -> l
 
 
 def _repeated(op: Any, small: Sample) -> Sample:
-    """The sample with its tensors repeated in one of a few ways, if the op takes it so; else the sample."""
+    """Return the sample with its tensors repeated in the first way that the op takes; else the sample."""
     if not isinstance(small.sample.input, torch.Tensor) or not small.nbytes:
         return small
     times = -(-2 * ENOUGH_BYTES // small.nbytes)
@@ -186,7 +189,7 @@ def _kind(sample: Any) -> Any:
 
 
 def _made(op: Any, scale: int) -> Iterator[Sample]:
-    """What the database has at a scale: until it takes too long, or fails."""
+    """Yield the samples that the database makes at a scale, until it takes too long or fails."""
     differentiable = op.supports_autograd and type_for(op) is not torch.int64
     with _lengths_times(scale), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -203,9 +206,8 @@ def _made(op: Any, scale: int) -> Iterator[Sample]:
                     nbytes = sum(t.numel() * t.element_size() for t in tensors)
                     if nbytes <= MOST_BYTES:
                         made.append(Sample(sample, scale, nbytes))
-        except (
-            Exception
-        ):  # a sample function that fails, at a scale that it was not made for: what there is, counts
+        except Exception:
+            # A sample function may fail at a scale that it was not made for. What it made until then counts.
             if scale == 1:
                 raise
     yield from made
@@ -216,7 +218,7 @@ _LENGTHS = ("XS", "S", "M", "L")
 
 @contextmanager
 def _lengths_times(scale: int) -> Iterator[None]:
-    """Inside, the database's lengths are ``scale`` times what they are."""
+    """Multiply the lengths that the database makes samples from, for a while."""
     before: list[tuple[Any, str, int]] = []
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.testing._internal"):
@@ -234,7 +236,7 @@ def _lengths_times(scale: int) -> Iterator[None]:
 
 @contextmanager
 def _at_most(seconds: int) -> Iterator[None]:
-    """``TimeoutError`` after a while; on systems with alarms, in the main thread."""
+    """Raise ``TimeoutError`` after a while. It takes an alarm, so it works in the main thread only."""
 
     def stop(*_: object) -> None:
         raise TimeoutError

@@ -1,4 +1,4 @@
-"""Models that tests and benchmarks of chunks share: training with a large head, and plans for an H100.
+"""Models whose memory chunks save: training with a large head, and long sequences on an H100.
 
     case = TRAINING["llama"]()               # a small language model whose head and loss make the peak
     case = large_vocabulary()                # a loss outside the model, over 128,256 words
@@ -11,35 +11,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
+from benchmarks.models import cases
+from benchmarks.models.cases import Case, empty_text, fused_adamw, on_meta
 from tests.zoo.language_models import LM, cross_entropy
 
 hf: Any = transformers
 
 _SEED = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A model and a batch.
-
-    Attributes:
-        batch: a tensor, a tuple (positional) or a dictionary (by keyword), as for ``sacplan.profile``.
-        loss_fn: None where the model returns its loss.
-        optimizer: parameters -> optimizer, or None.
-    """
-
-    model: nn.Module
-    batch: Any
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None
-    optimizer: Any = None
-
 
 Make = Callable[..., Case]
 
@@ -115,7 +99,7 @@ TRAINING: dict[str, Callable[[], Case]] = {
 
 @_seeded
 def large_vocabulary() -> Case:
-    """A loss outside the model, over 128,256 words: 2 x 128 tokens, width 64, head and embedding not tied."""
+    """Build a model with the loss outside: 128,256 words, 2 x 128 tokens, width 64, head not tied to the embedding."""
     vocabulary = 128_256
     model = LM(layers=1, dim=64, heads=4, vocab=vocabulary).train()
     return Case(model, torch.randint(0, vocabulary, (2, 128)), cross_entropy)
@@ -124,34 +108,23 @@ def large_vocabulary() -> Case:
 # --- plans for an H100 ------------------------------------------------------------------------------------------
 
 
-def fused_adamw(parameters: Any) -> torch.optim.Optimizer:
-    """AdamW that needs no temporaries."""
-    return torch.optim.AdamW(parameters, fused=True)
-
-
-def _on_meta(model_class: type[nn.Module], config: Any, tokens: int) -> Case:
-    with torch.device("meta"):
-        model = model_class(config).bfloat16().train()
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-    return Case(model, {"input_ids": ids, "labels": ids}, optimizer=fused_adamw)
+def _planned(model: nn.Module, tokens: int) -> Case:
+    return Case(model.train(), empty_text(1, tokens), optimizer=fused_adamw)
 
 
 def llama_3_8b(tokens: int = 32768, layers: int = 32) -> Case:
-    """Llama-3-8B's shape in bfloat16, on meta."""
-    config = hf.LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=2**20, use_cache=False,
-    )  # fmt: skip
-    return _on_meta(hf.LlamaForCausalLM, config, tokens)
+    """Build Llama-3-8B's shape in bfloat16, on meta."""
+    model = cases.llama_3_8b(num_hidden_layers=layers, max_position_embeddings=2**20, use_cache=False)
+    return _planned(model, tokens)
 
 
 def gemma_2_2b(tokens: int = 8192, layers: int = 26) -> Case:
-    """Gemma-2-2B's shape in bfloat16, on meta: 256,000 words, soft-capped, head and embedding tied."""
+    """Build Gemma-2-2B's shape in bfloat16, on meta: 256,000 words, soft-capped, head and embedding tied."""
     config = hf.Gemma2Config(
         hidden_size=2304, intermediate_size=9216, num_hidden_layers=layers, num_attention_heads=8,
         num_key_value_heads=4, head_dim=256, vocab_size=256000, max_position_embeddings=2**20, use_cache=False,
     )  # fmt: skip
-    return _on_meta(hf.Gemma2ForCausalLM, config, tokens)
+    return _planned(on_meta(hf.Gemma2ForCausalLM, config), tokens)
 
 
 PLANNED: dict[str, Callable[..., Case]] = {"llama-3-8b": llama_3_8b, "gemma-2-2b": gemma_2_2b}

@@ -1,4 +1,4 @@
-"""Models for ``benchmarks/gpu.py``, in torch alone: each keeps what its famous relative keeps.
+"""Models for ``benchmarks.gpu`` in torch alone: each saves for backward what its famous relative saves.
 
 A function takes ``size`` ("gpu": some GiB in a step; "smoke": a CPU does it in no time) and returns
 ``(model, batch, loss_fn)``: real tensors on the default device, the loss inside ``loss_fn``.
@@ -21,7 +21,7 @@ Case = tuple[nn.Module, Batch, LossFn]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a transformer."""
+    """The sizes of a transformer."""
 
     layers: int
     width: int
@@ -34,7 +34,7 @@ class Sizes:
     def of(
         cls, size: str, *, layers: int = 12, batch: int = 8, length: int = 1024, vocab: int = 32000
     ) -> Sizes:
-        """The usual base model, or a tiny one."""
+        """Return the sizes of the usual base model, or of a tiny one."""
         if size == "smoke":
             return cls(2, 32, 4, 2, 16, 64)
         return cls(layers, 768, 12, batch, length, vocab)
@@ -72,14 +72,8 @@ class Attention(nn.Module):
         if mask is not None:
             mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
         y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            mask,
-            self.dropout if self.training else 0.0,
-            causal,
-            enable_gqa=self.kv_heads != self.heads,
-        )
+            q, k, v, mask, self.dropout if self.training else 0.0, causal, enable_gqa=self.kv_heads != self.heads,
+        )  # fmt: skip
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -184,7 +178,7 @@ class Llama(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Mixtral's: each token goes to the two experts that the router likes best."""
+    """Mixtral's mixture of experts: each token goes to the two that the router likes best."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
@@ -341,7 +335,7 @@ class Mamba(nn.Module):
 
 
 class MambaBlock(nn.Module):
-    """x [N, T, C] -> the same."""
+    """A selective state-space block: [N, T, C] to the same."""
 
     def __init__(self, width: int, states: int) -> None:
         super().__init__()
@@ -458,7 +452,7 @@ MODELS: dict[str, Callable[[str], Case]] = {
 def build(
     name: str, size: str, device: str, dtype: torch.dtype, autocast: bool
 ) -> tuple[nn.Module, Any, Any]:
-    """``(model, batch, loss_fn)`` on ``device``; with ``autocast`` the model stays float32."""
+    """Build ``(model, batch, loss_fn)`` on ``device``; with ``autocast`` the model stays float32."""
     torch.manual_seed(0)
     with torch.device(device):
         model, batch, loss_fn = MODELS[name](size)
@@ -469,7 +463,7 @@ def build(
 
 
 def with_autocast(loss_fn: LossFn, device: str, dtype: torch.dtype) -> LossFn:
-    """The loss under ``torch.autocast``."""
+    """Run the loss under ``torch.autocast``."""
 
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
         with torch.autocast(torch.device(device).type, dtype=dtype):

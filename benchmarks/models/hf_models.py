@@ -1,15 +1,15 @@
 """Architectures of Hugging Face transformers at sizes that can be traced in seconds.
 
-Each function takes ``size`` ("small": a real step runs on a laptop's CPU; "medium": a few GiB on a GPU)
-and returns ``(model class, config, make_batch)``; ``make_batch()`` gives real CPU tensors by keyword.
-``build`` makes the model and the batch of a name, the variants (LoRA, frozen layers, gradient
-accumulation) included.
-
     model, batch, loss_fn = hf_models.build("gpt2", "small", device="cpu")
+
+``ARCHITECTURES`` maps a name to a function of ``size`` ("small": a real step runs on a laptop's CPU; "medium": a few
+GiB on a GPU) that returns ``(model class, config, make_batch)``; ``make_batch()`` makes real CPU tensors by keyword.
+``VARIANTS`` are architectures with LoRA, frozen layers or gradient accumulation. ``build`` makes either.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +36,7 @@ def _ids(vocab: int, *shape: int) -> torch.Tensor:
 
 
 class _Text:
-    """Sizes that text models share."""
+    """The sizes of text models."""
 
     def __init__(self, size: str, *, layers: int = 6) -> None:
         small = size == "small"
@@ -51,7 +51,7 @@ class _Text:
         self.length = 64 if small else 1024
 
     def tokens(self, **more: Callable[[], torch.Tensor]) -> Callable[[], Batch]:
-        """input_ids and labels."""
+        """Return a function that makes token ids and labels."""
 
         def make() -> Batch:
             ids = _ids(self.vocab, self.batch, self.length)
@@ -60,7 +60,7 @@ class _Text:
         return make
 
     def padded(self) -> Callable[[], Batch]:
-        """The same with an attention mask: the last quarter of the first row is padding."""
+        """Return the same with an attention mask: the last quarter of the first row is padding."""
 
         def make() -> Batch:
             batch = self.tokens()()
@@ -71,23 +71,16 @@ class _Text:
         return make
 
     def llama_like(self, **more: Any) -> dict[str, Any]:
-        """Arguments that most decoder configs share."""
+        """Return the arguments that most decoder configs share."""
         return {
-            "vocab_size": self.vocab,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.ffn,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "max_position_embeddings": 2 * self.length,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            **more,
-        }
+            "vocab_size": self.vocab, "hidden_size": self.hidden, "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads, "max_position_embeddings": 2 * self.length, "pad_token_id": 0,
+            "bos_token_id": 1, "eos_token_id": 2, **more,
+        }  # fmt: skip
 
     def bert_like(self, **more: Any) -> dict[str, Any]:
-        """Arguments that most encoder configs share."""
+        """Return the arguments that most encoder configs share."""
         common = self.llama_like(**more)
         common.pop("num_key_value_heads")
         return common
@@ -100,75 +93,43 @@ class _Text:
 def gpt2(size: str) -> Case:
     t = _Text(size, layers=12)
     config = hf.GPT2Config(
-        vocab_size=t.vocab,
-        n_embd=t.hidden,
-        n_layer=t.layers,
-        n_head=t.heads,
-        n_positions=t.length,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=t.vocab, n_embd=t.hidden, n_layer=t.layers, n_head=t.heads, n_positions=t.length,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
     return hf.GPT2LMHeadModel, config, t.tokens()
 
 
-@architecture
-def llama(size: str) -> Case:
-    t = _Text(size)
-    return hf.LlamaForCausalLM, hf.LlamaConfig(**t.llama_like()), t.tokens()
+def _decoder(kind: str, size: str, *, layers: int = 6, padded: bool = False, **more: Any) -> Case:
+    """Build one of the many decoders whose config is that of Llama; ``more`` may depend on the sizes."""
+    t = _Text(size, layers=layers)
+    arguments = {name: value(t) if callable(value) else value for name, value in more.items()}
+    # Gemma 3 has images, too: its text model's config has a name of its own.
+    config_class = getattr(hf, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
+    config = config_class(**t.llama_like(**arguments))
+    return getattr(hf, f"{kind}ForCausalLM"), config, t.padded() if padded else t.tokens()
 
 
-@architecture
-def mistral(size: str) -> Case:
-    t = _Text(size)
-    config = hf.MistralConfig(**t.llama_like(sliding_window=t.length // 2))
-    return hf.MistralForCausalLM, config, t.tokens()
+_HEAD_DIM: dict[str, Any] = {"head_dim": lambda t: t.hidden // t.heads}
+_WINDOW: dict[str, Any] = {"sliding_window": lambda t: t.length // 2}
 
-
-@architecture
-def qwen2(size: str) -> Case:
-    t = _Text(size)
-    return hf.Qwen2ForCausalLM, hf.Qwen2Config(**t.llama_like()), t.padded()
-
-
-@architecture
-def qwen3(size: str) -> Case:
-    t = _Text(size)
-    config = hf.Qwen3Config(**t.llama_like(head_dim=t.hidden // t.heads))
-    return hf.Qwen3ForCausalLM, config, t.tokens()
-
-
-@architecture
-def gemma2(size: str) -> Case:
-    t = _Text(size)
-    config = hf.Gemma2Config(**t.llama_like(head_dim=t.hidden // t.heads, sliding_window=t.length // 2))
-    return hf.Gemma2ForCausalLM, config, t.tokens()
-
-
-@architecture
-def gemma3(size: str) -> Case:
-    t = _Text(size)
-    config = hf.Gemma3TextConfig(**t.llama_like(head_dim=t.hidden // t.heads, sliding_window=t.length // 2))
-    return hf.Gemma3ForCausalLM, config, t.tokens()
-
-
-@architecture
-def phi3(size: str) -> Case:
-    t = _Text(size)
-    return hf.Phi3ForCausalLM, hf.Phi3Config(**t.llama_like()), t.tokens()
+ARCHITECTURES |= {
+    "llama": functools.partial(_decoder, "Llama"),
+    "mistral": functools.partial(_decoder, "Mistral", **_WINDOW),
+    "qwen2": functools.partial(_decoder, "Qwen2", padded=True),
+    "qwen3": functools.partial(_decoder, "Qwen3", **_HEAD_DIM),
+    "gemma2": functools.partial(_decoder, "Gemma2", **_HEAD_DIM, **_WINDOW),
+    "gemma3": functools.partial(_decoder, "Gemma3", **_HEAD_DIM, **_WINDOW),
+    "phi3": functools.partial(_decoder, "Phi3"),
+}
 
 
 @architecture
 def falcon(size: str) -> Case:
     t = _Text(size)
     config = hf.FalconConfig(
-        vocab_size=t.vocab,
-        hidden_size=t.hidden,
-        num_hidden_layers=t.layers,
-        num_attention_heads=t.heads,
-        alibi=False,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, num_attention_heads=t.heads,
+        alibi=False, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
     return hf.FalconForCausalLM, config, t.tokens()
 
 
@@ -176,15 +137,9 @@ def falcon(size: str) -> Case:
 def gptj(size: str) -> Case:
     t = _Text(size)
     config = hf.GPTJConfig(
-        vocab_size=t.vocab,
-        n_embd=t.hidden,
-        n_layer=t.layers,
-        n_head=t.heads,
-        n_positions=t.length,
-        rotary_dim=16,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=t.vocab, n_embd=t.hidden, n_layer=t.layers, n_head=t.heads, n_positions=t.length,
+        rotary_dim=16, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
     return hf.GPTJForCausalLM, config, t.tokens()
 
 
@@ -199,15 +154,9 @@ def gpt_neox(size: str) -> Case:
 def opt(size: str) -> Case:
     t = _Text(size)
     config = hf.OPTConfig(
-        vocab_size=t.vocab,
-        hidden_size=t.hidden,
-        num_hidden_layers=t.layers,
-        num_attention_heads=t.heads,
-        ffn_dim=t.ffn,
-        word_embed_proj_dim=t.hidden,
-        max_position_embeddings=t.length,
-        layerdrop=0.1,
-    )
+        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, num_attention_heads=t.heads,
+        ffn_dim=t.ffn, word_embed_proj_dim=t.hidden, max_position_embeddings=t.length, layerdrop=0.1,
+    )  # fmt: skip
     return hf.OPTForCausalLM, config, t.tokens()
 
 
@@ -215,15 +164,9 @@ def opt(size: str) -> Case:
 def bloom(size: str) -> Case:
     t = _Text(size)
     config = hf.BloomConfig(
-        vocab_size=t.vocab,
-        hidden_size=t.hidden,
-        n_layer=t.layers,
-        n_head=t.heads,
-        hidden_dropout=0.1,
-        attention_dropout=0.1,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=t.vocab, hidden_size=t.hidden, n_layer=t.layers, n_head=t.heads, hidden_dropout=0.1,
+        attention_dropout=0.1, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
     return hf.BloomForCausalLM, config, t.tokens()
 
 
@@ -231,13 +174,9 @@ def bloom(size: str) -> Case:
 def mamba(size: str) -> Case:
     t = _Text(size, layers=4)
     config = hf.MambaConfig(
-        vocab_size=t.vocab,
-        hidden_size=t.hidden,
-        num_hidden_layers=t.layers,
-        pad_token_id=0,
-        bos_token_id=1,
+        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, pad_token_id=0, bos_token_id=1,
         eos_token_id=2,
-    )
+    )  # fmt: skip
     t.batch, t.length = 2, min(t.length, 128)
     return hf.MambaForCausalLM, config, t.tokens()
 
@@ -246,18 +185,9 @@ def mamba(size: str) -> Case:
 def mamba2(size: str) -> Case:
     t = _Text(size, layers=4)
     config = hf.Mamba2Config(
-        vocab_size=t.vocab,
-        hidden_size=t.hidden,
-        num_hidden_layers=t.layers,
-        num_heads=2 * t.hidden // 64,
-        head_dim=64,
-        n_groups=1,
-        state_size=64,
-        chunk_size=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, num_heads=2 * t.hidden // 64,
+        head_dim=64, n_groups=1, state_size=64, chunk_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
     return hf.Mamba2ForCausalLM, config, t.tokens()
 
 
@@ -265,13 +195,9 @@ def mamba2(size: str) -> Case:
 def rwkv(size: str) -> Case:
     t = _Text(size, layers=4)
     config = hf.RwkvConfig(
-        vocab_size=t.vocab,
-        hidden_size=t.hidden,
-        num_hidden_layers=t.layers,
-        context_length=t.length,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=t.vocab, hidden_size=t.hidden, num_hidden_layers=t.layers, context_length=t.length,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
     t.length = min(t.length, 128)
     return hf.RwkvForCausalLM, config, t.tokens()
 
@@ -307,34 +233,20 @@ def xlnet(size: str) -> Case:
 # --- mixtures of experts ----------------------------------------------------------------------------
 
 
-@architecture
-def mixtral(size: str) -> Case:
-    t = _Text(size, layers=4)
-    config = hf.MixtralConfig(**t.llama_like(num_local_experts=8, num_experts_per_tok=2))
-    return hf.MixtralForCausalLM, config, t.tokens()
+_EXPERTS: dict[str, Any] = {"num_experts": lambda t: 8 if t.small else 32, "num_experts_per_tok": 4}
 
-
-@architecture
-def qwen3_moe(size: str) -> Case:
-    t = _Text(size, layers=4)
-    config = hf.Qwen3MoeConfig(
-        **t.llama_like(
-            head_dim=t.hidden // t.heads,
-            num_experts=8 if t.small else 32,
-            num_experts_per_tok=4,
-            moe_intermediate_size=t.hidden,
-            output_router_logits=True,
-        )
-    )
-    return hf.Qwen3MoeForCausalLM, config, t.tokens()
-
-
-@architecture
-def olmoe(size: str) -> Case:
-    t = _Text(size, layers=4)
-    config = hf.OlmoeConfig(**t.llama_like(num_experts=8 if t.small else 32, num_experts_per_tok=4))
-    config.intermediate_size = t.hidden
-    return hf.OlmoeForCausalLM, config, t.tokens()
+ARCHITECTURES |= {
+    "mixtral": functools.partial(
+        _decoder, "Mixtral", layers=4, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "qwen3_moe": functools.partial(
+        _decoder, "Qwen3Moe", layers=4, **_HEAD_DIM, **_EXPERTS, moe_intermediate_size=lambda t: t.hidden,
+        output_router_logits=True,
+    ),
+    "olmoe": functools.partial(
+        _decoder, "Olmoe", layers=4, **_EXPERTS, intermediate_size=lambda t: t.hidden
+    ),
+}  # fmt: skip
 
 
 @architecture
@@ -365,19 +277,11 @@ def deepseek_v3(size: str) -> Case:
 def switch(size: str) -> Case:
     t = _Text(size, layers=4)
     config = hf.SwitchTransformersConfig(
-        vocab_size=t.vocab,
-        d_model=t.hidden,
-        d_kv=t.hidden // t.heads,
-        d_ff=t.ffn,
-        num_layers=t.layers,
-        num_decoder_layers=t.layers,
-        num_heads=t.heads,
-        num_experts=4,
-        expert_capacity=t.length,
-        decoder_start_token_id=0,
-        num_sparse_encoder_layers=t.layers // 2,
+        vocab_size=t.vocab, d_model=t.hidden, d_kv=t.hidden // t.heads, d_ff=t.ffn, num_layers=t.layers,
+        num_decoder_layers=t.layers, num_heads=t.heads, num_experts=4, expert_capacity=t.length,
+        decoder_start_token_id=0, num_sparse_encoder_layers=t.layers // 2,
         num_sparse_decoder_layers=t.layers // 2,
-    )
+    )  # fmt: skip
     t.length //= 2
     return hf.SwitchTransformersForConditionalGeneration, config, t.tokens()
 
@@ -389,14 +293,9 @@ def switch(size: str) -> Case:
 def t5(size: str) -> Case:
     t = _Text(size)
     config = hf.T5Config(
-        vocab_size=t.vocab,
-        d_model=t.hidden,
-        d_kv=t.hidden // t.heads,
-        d_ff=t.ffn,
-        num_layers=t.layers,
-        num_heads=t.heads,
-        decoder_start_token_id=0,
-    )
+        vocab_size=t.vocab, d_model=t.hidden, d_kv=t.hidden // t.heads, d_ff=t.ffn, num_layers=t.layers,
+        num_heads=t.heads, decoder_start_token_id=0,
+    )  # fmt: skip
     t.length //= 2
     return hf.T5ForConditionalGeneration, config, t.tokens()
 
@@ -404,34 +303,19 @@ def t5(size: str) -> Case:
 def _bart_like(kind: str, size: str, **more: Any) -> Case:
     t = _Text(size)
     config = getattr(hf, f"{kind}Config")(
-        vocab_size=t.vocab,
-        d_model=t.hidden,
-        encoder_layers=t.layers,
-        decoder_layers=t.layers,
-        encoder_attention_heads=t.heads,
-        decoder_attention_heads=t.heads,
-        encoder_ffn_dim=t.ffn,
-        decoder_ffn_dim=t.ffn,
-        max_position_embeddings=t.length,
-        **more,
-    )
+        vocab_size=t.vocab, d_model=t.hidden, encoder_layers=t.layers, decoder_layers=t.layers,
+        encoder_attention_heads=t.heads, decoder_attention_heads=t.heads, encoder_ffn_dim=t.ffn,
+        decoder_ffn_dim=t.ffn, max_position_embeddings=t.length, **more,
+    )  # fmt: skip
     t.length //= 2
     return getattr(hf, f"{kind}ForConditionalGeneration"), config, t.padded()
 
 
-@architecture
-def bart(size: str) -> Case:
-    return _bart_like("Bart", size)
-
-
-@architecture
-def pegasus(size: str) -> Case:
-    return _bart_like("Pegasus", size)
-
-
-@architecture
-def mbart(size: str) -> Case:
-    return _bart_like("MBart", size, encoder_layerdrop=0.1, decoder_layerdrop=0.1)
+ARCHITECTURES |= {
+    "bart": functools.partial(_bart_like, "Bart"),
+    "pegasus": functools.partial(_bart_like, "Pegasus"),
+    "mbart": functools.partial(_bart_like, "MBart", encoder_layerdrop=0.1, decoder_layerdrop=0.1),
+}
 
 
 def _bert_like(kind: str, size: str, head: str = "ForMaskedLM", **more: Any) -> Case:
@@ -441,57 +325,33 @@ def _bert_like(kind: str, size: str, head: str = "ForMaskedLM", **more: Any) -> 
     return getattr(hf, f"{kind}{head}"), config, t.padded()
 
 
-@architecture
-def bert(size: str) -> Case:
-    return _bert_like("Bert", size)
+def _narrow(size: str) -> dict[str, int]:
+    """Return the width of embeddings that are narrower than the layers."""
+    return {"embedding_size": 128 if size == "medium" else 32}
 
 
-@architecture
-def roberta(size: str) -> Case:
-    return _bert_like("Roberta", size)
-
-
-@architecture
-def albert(size: str) -> Case:
-    return _bert_like("Albert", size, embedding_size=128 if size == "medium" else 32)
-
-
-@architecture
-def electra(size: str) -> Case:
-    return _bert_like("Electra", size, embedding_size=128 if size == "medium" else 32)
-
-
-@architecture
-def deberta_v2(size: str) -> Case:
-    return _bert_like(
-        "DebertaV2",
-        size,
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
-        position_buckets=32,
-        norm_rel_ebd="layer_norm",
-        share_att_key=True,
-        position_biased_input=False,
-        max_relative_positions=-1,
-    )
-
-
-@architecture
-def modernbert(size: str) -> Case:
-    return _bert_like("ModernBert", size, cls_token_id=3, sep_token_id=4, local_attention=32)
+ARCHITECTURES |= {
+    "bert": functools.partial(_bert_like, "Bert"),
+    "roberta": functools.partial(_bert_like, "Roberta"),
+    "albert": lambda size: _bert_like("Albert", size, **_narrow(size)),
+    "electra": lambda size: _bert_like("Electra", size, **_narrow(size)),
+    "deberta_v2": functools.partial(
+        _bert_like, "DebertaV2", relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=32,
+        norm_rel_ebd="layer_norm", share_att_key=True, position_biased_input=False, max_relative_positions=-1,
+    ),
+    "modernbert": functools.partial(
+        _bert_like, "ModernBert", cls_token_id=3, sep_token_id=4, local_attention=32
+    ),
+}  # fmt: skip
 
 
 @architecture
 def distilbert(size: str) -> Case:
     t = _Text(size)
     config = hf.DistilBertConfig(
-        vocab_size=t.vocab,
-        dim=t.hidden,
-        hidden_dim=t.ffn,
-        n_layers=t.layers,
-        n_heads=t.heads,
+        vocab_size=t.vocab, dim=t.hidden, hidden_dim=t.ffn, n_layers=t.layers, n_heads=t.heads,
         max_position_embeddings=t.length,
-    )
+    )  # fmt: skip
     t.length //= 2
     return hf.DistilBertForMaskedLM, config, t.padded()
 
@@ -517,15 +377,10 @@ class _Vision:
 
     def vit_like(self, **more: Any) -> dict[str, Any]:
         return {
-            "hidden_size": self.hidden,
-            "intermediate_size": 4 * self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "image_size": self.side,
-            "patch_size": 16,
-            "num_labels": self.labels,
-            **more,
-        }
+            "hidden_size": self.hidden, "intermediate_size": 4 * self.hidden, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads, "image_size": self.side, "patch_size": 16,
+            "num_labels": self.labels, **more,
+        }  # fmt: skip
 
 
 def _image_classifier(kind: str, size: str, **more: Any) -> Case:
@@ -537,26 +392,16 @@ def _image_classifier(kind: str, size: str, **more: Any) -> Case:
     )
 
 
-@architecture
-def vit(size: str) -> Case:
-    patch = 8 if size == "small" else 16
-    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    return _image_classifier("ViT", size, patch_size=patch, **dropout)
-
-
-@architecture
-def deit(size: str) -> Case:
-    return _image_classifier("DeiT", size, hidden_dropout_prob=0.1)
-
-
-@architecture
-def beit(size: str) -> Case:
-    return _image_classifier("Beit", size, drop_path_rate=0.1, use_relative_position_bias=True)
-
-
-@architecture
-def dinov2(size: str) -> Case:
-    return _image_classifier("Dinov2", size, drop_path_rate=0.1)
+ARCHITECTURES |= {
+    "vit": lambda size: _image_classifier(
+        "ViT", size, patch_size=8 if size == "small" else 16, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1
+    ),
+    "deit": functools.partial(_image_classifier, "DeiT", hidden_dropout_prob=0.1),
+    "beit": functools.partial(
+        _image_classifier, "Beit", drop_path_rate=0.1, use_relative_position_bias=True
+    ),
+    "dinov2": functools.partial(_image_classifier, "Dinov2", drop_path_rate=0.1),
+}  # fmt: skip
 
 
 @architecture
@@ -564,12 +409,9 @@ def resnet(size: str) -> Case:
     v = _Vision(size)
     if v.small:
         config = hf.ResNetConfig(
-            embedding_size=16,
-            depths=[1, 1, 2],
-            hidden_sizes=[16, 32, 64],
-            layer_type="basic",
+            embedding_size=16, depths=[1, 1, 2], hidden_sizes=[16, 32, 64], layer_type="basic",
             num_labels=v.labels,
-        )
+        )  # fmt: skip
     else:
         config = hf.ResNetConfig(num_labels=v.labels)
     return hf.ResNetForImageClassification, config, v.classified
@@ -640,21 +482,11 @@ def whisper(size: str) -> Case:
     hidden, layers, heads = (64, 2, 4) if small else (384, 4, 6)
     frames = 200 if small else 3000
     config = hf.WhisperConfig(
-        vocab_size=512 if small else 51865,
-        d_model=hidden,
-        encoder_layers=layers,
-        decoder_layers=layers,
-        encoder_attention_heads=heads,
-        decoder_attention_heads=heads,
-        encoder_ffn_dim=4 * hidden,
-        decoder_ffn_dim=4 * hidden,
-        max_source_positions=frames // 2,
-        dropout=0.1,
-        decoder_start_token_id=1,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=512 if small else 51865, d_model=hidden, encoder_layers=layers, decoder_layers=layers,
+        encoder_attention_heads=heads, decoder_attention_heads=heads, encoder_ffn_dim=4 * hidden,
+        decoder_ffn_dim=4 * hidden, max_source_positions=frames // 2, dropout=0.1, decoder_start_token_id=1,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
 
     def batch() -> Batch:
         rows, length = (2, 32) if small else (4, 256)
@@ -673,17 +505,10 @@ def _wav2vec_like(kind: str, size: str) -> Case:
         {"conv_dim": (32, 32, 32), "conv_kernel": (10, 3, 3), "conv_stride": (5, 4, 4)} if small else {}
     )
     config = getattr(hf, f"{kind}Config")(
-        vocab_size=32,
-        hidden_size=t.hidden,
-        num_hidden_layers=t.layers,
-        num_attention_heads=t.heads,
-        intermediate_size=t.ffn,
-        num_feat_extract_layers=3 if small else 7,
-        num_conv_pos_embeddings=16 if small else 128,
-        layerdrop=0.1,
-        mask_time_length=4,
-        **convolutions,
-    )
+        vocab_size=32, hidden_size=t.hidden, num_hidden_layers=t.layers, num_attention_heads=t.heads,
+        intermediate_size=t.ffn, num_feat_extract_layers=3 if small else 7,
+        num_conv_pos_embeddings=16 if small else 128, layerdrop=0.1, mask_time_length=4, **convolutions,
+    )  # fmt: skip
 
     def batch() -> Batch:
         rows, samples = (2, 4000) if small else (4, 80000)
@@ -692,14 +517,10 @@ def _wav2vec_like(kind: str, size: str) -> Case:
     return getattr(hf, f"{kind}ForCTC"), config, batch
 
 
-@architecture
-def wav2vec2(size: str) -> Case:
-    return _wav2vec_like("Wav2Vec2", size)
-
-
-@architecture
-def hubert(size: str) -> Case:
-    return _wav2vec_like("Hubert", size)
+ARCHITECTURES |= {
+    "wav2vec2": functools.partial(_wav2vec_like, "Wav2Vec2"),
+    "hubert": functools.partial(_wav2vec_like, "Hubert"),
+}
 
 
 @architecture
@@ -707,22 +528,11 @@ def speech_to_text(size: str) -> Case:
     small = size == "small"
     t = _Text(size)
     config = hf.Speech2TextConfig(
-        vocab_size=t.vocab,
-        d_model=t.hidden,
-        encoder_layers=t.layers,
-        decoder_layers=t.layers,
-        encoder_attention_heads=t.heads,
-        decoder_attention_heads=t.heads,
-        encoder_ffn_dim=t.ffn,
-        decoder_ffn_dim=t.ffn,
-        conv_channels=64 if small else 1024,
-        max_source_positions=3000,
-        max_target_positions=1024,
-        decoder_start_token_id=2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=t.vocab, d_model=t.hidden, encoder_layers=t.layers, decoder_layers=t.layers,
+        encoder_attention_heads=t.heads, decoder_attention_heads=t.heads, encoder_ffn_dim=t.ffn,
+        decoder_ffn_dim=t.ffn, conv_channels=64 if small else 1024, max_source_positions=3000,
+        max_target_positions=1024, decoder_start_token_id=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
 
     def batch() -> Batch:
         rows, frames, length = (2, 100, 16) if small else (4, 1200, 128)
@@ -752,14 +562,10 @@ def _clip_like(kind: str, size: str) -> Case:
     return getattr(hf, f"{kind}Model"), config, batch
 
 
-@architecture
-def clip(size: str) -> Case:
-    return _clip_like("CLIP", size)
-
-
-@architecture
-def siglip(size: str) -> Case:
-    return _clip_like("Siglip", size)
+ARCHITECTURES |= {
+    "clip": functools.partial(_clip_like, "CLIP"),
+    "siglip": functools.partial(_clip_like, "Siglip"),
+}
 
 
 @architecture
@@ -837,33 +643,22 @@ def qwen2_vl(size: str) -> Case:
     grid = 8 if t.small else 32
     text = t.llama_like(rope_scaling={"type": "mrope", "mrope_section": [t.hidden // t.heads // 2 - 8, 4, 4]})
     vision = {
-        "depth": v.layers,
-        "embed_dim": v.hidden,
-        "hidden_size": t.hidden,
-        "num_heads": v.heads,
-        "patch_size": 14,
-    }
+        "depth": v.layers, "embed_dim": v.hidden, "hidden_size": t.hidden, "num_heads": v.heads, "patch_size": 14,
+    }  # fmt: skip
     config = hf.Qwen2VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=3,
-        vision_start_token_id=4,
-        vision_end_token_id=4,
+        text_config=text, vision_config=vision, image_token_id=3, vision_start_token_id=4, vision_end_token_id=4,
         video_token_id=0,
-    )
+    )  # fmt: skip
 
     def batch() -> Batch:
         ids = _ids(t.vocab, t.batch, t.length)
         ids[:, 0] = 4
         ids[:, 1 : 1 + grid * grid // 4] = 3
         return {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "mm_token_type_ids": (ids == 3).long(),
+            "input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == 3).long(),
             "pixel_values": torch.randn(t.batch * grid * grid, 3 * 2 * 14 * 14),
-            "image_grid_thw": torch.tensor([[1, grid, grid]] * t.batch),
-            "labels": ids.clone(),
-        }
+            "image_grid_thw": torch.tensor([[1, grid, grid]] * t.batch), "labels": ids.clone(),
+        }  # fmt: skip
 
     return hf.Qwen2VLForConditionalGeneration, config, batch
 
@@ -891,7 +686,7 @@ def _micro_batches(batch: Batch) -> list[Batch]:
 
 
 def two_micro_batches(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Gradient accumulation as a loop does it: the first half's backward pass ends before the second half begins.
+    """Accumulate gradients as a loop does it: the first half's backward pass ends before the second half begins.
 
     While the second half runs, the gradients of the first are alive, and counted.
     """
@@ -901,25 +696,23 @@ def two_micro_batches(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def summed_micro_batches(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """One backward pass for both halves: what they keep is alive at the same time."""
+    """Run one backward pass for both halves: what they keep is alive at the same time."""
     first, second = _micro_batches(batch)
     return (model(**first).loss + model(**second).loss) / 2
 
 
 def autocast(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """The forward pass in mixed precision."""
+    """Run the forward pass in mixed precision."""
     device = next(iter(batch.values())).device.type
     with torch.autocast(device, torch.bfloat16):
         return model(**batch).loss
 
 
 VARIANTS: dict[str, tuple[str, Callable[[torch.nn.Module], torch.nn.Module] | None, Any]] = {
-    "llama+lora": ("llama", _with_lora, None),
-    "llama+frozen": ("llama", _with_frozen_half, None),
+    "llama+lora": ("llama", _with_lora, None), "llama+frozen": ("llama", _with_frozen_half, None),
     "llama+accumulation": ("llama", None, two_micro_batches),
-    "llama+summed": ("llama", None, summed_micro_batches),
-    "llama+autocast": ("llama", None, autocast),
-}
+    "llama+summed": ("llama", None, summed_micro_batches), "llama+autocast": ("llama", None, autocast),
+}  # fmt: skip
 """Name: (architecture, what is done to the model, loss_fn)."""
 
 NAMES = (*ARCHITECTURES, *VARIANTS)
@@ -934,7 +727,7 @@ def build(
     dropout: float | None = None,
     copies: int = 1,
 ) -> tuple[torch.nn.Module, dict[str, Any], Any]:
-    """``(model, batch, loss_fn)``, in training mode; float inputs have the model's type.
+    """Build ``(model, batch, loss_fn)``, in training mode; float inputs have the model's type.
 
     Args:
         name: of ``NAMES``.
@@ -961,7 +754,7 @@ def build(
 
 
 def _joined(batches: list[Batch]) -> Batch:
-    """Tensors end to end, lists too; anything else as the first batch has it."""
+    """Join tensors and lists end to end; anything else stays as the first batch has it."""
 
     def join(values: list[Any]) -> Any:
         if isinstance(values[0], torch.Tensor):

@@ -1,6 +1,6 @@
-"""Small models of other people's packages, one training step each: what ``benchmarks.zoo`` runs.
+"""Small models of other people's packages, for ``benchmarks.zoo``.
 
-A family is a package. It gives a builder for each of its models, whose names need the package but not the model:
+A family is a package with a builder for each of its models. Names of models need the package, but build nothing:
 
     model, batch = FAMILIES["timm"].models()["convnext"]()
 
@@ -31,7 +31,7 @@ _ROWS = 2
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A package, and what of it is trained.
+    """A package and those of its models that are trained.
 
     Attributes:
         package: what has to be importable.
@@ -49,7 +49,7 @@ class Family:
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Mean squares of all outputs that have a gradient, added up: a loss for models that have none."""
+    """Add up the mean squares of all outputs that have a gradient: a loss for models that have none."""
     out = model(**batch) if isinstance(batch, dict) else model(*batch)
     leaves = torch.utils._pytree.tree_leaves(out)
     parts = [t.float().square().mean() for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -61,7 +61,7 @@ def _image(size: int, rows: int = _ROWS) -> torch.Tensor:
 
 
 def _smallest_image(build: Callable[[int], nn.Module], sizes: Iterable[int] = IMAGE_SIZES) -> Built:
-    """The model, and a batch of the smallest images that it takes.
+    """Build the model, and a batch of the smallest images that it takes.
 
     Raises:
         RuntimeError: it takes none of them.
@@ -85,25 +85,13 @@ def _smallest_image(build: Callable[[int], nn.Module], sizes: Iterable[int] = IM
 # --- timm ------------------------------------------------------------------------------------------------------------
 
 _SMALL_WORDS = (
-    "test",
-    "atto",
-    "femto",
-    "pico",
-    "zepto",
-    "nano",
-    "xxs",
-    "xxt",
-    "xs",
-    "xt",
-    "tiny",
-    "mini",
-    "small",
-)
+    "test", "atto", "femto", "pico", "zepto", "nano", "xxs", "xxt", "xs", "xt", "tiny", "mini", "small",
+)  # fmt: skip
 """Words in the names of timm's models, the smallest first."""
 
 
 def smallest_name(names: Iterable[str]) -> str:
-    """The name that promises the smallest model: by a word for its size, then by the numbers in it, then by length."""
+    """Return the name that promises the smallest model: by a word for its size, the numbers in it, and its length."""
 
     def rank(name: str) -> tuple[int, list[int], int, str]:
         words = re.split(r"[^a-z]+", name)
@@ -116,7 +104,7 @@ def smallest_name(names: Iterable[str]) -> str:
 
 
 def _timm() -> dict[str, Builder]:
-    """One model of each module of ``timm.models``."""
+    """Return a builder for one model of each module of ``timm.models``."""
     import timm
 
     found = {}
@@ -149,7 +137,7 @@ _DETECTORS = ("faster_rcnn", "fcos", "keypoint_rcnn", "mask_rcnn", "retinanet", 
 
 
 def _torchvision() -> dict[str, Builder]:
-    """One model of each module of ``torchvision.models``, but for those that are quantized: they do not train."""
+    """Return a builder for one model of each module of ``torchvision.models``. Quantized ones do not train."""
     from torchvision import models
 
     by_module: dict[str, list[str]] = {}
@@ -432,7 +420,7 @@ def _graph() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _torch_geometric() -> dict[str, Builder]:
-    """Whole models, and layers that none of them has, on a random graph."""
+    """Return builders for whole models, and for layers that none of them has, on a random graph."""
     from torch_geometric import nn as gnn
 
     hidden = 32
@@ -568,7 +556,7 @@ def _gae() -> Built:
 
 
 def _peft() -> dict[str, Builder]:
-    """A tiny Llama with each adapter."""
+    """Return builders for a tiny Llama with each adapter."""
     return {name: functools.partial(_peft_model, name) for name in _ADAPTERS}
 
 
@@ -578,25 +566,22 @@ _ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("LoraConfig", {**_LINEARS, "r": 4, "use_dora": True}),
     "rslora": ("LoraConfig", {"target_modules": "all-linear", "r": 4, "use_rslora": True}),
     "adalora": ("AdaLoraConfig", {**_LINEARS, "init_r": 6, "target_r": 4, "total_step": 10}),
-    "loha": ("LoHaConfig", {**_LINEARS, "r": 4}),
-    "lokr": ("LoKrConfig", {**_LINEARS, "r": 4}),
+    "loha": ("LoHaConfig", {**_LINEARS, "r": 4}), "lokr": ("LoKrConfig", {**_LINEARS, "r": 4}),
     "ia3": ("IA3Config", {"target_modules": ["k_proj", "v_proj"], "feedforward_modules": []}),
-    "vera": ("VeraConfig", {**_LINEARS, "r": 4}),
-    "boft": ("BOFTConfig", {**_LINEARS, "boft_block_size": 4}),
-    "oft": ("OFTConfig", {**_LINEARS, "r": 0, "oft_block_size": 4}),
-    "hra": ("HRAConfig", {**_LINEARS, "r": 4}),
+    "vera": ("VeraConfig", {**_LINEARS, "r": 4}), "boft": ("BOFTConfig", {**_LINEARS, "boft_block_size": 4}),
+    "oft": ("OFTConfig", {**_LINEARS, "r": 0, "oft_block_size": 4}), "hra": ("HRAConfig", {**_LINEARS, "r": 4}),
     "fourierft": ("FourierFTConfig", {**_LINEARS, "n_frequency": 16}),
     "ln_tuning": ("LNTuningConfig", {"target_modules": ["input_layernorm"]}),
     "prompt_tuning": ("PromptTuningConfig", {"num_virtual_tokens": 4}),
     "p_tuning": ("PromptEncoderConfig", {"num_virtual_tokens": 4, "encoder_hidden_size": 16}),
     "prefix_tuning": ("PrefixTuningConfig", {"num_virtual_tokens": 4}),
-}
+}  # fmt: skip
 
 
 def _peft_model(name: str) -> Built:
     import peft
 
-    from benchmarks import hf_models
+    from benchmarks.models import hf_models
 
     model, batch, _ = hf_models.build("llama", "small", "cpu")
     class_name, arguments = _ADAPTERS[name]
@@ -616,6 +601,6 @@ REASONS: dict[str, str] = {
     "torch_geometric/ChebConv": (
         "in the first step with a plan, the frames of module calls that are over are held until the next op runs, and "
         "with them the arguments of the calls. The 8 bytes of a number that is made for that op lie beside these"
-    ),
+    )
 }
 """Why the predicted peak of an entry is not exact, where that is known and stays so."""

@@ -86,7 +86,7 @@ class OpGraph:
 
     @cached_property
     def saved(self) -> frozenset[int]:
-        """Forward ops whose tensors the backward pass reads."""
+        """The forward ops whose tensors the backward pass reads."""
         return frozenset(i for op in self.backward for i in op.saved)
 
     @property
@@ -101,7 +101,7 @@ class OpGraph:
 
     @cached_property
     def joint_reads(self) -> tuple[tuple[int, ...], ...]:
-        """What each op takes, over both passes: backward op ``j`` is number ``len(forward) + j``."""
+        """The ops whose tensors each op takes, over both passes: backward op ``j`` is number ``len(forward) + j``."""
         first = len(self.forward)
         return (
             *(op.reads for op in self.forward),
@@ -129,7 +129,7 @@ class OpGraph:
 
 @dataclass(slots=True)
 class Builder:
-    """Adds ops one by one; each call returns the index of its tensor within its pass."""
+    """Builds a graph op by op; each call returns the index of its tensor within its pass."""
 
     name: str
     module: str = ""
@@ -137,19 +137,19 @@ class Builder:
     _backward: list[BackwardOp] = field(default_factory=list)
 
     def forward(self, name: str, nbytes: int, time_ms: float, reads: Iterable[int] = ()) -> int:
-        """A forward op in the current ``module``."""
+        """Add a forward op in the current ``module``."""
         self._forward.append(ForwardOp(name, nbytes, time_ms, tuple(reads), self.module))
         return len(self._forward) - 1
 
     def backward(
         self, name: str, nbytes: int, time_ms: float, saved: Iterable[int], reads: Iterable[int] = ()
     ) -> int:
-        """A backward op in the current ``module``: forward tensors that it takes, then gradients."""
+        """Add a backward op in the current ``module``, with the forward tensors and the gradients that it takes."""
         self._backward.append(BackwardOp(name, nbytes, time_ms, tuple(saved), tuple(reads), self.module))
         return len(self._backward) - 1
 
     def graph(self) -> OpGraph:
-        """What was added."""
+        """Return the graph."""
         return OpGraph(self.name, tuple(self._forward), tuple(self._backward))
 
 
@@ -157,7 +157,7 @@ class Builder:
 
 
 def profile_of(graph: OpGraph) -> Profile:
-    """The graph as a ``Profile``, for ``sacplan.plan``."""
+    """Make a ``Profile`` of a graph, for ``sacplan.plan``."""
     spec = resolve_device("h100")
     return Profile(
         recorded=as_recording(graph),
@@ -169,11 +169,11 @@ def profile_of(graph: OpGraph) -> Profile:
 
 
 def as_recording(graph: OpGraph) -> Program:
-    """The graph as a recorded step: storage ``i`` and op ``i`` are number ``i`` of both passes together.
+    """Make a recorded step of a graph: storage ``i`` and op ``i`` are number ``i`` of both passes together.
 
-    Each backward op has a handle of its own for each tensor that it takes, as an autograd node has. Autograd
-    takes it (``PACK``) in a module call that the backward op belongs to, after the first op there that reads
-    the tensor: so a layer's input belongs to the layer before. FLOPs are 0: the graph does not know them.
+    Each backward op has a handle of its own for each tensor that it takes, as an autograd node has. Autograd takes it
+    (``PACK``) in a module call that the backward op belongs to, after the first op there that reads the tensor. So a
+    layer's input, which its first op saves, is packed inside the layer. FLOPs are 0: the graph does not know them.
 
     Raises:
         ValueError: for a graph with several outputs per op, held tensors or fixed bytes (from ``as_graph``).
@@ -191,6 +191,8 @@ def as_recording(graph: OpGraph) -> Program:
 
 
 class _Writer:
+    """Writes the events of a graph's step: the forward pass with its module calls, then the backward pass."""
+
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
         self.events: list[tuple[int, int]] = []
@@ -204,7 +206,7 @@ class _Writer:
         self.packed_at = self._packed_at()
 
     def _packed_at(self) -> dict[int, list[tuple[int, int]]]:
-        """By forward op: the (backward op, forward op) whose handles autograd takes there."""
+        """Return, by forward op, the (backward op, forward op) whose handles autograd takes there."""
         readers: list[list[int]] = [[] for _ in self.graph.forward]
         for i, op in enumerate(self.graph.forward):
             for tensor in op.reads:
@@ -258,8 +260,9 @@ class _Writer:
         instances: list[int] = []
         order: dict[int, None] = {}
         for j, op in enumerate(graph.backward):
-            scope = calls.get(op.module, 0)
+            scope = calls.get(op.module, 0)  # the root's call, where the module ran no forward op
             self.op_scopes.append(scope)
+            # The backward pass of a call begins with its first op, after those of the calls around it.
             chain = []
             while scope != ROOT_SCOPE and scope not in order:
                 chain.append(scope)
@@ -335,7 +338,7 @@ class _Writer:
 
 
 def _last_reads(reads: Sequence[Iterable[int]]) -> list[list[int]]:
-    """By op of one pass: the tensors that nobody in this pass reads after it."""
+    """Return, by op of one pass, the tensors that nobody in this pass reads after it."""
     last = list(range(len(reads)))
     for at, tensors in enumerate(reads):
         for tensor in tensors:
@@ -347,7 +350,7 @@ def _last_reads(reads: Sequence[Iterable[int]]) -> list[list[int]]:
 
 
 def _callers(module: str) -> list[str]:
-    """The modules whose calls are around an op, outermost first: ``layers`` itself is only a list of them."""
+    """Return the modules whose calls are around an op, outermost first. ``layers`` is a list, which nobody calls."""
     parts = module.split(".") if module else []
     return [
         ".".join(parts[: n + 1])
@@ -357,12 +360,12 @@ def _callers(module: str) -> list[str]:
 
 
 def as_graph(program: Program, name: str = "recorded") -> OpGraph:
-    """A recorded step as a graph, for bounds on a real model: ``backward_bound``, ``boundary_bound``.
+    """Make a graph of a recorded step, for bounds on a real model: ``backward_bound``, ``boundary_bound``.
 
-    Forward ops and the storages that they allocate become forward ops, one per storage; so do backward ops.
-    Where a choice had to be made it is the one that keeps a bound a bound: parameters, buffers and optimizer
-    state that live through the whole step are ``fixed_bytes``, other storages that no op made, workspaces and
-    the optimizer's step are left out, what an in-place op adds to a tensor comes for free.
+    Forward ops and the storages that they allocate become forward ops, one per storage; so do backward ops. The graph
+    may only need less memory and time than the step, else a bound on it would not bound the step. So workspaces, the
+    optimizer's step and storages that no op made are left out, and an in-place op takes no time. Parameters, buffers
+    and optimizer state that live through the whole step are ``fixed_bytes``.
     """
     held = _held(program)
     graph_forward: list[ForwardOp] = []
@@ -406,7 +409,7 @@ def as_graph(program: Program, name: str = "recorded") -> OpGraph:
 
 
 def _held(program: Program) -> set[int]:
-    """Storages that someone other than autograd holds while the last backward op runs, its own ones left out."""
+    """Return the storages that someone other than autograd holds as the last backward op runs, except what it reads."""
     last = max((i for i, op in enumerate(program.ops) if op.phase == Phase.BACKWARD), default=-1)
     alive = set(program.initial)
     for code, arg in program.events:
