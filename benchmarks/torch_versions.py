@@ -34,6 +34,7 @@ CHECKS: dict[str, list[str]] = {
     "README": ["tests/project/test_docs.py", "-k", "README"],
     "prediction = fake step": [
         "tests/recompute/test_recipes.py",
+        "tests/invariants/test_predicted_is_measured.py::test_the_replayed_peak_is_that_of_the_step",
         "tests/record/test_trace.py",
         "tests/device/test_kernels.py",
     ],
