@@ -21,7 +21,8 @@ from tests.support.recomputing import (
     fuzz,
     random_plan,
 )
-from tests.zoo.language_models import LM, bit_equal, cross_entropy, tokens
+from tests.support.steps import bit_equal
+from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.random_nets import NOT_FAKE, STEPS, Net, batch, nets
 
 

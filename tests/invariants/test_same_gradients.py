@@ -17,7 +17,7 @@ from hypothesis import given
 import sacplan
 from benchmarks import random_programs
 from benchmarks.common import on_one_thread
-from benchmarks.random_programs import KINDS, Outcome, make_program
+from benchmarks.random_programs import Outcome, make_program
 from tests.support.recomputing import (
     fitting_sites,
     fuzz,
@@ -79,8 +79,8 @@ def test_a_wrong_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return outputs
 
     monkeypatch.setattr(RecipeNode, "compute", off)
-    found = [random_programs.run(seed, kinds=KINDS, threads=False).failures for seed in range(1, 30, 2)]
-    assert sum(map(bool, found)) > 5
+    found = [random_programs.run(seed, kinds=("full",), threads=False).failures for seed in range(1, 16, 2)]
+    assert sum(map(bool, found)) > 3
 
 
 @pytest.mark.parametrize("kind", STEPS)

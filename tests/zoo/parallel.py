@@ -8,24 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-
-class Block(nn.Module):
-    """A norm, and a layer that is as wide as it likes in between."""
-
-    def __init__(self, dim: int = 64) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.up, self.act, self.down = nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.down(self.act(self.up(self.norm(x)))))
+from tests.zoo.layers import FeedForward
 
 
 class Sequences(nn.Module):
     def __init__(self, layers: int = 3, dim: int = 64) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(dim) for _ in range(layers))
+        self.layers = nn.ModuleList(FeedForward(dim) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
