@@ -7,7 +7,7 @@ It follows the executor (``executor/recorder.py``, ``executor/nodes.py``) rule f
 that holds its arguments; the outputs of nodes are slots. What autograd takes of a slot is no longer held. When it first
 asks for one, the nodes that this slot needs run again, arguments first, into storages of their own. A value is freed
 when nobody that is still pending refers to it. So the peak of the rewritten program is that of the real step, not a
-bound on it; ``tests/recompute/test_recipes.py`` holds one against the other, byte for byte.
+bound on it; ``tests/invariants/test_predicted_is_measured.py`` holds one against the other, byte for byte.
 
 A rewrite is local. It looks at the events of the storages that discarded ops write, and changes no others.
 """
