@@ -47,7 +47,7 @@ CHECKS: dict[str, list[str]] = {
     "shards on four ranks": ["tests/plan/test_mesh_ranks.py::test_plans_on_a_mesh_hold_on_ranks"],
     "DTensors on four ranks": ["tests/ranks/test_dtensors.py::test_a_parallel_step_takes_what_was_planned"],
     "FSDP2 and DDP": ["tests/ranks/test_distributed.py"],
-    "torch.compile": ["tests/recompute/test_compiled.py", "tests/recompute/test_dynamo.py"],
+    "torch.compile": ["tests/recompute/test_compiled.py", "tests/recompute/test_compiled_inside.py"],
     "names": ["tests/torch/test_versions.py", "-k", "torch_that_runs"],
 }
 """What pytest is given, by what is checked."""

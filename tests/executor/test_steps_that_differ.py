@@ -41,7 +41,7 @@ class Rope(nn.Module):
         return self.cos[:length], self.sin[:length]
 
 
-class Block(nn.Module):
+class WindowedBlock(nn.Module):
     """Attention with rotary positions, in windows of eight: other lengths are padded."""
 
     def __init__(self, rope: Rope) -> None:
@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 def padded(*, share: bool) -> nn.Module:
     ropes = [Rope(DIM)] * 3 if share else [Rope(DIM) for _ in range(3)]
-    return TokenModel(map(Block, ropes), DIM, 64)
+    return TokenModel(map(WindowedBlock, ropes), DIM, 64)
 
 
 class InnerGradient(nn.Module):

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the step is not the one")
 DIM, LENGTH, BATCH = 8, 5, 3
 
 
-class Block(nn.Module):
+class AttentionBlock(nn.Module):
     """Norm, dropout, attention without a kernel of its own, and a feed-forward part."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(AttentionBlock() for _ in range(2))
         self.head, self.other = nn.Linear(DIM, 1), nn.Linear(DIM, 1)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from tests.zoo.layers import FeedForward
 DIM, VOCAB = 32, 64
 
 
-class Block(nn.Module):
+class GatedBlock(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 def language_model(dropout: float = 0.0) -> nn.Module:
-    return TokenModel((Block(dropout) for _ in range(2)), DIM, VOCAB)
+    return TokenModel((GatedBlock(dropout) for _ in range(2)), DIM, VOCAB)
 
 
 def loss_fn(model: Callable[..., torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:

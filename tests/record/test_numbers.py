@@ -166,7 +166,7 @@ class _Gelu(torch.autograd.Function):
         return x.sign().mul_(grads[0])
 
 
-class Block(nn.Module):
+class PeaksAtNumbers(nn.Module):
     """The peak of the smallest plan is at an op on a number."""
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class Block(nn.Module):
 
 def test_a_plan_passes_numbers_on_without_making_tensors_of_them() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(Block() for _ in range(3))), torch.randn(64, 8)
+    model, x = nn.Sequential(*(PeaksAtNumbers() for _ in range(3))), torch.randn(64, 8)
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).sum()
