@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from sacplan._chunk.technique import Chunking
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Decision
+from sacplan._program.derived import derived
 from sacplan._program.program import Program
 from sacplan._recompute.technique import Recomputation
 from sacplan._technique.regions import Region
@@ -85,9 +85,17 @@ def _rewritten_by(
     technique: Technique, program: Program, decisions: tuple[Decision, ...], device: DeviceSpec | None
 ) -> Program:
     """Plans often differ in one technique alone: what it gets, and what it makes of it, are kept a while."""
-    known: dict[Any, Program] = program.derived(("rewritten", technique.name, device), dict)
+    known = _rewritings(program, technique.name, device)
     if decisions not in known:
         if len(known) == _KEPT:
             del known[next(iter(known))]
         known[decisions] = program.with_(technique.patch(program, decisions, device))
     return known[decisions]
+
+
+@derived
+def _rewritings(
+    program: Program, technique: str, device: DeviceSpec | None
+) -> dict[tuple[Decision, ...], Program]:
+    """The latest programs that a technique made of this one; ``_rewritten_by`` fills it."""
+    return {}

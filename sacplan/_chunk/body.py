@@ -8,7 +8,7 @@ takes the place of the ops. Layers repeat, so the loop of a stretch is recorded 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from sacplan._chunk.executor.collected import Stretch
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.calls import call_with, dtype_of
 from sacplan._program.decisions import Chunk
+from sacplan._program.derived import derived
 from sacplan._program.elements import CallSite, Event, Op, Patch, Tensor
 from sacplan._program.liveness import Fold
 from sacplan._program.program import Program
@@ -109,13 +110,10 @@ def placed_stretches(program: Program, decision: Chunk) -> Iterator[PlacedStretc
         )
 
 
+@derived
 def ops_by_site(program: Program, scope: int) -> Mapping[CallSite, int]:
     """The ops of a module call that compute something; worked out once."""
-
-    def found() -> dict[CallSite, int]:
-        return {site: op for op, site in program.sites(scope).items() if is_computation(site.op)}
-
-    return program.derived(("ops by site", scope), found)
+    return {site: op for op, site in program.sites(scope).items() if is_computation(site.op)}
 
 
 def _placed(program: Program, decision: Chunk, sites: Sequence[int]) -> PlacedStretch:
@@ -150,7 +148,7 @@ def _placed(program: Program, decision: Chunk, sites: Sequence[int]) -> PlacedSt
 
 
 def _records(program: Program, placed: Sequence[PlacedStretch], spec: DeviceSpec) -> list[LoopRecord]:
-    known: dict[Any, LoopRecord] = program.derived(("loops", spec), dict)
+    known = _known_loops(program, spec)
     keys = [_kind(program, stretch) for stretch in placed]
     for key, stretch in zip(keys, placed, strict=True):
         if key not in known:
@@ -158,7 +156,13 @@ def _records(program: Program, placed: Sequence[PlacedStretch], spec: DeviceSpec
     return [known[key] for key in keys]
 
 
-def _kind(program: Program, stretch: PlacedStretch) -> Any:
+@derived
+def _known_loops(program: Program, spec: DeviceSpec) -> dict[Hashable, LoopRecord]:
+    """The loops of a program on a device, by their kind; ``_records`` fills it."""
+    return {}
+
+
+def _kind(program: Program, stretch: PlacedStretch) -> Hashable:
     """Equal for stretches whose loops do the same."""
     names: dict[int, int] = {}
     storages: dict[int, int] = {}

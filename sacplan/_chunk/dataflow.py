@@ -19,6 +19,7 @@ import sacplan._factors  # noqa: F401  (registers the rules)
 from sacplan._factors.axes import Axis, FactorAxis, from_factor, into_factor
 from sacplan._factors.rule import Dims, Rule, rule_of
 from sacplan._program.calls import Opaque, call_with, dtype_of
+from sacplan._program.derived import derived
 from sacplan._program.elements import Event, Op, Tensor
 from sacplan._program.program import Program
 from sacplan._torch.ops import is_alias, op_named
@@ -230,9 +231,10 @@ class Dataflow:
         return found
 
 
+@derived
 def dataflow(program: Program) -> Dataflow:
     """Of a program, made once."""
-    return program.derived("dataflow", lambda: Dataflow(program))
+    return Dataflow(program)
 
 
 class _Flowing:

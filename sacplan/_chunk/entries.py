@@ -11,6 +11,7 @@ import msgspec
 from sacplan._chunk.rest import CannotChunk, ChunkEntry, Rewrite, training_chunk
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Accumulate, Chunk
+from sacplan._program.derived import derived
 from sacplan._program.liveness import Fold
 from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program
 from sacplan._technique.offers import Offer
@@ -95,6 +96,7 @@ class Refusal:
 # --- the loss
 
 
+@derived
 def loss_chunks(
     program: Program, device: DeviceSpec, accumulate: Accumulate = "float32"
 ) -> ChunkOptions | tuple[Refusal, ...]:
@@ -102,13 +104,6 @@ def loss_chunks(
 
     Worked out once for a program.
     """
-    key = ("loss chunks", device, accumulate)
-    return program.derived(key, lambda: _loss_chunks(program, device, accumulate))
-
-
-def _loss_chunks(
-    program: Program, device: DeviceSpec, accumulate: Accumulate
-) -> ChunkOptions | tuple[Refusal, ...]:
     best: tuple[int, Chunk] | None = None
     refused: list[Refusal] = []
     for unit in _last_modules(program):
@@ -154,6 +149,7 @@ def _called_often(program: Program) -> Iterator[Refusal]:
 # --- modules
 
 
+@derived
 def module_chunks(
     program: Program, scope: int, device: DeviceSpec, accumulate: Accumulate = "float32"
 ) -> tuple[ChunkOptions, ...]:
@@ -161,13 +157,6 @@ def module_chunks(
 
     Worked out once for a program.
     """
-    key = ("module chunks", scope, device, accumulate)
-    return program.derived(key, lambda: _module_chunks(program, scope, device, accumulate))
-
-
-def _module_chunks(
-    program: Program, scope: int, device: DeviceSpec, accumulate: Accumulate
-) -> tuple[ChunkOptions, ...]:
     found: Chunk | None = None
     for around in (scope, *program.ancestors(scope)) if scope != ROOT_SCOPE else ():
         unit = program.scopes[around].fqn

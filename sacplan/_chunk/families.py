@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from sacplan._program.derived import derived
 from sacplan._program.program import Patch, Phase, Program, StorageKind
 from sacplan._program.rewriting import Indices, PatchBuilder, Table
 
@@ -76,17 +77,14 @@ def _kinship(program: Program, here: int, there: int) -> _Kinship | None:
     return found
 
 
+@derived
 def _backward(program: Program) -> Mapping[int, Sequence[int]]:
     """By forward op, the backward ops that belong to it."""
-
-    def find() -> Mapping[int, Sequence[int]]:
-        found: dict[int, list[int]] = defaultdict(list)
-        for i, op in enumerate(program.ops):
-            if op.phase is Phase.BACKWARD and op.forward_of >= 0:
-                found[op.forward_of].append(i)
-        return found
-
-    return program.derived("backward ops", find)
+    found: dict[int, list[int]] = defaultdict(list)
+    for i, op in enumerate(program.ops):
+        if op.phase is Phase.BACKWARD and op.forward_of >= 0:
+            found[op.forward_of].append(i)
+    return found
 
 
 def transferred(

@@ -30,6 +30,7 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._factors.axes import Axis
 from sacplan._program.calls import Opaque, call_with
 from sacplan._program.decisions import Chunk
+from sacplan._program.derived import derived
 from sacplan._program.program import Event, Op, Patch, Phase, Program, StorageKind, Tensor
 from sacplan._program.rewriting import PatchBuilder
 from sacplan._record.in_place import OUT_OF_PLACE
@@ -163,28 +164,30 @@ class Rewrite:
     added_ms: float
 
 
+@derived
 def training_chunk(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
     """The rewrite that a decision of span ``"module"`` or ``"rest"`` is; worked out once for a program.
 
     Raises:
         CannotChunk: why there is none.
     """
-    return program.derived((chunk, device), lambda: _training_chunk(program, chunk, device))
-
-
-def _training_chunk(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
     entry = ChunkEntry.of(program, chunk.unit)
     _check_plain(program, entry, chunk)
     if chunk.span != "module":
         return _Rehearsed(program, entry, chunk, device).rewrite()
-    how = msgspec.structs.replace(chunk, unit="")
-    rehearsed: dict[int, Rewrite] = program.derived((how, device), dict)
+    rehearsed = _rehearsed(program, msgspec.structs.replace(chunk, unit=""), device)
     for scope, known in rehearsed.items():
         found = transferred(program, known.patch, known.deferred, scope, entry.scope)
         if found is not None:
             return Rewrite(*found, known.added_ms)
     rehearsed[entry.scope] = _Rehearsed(program, entry, chunk, device).rewrite()
     return rehearsed[entry.scope]
+
+
+@derived
+def _rehearsed(program: Program, chunk: Chunk, device: DeviceSpec) -> dict[int, Rewrite]:
+    """The rewrites for one chunk but for its unit, by module call; ``training_chunk`` fills it."""
+    return {}
 
 
 def _check_plain(program: Program, entry: ChunkEntry, chunk: Chunk) -> None:

@@ -8,7 +8,7 @@ is found again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from sacplan._chunk.dataflow import Dataflow
 from sacplan._chunk.regions import Candidates, candidates, unit_scope
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Chunk
+from sacplan._program.derived import derived
 from sacplan._program.elements import CallSite
 from sacplan._program.pins import NO_PINS, Pins
 from sacplan._program.program import Program
@@ -311,7 +312,16 @@ class StretchSearch:
 
 def stretch_search(program: Program, spec: DeviceSpec, pins: Pins = NO_PINS) -> StretchSearch:
     """Of a program on a device, made once."""
-    return program.derived(("stretches", spec, *pins.key), lambda: StretchSearch(program, spec, pins))
+    known = _searches(program, spec)
+    if pins.key not in known:
+        known[pins.key] = StretchSearch(program, spec, pins)
+    return known[pins.key]
+
+
+@derived
+def _searches(program: Program, spec: DeviceSpec) -> dict[Hashable, StretchSearch]:
+    """The searches of a program on a device, by their pins; ``stretch_search`` fills it."""
+    return {}
 
 
 @dataclass(frozen=True, slots=True)

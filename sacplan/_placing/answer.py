@@ -1,7 +1,17 @@
-"""From strategies to what a plan says: homes of parameters, and the few places where ops would not follow.
+"""A choice of the search as a sharding: the layouts of parameters, and places for the ops that would not follow.
 
-The forward pass is gone through op by op with the rule by which ops follow (``choose.py``), from the homes. Where that
-rule would move inputs otherwise than the strategies do, a place asks for what they do. What comes out follows again.
+A plan does not list a strategy for each op. Given the layouts of its inputs, each op runs by one rule (``choose.py``),
+on real ranks as in the program of a rank. So most of a choice follows from the layouts of the parameters. To find the
+rest, the forward pass is gone through op by op, with the layouts that the rule brings about:
+
+1. Ask the rule how the op runs from the layouts that its inputs have now.
+2. If it wants other inputs than the strategy of the search, add a place, which asks for those of the strategy. The
+   rule then takes a strategy with these inputs, though its outputs may differ from what the search counted on.
+3. Go on with the layouts of the outputs that the rule gives.
+
+Places are kept by module, op and occurrence. Repeated layers that want the same become one place with a pattern. The
+backward pass and ops outside of modules cannot be asked for anything, so what they do there is left to the rule: the
+program of a rank, which is made next, says what it costs.
 """
 
 from __future__ import annotations
@@ -23,12 +33,12 @@ _Site = tuple[str, str, int]
 
 
 def sharding_of(evaluation: Evaluation, choice: ClassChoices) -> Sharding:
-    """What makes ops run as in a choice, as far as the forward pass decides it."""
+    """Return the sharding under which ops run as in a choice, as far as the forward pass decides it."""
     return Sharding.of(evaluation.mesh, homes_of(evaluation, choice), _Forward(evaluation, choice).places())
 
 
 def homes_of(evaluation: Evaluation, choice: ClassChoices) -> dict[str, Placements]:
-    """Where parameters lie that are not replicated: see ``cut_homes``."""
+    """Return the layouts of the parameters that a choice shards, by name or pattern (``cut_homes``)."""
     homes: dict[str, Placements] = {}
     for c in evaluation.graph.classes:
         if c.is_parameter:
@@ -38,7 +48,7 @@ def homes_of(evaluation: Evaluation, choice: ClassChoices) -> dict[str, Placemen
 
 
 class _Forward:
-    """The forward pass, with the rule by which ops follow."""
+    """Goes through the forward pass with the rule by which ops run."""
 
     def __init__(self, evaluation: Evaluation, choice: ClassChoices) -> None:
         self.evaluation = evaluation
@@ -53,7 +63,7 @@ class _Forward:
         self._known: dict[object, CallSharding] = {}
 
     def places(self) -> list[CallPattern]:
-        """Where the rule would do something else; for all equal layers at once where they want the same."""
+        """Return the places, one for all equal layers where these want the same."""
         program = self.graph.program
         ran: Counter[tuple[int, str]] = Counter()
         for code, arg in program.events:
@@ -92,7 +102,9 @@ class _Forward:
             want = tuple(tuple(s.inputs[i] for s in strategies) for i in range(len(have)))
             site = (self.graph.program.scopes[op.scope].fqn, op.name, occurrence)
             self._wanted.setdefault(site, want)
+            # What is written in place cannot be moved first, so a place cannot ask for it.
             movable = all(have[i] == want[i] for i in self.evaluation.written(c))
+            # A second call from one site, as of a shared module, gets what the place asks for, wanted or not.
             if site in self._asked or (ran.inputs != want and movable):
                 asked = self._asked.setdefault(site, want)
                 ran = self._chosen(call, have, weights, asked)
@@ -109,6 +121,6 @@ class _Forward:
     ) -> CallSharding:
         key = (id(call), have, weights, asked)
         if key not in self._known:
-            assert call.call is not None  # what has none is not taken apart, and asks for whole inputs
+            assert call.call is not None  # the search replicates the inputs of an op without one
             self._known[key] = choose(call.call, have, self.mesh, asked, weights)
         return self._known[key]

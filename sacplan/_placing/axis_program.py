@@ -1,8 +1,8 @@
-"""The integer program of one axis of a mesh, the others as they are.
+"""The integer program of one axis of a mesh, with the strategies of the other axes fixed.
 
-With x_cs "class c takes strategy s" and e_vpq "value v, which lies as p, is moved to q",
+With x_cs "class c takes strategy s" and e_vpq "value v, in layout p, is redistributed to q",
 
-    minimise    compute of x + moves of e that computation waits for + what the others take longer than computation
+    minimise    compute of x + visible redistributions of e + exposed part of the hidden ones
     subject to  sum over s of x_cs = 1                                for every class c
                 sum over q of e_vpq = x of the strategies that leave v as p    (v has one user)
                 sum over p of e_vpq = x of the user's strategies that want q
@@ -10,7 +10,8 @@ With x_cs "class c takes strategy s" and e_vpq "value v, which lies as p, is mov
 
 A value with several users is moved once to each layout that any of them wants. Equal layers share the variables of
 their classes, so the program does not grow with the depth. Moments are added as they are needed: the program is solved,
-its solution is evaluated, and the moments at which most is alive become rows.
+its solution is evaluated, and the moments at which most is alive become rows. There are far too many moments to state
+them all at once.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from sacplan._solve.mip import LinearProgram, LinearSolution
 
 _ROUNDS = 40
 _TIE = 1e-5
-"""Of two ways that take as long, the one that holds less: what all bytes of homes and outputs count, over the step."""
+"""The weight of all bytes of parameters and outputs, as a share of the step: of two ways as fast, the smaller wins."""
 
 Terms = dict[int, float]
 
 
 SOLVER = Milp(gap=4e-3)
-"""What solves the program of an axis."""
+"""The solver of the program of an axis, and its gap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What was found for an axis.
+    """The best choice that a program found.
 
     Attributes:
         choice: for all axes.
@@ -58,7 +59,7 @@ class Solved:
 
 
 class AxisProgram:
-    """The program of one axis.
+    """Finds the strategies of one axis, by the integer program above.
 
     Args:
         evaluation: costs.
@@ -113,15 +114,15 @@ class AxisProgram:
     # --- solving -------------------------------------------------------------------------------------
 
     def cheapest(self, limit: float = math.inf) -> Solved | None:
-        """The fastest strategies whose peak is at most ``limit`` bytes; None if none were found."""
+        """Return the fastest strategies whose peak is at most ``limit`` bytes; None if none were found."""
         return self._once(limit, smallest=False)
 
     def smallest(self) -> Solved | None:
-        """The strategies with the smallest peak."""
+        """Return the strategies with the smallest peak."""
         return self._once(math.inf, smallest=True)
 
     def _once(self, limit: float, *, smallest: bool) -> Solved | None:
-        """What was found before, or is found now; with what the attributes then say."""
+        """Return what was found for these arguments before, or find it; the attributes are set accordingly."""
         if (limit, smallest) not in self._known:
             solved = self._refined(limit, smallest=smallest)
             self._known[limit, smallest] = solved, self.infeasible, self.limited
@@ -174,7 +175,7 @@ class AxisProgram:
         return self._relaxed
 
     def _refine(self, choice: ClassChoices, limit: float) -> bool:
-        """Make rows of the moments at which most is alive, one of each third of the step."""
+        """Add rows for the moments of the highest peaks, one in each third of the step; False if all keep the limit."""
         live = self.evaluation.live(choice)
         n = len(live)
         found = False
@@ -204,12 +205,12 @@ class AxisProgram:
 
     @property
     def variables(self) -> int:
-        """Of the program without a limit."""
+        """The number of variables of the program without a limit."""
         return _AxisProgram(self, math.inf, smallest=False).size[0]
 
 
 class _AxisProgram:
-    """The program, with the rows there are so far."""
+    """The linear program, with rows for the moments known so far."""
 
     def __init__(self, program: AxisProgram, limit: float, *, smallest: bool) -> None:
         self.program = program
@@ -232,7 +233,7 @@ class _AxisProgram:
                 self._follow(c)
         for flow, count in self.graph.flows.items():
             self._flow(flow, count)
-        for terms in self._beside:  # what is moved beside computation, less that, is exposed
+        for terms in self._beside:  # hidden communication less the computation that hides it is exposed
             self._row(terms, None, 0.0)
         if limit < math.inf or smallest:
             self._memory(limit)
@@ -240,7 +241,7 @@ class _AxisProgram:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Variables, integer ones, rows."""
+        """The numbers of variables, of integer ones, and of rows."""
         return self._n[0], self._n[1], self._n[2]
 
     def solve(self, work_limit: int) -> LinearSolution:
@@ -251,7 +252,7 @@ class _AxisProgram:
         return self.program.options.run(self.linear, work_limit=work_limit, start=start)
 
     def bound(self, told: float) -> float:
-        """A bound of the objective in milliseconds, or bytes."""
+        """Return the solver's bound of the objective in milliseconds, or in bytes."""
         if self.smallest:
             return told * self._unit - self._unit * _TIE * 10
         return told + self.constant - _TIE * self._step_ms
@@ -268,7 +269,7 @@ class _AxisProgram:
         self.linear.row(terms.items(), lower=lower, upper=upper)
 
     def _cost(self, ms: float) -> float:
-        """In the objective: time, or almost nothing of it."""
+        """Return the weight of a time in the objective: if the peak is minimised, it only breaks ties."""
         return ms / max(self._step_ms, 1e-9) * _TIE if self.smallest else ms
 
     def _choose(self) -> None:
@@ -294,7 +295,7 @@ class _AxisProgram:
             self.x.append(own)
 
     def _makers(self, value: int) -> dict[Placements, list[int]]:
-        """By layout of a value, the strategies of its producer that leave it so."""
+        """Return, by layout of a value, the variables of the strategies of its producer that leave it so."""
         base = self.graph.values[value]
         found: dict[Placements, list[int]] = defaultdict(list)
         for k, x in self.x[base.producer].items():
@@ -303,14 +304,14 @@ class _AxisProgram:
         return found
 
     def _wanted(self, flow: ValueUse, user: User) -> dict[Placements, list[int]]:
-        """By layout of an argument, the strategies of its user that want it so."""
+        """Return, by layout of an argument, the variables of the strategies of its user that want it so."""
         found: dict[Placements, list[int]] = defaultdict(list)
         for k, x in self.x[user.user].items():
             found[self.evaluation.target(self._strategies[user.user][k], flow, user.position)].append(x)
         return found
 
     def _follow(self, subject: OpClass) -> None:
-        """Where nothing can be asked for, something is cut already that shall be."""
+        """Let ops that nothing can be asked of be cut only where one of the arguments to cut arrives cut."""
         axis, values = self.program.axis, self.graph.values
         rows = dict.fromkeys(subject.inputs)
         for k, x in self.x[subject.index].items():
@@ -355,11 +356,11 @@ class _AxisProgram:
             self._shared(made, wanted, edges)
         for user, by_layout in wanted.items():
             if flow.phase != GRADIENT and user.position in self.evaluation.written(user.user):
-                for q, xs in by_layout.items():  # what is written in place must be there
+                for q, xs in by_layout.items():  # a tensor that is written in place cannot be moved first
                     self._row({**dict.fromkeys(xs, 1.0), **dict.fromkeys(made.get(q, []), -1.0)}, None, 0.0)
 
     def _is_summand(self, source: Placements, target: Placements) -> bool:
-        """Whether something whole would become one summand on a rank, and nothing on the others."""
+        """Whether a full value would become a partial one: itself on one rank, and zeros on the others."""
         axis = self.program.axis
         return target[axis].is_partial and not source[axis].is_partial
 
@@ -415,7 +416,7 @@ class _AxisProgram:
             self._row({x: b / unit for x, b in terms.items()}, None, room / unit)
 
     def _alive(self, moment: int) -> tuple[Terms, float]:
-        """Bytes alive at a moment: by variable, and those that no choice changes."""
+        """Return the bytes alive at a moment: by variable, and those that no choice changes."""
         evaluation, constant = self.evaluation, 0.0
         terms: Terms = defaultdict(float)
         held: dict[int, list[int]] = defaultdict(list)
@@ -435,7 +436,7 @@ class _AxisProgram:
         return terms, constant
 
     def _add_copies(self, moment: int, terms: Terms) -> None:
-        """Arguments that are moved for the op of a moment, and a gradient that goes home."""
+        """Add the redistributed arguments of the op of a moment, and the gradient that is moved then."""
         evaluation = self.evaluation
         c, inputs = self.program._moments.get(moment, (0, ()))
         phase = self.graph.classes[c].phase

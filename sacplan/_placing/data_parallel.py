@@ -1,8 +1,8 @@
 """Data parallelism along one axis of a mesh: each rank has a part of the batch.
 
-Where the forward pass brings the batch and the parameters together for the first time, the batch is cut; all that is
-computed from it follows. Parameters are whole on each rank (``"ddp"``), or cut and gathered by each op that reads them
-(``"fsdp"``). PyTorch's DDP and FSDP2 place parameters so, too, but hold other buffers: see ``sacplan/_ranks``.
+The batch is cut where the forward pass reads it together with parameters for the first time, and activations follow
+from that. Parameters are replicated (``"ddp"``), or cut and gathered by each op that reads them (``"fsdp"``). PyTorch's
+DDP and FSDP2 place parameters alike, but have other buffers: see ``sacplan/_ranks``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def with_data_parallel(
     *,
     cut_parameters: bool,
 ) -> Sharding:
-    """A sharding, with the batch cut along one more of its axes.
+    """Return a sharding with the batch cut along one more of its axes.
 
     Args:
         sharding: has parameters replicated on the axis, and places that leave it open.
@@ -54,7 +54,7 @@ def with_data_parallel(
 
 
 def _cut_homes(sharding: Sharding, at: int, parameters: Sequence[Parameter]) -> dict[str, str]:
-    """Every parameter is cut along the first dimension that the ranks of the axis divide."""
+    """Cut every parameter along the first dimension that the ranks of the axis divide."""
     mesh = sharding.mesh
     here = sharding.layouts([(p.name, p.shape) for p in parameters])
     homes: dict[str, Placements] = {}
@@ -70,7 +70,7 @@ def _cut_homes(sharding: Sharding, at: int, parameters: Sequence[Parameter]) -> 
 
 
 def _entries(program: Program, rows: int) -> dict[tuple[str, str, int], list[int]]:
-    """The ops that take parameters and, for the first time, the batch: which of their inputs to cut.
+    """Find the ops that read parameters and, for the first time, the batch, and which of their inputs to cut.
 
     Returns:
         By unit, op and occurrence, as ``CallPattern`` has them.
@@ -111,7 +111,7 @@ def _entries(program: Program, rows: int) -> dict[tuple[str, str, int], list[int
 def _with_entries(
     sharding: Sharding, at: int, entries: Mapping[tuple[str, str, int], list[int]], rows: int
 ) -> tuple[CallPattern, ...]:
-    """Places that also cut inputs on an axis, within what other axes have cut."""
+    """Return places that also cut inputs on one more axis, within what other axes have cut."""
     mesh = sharding.mesh
     found = {(p.unit, p.op, p.occurrence): list(p.inputs) for p in sharding.places}
     for key, cuts in entries.items():

@@ -1,7 +1,22 @@
-"""What a choice of strategies costs: time of a step on one rank, and the peak of what is alive there.
+"""The cost model of the search: the time of a step on one rank, and the peak of what is alive there.
 
-A choice gives each class a strategy on each axis of the mesh. Both figures are folds over the graph: the program of
-``axis_program.py`` is written in the same terms, and what it finds is evaluated here.
+A choice gives each class a strategy on each axis of the mesh. With C the classes, F the flows (a value and those who
+use it in one phase) and two halves h of the step, forward and backward:
+
+    time   =  sum over C of compute  +  sum over F of local copies  +  sum over visible F of collectives
+              +  sum over h of max(0, hidden collectives of h - compute of h)
+    live_m =  sum over holds that span moment m of bytes * share  +  copies that the op of m reads
+              +  the gradient that is moved at m
+    peak   =  max over m of live_m
+
+- A flow moves its value once to each layout that any of its users wants, and not at all where it lies so.
+- Hidden are flows that a rank can run beside computation: gathers of parameters, and reductions of gradients
+  (``StrategyGraph.is_hidden``). They cost what is left of them when the computation of their half is over.
+- The share of a layout is the part of a tensor that one rank has.
+
+``axis_program.py`` states the same formulas linearly for one axis, and what it finds is evaluated here. The model is
+not the last word: copies are alive during one op only, and overlap is counted by halves. The program of one rank
+(``_shard/program.py``) gives the figures of a plan.
 """
 
 from __future__ import annotations
@@ -26,17 +41,17 @@ from sacplan._shard.strategies import AxisStrategy
 from sacplan._torch.calls import Call
 
 ClassChoices: TypeAlias = list[list[int]]
-"""By axis and class, which of its strategies."""
+"""By axis and class, the index of its strategy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of a choice.
+    """The cost of a choice.
 
     Attributes:
-        ms: of a step on one rank; infinite where something cannot be moved as it would have to be.
+        ms: time of a step on one rank; infinite where a value cannot get the layout that it must have.
         peak_bytes: the most that is alive on one rank.
-        moment: when, a position among the ops of the step.
+        moment: when that is: a position among the ops of the step.
     """
 
     ms: float
@@ -45,12 +60,12 @@ class Figures:
 
 
 def half_of(phase: int) -> int:
-    """Of the step: 0 forward, 1 backward, in which gradients go home."""
+    """Return the half of the step that a phase is in: 0 forward, 1 backward. Gradients are moved in the second."""
     return 0 if phase == Phase.FORWARD else 1
 
 
 class Evaluation:
-    """Costs of choices for a graph on a mesh.
+    """The costs of choices for a graph on a mesh.
 
     Args:
         graph: the step.
@@ -78,22 +93,22 @@ class Evaluation:
     # --- layouts -------------------------------------------------------------------------------------
 
     def replicated(self) -> ClassChoices:
-        """Every rank does everything."""
+        """Return the choice in which every rank does everything."""
         return [[0] * len(self.graph.classes) for _ in self.options]
 
     def strategies(self, choice: ClassChoices, c: int) -> tuple[AxisStrategy, ...]:
-        """Of a class, by axis."""
+        """Return the strategies of a class, by axis."""
         return tuple(o.strategies[c][picks[c]] for o, picks in zip(self.options, choice, strict=True))
 
     def layout(self, choice: ClassChoices, value: int) -> Placements:
-        """Where a value lies."""
+        """Return the layout of a value."""
         found = self.graph.values[value]
         return self.followed(
             value, [s.outputs[found.output] for s in self.strategies(choice, found.producer)]
         )
 
     def followed(self, value: int, base: Sequence[object]) -> Placements:
-        """Where a value lies if what it follows lies so on each axis."""
+        """Return the layout of a value from the placements of the output that it follows, by axis."""
         found = []
         for options, placement in zip(self.options, base, strict=True):
             where = options.placement(value, placement)  # type: ignore[arg-type]
@@ -102,11 +117,11 @@ class Evaluation:
         return tuple(found)
 
     def shape(self, value: int) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Return the shape of an unsharded value."""
         return tuple(self._tensor(value)[0])
 
     def n_bytes(self, value: int) -> int:
-        """Of the whole tensor."""
+        """Return the bytes of an unsharded value."""
         shape, dtype = self._tensor(value)
         return math.prod(shape) * dtype.itemsize
 
@@ -119,11 +134,11 @@ class Evaluation:
         return tuple(t.shape), t.dtype
 
     def share(self, layout: Placements) -> float:
-        """Of a tensor, how much a rank has."""
+        """Return the part of a tensor that one rank has."""
         return 1 / math.prod(n for p, n in zip(layout, self.mesh.ranks, strict=True) if p.is_cut)
 
     def is_valid(self, c: int, strategies: Sequence[AxisStrategy]) -> bool:
-        """Whether the cuts of several axes go together, in the class and in all that follows it."""
+        """Whether the cuts of several axes go together in the tensors of a class, and in all that follow them."""
         subject = self.graph.classes[c]
         if subject.call is not None:
             for i, t in enumerate(subject.call.inputs):
@@ -143,13 +158,17 @@ class Evaluation:
         return found
 
     def written(self, c: int) -> tuple[int, ...]:
-        """Arguments of a class's ops that are written in place."""
+        """Return the arguments that the ops of a class write in place."""
         return self._written[c]
 
     # --- time ----------------------------------------------------------------------------------------
 
     def class_ms(self, c: int, strategies: Sequence[AxisStrategy]) -> float:
-        """What the ops of a class take on one rank; of parameters, the optimizer."""
+        """Return the time of the ops of a class on one rank; of a class of parameters, that of their optimizer.
+
+        Optimizers are bound by memory, so their time is proportional to the share. Other ops are asked for their
+        cost on local shapes, see ``_part``.
+        """
         subject = self.graph.classes[c]
         if subject.call is None:
             home = tuple(s.outputs[0] for s in strategies)
@@ -162,7 +181,10 @@ class Evaluation:
         return self._computed[key] + self._reduced_ms(c, strategies)
 
     def _part(self, c: int, inputs: Sequence[Placements], outputs: Sequence[Placements]) -> float:
-        """How long a call of local tensors takes, over that of whole ones."""
+        """Return the time of a call on local tensors over that on unsharded ones, by the cost model.
+
+        A ratio, so that measured times of the recording are kept. 1 where the call cannot be made again.
+        """
         call = self.graph.classes[c].call
         assert call is not None
         if call.call is None or not self._class_ms[c]:
@@ -186,7 +208,7 @@ class Evaluation:
         return t.new_empty_strided(local_shape(t.shape, layout, self.mesh.ranks), t.stride())
 
     def _reduced_ms(self, c: int, strategies: Sequence[AxisStrategy]) -> float:
-        """Collectives that are a part of the call."""
+        """Return the time of collectives inside of the calls of a class, such as that of a norm."""
         count = self.graph.classes[c].count
         return sum(
             count * self.costs.collective_ms("all_reduce", strategy.inside_bytes, axis)
@@ -195,7 +217,7 @@ class Evaluation:
         )
 
     def moved_ms(self, value: int, source: Placements, target: Placements) -> float:
-        """What moving a value once takes."""
+        """Return the time of one redistribution of a value."""
         if source == target:
             return 0.0
         key = (value, source, target)
@@ -206,7 +228,11 @@ class Evaluation:
         return self._moved[key]
 
     def copied_ms(self, value: int, source: Placements, target: Placements) -> float:
-        """What ranks copy themselves when a value is moved: parts lie one after the other, inner cuts do not."""
+        """Return the time of copies on each rank beside the collectives of a redistribution.
+
+        Collectives take parts that lie one after the other in memory. Those of a cut along dimension 0 do; others
+        are copied before or after.
+        """
         key = (value, source, target)
         if key not in self._copied:
             path, ms, here = self.costs.redistribution_path(self.shape(value), source, target), 0.0, source
@@ -223,16 +249,13 @@ class Evaluation:
         return self._copied[key]
 
     def target(self, strategies: Sequence[AxisStrategy], flow: ValueUse, position: int) -> Placements:
-        """Where a user wants an argument; a gradient, at its parameter's home."""
+        """Return the layout that a user wants of an argument; of a gradient, that of its parameter."""
         if flow.phase == GRADIENT:
             return tuple(s.outputs[0] for s in strategies)
         return tuple(s.inputs[position] for s in strategies)
 
     def ms(self, choice: ClassChoices) -> float:
-        """Time of a step on one rank.
-
-        What may run beside computation counts where there is not enough of it in its half of the step.
-        """
+        """Return the time of a step on one rank, by the formula above."""
         total = self.graph.rest_ms
         computed, beside = [0.0, 0.0], [0.0, 0.0]
         for c, subject in enumerate(self.graph.classes):
@@ -257,12 +280,12 @@ class Evaluation:
     # --- memory --------------------------------------------------------------------------------------
 
     def rounded(self, n_bytes: np.ndarray) -> np.ndarray:
-        """As the device's allocator rounds sizes (of what is given back, whole)."""
+        """Return sizes as the device's allocator rounds them."""
         unit = max(1, self.costs.spec.allocation_round_bytes)
         return np.ceil(n_bytes / unit) * unit
 
     def temporary_bytes(self, choice: ClassChoices, c: int, inputs: Sequence[int | None]) -> float:
-        """Copies of arguments that are moved for an op, alive while it runs."""
+        """Return the bytes of the redistributed arguments of an op, which are alive while it runs."""
         strategies = self.strategies(choice, c)
         copies = {}
         for i, v in enumerate(inputs):
@@ -273,7 +296,7 @@ class Evaluation:
         return sum(copies.values())
 
     def live(self, choice: ClassChoices) -> np.ndarray:
-        """By moment, the bytes alive on one rank."""
+        """Return the bytes alive on one rank, by moment."""
         graph = self.graph
         shares = np.array([self.share(self.layout(choice, v)) for v in range(len(graph.values))] + [1.0])
         sizes = self.rounded(self._bytes * shares[self._values])
@@ -291,13 +314,13 @@ class Evaluation:
         return live
 
     def figures(self, choice: ClassChoices) -> Figures:
-        """Time and peak."""
+        """Return time and peak of a choice."""
         live = self.live(choice)
         moment = int(live.argmax()) if len(live) else -1
         return Figures(self.ms(choice), round(live[moment]) if len(live) else 0, moment)
 
     def is_possible(self, choice: ClassChoices) -> bool:
-        """Whether all cuts go together, nothing moves that is written in place, and what must follow does."""
+        """Whether a choice can run: the cuts of all axes go together, and what cannot be moved is where it must be."""
         for c, subject in enumerate(self.graph.classes):
             strategies = self.strategies(choice, c)
             if not self.is_valid(c, strategies):
@@ -306,9 +329,9 @@ class Evaluation:
                 have = [self._whole if v is None else self.layout(choice, v) for v in row]
                 want = [tuple(s.inputs[i] for s in strategies) for i in range(len(row))]
                 if any(have[i] != want[i] for i in self.written(c)):
-                    return False
+                    return False  # a copy would be written, and not the tensor
                 if subject.follows and not self._follows(have, want):
-                    return False
+                    return False  # no place can ask for this
         return math.isfinite(self.ms(choice))
 
     @property
@@ -317,7 +340,7 @@ class Evaluation:
 
     @staticmethod
     def _follows(have: Sequence[Placements], want: Sequence[Placements]) -> bool:
-        """Whether on each axis something that shall be cut is cut already, and summands are summands."""
+        """Whether an op that nothing is asked of may run so: on each axis a cut or a sum must come from an input."""
         for here, there in zip(zip(*have, strict=True), zip(*want, strict=True), strict=True):
             if any(t.is_partial and not h.is_partial for h, t in zip(here, there, strict=True)):
                 return False

@@ -1,8 +1,13 @@
 """A recorded step as a graph of values: classes of equal ops, what flows between them, what is alive when.
 
-Layers that are equal have equal ops at the same places; these are one class and are placed alike. So a model of 32
-layers is as large a problem as one of 2. A view lies where what it is a view of lies, and needs no choice of its own:
-its value *follows* another. What does not depend on parameters is no part of the graph: every rank has all of it.
+It is built in one pass over the events, and has what the integer program needs:
+
+- *Classes.* Equal layers have equal ops at the same sites (``_Sites``); these are one class and get one strategy. So a
+  model of 32 layers is as large a problem as one of 2. The price is that layers cannot differ.
+- *Values.* The outputs of classes. A view needs no choice of its own: its value *follows* that of its base. Tensors
+  that do not depend on parameters, such as the batch, have no value: every rank has all of them.
+- *Flows.* A value and the users of it in one phase. Redistributions happen on flows.
+- *Holds.* A storage and the moments between which it is alive, cut like the value that was written to it last.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from sacplan._torch.calls import Call
 from sacplan._torch.ops import op_named
 
 GRADIENT = -1
-"""In place of a phase: the flow of a gradient to its parameter's home."""
+"""In place of a phase: the flow of a gradient to the layout of its parameter."""
 
 
 _SHAPED_LIKE = frozenset(
@@ -43,7 +48,7 @@ _SHAPED_LIKE = frozenset(
         "new_full",
     )
 )
-"""Take a tensor for its shape and type: the result lies where that lies."""
+"""Ops that read only the shape and dtype of a tensor. The result gets its layout."""
 
 
 class PlacedCall:
@@ -52,7 +57,7 @@ class PlacedCall:
     Attributes:
         name: of the op, with the overload.
         inputs, outputs: the tensors in arguments, those returned.
-        placed: by input, whether it depends on parameters; of the others every rank has all.
+        placed: by input, whether it depends on parameters. Every rank has all of the others.
     """
 
     def __init__(self, op: Op, program: Program, placed: tuple[bool, ...]) -> None:
@@ -80,7 +85,7 @@ class PlacedCall:
 
 
 def _returned(call: Call, outputs: Sequence[Any]) -> list[Any]:
-    """What an op returns: outputs, and None where it was asked for none (``output_mask``)."""
+    """Return the results of an op: its outputs, and None where it was asked for none (``output_mask``)."""
     mask = call.arguments.get("output_mask")
     if mask is None or len(outputs) != sum(mask):
         return list(outputs)
@@ -89,27 +94,27 @@ def _returned(call: Call, outputs: Sequence[Any]) -> list[Any]:
 
 
 def meta_tensor(tensor: Tensor) -> torch.Tensor:
-    """One of that shape, without memory."""
+    """Return a meta tensor like a recorded one."""
     return torch.empty_strided(tensor.shape, tensor.stride, dtype=dtype_of(tensor), device="meta")
 
 
 @dataclass(eq=False, slots=True)
 class OpClass:
-    """Ops, or parameters, that are placed alike: those at the same place of equal layers.
+    """Ops, or parameters, that get one strategy: those at the same place of equal layers.
 
     Attributes:
         index: among the classes.
         name: of the op, or the pattern of the parameter's name.
         unit: pattern of the innermost module; of a parameter, of the one that has it.
         phase: in which the ops run.
-        follows: whether the ops run as their inputs lie: a plan can ask for nothing in the backward pass, nor outside
+        follows: whether the ops run by the layouts of their inputs: a plan cannot ask in the backward pass, nor outside
             of all modules.
         call: that of the first; None of parameters.
         shapes: of the outputs; of the parameter.
         dtypes: of the same.
         ops: of the program.
         parameters: of the model.
-        inputs: for each op, the value of each tensor argument; None for what every rank has all of.
+        inputs: for each op, the value of each tensor argument; None where every rank has all of it.
     """
 
     index: int
@@ -126,21 +131,21 @@ class OpClass:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is parameters: its strategies are their homes."""
+        """Whether it is a class of parameters: its strategies are their layouts."""
         return self.call is None
 
     @property
     def count(self) -> int:
-        """How many ops or parameters."""
+        """The number of ops or parameters."""
         return len(self.ops) + len(self.parameters)
 
     def __repr__(self) -> str:
-        """Unit and op, or the parameters."""
+        """Return the unit and the op, or the parameters."""
         return self.name if self.is_parameter else f"{self.unit}:{self.name}"
 
 
 class StrategyValue(NamedTuple):
-    """A tensor of each of the equal layers.
+    """A tensor, the same in each of the equal layers.
 
     Attributes:
         producer: the class that computes it.
@@ -165,7 +170,7 @@ class User(NamedTuple):
 
 
 class ValueUse(NamedTuple):
-    """What a value is used for in one phase: it is moved at most once to each layout in which it is wanted."""
+    """A flow: a value and those who use it in one phase. It is moved at most once to each layout that they want."""
 
     value: int
     phase: int
@@ -177,7 +182,7 @@ class Hold(NamedTuple):
 
     Attributes:
         value: they are cut as this one is; None if every rank has them all.
-        n_bytes: of the whole tensor.
+        n_bytes: of the unsharded tensor.
         start, end: moments, positions among the ops of the step.
     """
 
@@ -188,7 +193,7 @@ class Hold(NamedTuple):
 
 
 class GradientMove(NamedTuple):
-    """Where a gradient goes to its parameter's home: if it does not lie so already, both are alive.
+    """A gradient that gets the layout of its parameter. If it has another one before, both are alive then.
 
     Attributes:
         value: the gradient.
@@ -202,7 +207,7 @@ class GradientMove(NamedTuple):
 
 
 class StrategyGraph:
-    """See above.
+    """The graph of a recorded step, see above.
 
     Args:
         program: of the whole model on one device.
@@ -211,10 +216,10 @@ class StrategyGraph:
     Attributes:
         classes, values, calls: see their types; ``StrategyValue.call`` indexes calls.
         flows: how often each is in the step.
-        holds: what is alive when.
-        gradient_moves: where gradients go home.
+        holds: the storages that are alive, and when.
+        gradient_moves: the gradients that get the layouts of their parameters.
         homes: by storage of a parameter, its class.
-        optimizer_ms: by class of parameters, what the optimizer takes for all of them.
+        optimizer_ms: by class of parameters, the time of the optimizer for all of them.
         order: the ops as they run; a moment is a position in it.
         moments: how many there are.
         class_of: by op, its class, if it has one.
@@ -301,11 +306,11 @@ class StrategyGraph:
             self._storage_value[p.storage].append((-1, self._value(StrategyValue(found.index, 0))))
 
     def home(self, storage: int) -> int:
-        """The value that a parameter is."""
+        """Return the value of a parameter."""
         return self._value(StrategyValue(self.homes[storage], 0))
 
     def value_of(self, tensor: int) -> int | None:
-        """The value of a tensor of the program so far."""
+        """Return the value of a tensor as it is so far; None if every rank has all of it."""
         if tensor not in self._tensor_value:
             found = self.program.tensors[tensor]
             home = self.homes.get(found.storage)
@@ -339,7 +344,7 @@ class StrategyGraph:
 
     @staticmethod
     def _follows(op: Op, inputs: Sequence[int | None]) -> bool:
-        """Whether what an op returns lies as its argument does: a view, or one that is shaped like it."""
+        """Whether the output of an op takes the layout of its argument: a view, or a tensor made in its shape."""
         placed = {v for v in inputs if v is not None}
         return len(placed) == 1 and (op.name in _SHAPED_LIKE or not (op.writes or op.mutates))
 
@@ -387,7 +392,7 @@ class StrategyGraph:
 
     @cached_property
     def weights(self) -> frozenset[int]:
-        """Values that depend on parameters alone."""
+        """The values that depend on parameters alone."""
         classes = {c.index for c in self.classes if c.is_parameter}
         for c in self.classes:
             inputs = [v for row in c.inputs for v in row]
@@ -397,10 +402,10 @@ class StrategyGraph:
         return frozenset(v for v, value in enumerate(self.values) if value.producer in classes)
 
     def is_hidden(self, flow: ValueUse) -> bool:
-        """Whether moving it may run beside computation.
+        """Whether the collectives of a flow may run beside computation.
 
-        Parameters are gathered ahead, and gradients reduced behind. There is nothing to do so for what is gathered
-        first, and for what is reduced last, unless it is of layers that repeat.
+        Parameters are prefetched, and gradients reduced in the background. The first gather and the last reduction have
+        no computation to hide behind, unless the flow stands for layers that repeat: then most of it is hidden.
         """
         if flow.phase != GRADIENT and flow.value not in self.weights:
             return False
@@ -408,7 +413,7 @@ class StrategyGraph:
 
     @cached_property
     def _exposed(self) -> frozenset[ValueUse]:
-        """The flows of the parameter that is used first, and of the gradients that go home last."""
+        """The flows of the parameters that are gathered first, and of the gradients that are reduced last."""
         first = {c: moments[0] for (c, _), moments in reversed(self.at.items())}
         used = {
             flow: min(first[u.user] for u in flow.users)
@@ -425,7 +430,7 @@ class StrategyGraph:
     # --- gradients and the optimizer -----------------------------------------------------------------
 
     def _add_gradients(self) -> None:
-        """A gradient is moved to its parameter's home where it was last written."""
+        """Add the flow of each gradient to its parameter, at the moment at which it was last written."""
         program = self.program
         last: dict[int, int] = {}
         moment = -1
@@ -445,7 +450,7 @@ class StrategyGraph:
                 self.gradient_moves.append(GradientMove(value, self.home(parameter), moment))
 
     def _pair_optimizer(self, ops: Sequence[tuple[int, Op]]) -> None:
-        """What an optimizer works on together lies together: parameter, gradient, state, temporaries.
+        """Give state and temporaries of the optimizer the layout of the parameter that they are read with.
 
         It is given lists, one item of each parameter, or the tensors of one parameter.
         """
@@ -504,7 +509,7 @@ class StrategyGraph:
                     yield Hold(self._inside(program.ops[arg]), inside, moment, moment + 1)
 
     def _inside(self, op: Op) -> int | None:
-        """What the memory inside of an op is cut as: the version that it overwrites, or its first output."""
+        """Return the value that memory inside of an op is cut like: the version it overwrites, or its first output."""
         if op.replaces >= 0:
             replaced = self._storage_value.get(op.replaces)
             return replaced[-1][1] if replaced else None
@@ -512,7 +517,7 @@ class StrategyGraph:
 
 
 class _Sites:
-    """Where ops stand, the same for equal layers: a name for what a class has in common.
+    """Gives each op a name for its site that is the same in equal layers.
 
     In the forward pass that is the module that runs, what it called last, and how many such ops have run since; in the
     backward pass, the site of the op whose gradient is computed.
@@ -525,12 +530,12 @@ class _Sites:
         self._known: dict[int, Hashable] = {}
 
     def step(self, code: int, scope: int) -> None:
-        """A module's forward begins or ends."""
+        """Note that the forward of a module begins or ends."""
         if code == Event.EXIT:
             self._last[self._program.scopes[scope].parent] = scope
 
     def of(self, index: int) -> Hashable:
-        """The site of an op that runs now."""
+        """Return the site of an op that runs now."""
         op, scopes = self._program.ops[index], self._program.scopes
         fqn = scopes[op.scope].fqn if op.scope != ROOT_SCOPE else ""
         if op.forward_of in self._known:
@@ -547,7 +552,7 @@ class _Sites:
 
 
 def alive(program: Program) -> Iterator[tuple[int, int, int]]:
-    """Storages and the moments from which and before which each is alive; one may come back."""
+    """Yield storages with the moments from which and before which each is alive. One may be alive several times."""
     fold, moment = Fold(program), -1
     since: dict[int, int] = dict.fromkeys(program.initial, 0)
     for code, arg in program.events:

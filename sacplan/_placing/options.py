@@ -1,8 +1,13 @@
-"""What each class of a graph may do on one axis of a mesh, and where values that follow others then lie.
+"""The strategies that each class of a graph may take on one axis of a mesh, and the layouts of values that follow.
 
-Views decide with what they are a view of: an output may lie only so that its views can lie likewise, on the same
-memory. A placement that nothing makes is asked for by nothing: summands come from a product, cuts inside a dimension
-from a view that merges dimensions, or from one that takes a merged one apart.
+Strategies come from ``axis_strategies``. Two rules keep their number down and make each of them possible:
+
+- An output may have a placement only if all views of it can follow on the same memory.
+- An input may have a partial placement, or a cut inside of a dimension, only if a producer can leave it so. Both are
+  rare: partial tensors come from products, and cuts inside of a dimension from views that merge or split dimensions.
+
+Equal layers are one class, and read the outputs of the layer before: two passes over the classes are made, so that the
+placements of those are known.
 """
 
 from __future__ import annotations
@@ -24,8 +29,8 @@ class StrategyOffer:
     Attributes:
         axis: name of the axis of the mesh.
         subject: the class.
-        strategy: of parameters one without inputs, whose output is their home.
-        made: by tensor argument, where its producers may leave it; None for what every rank has all of.
+        strategy: of parameters one without inputs, whose output is their placement.
+        made: by tensor argument, the placements in which producers may leave it; None if every rank has all of it.
         weights: by tensor argument, whether it is a parameter, or depends on parameters alone.
         nested: parts into which slower axes may have cut a dimension before.
     """
@@ -42,7 +47,7 @@ Allowed: TypeAlias = Callable[[StrategyOffer], bool]
 
 
 def everything(offer: StrategyOffer) -> bool:
-    """No restriction."""
+    """Allow every strategy."""
     return True
 
 
@@ -54,8 +59,8 @@ class AxisOptions:
         axis: name of the axis.
         ranks: of the axis.
         nested: parts into which slower axes may have cut a dimension before (``axis_strategies``).
-        allowed: which strategies are offered. That all ranks do the same always is, for ops; parameters that have no
-            home which is allowed are replicated.
+        allowed: whether a strategy is offered. Ops may always run replicated. Parameters of which no strategy is
+            allowed are replicated.
 
     Attributes:
         strategies: by class.
@@ -82,12 +87,14 @@ class AxisOptions:
                 self._followers[value.producer, value.output].append(v)
         self._outer = self._merged_sizes()
         self.strategies: list[tuple[AxisStrategy, ...]] = [()] * len(graph.classes)
-        for _ in range(2):  # what the first layer gets may lie otherwise than what the next ones get
+        for _ in range(
+            2
+        ):  # a class of equal layers reads its own outputs, which are known in the second pass
             for subject in graph.classes:
                 self.strategies[subject.index] = self._of(subject)
 
     def placement(self, value: int, base: Placement) -> Placement | None:
-        """Where a value lies if what it follows, in the end, lies so; None if it cannot follow."""
+        """Return the placement of a value, given that of the output it follows; None if it cannot follow."""
         found = self.graph.values[value]
         if found.parent < 0:
             return base
@@ -114,7 +121,7 @@ class AxisOptions:
         return None
 
     def subset(self, allowed: Allowed) -> list[frozenset[int]]:
-        """By class, the strategies that are also offered under a further restriction."""
+        """Return, by class, the strategies that a further restriction allows as well."""
 
         def both(offer: StrategyOffer) -> bool:
             return self._allowed(offer) and allowed(offer)
@@ -159,7 +166,7 @@ class AxisOptions:
         return 0 if subject.call is None else len(subject.call.inputs)
 
     def _made(self, values: Iterable[int | None]) -> set[Placement] | None:
-        """Where producers may leave these values."""
+        """Return the placements in which producers may leave these values; None if every rank has all of them."""
         found: set[Placement] = set()
         known = [v for v in values if v is not None]
         for v in known:
@@ -187,7 +194,7 @@ class AxisOptions:
     def _has_inputs(
         self, call: PlacedCall, strategy: AxisStrategy, made: list[set[Placement] | None]
     ) -> bool:
-        """Whether inputs can lie so: a maximum over ranks, for example, must have been made as one."""
+        """Whether inputs can be placed so: a partial maximum, for example, must have been made as one."""
         return all(
             not p.is_partial or (m is not None and (p in m or p.reduce == "sum"))
             for p, m in zip(strategy.inputs, made, strict=True)
@@ -201,7 +208,7 @@ class AxisOptions:
         )
 
     def _merged_sizes(self) -> Mapping[int, set[int]]:
-        """By size of a dimension, how many outer parts an op that takes it apart wants it to have.
+        """Return, by size of a dimension, the numbers of outer parts at which ops that take it apart can be cut.
 
         A projection to queries, keys and values is cut inside of each of the three.
         """
@@ -215,7 +222,7 @@ class AxisOptions:
 
 
 def placed(subject: OpClass, strategy: AxisStrategy) -> tuple[Any, ...]:
-    """What tells strategies of a class apart: where the tensors lie that depend on parameters."""
+    """Return the key of a strategy in its class: the placements of the tensors that depend on parameters."""
     placed = (True,) * len(strategy.inputs) if subject.call is None else subject.call.placed
     return tuple(
         p for p, is_placed in zip(strategy.inputs, placed, strict=True) if is_placed
@@ -223,5 +230,5 @@ def placed(subject: OpClass, strategy: AxisStrategy) -> tuple[Any, ...]:
 
 
 def written(call: PlacedCall) -> tuple[int, ...]:
-    """The tensor arguments that a call writes in place: these cannot be moved first."""
+    """Return the tensor arguments that a call writes in place. These cannot be redistributed first."""
     return () if call.call is None else call.call.written

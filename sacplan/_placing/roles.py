@@ -1,9 +1,14 @@
-"""What an axis of a mesh is for: restrictions under which the search finds what people name.
+"""Roles of an axis: restrictions under which the search finds the parallelism that people know by name.
 
-Data parallelism cuts what comes from the batch and uses parameters whole; at home they may be cut (``fsdp``) or not
-(``ddp``). Both are run by sacplan, op by op: only where parameters lie is as under PyTorch's FSDP2 and DDP. Tensor
-parallelism cuts parameters, and what is computed with them. Under both, nothing that comes whole is cut in between:
-cuts come in with the batch, or with a parameter.
+A role is a predicate on one strategy of one class (``Allowed``). There are two kinds:
+
+- Data parallelism: a tensor of the batch may be cut along dimension 0, and activations that follow from it. An op
+  never reads a parameter cut. Between ops a parameter may be sharded (``fsdp``) or replicated (``ddp``). sacplan runs
+  both op by op: it shares with PyTorch's FSDP2 and DDP where parameters lie, and no more.
+- Tensor parallelism: an op may read a parameter cut, and activations that follow from that. The batch stays whole.
+
+What keeps a role from becoming something else is that a cut has to come from somewhere. Once an activation is
+replicated, no op may cut it anew (``_is_new``): sequence parallelism inside of data parallelism would be such a cut.
 """
 
 from __future__ import annotations
@@ -14,42 +19,47 @@ from sacplan._placing.options import Allowed, StrategyOffer
 
 
 def _is_new(offer: StrategyOffer, cuts: Sequence[int]) -> bool:
-    """Whether none of these arguments is cut as its producers may have left it."""
+    """Whether the op would cut these arguments itself: no producer can leave any of them so."""
     made, inputs = offer.made, offer.strategy.inputs
     return not any((known := made[i]) is not None and inputs[i] in known for i in cuts)
 
 
 def data_parallel(offer: StrategyOffer) -> bool:
-    """Data parallelism; where parameters are at home is free."""
+    """Data parallelism, with parameters sharded or not."""
     if offer.subject.is_parameter:
         return True
     cuts = [i for i, placement in enumerate(offer.strategy.inputs) if placement.is_cut]
-    if any(offer.weights[i] for i in cuts):
+    if any(offer.weights[i] for i in cuts):  # each op gathers its parameters
         return False
+    # Cut are: nothing; or the rows of the batch, within what slower axes may have cut; or what was cut before.
     from_batch = [offer.strategy.inputs[i] for i in cuts if offer.made[i] is None]
     comes_in = any(p.dim == 0 and p.outer in (1, *offer.nested) for p in from_batch)
     return not cuts or comes_in or not _is_new(offer, cuts)
 
 
 def replicas(offer: StrategyOffer) -> bool:
-    """``ddp``: data parallelism with whole parameters."""
+    """``ddp``: data parallelism with replicated parameters."""
     if offer.subject.is_parameter:
         return not offer.strategy.outputs[0].is_cut
     return data_parallel(offer)
 
 
 def fully_sharded(offer: StrategyOffer) -> bool:
-    """``fsdp``: data parallelism with parameters cut along their first dimension where that is possible."""
+    """``fsdp``: data parallelism with parameters sharded along dimension 0.
+
+    A parameter whose first dimension the ranks do not divide has no strategy that is allowed, and is replicated.
+    """
     if offer.subject.is_parameter:
         return offer.strategy.outputs[0].is_cut and offer.strategy.outputs[0].dim == 0
     return data_parallel(offer)
 
 
 def tensor_parallel(offer: StrategyOffer) -> bool:
-    """Parameters are cut, and what is computed with them; batch and sequence are whole: Megatron."""
+    """Tensor parallelism: parameters are cut, and what is computed with them; batch and sequence are not."""
     if offer.subject.is_parameter:
         return True
     cuts = [i for i, placement in enumerate(offer.strategy.inputs) if placement.is_cut]
+    # Activations may stay cut. Other cuts must be of parameters; what comes from the batch follows these.
     computed = [i for i in cuts if offer.made[i] is not None and not offer.weights[i]]
     if computed:
         return not _is_new(offer, computed)
@@ -57,7 +67,7 @@ def tensor_parallel(offer: StrategyOffer) -> bool:
 
 
 def megatron(offer: StrategyOffer) -> bool:
-    """Tensor parallelism in which all matrices are cut that can be."""
+    """Tensor parallelism in which every matrix is cut that can be, as in Megatron."""
     if offer.subject.is_parameter and len(offer.subject.shapes[0]) > 1:
         return offer.strategy.outputs[0].is_cut
     return tensor_parallel(offer)
@@ -70,4 +80,4 @@ ROLES: Mapping[str, Allowed] = {
     "tensor": tensor_parallel,
     "megatron": megatron,
 }
-"""By name."""
+"""Roles by the names that users give."""

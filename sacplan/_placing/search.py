@@ -1,8 +1,20 @@
-"""Strategies on all axes of a mesh: one axis after the other, the slowest first, until nothing improves.
+"""The search on a mesh of several axes: coordinate descent, one axis at a time, from the parallelisms people know.
 
-All axes in one program take minutes where turns take seconds. Turns start from what people name (``roles.py``): on
-each axis data or tensor parallelism, which are small programs, so that nothing found is worse than these. What turns
-prove is about one axis; for a mesh of several, the time below which nothing is comes from each class alone.
+One integer program for all axes takes minutes. A program for one axis, with the strategies of the others fixed, takes
+seconds (``axis_program.py``). So:
+
+1. *Starts.* For each way to give every axis the role of data or tensor parallelism (``roles.py``), find the fastest
+   choice within these roles, the slowest axis first. The programs are small, since a role leaves few strategies.
+2. *Turns.* From the fastest start that keeps the limit, free one axis after the other from its role and solve for it.
+   A turn counts if it improves the time by at least ``_BETTER``. Stop when no axis improves, or after ``_TURNS`` each.
+3. *Limits.* If no start keeps the limit, the starts are searched for again under it; then the choice with the smallest
+   peak is taken. Later axes cut what is alive as well. While they are still to come, the limit of an axis is
+   multiplied by their ranks.
+
+Guarantees: a turn never makes the choice slower or lets it leave the limit, so the result is no worse than any start
+that keeps it. On one axis it is optimal to the gap of the solver. On several it is a local optimum: no change of one
+axis improves it, but one of two axes at once could. The bound there is weak: each class at its fastest, with nothing
+moved.
 """
 
 from __future__ import annotations
@@ -19,6 +31,7 @@ from sacplan._placing.evaluation import ClassChoices, Evaluation, Figures
 from sacplan._placing.graph import StrategyGraph
 from sacplan._placing.options import Allowed, AxisOptions, everything
 from sacplan._placing.roles import ROLES
+from sacplan._program.derived import derived
 from sacplan._program.program import Program
 from sacplan._ranks.shards import Parameter
 from sacplan._shard.costs import Costs
@@ -26,27 +39,27 @@ from sacplan._shard.mesh import Mesh
 from sacplan._solve.milp import Milp
 
 _TURNS = 3
-"""Of each axis, at most."""
+"""How often each axis is solved for, at most."""
 
 _BETTER = 1e-3
-"""By what share a turn must improve to count."""
+"""The share by which a turn must improve to count."""
 
 _STARTS = ("data", "tensor")
-"""Roles of an axis from which turns start."""
+"""Roles of the axes in the starts."""
 
 _MOST_STARTS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ShardingSolution:
-    """A choice for all axes.
+    """A choice for all axes that was found.
 
     Attributes:
         choice: by axis and class, which strategy.
         figures: time and peak on one rank.
         status: ``"optimal"``: proved, to the gap; ``"feasible"``: no turn of an axis improved it.
-        bound_ms: no choice that keeps the limit is faster; None where nothing is known.
-        limited: whether a limit of work ended a solve on the way.
+        bound_ms: no choice that keeps the limit is faster; None where no bound is known.
+        limited: whether the solver's limit of work ended a solve on the way.
     """
 
     choice: ClassChoices
@@ -57,18 +70,18 @@ class ShardingSolution:
 
 
 class ShardingSearch:
-    """Strategies for a step on a mesh.
+    """Searches for strategies of a step on a mesh; what it has found is kept.
 
     Args:
         program: of the whole model on one device, as recorded.
         parameters: of the model.
         mesh: the ranks.
         spec: the device of a rank, and its links.
-        allowed: by name of an axis, what is offered on it.
-        options: of the solver; the work is that of one turn.
+        allowed: by name of an axis, the strategies that may be taken on it.
+        options: of the solver; the limit of work is for one turn.
 
     Attributes:
-        evaluation: costs of choices.
+        evaluation: the costs of choices.
     """
 
     def __init__(
@@ -82,9 +95,7 @@ class ShardingSearch:
     ) -> None:
         self.mesh = mesh
         self.options = options
-        self.graph = program.derived(
-            ("placing", tuple(parameters)), lambda: StrategyGraph(program, parameters)
-        )
+        self.graph = _strategy_graph(program, tuple(parameters))
         axes = [self._axis(axis, allowed or {}) for axis in range(len(mesh.axes))]
         self.evaluation = Evaluation(self.graph, Costs.of(mesh, spec), axes)
         self._programs: dict[tuple[int, str, str], AxisProgram] = {}
@@ -92,7 +103,7 @@ class ShardingSearch:
         self._known: dict[float, ShardingSolution | None] = {}
         self._first: dict[tuple[tuple[str, ...], float], Solved | None] = {}
         self._ended: set[float] = set()
-        """Limits for which a solve with roles was ended by its limit of work."""
+        """Limits of memory for which the limit of work ended a solve with roles."""
 
     def _axis(self, axis: int, allowed: Mapping[str, Allowed]) -> AxisOptions:
         name, ranks = self.mesh.axes[axis]
@@ -103,6 +114,7 @@ class ShardingSearch:
     # --- one turn ------------------------------------------------------------------------------------
 
     def _program(self, choice: ClassChoices, axis: int, role: str = "") -> AxisProgram:
+        """Return the program of an axis, kept with what it has solved: other limits refine the same rows."""
         only = None
         if role:
             if (axis, role) not in self._subsets:
@@ -114,9 +126,9 @@ class ShardingSearch:
         return self._programs[key]
 
     def in_roles(self, roles: Sequence[str], limit: float = math.inf) -> ShardingSolution | None:
-        """The fastest choice with a role for each axis whose peak is at most ``limit`` bytes; None if none was found.
+        """Return the fastest choice with a role for each axis that keeps a limit in bytes; None if none was found.
 
-        Each axis in its turn, the slowest first. Those that still are to come are counted as if they cut everything.
+        The axes are solved for one by one, the slowest first.
         """
         solved = self._in_roles(tuple(roles), limit)
         if solved is None or solved.figures.peak_bytes > limit:
@@ -124,6 +136,11 @@ class ShardingSearch:
         return ShardingSolution(solved.choice, solved.figures, "feasible")
 
     def _in_roles(self, roles: tuple[str, ...], limit: float) -> Solved | None:
+        """Solve for the last of these axes, given what was found for those before it, and the later ones replicated.
+
+        The later axes can at best divide all memory by their ranks, so this one gets that multiple of the limit.
+        ``in_roles`` checks the limit itself at the end.
+        """
         if (roles, limit) not in self._first:
             axis = len(roles) - 1
             before = self._in_roles(roles[:-1], limit) if axis else None
@@ -140,7 +157,7 @@ class ShardingSearch:
 
     @cached_property
     def starts(self) -> Mapping[tuple[str, ...], ShardingSolution]:
-        """What is found with roles for all axes, without a limit."""
+        """The fastest choice without a limit for each way to give the axes roles (``_MOST_STARTS`` of them)."""
         axes = len(self.mesh.axes)
         all_roles = itertools.islice(itertools.product(_STARTS, repeat=axes), _MOST_STARTS)
         found = {roles: self.in_roles(roles) for roles in all_roles}
@@ -149,9 +166,10 @@ class ShardingSearch:
     # --- turns ---------------------------------------------------------------------------------------
 
     def cheapest(self, limit: float = math.inf) -> ShardingSolution | None:
-        """The fastest choice found whose peak on a rank is at most ``limit`` bytes; None if none was found."""
+        """Return the fastest choice that keeps a limit of the peak on a rank, in bytes; None if none was found."""
         if math.inf not in self._known:
             self._known[math.inf] = self._cheapest(math.inf)
+        # The fastest choice of all may keep the limit already.
         fastest = self._known[math.inf]
         if fastest is not None and fastest.figures.peak_bytes <= limit:
             return fastest
@@ -172,6 +190,7 @@ class ShardingSearch:
         return None if best is None else self._turns(best, limit)
 
     def _on_one_axis(self, limit: float) -> ShardingSolution | None:
+        """Return what one program says; where its work ended without a solution, the smallest choice if that fits."""
         program = self._program(self.evaluation.replicated(), 0)
         solved = program.cheapest(limit)
         if solved is not None:
@@ -182,7 +201,7 @@ class ShardingSearch:
         return replace(self.smallest, status="feasible", limited=self.smallest.limited or program.limited)
 
     def _turns(self, start: ShardingSolution, limit: float) -> ShardingSolution:
-        """Axis after axis from a choice that keeps the limit, until none improves."""
+        """Solve for one axis after the other, from a choice that keeps the limit, until none improves."""
         best, axes, idle = start, len(self.mesh.axes), 0
         limited = start.limited or not self._ended.isdisjoint((limit, math.inf))
         for turn in range(_TURNS * axes):
@@ -199,7 +218,7 @@ class ShardingSearch:
 
     @cached_property
     def smallest(self) -> ShardingSolution:
-        """The choice with the smallest peak on a rank that was found."""
+        """The choice with the smallest peak on a rank that was found, by turns that minimise the peak."""
         choice, axes = self.evaluation.replicated(), len(self.mesh.axes)
         best = ShardingSolution(choice, self.evaluation.figures(choice), "feasible")
         if axes > 1:
@@ -222,9 +241,15 @@ class ShardingSearch:
 
     @cached_property
     def _bound_ms(self) -> float:
-        """Each class as fast as it can run, and nothing moved."""
+        """A lower bound of the time: each class as fast as it can run by itself, and nothing moved."""
         evaluation, total = self.evaluation, self.graph.rest_ms
         for c in range(len(self.graph.classes)):
             offered = itertools.product(*(options.strategies[c] for options in evaluation.options))
             total += min(evaluation.class_ms(c, s) for s in offered if evaluation.is_valid(c, s))
         return total
+
+
+@derived
+def _strategy_graph(program: Program, parameters: tuple[Parameter, ...]) -> StrategyGraph:
+    """Made once, so that all searches of a program share it."""
+    return StrategyGraph(program, parameters)

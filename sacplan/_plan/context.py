@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cached_property
 
 from sacplan._plan.bound import Bound
 from sacplan._plan.effects import LocalEffects, RegionProblem, effects_of
+from sacplan._program.derived import derived
 from sacplan._program.program import Phase, Program
 from sacplan._technique.offers import Offer
 from sacplan._technique.step import PlanStep
@@ -80,5 +82,14 @@ def planning_context(
     step: PlanStep, techniques: tuple[str, ...] = DEFAULT_TECHNIQUES, offers: tuple[Offer, ...] = ()
 ) -> PlanningContext:
     """The context of a step; made once, so that several budgets share it."""
-    key = ("planning", techniques, tuple(offer.first for offer in offers), *step.key)
-    return step.program.derived(key, lambda: PlanningContext(step, techniques, offers))
+    known = _contexts(step.program)
+    key = (techniques, tuple(offer.first for offer in offers), *step.key)
+    if key not in known:
+        known[key] = PlanningContext(step, techniques, offers)
+    return known[key]
+
+
+@derived
+def _contexts(program: Program) -> dict[Hashable, PlanningContext]:
+    """The contexts of a program, by what was asked for; ``planning_context`` fills it."""
+    return {}

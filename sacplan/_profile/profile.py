@@ -40,7 +40,8 @@ from sacplan._record.device_recorder import device_recorder
 from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.fake_data import REAL_TENSOR, DataRules, data_rules
 from sacplan._record.limits import explained_limits
-from sacplan._record.recorder import Recorder, other_thread
+from sacplan._record.module_calls import other_thread
+from sacplan._record.recorder import Recorder
 from sacplan._record.saved_tensors import SavedMode
 from sacplan._record.state import held_by_function, preserved_rng, preserved_state
 from sacplan._record.step import (
@@ -224,7 +225,7 @@ class Profile:
         Raises:
             PlanError: the forward pass does not fall apart into stages, or the step calls the model more than once.
         """
-        return self.program.derived("stages", lambda: stages_of(self.program)).chain
+        return stages_of(self.program).chain
 
     def with_plan(self, plan: Decided) -> Program:
         """The step with a plan, with decisions of one, or with these call sites discarded (unit to call sites).
@@ -550,12 +551,12 @@ def _record_settled_step(
             handle.forget_differences()
         before, plain = program, plain_attributes(step.model)
         recording = recorder()
-        recording.track_storages(left)
+        recording.storages.track_alive(left)
         if rules is not None:
             rules.assume_statistics(step.model)
         with preserved_rng():  # a layer that is dropped at random is dropped again
             program = _record(step, recording, rules)
-        left = recording.left_behind()
+        left = recording.storages.left_behind()
         if left:
             gc.collect(0)  # what is only left in reference cycles: all made since the collector is off
             left = [ref for ref in left if ref() is not None]

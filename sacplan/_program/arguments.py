@@ -1,4 +1,4 @@
-"""Arguments of public functions, checked against the annotations: a wrong type is an error that names the argument."""
+"""Check arguments of public functions against the annotations: a wrong type is an error that names the argument."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ _SEQUENCES = (collections.abc.Sequence, collections.abc.Iterable)
 
 
 def checked(error: type[SacplanError], *skip: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: arguments that do not fit their annotations raise ``error``, except those in ``skip``.
+    """Decorate a function so that arguments that do not fit their annotations raise ``error``.
 
-    Only types are looked at. Which strings and which ranges make sense is the function's to say.
+    Only types are looked at; the function itself checks strings and ranges.
+
+    Args:
+        error: what is raised.
+        skip: arguments that the function checks itself.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -55,7 +59,7 @@ def checked(error: type[SacplanError], *skip: str) -> Callable[[Callable[P, R]],
 
 @functools.cache
 def _hints(function: Any) -> Mapping[str, Any]:
-    """The annotations of the parameters, without those that are only there for type checkers."""
+    """Return the annotations of the parameters, without those that are only there for type checkers."""
     return {
         name: hint
         for name, parameter in inspect.signature(function).parameters.items()
@@ -65,7 +69,7 @@ def _hints(function: Any) -> Mapping[str, Any]:
 
 
 def evaluated(annotation: Any, names: dict[str, Any]) -> Any:
-    """What an annotation means; ``Any`` where its names are not imported when the program runs."""
+    """Evaluate an annotation; ``Any`` if its names are imported for type checkers only."""
     if not isinstance(annotation, str):
         return Any if annotation is inspect.Parameter.empty else annotation
     try:
@@ -84,8 +88,10 @@ def fits(value: Any, hint: Any) -> bool:
     if origin is typing.Union or origin is types.UnionType:
         return any(fits(value, one) for one in inner)
     if origin is typing.Literal:
+        # Which of the strings there are is the function's to say, in a better sentence.
         return any(type(value) is type(one) for one in inner)
     if hint in (int, float):
+        # numpy's numbers may stand for Python's, but True is no 1.
         kind = numbers.Integral if hint is int else numbers.Real
         return isinstance(value, kind) and not isinstance(value, (bool, np.bool_))
     if hint is bool:
@@ -99,6 +105,7 @@ def fits(value: Any, hint: Any) -> bool:
     if origin is not None:
         return isinstance(value, origin)
     if getattr(hint, "_is_protocol", False):
+        # Protocols that are not ``runtime_checkable``: public names are looked for, and a class is no instance.
         return not isinstance(value, type) and all(
             hasattr(value, name)
             for name in (*vars(hint), *vars(hint).get("__annotations__", ()))
@@ -110,13 +117,14 @@ def fits(value: Any, hint: Any) -> bool:
 def _fits_items(value: Any, item: Any) -> bool:
     if isinstance(value, str):
         return item is str  # one pattern, or a mistake of which the function knows what to say
+    # Iterables all, but as a sequence of patterns or budgets each is a mistake.
     if isinstance(value, (bytes, Mapping, torch.Tensor)) or not isinstance(value, collections.abc.Iterable):
         return False
     return not isinstance(value, (list, tuple)) or all(fits(v, item) for v in value)
 
 
 class Saved(Protocol):
-    """What is passed from call to call, and may be passed as the file that it was saved to."""
+    """A value that may be given as itself or as the file that it was saved to, such as a profile."""
 
     MADE_BY: ClassVar[str]
     """How to make one."""
@@ -132,12 +140,12 @@ def opened(value: S | str | Path, kind: type[S]) -> S: ...
 @overload
 def opened(value: S | str | Path | None, kind: type[S]) -> S | None: ...
 def opened(value: S | str | Path | None, kind: type[S]) -> S | None:
-    """The value itself, or what is saved in the file of that name."""
+    """Return the value itself, or load it if it is the name of a file."""
     return kind.load(value) if isinstance(value, (str, Path)) else value
 
 
 def _misfit(name: str, value: Any, hint: Any, asked: Any) -> str:
-    """What is wrong with a value that does not fit; of a sequence, the first item that does not."""
+    """Say what is wrong with a value that does not fit; of a sequence, with the first item that does not."""
     saved = next((one for one in (hint, *typing.get_args(hint)) if hasattr(one, "MADE_BY")), None)
     if saved is not None:
         given = f"a {type(value).__name__}" if value is not None else "None"
@@ -150,7 +158,7 @@ def _misfit(name: str, value: Any, hint: Any, asked: Any) -> str:
 
 
 def check_statistics(what: str, error: type[SacplanError], **figures: Any) -> None:
-    """``error`` unless these numbers, and those in these sequences, are finite and not negative."""
+    """Raise ``error`` unless these numbers, and those in these sequences, are finite and not negative."""
     for name, figure in figures.items():
         if isinstance(figure, (str, bytes, Mapping)):
             raise error(

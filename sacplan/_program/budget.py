@@ -1,4 +1,4 @@
-"""Memory budgets: what a person writes, as bytes, and back."""
+"""Read memory budgets as people write them, and write bytes for people."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _parse_text(text: str, baseline_peak_bytes: int) -> tuple[Fraction, Fraction
 
 
 def _meant(number: str, unit: str) -> str:
-    """Both readings of a unit such as ``G``: they differ by 7%, so none is assumed."""
+    """Suggest both readings of a unit such as ``G``: they differ by 7%, so none is assumed."""
     prefix = unit[0].upper()
     return f" did you mean '{number}{prefix}B' or '{number}{prefix}iB'?" if prefix in "KMGT" else ""
 
@@ -114,7 +114,7 @@ def is_share(budget: object) -> bool:
 
 
 def exact_bytes(n_bytes: int, argument: str = "budget") -> str:
-    """A budget to copy, and what it comes to: ``budget="17838196736B" (16.61 GiB)``."""
+    """Write a budget to copy, and its size for people: ``budget="17838196736B" (16.61 GiB)``."""
     return f'{argument}="{n_bytes}B" ({format_bytes(n_bytes)})'
 
 

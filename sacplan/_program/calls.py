@@ -1,4 +1,4 @@
-"""Recorded ops as calls that can be made again: their arguments, from JSON."""
+"""Make the calls of recorded ops again, from their arguments as JSON."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from sacplan._program.elements import Tensor
 
 
 class Opaque(Exception):
-    """An argument that a file has no form for."""
+    """Raised for an argument that JSON has no form for, such as a generator."""
 
 
 def call_with(arguments: str, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """``Op.arguments`` with these tensors: positional arguments, keywords. Devices become the CPU, as in a fake step.
+    """Return the positional and keyword arguments of ``Op.arguments``, with these tensors in their places.
+
+    Devices become the CPU, as in a fake step.
 
     Raises:
         Opaque: one of them cannot be made again.
@@ -46,6 +48,6 @@ def _decoded(value: Any, tensors: Sequence[Any]) -> Any:
 
 
 def dtype_of(tensor: Tensor) -> torch.dtype:
-    """The type of a recorded tensor."""
+    """Return the type of a recorded tensor."""
     found: torch.dtype = getattr(torch, tensor.dtype)
     return found

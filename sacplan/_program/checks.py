@@ -1,4 +1,8 @@
-"""Whether a program that somebody else made is one: indices within their lists, events in an order that can happen."""
+"""Check a program that was read from a file: indices within their lists, events in an order that can happen.
+
+The types of fields are checked before, by msgspec. What is checked here is what the code relies on without looking: a
+file that was changed by hand must be an error, not a crash or a wrong plan.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from sacplan._program.program import Program
 
 
 def first_problem(program: Program) -> str | None:
-    """What is wrong with a recorded program that was read from a file; None if nothing is."""
+    """Return the first thing that is wrong with a recorded program; None if nothing is."""
     for look in (_index, _length, _figure, _order, _tensor, _arguments):
         problem = look(program)
         if problem:
@@ -23,7 +27,7 @@ def first_problem(program: Program) -> str | None:
 
 
 def _index(program: Program) -> str | None:
-    """Indices that refer to nothing."""
+    """Find an index that refers to nothing."""
     n_storages, n_handles, n_ops = (
         len(program.storage_bytes),
         len(program.handle_storages),
@@ -33,6 +37,7 @@ def _index(program: Program) -> str | None:
     limits = [n_storages, n_storages, n_ops, n_handles, n_handles]  # by event
     limits += [len(program.instance_handles)] * 2 + [n_scopes] * 2
     ops, scopes = program.ops, program.scopes
+    # Each field with the least index that it may hold (-1 where there may be none) and the number of what it refers to.
     storages: Iterable[int] = chain(
         program.initial,
         program.handle_storages,
@@ -56,6 +61,7 @@ def _index(program: Program) -> str | None:
     for what, indices, least, limit in places:
         if any(not least <= index < limit for index in indices):
             return f"it refers to a {what} that it does not have"
+    # The types of fields keep codes and indices of events from being negative.
     if any(code >= len(limits) or arg >= limits[code] for code, arg in program.events):
         return "an event refers to something that it does not have"
     if any(not ROOT_SCOPE <= scope.parent < i for i, scope in enumerate(scopes)):
@@ -64,7 +70,7 @@ def _index(program: Program) -> str | None:
 
 
 def _length(program: Program) -> str | None:
-    """Lists that stand beside each other and do not."""
+    """Compare the lengths of lists that have one entry for the same thing."""
     n_handles = len(program.handle_storages)
     same = (
         len(program.storage_kinds) == len(program.storage_bytes)
@@ -75,7 +81,7 @@ def _length(program: Program) -> str | None:
 
 
 def _figure(program: Program) -> str | None:
-    """Sums that no counter holds."""
+    """Find sums that a 64-bit counter cannot hold."""
     sums = (
         sum(program.storage_bytes)
         + sum(op.workspace_bytes + op.state_bytes for op in program.ops)
@@ -87,7 +93,8 @@ def _figure(program: Program) -> str | None:
 
 
 def _order(program: Program) -> str | None:
-    """Events that cannot come in that order."""
+    """Find events that cannot come in the order in which they are."""
+    # A recorded step runs its ops in their order, and its module calls nest.
     fold = Fold(program)
     entered: list[int] = []
     ran, begun, once = 0, set(), set()
@@ -121,12 +128,12 @@ _ONCE = (Event.PACK, Event.RELEASE, Event.UNPACK, Event.DROP)
 
 
 def _tensor(program: Program) -> str | None:
-    """Types that torch does not have."""
+    """Find a tensor of a type that torch does not have."""
     return unknown_type(tensor.dtype for tensor in program.tensors)
 
 
 def unknown_type(names: Iterable[str]) -> str | None:
-    """A type that torch does not have, as ``first_problem`` says it."""
+    """Name a type that torch does not have, as ``first_problem`` says it; None if there are all."""
     for name in set(names):
         if not isinstance(getattr(torch, name, None), torch.dtype):
             return f"it has tensors of type {name[:40]!r}"
@@ -134,7 +141,7 @@ def unknown_type(names: Iterable[str]) -> str | None:
 
 
 def _arguments(program: Program) -> str | None:
-    """Calls that are none."""
+    """Find an op whose arguments are no call."""
     for op in program.ops:
         try:
             args, kwargs = op.call

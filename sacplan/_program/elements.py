@@ -1,4 +1,4 @@
-"""What a program is made of: storages and their kinds, tensors, ops, module calls, events; and patches of them."""
+"""The elements of a program: kinds of storages, tensors, ops, module calls, events; and patches of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def pattern_of(fqn: str) -> str:
-    """A name of a module or a parameter with ``*`` for its places in lists: the same for equal layers.
+    """Return the name of a module or a parameter with ``*`` for its places in lists: the same for equal layers.
 
     ``"layers.3.mlp"`` becomes ``"layers.*.mlp"``.
     """
@@ -30,7 +30,7 @@ def pattern_of(fqn: str) -> str:
 
 
 def by_pattern(values: Mapping[K, V], among: Mapping[K, V], pattern: Callable[[K], K]) -> dict[K, V]:
-    """Values by pattern where all of ``among`` that have it are alike, else each by its own key."""
+    """Fold values: by pattern where all entries of ``among`` with that pattern are equal, else each by its own key."""
     alike: dict[K, set[V]] = defaultdict(set)
     for key, value in among.items():
         alike[pattern(key)].add(value)
@@ -38,7 +38,7 @@ def by_pattern(values: Mapping[K, V], among: Mapping[K, V], pattern: Callable[[K
 
 
 class CallSite(NamedTuple):
-    """An op in one call of a unit. What runs elsewhere in the call does not move it.
+    """The place of an op in one call of a unit. Ops elsewhere in the call do not change it.
 
     Attributes:
         op: name with the overload, ``"aten.mm.default"``.
@@ -53,7 +53,7 @@ class CallSite(NamedTuple):
 
 
 class StorageKind(IntEnum):
-    """What a storage is for."""
+    """The purpose of a storage."""
 
     PARAMETER = 0
     BUFFER = 1
@@ -73,7 +73,7 @@ class Phase(IntEnum):
 
 
 class Event(IntEnum):
-    """What the event stream is made of; each comes with one index."""
+    """The kinds of events; each event has one of them and one index."""
 
     ALLOC = 0  # storage: first seen, not made by an op we saw
     FREE = 1  # storage: nobody but autograd holds it any more
@@ -91,7 +91,7 @@ Events = tuple[tuple[Count, Count], ...]
 
 
 def is_inside(fqn: str, module: str) -> bool:
-    """Whether a name is strictly inside a module, by path component; ``""`` contains all others."""
+    """Whether a name is strictly inside of a module, by path component; ``""`` contains all others."""
     return fqn.startswith(module + ".") if module else fqn != ""
 
 
@@ -157,8 +157,8 @@ class Op(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     def call(self) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments.
 
-        A tensor is ``{"tensor": i}``, the ``i``-th of ``inputs``; what JSON has no word for is
-        ``{"dtype": "float32"}``, ``{"device": "cpu"}`` and the like, or ``{"object": "torch.Generator"}``.
+        A tensor is ``{"tensor": i}``, the ``i``-th of ``inputs``. Types and devices are ``{"dtype": "float32"}``,
+        ``{"device": "cpu"}`` and the like. Anything else is the name of its class: ``{"object": "torch.Generator"}``.
         """
         args, kwargs = json.loads(self.arguments)
         return args, kwargs
@@ -199,9 +199,9 @@ class Patch(msgspec.Struct, frozen=True):
         instance_handles: of new instances.
         changed_handles: by index, the storage and the tensor that a handle of the program is on instead.
         changed_tensors: by index, tensors that take the place of others.
-        changed_kinds: storages of the program that are for something else.
-        resized: storages of the program that have another size.
-        parameter_bytes: modules whose parameters do.
+        changed_kinds: storages of the program that get another kind.
+        resized: storages of the program that get another size.
+        parameter_bytes: modules whose parameters get another size.
     """
 
     events: Mapping[int, Events] = {}

@@ -1,9 +1,9 @@
-"""Files of frozen values: JSON with a kind, a schema version and a checksum, validated when it is read.
+"""Write and read files of frozen values: JSON with a kind, a schema version and a checksum, validated when read.
 
     write(path, {"what": "plan", "schema_version": 4, ...})
     plan = load(path, PlanFile, "plan", 4, PlanError)
 
-What is read is what was written, or an error of the family. ``docs/files.md`` says what is in the files.
+A file gives the value that was written, or an error of the family. ``docs/files.md`` says what is in the files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sacplan._program.writing import write_bytes
 from sacplan.errors import SacplanError
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-"""An integer of bytes, operations or occurrences, or an index."""
+"""A number of bytes, operations or occurrences, or an index."""
 
 MaybeIndex = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
 """An index; -1 where there is none."""
@@ -36,7 +36,7 @@ Name = Annotated[str, Meta(min_length=1)]
 Checksum = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 LARGEST_FILE = 2**30
-"""Bytes of JSON that are read at most; the profile of Llama-3-8B has 2 MB."""
+"""Largest file that is read, in bytes of JSON; the profile of Llama-3-8B has 2 MB."""
 
 _WIDTH = 160  # an object or list that fits in a line of that length is written on one
 
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class _FileHead(msgspec.Struct):
-    """What tells the kinds and versions of files apart, whatever else is in them."""
+    """The fields that tell kinds and versions of files apart, whatever else is in them."""
 
     what: Any = None
     schema_version: Any = None
@@ -66,7 +66,7 @@ def load(path: str | Path, kind: type[T], what: str, schema_version: int, error:
         head = msgspec.json.decode(data, type=_FileHead)
         if (head.what, head.schema_version) == (what, schema_version):
             found = msgspec.json.decode(data, type=kind)
-            json.loads(data, object_pairs_hook=_once)
+            json.loads(data, object_pairs_hook=_once)  # msgspec takes one of two equal keys without a word
             return found
     # Damaged compression, damaged or invalid JSON (these are ValueErrors), nesting without end, invalid values.
     except (EOFError, RecursionError, SacplanError, ValueError, gzip.BadGzipFile, zlib.error) as problem:
@@ -80,7 +80,7 @@ def load(path: str | Path, kind: type[T], what: str, schema_version: int, error:
 
 
 def read(path: Path) -> bytes:
-    """The JSON in a file, of bounded size: a few bytes of gzip may stand for any number."""
+    """Read the JSON in a file. Its size is bounded, since a few bytes of gzip may expand to any number."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         data: bytes = file.read(LARGEST_FILE + 1)
     if len(data) > LARGEST_FILE:
@@ -89,7 +89,7 @@ def read(path: Path) -> bytes:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; ``ValueError`` where it has a key twice, of which readers take one or the other."""
+    """Return an object of JSON; ``ValueError`` if it has a key twice, since readers differ in which one they take."""
     found = dict(pairs)
     if len(found) < len(pairs):
         key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
@@ -98,7 +98,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def schema_of(kind: type, title: str) -> dict[str, Any]:
-    """The JSON schema of the files that are read as ``kind``."""
+    """Return the JSON schema of the files that are read as ``kind``."""
     schema = msgspec.json.schema(kind)
     for definition in schema["$defs"].values():
         if "description" in definition:
@@ -107,7 +107,7 @@ def schema_of(kind: type, title: str) -> dict[str, Any]:
 
 
 def schema_path(what: str, version: int) -> Path:
-    """Where the package has the schema of a kind of file."""
+    """Return the path of the schema of a kind of file in the package."""
     return Path(__file__).parents[1] / "schemas" / f"{what}-{version}.json"
 
 
@@ -122,7 +122,7 @@ def write_compact(path: str | Path, value: Any) -> None:
 
 
 def _laid_out(value: Any, indent: int = 0, key: str = "") -> str:
-    """``value`` as JSON: on one line where it fits, else one entry per line."""
+    """Return ``value`` as JSON: on one line if it fits, else one entry per line."""
     line = key + json.dumps(value, allow_nan=False)
     if not value or not isinstance(value, (dict, list, tuple)) or indent + len(line) < _WIDTH:
         return line

@@ -1,4 +1,4 @@
-"""What a plan was made for: names, shapes and types of a model's parameters and of a batch's tensors."""
+"""Identify the model and the batch of a plan: names, shapes and types of parameters and of the batch's tensors."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         batch: path, shape and dtype of each tensor.
         local_shapes: of parameters that are DTensors, on the rank that made this. Not compared: on the last ranks they
             may be smaller.
-        setup: how the recorded step was set up. What differs is no other model: it is a ``SacplanWarning``.
-        target: what the command line made the model and the batch from, where it can make them again.
+        setup: how the recorded step was set up. A difference here is a ``SacplanWarning``, and no other model.
+        target: the arguments from which the command line made the model and the batch, if it can make them again.
     """
 
     model_class: Name
@@ -42,7 +42,7 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
     @classmethod
     def of(cls, model: torch.nn.Module, batch: Any) -> Fingerprint:
-        """Read it from a model and a batch (real, meta or fake)."""
+        """Make the fingerprint of a model and a batch (real, meta or fake)."""
         batches = tuple(_leaves(batch, "batch"))
         return cls(type(model).__name__, _parameters(model), batches, local_shapes=_local_shapes(model))
 
@@ -54,12 +54,12 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
     @property
     def n_parameters(self) -> int:
-        """Elements of all parameters of the whole model."""
+        """Number of elements of all parameters of the whole model."""
         return sum(prod(shape) for _, shape, _ in self.parameters)
 
     @property
     def dtype(self) -> str:
-        """Type of most elements of parameters: ``"bfloat16"``; empty without parameters."""
+        """Type that most elements of parameters have, such as ``"bfloat16"``; empty without parameters."""
         elements = Counter[str]()
         for _, shape, dtype in self.parameters:
             elements[dtype.removeprefix("frozen ").removeprefix("torch.")] += prod(shape)
@@ -67,7 +67,7 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
     @property
     def batch_in_words(self) -> str:
-        """``"16 sequences of 1,024 tokens"``, ``"64 images of 224 x 224"``, or what the first tensor is."""
+        """``"16 sequences of 1,024 tokens"``, ``"64 images of 224 x 224"``, or type and shape of the first tensor."""
         shapes = {path: shape for path, shape, _ in self.batch}
         ids = next((s for path, s in shapes.items() if "input_ids" in path and len(s) == 2), None)
         images = next((s for path, s in shapes.items() if "pixel_values" in path and len(s) == 4), None)
@@ -81,16 +81,16 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         return f"{dtype.removeprefix('torch.')} {list(shape)}"
 
     def is_of_same(self, other: Fingerprint) -> bool:
-        """Whether another is of the same model and batch, whatever made them and however the step was set up."""
+        """Whether another is of the same model and batch; ``target`` and ``setup`` are not compared."""
         ours, theirs = (structs.replace(one, target=None, setup=Setup()) for one in (self, other))
         return ours == theirs
 
     def check_model(self, model: torch.nn.Module) -> None:
-        """``PlanMismatch`` that names the first difference, if the model is another one."""
+        """Raise ``PlanMismatch``, which names the first difference, if the model is another one."""
         _compare("parameter", self.parameters, _parameters(model), f"a {self.model_class}")
 
     def check_batch(self, batch: Any) -> None:
-        """``PlanMismatch`` that names the first difference, if the batch has another shape."""
+        """Raise ``PlanMismatch``, which names the first difference, if the batch has another shape."""
         _compare("batch tensor", self.batch, tuple(_leaves(batch, "batch")), "another batch")
 
 
@@ -125,6 +125,7 @@ def _leaves(value: Any, path: str) -> list[FingerprintEntry]:
 def _compare(
     what: str, planned: Sequence[FingerprintEntry], here: Sequence[FingerprintEntry], whose: str
 ) -> None:
+    # The first difference in order is the one to report: a missing entry shifts all that follow.
     for old, new in zip(planned, here, strict=False):
         if old != new:
             raise PlanMismatch(

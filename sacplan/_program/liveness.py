@@ -1,8 +1,14 @@
-"""What is alive when: the fold over a program's events, and what it tells of every storage, handle and op.
+"""Fold the events of a program: how many bytes are alive when, and from when to when each thing lives.
 
-There is one rule, and :class:`Fold` is the only place where it stands: a storage is alive while somebody holds it. An
-op holds what it writes, until ``FREE``; so does ``ALLOC``. A handle holds from ``PACK`` to ``RELEASE``, a tensor that
-autograd was given from ``UNPACK`` to ``DROP``.
+There is one rule, and :class:`Fold` is the only place where it stands: a storage is alive while its count of holders is
+above zero. Each event changes at most one count by one, except that an op holds all storages that it writes:
+
+    OP, ALLOC   +1, until  FREE      code holds the storage
+    PACK        +1, until  RELEASE   autograd keeps a handle on it
+    UNPACK      +1, until  DROP      a backward formula has the tensor of a handle
+
+The invariant is ``live == sum(size(s) for s if holders[s] > 0)``. Since sizes are those of the device's allocator, the
+peak of a program is that of the step, byte for byte.
 """
 
 from __future__ import annotations
@@ -25,11 +31,11 @@ _NO_PATCH = Patch()
 
 
 class Fold:
-    """Goes through events, and knows what is alive.
+    """The bytes that are alive, after each event of a program in turn.
 
     Args:
-        program: what the indices of the events refer to.
-        patch: what indices beyond those of the program refer to.
+        program: the program that the indices of the events refer to.
+        patch: a patch of it; indices beyond those of the program refer to this.
         initial: storages alive when the events begin; by default those of the step.
 
     Attributes:
@@ -81,19 +87,19 @@ class Fold:
         return self.handle_storage(known[instance] if new < 0 else self._patch.instance_handles[new])
 
     def hold(self, storage: int) -> None:
-        """One more holds it."""
+        """Count one more holder."""
         self.holders[storage] += 1
         if self.holders[storage] == 1:
             self.live += self.size(storage)
 
     def release(self, storage: int) -> None:
-        """One fewer holds it."""
+        """Count one holder less."""
         self.holders[storage] -= 1
         if not self.holders[storage]:
             self.live -= self.size(storage)
 
     def step(self, code: int, arg: int) -> None:
-        """One event."""
+        """Go on by one event. Module calls hold nothing."""
         if code == _OP:
             program = self._program
             if arg < self._n_ops:
@@ -101,6 +107,9 @@ class Fold:
             else:
                 op = self._patch.ops[arg - self._n_ops]
                 inside = op.workspace_bytes - (self.size(op.replaces) if op.replaces >= 0 else 0)
+            # Outputs are allocated while all inputs are alive, and the workspace with them. It is gone after the op, so
+            # it is in ``noted`` but not in ``live``. An in-place version takes over the bytes of the old one, which is
+            # freed by the next event: until then both are in ``live``, and one of them is taken off.
             for s in op.writes:
                 self.hold(s)
             self.noted = self.live + inside
@@ -120,7 +129,7 @@ class Fold:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a program takes.
+    """The peak of a program, and what runs a second time in it.
 
     Attributes:
         peak_bytes: the most that is alive at any op of the step.
@@ -144,7 +153,7 @@ class Footprint:
 
 
 def footprint_of(program: Recording) -> Footprint:
-    """Fold the events of a program."""
+    """Fold the events of a program. Of several ops with the same peak, the first one counts."""
     fold = Fold(program)
     step, ops = fold.step, program.ops
     peak, peak_op = fold.live, next((arg for code, arg in program.events if code == _OP), -1)
@@ -171,7 +180,7 @@ def footprint_of(program: Recording) -> Footprint:
 
 
 def bytes_at_ops(program: Recording) -> Bytes:
-    """By op, bytes alive while it runs: ``Liveness.at_op`` where nothing else of it is needed."""
+    """Return by op the bytes alive while it runs: ``Liveness.at_op``, without the cost of the rest."""
     fold, found = Fold(program), np.zeros(len(program.ops), dtype=np.int64)
     step = fold.step
     for code, arg in program.events:
@@ -183,7 +192,7 @@ def bytes_at_ops(program: Recording) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One op of a step: what is alive while it runs.
+    """The bytes that are alive while one op runs.
 
     Attributes:
         op: the op; -1 for the state before the step.
@@ -197,7 +206,7 @@ class Moment:
 
 
 class _FoldByKind(Fold):
-    """A fold that tells what the bytes are for."""
+    """A fold that also counts bytes by kind of storage."""
 
     __slots__ = ("by_kind",)
 
@@ -216,14 +225,14 @@ class _FoldByKind(Fold):
         self.by_kind[self._program.storage_kinds[storage]] += self.live - before
 
     def while_running(self, op: int) -> tuple[int, ...]:
-        """By kind, while an op runs that has just been stepped over."""
+        """Return bytes by kind while the op ran that was stepped over last."""
         kinds = list(self.by_kind)
         kinds[StorageKind.TEMPORARY] += self._program.inside_bytes[op]
         return tuple(kinds)
 
 
 class Liveness:
-    """Who holds what when in a program, worked out once.
+    """From when to when each storage, handle, instance and module call of a program lives.
 
     A position is an index into ``program.events``. Where something begins before the step its position is -1; where it
     does not end, ``len(program.events)``.
@@ -233,7 +242,7 @@ class Liveness:
         before_event: by position, bytes alive before the event.
         at_op: by op, bytes alive while it runs; 0 if it does not.
         initial_bytes: alive before the first event.
-        events_of: by storage, the positions of the events that are about it.
+        events_of: by storage, the positions of its events.
         died: by storage, the position after which nobody holds it.
         made, freed: by storage, from when to when something other than autograd holds it.
         packed, released: by handle.
@@ -313,14 +322,14 @@ class Liveness:
     # --- at one op ----------------------------------------------------------------------------------
 
     def alive(self, op: int) -> dict[int, int]:
-        """Storages alive while an op runs, its outputs included, and how many hold each."""
+        """Return the storages alive while an op runs, its outputs included, with their numbers of holders."""
         fold = Fold(self.program)
         for code, arg in self.program.events[: int(self.op_events[op]) + 1]:
             fold.step(code, arg)
         return {s: n for s, n in fold.holders.items() if n}
 
     def held_otherwise(self, op: int) -> set[int]:
-        """Storages that something other than a handle of autograd keeps alive while an op runs."""
+        """Return storages that something other than a handle of autograd keeps alive while an op runs."""
         at = int(self.op_events[op])
         held = {
             s for s, (made, freed) in enumerate(zip(self.made, self.freed, strict=True)) if made <= at < freed
@@ -330,12 +339,13 @@ class Liveness:
         return held.union(storages[handle] for handle, start, end in instances if start <= at < end)
 
     def bytes_held(self, storages: Iterable[int], *, but_for_autograd: bool = False) -> Bytes:
-        """By position, bytes of some storages that are alive once the event has happened.
+        """Return by position the bytes of some storages that are alive once the event has happened.
 
         Args:
-            storages: which.
+            storages: the storages to count.
             but_for_autograd: count a storage only while something other than autograd holds it.
         """
+        # Each storage adds its bytes where it begins and takes them off where it ends; the running sum is the answer.
         change = np.zeros(len(self.program.events) + 2, dtype=np.int64)
         ends = self.freed if but_for_autograd else self.died
         for s in storages:
@@ -344,12 +354,12 @@ class Liveness:
         return np.cumsum(change)[1:-1]
 
     def held_for_later(self, op: int) -> list[int]:
-        """Storages that are alive while an op runs only because autograd holds them for later."""
+        """Return storages that are alive while an op runs only because autograd holds them for later."""
         at = int(self.op_events[op])
         return sorted(self.packed_at(at) - self.held_otherwise(op))
 
     def packed_at(self, position: int) -> set[int]:
-        """Storages that autograd keeps for the backward pass once an event has happened."""
+        """Return storages that autograd keeps for the backward pass once an event has happened."""
         handles = zip(self.program.handle_storages, self.packed, self.released, strict=True)
         return {s for s, start, end in handles if start <= position < end}
 
@@ -357,7 +367,7 @@ class Liveness:
 
     @cached_property
     def floor_bytes(self) -> int:
-        """What is alive at some op for other reasons than autograd's holding it: no plan has a lower peak."""
+        """The peak without bytes that only handles of autograd hold: no plan that only recomputes has a lower one."""
         fold, most = Fold(self.program), 0
         for code, arg in self.program.events:
             if code not in (_PACK, _RELEASE):
@@ -368,7 +378,7 @@ class Liveness:
 
     @cached_property
     def end_of_forward(self) -> int:
-        """The position of the first op behind the forward pass."""
+        """The position of the first op after the forward pass."""
         ops = self.program.ops
         behind = (
             p
@@ -389,7 +399,7 @@ class Liveness:
 
     @cached_property
     def unpacked_before_peak(self) -> frozenset[int]:
-        """Storages that autograd has asked for by the op of the backward pass at which most is alive."""
+        """Storages that autograd has unpacked by the time of the backward pass's peak."""
         program = self.program
         backward = [i for i, op in enumerate(program.ops) if op.phase == Phase.BACKWARD]
         if not backward:
@@ -400,7 +410,7 @@ class Liveness:
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
-        """The ops of the step in the order in which they run; the first stands for the state before it."""
+        """One moment for each op in the order in which they run, after one for the state before the step."""
         fold = _FoldByKind(self.program)
         found = [Moment(-1, fold.live, tuple(fold.by_kind))]
         for code, arg in self.program.events:
@@ -411,7 +421,7 @@ class Liveness:
 
     @property
     def peak(self) -> Moment:
-        """The moment at which most is alive; the first, if there are several."""
+        """The moment at which most bytes are alive; the first of several."""
         return max(self.moments, key=lambda moment: moment.live_bytes)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Names of modules and ops for people: layers that repeat share a name, ops are without their namespace."""
+"""Write names of modules and ops for people: layers that repeat share a name, ops are without their namespace."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NAMES = {
 
 
 def pattern_over(fqns: Iterable[str]) -> str:
-    """One name for several modules of the same pattern: ``*`` stands for the numbers that differ.
+    """Return one name for several modules of the same pattern: ``*`` stands for the numbers that differ.
 
     Modules whose names are only numbers are listed: ``"0, 2"``.
     """
@@ -45,7 +45,7 @@ def pattern_over(fqns: Iterable[str]) -> str:
 
 
 def numbers_of(fqns: Iterable[str]) -> str:
-    """The numbers by which modules of one pattern differ, as ranges: ``"0-2, 5"``; "" where more than one differs."""
+    """Return the numbers by which modules of a pattern differ, as ranges: ``"0-2, 5"``; "" if several parts differ."""
     paths = [fqn.split(".") for fqn in fqns]
     differing = [set(part) for part in zip(*paths, strict=True) if len(set(part)) > 1]
     if len(differing) != 1:
@@ -58,7 +58,7 @@ def numbers_of(fqns: Iterable[str]) -> str:
 
 
 def one_name(names: Sequence[str]) -> str:
-    """Names of one pattern: with the numbers by which they differ, or ``*`` where several do."""
+    """Return one name for names of one pattern: with the numbers by which they differ, or ``*`` if several parts do."""
     numbers = numbers_of(names).replace("–", "-").replace(", ", ",") if len(names) > 1 else ""
     shown = f"{{{numbers}}}" if "," in numbers else numbers or "*"
     columns = zip(*(name.split(".") for name in names), strict=True)
@@ -66,7 +66,7 @@ def one_name(names: Sequence[str]) -> str:
 
 
 def folded_names(modules: Iterable[str]) -> tuple[str, ...]:
-    """One name for modules of the same pattern: ``model.layers.0-31.mlp``."""
+    """Return one name for the modules of each pattern: ``model.layers.0-31.mlp``."""
     by_pattern: dict[str, list[str]] = defaultdict(list)
     for module in modules:
         by_pattern[pattern_of(module)].append(module)
@@ -74,13 +74,13 @@ def folded_names(modules: Iterable[str]) -> tuple[str, ...]:
 
 
 def module_of(program: Program, op: int) -> str | None:
-    """The module whose forward an op belongs to, "" for the model itself; None for outside of any."""
+    """Return the module whose forward an op belongs to: "" for the model itself, None outside of any."""
     scope = program.ops[op].scope
     return None if scope == ROOT_SCOPE else program.scopes[scope].fqn
 
 
 def shown_module(program: Program, op: int, model: str) -> str:
-    """The module of an op as reports show it; ``model`` stands for the model itself."""
+    """Return the module of an op as reports show it; ``model`` stands for the model itself."""
     module = module_of(program, op)
     if module is not None:
         return module or model
@@ -88,7 +88,7 @@ def shown_module(program: Program, op: int, model: str) -> str:
 
 
 def short_op(name: str) -> str:
-    """An op in few words: ``"aten.mm.default"`` becomes ``"matmul"``, ``"aten.add_.Tensor"`` ``"add_"``."""
+    """Return an op in few words: ``"aten.mm.default"`` becomes ``"matmul"``, ``"aten.add_.Tensor"`` ``"add_"``."""
     parts = name.split(".")
     if parts[0] != "aten" or len(parts) < 2:
         return name.removesuffix(".default")
@@ -98,5 +98,5 @@ def short_op(name: str) -> str:
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sort key under which ``layers.10`` comes after ``layers.9``."""
+    """Return a sort key under which ``layers.10`` comes after ``layers.9``."""
     return tuple((0, int(p), "") if p.isdigit() else (1, 0, p) for p in name.split("."))

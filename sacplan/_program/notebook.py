@@ -1,4 +1,4 @@
-"""Titles and rows as text for a terminal and as HTML for a notebook, in the colours of either."""
+"""Write titles and rows as text for a terminal and as HTML for a notebook, in the colours of either."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Section:
     """A title with rows below it.
 
     Attributes:
-        title: a line.
-        rows: labels and what is said of each.
+        title: one line.
+        rows: labels, each with its text.
     """
 
     title: str
     rows: tuple[tuple[str, str], ...]
 
     def text(self, width: int) -> str:
-        """Lines of at most so many characters, words that are longer aside."""
+        """Return lines of at most ``width`` characters, except for words that are longer."""
         margin = max((len(label) for label, _ in self.rows), default=0) + 4
         lines = [self.title]
         for label, said in self.rows:
@@ -45,7 +45,7 @@ class Section:
 
 
 def as_html(sections: Sequence[Section]) -> str:
-    """For ``_repr_html_``: names are escaped, nothing is loaded, and colours are those of the page."""
+    """Return HTML for ``_repr_html_``: names are escaped, nothing is loaded, and colours are those of the page."""
     parts = []
     for section in sections:
         rows = "".join(
@@ -58,7 +58,7 @@ def as_html(sections: Sequence[Section]) -> str:
 
 
 def frame_html(frame: pd.DataFrame) -> str:
-    """A table with bytes and shares as people write them; pandas escapes names."""
+    """Return a table as HTML, with bytes and shares as people write them; pandas escapes names."""
     shown = frame.copy()
     for column in shown.columns:
         if str(column).endswith("_bytes"):

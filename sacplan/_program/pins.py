@@ -1,4 +1,4 @@
-"""Pins: what a plan must leave alone, by patterns that are checked against the recorded step.
+"""Pins: the ops and modules that a plan must leave alone, given as patterns and checked against the recorded step.
 
     plan = sacplan.plan(profile, "60%", keep=["*.router", "aten.topk"], never=["vision_tower.*"])
 
@@ -12,10 +12,10 @@ How a pattern is read:
   name and by call: ``keep=["encoder"]`` holds for ``encoder.layers.0`` and for a module from elsewhere that runs in
   ``encoder``. ``vision_tower.*`` matches what is inside of ``vision_tower``, not the module itself.
 
-``keep``: what ops of that name made, and what any op in these modules made, is never discarded. ``never``: the same for
+``keep``: the outputs of ops of that name, and of any op in these modules, are never discarded. ``never``: the same for
 these modules, and neither they nor anything around or inside of them is a unit, so nothing watches their ops.
-A module around one is then planned for by the units that are left inside of it; what it computes itself, outside of
-any of them, stays as it is.
+A module around one is then planned for by the units that are left inside of it. Its own ops, outside of any of these
+units, stay as they are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ALIKE = 0.6  # difflib's ratio from which a name counts as near
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """Patterns, and what they come to in one step.
+    """Patterns, and the ops and modules of one step that they match.
 
     Attributes:
         keep, never: as given.
@@ -59,7 +59,7 @@ class Pins:
 
     @property
     def said(self) -> str:
-        """What was given, in words."""
+        """The arguments, in words, for a message."""
         named = (("keep", self.keep), ("never", self.never))
         words = [f"{argument}={list(patterns)!r}" for argument, patterns in named if patterns]
         if not words or (self.widest_units is not None and not self.never):
@@ -70,11 +70,11 @@ class Pins:
 
     @property
     def key(self) -> tuple[frozenset[int], tuple[int, ...] | None]:
-        """Equal for pins that come to the same."""
+        """Equal for pins that leave the same ops and modules alone."""
         return self.kept_ops, self.widest_units
 
     def widest_unit(self, scope: int) -> int:
-        """Of a scope; of itself where every module may be a unit."""
+        """Return the widest unit of a scope, or ``ROOT_SCOPE`` where there is none or every module may be a unit."""
         if scope == ROOT_SCOPE or self.widest_units is None:
             return ROOT_SCOPE
         return self.widest_units[scope]
@@ -88,7 +88,7 @@ class Pins:
         return all(map(self.may_be_discarded_in, program.calls[fqn]))
 
     def units_in(self, program: Program, fqn: str) -> list[str]:
-        """The module, or where it must not be a unit the outermost in it that may be, in execution order."""
+        """Return the module; if it must not be a unit, the outermost modules in it that may be, in execution order."""
         if self.may_be_a_unit(program, fqn):
             return [fqn]
         widest_units = [scope for scope in range(len(program.scopes)) if self.widest_unit(scope) == scope]
@@ -102,7 +102,7 @@ NO_PINS = Pins()
 def resolve_pins(
     program: Program, fingerprint: Fingerprint, keep: Sequence[str], never: Sequence[str]
 ) -> Pins:
-    """What the patterns come to.
+    """Match the patterns against a recorded step.
 
     Raises:
         PlanError: a pattern that matches nothing, or is no pattern; names what comes near.
@@ -120,6 +120,8 @@ def resolve_pins(
             kept_ops.update(known.ops(pattern))
         else:
             kept_modules.update(known.modules(pattern, "keep"))
+    # TorchScript modules are left alone as if ``never`` named them. Compiled ones may be units themselves; only modules
+    # around them may not.
     left_alone = {fqn for pattern in never for fqn in known.modules(pattern, "never")}
     alone = _scopes_of(program, left_alone.union(scripted))
     widest_units = _widest_units(program, alone, compiled) if never or compiled or scripted else None
@@ -128,6 +130,7 @@ def resolve_pins(
     named_ops = kept_ops.union(i for i in forward if program.ops[i].scope in pinned)
     kept_ops = set(named_ops)
     if widest_units is not None:
+        # No unit holds these ops, so nothing could run them again.
         scopes = ((i, program.ops[i].scope) for i in forward)
         kept_ops.update(i for i, s in scopes if s == ROOT_SCOPE or widest_units[s] == ROOT_SCOPE)
     return Pins(keep, never, frozenset(kept_ops), widest_units, frozenset(named_ops))
@@ -158,7 +161,7 @@ def _names_ops(pattern: str) -> bool:
 
 
 class _Names:
-    """Modules and ops of the forward pass that patterns may mean."""
+    """The modules and ops of the forward pass that patterns can match."""
 
     def __init__(self, program: Program, fingerprint: Fingerprint) -> None:
         self._program = program
@@ -223,7 +226,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _with_outer(names: Iterable[str]) -> Iterable[str]:
-    """Each name after those that it is inside of, the model's own, "", first."""
+    """Yield each name after those that it is inside of; the model's own, "", comes first."""
     for name in names:
         yield ""
         parts = name.split(".")
@@ -232,7 +235,7 @@ def _with_outer(names: Iterable[str]) -> Iterable[str]:
 
 
 def _by_part(modules: Iterable[str]) -> dict[str, str]:
-    """What a pattern may resemble, a name or the last part of one, to how it is written as a pattern."""
+    """Return names, and last parts of names, that a mistyped pattern may resemble, each with the right pattern."""
     found: dict[str, str] = {}
     for name in modules:
         if name:
@@ -246,6 +249,7 @@ def _by_part(modules: Iterable[str]) -> dict[str, str]:
 
 def _near(pattern: str, candidates: dict[str, str]) -> str:
     core = pattern.strip("*.")
+    # Names that are spelled alike come first, then those that contain the pattern's text.
     close = difflib.get_close_matches(core, candidates, n=_NEAR, cutoff=_ALIKE)
     close += [name for name in candidates if core and core in name and name not in close]
     names = dict.fromkeys(candidates[name] for name in close[:_NEAR])
@@ -253,7 +257,7 @@ def _near(pattern: str, candidates: dict[str, str]) -> str:
 
 
 def _scopes_of(program: Program, modules: Iterable[str]) -> set[int]:
-    """The calls of these modules, and every call inside of one."""
+    """Return the calls of these modules, and every call inside of one."""
     wanted = set(modules)
     found: set[int] = set()
     for i, scope in enumerate(program.scopes):  # a call comes after the one around it
@@ -263,14 +267,15 @@ def _scopes_of(program: Program, modules: Iterable[str]) -> set[int]:
 
 
 def _compiled(program: Program, fingerprint: Fingerprint) -> set[int]:
-    """The calls of modules that were compiled on their own: in a unit around them they would not run compiled."""
+    """Return the calls of modules compiled on their own: in a unit around them they would not run compiled."""
     return {call for fqn in fingerprint.setup.compiled for call in program.calls.get(fqn, ())}
 
 
 def _widest_units(program: Program, alone: set[int], compiled: set[int]) -> tuple[int, ...]:
-    """See ``Pins.widest_units``.
+    """Return ``Pins.widest_units``.
 
-    A module with a call in or around what is left alone is no unit in any of its calls.
+    A module with a call in or around a module that is left alone is no unit in any of its calls: a recipe belongs to a
+    module, not to a call.
     """
     scopes = program.scopes
     barred = {scopes[scope].fqn for scope in alone}

@@ -1,7 +1,8 @@
-"""Where ops run within one call of a unit: relative to the module calls inside it, not to the beginning.
+"""Call sites: where ops run within one call of a unit, relative to the module calls inside it.
 
-A place is all that runs between two boundaries, a module call that begins or one that ends. So an op more in one place
-leaves the call sites of all others as they are. The recorded program and the executor find places in the same way.
+A place is the stretch between two boundaries, each a module call that begins or one that ends. Ops are counted from the
+beginning of their place, not of the call. So one more op in one place leaves the call sites in all others as they are.
+The recorded program and the executor find places by the same code.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ from dataclasses import dataclass
 from sacplan._program.elements import CallSite
 
 Call = tuple[str, int]
-"""A module's name relative to the unit, and which of its calls in this call of the unit it is, from 0."""
+"""A module's name relative to the unit, and the number of this call of it within the call of the unit, from 0."""
 
 OpSequence = tuple[tuple[str, str, tuple[str, ...]], ...]
 """The ops of one call of a unit in order, without views: (module call around them, place, ops as ``described``)."""
 
 
 def described(op: str, ranks: Sequence[int]) -> str:
-    """An op and the ranks of its tensor arguments, ``"aten.mm.default(2, 2)"``: what a batch size does not change."""
+    """Describe an op by the ranks of its tensors, ``"aten.mm.default(2, 2)"``: no batch size changes that."""
     return f"{op}({', '.join(map(str, ranks))})"
 
 
 def op_of(description: str) -> str:
-    """The op's name."""
+    """Return the name in a description of an op."""
     return description.partition("(")[0]
 
 
 def ops_of(sequence: OpSequence) -> Iterator[tuple[str, str, CallSite]]:
-    """The ops of a call in order: the module call around each, the op as ``described``, and its call site."""
+    """Yield the ops of a call in order: the module call around each, the op as ``described``, and its call site."""
     seen: dict[tuple[str, str], int] = defaultdict(int)
     for caller, place, descriptions in sequence:
         for description in descriptions:
@@ -41,7 +42,7 @@ def ops_of(sequence: OpSequence) -> Iterator[tuple[str, str, CallSite]]:
 
 @dataclass(frozen=True, slots=True)
 class StepDifference:
-    """Where the ops of a call first differ from the recorded ones.
+    """The first difference between the ops of a call and the recorded ones.
 
     Attributes:
         unit: fqn of the module.
@@ -63,7 +64,7 @@ class StepDifference:
 
 
 class CallSites:
-    """The places of the ops of one call of a unit, in the order in which they run.
+    """Finds the place of each op of one call of a unit, in the order in which they run.
 
     Attributes:
         calls: the module calls around the last op, outermost first.
@@ -78,12 +79,14 @@ class CallSites:
         self._seen: dict[str, int] = defaultdict(int)
 
     def at(self, around: Sequence[tuple[Hashable, str]]) -> str:
-        """The place of the next op.
+        """Return the place of the next op.
 
         Args:
-            around: the module calls around it, outermost first: something that tells two calls apart, and the name.
+            around: the module calls around it, outermost first: a key that tells two calls apart, and the name.
         """
         keys = tuple(around)
+        # Keys tell a new call of the same module from the one before, so calls get their numbers here: those that are
+        # common with the last op keep theirs, the others are new.
         if keys != self._keys:
             common = 0
             for key, known in zip(keys, self._keys, strict=False):
@@ -96,15 +99,15 @@ class CallSites:
         return self.place
 
     def follow(self, calls: tuple[Call, ...]) -> str:
-        """The same for an op whose calls are known by number."""
+        """Return the place of the next op, whose calls are known by number."""
         if calls != self.calls:
             self._move(calls)
         return self.place
 
     def candidates(self, names: Sequence[str], likely: Sequence[Call]) -> Iterator[tuple[Call, ...]]:
-        """After ``follow``, what the module calls of these names may be, the likely ones first.
+        """Yield the calls, by number, that module calls of these names may be; to be used after ``follow``.
 
-        Any of those that the last op was in may be over, and have begun again.
+        Any call that the last op was in may have ended and begun again. ``likely`` comes first if its names fit.
         """
         if [name for name, _ in likely] == list(names):
             yield tuple(likely)
@@ -117,14 +120,17 @@ class CallSites:
             yield (*self.calls[:same], *((name, self._seen[name]) for name in names[same:]))
 
     def place_in(self, calls: tuple[Call, ...]) -> str:
-        """The place of the next op, if it is in these calls."""
+        """Return the place that the next op has if it is in these calls.
+
+        If it enters a call, the place is that call. Otherwise it has left one: the outermost that it is no longer in.
+        """
         if calls == self.calls:
             return self.place
         common = self._common(calls)
         return _named(calls[-1]) if common < len(calls) else f"after {_named(self.calls[common])}"
 
     def resume(self, around: Sequence[tuple[Hashable, str]], calls: tuple[Call, ...]) -> None:
-        """After ``follow``: the calls around the next op, as for ``at``, are these."""
+        """Go on with ``at`` after ``follow``: tell both forms of the calls around the next op."""
         self.follow(calls)
         self._keys = tuple(around)
 

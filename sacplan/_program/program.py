@@ -13,7 +13,7 @@ program costs is a fold over its events (``liveness.py``), which knows nothing o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -58,18 +58,20 @@ __all__ = [
 class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fields=True):
     """One step; its fields are those of ``Recording``.
 
-    A recorded program has its ops in the order in which they ran. In one that was rewritten, ops that were added stand
-    behind the others (``renumbered`` puts them in order).
+    A recorded program has its ops in the order in which they ran. In a rewritten one, added ops come after all others
+    (``renumbered`` puts them in order).
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled without what was derived from it."""
+        """Pickle the fields alone, without cached properties and results of ``derived`` functions."""
         return _program, tuple(getattr(self, name) for name in self.__struct_fields__)
 
     # --- rewriting -----------------------------------------------------------------------------------
 
     def with_(self, patch: Patch) -> Program:
-        """The program with a rewrite applied."""
+        """Return the program with a rewrite applied. It shares the fields that the patch leaves alone."""
+        # Stretches of events between two changed positions are copied as they are. A position beyond the last event
+        # stands for the end of the step.
         events: list[tuple[int, int]] = []
         done = 0
         for position in sorted(patch.events):
@@ -79,7 +81,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         events += self.events[done:]
         storages = {handle: storage for handle, (storage, _) in patch.changed_handles.items()}
         tensors = {handle: tensor for handle, (_, tensor) in patch.changed_handles.items()}
-        unknown = (-1,) * len(patch.handle_storages)
+        unknown = (-1,) * len(patch.handle_storages)  # a handle that a rewrite adds is on no recorded tensor
         return msgspec.structs.replace(
             self,
             events=tuple(events),
@@ -96,7 +98,8 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         )
 
     def renumbered(self) -> Program:
-        """The same with its ops in the order in which they run; ops that no longer run are left out."""
+        """Return the same step with its ops in the order in which they run; ops that no longer run are left out."""
+        # Ops that were left out get -1: nothing that runs can be their gradient or run them again.
         order = [arg for code, arg in self.events if code == Event.OP]
         place = {op: i for i, op in enumerate(order)} | {-1: -1}
         ops = tuple(
@@ -107,6 +110,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
             else op
             for op in map(self.ops.__getitem__, order)
         )
+        # The ops of a module call are now those between its events, wherever a rewrite has moved them.
         first: dict[int, int] = {}
         end: dict[int, int] = {}
         events: list[tuple[int, int]] = []
@@ -134,31 +138,21 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
 
     # --- what follows from it ------------------------------------------------------------------------
 
-    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Something that is worked out from the program once and kept as long as the program is.
-
-        It is no part of the value: neither compared nor pickled nor saved.
-        """
-        known: dict[Hashable, Any] = self.__dict__.setdefault("_derived", {})
-        if key not in known:
-            known[key] = make()
-        found: T = known[key]
-        return found
-
     @cached_property
     def liveness(self) -> Liveness:
-        """Who holds what when: all that is to be read from the order of the events."""
+        """From when to when each thing of the program lives."""
         return Liveness(self)
 
     @cached_property
     def footprint(self) -> Footprint:
-        """The peak of the step, what it is made of, and what runs a second time."""
+        """The peak of the step, and the ops that run a second time."""
         return footprint_of(self)
 
     @cached_property
     def left_out(self) -> frozenset[int]:
         """Ops that a rewrite took out of the events; none in a recorded program."""
         ran = {arg for code, arg in self.events if code == Event.OP}
+        # The common case costs no second set. An op runs at most once: one that runs again is an op of its own.
         return frozenset() if len(ran) == len(self.ops) else frozenset(range(len(self.ops))) - ran
 
     @cached_property
@@ -178,7 +172,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
 
     @cached_property
     def calls(self) -> dict[str, tuple[int, ...]]:
-        """Scopes by module name, in the order of execution; a call inside a call of the same module is left out."""
+        """By module name, its calls in the order of execution, without those inside of a call of the same module."""
         by_fqn: dict[str, list[int]] = defaultdict(list)
         for i, scope in enumerate(self.scopes):
             if scope.fqn not in (self.scopes[j].fqn for j in self.ancestors(i)):
@@ -186,7 +180,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         return {fqn: tuple(scopes) for fqn, scopes in by_fqn.items()}
 
     def ancestors(self, scope: int) -> Iterator[int]:
-        """The scopes around one, innermost first, itself not included."""
+        """Yield the scopes around one, innermost first, without itself."""
         scope = self.scopes[scope].parent if scope != ROOT_SCOPE else ROOT_SCOPE
         while scope != ROOT_SCOPE:
             yield scope
@@ -194,16 +188,18 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
 
     @cached_property
     def outermost_modules(self) -> tuple[str, ...]:
-        """The modules that no other one calls: the model itself, or parts of it that a loss function calls."""
+        """The modules that no other module calls: the model itself, or parts of it that a loss function calls."""
         return tuple(dict.fromkeys(scope.fqn for scope in self.scopes if scope.parent == ROOT_SCOPE))
 
     def outermost_module(self, scope: int) -> str | None:
-        """The one of them in which a module call is; None outside of all."""
+        """Return the outermost module in which a module call is; None outside of all."""
         return None if scope == ROOT_SCOPE else self.scopes[(scope, *self.ancestors(scope))[-1]].fqn
 
     def common_scope(self, scopes: Iterable[int]) -> int:
-        """The innermost module call that all these are in or are, or -1."""
-        common: list[int] | None = None
+        """Return the innermost module call that contains all of these, or is one of them; -1 if there is none."""
+        common: list[int] | None = (
+            None  # the path, from the outermost call inwards, that all scopes so far share
+        )
         for scope in scopes:
             path = [scope, *self.ancestors(scope)][::-1] if scope != ROOT_SCOPE else []
             if common is None:
@@ -216,11 +212,11 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         return common[-1] if common else ROOT_SCOPE
 
     def ops_in(self, scope: int) -> range:
-        """The ops that ran in one module call."""
+        """Return the ops that ran in one module call."""
         return range(self.scopes[scope].first_op, self.scopes[scope].end_op)
 
     def sites(self, scope: int) -> dict[int, CallSite]:
-        """The call sites of the forward ops of one module call, by op."""
+        """Return the call sites of the forward ops of one module call, by op."""
         seen: dict[tuple[str, str], int] = defaultdict(int)
         found: dict[int, CallSite] = {}
         for i, places in self._places(scope):
@@ -230,21 +226,26 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         return found
 
     def sequence(self, scope: int) -> OpSequence:
-        """The ops of the forward pass that compute something in one module call."""
+        """Return the forward ops of one module call that compute something, place by place."""
         found: list[tuple[str, str, list[str]]] = []
         for i, places in self._places(scope):
             op = self.ops[i]
             if not is_computation(op.name):
                 continue
             if not found or found[-1][1] != places.place:
-                found.append((places.caller, places.place, []))
+                found.append((places.caller, places.place, []))  # the op before was in another place
             found[-1][2].append(described(op.name, [len(self.tensors[t].shape) for t in op.inputs]))
         return tuple((caller, place, tuple(ops)) for caller, place, ops in found)
 
     def _places(self, scope: int) -> Iterator[tuple[int, CallSites]]:
-        """The forward ops of one module call, and their places in it. A view is where the op before it is."""
+        """Yield the forward ops of one module call with their places in it.
+
+        A view has the place of the op before it: only ops that compute something open one.
+        """
         unit = self.scopes[scope].fqn
         prefix = len(unit) + 1 if unit else 0
+        # The calls around an op, up to ``scope``. Calls of modules whose names do not begin with the unit's (a shared
+        # module from elsewhere in the model) are passed over: they have no name relative to the unit.
         around: dict[int, tuple[tuple[Hashable, str], ...]] = {scope: (), ROOT_SCOPE: ()}
 
         def calls(inner: int) -> tuple[tuple[Hashable, str], ...]:
@@ -262,7 +263,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
                 yield i, places
 
     def call_sites(self, fqn: str) -> dict[CallSite, tuple[int, ...]]:
-        """By call site, the forward ops of a module: one of each call that has it."""
+        """Return by call site the forward ops of a module: one of each call that has the site."""
         found: dict[CallSite, list[int]] = defaultdict(list)
         for scope in self.calls.get(fqn, ()):
             for i, site in self.sites(scope).items():
@@ -270,7 +271,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         return {site: tuple(ops) for site, ops in found.items()}
 
     def outermost_calls(self, but_of: Collection[str]) -> dict[int, int]:
-        """By scope, the outermost module call that it is or is in and that is not of one of these modules, or -1."""
+        """Return by scope the outermost module call, around it or itself, that is of none of these modules; or -1."""
         found = {ROOT_SCOPE: ROOT_SCOPE}
         for i, scope in enumerate(self.scopes):  # parents come first
             outer = found[scope.parent]
@@ -278,7 +279,8 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         return found
 
     def depends(self, later: Collection[int], earlier: Collection[int]) -> bool:
-        """Whether one of some ops reads, directly or not, what one of others made."""
+        """Whether one of the ops ``later`` reads, directly or through others, an output of one of ``earlier``."""
+        # One pass in the order of execution: what follows from ``earlier`` is marked, until one of ``later`` reads it.
         made: set[int] = set()
         if not later or not earlier:
             return False
@@ -307,12 +309,12 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         return sum(op.flops for op in self._run())
 
     def _run(self) -> Iterator[Op]:
-        """The ops that run: a rewrite may leave some out."""
+        """Yield the ops that run: a rewrite may leave some out."""
         return (self.ops[arg] for code, arg in self.events if code == Event.OP)
 
 
 def _changed(things: tuple[T, ...], by: Mapping[int, T]) -> tuple[T, ...]:
-    """Some of them replaced."""
+    """Return a tuple with some of its entries replaced."""
     if not by:
         return things
     found = list(things)

@@ -1,4 +1,4 @@
-"""Progress of calls that take long: a bar in a notebook and on a terminal, nothing where output goes elsewhere.
+"""Show the progress of long calls: a bar in a notebook and on a terminal, nothing where output goes elsewhere.
 
 with reported(progress, "frontier", total=32) as step:
 step("milp at 3 GiB")
@@ -18,20 +18,20 @@ Progress: TypeAlias = bool | Callable[[Any], Any] | None
 """``progress=`` of a call: None for a bar in a notebook or on a terminal, True for one anywhere, False for none, or a
 function that is called with each result as soon as it is known."""
 
-_PATIENCE_S = 0.5  # what is over by then shows nothing
+_PATIENCE_S = 0.5  # a call that is over by then shows nothing
 
 
 @contextlib.contextmanager
 def reported(progress: Progress, what: str, total: int | None = None) -> Iterator[Callable[[Any, str], None]]:
-    """Yields a function that takes each result, and what it is in a few words.
+    """Yield a function that takes each result, and its name in a few words.
 
     Args:
-        progress: as it was asked for.
-        what: the call does, before the bar.
-        total: results to come, if that is known.
+        progress: the argument of the call.
+        what: the name of the call, shown before the bar.
+        total: number of results to come, if that is known.
 
     Raises:
-        PlanError: ``progress`` is none of what it may be.
+        PlanError: ``progress`` is neither a bool nor None nor a function.
     """
     if progress is not None and not isinstance(progress, bool):
         if isinstance(progress, type) or not callable(progress):

@@ -1,4 +1,4 @@
-"""The fields of a program: what a step did, as it was recorded or rewritten. What follows from it is ``program.py``."""
+"""The fields of a program, recorded or rewritten. ``program.py`` has everything that follows from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
 
     Attributes:
         storage_bytes: size of each storage as the device's allocator rounds it.
-        storage_kinds: what each is for.
+        storage_kinds: the purpose of each.
         initial: storages alive when the step began.
         tensors: the views of storages that ops take and return, and that autograd keeps.
         ops, scopes: see ``Op`` and ``Scope``.
@@ -32,8 +32,8 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
         leaf_fqns: modules without children.
         parameter_bytes: module to the bytes of its parameters, those of its children included.
         gradients: storage of a parameter to the tensor that is its gradient when the backward pass is over.
-        on_dtensors: the innermost modules in whose forward pass ops on DTensors ran, of which the program has the local
-            ones; ``""`` if some ran outside of all.
+        on_dtensors: the innermost modules whose forward ran ops on DTensors, of which the program has the local ops;
+            ``""`` if some ran outside of all.
     """
 
     storage_bytes: tuple[Count, ...]
@@ -55,19 +55,22 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
 
     @cached_property
     def writer(self) -> dict[int, int]:
-        """The op that made each storage (storages that no op made are absent)."""
+        """By storage, the op that made it; storages that no op made are absent."""
         return {s: i for i, op in enumerate(self.ops) for s in op.writes}
 
     @cached_property
     def inside_bytes(self) -> tuple[int, ...]:
-        """By op, what is alive while it runs beside its arguments and outputs: workspace, less what it overwrites."""
+        """By op, the bytes while it runs beside those of its arguments and outputs: its workspace.
+
+        An op that makes an in-place version gets the bytes of the version that it overwrites, which are taken off here.
+        """
         return tuple(
             op.workspace_bytes - (self.storage_bytes[op.replaces] if op.replaces >= 0 else 0)
             for op in self.ops
         )
 
     def storage_of(self, code: int, arg: int) -> int:
-        """The storage that an event is about, one that is neither an op nor a module call."""
+        """Return the storage of an event that is neither an op nor a module call."""
         if code in _PACKS:
             return self.handle_storages[arg]
         if code in _UNPACKS:

@@ -1,14 +1,14 @@
-"""How a rewrite is built: what a patch adds and changes is collected here, and pieces of other programs are put in.
+"""Build a patch of a program: collect what it adds and changes, and put in pieces that were recorded elsewhere.
 
-Each rewrite goes through the events of a program and says what takes the place of some:
+Each rewrite goes through the events of a program, and puts other events in the place of some:
 
     draft = PatchBuilder(program)
     state = draft.new_storage(5056, StorageKind.OTHER)
     draft.events[position] = ((Event.ALLOC, state), (Event.OP, op))
     patch = draft.patch()
 
-New things have the indices behind those of the program. What was recorded apart from it (a loop that ran in slices, a
-collective, an optimizer) has indices of its own; an ``Indices`` says what they are in the program.
+New things have the indices after those of the program. Pieces that were recorded apart from it (a loop that ran in
+slices, a collective, an optimizer) have indices of their own; an ``Indices`` translates them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _ALLOC, _FREE, _OP, _PACK, _RELEASE, _UNPACK, _DROP, _ENTER, _EXIT = map(int, Ev
 
 
 class Table(Generic[T]):
-    """Things of one kind: those of a program, which may be changed, and those that a rewrite adds.
+    """The things of one kind in a program (its ops, for example), with those that a rewrite changes and adds.
 
     Attributes:
-        new: what was added, in order.
-        changed: by index, what takes the place of something of the program.
+        new: the added things, in order.
+        changed: by index, the new value of a thing of the program.
     """
 
     __slots__ = ("_known", "changed", "new")
@@ -57,7 +57,7 @@ class Table(Generic[T]):
             self.changed[index] = thing
 
     def add(self, thing: T) -> int:
-        """Add one; its index."""
+        """Add one, and return its index."""
         self.new.append(thing)
         return len(self._known) + len(self.new) - 1
 
@@ -66,10 +66,10 @@ class PatchBuilder:
     """Collects a rewrite of a program.
 
     Attributes:
-        program: what is rewritten.
-        events: by position, what takes the place of the event there; see ``Patch.events``.
+        program: the program that is rewritten.
+        events: by position, the events that take the place of the one there; see ``Patch.events``.
         ops, storage_bytes, storage_kinds, tensors, handle_storages, handle_tensors, handle_ops, instance_handles: as in
-            ``Recording``, with what was added and changed.
+            ``Recording``, changed and added ones included.
         initial: new storages that are alive when the step begins.
     """
 
@@ -87,12 +87,12 @@ class PatchBuilder:
         self.initial: list[int] = []
 
     def new_storage(self, n_bytes: int, kind: StorageKind = StorageKind.TEMPORARY) -> int:
-        """Add a storage; its index."""
+        """Add a storage, and return its index."""
         self.storage_kinds.add(kind)
         return self.storage_bytes.add(n_bytes)
 
     def new_handle(self, storage: int, op: int = -1) -> int:
-        """Add a handle on a storage, taken for an op if that is known; its index."""
+        """Add a handle on a storage, and return its index. ``op``: the op whose gradient needs it, if that is known."""
         self.handle_tensors.add(-1)
         self.handle_ops.add(op)
         return self.handle_storages.add(storage)
@@ -100,11 +100,13 @@ class PatchBuilder:
     def numbering(
         self, known: dict[int, int], sizes: Mapping[int, int] | Sequence[int]
     ) -> Callable[[int], int]:
-        """Where storages that were recorded elsewhere are in the program; others are added when they are asked for.
+        """Return a function from storages that were recorded elsewhere to storages of the program.
+
+        A storage that is not known is added when the function is first called with it.
 
         Args:
-            known: those that are there; the others join them.
-            sizes: bytes by storage there.
+            known: storages of the other recording that are in the program; added ones are entered here.
+            sizes: bytes, by storage of the other recording.
         """
 
         def storage(index: int) -> int:
@@ -115,7 +117,7 @@ class PatchBuilder:
         return storage
 
     def stream(self) -> Iterator[tuple[int, int]]:
-        """The events as they are so far."""
+        """Yield the events of the program as rewritten so far."""
         for position, event in enumerate(self.program.events):
             yield from self.events.get(position, (event,))
         yield from self.events.get(len(self.program.events), ())
@@ -126,13 +128,13 @@ class PatchBuilder:
         """Add ops that were recorded elsewhere, in the order in which they run.
 
         Args:
-            events: what happened there, ops by their position in ``ops``. Only ops and what they allocate and free is
-                taken: module calls, and what autograd keeps, are not.
-            ops: those.
-            indices: what storages and tensors are in the program.
+            events: the events there, with ops by their position in ``ops``. Only ops, allocations and frees are taken,
+                and no module calls and handles.
+            ops: the ops.
+            indices: translate storages and tensors to those of the program.
 
         Returns:
-            The events in terms of the program.
+            The events with the indices of the program.
         """
         found: list[tuple[int, int]] = []
         for code, arg in events:
@@ -143,7 +145,7 @@ class PatchBuilder:
         return found
 
     def patch(self) -> Patch:
-        """What was collected."""
+        """Return the patch."""
         changed = {*self.handle_storages.changed, *self.handle_tensors.changed}
         return Patch(
             events=self.events,
@@ -169,10 +171,10 @@ def _same(index: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Indices:
-    """What the indices of one program, or of what was recorded apart from it, are in another.
+    """A translation of indices from one recording to another.
 
     Attributes:
-        storage, op, tensor, handle, instance, scope: of each kind.
+        storage, op, tensor, handle, instance, scope: functions from index to index, one for each kind.
     """
 
     storage: Callable[[int], int]
@@ -183,7 +185,7 @@ class Indices:
     scope: Callable[[int], int] = _same
 
     def event(self, code: int, arg: int) -> tuple[int, int]:
-        """An event there."""
+        """Translate an event."""
         if code == _OP:
             return code, self.op(arg)
         if code in (_ALLOC, _FREE):
@@ -195,7 +197,7 @@ class Indices:
         return code, self.scope(arg)
 
     def moved(self, op: Op) -> Op:
-        """An op with the storages and the tensors that it reads and writes there."""
+        """Translate the storages and tensors of an op."""
         return msgspec.structs.replace(
             op,
             reads=tuple(map(self.storage, op.reads)),

@@ -1,4 +1,4 @@
-"""What a step was recorded with: what shapes do not show, and a training loop may set up otherwise.
+"""The setup of a recorded step: settings that change its memory, that no shape shows and a training loop may change.
 
     planned = Setup.of(model, optimizer, loss="the model's own loss")
     planned.differences(Setup.of(other_model))
@@ -30,12 +30,12 @@ _MEMORY_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class SetupDifference:
-    """One thing that is set up otherwise than in the recorded step.
+    """One setting that differs from the recorded step.
 
     Attributes:
         what: "key-value cache", "attention", "dropout", "modules", "loss", "optimizer" or "autocast".
         planned, here: both values, in words.
-        advice: what to do about it, a sentence; empty where the peak can only be lower.
+        advice: a sentence on what to do about it; empty where the peak can only be lower.
     """
 
     what: str
@@ -49,7 +49,7 @@ class SetupDifference:
 
 OWN_LOSS, ONLY_SCALAR = "the model's own loss", "the only scalar of the outputs"
 SUM_OF_OUTPUTS = "the sum of the outputs"
-"""What ``Setup.loss`` says of the default."""
+"""``Setup.loss`` where the default loss was taken."""
 
 
 class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -92,7 +92,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         loss: str = "",
         autocast: str | None = None,
     ) -> Setup:
-        """Read it from a model and an optimizer as they are now."""
+        """Read the setup from a model and an optimizer as they are now."""
         modes = {module.training for module in model.modules()}
         return cls(
             use_cache=_use_cache(model),
@@ -106,11 +106,11 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         )
 
     def differences(self, here: Setup) -> tuple[SetupDifference, ...]:
-        """Everything that is another here than in this one, which is that of the plan."""
+        """Return all differences of a setup ``here`` from this one, that of the plan."""
         return (*self.model_differences(here), *self.mode_differences(here), *self.step_differences(here))
 
     def model_differences(self, here: Setup) -> tuple[SetupDifference, ...]:
-        """Those in the configuration of the model, which ``apply`` can see."""
+        """Return differences in the configuration of the model, which ``apply`` can see."""
         found = []
         if None not in (self.use_cache, here.use_cache) and self.use_cache != here.use_cache:
             advice = (
@@ -133,7 +133,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         return tuple(found)
 
     def mode_differences(self, here: Setup) -> tuple[SetupDifference, ...]:
-        """Those in training and eval mode, which are known once a step runs."""
+        """Return differences in training and eval mode, which are known once a step runs."""
         found = []
         if self.dropout != here.dropout:
             # A probability changes no shape: what matters is a module that drops values, and dropped none.
@@ -153,7 +153,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         return tuple(found)
 
     def step_differences(self, here: Setup) -> tuple[SetupDifference, ...]:
-        """Those in the loss, the optimizer and autocast."""
+        """Return differences in the loss, the optimizer and autocast."""
         found = []
         if self.loss != here.loss:
             # Two names may stand for the same loss, but no loss_fn that is given sums all outputs.
@@ -166,7 +166,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         return tuple(found)
 
     def optimizer_difference(self, here: str | None) -> tuple[SetupDifference, ...]:
-        """That in the optimizer, if it is another one (see ``optimizer_name``)."""
+        """Return the difference in the optimizer, if there is one (see ``optimizer_name``)."""
         if self.optimizer == here:
             return ()
         advice = "The optimizer's state and its step's temporaries are part of the peak: give the one that trains to "
@@ -174,7 +174,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         return (SetupDifference("optimizer", self.optimizer or "none", here or "none", advice + where),)
 
     def __str__(self) -> str:
-        """In a line: ``cache off, dropout 0.1, sdpa attention, the model's own loss, AdamW(fused=True)``."""
+        """Return one line: ``cache off, dropout 0.1, sdpa attention, the model's own loss, AdamW(fused=True)``."""
         words = [
             "" if self.use_cache is None else f"cache {_on(self.use_cache)}",
             "" if self.modules == "train" else self._modes(),
@@ -196,7 +196,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
 
 
 def warn_of(differences: Iterable[SetupDifference], stacklevel: int) -> None:
-    """One ``SacplanWarning`` of all for which something is to be done."""
+    """Issue one ``SacplanWarning`` for all differences that need something done."""
     found = [difference for difference in differences if difference.advice]
     if found:
         sentences = " ".join(f"{difference}. {difference.advice}" for difference in found)
@@ -205,7 +205,7 @@ def warn_of(differences: Iterable[SetupDifference], stacklevel: int) -> None:
 
 
 def optimizer_name(optimizer: Any) -> str:
-    """Its class, and the options that change its memory: ``AdamW(fused=True)``."""
+    """Return the class of an optimizer with the options that change its memory: ``AdamW(fused=True)``."""
     options: dict[str, Any] = {}
     for name in _MEMORY_OPTIONS:
         for group in optimizer.param_groups:
@@ -217,21 +217,21 @@ def optimizer_name(optimizer: Any) -> str:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The last part of the name of a function, or of the class of what is called."""
+    """Return the last part of the name of a function, or of the class of a callable object."""
     inner = getattr(function, "func", function)  # of a partial
     name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
     return str(name.rpartition(".")[2])
 
 
 def current_autocast(kind: str) -> str | None:
-    """The type that ``torch.autocast`` casts to on devices of a kind, where one is entered."""
+    """Return the type that an entered ``torch.autocast`` casts to on devices of a kind; None if none is entered."""
     if not torch.is_autocast_enabled(kind):
         return None
     return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
 
 
 def _configurations(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
-    """Modules with the configuration (of text, where there are several) that they follow."""
+    """Yield modules with their configuration; of a multi-modal one, that of the text model."""
     for module in model.modules():
         config = getattr(module, "config", None)
         of_text = getattr(config, "get_text_config", None)
@@ -241,6 +241,7 @@ def _configurations(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, A
 
 def _use_cache(model: torch.nn.Module) -> bool | None:
     found = set()
+    # A model may hold several configurations that disagree: one cache is enough to be alive.
     for module, config in _configurations(model):
         asked = getattr(config, "use_cache", None)
         # Encoders such as BERT ask for one and make none.
@@ -270,7 +271,10 @@ def _in_eval(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _dropout(model: torch.nn.Module) -> dict[str, float]:
-    """``nn.Dropout`` and its relatives, and modules that hold a probability for a function (``attention_dropout``)."""
+    """Return the probabilities of ``nn.Dropout`` and its relatives, and of modules that hold one for a function.
+
+    Such a module has a float attribute like ``attention_dropout``.
+    """
     found: dict[str, float] = {}
     for fqn, module in model.named_modules():
         if not module.training:
@@ -288,7 +292,7 @@ def _dropout(model: torch.nn.Module) -> dict[str, float]:
 
 
 def scripted_inside(model: torch.nn.Module) -> tuple[str, ...]:
-    """The outermost modules in it that were made by ``torch.jit.script`` or ``torch.jit.trace``; "" is itself."""
+    """Return the outermost modules made by ``torch.jit.script`` or ``torch.jit.trace``; "" is the model itself."""
     found: list[str] = []
     for fqn, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and not any(fqn.startswith(f"{o}.") for o in found):
@@ -297,9 +301,10 @@ def scripted_inside(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def compiled_inside(model: torch.nn.Module) -> tuple[str, ...]:
-    """The outermost modules in it, itself aside, that are compiled on their own."""
+    """Return the outermost modules, except for the model itself, that are compiled on their own."""
     found: list[str] = []
     for fqn, module in model.named_modules():
+        # ``module.compile()``, a module in ``torch.compile(module)``'s wrapper, and ``torch.compile(module.forward)``.
         compiled = (
             module._compiled_call_impl is not None
             or "_orig_mod" in module._modules

@@ -1,7 +1,7 @@
-"""Files that replace others: everything that the package writes for a user is written beside and then renamed.
+"""Replace files atomically: everything that the package writes for a user is written beside and then renamed.
 
-Whoever reads such a file at any moment finds all of the old contents or all of the new ones, and a failure leaves the
-old ones. Two writers at once are fine: the last one to finish has its contents there.
+A reader finds all of the old contents or all of the new ones at any moment, and a failure leaves the old ones. Two
+writers at once are fine: the contents are those of the last one to finish.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     if mode is not None and not stat.S_ISREG(mode):
         yield path
         return
-    # Said here about the file that was asked for; later the message would name the file beside it.
+    # Raised here about the file that was asked for; later the message would name the file beside it.
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     if not os.access(path.parent if mode is None else path, os.W_OK):

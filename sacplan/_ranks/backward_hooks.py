@@ -21,7 +21,7 @@ _ENDS = (Event.FREE, Event.RELEASE, Event.DROP)
 
 @dataclass(slots=True)
 class Hooks:
-    """What happens before one event, in this order.
+    """The hooks that run before one event, in this order.
 
     Attributes:
         ended: calls whose inputs have their gradients now, the inner ones first.
@@ -35,7 +35,7 @@ class Hooks:
 
 
 def hooks_of(program: Program, around: Mapping[int, Sequence[int]]) -> dict[int, Hooks]:
-    """By position in the events, what happens before that event (``len(events)``: after all).
+    """Return the hooks by position of the event that they run before (``len(events)``: after all).
 
     Args:
         program: the step.
@@ -56,14 +56,15 @@ def hooks_of(program: Program, around: Mapping[int, Sequence[int]]) -> dict[int,
                 made[call].update(op.writes, op.mutates)
             last_read.update(dict.fromkeys(op.reads, number))
         for call, number in sorted(last.items(), reverse=True):
-            if any(last_read.get(s, -1) > number for s in made[call]):  # a gradient flows on
+            # A gradient of an input is read after the call. Without one, the end of the pass stands in.
+            if any(last_read.get(s, -1) > number for s in made[call]):
                 found[run[number + 1][0]].ended.append(call)
         found[_end_of(program, run)].final = True
     return found
 
 
 def backward_passes(program: Program) -> Iterator[list[tuple[int, int]]]:
-    """For each backward pass its ops: the position where the op's node begins, and the op."""
+    """Yield the ops of each backward pass: the position where the node of the op begins, and the op."""
     run: list[tuple[int, int]] = []
     asked: int | None = None  # where the next op's node asks for its tensors
     for position, (code, arg) in enumerate(program.events):
@@ -81,7 +82,7 @@ def backward_passes(program: Program) -> Iterator[list[tuple[int, int]]]:
 
 
 def _end_of(program: Program, run: Sequence[tuple[int, int]]) -> int:
-    """Where what the last node held has been released."""
+    """Return the position at which all that the last node held has been released."""
     events = program.events
     position = int(program.liveness.op_events[run[-1][1]]) + 1
     while position < len(events) and events[position][0] in _ENDS:

@@ -11,9 +11,9 @@ Source: ``torch/csrc/distributed/c10d/reducer.cpp`` of 2.13 (``initialize_bucket
 takes the order in which gradients came in its first step: that moves where one bucket ends and the next begins,
 not what they take together.
 
-A bucket is reduced when its last gradient is there, behind what is left of the backward pass, and one after the other
+A bucket is reduced when its last gradient is there, behind the rest of the backward pass, and one after the other
 (``overlap.py``); at the end of the backward pass DDP waits for all of them. An op for each bucket takes the copies
-into it and out of it, and what is waited for it.
+into it and out of it, and its exposed time.
 
 Not counted: what NCCL or gloo allocate for themselves, and the copies with which DDP synchronizes buffers when a
 forward begins. Not modelled: ``gradient_as_bucket_view=True``, communication hooks, ``static_graph``.
@@ -51,7 +51,7 @@ def replicated(
     *,
     bucket_cap_mb: float = BUCKET_CAP_MB,
 ) -> Patch:
-    """The rewrite for one rank of ``DistributedDataParallel``: the buckets are there all the time.
+    """Return the rewrite for one rank of ``DistributedDataParallel``: the buckets stay allocated throughout.
 
     Args:
         program: of the whole model on one device.
@@ -94,7 +94,7 @@ def _reduce(storage: int, time_ms: float) -> Op:
 def _reduces(
     program: Program, buckets: Sequence[Sequence[Parameter]], overlap: Overlap
 ) -> Iterator[tuple[int, int, float]]:
-    """The event after which each bucket is reduced, the bucket, and the time of its copies and of waiting for it."""
+    """Yield the event after which each bucket is reduced, the bucket, and the time of its copies and the wait."""
     for run in backward_passes(program):
         after: dict[int, list[int]] = defaultdict(list)
         for bucket, number in enumerate(_ready(program, buckets, [op for _, op in run])):
@@ -112,7 +112,7 @@ def _reduces(
 
 
 def _ready(program: Program, buckets: Iterable[Sequence[Parameter]], run: Sequence[int]) -> Iterator[int]:
-    """For each bucket, the number of the op of a backward pass after which it is reduced: they keep their order."""
+    """Yield, for each bucket, the number of the op in the backward pass after which it is reduced, in order."""
     last: dict[int, int] = {}  # storage to the number of the op that writes to it last
     for number, op in enumerate(map(program.ops.__getitem__, run)):
         last.update(dict.fromkeys((*op.writes, *op.mutates), number))
@@ -126,7 +126,7 @@ def _ready(program: Program, buckets: Iterable[Sequence[Parameter]], run: Sequen
 
 
 def buckets_of(parameters: Iterable[Parameter], cap_bytes: int) -> tuple[tuple[Parameter, ...], ...]:
-    """What is in each bucket, all of one type; one is closed when it has reached its limit."""
+    """Return the parameters of each bucket. A bucket has one dtype, and is closed once it has reached its limit."""
     open_buckets: dict[str, list[Parameter]] = {}
     limits: dict[str, int] = {}
     found = []

@@ -12,18 +12,18 @@ A program is rewritten; no process group is needed, and none is touched:
   is over. Each of these is an op of the program that allocates what torch allocates.
 - What may run again is limited, see ``unit_limits.py``.
 
-What is allocated when was read in ``torch/distributed/fsdp/_fully_shard`` of 2.13 (``_fsdp_state.py``,
+The order of allocations was read in ``torch/distributed/fsdp/_fully_shard`` of 2.13 (``_fsdp_state.py``,
 ``_fsdp_param_group.py``, ``_fsdp_collectives.py``), and is compared with the allocator in
 ``tests/ranks/test_fully_shard.py`` (one process that is rank 0 of eight, for many kinds of models) and
 ``tests/ranks/test_fsdp_plans.py`` (real ranks):
 
-- What an all-gather fills and the parameters that are copied out of it are two buffers. In the forward pass the
-  first lives until the next unit has gathered too, or the root's forward ends. In the backward pass it lives
+- The output of an all-gather and the unsharded parameters that are copied out of it are two buffers. In the forward
+  pass the first lives until the next unit has gathered too, or the root's forward ends. In the backward pass it lives
   until it is copied out, but it is gathered one unit ahead.
 - The input of a reduce-scatter lives until the next unit's backward is over. Its output is the gradients.
 - A unit whose inputs need no gradient is reduced when the whole backward pass is over.
 
-The time of a collective is what computation does not hide of it (``overlap.py``):
+The time of a collective is its exposed part (``overlap.py``):
 
 - On GPUs the host runs ahead. A unit's gather may start when the unit before it has copied out its own, in forward
   as in backward: it is hidden behind that unit's computation. Its reduce-scatter is hidden behind the backward of the
@@ -31,8 +31,8 @@ The time of a collective is what computation does not hide of it (``overlap.py``
 - On CPUs ``fully_shard`` waits for each collective where it starts it.
 - Copies into and out of the buffers are computation.
 
-What a plan computes again hides more than is counted here: times are of the step without it. The optimizer's ops take
-time by the bytes of the shards.
+Recomputation by a plan hides more than is counted here: exposed times are those of the step without it. The time of the
+optimizer's ops is proportional to the bytes of the shards.
 
 Not counted: what NCCL or gloo allocate for themselves (NCCL does outside of torch's allocator). Not modelled:
 that collectives take multiprocessors and bandwidth from computation; mixed-precision policies
@@ -54,7 +54,7 @@ from sacplan._program.program import ROOT_SCOPE, Event, Op, Patch, Phase, Progra
 from sacplan._program.rewriting import PatchBuilder
 from sacplan._ranks.backward_hooks import Hooks, hooks_of
 from sacplan._ranks.shard_sizes import sizes_of_a_rank
-from sacplan._ranks.shards import Parameter, owners, parameters_of, resolve_units
+from sacplan._ranks.shards import Parameter, owners, parameter_bytes, parameters_of, resolve_units
 from sacplan._ranks.unit_limits import GATHER, kept_at_limits
 from sacplan._shard.costs import Collective
 from sacplan._shard.overlap import Overlap
@@ -76,7 +76,7 @@ def sharded(
     *,
     reshard_after_forward: bool | None = None,
 ) -> Patch:
-    """The rewrite for one rank, if ``fully_shard`` is called on each of the units.
+    """Return the rewrite for one rank, if ``fully_shard`` is called on each of the units.
 
     Args:
         program: of the whole model on one device; without a plan, or of a step that was traced with one applied.
@@ -106,7 +106,7 @@ def sharded(
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A collective that computation has not waited for."""
+    """A collective that computation has not waited for yet."""
 
     op: int
     end_ms: float
@@ -114,7 +114,7 @@ class _Running:
 
 @dataclass(slots=True)
 class _Context:
-    """What the units below one root share: ``FSDPCommContext``."""
+    """The state that the units below one root share, as ``FSDPCommContext``."""
 
     root: str
     gathered: int | None = None  # the buffer of the last all-gather in forward
@@ -126,7 +126,7 @@ class _Context:
 
 @dataclass(slots=True, eq=False)
 class _ParamGroup:
-    """One unit at run time: ``FSDPParamGroup``."""
+    """The state of one unit, as ``FSDPParamGroup``."""
 
     unit: str
     parameters: tuple[Parameter, ...]
@@ -158,7 +158,7 @@ class _FullyShardRewriter:
         self.world_size = world_size
         self.clock = Overlap.of(world_size, spec)
         self.draft = PatchBuilder(program)
-        self.out: list[tuple[int, int]] = []  # what takes the place of the event that is looked at
+        self.out: list[tuple[int, int]] = []  # the events in the place of the current one
         self.entered: set[int] = set()
         self.groups: dict[str, _ParamGroup] = {}
         self.contexts: dict[str, _Context] = {}
@@ -171,14 +171,14 @@ class _FullyShardRewriter:
         self.unit_calls = {scope: unit for unit in units for scope in program.calls[unit]}
         self.around = self._calls_around()
         self.gradients = self._gradients()
-        self.reduced: dict[int, int] = {}  # gradients that are gone, and what has their shards
+        self.reduced: dict[int, int] = {}  # gradients that were freed, to the storages of their shards
         self.awaited: set[int] = set()  # gradients that live until they are reduced
         for s, n_bytes in enumerate(sizes_of_a_rank(program, self._owned(), world_size, spec)):
             if n_bytes != program.storage_bytes[s]:
                 self.draft.storage_bytes[s] = n_bytes
 
     def _calls_around(self) -> dict[int, tuple[int, ...]]:
-        """By scope, the calls of units with parameters around it (itself included), the innermost first."""
+        """Return, by scope, the calls of units with parameters around it (itself included), the innermost first."""
         found: dict[int, tuple[int, ...]] = {ROOT_SCOPE: ()}
         for scope, call in enumerate(self.r.scopes):  # parents come first
             own = (scope,) if self.unit_calls.get(scope) in self.groups else ()
@@ -186,7 +186,7 @@ class _FullyShardRewriter:
         return found
 
     def _gradients(self) -> dict[int, _ParamGroup]:
-        """Storages of gradients to the unit that reduces them: the innermost with a parameter of that size."""
+        """Return, by storage of a gradient, the unit that reduces it: the innermost with a parameter of that size."""
         r, found = self.r, {}
         started = set(r.initial)
         for s, kind in enumerate(r.storage_kinds):
@@ -213,7 +213,7 @@ class _FullyShardRewriter:
     # --- the rewrite --------------------------------------------------------------------------------
 
     def patch(self) -> Patch:
-        """What becomes of the events of the whole model's step."""
+        """Return the rewrite."""
         r, hooks = self.r, hooks_of(self.r, self.around)
         events = self.draft.events
         for position, (code, arg) in enumerate(r.events):
@@ -240,18 +240,12 @@ class _FullyShardRewriter:
             events[len(r.events)] = tuple(self.out)
         return msgspec.structs.replace(
             self.draft.patch(),
-            parameter_bytes={
-                fqn: n_bytes - sum(self._saved_bytes(p) for p in self._owned() if is_inside(p.name, fqn))
-                for fqn, n_bytes in r.parameter_bytes.items()
-            },
+            parameter_bytes=parameter_bytes(r, self._owned(), self.draft.storage_bytes, self.spec),
         )
 
     def _owned(self) -> Iterator[Parameter]:
         for group in self.groups.values():
             yield from group.parameters
-
-    def _saved_bytes(self, p: Parameter) -> int:
-        return self.r.storage_bytes[p.storage] - self.draft.storage_bytes[p.storage]
 
     def _copy_op(self, index: int) -> None:
         op = self.r.ops[index]
@@ -270,7 +264,7 @@ class _FullyShardRewriter:
                     self.gradients[s].grads[s] = None
 
     def _share(self, op: Op, storages: Iterable[int]) -> float:
-        """The bytes that an op touches on a rank, as a share of those that it touches in the whole step."""
+        """Return the bytes that an op touches on a rank, as a share of those that it touches in the whole step."""
         whole = sum(self.r.storage_bytes[s] for s in {*op.reads, *op.writes})
         touched = sum(self.draft.storage_bytes[s] for s in set(storages))
         return min(1.0, touched / whole) if whole else 1.0
@@ -292,7 +286,7 @@ class _FullyShardRewriter:
         workspace_bytes: int = 0,
         time_ms: float = 0.0,
     ) -> int:
-        """Add an op that allocates one storage of that size. That of a collective takes what is waited for it."""
+        """Add an op that allocates one storage, and return the storage. A collective has its exposed time."""
         storage = self.draft.new_storage(n_bytes, kind)
         op = Op(
             name=name,
@@ -310,7 +304,7 @@ class _FullyShardRewriter:
         return storage
 
     def _started(self, kind: Collective, n_bytes: int, since: float | None = None) -> _Running:
-        """The collective of the op that was added last, as it begins."""
+        """Start the collective of the op that was added last."""
         at_once = self.spec.kind == "cpu"
         running = _Running(
             len(self.draft.ops) - 1, self.clock.start(kind, n_bytes, None if at_once else since)
@@ -320,7 +314,7 @@ class _FullyShardRewriter:
         return running
 
     def _waited(self, running: _Running) -> None:
-        """Computation goes on when the collective is over."""
+        """Have computation wait for a collective, and add the wait to the time of its op."""
         op = self.draft.ops[running.op]
         exposed = self.clock.wait(running.end_ms)
         self.draft.ops[running.op] = msgspec.structs.replace(op, time_ms=op.time_ms + exposed)
@@ -331,7 +325,7 @@ class _FullyShardRewriter:
         context.reducing.clear()
 
     def _running(self, group: _ParamGroup) -> int:
-        """The call of a unit that runs now."""
+        """Return the call of a unit that runs now."""
         return next(s for s in reversed(self.r.calls[group.unit]) if s in self.entered)
 
     def _free(self, storage: int) -> None:
@@ -372,18 +366,19 @@ class _FullyShardRewriter:
             context.gathered = None
 
     def _pre_backward(self, group: _ParamGroup) -> None:
-        if group.state == "backward":
+        if group.state == "backward":  # a hook on each output, but the first one gathers
             return
         group.state = "backward"
         self._unshard(group, Phase.BACKWARD)
         self._wait(group, Phase.BACKWARD)
         if group.indices:
+            # The backward pass is taken to run the units in the reverse order of their forwards: prefetch the next one.
             index = group.indices.pop()
             if index > 0:
                 self._unshard(group.context.order[index - 1], Phase.BACKWARD)
 
     def _unshard(self, group: _ParamGroup, phase: Phase) -> None:
-        if group.gathering is None and group.unsharded is None:
+        if group.gathering is None and group.unsharded is None:  # else it was prefetched, or never resharded
             reads = (p.storage for p in group.parameters)
             n_bytes = self._padded_bytes(group.parameters)
             size = self.spec.round_up(n_bytes)
@@ -397,7 +392,7 @@ class _FullyShardRewriter:
         if group.gather is not None:
             self._waited(group.gather)
         if phase == Phase.FORWARD and context.gathered is not None:
-            self._free(context.gathered)
+            self._free(context.gathered)  # of the unit before, see above
         n_bytes = sum(self.spec.round_up(self._padded_bytes([p])) for p in group.parameters)
         time_ms = self.clock.copy(n_bytes)
         context.copied_ms = self.clock.now
@@ -460,7 +455,7 @@ class _FullyShardRewriter:
 
     def _final_callback(self) -> None:
         for group in self.groups.values():
-            if group.state != "reduced":
+            if group.state != "reduced":  # no input needed a gradient, so no hook has run
                 self._post_backward(group)
             group.state = "idle"
             group.indices.clear()

@@ -1,4 +1,4 @@
-"""Over how many ranks a step is spread, how, and what runs it: the step of one rank from that of the whole model.
+"""How a step is spread over ranks and what runs it: the step of one rank, from that of the whole model.
 
 rank = Ranks.of(8, ["layers.*", ""]).program(program, fingerprint.local_parameters, spec)
 """
@@ -13,10 +13,10 @@ from msgspec import Struct, structs
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.files import Positive
 from sacplan._program.fingerprint import FingerprintEntry
-from sacplan._program.program import Program, is_inside
+from sacplan._program.program import Program
 from sacplan._ranks.ddp import replicated
 from sacplan._ranks.fully_shard import sharded
-from sacplan._ranks.shards import parameters_of
+from sacplan._ranks.shards import parameter_bytes, parameters_of
 from sacplan._shard.program import on_one_rank
 from sacplan._shard.sharding import Sharding
 from sacplan.errors import TraceError
@@ -65,12 +65,12 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def spread(cls, sharding: Sharding) -> Ranks:
-        """The ranks of a mesh."""
+        """Return the ranks of the mesh of a sharding."""
         return cls(sharding.mesh.size, None, sharding)
 
     @property
     def run_by(self) -> RunBy | None:
-        """What runs the step on several ranks; None on one device.
+        """The name of what runs the step on several ranks; None on one device.
 
         The same parallelism has another peak with each of them, since they gather and reduce at other times, into
         other buffers.
@@ -82,7 +82,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         return "DDP" if self.fsdp_units is None else "FSDP2"
 
     def program(self, whole: Program, parameters: Sequence[FingerprintEntry], spec: DeviceSpec) -> Program:
-        """The step of one rank; the given one if there is only one.
+        """Return the step of one rank; the given one if there is only one.
 
         Args:
             whole: the step of the whole model on one device.
@@ -109,16 +109,12 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
         layouts = sharding.layouts([(p.name, p.shape) for p in found])
         homes = {p.storage: layouts[p.name] for p in found if p.name in layouts}
         rank = on_one_rank(whole, homes, sharding.places, sharding.mesh, spec)
-        less: dict[str, int] = dict(rank.parameter_bytes)
-        for p in found:
-            for fqn in less:
-                if is_inside(p.name, fqn):
-                    less[fqn] -= spec.round_up(p.n_bytes) - rank.storage_bytes[p.storage]
-        return structs.replace(rank, parameter_bytes=less)
+        of_rank = parameter_bytes(whole, found, rank.storage_bytes, spec)
+        return structs.replace(rank, parameter_bytes=of_rank)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What the step of a rank takes for granted, a sentence each."""
+        """The assumptions behind the step of a rank, a sentence each."""
         if self.sharding is not None:
             return (
                 f"one of {self.world_size} ranks of mesh {self.sharding.mesh}, run by sacplan.apply: an op gathers the "

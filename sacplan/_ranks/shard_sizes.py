@@ -1,4 +1,4 @@
-"""How large parameters, optimizer state and the optimizer's temporaries are on the rank with the largest shards."""
+"""Sizes of parameters, optimizer state and temporaries of the optimizer on the rank with the largest shards."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sacplan._shard.optimizer import like_parameters
 def sizes_of_a_rank(
     program: Program, sharded: Iterable[Parameter], world_size: int, spec: DeviceSpec
 ) -> list[int]:
-    """By storage, its size on the rank with the largest shards.
+    """Return, by storage, its size on the rank with the largest shards.
 
-    Gradients keep their size: they are whole until they are reduced.
+    Gradients keep their size: they are unsharded until they are reduced.
 
     Args:
         program: of the whole model.

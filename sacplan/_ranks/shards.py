@@ -1,24 +1,26 @@
-"""What a rank holds of each parameter, and which unit of ``fully_shard`` it belongs to.
+"""The shard of each parameter on a rank, and the unit of ``fully_shard`` that the parameter belongs to.
 
     units = resolve_units(["layers.*", ""], program)
     owned = owners(parameters_of(program, fingerprint.local_parameters), units, program)
 
 A parameter belongs to the innermost unit around it. Its shard is a slice of dim 0 as ``torch.chunk`` cuts it,
-padded to the size of the first one; what is gathered, and what is reduced, is that size times the ranks.
+padded to the size of the first one. Buffers of all-gathers and reduce-scatters have that size times the ranks.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
 import torch
 
+from sacplan._device.devices import DeviceSpec
 from sacplan._program.fingerprint import FingerprintEntry
 from sacplan._program.program import Phase, Program, StorageKind, is_inside
+from sacplan._program.rewriting import Table
 from sacplan.errors import TraceError
 
 _FROZEN = "frozen "
@@ -31,7 +33,7 @@ class Parameter:
     Attributes:
         name: in ``named_parameters()``; a tied parameter goes by its first name.
         storage: of the program.
-        shape: of the whole parameter.
+        shape: of the unsharded parameter.
         dtype: for example ``"torch.float32"``.
         trainable: whether it requires a gradient.
     """
@@ -50,20 +52,20 @@ class Parameter:
 
     @property
     def n_bytes(self) -> int:
-        """Of the whole parameter."""
+        """Bytes of the unsharded parameter."""
         return prod(self.shape) * self.itemsize
 
     def shard_bytes(self, world_size: int) -> int:
-        """Of the largest shard, to which the others are padded."""
+        """Return the bytes of the largest shard, to which the others are padded."""
         return -(-self.shape[0] // world_size) * prod(self.shape[1:]) * self.itemsize
 
     def is_padded(self, world_size: int) -> bool:
-        """Whether the shards do not come out even."""
+        """Whether the ranks do not divide the first dimension."""
         return self.shape[0] % world_size != 0
 
 
 def parameters_of(program: Program, entries: Sequence[FingerprintEntry]) -> tuple[Parameter, ...]:
-    """The parameters of a recorded step; ``entries`` are name, shape and dtype (``Fingerprint.local_parameters``).
+    """Return the parameters of a recorded step from name, shape and dtype (``Fingerprint.local_parameters``).
 
     The recorder takes the storages of parameters before all others, in the order of ``named_parameters()``.
 
@@ -89,8 +91,31 @@ def parameters_of(program: Program, entries: Sequence[FingerprintEntry]) -> tupl
     return tuple(found)
 
 
+def parameter_bytes(
+    program: Program,
+    parameters: Iterable[Parameter],
+    rank_bytes: Sequence[int] | Table[int],
+    spec: DeviceSpec,
+) -> dict[str, int]:
+    """Return the bytes of the parameters of each module, on one rank.
+
+    Args:
+        program: of the whole model.
+        parameters: those whose size differs on the rank; others may be among them.
+        rank_bytes: by storage, its size on the rank.
+        spec: the device; its allocator's rounding counts.
+    """
+    found: dict[str, int] = dict(program.parameter_bytes)
+    for p in parameters:
+        saved = spec.round_up(p.n_bytes) - rank_bytes[p.storage]
+        for fqn in found:
+            if is_inside(p.name, fqn):
+                found[fqn] -= saved
+    return found
+
+
 def resolve_units(patterns: Sequence[str], program: Program) -> tuple[str, ...]:
-    """The modules that patterns name, in the order of ``named_modules()``; ``""`` is the model itself.
+    """Return the modules that patterns name, in the order of ``named_modules()``; ``""`` is the model itself.
 
     A pattern is matched with ``fnmatch`` (``*`` also matches dots) against modules that are called in the step;
     of nested matches of one pattern the outermost counts. Units nest by naming both: ``["layers.*", "layers.*.mlp"]``.
@@ -135,7 +160,7 @@ def _unknown(pattern: str, program: Program) -> str:
 def owners(
     parameters: Sequence[Parameter], units: Sequence[str], program: Program
 ) -> Mapping[str, tuple[Parameter, ...]]:
-    """Unit to its parameters, in the order of the units; parameters outside of all units are left out.
+    """Return the parameters of each unit, in the order of the units. Those outside of all units are left out.
 
     Raises:
         TraceError: a scalar parameter, trainable ones of several types in a unit, or one that is used outside of

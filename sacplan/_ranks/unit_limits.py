@@ -1,4 +1,4 @@
-"""Which modules may be units of a plan where parameters are gathered and freed (``fully_shard``).
+"""The modules that may be units of a plan where parameters are gathered and freed (``fully_shard``).
 
 A recipe that reads a parameter can run only while the unit of ``fully_shard`` that holds it is gathered: in the
 forward and in the backward of that unit. So a plan's unit must not be around several of them, and what one
@@ -20,13 +20,13 @@ GATHER = "fsdp.all_gather_copy_in.default"
 
 
 def sharded_units(program: Program) -> frozenset[str]:
-    """The modules whose calls gather parameters; none in a step that is not sharded."""
+    """Return the modules whose calls gather parameters; none in a step that is not sharded."""
     ops = program.ops
     return frozenset(program.scopes[op.scope].fqn for op in ops if op.name == GATHER)
 
 
 def too_wide(program: Program, sharded: Collection[str] | None = None) -> frozenset[str]:
-    """The modules that may not be units, since others that gather their own parameters are inside of them."""
+    """Return the modules that may not be units, since modules inside of them gather parameters of their own."""
     sharded = sharded_units(program) if sharded is None else sharded
     return frozenset(
         program.scopes[scope].fqn
@@ -39,7 +39,7 @@ def too_wide(program: Program, sharded: Collection[str] | None = None) -> frozen
 def narrowed(
     program: Program, decisions: Mapping[str, Mapping[CallSite, int]]
 ) -> dict[str, dict[CallSite, int]]:
-    """Decisions in which no unit is too wide: what such a unit discards, the units inside of it that may be do.
+    """Return decisions in which no unit is too wide: the units inside of one discard what it would have discarded.
 
     Others come back as they are.
     """
@@ -67,7 +67,7 @@ def narrowed(
 
 
 def kept_at_limits(program: Program, sharded: Collection[str]) -> Program:
-    """The program with ops that may not run again if the modules ``sharded`` gather and free parameters.
+    """Return the program with ops marked that may not run again if the modules ``sharded`` gather and free parameters.
 
     These are the ops outside of all modules that may be units, and those whose outputs are read or kept by
     autograd outside of the widest one around them.
@@ -94,4 +94,6 @@ def kept_at_limits(program: Program, sharded: Collection[str]) -> Program:
         else op
         for op in program.ops
     ]
-    return msgspec.structs.replace(program, ops=final_ops(ops))  # nor what writes in place on what these made
+    return msgspec.structs.replace(
+        program, ops=final_ops(ops)
+    )  # nor may ops that write in place on their outputs

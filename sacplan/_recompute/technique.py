@@ -9,6 +9,7 @@ import torch
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Decision, Recompute, as_decisions, discarded_by
+from sacplan._program.derived import derived
 from sacplan._program.liveness import Footprint
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Patch, Program
@@ -93,6 +94,7 @@ class Recomputation:
         return InstalledRecipes(model, discarded_by(decisions), recorded, check)
 
 
+@derived
 def _regions(step: PlanStep) -> Regions:
     early = step.program.liveness.unpacked_before_peak
-    return step.derived("regions", lambda: Regions(step.program, step.costs, early, step.pins))
+    return Regions(step.program, step.costs, early, step.pins)

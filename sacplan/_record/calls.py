@@ -1,4 +1,4 @@
-"""The arguments of an op as JSON, with tensors by their place among the op's inputs (see ``Op.call``)."""
+"""The arguments and results of a dispatched op: the tensors in them, and the call as JSON (see ``Op.call``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sacplan._torch.private import is_plain
+from sacplan._torch.private import is_plain, strided_parts
 
 _NAMED = {
     torch.dtype: "dtype",
@@ -18,8 +18,38 @@ _NAMED = {
 }
 
 
+def tensor_list(*values: Any) -> list[torch.Tensor]:
+    """Return the tensors of arguments or results, in the order of ``tensors_in``.
+
+    A stack instead of nested generators, since this runs several times for each op.
+    """
+    found: list[torch.Tensor] = []
+    stack = list(values)
+    stack.reverse()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            stack.extend(reversed(value))
+        elif isinstance(value, dict):
+            stack.extend(reversed(value.values()))
+    return found
+
+
+def plain_tensors(*values: Any) -> list[torch.Tensor]:
+    """Return the tensors that have a storage: plain ones, the local parts of others, the parts of sparse ones."""
+    found: list[torch.Tensor] = []
+    for t in tensor_list(*values):
+        if is_plain(t):
+            found.append(t)
+        else:
+            found.extend(part for part in strided_parts(t) if is_plain(part))
+    return found
+
+
 def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """``[args, kwargs]`` of a call."""
+    """Return ``[args, kwargs]`` of a call as JSON; a plain tensor is its place among the op's inputs."""
     place = 0
 
     def as_json(value: Any) -> Any:

@@ -1,4 +1,9 @@
-"""Conditions in the code that only guard a ``raise`` or an ``assert``: which outcome lets the step go on."""
+"""Find the outcome of a check (an ``assert``, or an ``if`` that only raises) that lets the step go on.
+
+A model that asserts something about its data asks a fake tensor for a bool. The data is not there, but only one answer
+lets the step continue. So the source of the asking frame is parsed, and the innermost code of the user that asks is
+looked up among the conditions in it.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +30,19 @@ _SKIPPED = (
 
 
 def outcome_that_passes() -> bool | None:
-    """What the tensor that is read as a bool now must be for the check that asks to pass; None if none asks.
+    """Return what the tensor that is read as a bool now must be for the check that asks to pass.
 
-    A check is the condition of an ``assert``, or of an ``if`` that does nothing but raise. Only conditions that treat
-    all their parts alike are understood: ``not a or not b``, but not ``a and not b``.
+    None if no check asks, or if several with different outcomes may be the one. A check is the condition of an
+    ``assert``, or of an ``if`` that does nothing but raise. Only conditions that treat all their parts alike are
+    understood: ``not a or not b``, but not ``a and not b``.
     """
     frame: FrameType | None = sys._getframe(1)
+    # Between the code that asks and this function are PyTorch's dispatch and sacplan's modes.
     while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         frame = frame.f_back
     if frame is None:
         return None
+    # On Python 3.10 only the line is known, and one line may hold two checks: then they must agree.
     at = _place(frame)
     found = {
         outcome for low, high, outcome in _checks_in(frame.f_code.co_filename) if low[: len(at)] <= at <= high
@@ -43,7 +51,7 @@ def outcome_that_passes() -> bool | None:
 
 
 def _place(frame: FrameType) -> tuple[int, ...]:
-    """Line and column of what runs; the line alone before Python 3.11."""
+    """Return line and column of the instruction that runs; the line alone before Python 3.11."""
     if sys.version_info >= (3, 11):
         line, _, column, _ = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
         if line is not None and column is not None:
@@ -53,7 +61,7 @@ def _place(frame: FrameType) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=32)
 def _checks_in(filename: str) -> tuple[tuple[tuple[int, int], tuple[int, int], bool], ...]:
-    """First and last place of each condition that guards an error, and the outcome that passes."""
+    """Return first and last place of each condition that guards an error, and the outcome that passes."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):  # no Python source, such as a template
@@ -76,7 +84,11 @@ def _checks_in(filename: str) -> tuple[tuple[tuple[int, int], tuple[int, int], b
 
 
 def _polarity(test: ast.expr) -> bool | None:
-    """Whether the condition holds where its parts do (True), where they do not (False), or neither (None)."""
+    """Tell whether a condition wants all of its parts true (True) or all false (False) to be true; None if mixed.
+
+    Only one of the parts is being read when the check asks, and it cannot be told which. So the answer is only known
+    where all parts want the same.
+    """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         inner = _polarity(test.operand)
         return None if inner is None else not inner

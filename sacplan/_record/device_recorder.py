@@ -1,4 +1,4 @@
-"""A recorder for a device: its cost model, its kernels' workspaces, its allocator."""
+"""Make a recorder for a device: with its cost model, its kernels' workspaces and its allocator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sacplan._torch.private import GENERATOR_STATE_BYTES
 def device_recorder(
     spec: DeviceSpec, cost: Any, saved: SavedMode, rules: DataRules | None = None
 ) -> Recorder:
-    """A recorder of a step on that device. ``cost``, ``saved`` and ``rules`` are the recorder's."""
+    """Return a recorder of a step on a device. ``cost``, ``saved`` and ``rules`` are the recorder's arguments."""
     return Recorder(
         cost=cost,
         workspace=functools.partial(workspace_bytes, spec),

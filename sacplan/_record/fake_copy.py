@@ -1,4 +1,4 @@
-"""Copies of a model, a batch and an optimizer that have no data.
+"""Make copies of a model, a batch and an optimizer that have no data.
 
 The fake model is a deep copy whose memo already maps every tensor of the model to a fake one, so no weight is copied
 and the user's model is not touched.
@@ -29,7 +29,7 @@ from sacplan.errors import TraceError
 
 
 class FakeCopier:
-    """Maps the tensors of a model, a batch and an optimizer to fake CPU ones, sharing what they share."""
+    """Maps the tensors of a model, a batch and an optimizer to fake CPU ones that share storages as they do."""
 
     def __init__(self, rules: DataRules | None = None) -> None:
         self._rules = rules  # learns the values of real integers
@@ -39,11 +39,11 @@ class FakeCopier:
         assert mode is not None, "a FakeCopier belongs inside of a FakeTensorMode"
         self._mode = mode
         self._storages: dict[int, Any] = {}
-        self._keep: list[Any] = []  # ids in the memo must stay theirs
+        self._keep: list[Any] = []  # alive, so that no other object gets an id that is in the memo
         self.memo: dict[int, Any] = {}
 
     def tensor(self, t: torch.Tensor) -> torch.Tensor:
-        """The fake twin of a tensor; same twin for the same tensor, same storage for the same storage."""
+        """Return the fake twin of a tensor: the same for the same tensor, on the same storage for the same storage."""
         known: torch.Tensor | None = self.memo.get(id(t))
         if known is not None:
             return known
@@ -82,10 +82,8 @@ class FakeCopier:
 
     def _twin_around(self, t: torch.Tensor) -> torch.Tensor:
         trained = isinstance(t, torch.nn.Parameter)
-        rules, self._rules = (
-            self._rules,
-            None if trained else self._rules,
-        )  # as of plain ones, no values are learned
+        # ``learn`` leaves parameters alone, but the local part of one is a plain tensor.
+        rules, self._rules = self._rules, None if trained else self._rules
         try:
             local = self.tensor(local_part(t))
         finally:
@@ -97,13 +95,16 @@ class FakeCopier:
         return fake
 
     def tree(self, value: Any) -> Any:
-        """A nested value with its tensors replaced; mappings keep their keys."""
+        """Return a nested value with its tensors replaced; mappings become dicts with the same keys."""
         if isinstance(value, Mapping):
             return {k: self.tree(v) for k, v in value.items()}
         return tree_map_only(torch.Tensor, self.tensor, value)
 
     def model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """A deep copy with fake tensors; no weight is copied.
+        """Return a deep copy with fake tensors; no weight is copied.
+
+        ``copy.deepcopy`` looks each object up in its memo before it copies. So twins are put into the memo first: of
+        all tensors and generators that are found, and of objects that cannot be copied or need not be.
 
         Raises:
             TraceError: it cannot be copied, or is sharded by ``fully_shard``.
@@ -122,6 +123,7 @@ class FakeCopier:
                 self._share(value, _copy_of_generator(value))
             elif isinstance(value, _SHARED) or _is_constant(value):
                 self._share(value, value)
+        # The copy begins its step without gradients: deepcopy finds None in the memo for each.
         grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
         self.memo.update((id(g), None) for _, g in grads)
         self._keep.extend(grads)
@@ -145,7 +147,7 @@ class FakeCopier:
         self._keep.append(value)
 
     def _copy_attributes(self) -> None:
-        """Python attributes of tensors, such as Megatron's ``main_grad``; not what makes a tensor a fake one."""
+        """Copy Python attributes of tensors, such as Megatron's ``main_grad``, but not those of fake tensors."""
         of_fakes = vars(fake_empty_strided(self._mode, (), (), torch.float32)).keys()
         for t in self._keep.copy():
             if isinstance(t, torch.Tensor) and not vars(t).keys() <= of_fakes:
@@ -155,7 +157,7 @@ class FakeCopier:
     def optimizer(
         self, optimizer: Any, model: torch.nn.Module, fake_model: torch.nn.Module
     ) -> torch.optim.Optimizer | None:
-        """The same optimizer over the fake parameters, without state."""
+        """Return the same optimizer over the fake parameters, without state."""
         if optimizer is None:
             return None
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -180,11 +182,11 @@ class FakeCopier:
 
 
 _SHARED = (types.ModuleType, type(threading.Lock()), type(threading.RLock()), threading.Thread, io.IOBase)
-"""What cannot be copied, and what a step does not change: the copy holds the same ones."""
+"""Objects that cannot be copied, and that a step does not change: the copy of the model holds the same ones."""
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether it is a tuple of a class of its own that holds numbers and texts: its class may not let it be copied."""
+    """Whether a value is a tuple of numbers and texts with a class of its own, which may not let it be copied."""
     if not isinstance(value, tuple) or type(value) is tuple or getattr(value, "__dict__", None):
         return False
     return all(v is None or isinstance(v, (bool, int, float, complex, str)) for v in tuple.__iter__(value))

@@ -1,11 +1,15 @@
-"""Values and sizes that depend on data, in a step that has none: followed where known, ruled, or refused.
+"""Decide values and sizes that depend on data in a step that has no data: from known values, by a rule, or not at all.
 
 A fake step has shapes and no data. Most of what a model asks of its data while it runs is about small
-integers, and many of those are known: the batch's token ids and masks, what ``arange`` and ``full`` make, and
+integers, and many of those are known: the batch's token ids and masks, the results of ``arange`` and ``full``, and
 everything computed from them. So :class:`DataRules`, a dispatch mode over FakeTensorMode, keeps their values
-(``fake_values.py``), and answers ``nonzero``, ``x[mask]``, ``.item()``, ``unique`` and the like with them. What
-depends on floats follows the rules that :func:`data_rules` documents (``fake_rules.py``); what has no rule is a
+(``fake_values.py``), and answers ``nonzero``, ``x[mask]``, ``.item()``, ``unique`` and the like with them. Results that
+depend on floats follow the rules that :func:`data_rules` documents (``fake_rules.py``). One that has no rule is a
 ``DataDependentError``.
+
+For each op, in this order: an op that asks for data is answered without running it. Any other op runs on fake tensors,
+and then its values are followed: known inputs give known outputs, by running the real op on the values; an op with a
+rule gets assumed values; what is written with unknown values is forgotten.
 
 Errors are raised where they happen. That is safe here, unlike in ops that autograd records from C++
 (an exception in a dispatch mode can abort the interpreter there): tried on torch 2.13 for every op that
@@ -50,10 +54,10 @@ from sacplan.errors import SacplanWarning
 
 @contextmanager
 def data_rules() -> Iterator[DataRules]:
-    """Inside a FakeTensorMode: values that are known are followed, the others obey the rules below.
+    """Inside a FakeTensorMode, follow values that are known; all others obey the rules below.
 
     **Known** are the integers, booleans and small floats of a batch of real tensors and of real buffers,
-    what factories make (``arange``, ``zeros``, ``full``, ``torch.tensor``), and what ops make of these alone.
+    the results of factories (``arange``, ``zeros``, ``full``, ``torch.tensor``), and of ops on these alone.
     Sizes and values that depend on them are exact: padding masks, image-token masks, sequence lengths, an
     optimizer's step count. A batch on the meta device has no values.
 
@@ -84,8 +88,8 @@ def data_rules() -> Iterator[DataRules]:
         the outcome that lets the step go on. This goes before the rule above.
     ``unit value``
         ``.item()`` of a float (a loss that is logged, a norm) is 1.0. So is a buffer of one float that the step has
-        set, or that is on the meta device; it keeps its sign. What asks whether a running statistic still has its
-        initial value, close to 0, is told that it has not.
+        set, or that is on the meta device; it keeps its sign. Code that asks whether a running statistic still has
+        its initial value, close to 0, is told that it has not.
     ``zeros``
         ``.numpy()`` of floats is all zeros. An assignment made from them (``linear_sum_assignment``) has
         the right size, which does not depend on the costs.
@@ -113,7 +117,7 @@ def data_rules() -> Iterator[DataRules]:
 
 
 REAL_TENSOR = "convert all Tensors to FakeTensors"
-"""In the message of FakeTensorMode about a tensor that is not fake."""
+"""Part of FakeTensorMode's message about a tensor that is not fake (``torch/_subclasses/fake_tensor.py``)."""
 
 
 class DataRules(KnownValues, Watching):
@@ -154,6 +158,7 @@ class DataRules(KnownValues, Watching):
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise self.refusal(func, args, kwargs) from error
         except AssertionError as error:
+            # A real tensor that the model holds outside of its attributes, such as one in a global: it gets a twin.
             if REAL_TENSOR not in str(error) or not self._may_be_adopted(func, args, kwargs):
                 raise
             return func(*tree_map_only(torch.Tensor, self._adopted, args), **kwargs)
@@ -177,6 +182,7 @@ class DataRules(KnownValues, Watching):
             return self.copier(tensor)
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Work out the values of an op's new outputs, if its inputs are known or a rule assumes them."""
         traits = op_traits(func)
         if traits.written_names:
             self._follow_write(func, traits, args, kwargs)
@@ -187,7 +193,7 @@ class DataRules(KnownValues, Watching):
             if isinstance(t, FakeTensor) and self._worth_following(t) and is_plain(t)
         ]
         if not fresh:
-            return
+            return  # too large to follow
         inputs = list(tensors_in((args, kwargs)))
         own = {storage_key(t.untyped_storage()) for t in inputs}
         fresh = [t for t in fresh if storage_key(t.untyped_storage()) not in own]
@@ -198,10 +204,12 @@ class DataRules(KnownValues, Watching):
         if decide is not None and (
             traits.random or func in CONTENTS_UNDEFINED or self._values(inputs) is None
         ):
+            # Known inputs go before a rule, but for random ops, which would draw from the user's generator, and for
+            # ``empty`` and its relatives, whose contents are arbitrary.
             values, rule = decide(self, args, kwargs, out)
             rules = {rule: None} if rule else {}
         elif traits.random or torch.Tag.nondeterministic_seeded in func.tags or is_between_ranks(func):
-            return
+            return  # running these again would draw numbers, or wait for other ranks
         else:
             result = self.run_on_values(func, args, kwargs, inputs)
             values = None if result is NO_ANSWER else tuple(tensors_in(result))
@@ -214,11 +222,13 @@ class DataRules(KnownValues, Watching):
                 self._attach(fake, value, rules)
 
     def _follow_write(self, func: Any, traits: OpTraits, args: Any, kwargs: Any) -> None:
+        """Write in place to the known values of what an op wrote to, or forget them."""
         written = traits.written(args, kwargs)
         targets = [t for t in tensors_in(written) if isinstance(t, FakeTensor) and is_plain(t)]
         known = [k for t in targets if (k := self._known.get(storage_key(t.untyped_storage()))) is not None]
         if not known:
-            return
+            return  # nothing to keep up to date; values that become known by a write are not followed
+        # Views keep their storage's values. A tensor that gets another storage, or another size, loses them.
         if torch.Tag.inplace_view in func.tags or func in CHANGES_STORAGE:
             if func in CHANGES_STORAGE:
                 for t in targets:
@@ -233,6 +243,7 @@ class DataRules(KnownValues, Watching):
                 spread[func](value, *args[1:], **{k: v for k, v in kwargs.items() if k != "generator"})
             known[0].rules["even spread"] = None
             return
+        # ``run_on_values`` runs the op on views of the known storages, so it is what writes to them.
         if random or is_between_ranks(func) or self.run_on_values(func, args, kwargs, inputs) is NO_ANSWER:
             for t in targets:
                 self._forget(t)
@@ -243,7 +254,10 @@ class DataRules(KnownValues, Watching):
 
 
 class _PythonValues(TorchFunctionMode):
-    """Calls that read a tensor without dispatching an op: ``torch.tensor`` or an index of tensors, and ``numpy``."""
+    """Answers calls that read a tensor without dispatching an op, so that ``DataRules`` does not see them.
+
+    These are ``torch.tensor`` on tensors, an index that is a list of tensors, ``numpy()``, and formatting a number.
+    """
 
     def __init__(self, rules: DataRules) -> None:
         super().__init__()
@@ -297,5 +311,5 @@ def _as_numbers(value: Any) -> Any:
 
 
 def _index_of_numbers(index: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``x[rows, columns]``: where rows are a sequence of tensors, PyTorch reads these, and makes an index of them."""
+    """Replace sequences of tensors in ``x[rows, columns]``: PyTorch reads these, and makes an index of them."""
     return tuple(_as_numbers(i) if isinstance(i, (list, tuple)) else i for i in index)

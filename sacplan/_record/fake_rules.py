@@ -1,6 +1,6 @@
-"""The rules of a fake step, op by op: answers to ops that ask for data, and values made by assumption.
+"""The rules of a fake step, op by op: answers to ops that ask for data, and values that are assumed.
 
-``data_rules`` documents what they are. To add one, decorate a function with the ops that it is for:
+``data_rules`` documents them. To add one, decorate a function with the ops that it is for:
 
     @answer(aten.nonzero.default)    # replaces an op whose result has a size or Python value that depends on data
     def _nonzero(values, func, args, kwargs): ...        # the result, NewArguments, or NO_ANSWER
@@ -30,7 +30,7 @@ from sacplan._torch.ops import RuleTable, tensors_in
 aten = torch.ops.aten
 
 MAX_UNDEFINED_FLOATS = 2**14
-"""Of what ``empty`` makes, only small tensors are followed: most are filled with what is not known."""
+"""Only so many floats of an ``empty`` tensor are followed: larger ones are mostly filled with unknown values."""
 
 UNKNOWN = object()
 """In the place of a result whose values stay unknown."""
@@ -51,6 +51,7 @@ spread: RuleTable[Callable[..., None]] = RuleTable()
 # --- ops that ask for data ---------------------------------------------------------------------------
 
 
+# Ops that depend on data but do not have PyTorch's tags for it, and one whose fake kernel refuses what it should take.
 _UNTAGGED = (
     aten.equal.default,
     aten.allclose.default,
@@ -62,6 +63,7 @@ _UNTAGGED = (
 
 @functools.cache
 def needs_an_answer(func: Any) -> bool:
+    """Whether an op has a result whose size or Python value depends on data, by PyTorch's tags."""
     tags = func.tags
     return (
         torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags or func in _UNTAGGED
@@ -69,6 +71,7 @@ def needs_an_answer(func: Any) -> bool:
 
 
 def answer_if_known(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
+    """Answer an op with the values of its inputs, if all are known."""
     inputs = list(tensors_in((args, kwargs)))
     out = values.run_on_values(func, args, kwargs, inputs)
     if out is NO_ANSWER:
@@ -84,6 +87,7 @@ def answer_if_known(values: KnownValues, func: Any, args: Any, kwargs: Any) -> A
 
 @answer(aten._local_scalar_dense.default)
 def _scalar(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
+    # Before the value: one that rests on a rule is an assumption, and a check that would fail tells that it is wrong.
     if args[0].dtype == torch.bool and (values.value(args[0]) is None or values.rules_of(args[:1])):
         passes = outcome_that_passes()
         if passes is not None:
@@ -99,7 +103,7 @@ def _scalar(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _nonzero_of(values: KnownValues, func: Any, mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, None]]:
-    """Rows of indices [K, ndim] of a mask: the known ones, or all."""
+    """Return rows of indices [K, ndim] of the elements of a mask that are true; of all if it is not known."""
     value = values.value(mask)
     resting_on = {"all elements": None} if value is None else values.rules_of([mask])
     values.apply_rules(resting_on, func)
@@ -153,7 +157,7 @@ def _masked_select(values: KnownValues, func: Any, args: Any, kwargs: Any) -> An
 
 @answer(aten._ctc_loss.Tensor, aten._ctc_loss.default)
 def _ctc_loss(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
-    """Loss [N] and alpha [N, T, 2 * longest target + 1]; T and N from log_probs [T, N, C]."""
+    """Return loss [N] and alpha [N, T, 2 * longest target + 1]; T and N from log_probs [T, N, C]."""
     log_probs, targets, _, lengths = args[:4]
     if isinstance(lengths, torch.Tensor):
         value = values.value(lengths)
@@ -169,7 +173,7 @@ def _ctc_loss(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
 
 @answer(aten._grouped_mm.default)
 def _grouped_mm(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
-    """Shapes where torch's formula (2.13) refuses types other than bfloat16, which the kernels take."""
+    """Return outputs of types other than bfloat16: the kernels take them, torch's fake kernel (2.13) refuses them."""
     if args[0].dtype == torch.bfloat16:
         return NO_ANSWER
     with values.paused():
@@ -206,7 +210,7 @@ def _argument(args: Any, kwargs: Any, position: int, name: str, default: Any) ->
 
 
 def balanced_indices(shape: tuple[int, ...], dim: int, candidates: int) -> torch.Tensor:
-    """int64 of ``shape``: slot j along ``dim`` of row r chooses (r * k + j) mod ``candidates``."""
+    """Return int64 of ``shape``: slot j along ``dim`` of row r chooses (r * k + j) mod ``candidates``."""
     if not shape:
         return torch.zeros((), dtype=torch.int64)
     dim %= len(shape)
@@ -270,7 +274,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def even_spread(shape: tuple[int, ...]) -> torch.Tensor:
-    """float64 in (0, 1): multiples of the golden ratio, the first is 1/2."""
+    """Return float64 in (0, 1), spread evenly for any number of elements: 1/2 plus multiples of the golden ratio."""
     return ((0.5 + torch.arange(math.prod(shape), dtype=torch.float64) * _GOLDEN) % 1.0).reshape(shape)
 
 
@@ -313,7 +317,7 @@ def _decide_empty(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tupl
 def _decide_filled(
     position: int, fill: int | None, values: KnownValues, args: Any, kwargs: Any, out: Any
 ) -> tuple[Any, str]:
-    """``full`` and its relatives made like a tensor whose values are not known."""
+    """Fill the result of ``full_like`` and its relatives: the values of the tensor that it is like do not matter."""
     value = _argument(args, kwargs, position, "fill_value", None) if fill is None else fill
     with no_dispatch():
         return (torch.full(out.shape, value, dtype=out.dtype),), ""
@@ -322,7 +326,7 @@ def _decide_filled(
 def _decide_comparison(
     same: bool, infinite: bool, values: KnownValues, args: Any, kwargs: Any, out: Any
 ) -> tuple[Any, str]:
-    """Of finite floats: ``x op x`` is ``same``, ``x op inf`` is ``infinite``."""
+    """Compare finite floats: ``x op x`` is ``same``, ``x op inf`` is ``infinite``."""
     left, right = args[0], args[1]
     is_infinite = isinstance(right, float) and math.isinf(right)
     if not left.dtype.is_floating_point or not (right is left or is_infinite):

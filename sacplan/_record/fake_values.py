@@ -1,8 +1,8 @@
-"""The values that are known in a fake step, kept beside the fake tensors, and the rules applied so far.
+"""Values that are known in a fake step, kept beside the fake tensors, and the rules applied so far.
 
 Values are kept by storage, so that views and in-place writes need no bookkeeping. Real ops run on known values only.
-None of them draws random numbers, none touches the user's tensors, and no weight is copied: integers and booleans are
-followed up to 256 MiB a tensor, floats up to a million elements.
+None of them draws random numbers, and none touches the user's tensors. No weight is copied: a tensor of integers or
+booleans is followed up to 256 MiB, one of floats up to a million elements.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _StorageValues:
 
 
 class KnownValues:
-    """Values by fake storage; what the rules of ``fake_rules.py`` ask and tell."""
+    """Values by fake storage: the interface between the rules of ``fake_rules.py`` and the mode that follows values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class KnownValues:
 
     @contextmanager
     def few_floats(self) -> Iterator[None]:
-        """Inside, of what ops make no array of floats is followed, just single ones: an optimizer's step counts."""
+        """Inside, follow single floats only (an optimizer's step count), and no arrays of floats that ops make."""
         before, self._max_floats = self._max_floats, 1
         try:
             yield
@@ -135,7 +135,7 @@ class KnownValues:
             self._set(fake, storage if storage.device.type == "cpu" else storage.cpu(), {})
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What a fake tensor holds, if that is known; a view, not to be written to."""
+        """Return the value of a fake tensor, or None if it is not known; a view that must not be written to."""
         if not isinstance(tensor, FakeTensor):
             return tensor if tensor.device.type == "cpu" else None
         if not is_plain(tensor):
@@ -163,7 +163,7 @@ class KnownValues:
         value: torch.Tensor | None,
         rules: dict[str, None],
     ) -> torch.Tensor:
-        """A new fake tensor that holds ``value``; None for not known."""
+        """Return a new fake tensor that holds ``value``; None for one whose value is not known."""
         with self.paused():
             fake = torch.empty_strided(size, stride, dtype=dtype)
         if value is not None:
@@ -171,12 +171,12 @@ class KnownValues:
         return fake
 
     def assume_statistics(self, model: torch.nn.Module) -> None:
-        """``assume_statistic`` for each buffer of a model."""
+        """Call ``assume_statistic`` for each buffer of a model."""
         for buffer in model.buffers():
             self.assume_statistic(buffer)
 
     def assume_statistic(self, buffer: torch.Tensor | None, before: torch.Tensor | None = None) -> None:
-        """A buffer of one float whose value is not known holds 1.0: a running statistic, which steps write.
+        """Let a buffer of one float whose value is not known hold 1.0: it is a running statistic, which steps write.
 
         Args:
             buffer: what a module gets as its buffer.
@@ -192,7 +192,7 @@ class KnownValues:
             self._attach(buffer, value, {"unit value": None})
 
     def rules_of(self, tensors: Iterable[torch.Tensor]) -> dict[str, None]:
-        """The rules that the known values of these tensors rest on."""
+        """Return the rules that the known values of these tensors rest on."""
         found: dict[str, None] = {}
         for t in tensors:
             known = self._known.get(storage_key(t.untyped_storage())) if isinstance(t, FakeTensor) else None
@@ -203,7 +203,7 @@ class KnownValues:
     def _set(self, fake: torch.Tensor, storage: torch.UntypedStorage, rules: dict[str, None]) -> None:
         fake_storage = fake.untyped_storage()
         key = storage_key(fake_storage)
-        known_by_key = self._known
+        known_by_key = self._known  # not ``self``: the callback would keep the mode alive
         self._known[key] = _StorageValues(
             storage, rules, weakref.ref(fake_storage, lambda _: known_by_key.pop(key, None))
         )
@@ -213,7 +213,7 @@ class KnownValues:
             self._known.pop(storage_key(fake.untyped_storage()), None)
 
     def _attach(self, fake: torch.Tensor, value: torch.Tensor, rules: dict[str, None]) -> None:
-        """``value`` in the layout of ``fake``, which has a storage of its own."""
+        """Let ``fake``, which has a storage of its own, hold ``value``, in the layout that ``fake`` has."""
         if not isinstance(fake, FakeTensor) or not is_plain(fake) or fake.shape != value.shape:
             return
         if not self._worth_following(fake) or fake.untyped_storage().nbytes() > MAX_INTEGER_BYTES:
@@ -252,7 +252,11 @@ class KnownValues:
         return values
 
     def run_on_values(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
-        """The op on known values; ``NO_ANSWER`` where one is not known, or the op cannot."""
+        """Run an op on known values; ``NO_ANSWER`` where one of them is not known, or the op fails.
+
+        An op may fail for good reasons: it has no CPU kernel, or is one of a fake step only. Its result then is not
+        known, as if an input were not.
+        """
         if self._values(inputs) is None:
             return NO_ANSWER
         real_args, real_kwargs = self._real(args), self._real(kwargs)
@@ -274,18 +278,18 @@ class KnownValues:
         return value
 
     def apply_rules(self, rules: Iterable[str], func: Any) -> None:
-        """Note that these rules decided the result of ``func``, called from where we are."""
+        """Note that these rules decided the result of ``func`` at the present call site."""
         where = ""
         for rule in rules:
             where = where or call_site()
             self._applied.setdefault((rule, where), AppliedRule(rule, str(func), where))
 
     def as_fake(self, value: torch.Tensor, rules: dict[str, None]) -> torch.Tensor:
-        """A fake tensor of the same shape that is known to hold ``value``."""
+        """Return a fake tensor of the same shape that is known to hold ``value``."""
         return self.as_fake_like(value.shape, value.stride(), value.dtype, value, rules)
 
     def refusal(self, func: Any, args: Any, kwargs: Any) -> DataDependentError:
-        """What to raise where there is neither a value nor a rule."""
+        """Return the error to raise where there is neither a value nor a rule."""
         shapes = ", ".join(f"{t.dtype}{list(t.shape)}" for t in tensors_in((args, kwargs)))
         return DataDependentError(
             f"{call_site()}: the result of {func} ({shapes}) depends on data, which a fake trace does not "
@@ -306,7 +310,7 @@ _SKIPPED = (
 
 
 def call_site() -> str:
-    """Module, line and function of the innermost frame outside torch and sacplan."""
+    """Return module, line and function of the innermost frame outside torch and sacplan."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         frame = frame.f_back

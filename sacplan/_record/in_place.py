@@ -1,7 +1,8 @@
-"""What a plain step writes in place and a step under a dispatch mode does not; a recording is of the plain step.
+"""Put back the in-place writes that PyTorch leaves out under a dispatch mode: a recording is of the plain step.
 
-Under any Python dispatch mode torch takes every tensor for a tensor subclass (``isTensorSubclassLike``), and its
-C++ code then avoids writing in place. Seen from a mode there is one more temporary, as large as the result:
+Under any Python dispatch mode torch takes every tensor for a tensor subclass (``isTensorSubclassLike`` in
+``ATen/TensorSubclassLikeUtils.h``), and its C++ code then avoids writing in place. Seen from a mode there is one more
+temporary, as large as the result:
 
 - The autograd engine adds up the gradients that several nodes send to one (``InputBuffer::accumulate``): in
   place, if gradients are off and it holds the last reference to the first one, which must be dense;
@@ -9,20 +10,21 @@ C++ code then avoids writing in place. Seen from a mode there is one more tempor
 - Backward formulas fill an array of zeros: ``index_put``, ``scatter_add`` and others, where the plain step
   has ``index_put_`` and ``scatter_add_``.
 
-So the recorder hands such ops to :class:`InPlaceWrites`, and :meth:`InPlaceWrites.settle` rewrites what the
-plain step does in place: the new storage takes over the identity of the old one, and nothing is allocated.
-Whether the last reference was held shows in the events: the old storage is freed before the next op runs.
+So the recorder shows each op of the backward pass to :class:`InPlaceWrites`. When the step is over,
+:meth:`InPlaceWrites.settle` rewrites the ops that the plain step does in place: the new storage takes over the identity
+of the old one, and nothing is allocated. Whether the engine held the last reference shows in the events: then the old
+storage is freed before the next op runs.
 
-How an addition of the engine's is told from one in a formula: the engine adds after a node has returned, so no
-other op of the same node follows; and what it adds to came from another node, unless the node has two edges
-to the same one. No Python code called it.
+An addition of the engine's is told from one in a formula by three signs. The engine adds after a node has returned, so
+no other op of the same node follows. The tensor that it adds to came from another node, unless the node has two edges
+to the same one. And no Python code called it.
 
 Found by comparing the ops of plain steps (``torch.profiler``) with those under an empty mode, torch 2.13, and
 in ``input_buffer.cpp``, ``accumulate_grad.h`` and ``FunctionsManual.cpp``.
 
 Other formulas take another way altogether under a mode (``prod``, ``cumprod``, the full reduction ``max()``, and more).
-For a CPU what the plain one takes at its peak is measured (``workspace.py``), and :func:`plain_formulas` puts it in the
-place of the temporaries that were recorded; for a GPU these stay as recorded.
+For a CPU the peak of the plain formula is measured (``_device/workspace.py``), and :func:`plain_formulas` puts it in
+the place of the temporaries that were recorded. For a GPU these stay as recorded.
 
 Not covered: in the forward pass, the mask that math attention adds and the bias that a linear layer adds for an
 input that is not contiguous. Those stay out of place here, one temporary too many for a moment, since in a unit with a
@@ -42,7 +44,7 @@ from sacplan._program.program import Event, Op, Phase, StorageKind, Tensor
 from sacplan._torch.private import called_by_autograd, current_node_has_edges_to_one_node, is_dense
 
 _ADD = torch.ops.aten.add.Tensor
-# What backward formulas run on zeros that they have just made; the plain step has the op with an underscore.
+# Ops that backward formulas run on zeros that they have just made; the plain step has the op with an underscore.
 _FILLS = {
     torch.ops.aten.index_put.default: "aten._index_put_impl_.default",
     torch.ops.aten.scatter_add.default: "aten.scatter_add_.default",
@@ -81,15 +83,18 @@ class InPlaceWrites:
         self._first_storage = 0  # the first one that was made while this node ran
         self._deferred: Any = None  # the last op on a tensor that stands for its local part
 
-    def clear(self) -> None:
-        """Begin anew."""
+    def restart(self) -> None:
+        """Begin a new record."""
         self._writes.clear()
         self._sums.clear()
         self._node = None
         self._deferred = None
 
     def defers(self, func: Any) -> None:
-        """Note an op on a DTensor, which runs on local tensors: those of the plain step are tensor subclasses, too."""
+        """Note an op on a DTensor. Its op on local tensors follows, and runs as recorded in the plain step, too.
+
+        There the DTensor is the subclass that keeps PyTorch from writing in place.
+        """
         self._deferred = func
 
     def saw(
@@ -111,7 +116,7 @@ class InPlaceWrites:
             n_storages: how many storages there were before the op.
         """
         if node != self._node:
-            self._commit()
+            self._commit()  # the node before has returned, so its last additions were the engine's
             self._node = node
             self._first_storage = n_storages
         write = None
@@ -133,17 +138,20 @@ class InPlaceWrites:
     def _candidate(
         self, func: Any, args: Sequence[Any], out: Any, op: int, reads: Sequence[int], new: int
     ) -> _Write | None:
+        """Return the write that the plain step does in place of an op, as far as its arguments tell."""
         first, old = args[0], reads[0]
+        # In place, the result has the layout of the first argument. The engine asks for a dense one (``accumulate`` in
+        # input_buffer.cpp).
         if first.shape != out.shape or first.dtype != out.dtype or not is_dense(first):
             return None
-        own = old >= self._first_storage
+        own = old >= self._first_storage  # made by this node
         if func is not _ADD:
             return _Write(op, _FILLS[func], old, new) if own else None
         if (
             len(args) != 2
             or not isinstance(args[1], torch.Tensor)
             or len(reads) != 2  # a tensor added to itself is referred to twice
-            or torch.is_grad_enabled()
+            or torch.is_grad_enabled()  # create_graph: the engine then adds out of place
             or first._is_view()  # its base refers to the storage, too, and lives as long
             or (own and not current_node_has_edges_to_one_node())
         ):
@@ -157,12 +165,14 @@ class InPlaceWrites:
         kinds: list[StorageKind | None],
         backward_born: Sequence[bool],
     ) -> tuple[list[Op], list[tuple[int, int]], list[int]]:
-        """Ops and events of the plain step, and the storage that each storage is there.
+        """Return ops and events of the plain step, and by storage the one that it is there.
 
-        ``kinds`` is changed: what a new storage was found to be for, the old one is for.
+        A candidate is written in place if its old storage is freed right after it: nobody else held that. ``kinds`` is
+        changed: where the new storage is known to be a gradient, for example, the old one now is that gradient.
         """
         self._commit()
         same = list(range(len(kinds)))
+        # Sums of gradients and zeros that a formula fills: both are made in the backward pass.
         candidates = {w.op: w for w in self._writes if backward_born[w.old]}
         if not candidates:
             return list(ops), list(events), same
@@ -212,9 +222,10 @@ def plain_formulas(
     formulas: Mapping[int, tuple[int, int]],
     tensors: Sequence[Tensor],
 ) -> tuple[list[Op], list[tuple[int, int]]]:
-    """Backward formulas that run otherwise in the plain step: their temporaries become one workspace of known size.
+    """Correct the memory of backward formulas that run otherwise in the plain step.
 
-    The ops stay, without the storages that are freed before the formula returns; the last one has the workspace.
+    The temporaries of such a formula become one workspace of known size. Its ops stay, without the storages that are
+    freed before the formula returns, and the last one has the workspace.
 
     Args:
         ops, events: as settled.
@@ -229,6 +240,7 @@ def plain_formulas(
                 runs[-1].append(i)
             else:
                 runs.append([i])
+    # Ops of one formula follow each other. The engine's sum of gradients follows them under the same node.
     for run in runs:
         while run and ops[run[-1]].name in _ENGINES_SUMS:
             run.pop()
@@ -263,7 +275,10 @@ def plain_formulas(
 
 
 def _is_upstream_expanded(forward: Op, formula: Sequence[Op], tensors: Sequence[Tensor]) -> bool:
-    """Whether the gradient that comes into a formula is expanded: of the shape of an output, made by no op of it."""
+    """Whether the gradient that comes into a formula is expanded (has a stride of 0).
+
+    It is told by having the shape of an output of the forward op, and by being made by no op of the formula.
+    """
     shapes = {tensors[t].shape for t in forward.outputs if t >= 0}
     made = {s for op in formula for s in op.writes}
     return any(

@@ -1,4 +1,7 @@
-"""What cannot be traced, said in our words. What the model itself raises comes through as it is."""
+"""Explain errors of PyTorch that mean "this cannot be traced". Errors that the model raises come through unchanged.
+
+PyTorch has no error classes for most of these, so they are told apart by their messages.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ _BEGINNING = 250  # characters of a message; what follows may list every backend
 
 @contextlib.contextmanager
 def explained_limits() -> Iterator[None]:
-    """Inside, errors that come from tracing, and not from the model, become a ``TraceError``."""
+    """Turn errors that come from tracing, and not from the model, into a ``TraceError`` that says what to do."""
     try:
         yield
     except SacplanError:
@@ -67,7 +70,7 @@ def explained_limits() -> Iterator[None]:
             "torch.library.register_fake."
         ) from error
     except torch.OutOfMemoryError:
-        raise
+        raise  # a RuntimeError, too, but its own message is the best one
     except (RuntimeError, AttributeError, AssertionError, NotImplementedError) as error:
         op = op_run_on_zeros(error)
         if op is not None:

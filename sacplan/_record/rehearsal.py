@@ -1,7 +1,7 @@
-"""Ops of a recorded step run again on fake tensors, so that what they take in other sizes is seen, not estimated.
+"""Run ops of a recorded step again on fake tensors of other sizes, so that their costs are seen, not estimated.
 
-The executor's own code runs under the package's recorder and the device's kernels. What is seen is put into the program
-of the step: memory, time and workspaces of slices are those that a step with the plan has.
+The executor's own code runs under the package's recorder and the device's kernels. The ops and events that the recorder
+sees are put into the program of the step. So memory, time and workspaces of slices are those of a step with the plan.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from sacplan._device.kernels import fake_device
 from sacplan._program.program import Event, Op, Phase, Program, Tensor
 from sacplan._program.rewriting import Indices, PatchBuilder
 from sacplan._record.device_recorder import device_recorder
-from sacplan._torch.calls import flat_tensors
+from sacplan._torch.ops import tensors_in
 
 
 @dataclass(slots=True)
 class RehearsedOps:
-    """What ran for something.
+    """The ops and events of one part of a rehearsal.
 
     Attributes:
-        ops: those, in order.
-        events: in which ``Event.OP`` refers to them by position.
-        first: how many ops had run before.
+        ops: the ops, in order.
+        events: the events; ``Event.OP`` refers to ops by their position in ``ops``.
+        first: how many ops of the rehearsal had run before.
     """
 
     ops: list[Op]
@@ -40,12 +40,14 @@ class RehearsedOps:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What ran for something, in indices of its rehearsal: it may be put into a program several times.
+    """The ops and events of a function, to be put into a program any number of times.
+
+    Storages and tensors are those of the rehearsal.
 
     Attributes:
-        ops: those, in order.
-        events: in which ``Event.OP`` refers to them by position.
-        given: storages of what was given, in order.
+        ops: the ops, in order.
+        events: the events; ``Event.OP`` refers to ops by their position in ``ops``.
+        given: storages of the tensors that the function was given, in order.
         made: the tensors that were returned.
         sizes: by storage, its bytes.
         tensors: by index, those that the ops take and return.
@@ -60,7 +62,7 @@ class Piece:
 
 
 class Rehearsal:
-    """One run on fake tensors.
+    """One run of some ops on fake tensors.
 
     Args:
         program: whose ops run.
@@ -80,73 +82,73 @@ class Rehearsal:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The device's kernels, and the recorder; gradients are off."""
+        """Enter the device's kernels and the recorder; gradients are off."""
         with fake_device(self.device), self._recorder, torch.no_grad():
             yield
         self._recorder.forget()
 
     def given(self, tensor: int) -> torch.Tensor:
-        """A fake tensor like one of the program's, which is alive before and after."""
+        """Return a fake tensor that stands for one of the program; it is alive before and after what runs."""
         like = self.program.tensors[tensor]
         with self._recorder.paused():
             made = torch.empty_strided(like.shape, like.stride, dtype=getattr(torch, like.dtype))
-        self.known[self._recorder.track_given(made)] = like.storage
+        self.known[self._recorder.storages.track_given(made)] = like.storage
         self._tensors.append(made)
         return made
 
     def like(self, tensor: Tensor) -> torch.Tensor:
-        """A fake tensor of this shape on a storage of its own, which is alive before and after."""
+        """Return a fake tensor of this layout on a storage of its own, alive before and after what runs."""
         with self._recorder.paused():
             made = torch.empty_strided(tensor.shape, tensor.stride, dtype=getattr(torch, tensor.dtype))
-        self._recorder.track_given(made)
+        self._recorder.storages.track_given(made)
         self._tensors.append(made)
         return made
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What was made stays alive to the end: no other tensor can be taken for it."""
+        """Keep tensors alive to the end: the address of one that is freed could be given to another tensor."""
         self._tensors.extend(tensors)
 
     def storage_of(self, tensor: torch.Tensor) -> int:
-        """The recorder's storage of a tensor."""
-        return self._recorder.storage_of(tensor)
+        """Return the recorder's storage of a tensor."""
+        return self._recorder.storages.known(tensor)
 
     def is_made(self, made: torch.Tensor, storage: int) -> int:
-        """From here on a storage that was made stands for one of the program's; its bytes."""
-        index = self._recorder.storage_of(made)
+        """From now on let the storage of ``made`` stand for one of the program's; return its bytes."""
+        index = self._recorder.storages.known(made)
         self.known[index] = storage
-        return self._recorder.storage_sizes[index]
+        return self._recorder.storages.nbytes[index]
 
     def stands_for(self, tensor: torch.Tensor) -> int:
-        """The program's storage that a tensor's stands for, or -1."""
-        return self.known.get(self._recorder.storage_of(tensor), -1)
+        """Return the storage of the program that a tensor's storage stands for, or -1."""
+        return self.known.get(self._recorder.storages.known(tensor), -1)
 
     @property
     def n_ops(self) -> int:
-        """How many ops ran so far."""
+        """Number of ops that have run so far."""
         return self._recorder.seen()[0]
 
     def seen(self, run: Callable[[], Any]) -> tuple[Any, RehearsedOps]:
-        """What a function returns, and what ran for it."""
+        """Call a function; return its result, and the ops and events that were seen meanwhile."""
         n_ops, n_events = self._recorder.seen()
         out = run()
         ops, events = self._recorder.seen_since(n_ops, n_events)
         return out, RehearsedOps(ops, events, n_ops)
 
     def piece(self, given: Sequence[torch.Tensor], run: Callable[[], Any]) -> Piece:
-        """What runs for a function that reads some tensors. What it returns stays alive."""
+        """Call a function that reads some tensors, and return what ran. Its results stay alive."""
         out, seen = self.seen(run)
         made = []
-        for t in flat_tensors(out):
+        for t in tensors_in(out):
             dtype = str(t.dtype).removeprefix("torch.")
             storage = self.storage_of(t)
-            made.append(Tensor(storage, dtype, tuple(t.shape), tuple(t.stride()), t.storage_offset()))
-        self.keep(flat_tensors(out))
+            made.append(Tensor(storage, dtype, tuple(t.shape), tuple(t.stride()), int(t.storage_offset())))
+        self.keep(tensors_in(out))
         used = {i for op in seen.ops for i in (*op.inputs, *op.outputs) if i >= 0}
-        tensors = dict(zip(used, self._recorder.tensors(used), strict=True))
+        tensors = dict(zip(used, self._recorder.tensors.values(used), strict=True))
         storages = {t.storage for t in (*made, *tensors.values())}
         storages.update(s for op in seen.ops for s in (*op.reads, *op.writes, *op.mutates))
         storages.update(arg for code, arg in seen.events if code != Event.OP)
-        sizes = self._recorder.storage_sizes
+        sizes = self._recorder.storages.nbytes
         return Piece(
             ops=tuple(seen.ops),
             events=tuple(seen.events),
@@ -159,8 +161,8 @@ class Rehearsal:
     def into(
         self, draft: PatchBuilder, seen: RehearsedOps, phase: Phase, scope: int
     ) -> list[tuple[int, int]]:
-        """What was seen as events of the program; ops and storages that are new are added."""
-        storage = draft.numbering(self.known, self._recorder.storage_sizes)
+        """Put ops that were seen into a program, and return their events; new storages are added to it."""
+        storage = draft.numbering(self.known, self._recorder.storages.nbytes)
         ops = [
             Op(
                 op.name,

@@ -1,15 +1,24 @@
-"""What autograd keeps, told apart from what code holds, by a trick that only a recorder can afford.
+"""Saved tensors: tell the storages that autograd keeps from those that code holds.
 
-The pack hook gives autograd an empty handle instead of the tensor. Every storage then dies when nobody *else*
-holds it, the handle's own end is the end of autograd's hold, and unpacking makes a fresh tensor whose life is
-that of the tensor autograd would have handed out. Under FakeTensorMode nothing was ever computed, so nothing is
-lost; on real tensors the handle keeps a clone (``"clone"``), and ``"observe"`` leaves autograd alone.
+Both keep a storage alive, and PyTorch does not say which of them does. So the pack hook gives autograd an empty handle
+instead of the tensor. Then:
+
+- a storage dies (``FREE``) when code lets go of it, whatever autograd saved;
+- the end of the handle (``RELEASE``) is the moment at which autograd lets go;
+- the unpack hook returns a fresh tensor on a storage of its own. It dies (``DROP``) when the tensor that autograd would
+  have handed out would have died.
+
+Only a recorder can afford this, since the values are lost. Under FakeTensorMode there are none (``"virtual"``). On real
+tensors the handle keeps a clone of them (``"clone"``), which is not recorded. ``"observe"`` leaves autograd alone.
+
+An object can only tell its end through a weak reference, so handles and unpacked storages are watched by weak
+references that this module keeps. Their callbacks write the events.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +26,8 @@ import torch
 
 from sacplan._program.program import Event
 from sacplan._record.fake_data import DataRules
+from sacplan._record.storages import Storages
+from sacplan._record.tensor_table import TensorTable
 from sacplan._torch.local_tensors import Wrapping, arrived, stands_for_another, wrapping_of
 from sacplan._torch.private import (
     active_fake_mode,
@@ -33,7 +44,7 @@ _PACK, _RELEASE, _UNPACK, _DROP = map(int, (Event.PACK, Event.RELEASE, Event.UNP
 
 
 class _SavedTensor:
-    """What autograd keeps instead of a tensor; its end is autograd's letting go."""
+    """The handle that autograd keeps instead of a tensor."""
 
     __slots__ = ("__weakref__", "clone", "dtype", "index", "offset", "rules", "size", "stride", "value")
 
@@ -45,45 +56,39 @@ class _SavedTensor:
         self.dtype = tensor.dtype
         self.clone = clone
         self.value: torch.Tensor | None = None  # what a fake tensor holds, where it is known
-        self.rules: dict[str, None] = {}  # that it rests on
+        self.rules: dict[str, None] = {}  # the rules of ``fake_data.py`` that this value rests on
 
 
 class _SavedLocalTensor(NamedTuple):
-    """For a tensor that stands for its local part, the handle of which autograd keeps."""
+    """The handle of a DTensor: that of its local part, and how to wrap it again."""
 
     local: _SavedTensor
     wrapping: Wrapping
 
 
 class SavedTensors:
-    """The hooks of one recorder, and what they note.
+    """The saved-tensor hooks of one recorder, and the handles and instances that they have seen.
 
     Args:
         how: see the module's docstring.
-        ids: storage key to storage, shared with the recorder; so are ``events`` and ``offsets``.
-        offsets: storage key to the place in the recorded storage where a tensor begins that was unpacked; absent
-            where that is 0.
-        tensor_index: the index of a tensor on a recorded storage.
-        events: pairs (``Event``, index).
-        initial: storages that are alive anyway (parameters, the batch) and need no handle.
+        storages, tensors, events: the recorder's. Storages that are alive anyway (``initial``: parameters, the batch)
+            need no handle.
         paused: context in which the recorder takes no note of ops.
         unpacks: called before a tensor is unpacked.
         rules: what knows values of fake tensors; a tensor that is unpacked keeps them.
 
     Attributes:
         handle_storages, handle_tensors, instance_handles: as in ``Program``.
-        handle_numbers: autograd's next sequence number when it took the tensor.
+        handle_numbers: autograd's next sequence number when it saved the tensor: it tells the op that did.
     """
 
     def __init__(
         self,
         how: SavedMode,
         *,
-        ids: dict[int, int],
-        offsets: dict[int, int],
-        tensor_index: Callable[[torch.Tensor, int], int],
+        storages: Storages,
+        tensors: TensorTable,
         events: list[tuple[int, int]],
-        initial: Collection[int],
         paused: Callable[[], AbstractContextManager[None]],
         unpacks: Callable[[], object],
         rules: DataRules | None,
@@ -93,11 +98,9 @@ class SavedTensors:
         self.handle_numbers: list[int] = []
         self.instance_handles: list[int] = []
         self._how = how
-        self._ids = ids
-        self._offsets = offsets
-        self._tensor_index = tensor_index
+        self._storages = storages
+        self._tensors = tensors
         self._events = events
-        self._initial = initial
         self._paused = paused
         self._unpacks = unpacks
         self._rules = rules
@@ -124,20 +127,22 @@ class SavedTensors:
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not is_plain(tensor):
             if not stands_for_another(tensor):
-                return tensor
+                return tensor  # a wrapper that we know nothing of: autograd keeps it as it is, as code would
+            # The storage is that of the local part. A collective may still be on its way to it: wait as the plain step
+            # does when it reads the tensor.
             packed = self._pack(arrived(tensor))
             return (
                 _SavedLocalTensor(packed, wrapping_of(tensor)) if isinstance(packed, _SavedTensor) else tensor
             )
-        storage = self._ids.get(storage_key(tensor.untyped_storage()))
-        if storage is None or storage in self._initial:
-            return tensor
+        storage = self._storages.ids.get(storage_key(tensor.untyped_storage()))
+        if storage is None or storage in self._storages.initial:
+            return tensor  # not of this step, or alive to its end in any case: nothing to tell apart
         index = len(self.handle_storages)
         handle = _SavedTensor(index, tensor, self._clone(tensor, storage) if self._how == "clone" else None)
         if self._rules is not None and self._rules.knows(tensor):
             handle.value, handle.rules = self._rules.value(tensor), self._rules.rules_of([tensor])
         self.handle_storages.append(storage)
-        self.handle_tensors.append(self._tensor_index(tensor, storage))
+        self.handle_tensors.append(self._tensors.index(tensor, storage))
         self.handle_numbers.append(autograd_sequence_number())
         self._events.append((_PACK, index))
 
@@ -149,7 +154,10 @@ class SavedTensors:
         return handle
 
     def _clone(self, tensor: torch.Tensor, storage: int) -> torch.Tensor:
-        """A copy of the part of the storage that the tensor spans, shared by handles on the same part."""
+        """Return a copy of the part of the storage that the tensor spans; handles on the same part share one.
+
+        The version is in the key: an in-place write between two packs makes another value.
+        """
         reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         span = reach + 1 if tensor.numel() else 0
         key = (storage, tensor._version, tensor.dtype, tensor.storage_offset(), span)
@@ -164,7 +172,7 @@ class SavedTensors:
         if isinstance(packed, _SavedLocalTensor):
             return packed.wrapping.around(self._unpack(packed.local))
         if not isinstance(packed, _SavedTensor):
-            tensor: torch.Tensor = packed
+            tensor: torch.Tensor = packed  # ``_pack`` gave it back as it was
             return tensor
         self._unpacks()
         out = self._twin_of(packed)
@@ -177,18 +185,21 @@ class SavedTensors:
         def dropped(_: Any) -> None:
             self._events.append((_DROP, instance))
             self._instance_refs.pop(instance, None)
-            self._ids.pop(key, None)
-            self._offsets.pop(key, None)
+            self._storages.ids.pop(key, None)
+            self._tensors.offsets.pop(key, None)
 
+        # Ops that read the fresh tensor read the recorded storage.
         self._instance_refs[instance] = weakref.ref(storage, dropped)
-        self._ids[key] = self.handle_storages[packed.index]
+        self._storages.ids[key] = self.handle_storages[packed.index]
         if packed.offset:
-            self._offsets[key] = packed.offset
+            self._tensors.offsets[key] = packed.offset
         return out
 
     def _twin_of(self, handle: _SavedTensor) -> torch.Tensor:
+        """Return a fresh tensor in the layout of the one that was packed."""
         mode = active_fake_mode()
         if handle.clone is None and handle.value is None and mode is not None:
+            # The common case, and a short way: no dispatch mode takes note of this one.
             return fake_empty_strided(mode, handle.size, handle.stride, handle.dtype)
         with self._paused():
             if handle.clone is not None:

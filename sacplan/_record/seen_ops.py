@@ -1,11 +1,13 @@
-"""Ops that a fake step ran before on arguments of the same layout: what they cost, and their outputs at once.
+"""A cache of ops that a fake step ran before on arguments of the same layout: their costs, and the layout of outputs.
 
-A fake step of a deep model is the ops of one layer over and over. FakeTensorMode remembers layouts too, but it
-is general, and takes most of the time of a trace. Here an op is looked up once, for its outputs, its FLOPs, its
-time and its workspace. What is looked up is what sizes, strides and types alone decide: aten's functions, views
-and in-place ops on plain fake tensors, where no value that ``data_rules`` follows goes in and none is decided.
-Whatever else there is (data-dependent sizes, factories, ops that change a tensor's storage, other tensor
-classes) goes the long way.
+A fake step of a deep model is the ops of one layer over and over. FakeTensorMode has such a cache too
+(``torch/_subclasses/fake_tensor.py``), but it is general, and takes most of the time of a trace. Here an op is looked
+up once, for its outputs, its FLOPs, its time and its workspace.
+
+A hit must give what the op would have given. So an op is only in the cache if sizes, strides and types alone decide its
+outputs: aten's functions, views and in-place ops on plain fake tensors, where no value that ``data_rules`` follows goes
+in and none is decided. All others (data-dependent sizes, factories, ops that change a tensor's storage, other tensor
+classes) go the long way.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from sacplan._torch.private import FIRST_ARGUMENT, fake_tensors, is_plain, stora
 _VALUES = frozenset(
     (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
-_UNLIKE = object()
+_UNLIKE = object()  # an output that cannot be made from layouts
 
 ArgumentLayout = tuple[bool, torch.Size, tuple[int, ...], int, torch.dtype]
 """An output: whether it is a view of the first argument, its size, stride, storage offset and type."""
 
 
 class SeenOp:
-    """What is known of an op on arguments of one layout.
+    """The figures of an op on arguments of one layout, and how to make its outputs.
 
     Attributes:
         flops, time_ms, workspace_bytes, arguments: as in ``Op``.
@@ -51,7 +53,7 @@ class SeenOp:
 
 
 class SeenOps:
-    """For one trace: the ops that it has had.
+    """The ops that one trace has had.
 
     Args:
         mode: the FakeTensorMode that runs.
@@ -65,7 +67,7 @@ class SeenOps:
         self._eligible: dict[int, tuple[Any, bool, bool]] = {}  # by the op's identity: hashing one is slow
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """All that the outputs depend on; None where that is not known."""
+        """Return everything that the outputs depend on; None where that is not known, and the op takes the long way."""
         found = self._eligible.get(id(func))
         if found is None:
             found = self._eligible[id(func)] = (func, *self._look_up(func))
@@ -73,6 +75,7 @@ class SeenOps:
         if not eligible:
             return None
         parts: list[Any] = [id(func), torch.is_grad_enabled()]
+        # The values of a view are those of its storage, whether they are known or not: nothing has to be followed.
         known = not is_view and self._rules.knows_values
         if not self._add(args, parts, known):
             return None
@@ -113,11 +116,11 @@ class SeenOps:
         return True
 
     def get(self, key: Any) -> SeenOp | None:
-        """What is known, if the op was seen."""
+        """Return the entry of a key; None if the op was not seen."""
         return self._seen.get(key)
 
     def remember(self, key: Any, args: tuple[Any, ...], kwargs: Any, out: Any, seen: SeenOp) -> None:
-        """Keep what an op did."""
+        """Keep the figures of an op, and its outputs if they can be made again from their layouts alone."""
         self._seen[key] = seen
         kind = type(out)
         if kind is tuple or kind is list:
@@ -129,11 +132,12 @@ class SeenOps:
         for v in values:
             layout = self._layout(v, args, inputs, base)
             if layout is _UNLIKE:
-                return
+                return  # ``seen.outputs`` stays None: only the figures are looked up
             layouts.append(layout)
         seen.outputs = layouts
 
     def _layout(self, v: Any, args: tuple[Any, ...], inputs: set[int], base: int | None) -> Any:
+        """Return how to make one output; ``_UNLIKE`` unless it is new, a view of the first argument, or that itself."""
         if type(v) in _VALUES:
             return v
         if args and v is args[0]:
@@ -152,13 +156,14 @@ class SeenOps:
         if key == base:
             return layout
         elements = 1 + sum((n - 1) * s for n, s in zip(v.shape, v.stride(), strict=True)) if v.numel() else 0
+        # A new output must fill its storage from the start, or the storage that is made for it has another size.
         if key in inputs or layout[3] or storage.nbytes() != elements * v.element_size():
             return _UNLIKE
         inputs.add(key)  # a second output on the same storage is no new one
         return layout
 
     def make(self, seen: SeenOp, args: tuple[Any, ...]) -> Any:
-        """The outputs of an op that was seen, for other arguments of the same layout."""
+        """Return the outputs of an op that was seen, for other arguments of the same layout."""
         assert seen.outputs is not None
         made = fake_tensors(self._mode, seen.outputs, args[0] if args else None)
         return made[0] if seen.wrap is None else seen.wrap(made)

@@ -1,4 +1,4 @@
-"""What a real step changes in the user's objects, noted before it and put back afterwards, whatever happens.
+"""Save the state of the user's objects before a real step, and restore it afterwards, whatever happens.
 
 A :class:`Snapshot` follows what it is given (a model, an optimizer, a batch) through attributes and containers. It
 keeps the objects that it finds, and copies of what can change in them: the bytes of storages, the sizes of tensors, the
@@ -71,7 +71,7 @@ def preserved_state(
 
 @dataclass(slots=True)
 class _Storage:
-    """The bytes of a storage that tensors span, [low, high)."""
+    """The bytes of a storage that the tensors found so far span, [low, high)."""
 
     storage: torch.UntypedStorage
     nbytes: int
@@ -84,7 +84,7 @@ class _Storage:
         return view.set_(self.storage, self.low, (self.high - self.low,), (1,))
 
     def save(self) -> None:
-        self.high = min(self.high, self.nbytes)
+        self.high = min(self.high, self.nbytes)  # a tensor whose storage was resized may reach beyond it
         if self.high > self.low:
             self.saved = self.bytes().to("cpu", copy=True)
 
@@ -96,7 +96,7 @@ class _Storage:
 
 
 class Snapshot:
-    """What objects hold, see the module's docstring; ``restore`` may be called once.
+    """A copy of the state of some objects, see the module's docstring; ``restore`` may be called once.
 
     Raises:
         TraceError: an object that cannot be looked at; nothing has been changed then.
@@ -106,7 +106,9 @@ class Snapshot:
         self._seen: dict[int, Any] = {}  # keeps what it has seen, so that ids stay theirs
         self._storages: dict[int, _Storage] = {}
         self._leaves: list[torch.Tensor] = []
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[
+            Callable[[], None]
+        ] = []  # each puts one thing back; the bytes of storages come first
         self._pending: list[Any] = list(roots)
         try:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -189,6 +191,7 @@ class Snapshot:
             self._object(value)
 
     def _dict(self, value: dict[Any, Any]) -> None:
+        # The methods of ``dict`` itself here and below: a subclass may do anything in its own.
         kind: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
         items = list(kind.items(value))
         self._pending.extend(v for pair in items for v in pair)
@@ -248,7 +251,7 @@ class Snapshot:
             self._script_module(value)
 
     def _slot(self, value: Any, cls: type, name: str) -> None:
-        if name.startswith("__") and not name.endswith("__"):
+        if name.startswith("__") and not name.endswith("__"):  # mangled, as Python does
             name = f"_{cls.__name__.lstrip('_')}{name}"
         descriptor = cls.__dict__.get(name)
         if not isinstance(descriptor, types.MemberDescriptorType):
@@ -262,7 +265,7 @@ class Snapshot:
         self._undo.append(lambda: descriptor.__set__(value, old))
 
     def _script_module(self, module: torch.nn.Module) -> None:
-        """Its tensors lie in C++."""
+        """Follow the tensors of a TorchScript module, which lie in C++ and in no attribute."""
         self._pending.extend(module.children())
         self._pending.extend(p for p in module.parameters(recurse=False))
         compiled: Any = module._c
@@ -314,6 +317,7 @@ class Snapshot:
             if not strided or not _same_metadata(t, alias):
                 t.data = alias
             if version is not None:
+                # In-place writes of the step have raised it. A graph that saved the tensor before would refuse it.
                 set_version(t, version)
 
         self._undo.append(restore)
@@ -337,7 +341,7 @@ def _kind_of_container(value: Any) -> Any:
 
 
 def _entries(value: Any) -> list[Any]:
-    """What is in a container, whatever its class makes of iteration and ``len``: e3nn's tuples have no length."""
+    """Return the items of a container, whatever its class makes of iteration and ``len``: e3nn's tuples have none."""
     return list(_kind_of_container(value).__iter__(value))
 
 
@@ -368,7 +372,7 @@ def _is_followed(cls: type) -> bool:
 
 
 def reachable(*roots: Any) -> Iterator[Any]:
-    """Objects that a snapshot would follow, from attribute to attribute, but not inside of tensors."""
+    """Yield the objects that a snapshot would follow, from attribute to attribute, but not inside of tensors."""
     seen: dict[int, Any] = {}
     pending = list(roots)
     while pending:
@@ -391,7 +395,7 @@ def reachable(*roots: Any) -> Iterator[Any]:
 
 
 def held_by_function(function: Any) -> Iterable[Any]:
-    """Tensors, modules and optimizers in the closure of a function or the arguments of a ``partial``.
+    """Return tensors, modules and optimizers in the closure of a function or the arguments of a ``partial``.
 
     Its containers are left alone: people fill those to learn what ran.
     """

@@ -1,4 +1,4 @@
-"""One step: a model, its batch, its loss and its optimizer, and what makes them invalid.
+"""One step: a model, its batch, its loss and its optimizer, and the checks on each of them.
 
 To run a step on a copy without data, see ``fake_copy.py``; to put everything back after a real one, ``state.py``.
 """
@@ -36,9 +36,12 @@ class Step:
     mode: Mode = "train"
 
     def run(self, before_optimizer: Callable[[], None] | None = None) -> Any:
-        """Zero the gradients, forward, loss, backward, optimizer step; ``before_optimizer`` is called before that.
+        """Run the step: zero the gradients, forward, loss, backward, optimizer step.
 
-        In inference the forward pass alone; returns its output, which the caller then holds.
+        In inference only the forward pass runs. Its output is returned, so that the caller decides how long it lives.
+
+        Args:
+            before_optimizer: called between the backward pass and the optimizer's step.
         """
         if self.mode == "inference":
             with torch.no_grad():
@@ -55,18 +58,21 @@ class Step:
         return None
 
     def setup(self, autocast: str | None = None) -> Setup:
-        """How it was set up, read after it has run: a ``loss_fn`` may switch modes, the default has three forms."""
+        """Return how the step was set up.
+
+        To be read after it has run: a ``loss_fn`` may switch modes, and the default only then knows its form.
+        """
         loss = self.loss_fn.took if isinstance(self.loss_fn, DefaultLoss) else function_name(self.loss_fn)
         return Setup.of(self.model, self.optimizer, "" if self.loss_fn is call_model else loss, autocast)
 
 
 def loss_or_default(loss_fn: LossFn | None, mode: Mode) -> LossFn:
-    """What was given, else the default: the output's loss, or in inference the output."""
+    """Return ``loss_fn``, or the default: the loss in the model's output, in inference the output itself."""
     return loss_fn or (DefaultLoss() if mode == "train" else call_model)
 
 
 def check_loss(loss: Any) -> None:
-    """``TraceError`` unless it is a scalar that gradients flow from."""
+    """Raise ``TraceError`` unless the loss is a scalar that gradients flow from."""
     if not isinstance(loss, torch.Tensor):
         raise TraceError(
             f"loss_fn must return a scalar tensor, it returned {type(loss).__name__}. "
@@ -85,17 +91,17 @@ def check_loss(loss: Any) -> None:
 
 
 class DefaultLoss:
-    """``default_loss``, which says what it took.
+    """``default_loss`` as an object that remembers which of its rules it followed.
 
     Attributes:
-        took: the loss of the last call, in words.
+        took: the rule of the last call, in words.
     """
 
     def __init__(self) -> None:
         self.took = ""
 
     def __call__(self, model: torch.nn.Module, batch: Any) -> Any:
-        """A scalar."""
+        """Return the loss, a scalar."""
         output = call_model(model, batch)
         loss = _own_loss(output)
         if loss is not None:
@@ -112,7 +118,7 @@ class DefaultLoss:
 
 
 def default_loss(model: torch.nn.Module, batch: Any) -> Any:
-    """Call the model and find a loss in what it returns.
+    """Call the model and find a loss in its output.
 
     That is ``.loss`` or ``["loss"]`` where there is one, else the only scalar with a gradient, else the sum of the
     float outputs.
@@ -150,7 +156,7 @@ def call_model(model: torch.nn.Module, batch: Any) -> Any:
 
 
 def resolve_batch(batch: Any) -> Any:
-    """The batch itself, made by calling it where it is a callable."""
+    """Return the batch; one that is given as a callable is made by calling it."""
     if callable(batch) and not isinstance(batch, (torch.Tensor, Mapping)):
         batch = batch()
     if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(_as_tree(batch))):
@@ -166,7 +172,10 @@ def _as_tree(batch: Any) -> Any:
 
 
 def cached_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The tensors that modules have as plain attributes, alone or in a container, and those that their code caches."""
+    """Return tensors that outlive the step as buffers do, but are not registered.
+
+    They are attributes of modules, alone or in a container, or lie in ``functools`` caches of the modules' code.
+    """
     registered = ("_parameters", "_buffers", "_modules")
     attributes = ({k: v for k, v in vars(m).items() if k not in registered} for m in model.modules())
     found = [t for t in tree_leaves(list(attributes)) if isinstance(t, torch.Tensor)]
@@ -174,7 +183,7 @@ def cached_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def own_checkpointing(model: torch.nn.Module) -> str | None:
-    """Where a model checkpoints by itself, and what to do about it; None if it does not."""
+    """Return a sentence on where a model checkpoints by itself, and what to do; None if it does not."""
     for fqn, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             return (
@@ -193,7 +202,7 @@ def own_checkpointing(model: torch.nn.Module) -> str | None:
 
 
 def check_model(model: Any) -> None:
-    """``TraceError`` unless it is a module without a plan, or checkpointing of its own."""
+    """Raise ``TraceError`` unless the model can be recorded: a module without a plan or checkpointing of its own."""
     if not isinstance(model, torch.nn.Module):
         raise TraceError(f"model must be an nn.Module, not {type(model).__name__}.")
     for fqn, module in model.named_modules():
@@ -220,7 +229,7 @@ def check_model(model: Any) -> None:
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside of a wrapper that is an ``Optimizer`` by its class only, as Accelerate's is."""
+    """Return the optimizer inside of a wrapper that is an ``Optimizer`` by its class only, as Accelerate's is."""
     while isinstance(optimizer, torch.optim.Optimizer):
         inner = vars(optimizer).get("optimizer")
         if not isinstance(inner, torch.optim.Optimizer):
@@ -246,7 +255,7 @@ def make_optimizer(factory: Any, model: torch.nn.Module) -> torch.optim.Optimize
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    """``TraceError`` if the optimizer updates something that is not the model's, or needs a closure."""
+    """Raise ``TraceError`` if the optimizer updates other tensors than the model's, or needs a closure."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TraceError(

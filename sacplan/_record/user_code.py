@@ -1,6 +1,7 @@
-"""What in a model's code would make a fake step differ from a real one: caches, and branches on fake tensors.
+"""Keep a fake step and the user's code apart.
 
-And what a fake step may leave in that code: fake tensors, on which a real step would then fail.
+Caches in the code, and branches on whether a tensor is fake, would make a fake step differ from a real one. The other
+way round, a fake step may leave fake tensors in the code, on which a real step would then fail.
 """
 
 from __future__ import annotations
@@ -67,6 +68,11 @@ def no_fake_tensors_left(
     anything else it is taken out, and a ``SacplanWarning`` says from where. The step's own objects must be gone on
     exit, and the garbage collector be off: this looks at what was made since, and further only if something is left.
     """
+    # Three rounds, each only if the one before has left something. A mode dies with its last fake tensor, so a weak
+    # reference to the mode tells at no cost that none is left:
+    # 1. collect cycles that were made since the garbage collector was switched off;
+    # 2. put the entries of namespaces and containers back to what they were;
+    # 3. ask the garbage collector who holds what is left, and take it out.
     before = _Namespaces(model, loss_fn)
     modes: list[weakref.ref[FakeTensorMode]] = []
     try:
@@ -76,7 +82,7 @@ def no_fake_tensors_left(
             before.put_back(mode)
         raise
     if all(ref() is None for ref in modes):
-        return
+        return  # as most often
     gc.collect(1)  # what was made since the collector was switched off
     if all(ref() is None for ref in modes):
         return
@@ -122,7 +128,7 @@ class _Namespaces:
             pending.extend(v for v in inside if type(v) in _NOTED)
 
     def put_back(self, mode: FakeTensorMode) -> None:
-        """Undo what brought fake tensors of this mode in."""
+        """Give names and containers their entries of before where fake tensors of this mode have come in."""
         for container, copy in self._containers.values():
             if isinstance(container, dict):
                 for key in _changed(container, copy, mode):
@@ -142,7 +148,7 @@ class _Namespaces:
 
 
 def _changed(now: Any, before: dict[Any, Any], mode: FakeTensorMode) -> list[Any]:
-    """The keys that another value has come to, which holds fake tensors."""
+    """Return the keys that have a new value with fake tensors in it."""
     missing = object()
     return [
         key
@@ -152,7 +158,7 @@ def _changed(now: Any, before: dict[Any, Any], mode: FakeTensorMode) -> list[Any
 
 
 def _holds(value: Any, mode: FakeTensorMode) -> bool:
-    """Whether there is a fake tensor of this mode in a value, its items and the attributes of its objects."""
+    """Whether a value, its items or the attributes of its objects hold a fake tensor of this mode."""
     seen: set[int] = set()
     pending = [value]
     while pending:
@@ -172,9 +178,12 @@ def _holds(value: Any, mode: FakeTensorMode) -> bool:
 
 
 def _take_out(mode: FakeTensorMode) -> list[str]:
-    """Remove the fake tensors of a mode from whatever holds them; says from where."""
+    """Remove the fake tensors of a mode from whatever holds them; return the names of the holders.
+
+    ``gc.get_referrers`` tells the holders. A tuple cannot be changed, so the next level looks for what holds the tuple.
+    """
     left: list[Any] = [o for o in gc.get_objects() if issubclass(type(o), FakeTensor) and o.fake_mode is mode]
-    own = {id(left)}
+    own = {id(left)}  # our own lists hold them, too
     names: list[str] = []
     for _ in range(_LEVELS):
         outer: list[Any] = []
@@ -210,7 +219,10 @@ def _has_attribute(holder: Any, value: Any) -> bool:
 
 
 def _remove(container: Any, value: Any, attributes: bool) -> None:
-    """Attributes and globals become None, which is what most of those that are filled late were before."""
+    """Remove a value from a container.
+
+    Attributes and globals become None instead, as most of those that are filled late were before.
+    """
     if isinstance(container, dict):
         for key in [k for k, v in container.items() if v is value]:
             if attributes:
@@ -226,7 +238,7 @@ def _remove(container: Any, value: Any, attributes: bool) -> None:
 
 
 def _name_of(container: Any) -> tuple[str, bool]:
-    """What people know a container by, and whether it holds the attributes of an object or the globals of a module."""
+    """Return a name for a container, and whether it holds the attributes of an object or the globals of a module."""
     kind = type(container).__name__
     for holder in gc.get_referrers(container):
         if isinstance(holder, types.ModuleType) and vars(holder) is container:
@@ -241,7 +253,7 @@ def _name_of(container: Any) -> tuple[str, bool]:
 
 
 def _code_of(model: torch.nn.Module) -> list[Any]:
-    """The classes of the model's modules, and the Python modules in which they are."""
+    """Return the classes of the model's modules, and the Python modules in which they are."""
     owners: dict[int, Any] = {}
     for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
         if cls is not object and _is_users(cls.__module__):
@@ -252,7 +264,7 @@ def _code_of(model: torch.nn.Module) -> list[Any]:
 
 
 def _code_used_by(model: torch.nn.Module, loss_fn: Any) -> list[Any]:
-    """The code of the model, and the Python modules of ``loss_fn`` and of what this code imports."""
+    """Return the code of the model, the Python module of ``loss_fn``, and those that this code imports from."""
     owners = _code_of(model)
     room = getattr(loss_fn, "__module__", None) or ""
     if _is_users(room) and room in sys.modules:
@@ -279,7 +291,7 @@ _NO_CACHES = frozenset(("torch", "sacplan", "numpy", "pytest", ""))  # of fake t
 
 
 def function_caches(model: torch.nn.Module) -> Iterator[Any]:
-    """The ``functools`` caches in the code of the model's modules."""
+    """Yield the ``functools`` caches in the code of the model's modules."""
     seen: set[int] = set()
     for owner in _code_of(model):
         for value in list(vars(owner).values()):
@@ -293,9 +305,9 @@ def function_caches(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def tensors_in_caches(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The tensors that ``functools`` caches in the code of the model's modules hold at this moment.
+    """Return the tensors that ``functools`` caches in the code of the model's modules hold at this moment.
 
-    They outlive the step as buffers do. A cache gives its results to the garbage collector alone.
+    They outlive the step as buffers do. A cache has no way to list its results, so the garbage collector is asked.
     """
     held = [value for cache in function_caches(model) for value in gc.get_referents(cache)]
     results = [value for value in held if not isinstance(value, type)]
@@ -303,7 +315,7 @@ def tensors_in_caches(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def told_of_scripted(model: torch.nn.Module, scripted: tuple[str, ...], trace: str) -> Any:
-    """A context for a step of a model in which these modules were made by ``torch.jit.script`` or ``torch.jit.trace``.
+    """Return a context for a step of a model with modules made by ``torch.jit.script`` or ``torch.jit.trace``.
 
     A fake step cannot replace their tensors, which lie in C++. In a real one they are recorded as they are written.
     After a few calls TorchScript rewrites them: later steps may keep other tensors, and some fail under a mode.
@@ -333,7 +345,10 @@ def told_of_scripted(model: torch.nn.Module, scripted: tuple[str, ...], trace: s
 
 
 def plain_attributes(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """The numbers, flags and texts that modules have as attributes, and the sizes of their containers."""
+    """Return the numbers, flags and texts that modules have as attributes, and the sizes of their containers.
+
+    If a step changes one of them, the next step may run other ops.
+    """
     return [
         {
             name: len(value) if isinstance(value, (dict, list, set)) else value

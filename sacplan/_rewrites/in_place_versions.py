@@ -1,12 +1,17 @@
-"""In-place writes of the forward pass as ops that make a new storage in the place of an old one.
+"""Turn in-place writes of the forward pass into ops that make a new storage in the place of an old one.
 
-``relu_(x)`` overwrites what ``x`` was. Whoever wants to make the result again needs the old ``x`` first, which is no
-longer there; but if ``x`` can be made again, so can the result. For this the program tells the two apart: the
-storage is split into versions, the op reads the old one and makes the new one (``Op.replaces``), and the old one is
-freed with it. Nothing is allocated, so the bytes are what they were.
+``relu_(x)`` overwrites ``x``. To run it again, the old ``x`` is needed, which is gone; but if the old ``x`` can be made
+again, the result can, too. So the program tells the two apart. The storage is split into versions: the op reads the old
+version and makes the new one (``Op.replaces``), and the old one is freed with it. Nothing is allocated, so the bytes
+alive at each op stay the same.
 
-Split is what a discarded op may rest on: the op may run again as far as its own traits go, an op of the forward pass
-made the old version, and autograd does not hold it.
+A write makes a new version if
+
+- the op may run again as far as its own traits go, and writes to one storage only;
+- an op of the forward pass that may run again made the old version;
+- autograd does not hold the old version, which would stay alive beside the new one, and be counted twice.
+
+Otherwise the op stays one that mutates, and may not run again.
 """
 
 from __future__ import annotations
@@ -22,11 +27,13 @@ _FREE = int(Event.FREE)
 
 
 def in_place_versions(program: Program) -> Patch:
-    """The rewrite that splits storages into versions. What cannot be split stays an op that mutates."""
+    """Return the rewrite that splits storages into versions; a write that makes no version stays an op that mutates."""
     return _Splitter(program).patch()
 
 
 class _Splitter:
+    """One pass over the events. Handles and tensors that come after a write are moved to the version of that time."""
+
     def __init__(self, program: Program) -> None:
         self.program = program
         self.now: dict[int, int] = {}  # storage to the version that it has now, if it was split
@@ -56,7 +63,7 @@ class _Splitter:
         return draft.patch()
 
     def _op(self, index: int, held: Counter[int]) -> int | None:
-        """Note what an op is in terms of versions; the version that it overwrites, if it makes a new one."""
+        """Put an op in terms of versions; return the version that it overwrites if it makes a new one."""
         op, now, draft = self.program.ops[index], self.now, self.draft
         renamed = self._renamed(op) if now else op
         target = op.mutates[0] if len(op.mutates) == 1 else -1
@@ -72,6 +79,7 @@ class _Splitter:
                     renamed, writes=(new,), mutates=(), replaces=old, outputs=outputs
                 )
                 return old
+            # The value before the write cannot be had again.
             renamed = msgspec.structs.replace(renamed, recomputable=False)
         if op.phase is Phase.FORWARD:
             self.makers.update(dict.fromkeys(op.writes, index))
@@ -92,7 +100,7 @@ class _Splitter:
         )
 
     def _tensor(self, tensor: int) -> int:
-        """A tensor on the version that its storage has now."""
+        """Return a tensor on the version that its storage has now."""
         if tensor < 0:
             return tensor
         view = self.program.tensors[tensor]

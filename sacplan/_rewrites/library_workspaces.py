@@ -1,4 +1,4 @@
-"""What the matrix library keeps: cuBLAS workspaces, which the caching allocator counts as allocated.
+"""Add the workspaces that cuBLAS keeps, which the caching allocator counts as allocated.
 
 torch gives every cuBLAS handle a workspace of its own, and every thread has its own handle. So a training
 step has two: one from the first matrix product of the forward pass on, one from the first of the backward
@@ -18,7 +18,7 @@ from sacplan._program.rewriting import PatchBuilder
 
 
 def library_workspaces(program: Program, spec: DeviceSpec, version: tuple[int, int] | None = None) -> Patch:
-    """The rewrite that adds the workspaces that stay.
+    """Return the rewrite that adds the workspaces that stay.
 
     They are storages of ``StorageKind.OTHER``, alive from the first product of their thread on (forward and optimizer
     on one, backward on the other). An empty patch where there are none.

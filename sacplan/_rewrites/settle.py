@@ -1,4 +1,4 @@
-"""What only the whole step tells: what each storage was for, and which ops may not run again after all."""
+"""Settle what only the whole step tells: what each storage was for, and which ops may not run again after all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sacplan._program.program import Op, Phase, Program, StorageKind
 
 
 def settled(program: Program, named: Collection[int], born: Sequence[Phase]) -> Program:
-    """The program with final kinds of storages and final ``Op.recomputable``.
+    """Return the program with final kinds of storages and final ``Op.recomputable``.
 
     Args:
         program: as recorded, with in-place versions.
@@ -18,6 +18,7 @@ def settled(program: Program, named: Collection[int], born: Sequence[Phase]) -> 
             the backward pass needs them, else temporaries.
         born: by storage, the phase in which it was first seen; versions are left out.
     """
+    # A version is what the storage is that was split: versions were not there when kinds and births were noted.
     base = list(range(len(program.storage_bytes)))
     for op in program.ops:
         if op.replaces >= 0:
@@ -40,10 +41,13 @@ def settled(program: Program, named: Collection[int], born: Sequence[Phase]) -> 
 
 
 def final_ops(ops: Sequence[Op]) -> tuple[Op, ...]:
-    """Ops whose inputs or outputs are written in place later, before the optimizer's step, are kept.
+    """Return the ops, with those no longer recomputable whose inputs or outputs are written in place later.
 
-    Where that write made a new version of the storage (``Op.replaces``), what reads the old one may run again if
-    that can be made again.
+    An op that runs again must find the values that it read, and must not bring back a value that was overwritten.
+    Writes by the optimizer do not matter, since nothing is recomputed after its step.
+
+    Where a write made a new version of the storage (``Op.replaces``), the old version has an index of its own that is
+    never written again. An op that reads it may run again if its maker may.
     """
     written: dict[int, int] = {}  # storage to the last op that writes it in place
     for i, op in enumerate(ops):

@@ -22,6 +22,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from sacplan._program.derived import derived
 from sacplan._program.program import ROOT_SCOPE, Program, StorageKind
 from sacplan.errors import PlanError
 
@@ -45,6 +46,7 @@ class ForwardCuts:
     saved: frozenset[int]
 
 
+@derived
 def find_cuts(program: Program) -> ForwardCuts:
     """Where the forward pass of a recorded step can be cut.
 

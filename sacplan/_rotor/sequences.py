@@ -97,14 +97,14 @@ def is_longer(program: Program, solver: Rotor) -> bool:
     Raises:
         PlanError: the model is no chain.
     """
-    return len(program.derived("cuts", lambda: find_cuts(program)).boundary) > solver.stages
+    return len(find_cuts(program).boundary) > solver.stages
 
 
 def _stages(program: Program, solver: Rotor) -> Stages:
     """Of a program; made once, so that several budgets share them."""
     if not is_longer(program, solver):
-        return program.derived("stages", lambda: stages_of(program))
-    return program.derived(("stages", solver.stages), lambda: stages_of(program, solver.stages))
+        return stages_of(program)
+    return stages_of(program, solver.stages)
 
 
 def sequences(

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sacplan._program.derived import derived
 from sacplan._program.liveness import Bytes
 from sacplan._program.program import ROOT_SCOPE, Event, Phase, Program, StorageKind
 from sacplan._rotor.chain import Chain
@@ -69,6 +70,7 @@ class Stages:
         return len(self.boundary)
 
 
+@derived
 def stages_of(program: Program, most: int | None = None) -> Stages:
     """The chain of a recorded step; neighbouring stages are joined where there are more than ``most``.
 
@@ -94,7 +96,7 @@ def stages_of(program: Program, most: int | None = None) -> Stages:
     Raises:
         PlanError: the model was not called exactly once, or its forward has no cut.
     """
-    cuts = program.derived("cuts", lambda: find_cuts(program))
+    cuts = find_cuts(program)
     if most is not None:
         cuts = coarser(cuts, most)
     stage_of = {op: i for i, ops in enumerate(cuts.ops) for op in ops}

@@ -1,9 +1,15 @@
-"""Which strategies an op runs with: the rule that everything follows that no home and no place states.
+"""How an op runs when neither the layout of a parameter nor a place decides it.
 
-A choice depends on shapes, on where the inputs lie and on the mesh, and on nothing else: every rank makes the same one,
-and so does the machine that plans. Activations stay where they are, and parameters come to them, wherever a strategy
-allows that. Else it moves the fewest bytes between ranks; what an output will have to be sent later
-counts too. Summands are activations as well: they are reduced where an op needs the sum, not before.
+A choice depends on shapes, on the layouts of the inputs and on the mesh, and on nothing else. So every rank makes the
+same one, and so does the machine that plans.
+
+For each axis of the mesh, ``axis_strategies`` offers the strategies of the op. They are ranked (``_ranked``): first
+those that leave activations where they are and redistribute parameters alone, then by the bytes that ranks send now and
+will have to send for the outputs later. Partial tensors are activations as well: they are reduced where an op needs the
+sum, not before. The bytes on one axis depend on what the other axes cut, so each is ranked twice: with the inputs as
+they are, then with the best strategy of the others. Of the combinations, the one with the least sum of ranks whose cuts
+go together is taken (``_best_first``). This is greedy: it sees one op and not those after it. A sharding asks for
+another layout where that is worse (``places.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from sacplan._shard.divided import norm_order
+from sacplan._shard.divided import nbytes, norm_order
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import (
     REPLICATED,
@@ -59,13 +65,14 @@ def choose(
     asked: Sequence[WantedPlacements | None] | None = None,
     weights: Sequence[bool] = (),
 ) -> CallSharding:
-    """How a call runs, given where its inputs lie.
+    """Return how a call runs, given the layouts of its inputs.
 
-    What an op writes in place stays where it is; so does the input of a view, if any strategy allows that.
+    A tensor that is written in place keeps its layout: a copy would be written instead. So does the input of a view, if
+    any strategy allows that: the view of a copy would not show later writes.
 
     Args:
-        call: of whole tensors: their shapes are those of no sharding.
-        have: the layout of each tensor argument; that of a plain tensor is replicated on each axis.
+        call: of unsharded tensors.
+        have: the layout of each tensor argument; plain tensors are replicated.
         mesh: the ranks.
         asked: layouts that inputs must get; None for an input, or an axis, that may get any.
         weights: which tensor arguments are parameters, or made of nothing else.
@@ -92,7 +99,7 @@ def _choose(
     weights: Sequence[bool],
 ) -> CallSharding:
     offered = [_offered(call, have, mesh, asked, axis) for axis in range(len(mesh.axes))]
-    # Bytes on one axis depend on what the others cut: first as the inputs are, then as they would run.
+    # First with the other axes as the inputs are, then with the best strategy of each.
     first = [
         _ranked(call, have, mesh, asked, weights, axis, offered[axis], None) for axis in range(len(offered))
     ]
@@ -127,10 +134,10 @@ def _no_strategy(
 def _offered(
     call: Call, have: tuple[Placements, ...], mesh: Mesh, asked: Sequence[WantedPlacements | None], axis: int
 ) -> list[AxisStrategy]:
-    """The strategies on one axis that write nothing but what lies as it must, and do what is asked."""
+    """Return the strategies on one axis that leave written tensors where they are, and do what is asked."""
     here = [layout[axis] for layout in have]
     returned = [here[i] for i in call.written] if _returns_what_it_writes(call.func) else []
-    if mesh.ranks[axis] == 1:  # all placements are the same: nothing moves
+    if mesh.ranks[axis] == 1:  # all placements are the same, so nothing moves
         others = (REPLICATED,) * (len(call.outputs) - len(returned))
         return [AxisStrategy(tuple(here), (*returned[: len(call.outputs)], *others))]
     if call.func._schema.name in _READS_NO_VALUES:
@@ -156,7 +163,7 @@ _REDUCE_LISTS = aten_names("_foreach_norm _foreach_max")
 
 
 def _by_position(call: Call, here: Sequence[Placement]) -> AxisStrategy:
-    """Of an optimizer's op on lists: what stands at one position lies as what is written there, or as the first."""
+    """Return the strategy of an op on lists: tensors at one position are placed as the one that is written there."""
     if call.func._schema.name in _REDUCE_LISTS:
         return _norms(call, here)
     at: list[int | None] = []
@@ -169,7 +176,7 @@ def _by_position(call: Call, here: Sequence[Placement]) -> AxisStrategy:
         if (position := at[i]) is not None:
             lies.setdefault(position, REPLICATED if here[i].is_partial else here[i])
             shapes.setdefault(position, call.inputs[i].shape)
-    # Counts of steps are scalars, whole on each rank beside parts of parameters.
+    # Counts of steps are scalars, replicated beside parts of parameters.
     inputs = [
         REPLICATED if position is None or t.shape != shapes[position] else lies[position]
         for t, position in zip(call.inputs, at, strict=True)
@@ -178,7 +185,7 @@ def _by_position(call: Call, here: Sequence[Placement]) -> AxisStrategy:
 
 
 def _norms(call: Call, here: Sequence[Placement]) -> AxisStrategy:
-    """Of tensors that are cut, from the norms of their parts: gradients are not gathered to be clipped."""
+    """Return the strategy that takes norms of parts, so that gradients need not be gathered to be clipped."""
     whole = (REPLICATED,) * len(call.outputs)
     if norm_order(call) is None:
         return AxisStrategy((REPLICATED,) * len(here), whole)
@@ -192,7 +199,7 @@ def _returns_what_it_writes(func: Any) -> bool:
 
 
 def _reads_no_values(call: Call, here: Sequence[Placement]) -> AxisStrategy:
-    """Of a factory that takes a tensor for its shape and type: it stays where it is."""
+    """Return the strategy of a factory that reads only the shape and dtype of a tensor: nothing moves."""
     same = [tuple(t.shape) == tuple(call.inputs[0].shape) and not here[0].is_partial for t in call.outputs]
     return AxisStrategy(tuple(here), tuple(here[0] if s else REPLICATED for s in same))
 
@@ -210,7 +217,7 @@ def _ranked(
     strategies: Sequence[AxisStrategy],
     others: Sequence[AxisStrategy | None] | None,
 ) -> list[tuple[_Preference, AxisStrategy]]:
-    """Strategies on one axis, the best first.
+    """Rank the strategies on one axis, the best first.
 
     By: inputs of a view that move; whether activations are sent; bytes sent now and later, more on slow axes; bytes
     of outputs; compute; the order in which they are offered.
@@ -262,12 +269,6 @@ def _ranked(
     return ranked
 
 
-def nbytes(t: Any) -> int:
-    """Of a whole tensor."""
-    count: int = math.prod(t.shape) * t.dtype.itemsize
-    return count
-
-
 def is_sent(source: Placement, target: Placement) -> bool:
     """Whether a redistribution on one axis takes a collective."""
     return source != target and source != REPLICATED
@@ -278,7 +279,7 @@ _LOCAL = 1e-3
 
 
 def moved_bytes(source: Placement, target: Placement, size: float, n: int) -> float:
-    """Bytes that each rank sends for a redistribution on one axis; a little where it only cuts or clears.
+    """Return the bytes that each rank sends for a redistribution on one axis; a few where it only cuts or clears.
 
     Args:
         source, target: of the tensor.
@@ -300,9 +301,9 @@ def moved_bytes(source: Placement, target: Placement, size: float, n: int) -> fl
 
 
 def _later(output: Placement, size: float, n: int, follows: bool) -> float:
-    """What an output costs after the call: summands will be reduced, and parts of what was whole be gathered.
+    """Estimate the bytes that an output costs later: summands will be reduced, and new cuts be gathered.
 
-    A little more than reducing, or gathering, the inputs at once would: that is preferred where both move as much.
+    The factors are a little above 1, so that reducing or gathering the inputs now wins where both move as much.
     ``follows``: an input that was cut stays cut, and the output follows it.
     """
     if output.is_partial:
@@ -315,7 +316,7 @@ def _later(output: Placement, size: float, n: int, follows: bool) -> float:
 def _best_first(
     ranked: Sequence[Sequence[tuple[_Preference, AxisStrategy]]],
 ) -> Iterator[tuple[AxisStrategy, ...]]:
-    """One strategy for each axis, the least sum of ranks first."""
+    """Yield combinations of one strategy for each axis, the least sum of ranks first."""
     if not all(ranked):
         return
 

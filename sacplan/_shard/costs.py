@@ -1,4 +1,4 @@
-"""What it takes to move tensors between the ranks of a mesh: collectives, and ways from layout to layout.
+"""The cost of moving tensors between the ranks of a mesh: collectives, and paths from layout to layout.
 
     costs = Costs.of(mesh, spec)
     costs.collective_ms("all_gather", 2**20, axis=0)
@@ -15,10 +15,10 @@ algorithms of NCCL (``src/graph/tuning.cc``), the faster one where it has two:
 A ring that goes through several nodes has an adapter for each of its ranks in a node, and is as fast as these
 together, or as the links inside are.
 
-**The way from one layout to another does not depend on the device.** Where a plan is made and where it runs may differ
-in links, and all must take the same steps. The cheapest way is looked for by what is moved, in elements, where an axis
-counts eight times what the next faster one does: so its tensors are moved while they are small. Times are those
-of the steps of this way.
+**The path from one layout to another does not depend on the device.** The machine that plans and the ranks that run
+may have other links, and all must take the same steps. The path is the cheapest by the elements that are sent, where an
+axis counts ``SLOWER`` times as much as the next faster one, so that slow axes move tensors while these are small. Its
+time is that of its steps.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LOCAL = 1 / 64
 
 
 class RedistributeStep(NamedTuple):
-    """One step from layout to layout: the placement on one axis changes."""
+    """One step of a redistribution: the placement on one axis changes."""
 
     axis: int
     source: Placement
@@ -58,7 +58,7 @@ class RedistributeStep(NamedTuple):
 
     @property
     def collective(self) -> Collective | None:
-        """What it takes; None where each rank has what it needs."""
+        """The collective of the step; None where each rank has what it needs."""
         return _COLLECTIVES.get((self.source.kind, self.target.kind))
 
 
@@ -71,7 +71,7 @@ _COLLECTIVES: dict[tuple[str, str], Collective] = {
 
 
 def sent(kind: Collective, n: int) -> float:
-    """The share of the whole buffer that each of ``n`` ranks sends."""
+    """Return the share of the full buffer that each of ``n`` ranks sends."""
     if kind == "all_reduce":
         return 2 * (n - 1) / n
     if kind == "all_to_all":
@@ -93,17 +93,17 @@ class Costs:
 
     @classmethod
     def of(cls, mesh: Mesh, spec: DeviceSpec) -> Costs:
-        """For a mesh of these devices."""
+        """Return the costs on a mesh of these devices."""
         return cls(mesh, spec)
 
     def nodes(self, axis: int) -> tuple[int, int]:
-        """In how many nodes the ranks of one group of an axis are, and how many of them share one."""
+        """Return how many nodes the ranks of one group of an axis span, and how many of them share one."""
         n = self.mesh.ranks[axis]
         inside = max(1, min(n, self.spec.ranks_per_node // self.mesh.stride(axis)))
         return math.ceil(n / inside), inside
 
     def link(self, axis: int) -> Link:
-        """What the ranks of an axis reach each other by.
+        """Return the link by which the ranks of an axis reach each other.
 
         The inner link if they are in one node, else the outer one: as fast as the adapters of all the ranks of a
         group that are in one node, up to what the links inside carry.
@@ -118,7 +118,7 @@ class Costs:
         return replace(outer, name=f"{outer.name}, {inside} a node", bandwidth_bytes_per_s=together)
 
     def collective_ms(self, kind: Collective, n_bytes: float, axis: int) -> float:
-        """How long a collective on an axis takes.
+        """Return the time of a collective on an axis.
 
         Args:
             kind: of the collective.
@@ -156,14 +156,14 @@ class Costs:
         return time_s * 1e3 + self.spec.kernel_launch_us * 1e-3
 
     def copy_ms(self, n_bytes: float) -> float:
-        """How long a rank takes to copy so much within its own memory."""
+        """Return the time that a rank takes to copy so much within its own memory."""
         rate = self.spec.bandwidth_bytes_per_s * self.spec.bandwidth_efficiency
         return 2 * n_bytes / rate * 1e3 + self.spec.kernel_launch_us * 1e-3
 
     def redistribution_path(
         self, shape: Sequence[int], source: Placements, target: Placements
     ) -> tuple[RedistributeStep, ...] | None:
-        """The steps from one layout to another; None where there is no way.
+        """Return the steps from one layout to another; None where there is no path.
 
         The same for all devices: it depends on the mesh, the shape and the layouts alone.
         """
@@ -172,7 +172,7 @@ class Costs:
     def redistribution_ms(
         self, n_bytes: float, shape: Sequence[int], source: Placements, target: Placements
     ) -> float:
-        """How long ``redistribution_path`` takes for a tensor of ``n_bytes`` as a whole; infinite if there is none."""
+        """Return the time of a redistribution of a tensor of ``n_bytes``, unsharded; infinite if there is no path."""
         path = self.redistribution_path(shape, source, target)
         if path is None:
             return math.inf
@@ -193,13 +193,13 @@ class Costs:
 def sent_along(
     ranks: tuple[int, ...], shape: Sequence[int], source: Placements, target: Placements
 ) -> tuple[int, ...]:
-    """The axes on which a redistribution takes collectives."""
+    """Return the axes on which a redistribution takes collectives."""
     path = redistribution_path(ranks, tuple(shape), source, target) or ()
     return tuple(step.axis for step in path if step.collective is not None)
 
 
 def after(layout: Placements, step: RedistributeStep) -> Placements:
-    """The layout with the placement of one axis changed."""
+    """Return the layout after a step."""
     return (*layout[: step.axis], step.target, *layout[step.axis + 1 :])
 
 
@@ -207,7 +207,7 @@ def after(layout: Placements, step: RedistributeStep) -> Placements:
 def redistribution_path(
     ranks: tuple[int, ...], shape: tuple[int, ...], source: Placements, target: Placements
 ) -> tuple[RedistributeStep, ...] | None:
-    """The cheapest steps from one layout to another, see above; None where there is no way.
+    """Return the cheapest steps from one layout to another, by Dijkstra's algorithm; None where there is no path.
 
     On the way each axis is as in the source, whole, or as in the target. Ways of equal cost: the first in the order
     of axes.
@@ -235,7 +235,7 @@ def redistribution_path(
 def _steps(
     ranks: tuple[int, ...], shape: tuple[int, ...], layout: Placements, target: Placements
 ) -> Iterator[RedistributeStep]:
-    """What may be done next: each axis that is not as it shall be becomes so, or whole."""
+    """Yield the possible next steps: an axis gets its target placement, or becomes replicated."""
     for axis, (now, then) in enumerate(zip(layout, target, strict=True)):
         for placement in dict.fromkeys((then, REPLICATED)):
             step = RedistributeStep(axis, now, placement)
@@ -244,7 +244,7 @@ def _steps(
 
 
 def _is_step(step: RedistributeStep) -> bool:
-    """Whether there is one: a cut is not made partial, and what is whole becomes a sum, not a maximum."""
+    """Whether a step exists: only a replicated tensor becomes partial, and only a partial sum."""
     if step.target.is_partial:
         return step.source == REPLICATED and step.target == PARTIAL
     return True
@@ -253,7 +253,7 @@ def _is_step(step: RedistributeStep) -> bool:
 def _fits_both(
     ranks: tuple[int, ...], shape: tuple[int, ...], layout: Placements, step: RedistributeStep
 ) -> bool:
-    """Whether the layout after it is valid, and each rank has an equal part for each other one."""
+    """Whether the layout after a step is valid, and in an all-to-all each rank has an equal part for each other."""
     then = after(layout, step)
     if step.collective == "all_to_all":
         return fits(shape, (*then, step.source), (*ranks, ranks[step.axis]))
@@ -271,5 +271,5 @@ def _weight(
 
 
 def _others(layout: Placements, ranks: Sequence[int], axis: int) -> int:
-    """Into how many parts the other axes cut a tensor."""
+    """Return the number of parts into which the other axes cut a tensor."""
     return math.prod(n for i, (p, n) in enumerate(zip(layout, ranks, strict=True)) if i != axis and p.is_cut)

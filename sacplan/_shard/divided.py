@@ -1,4 +1,4 @@
-"""Ops of which ranks have parts and exchange a little while they run.
+"""Ops that exchange a little between ranks while they run on parts.
 
 - A vocabulary, or the classes of a loss, may be cut. Each rank looks up the rows that it has, or looks at the labels
   among its own classes, which is one summand of the result. The logarithm of softmax needs one number of each row from
@@ -42,7 +42,7 @@ class ClassAxis(NamedTuple):
 
 
 class Divided(NamedTuple):
-    """What becomes of outputs where classes are cut.
+    """The outputs of an op whose classes are cut.
 
     Attributes:
         outputs: their placements; none if they are cut with the inputs.
@@ -57,13 +57,13 @@ class Divided(NamedTuple):
 
 
 def nbytes(t: Any) -> int:
-    """Of a whole tensor, or a description of one."""
+    """Return the bytes of an unsharded tensor, or of a description of one."""
     count: int = math.prod(t.shape) * dtype_of(t).itemsize
     return count
 
 
 def norm_order(call: Call) -> float | None:
-    """The exponent of an op that is a norm whose parts can be put together by a sum; None of any other op."""
+    """Return the exponent of a norm that comes from norms of parts by a sum; None for any other op."""
     if call.name not in ("linalg_vector_norm", "_foreach_norm"):
         return None
     order = float(call["ord"])
@@ -71,7 +71,7 @@ def norm_order(call: Call) -> float | None:
 
 
 def norms_of_parts(norms: Any, cut: Sequence[Sequence[int]], order: float, reduce: Reduce) -> Any:
-    """Norms of whole tensors from those of parts.
+    """Return the norms of unsharded tensors from those of their parts.
 
     Args:
         norms: a tensor, or a list of them.
@@ -92,7 +92,7 @@ def norms_of_parts(norms: Any, cut: Sequence[Sequence[int]], order: float, reduc
 
 
 def along_classes(call: Call, factor: int, rule: Rule, ranks: int = 1) -> Divided | None:
-    """How an op runs where so many ranks cut a factor that is its vocabulary, or its classes; None if it is not."""
+    """Return how an op runs if a factor is its vocabulary or its classes, and is cut; None if it is neither."""
     if all(kinds[factor] is not Kind.BLOCK for kinds in rule.kinds):
         return None
     first = [f for factors in rule.inputs[0] for f in factors] if rule.inputs else []
@@ -164,7 +164,7 @@ def run_divided(
 
 
 def _among(indices: torch.Tensor, start: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions among those of this rank, and which are not there."""
+    """Return indices relative to the classes of this rank, and a mask of those that are on other ranks."""
     here = indices - start
     return here, (here < 0) | (here >= n)
 
@@ -172,7 +172,7 @@ def _among(indices: torch.Tensor, start: int, n: int) -> tuple[torch.Tensor, tor
 def _log_softmax(
     args: Sequence[Any], axes: Sequence[ClassAxis], reduce: Reduce, at: Sequence[int]
 ) -> torch.Tensor:
-    """Totals are never of less precision than float32: one that is rounded would shift a whole row."""
+    """Compute totals in float32 at least: one that is rounded would shift a whole row."""
     x, dim, to_float = args
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     total = exact.logsumexp(dim, keepdim=True)

@@ -3,17 +3,22 @@
     emission = emit(sharding, described(model))
     print(emission.code or emission.reasons)
 
-Not every sharding has that form. What does:
+Not every sharding has that form. It is recognised in four steps, each of which may give reasons against it:
 
-- **Data axes**, on which the batch is cut (a place asks for a first dimension that is): where parameters are cut at
-  home, ``fully_shard`` on repeated layers and the model; where they are whole, DistributedDataParallel, or, beside
-  an axis on which they are cut, replicas of ``fully_shard`` (hybrid sharding).
-- **One tensor axis**, with linear layers cut by columns and by rows, embeddings, and nothing else. What leaves columns
-  without rows beside them is gathered. With places that cut the sequence at all norms, sequence parallelism too.
+1. *Sort the axes.* An axis is a data axis if a place asks for a cut of dimension 0 of an input that is no weight. It is
+   a tensor axis if it is none, and a parameter or an input is cut on it. An axis on which nothing is cut has no form.
+2. *Data axes.* If parameters are cut on the axis, ``fully_shard`` is called on repeated layers and on the model. If
+   they are replicated, the model gets DistributedDataParallel; beside an axis on which they are cut, ``fully_shard``
+   gets replicas (hybrid sharding). There is at most one axis of each kind.
+3. *The tensor axis.* There is at most one. Linear layers are cut by columns (dimension 0 of the weight) or by rows,
+   embeddings by either; any other cut has no style. A module with both among its children is a group: activations stay
+   cut between its columns and its rows, as in an MLP. Outside of groups the output of columns is gathered.
+4. *Places.* Those on the tensor axis must ask for what the styles bring about anyway. Cuts of the sequence at all norms
+   turn on sequence parallelism; at some norms only, there is no form.
 
 In the code each rank gets its own part of the batch, and gradients are averaged over the data axes, as those tools do.
-Where elements lie within an axis may be other than at home; how many each rank has is not. It is not compared
-here with what the sharding does op by op: the homes and places say the same, the tools do the rest in their own way.
+Layout and sizes of parameters are those of the sharding, though the elements of a rank may be others within an axis.
+How the ops run in between is up to these tools, and is not compared here.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What has to be known of a model.
+    """The facts about a model that ``emit`` needs.
 
     Attributes:
         shapes: of parameters, by name.
@@ -49,7 +54,7 @@ class Described:
 
 
 def described(model: nn.Module) -> Described:
-    """What ``emit`` needs to know of a model, which may be on the meta device."""
+    """Return the facts about a model, which may be on the meta device."""
     from torch import nn
 
     def kind(module: nn.Module) -> str:
@@ -70,7 +75,7 @@ def described(model: nn.Module) -> Described:
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """A sharding in the form of other tools.
+    """A sharding in the form of other tools, or the reasons why there is none.
 
     Attributes:
         code: Python source that defines ``shard(model, device_mesh)``, which returns the model to train; empty where
@@ -85,17 +90,17 @@ class Emission:
 
 
 def emit(sharding: Sharding, model: Described, *, arriving_cut: Collection[str] | None = None) -> Emission:
-    """A sharding as code.
+    """Return a sharding as code.
 
     Args:
-        sharding: the mesh, where parameters are at home, and what inputs of ops are moved to.
-        model: what it is for.
-        arriving_cut: the linear modules whose input arrives cut along what they sum over, as the program of a rank has
-            it. What other rows take is gathered before them. None: those beside columns that are as wide, unless
-            something between them is as wide as the whole; then it must be known that no op between needs the whole.
+        sharding: the mesh, the layouts of parameters, and places.
+        model: the facts about the model.
+        arriving_cut: the linear modules whose input arrives cut along the dimension that they sum over, from the
+            program of a rank. The input of other rows is gathered before them. None: it is judged by the widths of
+            the modules (``_Styles._keeps_width``), and the caller knows that no op between needs all of it.
 
     Raises:
-        PlanError: a home is of a parameter that the model has not, or does not fit it.
+        PlanError: the sharding names a parameter that the model does not have, or cuts one that cannot be cut so.
     """
     whole = (REPLICATED,) * len(sharding.mesh.axes)
     homes = dict.fromkeys(model.shapes, whole) | sharding.layouts(list(model.shapes.items()))
@@ -114,7 +119,7 @@ _WEIGHTS = {
 
 
 def _asked(place: CallPattern, axis: int) -> Iterator[tuple[int, Placement]]:
-    """Of the inputs of a place that are asked for something on an axis: number, and what."""
+    """Yield the inputs of a place that are asked for a placement on an axis: their number, and the placement."""
     for i, layout in enumerate(place.layouts):
         placement = None if layout is None else layout[axis]
         if placement is not None:
@@ -126,7 +131,7 @@ def _parent(name: str) -> str:
 
 
 class _Emitter:
-    """Sorts the axes, gives modules styles, and writes them down."""
+    """Recognises the form of a sharding, and writes it as code. The steps are those of the module's docstring."""
 
     def __init__(
         self,
@@ -180,13 +185,13 @@ class _Emitter:
         return [name for name, placement in self._on_axis(axis).items() if placement.is_cut]
 
     def _asked_cut(self, axis: int) -> list[tuple[CallPattern, int]]:
-        """Places that ask for a cut on an axis, and the dimension, by input."""
+        """Return the places that ask for a cut on an axis, with the dimension: one for each input."""
         return [
             (place, asked.dim) for place in self.places for _, asked in _asked(place, axis) if asked.is_cut
         ]
 
     def _cuts_batch(self, axis: int) -> bool:
-        """Whether a place asks for a part of the batch: of an input of an op that is no weight."""
+        """Whether a place asks for a part of the batch: for a cut along dimension 0 of an input that is no weight."""
         return any(
             asked.is_cut and asked.dim == 0 and i not in _WEIGHTS.get(place.op, ())
             for place in self.places
@@ -196,7 +201,10 @@ class _Emitter:
     # --- the tensor axis ----------------------------------------------------------------------------------
 
     def _read_places(self, styles: _Styles) -> None:
-        """Sequence parallelism is asked for at norms; other cuts must be those that the styles bring about."""
+        """Turn on sequence parallelism if places cut the sequence at norms, and check the other places on the axis.
+
+        A cut that neither a style nor sequence parallelism brings about is a reason against any code.
+        """
         asked = self._asked_cut(self.tensor[0])
         norms = {
             norm for norm in styles.norms for place, dim in asked if dim == 1 and matches(place.unit, norm)
@@ -270,6 +278,7 @@ class _Emitter:
                 self.reasons.append(f"parameter {parameter!r} is a scalar, which fully_shard does not cut.")
                 return
             divides = self._local_rows(parameter, axis) % n == 0
+            # One that the ranks do not divide is replicated here, and cut unevenly by fully_shard: that is let pass.
             if not placement.is_cut and divides:
                 self.reasons.append(
                     f"parameter {parameter!r} is whole on the data axis {name!r}, and others are not; fully_shard cuts "
@@ -278,7 +287,7 @@ class _Emitter:
                 return
 
     def _local_rows(self, parameter: str, axis: int) -> int:
-        """The first dimension, without what other axes cut."""
+        """Return the first dimension of a rank's part, as other axes cut it."""
         rows = self.model.shapes[parameter][0]
         for i, placement in enumerate(self.homes[parameter]):
             if i != axis and placement.is_cut and placement.dim == 0:
@@ -286,7 +295,7 @@ class _Emitter:
         return rows
 
     def _repeated(self) -> list[str]:
-        """Modules whose children are numbered: the outermost, in the order of parameters."""
+        """Return the outermost modules whose children are numbered, in the order of parameters."""
         found = []
         for name in self.model.shapes:
             parts = name.split(".")
@@ -316,7 +325,7 @@ class _Emitter:
 
 
 def _imports(text: str) -> list[str]:
-    """For the names that occur."""
+    """Return the imports of the names that occur in a text."""
     modules = {
         "torch.distributed.fsdp": ("fully_shard",),
         "torch.distributed.tensor": ("Replicate", "Shard"),
@@ -339,7 +348,7 @@ def _imports(text: str) -> list[str]:
 
 
 class _Styles:
-    """What each module is under tensor parallelism, from where its parameters are on one axis."""
+    """The tensor-parallel style of each module, from the placements of its parameters on one axis."""
 
     def __init__(
         self, model: Described, homes: Mapping[str, Placement], arriving_cut: Collection[str] | None
@@ -360,7 +369,7 @@ class _Styles:
         self.partial = {
             m for m in model.kinds if _parent(m) in self.groups and m not in self.how and self._is_between(m)
         }
-        """Modules in a group with whole parameters that meet parts, so that their gradients are summands."""
+        """Modules in a group with replicated parameters that meet cut activations: their gradients are partial."""
         self.norms = [m for m, kind in model.kinds.items() if kind == "Norm" and m not in self.partial]
 
     def _is_linear(self, module: str) -> bool:
@@ -395,7 +404,7 @@ class _Styles:
             self.how[module] = packed + ("columns" if columns else "rows")
 
     def _linears(self, group: str, what: str) -> list[tuple[int, ...]]:
-        """Shapes (out, in) of the weights of a module's children with columns or rows."""
+        """Return the shapes (out, in) of the weights of a module's children that are cut by columns, or by rows."""
         return [
             self.model.shapes[f"{m}.weight"]
             for m, how in self.how.items()
@@ -403,17 +412,19 @@ class _Styles:
         ]
 
     def _widths(self, module: str) -> set[int]:
-        """The last dimensions of a module's own parameters."""
+        """Return the last dimensions of a module's own parameters."""
         return {shape[-1] for p, shape in self.model.shapes.items() if _parent(p) == module and shape}
 
     def _keeps_width(self, group: str) -> bool:
-        """Whether what columns make may stay cut until the rows: no row of theirs is several in one, none is normed.
+        """Whether activations may stay cut from the columns of a group to its rows.
 
-        Where not, it is gathered, and cut again: Hugging Face does the same.
+        If not, they are gathered and cut again, as Hugging Face does.
         """
-        if self.arriving_cut is not None:
+        if self.arriving_cut is not None:  # known from the program of a rank: no need to guess
             rows = [m for m, how in self.how.items() if _parent(m) == group and how.endswith("rows")]
             return all(m in self.arriving_cut for m in rows)
+        # Columns that are wider than the rows hold several matrices in one, which a plain cut would mix, unless they
+        # are marked as packed. A module between that is as wide as the columns, such as a norm, needs all of a row.
         taken = max(inward for _, inward in self._linears(group, "rows"))
         packed = any(_parent(m) == group and how == "packed columns" for m, how in self.how.items())
         made = {out for out, _ in self._linears(group, "columns")}
@@ -421,20 +432,23 @@ class _Styles:
         return (packed or max(made) <= taken) and not any(self._widths(m) & made for m in others)
 
     def _is_between(self, module: str) -> bool:
-        """Whether a child of a group comes after its columns: it is not as wide as what they take."""
+        """Whether a child of a group runs between its columns and its rows.
+
+        A child before the columns has the width of their input.
+        """
         inward = {i for _, i in self._linears(_parent(module), "columns")}
         return not self._widths(module) & inward
 
     def follows(self, unit: str) -> bool:
-        """Whether inputs are cut in such modules anyway: those with a style, and groups."""
+        """Whether inputs of a module are cut under the styles anyway, so that a place need not ask for it."""
         return any(matches(unit, module) for module in (*self.how, *self.groups, *self.partial))
 
     def problems(self) -> list[str]:
-        """Why there is neither code nor a plan."""
+        """Return why there is neither code nor a plan."""
         return self._problems
 
     def only_plan(self) -> list[str]:
-        """Why there is no code, where there may be a plan."""
+        """Return why there is no code, where there may be a plan."""
         found = []
         packed = [m for m, how in self.how.items() if how.startswith("packed")]
         if packed:
@@ -459,7 +473,7 @@ class _Styles:
     # --- PyTorch's styles ---------------------------------------------------------------------------------
 
     def code(self) -> dict[str, str]:
-        """By pattern of modules, the expression of a style."""
+        """Return the expression of a style by pattern of modules."""
         styles: dict[str, str] = {}
         for module in self.model.kinds:
             style = self._style(module)
@@ -496,7 +510,7 @@ class _Styles:
     # --- Hugging Face -------------------------------------------------------------------------------------
 
     def tp_plan(self, against: list[str]) -> dict[str, str]:
-        """Styles by pattern of modules; empty where something is against it."""
+        """Return the styles of Hugging Face by pattern of modules; empty where a plan cannot say it."""
         if self.sequence:
             return {}
         styles: dict[str, str] = {}
@@ -523,13 +537,13 @@ class _Styles:
         return found
 
     def _grouped(self, styles: Mapping[str, str]) -> dict[str, str]:
-        """One line for repeated layers that are alike, in the order of modules."""
+        """Return one entry for repeated layers that are alike, in the order of modules."""
         names = (*self.model.kinds, *self.model.shapes)
         everywhere = {name: styles.get(name, "") for name in names}
         return by_pattern({name: styles[name] for name in names if name in styles}, everywhere, pattern_of)
 
 
 def _expert_style(placement: Placement) -> str:
-    """Of a weight (experts, out, in) that is cut so; empty if there is none."""
+    """Return the style of a weight (experts, out, in) that is cut so; empty if there is none."""
     styles = {(1, 1): "colwise", (1, PACKED): "packed_colwise", (2, 1): "rowwise"}
     return styles.get((placement.dim, placement.outer), "")

@@ -1,7 +1,7 @@
-"""The forms of a few ops on one axis of a mesh: where their tensors may lie so that nothing moves between them.
+"""The forms of a few ops on one axis of a mesh: placements of their tensors under which nothing moves between them.
 
-Ops are traced with fake tensors; then each op narrows down how those that came before may lie. A form of a Linear is so
-one of its batch dimensions cut, its input dimension, its output dimension, or nothing.
+Ops are traced with fake tensors. Forms are then extended op by op, with each strategy that fits the placements so far.
+So a Linear has a form for each batch dimension, one for its input, one for its output, and the replicated one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TracedOp(Call):
 
 
 class Tracer(TorchDispatchMode):
-    """The ops that run inside of it."""
+    """Records the ops that run inside of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,14 +55,14 @@ class Tracer(TorchDispatchMode):
 
 
 class Trace(NamedTuple):
-    """What ran, what it was given and what it returned."""
+    """The ops that ran, the tensors that they were given, and those that they returned."""
 
     ops: Sequence[TracedOp]
     leaves: Sequence[Leaf]
     outputs: Sequence[torch.Tensor]
 
     def logical(self, t: torch.Tensor) -> torch.Size:
-        """The shape in which the first op that is more than a view reads a tensor, or the last one has made it."""
+        """Return the shape in which the first op that is no view reads a tensor, or the last one has made it."""
         made = {id(o): op for op in self.ops for o in op.outputs}
         while id(t) in made and is_alias(str(made[id(t)].func)):
             t = made[id(t)].inputs[0]
@@ -79,7 +79,7 @@ class Trace(NamedTuple):
 
 @dataclass(frozen=True)
 class AxisForm:
-    """Where all tensors of a trace lie on one axis.
+    """The placements of all tensors of a trace on one axis.
 
     Attributes:
         places: by the tensor's ``id``.
@@ -90,12 +90,12 @@ class AxisForm:
     taken: tuple[AxisStrategy, ...] = ()
 
     def of(self, tensors: Sequence[torch.Tensor]) -> tuple[Placement, ...]:
-        """Where these lie."""
+        """Return the placements of these tensors."""
         return tuple(self.places.get(id(t), REPLICATED) for t in tensors)
 
 
 def forms(trace: Trace, ranks: int, nested: Sequence[int] = ()) -> list[AxisForm]:
-    """All forms on an axis of so many ranks, in the order of what the ops offer.
+    """Return all forms on an axis of so many ranks, in the order of what the ops offer.
 
     Args:
         trace: of the ops.
@@ -118,7 +118,7 @@ def forms(trace: Trace, ranks: int, nested: Sequence[int] = ()) -> list[AxisForm
 
 
 def _options(t: torch.Tensor, ranks: int, nested: Sequence[int]) -> list[Placement]:
-    """Whole, or cut along a dimension."""
+    """Return the placements that a tensor may have: replicated, or cut along a dimension."""
     cuts = itertools.product(range(t.dim()), dict.fromkeys((1, *nested)))
     return [REPLICATED, *(cut(d, o) for d, o in cuts if t.shape[d] and t.shape[d] % (o * ranks) == 0)]
 
@@ -126,7 +126,7 @@ def _options(t: torch.Tensor, ranks: int, nested: Sequence[int]) -> list[Placeme
 def _with(
     op: TracedOp, form: AxisForm, options: Mapping[int, list[Placement]], ranks: int
 ) -> Iterator[AxisForm]:
-    """The form with each strategy of one more op that does not move what is there."""
+    """Yield a form extended by each strategy of one more op under which nothing moves."""
     available = [
         [form.places[id(t)]] if id(t) in form.places else options.get(id(t), [REPLICATED]) for t in op.inputs
     ]
@@ -147,7 +147,7 @@ def _with(
 
 
 def traced(run: Callable[[], Any], leaves: Sequence[Leaf]) -> Trace:
-    """Run ops on fake tensors."""
+    """Run ops on fake tensors, and return what ran."""
     with torch.no_grad(), Tracer() as seen:
         outputs = list(tensors_in(_as_tree(run())))
     return Trace(seen.ops, leaves, outputs)
@@ -158,7 +158,7 @@ def _as_tree(value: Any) -> Any:
 
 
 def local_flops(trace: Trace, chosen: Sequence[AxisForm], ranks: Sequence[int]) -> int:
-    """Floating-point operations of one rank: what is cut is divided."""
+    """Return the floating-point operations of one rank: those of an op that is cut are divided."""
     total = 0
     for i, op in enumerate(trace.ops):
         parts = math.prod(n for form, n in zip(chosen, ranks, strict=True) if form.taken[i].cut)

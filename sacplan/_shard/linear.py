@@ -1,6 +1,6 @@
-"""Ops that pass summands on: where the whole of an argument is a sum over ranks, so is that of what they return.
+"""Ops that are linear in an argument: where that is partial, a sum over ranks, their outputs are partial, too.
 
-A table of ops and of the arguments that may be summands together, all others being whole on each rank. The gradient's
+The tables name, for each op, the arguments that may be partial together while all others are replicated. The backward
 formula of any op is linear in the gradient that it is given.
 """
 
@@ -19,7 +19,7 @@ Together: TypeAlias = tuple[tuple[str, ...], ...]
 
 
 def _on_self(names: str) -> dict[str, Together]:
-    """The ops in a list separated by white space: their first argument may be partial."""
+    """Return entries for ops, separated by white space, whose first argument may be partial."""
     return dict.fromkeys(names.split(), (("self",),))
 
 
@@ -75,14 +75,14 @@ _ZERO = {"constant_pad_nd": "value", "masked_fill": "value"}
 
 @functools.cache
 def _names(func: torch._ops.OpOverload) -> tuple[str, ...]:
-    """What a table may call an op, one that writes in place by the name of the other one."""
+    """Return the names under which a table may have an op; one that writes in place has that of its twin."""
     name = str(func._schema.name).partition("::")[2]
     plain = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     return (f"{plain}.{func._overloadname}", plain)
 
 
 def _together(func: torch._ops.OpOverload, call: Call) -> tuple[Together, bool]:
-    """Which arguments may be summands together, and whether they may be maxima as well."""
+    """Return the arguments that may be partial together, and whether they may be maxima as well."""
     if func.namespace not in ("aten", "prims") or any(a.is_out for a in func._schema.arguments):
         return (), False
     for name in _names(func):
@@ -97,7 +97,7 @@ def _together(func: torch._ops.OpOverload, call: Call) -> tuple[Together, bool]:
 
 
 def dtype_of(t: Any) -> torch.dtype:
-    """The dtype of a tensor, or of a description that names it."""
+    """Return the dtype of a tensor, or of a description that names it."""
     found = t.dtype if isinstance(t.dtype, torch.dtype) else getattr(torch, t.dtype)
     assert isinstance(found, torch.dtype)
     return found
@@ -110,7 +110,7 @@ def may_be_partial(t: Any) -> bool:
 
 
 def passed_on(func: torch._ops.OpOverload, call: Call) -> Iterator[tuple[frozenset[int], bool]]:
-    """The tensor arguments, by position among them, that may be summands together, and whether also maxima.
+    """Yield the positions of tensor arguments that may be partial together, and whether also as maxima.
 
     Casts to a type of less precision are left out: a sum is rounded once, not every summand.
     """

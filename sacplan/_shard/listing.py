@@ -38,8 +38,8 @@ class Operand:
         role: ``"argument"``, ``"parameter"``, ``"buffer"`` or ``"output"``.
         physical: its shape.
         logical: the shape in which it is computed with: of a Linear, those of two matrices and their product.
-        layout: where it lies, by axis of the mesh.
-        local: the shape of what one rank has.
+        layout: its placement on each axis of the mesh.
+        local: the shape of one rank's part.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """What a strategy moves between ranks: what is partial is all-reduced.
+    """The communication of a strategy: partial tensors are all-reduced.
 
     Attributes:
         bytes: that each rank sends.
@@ -75,7 +75,7 @@ class Strategy:
         operands: what it is given, then what it returns.
         flops: of the forward pass on each rank.
         forward: all-reduces of outputs that are partial, and those inside of ops.
-        backward: all-reduces of gradients: of what is whole on an axis on which the ranks have different parts.
+        backward: all-reduces of gradients: of tensors that are replicated on an axis that cuts others.
         memory_bytes: of the operands on each rank.
     """
 
@@ -87,7 +87,7 @@ class Strategy:
     memory_bytes: int
 
     def __getitem__(self, name: str) -> Operand:
-        """An operand by its name."""
+        """Return an operand by its name."""
         for operand in self.operands:
             if operand.name == name:
                 return operand
@@ -125,11 +125,11 @@ class Strategies(Sequence[Strategy]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all."""
+        """The names of all strategies."""
         return tuple(s.name for s in self._found)
 
     def to_frame(self) -> pd.DataFrame:
-        """A row for each, by ``name``: layouts of operands, ``flops``, bytes, and ms where a device is known."""
+        """Return a row for each, by ``name``: layouts of operands, ``flops``, bytes, and ms where a device is known."""
         import pandas as pd
 
         rows = []
@@ -162,13 +162,13 @@ def strategies(
     *,
     device: str | DeviceSpec | None = None,
 ) -> Strategies:
-    """How an op or a module may be spread over a mesh of ranks, without moving tensors between its ops.
+    """Return the ways to spread an op or a module over a mesh of ranks, without moving tensors between its ops.
 
         sacplan.strategies(torch.nn.Linear(16, 32), torch.empty(4, 4, 4, 16), {"dp": 2, "tp": 2})
         sacplan.strategies(torch.ops.aten.bmm.default, (a, b), 4, device="h100").to_frame()
 
-    On one axis each operand is whole or cut along a dimension, in the ways in which the factor rules of the ops let
-    results be put together; on several axes all combinations are listed that fit together. A dimension is cut
+    On one axis each operand is replicated or cut along a dimension, in the ways in which the factor rules of the ops
+    let results be put together; on several axes all combinations are listed that fit together. A dimension is cut
     only if the ranks divide it. Nothing is computed.
 
     Args:
@@ -207,7 +207,7 @@ def strategies(
 
 
 def _arguments(called: Any, batch: Any) -> Iterator[Leaf]:
-    """Tensors in what is passed, named as the parameters are."""
+    """Yield the tensors among the arguments, named as the parameters are."""
     if isinstance(batch, Mapping):
         named = list(batch.items())
     else:
@@ -237,7 +237,7 @@ def _state(module: torch.nn.Module) -> Iterator[Leaf]:
 
 
 def _all(trace: Trace, mesh: Mesh, spec: DeviceSpec | None) -> Iterator[Strategy]:
-    """One strategy for each combination of forms that fits; several cuts of one dimension lie inside each other."""
+    """Yield one strategy for each combination of forms that fits. Cuts of one dimension lie inside each other."""
     listing = _Listing(trace, mesh, None if spec is None else Costs.of(mesh, spec))
     seen = set()
     for chosen in itertools.product(*(forms(trace, n, _nested(mesh, i)) for i, n in enumerate(mesh.ranks))):
@@ -248,7 +248,7 @@ def _all(trace: Trace, mesh: Mesh, spec: DeviceSpec | None) -> Iterator[Strategy
 
 
 def _nested(mesh: Mesh, axis: int) -> list[int]:
-    """Into how many parts the axes before may have cut a dimension."""
+    """Return the numbers of parts into which the axes before may have cut a dimension."""
     before = mesh.ranks[:axis]
     return sorted(
         {math.prod(some) for k in range(len(before) + 1) for some in itertools.combinations(before, k)}
@@ -256,7 +256,7 @@ def _nested(mesh: Mesh, axis: int) -> list[int]:
 
 
 class _Listing:
-    """What strategies of one trace are described by."""
+    """Describes strategies of one trace."""
 
     def __init__(self, trace: Trace, mesh: Mesh, costs: Costs | None) -> None:
         self.trace, self.mesh, self.costs = trace, mesh, costs
@@ -279,7 +279,7 @@ class _Listing:
         )
 
     def strategy(self, chosen: Sequence[AxisForm]) -> Strategy:
-        """It and what it costs."""
+        """Return a strategy and its costs."""
         layouts = list(zip(*(form.of(self.tensors) for form in chosen), strict=True))
         operands = tuple(
             Operand(leaf.name, leaf.role, tuple(t.shape), tuple(logical), layout, self._local(t, layout))
@@ -324,7 +324,7 @@ class _Listing:
         return self._all_reduced(reduced)
 
     def _backward(self, chosen: Sequence[AxisForm]) -> Communication:
-        """Gradients of what is whole, where ranks compute with it on parts of something else."""
+        """Return the all-reduces of gradients: of replicated tensors that ranks read beside parts of others."""
         reduced = []
         for t, maker, readers in self._trained:
             (layout,) = zip(*(form.of([t]) for form in chosen), strict=True)
@@ -344,7 +344,7 @@ class _Listing:
 
 
 def _readers(trace: Trace, t: torch.Tensor) -> Iterator[int]:
-    """The ops that compute with a tensor or a view of it."""
+    """Yield the ops that compute with a tensor or a view of it."""
     for i, op in enumerate(trace.ops):
         if any(other is t for other in op.inputs):
             if is_alias(str(op.func)):
@@ -355,7 +355,7 @@ def _readers(trace: Trace, t: torch.Tensor) -> Iterator[int]:
 
 
 def _trained(trace: Trace) -> Iterator[tuple[torch.Tensor, int | None, list[int]]]:
-    """Tensors that have gradients and are no views: each with the op that made it, and those that compute with it."""
+    """Yield the tensors that have gradients and are no views, with the op that made each and those that read it."""
     leaves = [
         leaf.tensor for leaf in trace.leaves if leaf.role != "buffer" and leaf.tensor.is_floating_point()
     ]
@@ -371,7 +371,7 @@ def _trained(trace: Trace) -> Iterator[tuple[torch.Tensor, int | None, list[int]
 
 
 def _product(trace: Trace) -> tuple[int, int, int] | None:
-    """Of a single product of matrices: its input and its weight among the leaves, and where the weight has the output.
+    """Return input and weight of the one matrix product among the leaves, and the output dimension of the weight.
 
     The input's last dimension is summed over, and the weight may be transposed.
     """
@@ -394,7 +394,7 @@ def _product(trace: Trace) -> tuple[int, int, int] | None:
 
 
 def _leaf_behind(trace: Trace, t: torch.Tensor) -> tuple[int | None, list[str]]:
-    """The leaf that a tensor is a view of, and the ops between."""
+    """Return the leaf that a tensor is a view of, and the ops between."""
     through = []
     made = {id(o): op for op in trace.ops for o in op.outputs}
     while id(t) in made:

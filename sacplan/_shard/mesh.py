@@ -29,7 +29,7 @@ class Mesh(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, mesh: Any) -> Mesh:
-        """From ``{"dp": 2, "tp": 4}``, a ``Mesh``, or a number of ranks on one axis named ``"ranks"``.
+        """Return the mesh of ``{"dp": 2, "tp": 4}``, a ``Mesh``, or a number of ranks on one axis named ``"ranks"``.
 
         Raises:
             PlanError: it is none of these.
@@ -55,21 +55,21 @@ class Mesh(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the axes."""
+        """The names of the axes."""
         return tuple(name for name, _ in self.axes)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of each axis."""
+        """The number of ranks of each axis."""
         return tuple(size for _, size in self.axes)
 
     @property
     def size(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return math.prod(self.ranks)
 
     def stride(self, axis: int) -> int:
-        """How far apart, in ranks, neighbours on an axis are: 1 for the last one."""
+        """Return how far apart neighbours on an axis are, in ranks: 1 for the last axis."""
         return math.prod(self.ranks[axis + 1 :])
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ from sacplan._shard.placements import Placements, format_layout
 
 
 def product_name(x: Placements, weight: Placements, rank: int, out_dim: int) -> str | None:
-    """The name of the strategy of a product of ``x`` (..., in) and a weight; None if it has none.
+    """Return the name of the strategy of a product of ``x`` (..., in) and a weight; None if it has none.
 
     Args:
         x: of the input.
@@ -46,5 +46,5 @@ def _axes(axes: Sequence[int]) -> str:
 
 
 def name_of_layouts(inputs: Sequence[Placements], outputs: Sequence[Placements]) -> str:
-    """``"S0,R x R,S1 -> S0,S1"``."""
+    """Return a name made of layouts: ``"S0,R x R,S1 -> S0,S1"``."""
     return f"{' x '.join(map(format_layout, inputs))} -> {' x '.join(map(format_layout, outputs))}"

@@ -1,4 +1,4 @@
-"""Which tensors of an optimizer's step belong to one parameter: they lie alike on the ranks, whatever runs the step."""
+"""The tensors of an optimizer's step that belong to one parameter. They have its layout, whatever runs the step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sacplan._shard.placements import Placements
 
 
 def together(op: Op) -> Iterator[list[int]]:
-    """Tensors of one parameter in an op of an optimizer."""
+    """Yield the tensors of each parameter in an op of an optimizer."""
     args, kwargs = op.call
     lists: list[list[int]] = []
     single: list[int] = []
@@ -27,12 +27,12 @@ def together(op: Op) -> Iterator[list[int]]:
 
 
 def like_parameters(program: Program, parameters: Collection[int]) -> dict[int, int]:
-    """By storage, the parameter that it has the shape of and belongs to, for all that an optimizer's step touches.
+    """Return, by storage that an optimizer's step touches, the parameter that it belongs to and has the shape of.
 
     These are the parameters themselves, gradients, state, and temporaries. An optimizer's ops take a parameter, its
-    gradient and its state together, or lists of these in one order; so what is known of one tensor of an op holds for
-    those of its shape beside it, and from them for other ops, until nothing is added. What has another shape, such as
-    step counts and the factors of Adafactor, is not among them.
+    gradient and its state together, or lists of these in one order. So if the owner of one tensor of an op is known,
+    tensors of its shape beside it have the same owner. This is repeated until nothing is added. Tensors of another
+    shape, such as step counts and the factors of Adafactor, are left out.
 
     Args:
         program: with an optimizer's step.
@@ -60,6 +60,6 @@ def like_parameters(program: Program, parameters: Collection[int]) -> dict[int, 
 
 
 def optimizer_state(program: Program, homes: Mapping[int, Placements]) -> dict[int, Placements]:
-    """Where an optimizer's state lies: as its parameters. ``homes``: of all parameters, by storage."""
+    """Return the layouts of an optimizer's state: those of its parameters, which ``homes`` has by storage."""
     state = {s for s in program.initial if program.storage_kinds[s] == StorageKind.OPTIMIZER_STATE}
     return {s: homes[parameter] for s, parameter in like_parameters(program, homes).items() if s in state}

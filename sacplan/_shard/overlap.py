@@ -1,12 +1,12 @@
-"""What of the time of collectives computation does not hide: two clocks, one of computation and one of the links.
+"""Exposed communication, by two clocks: one of computation, and one of the links.
 
     overlap = Overlap.of(world_size, spec)
     there = overlap.start("all_gather", n_bytes)
     overlap.compute(1.5)
     exposed_ms = overlap.wait(there)   # computation waits; 0.0 if it took longer
 
-Collectives use the links one after the other, in the order in which they start. Computation is not slowed down by them.
-The time of an op in a program is what computation waits, so that the time of a step is a sum.
+Collectives use the links one after the other, in the order in which they start, and do not slow down computation. The
+time of a collective in a program is its exposed part alone, so that the time of a step is a sum.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Overlap:
 
     Attributes:
         costs: of collectives among all ranks.
-        now: until when has been computed.
-        free: from when on the links are free.
+        now: the time of the computation so far.
+        free: when the links are free again.
     """
 
     costs: Costs
@@ -34,29 +34,29 @@ class Overlap:
 
     @classmethod
     def of(cls, world_size: int, spec: DeviceSpec) -> Overlap:
-        """At the start of a step on so many ranks."""
+        """Return the clocks at the start of a step on so many ranks."""
         return cls(Costs.of(Mesh.of(world_size), spec))
 
     def compute(self, ms: float) -> float:
-        """Compute so long; returns it."""
+        """Compute for a time, which is returned."""
         self.now += ms
         return ms
 
     def copy(self, n_bytes: float) -> float:
-        """Copy on the device; returns how long it takes."""
+        """Copy on the device, and return the time that it takes."""
         return self.compute(self.costs.copy_ms(n_bytes))
 
     def start(self, kind: Collective, n_bytes: float, since: float | None = None) -> float:
-        """When a collective over all ranks is over that may start at ``since`` (None: now)."""
+        """Start a collective over all ranks, at ``since`` (None: now) or when the links are free; returns its end."""
         return self.send(self.costs.collective_ms(kind, n_bytes, 0), since)
 
     def send(self, ms: float, since: float | None = None) -> float:
-        """The same for a collective that takes so long."""
+        """Start a collective that takes so long; returns its end."""
         self.free = max(self.free, self.now if since is None else since) + ms
         return self.free
 
     def wait(self, end: float) -> float:
-        """Wait until then; returns how long that is."""
+        """Wait until a time; returns the exposed part."""
         exposed = max(0.0, end - self.now)
         self.now += exposed
         return exposed

@@ -1,7 +1,7 @@
-"""Where a tensor lies on the ranks of a mesh: one placement for each axis.
+"""Layouts: the placements of a tensor on the ranks of a mesh, one for each axis.
 
 A dimension that is cut is seen as (outer, ranks, inner), as slices in ``_factors/axes.py`` are: each rank has one of
-the middle. ``outer`` is in units of the whole tensor, so the placements on two axes do not depend on each other, even
+the middle. ``outer`` is in units of the full tensor, so the placements on two axes do not depend on each other, even
 where both cut the same dimension. As in DTensor, only sizes that the ranks divide are cut.
 
 In files and messages: ``"R"`` replicated, ``"S1"`` cut along dimension 1, ``"S1/8"`` the same with an outer size of 8,
@@ -18,10 +18,10 @@ from sacplan.errors import PlanError
 
 
 class Placement(NamedTuple):
-    """Where a tensor lies on one axis of a mesh.
+    """The placement of a tensor on one axis of a mesh.
 
     Attributes:
-        kind: ``"R"``: whole on each rank. ``"S"``: cut. ``"P"``: the whole is the sum (or ``reduce``) over ranks.
+        kind: ``"R"``: replicated. ``"S"``: cut. ``"P"``: partial, the tensor is the sum (or ``reduce``) over ranks.
         dim, outer: of a cut, see above.
         reduce: of a partial value: ``"sum"``, ``"max"`` or ``"min"``.
     """
@@ -59,7 +59,7 @@ WantedPlacements: TypeAlias = tuple[Placement | None, ...]
 
 
 def cut(dim: int, outer: int = 1) -> Placement:
-    """Cut along a dimension."""
+    """Return the placement of a tensor that is cut along a dimension."""
     return Placement("S", dim, outer)
 
 
@@ -67,7 +67,7 @@ _PLACEMENT = re.compile(r"R|S(\d+)(?:/(\d+))?|P(max|min|sum)?")
 
 
 def parse_layout(text: str) -> Placements:
-    """``"S0,R"`` as placements.
+    """Return the layout that ``"S0,R"`` stands for.
 
     Raises:
         PlanError: it cannot be read.
@@ -86,17 +86,17 @@ def parse_layout(text: str) -> Placements:
 
 
 def format_layout(layout: Placements) -> str:
-    """The inverse of ``parse_layout``."""
+    """Return the text of a layout: the inverse of ``parse_layout``."""
     return ",".join(map(str, layout))
 
 
 def parse_asked(text: str) -> WantedPlacements:
-    """``"S0,*"``: ``*`` stands for any placement."""
+    """Return the layout that ``"S0,*"`` asks for: ``*`` stands for any placement."""
     return tuple(None if word == "*" else parse_layout(word)[0] for word in text.split(","))
 
 
 def format_asked(layout: WantedPlacements) -> str:
-    """The inverse of ``parse_asked``."""
+    """Return the text of a wanted layout: the inverse of ``parse_asked``."""
     return ",".join("*" if placement is None else str(placement) for placement in layout)
 
 
@@ -123,12 +123,12 @@ def fits(shape: Sequence[int], layout: Placements, ranks: Sequence[int]) -> bool
 
 
 def is_reduced(source: Placements, target: Placements) -> bool:
-    """Whether a redistribution reduces summands: the sum then takes their place, and is not made again."""
+    """Whether a redistribution reduces summands. The sum then takes their place, so that it is computed once."""
     return any(p.is_partial and not q.is_partial for p, q in zip(source, target, strict=True))
 
 
 def local_shape(shape: Sequence[int], layout: Placements, ranks: Sequence[int]) -> tuple[int, ...]:
-    """The shape of what one rank has of a tensor of this shape."""
+    """Return the shape of one rank's part of a tensor."""
     sizes = list(shape)
     for placement, n in zip(layout, ranks, strict=True):
         if placement.is_cut:
@@ -137,7 +137,7 @@ def local_shape(shape: Sequence[int], layout: Placements, ranks: Sequence[int]) 
 
 
 def local_axis(layout: Placements, ranks: Sequence[int], axis: int) -> int:
-    """The ``outer`` of the cut on an axis within what a rank has: other axes' cuts before it are taken out."""
+    """Return the ``outer`` of the cut on an axis within a rank's part: cuts of other axes before it are taken out."""
     placement = layout[axis]
     outer = placement.outer
     for i, (other, n) in enumerate(zip(layout, ranks, strict=True)):

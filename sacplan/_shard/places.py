@@ -1,4 +1,4 @@
-"""The few calls of a forward pass whose inputs are asked to have certain layouts: decisions of a sharding.
+"""The few calls of a forward pass that a sharding asks for certain layouts of their inputs.
 
     Place(unit="model.layers.*.mlp", op="aten.mul.Tensor", occurrence=0, inputs=("S0,R", ""))
 
@@ -42,7 +42,7 @@ class CallPattern(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         return tuple(parse_asked(text) if text else None for text in self.inputs)
 
     def asked(self, tensors: int) -> list[WantedPlacements | None]:
-        """The layout of each of the call's tensor arguments.
+        """Return the wanted layout of each tensor argument of a call; None where it may have any.
 
         Raises:
             PlanError: the call has fewer than the place.
@@ -64,7 +64,7 @@ def matches(pattern: str, fqn: str) -> bool:
 
 
 class CallPatterns:
-    """Finds the place of a call, and notes which were met.
+    """Finds the place of a call, and counts the calls of each.
 
     Attributes:
         met: of each place, how many calls it was found for.
@@ -77,7 +77,7 @@ class CallPatterns:
         self.met: Counter[CallPattern] = Counter()
 
     def find(self, unit: str, op: str, occurrence: int) -> CallPattern | None:
-        """The place of a call: the first whose pattern its module's name has.
+        """Return the first place whose pattern matches the module of a call.
 
         Args:
             unit: the fqn of the innermost module that runs.
@@ -97,5 +97,5 @@ class CallPatterns:
         return sum(map(len, self._by_op.values()))
 
     def never_met(self) -> Sequence[CallPattern]:
-        """Those that no call was found for."""
+        """Return the places that no call was found for."""
         return [place for place in self if not self.met[place]]

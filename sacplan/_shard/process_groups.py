@@ -1,4 +1,4 @@
-"""Process groups: a mesh over the ranks that run, and one that only pretends to have others.
+"""Process groups: a device mesh over the ranks that run, and a fake group for ranks that do not.
 
 The latter is the private ``"fake"`` backend of ``torch.testing._internal.distributed.fake_pg``.
 """
@@ -22,7 +22,7 @@ def is_running() -> bool:
 
 
 def check_ranks(n: int) -> None:
-    """``PlanError`` where there is no default process group, or one of another number of ranks."""
+    """Check that there is a default process group of so many ranks."""
     if not is_running():
         raise PlanError(
             f"this plan is for a mesh of {n} ranks, and there is no process group: start {n} processes with "
@@ -36,7 +36,7 @@ def check_ranks(n: int) -> None:
 
 
 def device_mesh_of(device: str, ranks: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """A mesh over all ranks of the default process group.
+    """Return a device mesh over all ranks of the default process group.
 
     Raises:
         PlanError: there is no group, or it has another number of ranks.
@@ -47,7 +47,7 @@ def device_mesh_of(device: str, ranks: Sequence[int], names: Sequence[str]) -> D
 
 @contextmanager
 def pretended_ranks(n: int) -> Iterator[None]:
-    """Inside, there is a process group of so many ranks of which this process is the first; nothing is sent.
+    """Run inside of a fake process group whose first rank is this process. Nothing is sent.
 
     One that is there is used as it is.
     """

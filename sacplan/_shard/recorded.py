@@ -28,7 +28,7 @@ _KINDS: Mapping[str, Collective] = {
 
 @functools.cache
 def collective_named(op: str) -> Collective | None:
-    """The collective that an op is, by the name of its overload; None if it is none, or waits for one."""
+    """Return the collective that an op is, by the name of its overload; None if it is none, or waits for one."""
     room, _, name = op.partition(".")
     if "c10d" not in room:
         return None
@@ -36,9 +36,9 @@ def collective_named(op: str) -> Collective | None:
 
 
 def with_collectives(cost: Cost, spec: DeviceSpec) -> Cost:
-    """The same cost, where a collective takes what its links do, and waiting for one nothing.
+    """Return a cost function in which collectives take the time of their links, and waiting takes none.
 
-    What computation could hide of it is not taken off: tensor parallelism waits for each at once.
+    All of it counts as exposed, since tensor parallelism waits for each collective at once.
     """
 
     def of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> tuple[int, float]:

@@ -1,7 +1,8 @@
-"""A tensor that gets another layout, on real ranks, by the steps that ``costs.py`` finds.
+"""Redistribution of a tensor on real ranks, by the steps that ``costs.py`` finds.
 
 One axis changes at a time: parts are gathered, exchanged or cut off, summands reduced, with all parts of one size. All
-ranks take the same steps. Along dimension 0 nothing is copied beside what a collective makes.
+ranks take the same steps. Along dimension 0 a collective reads and writes parts where they are; other dimensions need a
+copy.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ def redistribute(
     groups: Sequence[str],
     coordinate: Sequence[int],
 ) -> torch.Tensor:
-    """What this rank has of a tensor, in another layout. May be a view of what it has, along dimension 0.
+    """Return this rank's part of a tensor in another layout. It may be a view of the part before, along dimension 0.
 
-    The result has no gaps: kernels of normalization, for one, assume that of what they saved themselves.
+    The result is dense, since kernels such as those of normalization assume that of the tensors that they save.
 
     Args:
-        local: what this rank has of it.
-        shape: of the whole tensor.
+        local: this rank's part.
+        shape: of the unsharded tensor.
         source, target: layouts.
         ranks, groups: number of ranks and name of the process group, by axis of the mesh.
         coordinate: of this rank on each axis.
@@ -56,7 +57,7 @@ def redistribute(
 
 
 def kept(local: torch.Tensor) -> torch.Tensor:
-    """What stays on a rank for long, as parameters and gradients do: a copy, if it is a part of more memory."""
+    """Return a tensor that may stay on a rank for long: a copy, if it is a view of more memory than it needs."""
     return local if local.untyped_storage().nbytes() == local.nbytes else local.clone()
 
 
@@ -68,7 +69,7 @@ def _in_memory_order(
     group: str,
     position: int,
 ) -> torch.Tensor:
-    """A step on dimensions in the order in which they lie in memory: a transposed weight is gathered without a copy."""
+    """Take a step on dimensions in the order of memory, so that a transposed weight is gathered without a copy."""
     strides: tuple[int, ...] = local.stride()
     order = sorted(range(local.dim()), key=lambda dim: -strides[dim])
     if order == sorted(order):
@@ -90,11 +91,11 @@ def take_step(
     group: str,
     position: int,
 ) -> torch.Tensor:
-    """One step of a path.
+    """Take one step of a path.
 
     Args:
-        local, layout: what this rank has, and its layout before the step.
-        step: what changes.
+        local, layout: this rank's part, and its layout before the step.
+        step: the change of one placement.
         ranks: of each axis.
         group: name of the process group of the axis that changes.
         position: of this rank on it.
@@ -127,7 +128,7 @@ def take_step(
 
 
 def _part(x: torch.Tensor, dim: int, outer: int, n: int, position: int) -> torch.Tensor:
-    """This rank's part of a dimension (``outer``, ``n``, rest)."""
+    """Return this rank's part of a dimension (``outer``, ``n``, rest)."""
     size = x.shape[dim] // (outer * n)
     if outer == 1:
         return x.narrow(dim, position * size, size)
@@ -136,7 +137,7 @@ def _part(x: torch.Tensor, dim: int, outer: int, n: int, position: int) -> torch
 
 
 def _parts_first(x: torch.Tensor, dim: int, outer: int, n: int) -> torch.Tensor:
-    """The parts of a dimension (``outer``, ``n``, rest), one after the other: (n, *shape of a part).
+    """Return the parts of a dimension (``outer``, ``n``, rest), one after the other: (n, *shape of a part).
 
     A view where dimension 0 is cut into ``n`` pieces; else a copy. Part by part has at least two dimensions.
     """
@@ -146,7 +147,7 @@ def _parts_first(x: torch.Tensor, dim: int, outer: int, n: int) -> torch.Tensor:
 
 
 def _parts_into(parts: torch.Tensor, dim: int, outer: int) -> torch.Tensor:
-    """The inverse of ``_parts_first``: (n, *shape of a part) as a whole."""
+    """Put parts (n, *shape of a part) together: the inverse of ``_parts_first``."""
     n, size = parts.shape[0], parts.shape[dim + 1] // outer
     if dim == 0 and outer == 1:
         return parts.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""A sharding: a mesh, where parameters lie on it, and what inputs of a few ops are moved to. Part of a plan.
+"""A sharding: a mesh, the layouts of parameters on it, and the layouts of the inputs of a few ops. Part of a plan.
 
 Sharding.of({"dp": 2, "tp": 4}, {"layers.*.up.weight": "R,S0", "layers.*.down.weight": "R,S1"})
 """
@@ -19,7 +19,7 @@ from sacplan.errors import PlanError
 
 
 def cut_homes(homes: Mapping[str, Placements]) -> dict[str, Placements]:
-    """Homes of parameters that are cut, by name, and by pattern where all that it matches lie alike.
+    """Return the layouts of the parameters that are cut, by name, or by pattern where all that match are alike.
 
     Args:
         homes: of all parameters, by name.
@@ -62,7 +62,7 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
         homes: Mapping[str, str | Placements] | None = None,
         places: Iterable[CallPattern] = (),
     ) -> Sharding:
-        """Checked, with a mesh as ``Mesh.of`` takes it."""
+        """Return a checked sharding, with a mesh as ``Mesh.of`` takes it."""
         texts = {
             name: home if isinstance(home, str) else format_layout(home)
             for name, home in (homes or {}).items()
@@ -70,7 +70,7 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
         return cls(Mesh.of(mesh), texts, tuple(places))
 
     def layouts(self, parameters: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Placements]:
-        """By name, where parameters lie that are not replicated.
+        """Return the layouts of the parameters that are not replicated, by name.
 
         Args:
             parameters: names and shapes.

@@ -1,8 +1,8 @@
-"""How an op may run on the ranks of one axis of a mesh: its strategies, from its factor rule.
+"""The strategies of an op on one axis of a mesh, from its factor rule.
 
-An op that is spread along a factor takes inputs that are cut along the dimensions that carry it and gives outputs that
-are cut likewise, or, where the factor is summed over, one summand on each rank. A linear op passes summands on
-(``linear.py``). Strategies on a mesh of several axes are one of these for each axis, chosen independently.
+A factor is a dimension that tensors of an op share. If the op is spread along one, its inputs are cut along the
+dimensions that carry the factor. Its outputs are cut likewise, or partial if the factor is summed over. A linear op
+also takes partial inputs (``linear.py``). On a mesh of several axes, an op has one such strategy for each axis.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AxisStrategy:
         averages: the outputs whose local result is divided by the number of ranks, because it is a mean, or the
             gradient of one, over what is cut.
         reduces: the outputs that are all-reduced as a part of the call.
-        inside_bytes: of all that is all-reduced as a part of the call, of whole tensors: these outputs, and what
+        inside_bytes: of all that is all-reduced as a part of the call, as unsharded tensors: these outputs, and what
             ranks that have parts of a vocabulary tell each other (``divided.py``). There are no other collectives.
         draws: it draws random numbers. Ranks that have parts (``cut``) must draw different ones, and those that
             do the same must draw the same.
@@ -77,7 +77,7 @@ _MEAN, _SUM = 1, 2  # at::Reduction
 
 
 def _rule(call: Call) -> Rule | None:
-    """The factors of a call, those of ops that draw random numbers too: parts draw their own."""
+    """Return the factor rule of a call, also where it draws random numbers: parts draw their own."""
     func = call.func
     rule = rule_of(func, call.args, call.kwargs, call.returned)
     if rule is None and func.namespace == "aten":
@@ -95,7 +95,7 @@ def axis_strategies(
     available: Sequence[Collection[Placement]] = (),
     nested: Collection[int] = (),
 ) -> tuple[AxisStrategy, ...]:
-    """How one call of an op may run on the ranks of one axis.
+    """Return the ways in which one call of an op may run on the ranks of one axis.
 
     Args:
         call: of whole tensors.
@@ -132,7 +132,7 @@ def axis_strategies(
 def _cuts(
     rule: Rule, call: Call, ranks: int, available: Sequence[Collection[Placement]], nested: Collection[int]
 ) -> dict[FactorAxis, None]:
-    """Where factors are cut: evenly, and where an argument may be cut already."""
+    """Return the cuts of factors: even ones, and those at which an argument may be cut already."""
     found: dict[FactorAxis, None] = {}
     for factor, size in enumerate(rule.sizes):
         for outer in (1, *sorted(nested)):
@@ -152,7 +152,7 @@ def _cuts(
 def _with_the_same_draws(
     call: Call, strategies: Sequence[AxisStrategy], available: Sequence[Collection[Placement]]
 ) -> list[AxisStrategy]:
-    """Those under which a kernel that draws its mask again, by position, gets what the forward pass drew.
+    """Keep the strategies under which a kernel that draws its mask again, by position, draws that of the forward pass.
 
     That is cut as the statistics are that it left.
     """
@@ -168,7 +168,7 @@ def _is_offered(
 
 
 def _along(rule: Rule, call: Call, within: FactorAxis, draws: bool) -> AxisStrategy | None:
-    """The strategy that gives each rank a part of a factor; None if parts do not make the whole."""
+    """Return the strategy that gives each rank a part of a factor; None if the results cannot be put together."""
 
     def placement(dims: Any) -> Placement:
         axis = from_factor(dims, rule.sizes, within)
@@ -176,6 +176,7 @@ def _along(rule: Rule, call: Call, within: FactorAxis, draws: bool) -> AxisStrat
 
     inputs, outputs = [placement(dims) for dims in rule.inputs], [placement(dims) for dims in rule.outputs]
     kinds = [rule.kind(within.factor, i) for i in range(len(outputs))]
+    # Gradients of means first: a rank divides by the elements of its part, which only a scale can correct.
     if call.name in _OF_MEANS and call["reduction"] == _MEAN:
         return (
             AxisStrategy(tuple(inputs), tuple(outputs), within, averages=(0,)) if outputs[0].is_cut else None
@@ -201,11 +202,11 @@ def _along(rule: Rule, call: Call, within: FactorAxis, draws: bool) -> AxisStrat
     averages: list[int] = []
     reduces: list[int] = []
     for i, kind in enumerate(kinds):
-        if kind is Kind.BLOCK:
+        if kind is Kind.BLOCK:  # parts cannot be put together
             return None
         if outputs[i].is_cut or kind is Kind.PASS:
             continue
-        if not may_be_partial(call.outputs[i]):
+        if not may_be_partial(call.outputs[i]):  # such as indices: of integers there are no summands
             return None
         outputs[i] = _PARTIAL[kind]
         if kind is Kind.MEAN:
@@ -228,7 +229,7 @@ _PARTIAL = {
 
 
 def _added(call: Call, kinds: Sequence[Kind], inputs: Sequence[Placement]) -> int | None:
-    """The position of a bias that a product is added to, where what the product sums over is cut."""
+    """Return the position of a bias that is added to partial products; None where there is none."""
     name = _ADDED.get(call.name)
     names = [name for name, _ in call.named_inputs]
     if name not in names or kinds != [Kind.BLOCK]:
@@ -238,7 +239,7 @@ def _added(call: Call, kinds: Sequence[Kind], inputs: Sequence[Placement]) -> in
 
 
 def _passing(call: Call, available: Sequence[Collection[Placement]]) -> Iterator[AxisStrategy]:
-    """Strategies of a linear op on summands."""
+    """Yield the strategies of a linear op on partial inputs."""
     for together, moves in passed_on(call.func, call):
         for reduce in ("sum", "max", "min") if moves else ("sum",):
             p = Placement("P", reduce=reduce)
@@ -274,11 +275,11 @@ class LocalCall:
 
     @property
     def is_plain(self) -> bool:
-        """Whether what the op returns is the rank's part as it is; else ``run`` must be used."""
+        """Whether the op returns the rank's part as it is; else ``run`` must be used."""
         return not (self.scales or self.weighed or self.reduced or self.divided)
 
     def args(self, args: Sequence[Any]) -> list[Any]:
-        """Positional arguments with sizes of the rank's part: ``args`` have local tensors and global sizes."""
+        """Return positional arguments with local sizes, from ``args`` with local tensors and global sizes."""
         found = list(args)
         for within in self.cuts:
             if within is not None and self.rule is not None:
@@ -288,7 +289,7 @@ class LocalCall:
         return found
 
     def finish(self, outputs: Any, reduce: Reduce) -> Any:
-        """The rank's part, from what the op returned.
+        """Return the rank's part from the results of the op.
 
         A mean is scaled in place. A weighted mean, which was computed as a sum, is divided by the total weight.
         """
@@ -305,7 +306,7 @@ class LocalCall:
         return total / weight, weight
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], reduce: Reduce, at: Sequence[int]) -> Any:
-        """Run it on local tensors.
+        """Run the call on local tensors.
 
         Args:
             args, kwargs: with local tensors and global sizes.
@@ -319,7 +320,7 @@ class LocalCall:
 
 
 def local_call(call: Call, chosen: Sequence[AxisStrategy], mesh: Mesh) -> LocalCall:
-    """How one rank of a mesh runs a call with a strategy for each axis.
+    """Return how one rank of a mesh runs a call with a strategy for each axis.
 
     Args:
         call: of whole tensors.

@@ -1,4 +1,4 @@
-"""Tensor-parallel plans of Hugging Face (``base_model_tp_plan``) as homes of parameters.
+"""Tensor-parallel plans of Hugging Face (``base_model_tp_plan``) as layouts of parameters.
 
     homes = homes_of_tp_plan(model, Mesh.of({"dp": 2, "tp": 4}), "tp")
 
@@ -40,7 +40,7 @@ PACKED = 2
 
 
 def homes_of_tp_plan(model: nn.Module, mesh: Mesh, axis: str) -> dict[str, Placements]:
-    """Where the parameters of a model are at home under its own tensor-parallel plan.
+    """Return the layouts of a model's parameters under its own tensor-parallel plan.
 
     Args:
         model: of ``transformers``; may be on the meta device.
@@ -48,7 +48,7 @@ def homes_of_tp_plan(model: nn.Module, mesh: Mesh, axis: str) -> dict[str, Place
         axis: the name of the one that the plan is for; on the others parameters are replicated.
 
     Returns:
-        By parameter, with ``*`` for the number of a repeated layer. Those that the plan leaves whole are not there, nor
+        By parameter, with ``*`` for the number of a repeated layer. Those that the plan replicates are left out, and so
         are those that the ranks do not divide evenly, which Hugging Face cuts into uneven parts.
 
     Raises:
@@ -72,7 +72,7 @@ def homes_of_tp_plan(model: nn.Module, mesh: Mesh, axis: str) -> dict[str, Place
 
 
 def _plan_of(model: nn.Module) -> Mapping[str, str]:
-    """By module or parameter of the model: its own plan, or that of its configuration."""
+    """Return the plan by module or parameter: that of the model, or that of its configuration."""
     plan = getattr(model, "_tp_plan", None)
     if not plan:
         inner = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}

@@ -1,10 +1,9 @@
-"""Views of a recorded step: which tensors are views for autograd, and how long code has them.
+"""Views of a recorded step: the tensors that are views for autograd, and how long code has them.
 
     views = Views(program)
     tensor in views, views.last_op_of(tensor, index)
 
-Views that are alike, such as those that three projections make of one input, are one tensor of a program: it is made
-several times.
+Equal views, such as those that three projections make of one input, are one tensor of a program, made several times.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from collections import defaultdict
 from sacplan._program.program import Program
 
 _NO_VIEWS = ("aten._unsafe_view.default", "aten.detach.default")
-"""Autograd does not hold what their outputs are views of."""
+"""Ops whose outputs do not make autograd hold their base."""
 
 
 class Views:
-    """Of one program.
+    """The views of one program.
 
     Args:
         program: as it was recorded.
@@ -45,13 +44,13 @@ class Views:
         return tensor in self._made
 
     def last_op_of(self, tensor: int, index: int) -> int | None:
-        """The op of a phase after which no code has the view that op ``index`` takes.
+        """Return the op of a phase after which no code has the view that op ``index`` takes.
 
         That is its last one, or the next, where one function calls both. What the backward pass needs of the forward
         pass autograd keeps, not the code.
 
         Returns:
-            None: the code has it as long as what it is a view of, as it is the last of the phase on that storage.
+            None: the code has it as long as its base, since no later op of the phase reads that storage.
         """
         ops, phase = self._program.ops, self._program.ops[index].phase
         again = next((i for i in self._made[tensor] if i > index), len(ops))

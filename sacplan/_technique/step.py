@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Accumulate
@@ -16,8 +16,6 @@ from sacplan.errors import PlanError
 
 Objective = Literal["time", "flops"]
 """What a plan recomputes the least of: predicted time, or floating-point operations."""
-
-T = TypeVar("T")
 
 _TIE = 1e-3  # share of the time in the cost of an op where FLOPs are minimised: most ops have none
 
@@ -44,7 +42,6 @@ class PlanStep:
     device: DeviceSpec | None = None
     gradients: bool = True
     accumulate: Accumulate = "float32"
-    _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.objective not in ("time", "flops"):
@@ -63,13 +60,6 @@ class PlanStep:
     def added_cost(self, added_ms: float) -> float:
         """What ops cost that a technique adds and that run nothing again; what it saves does not count."""
         return max(0.0, added_ms) * (1.0 if self.objective == "time" else _TIE)
-
-    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Something that is worked out once and kept as long as the step is."""
-        if key not in self._derived:
-            self._derived[key] = make()
-        found: T = self._derived[key]
-        return found
 
 
 def op_costs(program: Program, objective: Objective) -> tuple[float, ...]:

@@ -10,19 +10,20 @@ import torch
 from torch import nn
 
 import sacplan
+from sacplan._placing.answer import sharding_of
 from sacplan._placing.axis_program import AxisProgram
 from sacplan._placing.roles import ROLES
-from sacplan._placing.search import ShardingSearch
-from sacplan._placing.shardings import Proposal, searched, shardings, smallest_sharding, tensor_parallel
+from sacplan._placing.search import ShardingSearch, ShardingSolution
+from sacplan._placing.shardings import searched, tensor_parallel
 from sacplan._profile.profile import Profile
 from sacplan._ranks.ranks import Ranks
 from sacplan._ranks.shards import parameters_of
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.places import matches
+from sacplan._shard.sharding import Sharding
 from sacplan._solve.milp import Milp
 from tests.zoo.layers import MLP
 
-MIB = 2**20
 OPTIONS = Milp(gap=2e-3, work_limit=100_000_000)
 
 
@@ -66,11 +67,11 @@ def search(profile: Profile, mesh: dict[str, int], **allowed: str) -> ShardingSe
     return ShardingSearch(profile.recorded, parameters, Mesh.of(mesh), profile.spec, roles, OPTIONS)
 
 
-def proposals(profile: Profile, mesh: dict[str, int], **kwargs: object) -> tuple[Proposal, ...]:
-    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
-    return shardings(
-        profile.recorded, parameters, Mesh.of(mesh), profile.spec, options=OPTIONS, **kwargs  # type: ignore[arg-type]
-    )  # fmt: skip
+def fastest(profile: Profile, mesh: dict[str, int], **allowed: str) -> tuple[Sharding, ShardingSolution]:
+    found = search(profile, mesh, **allowed)
+    best = found.cheapest()
+    assert best is not None
+    return sharding_of(found.evaluation, best.choice), best
 
 
 def test_whole_copies_on_all_ranks_are_the_recorded_step() -> None:
@@ -86,15 +87,14 @@ def test_whole_copies_on_all_ranks_are_the_recorded_step() -> None:
 
 
 def test_an_mlp_is_split_as_megatron_does() -> None:
-    found = proposals(mlp(), {"tp": 4}, limits=[31 * MIB])
-    best = found[0]
+    sharding, best = fastest(mlp(), {"tp": 4})
     assert best.status == "optimal"
-    assert best.sharding.homes == {"up.weight": "S0", "down.weight": "S1"}
-    assert best.sharding.places == ()
+    assert sharding.homes == {"up.weight": "S0", "down.weight": "S1"}
+    assert sharding.places == ()
     assert best.bound_ms is not None
-    assert best.bound_ms <= best.ms < mlp().recorded.step_ms
-    rank = Ranks.spread(best.sharding).program(mlp().recorded, mlp().fingerprint.parameters, mlp().spec)
-    assert rank.footprint.peak_bytes == pytest.approx(best.peak_bytes, rel=0.02)
+    assert best.bound_ms <= best.figures.ms < mlp().recorded.step_ms
+    rank = Ranks.spread(sharding).program(mlp().recorded, mlp().fingerprint.parameters, mlp().spec)
+    assert rank.footprint.peak_bytes == pytest.approx(best.figures.peak_bytes, rel=0.02)
 
 
 def test_limits_are_kept_and_cost_time() -> None:
@@ -118,12 +118,12 @@ def test_limits_are_kept_and_cost_time() -> None:
 
 def test_the_smallest_is_what_can_be_had() -> None:
     profile = stack(2)
-    parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
-    one = smallest_sharding(profile.recorded, parameters, Mesh.of(4), profile.spec, options=OPTIONS)
-    assert profile.recorded.footprint.peak_bytes / 4 <= one.peak_bytes
-    assert one.peak_bytes < profile.recorded.footprint.peak_bytes / 2
-    assert set(one.sharding.homes.values()) <= {"S0", "S1"}
-    assert one.binding in {"optimizer step", *profile.recorded.calls}
+    found = search(profile, {"ranks": 4})
+    peak_bytes = found.smallest.figures.peak_bytes
+    assert profile.recorded.footprint.peak_bytes / 4 <= peak_bytes
+    assert peak_bytes < profile.recorded.footprint.peak_bytes / 2
+    homes = sharding_of(found.evaluation, found.smallest.choice).homes
+    assert set(homes.values()) <= {"S0", "S1"}
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 2, "tp": 2}])
@@ -137,37 +137,32 @@ def test_many_layers_have_the_variables_of_few(mesh: dict[str, int]) -> None:
 
 
 def test_equal_layers_lie_alike_and_homes_have_patterns() -> None:
-    best = proposals(stack(3), {"tp": 4})[0]
-    layers = [name for name in best.sharding.homes if name.startswith("layers.")]
+    best, _ = fastest(stack(3), {"tp": 4})
+    layers = [name for name in best.homes if name.startswith("layers.")]
     assert all(name.startswith("layers.*.") for name in layers)
 
 
 def test_the_same_is_found_again() -> None:
-    assert proposals(mlp(), {"dp": 2, "tp": 2}) == proposals(mlp(), {"dp": 2, "tp": 2})
+    assert fastest(mlp(), {"dp": 2, "tp": 2}) == fastest(mlp(), {"dp": 2, "tp": 2})
 
 
 def test_data_parallelism_is_found_under_its_restrictions() -> None:
     profile = stack(2, rows=256)
-    ddp, fsdp = search(profile, {"dp": 4}, dp="ddp"), search(profile, {"dp": 4}, dp="fsdp")
-    (replicas, *_), (sharded, *_) = (
-        proposals(profile, {"dp": 4}, allowed={"dp": ROLES[role]}) for role in ("ddp", "fsdp")
-    )
-    assert not replicas.sharding.homes
-    assert [place.op for place in replicas.sharding.places] == ["aten.embedding.default"]
-    assert replicas.sharding.places[0].inputs == ("R", "S0")
-    assert set(sharded.sharding.homes.values()) == {"S0"}
-    assert len(sharded.sharding.homes) == 5
-    whole, parts = ddp.cheapest(), fsdp.cheapest()
-    assert whole is not None
-    assert parts is not None
+    replicas, whole = fastest(profile, {"dp": 4}, dp="ddp")
+    sharded, parts = fastest(profile, {"dp": 4}, dp="fsdp")
+    assert not replicas.homes
+    assert [place.op for place in replicas.places] == ["aten.embedding.default"]
+    assert replicas.places[0].inputs == ("R", "S0")
+    assert set(sharded.homes.values()) == {"S0"}
+    assert len(sharded.homes) == 5
     assert parts.figures.peak_bytes < whole.figures.peak_bytes
 
 
 def test_tensor_parallelism_keeps_the_batch_whole() -> None:
     profile = mlp(4096)
-    (best, *_) = proposals(profile, {"tp": 4}, allowed={"tp": ROLES["tensor"]})
-    assert best.sharding.homes == {"up.weight": "S0", "down.weight": "S1"}
-    rank = Ranks.spread(best.sharding).program(profile.recorded, profile.fingerprint.parameters, profile.spec)
+    best, _ = fastest(profile, {"tp": 4}, tp="tensor")
+    assert best.homes == {"up.weight": "S0", "down.weight": "S1"}
+    rank = Ranks.spread(best).program(profile.recorded, profile.fingerprint.parameters, profile.spec)
     products = [op for op in rank.ops if op.phase == 0 and op.name == "aten.mm.default"]
     assert [rank.tensors[op.outputs[0]].shape for op in products] == [(4096, 1024), (4096, 1024)]
 
@@ -189,9 +184,10 @@ def test_tensor_parallelism_leaves_other_axes_open() -> None:
 def test_a_limit_that_nothing_keeps_gives_the_smallest() -> None:
     profile = stack(2)
     parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
-    smallest = smallest_sharding(profile.recorded, parameters, Mesh.of(4), profile.spec)
-    assert searched(profile, parameters, Mesh.of(4), 1).sharding == smallest.sharding
-    assert searched(profile, parameters, Mesh.of(4)).sharding == proposals(profile, {"ranks": 4})[0].sharding
+    found = ShardingSearch(profile.recorded, parameters, Mesh.of(4), profile.spec)
+    smallest = sharding_of(found.evaluation, found.smallest.choice)
+    assert searched(profile, parameters, Mesh.of(4), 1).sharding == smallest
+    assert searched(profile, parameters, Mesh.of(4)).sharding == fastest(profile, {"ranks": 4})[0]
 
 
 def test_nothing_is_worse_than_what_people_name() -> None:
@@ -210,16 +206,16 @@ def test_nothing_is_worse_than_what_people_name() -> None:
 
 
 def test_axes_that_cut_one_dimension_cut_inside_each_other() -> None:
-    (best, *_) = proposals(mlp(), {"a": 2, "b": 2})
-    assert best.sharding.homes == {"up.weight": "S0,S0/2", "down.weight": "S1,S1/2"}
+    best, _ = fastest(mlp(), {"a": 2, "b": 2})
+    assert best.homes == {"up.weight": "S0,S0/2", "down.weight": "S1,S1/2"}
 
 
 def test_three_axes_and_their_order() -> None:
-    (best, *_) = proposals(mlp(4096), {"node": 2, "dp": 2, "tp": 2}, limits=[])
+    sharding, best = fastest(mlp(4096), {"node": 2, "dp": 2, "tp": 2})
     named = search(mlp(4096), {"node": 2, "dp": 2, "tp": 2}).in_roles(("data", "data", "tensor"))
     assert named is not None
-    assert best.ms <= named.figures.ms * (1 + 1e-9)
-    rank = Ranks.spread(best.sharding).program(
+    assert best.figures.ms <= named.figures.ms * (1 + 1e-9)
+    rank = Ranks.spread(sharding).program(
         mlp(4096).recorded, mlp(4096).fingerprint.parameters, mlp(4096).spec
     )
     assert rank.footprint.peak_bytes < mlp(4096).recorded.footprint.peak_bytes / 2
@@ -241,7 +237,7 @@ def test_an_op_that_returns_none_for_some_outputs() -> None:
     with torch.device("meta"):
         model, images = Patches(), torch.empty(8192, 3, 64, 64)
     profile = sacplan.profile(model, images, loss_fn=lambda m, x: m(x).sum(), device="h100")
-    (best, *_) = proposals(profile, {"dp": 4}, limits=[])
-    assert best.ms < profile.recorded.step_ms / 2
-    rank = Ranks.spread(best.sharding).program(profile.recorded, profile.fingerprint.parameters, profile.spec)
+    sharding, best = fastest(profile, {"dp": 4})
+    assert best.figures.ms < profile.recorded.step_ms / 2
+    rank = Ranks.spread(sharding).program(profile.recorded, profile.fingerprint.parameters, profile.spec)
     assert rank.step_ms < profile.recorded.step_ms / 2

@@ -21,6 +21,7 @@ import sacplan
 from sacplan._executor.stand_ins import InstalledStandIns, StandIn
 from sacplan._plan.context import planning_context
 from sacplan._program.decisions import Decision, SiteDecision
+from sacplan._program.derived import derived
 from sacplan._program.liveness import Footprint
 from sacplan._program.places import CallSites, OpSequence
 from sacplan._program.program import CallSite, Event, Op, Patch, Phase, Program, StorageKind
@@ -116,19 +117,16 @@ def saved_floats(program: Program, op: int, unit: str) -> list[int]:
     ]
 
 
+@derived
 def kept_handles(program: Program) -> dict[int, list[int]]:
     """By storage, the handles of autograd: what code holds besides stays as it is."""
-
-    def find() -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        for handle, (storage, tensor) in enumerate(
-            zip(program.handle_storages, program.handle_tensors, strict=True)
-        ):
-            if tensor >= 0:
-                found.setdefault(storage, []).append(handle)
-        return found
-
-    return program.derived("kept handles", find)
+    found: dict[int, list[int]] = {}
+    for handle, (storage, tensor) in enumerate(
+        zip(program.handle_storages, program.handle_tensors, strict=True)
+    ):
+        if tensor >= 0:
+            found.setdefault(storage, []).append(handle)
+    return found
 
 
 def halved(program: Program, storages: set[int]) -> Patch:

@@ -1,4 +1,4 @@
-"""What ranks must have in common, or what a plan calls replicated is not: random numbers, and the batch.
+"""Agreement of ranks on random numbers and the batch: without it, replicated tensors would differ.
 
 Each rank draws replicated numbers by itself, from its own generators, so these have to agree. Yet many programs seed
 each rank differently, once or in every step. When a step begins, ranks compare their generators; if these differ, all
@@ -55,6 +55,7 @@ class Agreement:
         Raises:
             PlanMismatch: ranks were given tensors of other shapes, or in the first step of other values.
         """
+        # A part of the model runs within a step that has begun; under fake tensors there is nobody to compare with.
         if (fqn and self._shared) or active_fake_mode() is not None:
             return
         mode = module.training, torch.is_grad_enabled()
@@ -73,12 +74,12 @@ class Agreement:
             self._remember(t)
 
     def end(self) -> None:
-        """After a backward pass: what comes next may have seeded the ranks anew."""
+        """Forget what was compared, after a backward pass: the program may seed its ranks anew."""
         self._shared.clear()
         self._seen = None
 
     def share(self, generator: torch.Generator) -> None:
-        """Before replicated numbers are drawn from a generator: one that has not been compared in this step is."""
+        """Make ranks agree on a generator before they draw replicated numbers, once in a step."""
         if any(known is generator for known in self._shared) or active_fake_mode() is not None:
             return
         with modes_off():
@@ -124,7 +125,7 @@ class Agreement:
         return found
 
     def _make_agree(self, generators: Sequence[torch.Generator], more: bytes) -> list[bytes]:
-        """Compare generators, and let those that differ go on from the state of rank 0. What ranks sent as ``more``."""
+        """Compare generators, and set those that differ to the state of rank 0; returns what ranks sent as ``more``."""
         state = _states(generators)
         sent = _exchanged(_digest_of([state.numpy().tobytes()]) + more, self._device_type)
         if any(theirs[:_DIGEST] != sent[0][:_DIGEST] for theirs in sent):
@@ -166,7 +167,7 @@ def _module(fqn: str) -> str:
 
 
 def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The values in the arguments of a call, with names to say in an error; mappings in the order of their keys."""
+    """Yield the values in the arguments of a call, with names for errors; mappings in the order of their keys."""
     for i, value in enumerate(args):
         yield from _inside(f"argument {i}", value)
     for name in sorted(kwargs):
@@ -193,7 +194,7 @@ def _described(value: Any) -> str:
 
 
 def _bytes_of(value: Any) -> Iterator[bytes]:
-    """The values of a plain tensor, a piece at a time: nothing as large as the tensor is allocated on its device.
+    """Yield the values of a plain tensor in pieces, so that nothing as large as the tensor is allocated on its device.
 
     Ranks have other parts of a DTensor. A tensor that is not strided, or has no values, has no digest.
     """
@@ -230,7 +231,7 @@ def _states(generators: Sequence[torch.Generator]) -> torch.Tensor:
 
 
 def _exchanged(mine: bytes, device_type: str) -> list[bytes]:
-    """What each rank passes, which is of one length on all."""
+    """Return what each rank passes, which has one length on all."""
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device_type)
     found = torch.empty(dist.get_world_size() * len(mine), dtype=torch.uint8, device=device_type)
     dist.all_gather_into_tensor(found, sent)

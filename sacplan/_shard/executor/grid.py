@@ -1,4 +1,4 @@
-"""The ranks of a mesh as one of them sees them: where it stands, and what it shares with the others of an axis."""
+"""The ranks of a mesh as one of them sees them: its position, and its process group on each axis."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from sacplan.errors import PlanError
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PlacedForm:
-    """What placed tensors of one kind have in common; a grid has one object for each, known by its identity.
+    """The layout, shape and dtype that placed tensors share. A grid has one object for each, compared by identity.
 
     Attributes:
-        layout: where they lie.
-        shape, stride, dtype: of the whole tensor.
+        layout: their placements.
+        shape, stride, dtype: of the unsharded tensor.
         weight: whether they are parameters, or made of nothing else.
         spec: the same, as DTensors have it.
         is_partial: whether ranks have summands.
@@ -49,15 +49,15 @@ class PlacedForm:
 
 
 class Grid:
-    """What all placed tensors of one model share on a rank.
+    """The state that all placed tensors of one model share on a rank.
 
     Attributes:
         mesh, device_mesh: the same ranks, as plans and as PyTorch know them.
-        copies: redistributed inputs that are kept, and what they are copies of.
+        copies: redistributed inputs that are kept, each with its source.
         places: the calls that are asked for.
         modules: those that run, the innermost last: fqn, and the ops that it ran itself.
         prepared: how calls run, see ``prepare.py``.
-        backward: number of the last backward pass that sent gradients home.
+        backward: number of the last backward pass in which hooks redistributed gradients.
         agreement: on random numbers and batches.
     """
 
@@ -85,18 +85,18 @@ class Grid:
 
     @cached_property
     def groups(self) -> tuple[str, ...]:
-        """Names of this rank's process groups, by axis."""
+        """The names of this rank's process groups, by axis."""
         return tuple(self.device_mesh.get_group(axis).group_name for axis in range(len(self.ranks)))
 
     @cached_property
     def replicated(self) -> Placements:
-        """Whole on all ranks."""
+        """The layout of a tensor that is replicated on all axes."""
         return (REPLICATED,) * len(self.ranks)
 
     def form(
         self, layout: Placements, shape: Any, stride: Any, dtype: torch.dtype, weight: bool = False
     ) -> PlacedForm:
-        """The form of tensors that lie so; the same object each time."""
+        """Return the form of tensors with this layout, the same object each time."""
         key = (layout, shape, stride, dtype, weight)
         found = self._forms.get(key)
         if found is None:
@@ -111,15 +111,15 @@ class Grid:
     def move(
         self, local: torch.Tensor, shape: Sequence[int], source: Placements, target: Placements
     ) -> torch.Tensor:
-        """What this rank has of a tensor, in another layout."""
+        """Return this rank's part of a tensor in another layout."""
         return redistribute(local, shape, source, target, self.ranks, self.groups, self.coordinate)
 
     def moved(
         self, local: torch.Tensor, shape: Sequence[int], source: Placements, target: Placements, version: int
     ) -> torch.Tensor:
-        """The same for an input of an op, which is only read: a copy that was made before is used again."""
+        """Return the same for an input of an op. Since it is only read, a copy that was made before is used again."""
         axes = sent_along(self.ranks, shape, source, target)
-        if not axes:  # a part of what is there
+        if not axes:  # nothing is sent, so a copy is not worth keeping
             return self.move(local, shape, source, target)
         storage = local.untyped_storage()
         key = (
@@ -135,15 +135,15 @@ class Grid:
         return copy
 
     def make_room(self, shape: Sequence[int], source: Placements, target: Placements) -> None:
-        """Before a redistribution that no copy is kept of: forget those that are in its way."""
+        """Forget the copies on the axes of a redistribution whose own copy is not kept."""
         self.copies.make_room(sent_along(self.ranks, shape, source, target))
 
     def reduce(self, summand: torch.Tensor, axis: int) -> torch.Tensor:
-        """The sum over the ranks of an axis."""
+        """Return the sum over the ranks of an axis."""
         return collectives.all_reduce(summand, "sum", self.groups[axis])
 
     def place_of(self, op: str) -> CallPattern | None:
-        """The place of the op that runs now, which is counted."""
+        """Return the place of the op that runs now, and count the op."""
         if not self.modules:
             return None
         unit, ran = self.modules[-1]
@@ -183,7 +183,7 @@ class Grid:
 
 
 def placements_of(layout: Placements, ranks: Sequence[int]) -> list[Any]:
-    """As DTensor names them: what an axis cuts is seen within what the axes before it have left."""
+    """Return the placements of DTensor, which sees the cut of an axis within the parts of axes before it."""
     found: list[Any] = []
     for axis, placement in enumerate(layout):
         if placement.is_cut:
@@ -200,7 +200,7 @@ def placements_of(layout: Placements, ranks: Sequence[int]) -> list[Any]:
 
 
 def layout_of(placements: Sequence[Any], shape: Sequence[int], ranks: Sequence[int]) -> Placements | None:
-    """The inverse of ``placements_of``; None where a DTensor lies as no layout says: its parts are not even."""
+    """Return the layout of a DTensor, the inverse of ``placements_of``; None where its parts are not even."""
     options: list[list[Placement]] = []
     for axis, placement in enumerate(placements):
         kind, dim, factor, reduce = dtensors.placement_parts(placement)

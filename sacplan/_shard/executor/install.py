@@ -1,4 +1,4 @@
-"""A sharding on a model, and off again: parameters in their homes, gradients too, and the calls that places ask for."""
+"""Puts a sharding on a model and takes it off: parameters and gradients get their layouts, and calls are counted."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def spread(
 ) -> ShardingHandle:
     """Spread a model over the ranks of a mesh; call it on all of them, with the same model on each.
 
-    Parameters become placed tensors; make the optimizer afterwards. Buffers stay plain: whole on each rank.
+    Parameters become placed tensors; make the optimizer afterwards. Buffers stay plain, replicated on each rank.
 
     Args:
-        model: whole on each rank, with the same values.
-        mesh: the ranks, as the homes speak of them.
+        model: unsharded on each rank, with the same values.
+        mesh: the ranks.
         device_mesh: the same ranks; see ``torch.distributed.device_mesh.init_device_mesh``.
-        homes: by name pattern (``*`` is the number of a layer), where parameters lie. The others are replicated.
+        homes: the layouts of parameters by name pattern (``*`` is the number of a layer). The others are replicated.
         places: calls whose inputs are moved.
         check: in the first step, compare the batches of all ranks.
 
     Returns:
-        What removes it.
+        A handle that removes it.
 
     Raises:
-        PlanError: the mesh does not match the ranks, or a parameter cannot lie where its home says.
+        PlanError: the mesh does not match the ranks, or a parameter cannot have its layout.
         PlanMismatch: the model has no parameter of a pattern, or another rank has another model or sharding.
     """
     check_ranks(mesh.size)
@@ -63,7 +63,7 @@ class ShardingHandle:
     """A sharding on a model.
 
     Attributes:
-        grid: what the rank knows of the others.
+        grid: the state that its tensors share.
         never_met: the places that no call was found for so far.
     """
 
@@ -87,11 +87,11 @@ class ShardingHandle:
 
     @property
     def never_met(self) -> Sequence[CallPattern]:
-        """See above."""
+        """The places that no call was found for so far."""
         return self.grid.places.never_met()
 
     def from_parts(self, part: torch.Tensor, layout: Placements) -> torch.Tensor:
-        """A tensor of which each rank has loaded its own part: a batch that is cut along dimension 0, ``S0``.
+        """Return a tensor of which each rank has loaded its own part, such as a batch cut along dimension 0, ``S0``.
 
         Args:
             part: this rank's; of one size on all ranks.
@@ -135,7 +135,7 @@ class ShardingHandle:
             made.register_hook(hook)
         for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
             made.register_post_accumulate_grad_hook(hook)
-        # Nothing but the part is held any more; the object waits to be whole again.
+        # The rank keeps its part alone. The emptied object gets its values back when the sharding is removed.
         parameter.grad = None
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         return made
@@ -166,7 +166,7 @@ class ShardingHandle:
         self._hooks.append(model.register_forward_hook(_clears(grid), always_call=True))
 
     def remove(self) -> None:
-        """Make the parameters whole and plain again, on all ranks; gradients too. Call it on all of them."""
+        """Make the parameters unsharded and plain again, on all ranks; gradients too. Call it on all of them."""
         if self._model is None:
             return
         for hook in self._hooks:
@@ -191,7 +191,7 @@ _OURS = frozenset(("_form", "_grid", "_is_copy", "_same", "_local_tensor", "_spe
 
 
 def _replace(model: nn.Module, by_id: Mapping[int, Any]) -> None:
-    """Parameters by others, wherever they are: tied ones stay tied."""
+    """Replace parameters by others wherever they are, so that tied ones stay tied."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in by_id:
@@ -235,7 +235,7 @@ def _leaves(grid: Grid) -> Any:
 
 
 def _homes_of(model: nn.Module, mesh: Mesh, homes: Mapping[str, Placements]) -> dict[str, Placements]:
-    """By name of a parameter; tied ones have the home of any of their names."""
+    """Return the layouts of parameters by name. Tied ones have the layout that any of their names has."""
     names = dict(model.named_parameters(remove_duplicate=False))
     whole: Placements = (REPLICATED,) * len(mesh.axes)
     found: dict[str, Placements] = {}
@@ -272,7 +272,7 @@ def _homes_of(model: nn.Module, mesh: Mesh, homes: Mapping[str, Placements]) -> 
 def _agree(
     model: nn.Module, mesh: Mesh, homes: Mapping[str, Placements], places: Sequence[CallPattern]
 ) -> None:
-    """See that all ranks have the same model and sharding: else they would wait for each other for ever.
+    """Check that all ranks have the same model and sharding; else they would wait for each other for ever.
 
     Raises:
         PlanMismatch: they do not; it names them.
@@ -315,7 +315,7 @@ _SAMPLES = 64
 
 
 def _sampled(model: nn.Module) -> Iterator[bytes]:
-    """A few bytes of each parameter."""
+    """Yield a few bytes of each parameter."""
     for parameter in model.parameters():
         if parameter.is_meta or not parameter.numel():
             continue

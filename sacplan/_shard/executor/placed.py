@@ -1,7 +1,7 @@
 """Placed tensors: DTensors whose ops run as ``choose.py`` says, below autograd, forward and backward.
 
-Autograd and the user's code see whole shapes. An op on them gets its inputs redistributed, runs on the parts that this
-rank has, and what it returns lies as its strategy states. Plain tensors count as replicated.
+Autograd and the user's code see unsharded shapes. The inputs of an op are redistributed, the op runs on this rank's
+parts, and its outputs get the layouts of its strategy. Plain tensors count as replicated.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from sacplan.errors import PlanError
 class PlacedTensor(DTensor):
     """A DTensor of a sharded model.
 
-    It has the whole tensor's shape, and ``placements``, ``to_local()``, ``full_tensor()`` and
+    It has the shape of the unsharded tensor, and ``placements``, ``to_local()``, ``full_tensor()`` and
     ``torch.distributed.checkpoint`` work on it as on others. It is saved as a plain DTensor.
     """
 
     _form: PlacedForm
     _grid: Grid
     _is_copy = False
-    """It was a view, but of a redistributed copy: what is written to it does not reach what it is a view of."""
+    """It is a view of a redistributed copy: a write to it would not reach its base, so such writes are refused."""
 
     _is_reduced = False
     """Its values have been reduced since it was made: views of it that were made before show the summands."""
@@ -43,10 +43,10 @@ class PlacedTensor(DTensor):
     _has_views = False
 
     _same: list[weakref.ref[PlacedTensor]] | None = None
-    """This, and what was detached from it, as long as its values are summands: they are reduced together."""
+    """This tensor and those detached from it, while their values are partial: they are reduced together."""
 
     holds_base = True
-    """A view may lie on other memory than what it is a view of, which autograd holds, too."""
+    """A view may lie on other memory than its base, and autograd holds the base, too."""
 
     # Each op would go through Python twice, and plain results become placed ones.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -68,7 +68,7 @@ class PlacedTensor(DTensor):
         )
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """This rank's part; its gradient lies as ``grad_placements``, or as this tensor does."""
+        """Return this rank's part. Its gradient has ``grad_placements``, or those of this tensor."""
         layout = self._form.layout
         grad = tuple(REPLICATED if p.is_partial else p for p in layout)
         if grad_placements is not None:
@@ -76,7 +76,7 @@ class PlacedTensor(DTensor):
         return _ToLocal.apply(self, layout, grad)  # type: ignore[no-any-return]
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor, on each rank."""
+        """Return the unsharded tensor, on each rank."""
         whole = self._grid.replicated
         grad = whole if grad_placements is None else self._layout_of(grad_placements)
         return _ToLocal.apply(self, whole, grad)  # type: ignore[no-any-return]
@@ -84,7 +84,7 @@ class PlacedTensor(DTensor):
     def redistribute(
         self, device_mesh: Any = None, placements: Any = None, *, async_op: bool = False, **_: Any
     ) -> PlacedTensor:
-        """The same tensor with other placements."""
+        """Return the same tensor with other placements."""
         target = self._form.spec.placements if placements is None else placements
         return _Redistribute.apply(self, self._layout_of(target))  # type: ignore[no-any-return]
 
@@ -101,7 +101,7 @@ class PlacedTensor(DTensor):
         return layout
 
     def as_dtensor(self) -> DTensor:
-        """The same as a plain DTensor, without gradient; they share memory."""
+        """Return the same as a plain DTensor, without gradient; they share memory."""
         made: DTensor = dtensors.new_dtensor(DTensor, self._local_tensor.detach(), self._form.spec)
         return made
 
@@ -109,7 +109,7 @@ class PlacedTensor(DTensor):
         return self.as_dtensor().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def pieces(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """The blocks of the whole tensor that this rank has: where each begins, and its values, a view."""
+        """Yield the blocks of the full tensor that this rank has: where each begins, and its values, a view."""
         local = self._local_tensor.detach()
         by_dim = [self._stretches(dim) for dim in range(self.dim())]
         sizes = [local.shape[dim] // len(starts) for dim, starts in enumerate(by_dim)]
@@ -120,7 +120,7 @@ class PlacedTensor(DTensor):
             yield tuple(starts[i] for starts, i in zip(by_dim, index, strict=True)), block
 
     def _stretches(self, dim: int) -> list[int]:
-        """Where this rank's stretches of a dimension begin; they are of one size, in order."""
+        """Return where this rank's stretches of a dimension begin, in order. They have one size."""
         grid, size = self._grid, self.shape[dim]
         cuts = sorted(
             (p.outer, n, at)
@@ -153,21 +153,21 @@ class PlacedTensor(DTensor):
 
 
 def place(local: torch.Tensor, form: PlacedForm, grid: Grid, requires_grad: bool = False) -> PlacedTensor:
-    """This rank's part as a placed tensor."""
+    """Return this rank's part as a placed tensor."""
     made: PlacedTensor = dtensors.new_dtensor(PlacedTensor, local, form.spec, requires_grad)
     made._form, made._grid = form, grid
     return made
 
 
 def placed_from(whole: torch.Tensor, layout: Placements, grid: Grid, weight: bool = False) -> PlacedTensor:
-    """A tensor that each rank has as a whole, in a layout. Where it is cut, each rank keeps its part alone."""
+    """Return a tensor, of which each rank has all, in a layout. Where it is cut, each rank keeps its part alone."""
     form = grid.form(layout, whole.shape, whole.stride(), whole.dtype, weight)
     local = grid.move(whole, whole.shape, grid.replicated, layout)
     return place(kept(local), form, grid)
 
 
 def moved_to(t: torch.Tensor, layout: Placements, grid: Grid) -> PlacedTensor:
-    """A placed or a plain tensor in another layout, below autograd; it holds no more than its part."""
+    """Return a placed or a plain tensor in another layout, below autograd, with no more memory than its part."""
     if type(t) is not PlacedTensor:
         return placed_from(t, layout, grid)
     if t._form.layout == layout:
@@ -179,7 +179,7 @@ def moved_to(t: torch.Tensor, layout: Placements, grid: Grid) -> PlacedTensor:
 
 
 class _Redistribute(torch.autograd.Function):
-    """Another layout, and gradients back in the first one."""
+    """Redistributes a tensor, and its gradient back."""
 
     @staticmethod
     def forward(ctx: Any, t: PlacedTensor, target: Placements) -> PlacedTensor:
@@ -194,7 +194,7 @@ class _Redistribute(torch.autograd.Function):
 
 
 class _ToLocal(torch.autograd.Function):
-    """A layout's local tensor; the gradient is one of the whole tensor's parts."""
+    """Returns the local tensor of a layout. Its gradient is this rank's part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, t: PlacedTensor, target: Placements, grad: Placements) -> torch.Tensor:
@@ -211,10 +211,10 @@ _MOST_CALLS = 1 << 14  # with shapes that vary, calls are forgotten at times
 
 
 def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """One op on placed and plain tensors.
+    """Run one op on placed and plain tensors.
 
     Raises:
-        PlanError: it cannot run where its inputs lie.
+        PlanError: it cannot run with the layouts of its inputs.
     """
     if func is _FOREACH_NORM:
         return _norms(*args, **kwargs)
@@ -279,13 +279,13 @@ def _tie(t: PlacedTensor, detached: PlacedTensor) -> None:
 
 
 def _norms(tensors: Sequence[torch.Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Any]:
-    """One by one: each may lie as another, and come from norms of parts."""
+    """Take norms one by one, since each tensor may have another layout, and its norm come from norms of parts."""
     one = torch.ops.aten.linalg_vector_norm.default
     return [one(t, order, dtype=dtype) for t in tensors]
 
 
 def _moved_input(tensors: list[Any], i: int, layout: Placements, grid: Grid) -> torch.Tensor:
-    """An input as a call needs it. Summands are reduced once: the sum takes their place, also where it was saved."""
+    """Return an input as a call needs it. A sum takes the place of its summands, so that it is computed once."""
     t = tensors[i]
     if type(t) is not PlacedTensor:
         return grid.moved(t, t.shape, grid.replicated, layout, _version(t))
@@ -302,7 +302,7 @@ def _moved_input(tensors: list[Any], i: int, layout: Placements, grid: Grid) -> 
 
 
 def _describe(value: Any, key: list[Any], tensors: list[Any], parts: list[Any]) -> bool:
-    """Add what a call's preparation depends on, tensors, and this rank's parts. False for somebody else's DTensor."""
+    """Add the key of a call's preparation, its tensors, and this rank's parts. False for somebody else's DTensor."""
     kind = type(value)
     if kind is PlacedTensor:
         tensors.append(value)
@@ -386,7 +386,7 @@ def _wrapped(out: Any, forms: tuple[PlacedForm, ...] | None, grid: Grid) -> Any:
 
 
 def _is_detached(t: Any, part: torch.Tensor, prepared: Prepared, out: Any) -> bool:
-    """Whether a view shows a copy: of what was moved, or what ``reshape`` made."""
+    """Whether a view shows a copy: one that a redistribution made, or ``reshape``."""
     if bool(prepared.moves) or getattr(t, "_is_copy", False):
         return True
     return prepared.reshapes and out.untyped_storage()._cdata != part.untyped_storage()._cdata
@@ -410,19 +410,19 @@ def _refuse_copies(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _has_lost_its_base(t: PlacedTensor) -> bool:
-    """Whether a tensor that is written shares no memory any more with what it is a view of, or with views of it."""
+    """Whether a tensor shares no memory any more with its base, or with its views, because one was reduced."""
     base = None if t.is_inference() else t._base
     return (t._is_reduced and t._has_views) or (type(base) is PlacedTensor and base._is_reduced)
 
 
 def _written(prepared: Prepared, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The arguments themselves, which are what an op that writes in place returns."""
+    """Return the arguments themselves, as an op that writes in place does."""
     found = [kwargs[name] if name in kwargs else args[at] for at, name in prepared.returns]
     return found[0] if len(found) == 1 else tuple(found)
 
 
 def _with_dtensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The same where somebody else's DTensors are among the arguments, such as those of a loaded state dict."""
+    """Run an op on somebody else's DTensors, too, such as those of a loaded state dict."""
     grid = next(t._grid for t in flat_tensors((args, dict(kwargs))) if type(t) is PlacedTensor)
     back: dict[int, Any] = {}
 

@@ -1,4 +1,4 @@
-"""How one call of an op runs on a rank, worked out once for all calls like it."""
+"""Prepares calls: how one runs on a rank is worked out once for all calls like it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Prepared:
 
     Attributes:
         moves: the inputs that are redistributed: position and the layout that they get.
-        call: what runs on the parts.
+        call: the call on local tensors.
         resizes: whether sizes among the arguments become those of parts.
-        outputs: the form of each tensor returned; None where only the data says what it is.
+        outputs: the form of each tensor returned; None where it depends on data.
         returns: the arguments that are returned themselves, because they were written: position and name.
         writes: whether it writes arguments; ops on lists return none of them.
         is_view: the outputs are views of the first input.
@@ -62,13 +62,13 @@ def prepare(
     forms: Sequence[PlacedForm],
     place: CallPattern | None,
 ) -> Prepared:
-    """Work it out.
+    """Return how a call runs on a rank.
 
     Args:
         grid: the ranks.
         func, args, kwargs: the call.
         forms: of its tensor arguments; plain ones are replicated.
-        place: what is asked of the call.
+        place: the layouts that are asked for at this call.
 
     Raises:
         PlanError: it cannot run with its inputs where they are.
@@ -81,7 +81,7 @@ def prepare(
     whole_args, whole_kwargs, outputs = _as_whole(func, args, kwargs, forms)
     call = Call(func, whole_args, whole_kwargs, outputs)
     have = [form.layout for form in forms]
-    if outputs is _UNKNOWN:
+    if outputs is _UNKNOWN:  # no shapes to choose by: every rank runs it on unsharded inputs
         chosen = _all_replicated(grid, call)
     else:
         asked: Sequence[WantedPlacements | None] | None = None if place is None else place.asked(len(forms))
@@ -125,13 +125,13 @@ _UNKNOWN = object()
 
 _MOST_CALLS = 1 << 14
 _whole_calls: dict[Any, tuple[Any, Any, Any]] = {}
-"""What was found for calls before, in other models too: it is slow to find out."""
+"""Results of ``_faked`` by call, shared by all models: running an op on fake tensors is slow."""
 
 
 def _as_whole(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], forms: Sequence[PlacedForm]
 ) -> tuple[Any, Any, Any]:
-    """The call on fake tensors of whole shapes: its arguments, and what it returns; ``_UNKNOWN`` if data says that."""
+    """Return a call on fake unsharded tensors: arguments and results; ``_UNKNOWN`` if only data says these."""
     tensors = [(form.shape, form.stride, form.dtype) for form in forms]
     devices = [t.device for t in flat_tensors((args, kwargs))]
     key = (func, *tensors, *devices, _without_tensors(args), _without_tensors(tuple(kwargs.items())))
@@ -180,7 +180,7 @@ def _all_replicated(grid: Grid, call: Call) -> CallSharding:
 
 
 def _leaves(device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether it copies to another device, on which ranks do not reach each other."""
+    """Whether a call copies to another device, on which ranks do not reach each other."""
     to = kwargs.get("device")
     return (to is not None and torch.device(to).type != device.type) or any(
         t.device.type != device.type and t.dim() > 0 for t in flat_tensors((args, kwargs))
@@ -188,7 +188,7 @@ def _leaves(device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _returned(func: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that the op writes and returns, in the order of its results."""
+    """Return the arguments that the op writes and returns, in the order of its results."""
     by_alias = {
         frozenset(a.alias_info.before_set): (at, a.name)
         for at, a in enumerate(func._schema.arguments)

@@ -1,0 +1,112 @@
+"""Parameters, their gradients and the optimizer's state: storages that are known by name, and when each appears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from sacplan._program.program import StorageKind
+from sacplan._record.storages import Storages
+from sacplan._record.tensor_table import TensorTable
+from sacplan._torch.private import is_plain, without_torch_functions
+
+
+class TrainingState:
+    """The model's own tensors and its optimizers, and hooks around an optimizer's step.
+
+    Args:
+        storages, tensors: the recorder's.
+        is_paused: tells whether an optimizer's step that runs now is not recorded.
+
+    Attributes:
+        gradients: storage of a parameter to the tensor that is its gradient.
+        in_optimizer_step: whether an optimizer's step runs.
+    """
+
+    def __init__(self, storages: Storages, tensors: TensorTable, is_paused: Callable[[], bool]) -> None:
+        self.gradients: dict[int, int] = {}
+        self.in_optimizer_step = False
+        self._is_paused = is_paused
+        self._storages = storages
+        self._tensors = tensors
+        self._parameters: dict[int, torch.Tensor] = {}
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._removers: list[Any] = []
+
+    def __enter__(self) -> TrainingState:
+        self._removers = [
+            register_optimizer_step_pre_hook(self._begin_step),
+            register_optimizer_step_post_hook(self._end_step),
+        ]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for remover in self._removers:
+            remover.remove()
+        self._removers = []
+
+    def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_paused():
+            return
+        # A gradient that is gone when the recording ends would never be named as one.
+        self._mark_gradients()
+        self.in_optimizer_step = True
+
+    def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_paused():
+            return
+        self.in_optimizer_step = False
+        if any(optimizer is o for o in self._optimizers):
+            self._track_state(optimizer)
+
+    def track_model(self, model: torch.nn.Module) -> None:
+        """Count parameters, buffers and gradients."""
+        for p in model.parameters():
+            self._storages.track(p, StorageKind.PARAMETER)
+            self._parameters[id(p)] = p
+            if p.grad is not None:
+                self._storages.track(p.grad, StorageKind.GRADIENT)
+        for b in model.buffers():
+            self._storages.track(b, StorageKind.BUFFER)
+
+    def track_optimizer(self, optimizer: torch.optim.Optimizer, *, initial: bool) -> None:
+        """Count the optimizer's state, the one that is there and the one that it will make."""
+        self._optimizers.append(optimizer)
+        self._track_state(optimizer, initial=initial)
+
+    @without_torch_functions
+    def _track_state(self, optimizer: torch.optim.Optimizer, *, initial: bool = False) -> None:
+        for state in optimizer.state.values():
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    self._storages.track(value, StorageKind.OPTIMIZER_STATE, initial=initial)
+
+    def mark_late_kinds(self) -> None:
+        """Say of storages that ops made which of them are gradients or the optimizer's state.
+
+        When such a storage is allocated nothing tells it from any other result.
+        """
+        self._mark_gradients()
+        for optimizer in self._optimizers:
+            self._track_state(optimizer)
+
+    @without_torch_functions
+    def _mark_gradients(self) -> None:
+        for p in self._parameters.values():
+            if p.grad is not None:
+                self._storages.track(p.grad, StorageKind.GRADIENT)
+                if is_plain(p) and is_plain(p.grad):
+                    gradient = self._tensors.index(p.grad, self._storages.known(p.grad))
+                    self.gradients[self._storages.known(p)] = gradient
+
+    def restart(self) -> None:
+        """Begin a new record."""
+        self.gradients.clear()
+
+    def forget(self) -> None:
+        """Let go of the model and the optimizers."""
+        self._parameters.clear()
+        self._optimizers.clear()
