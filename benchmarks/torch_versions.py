@@ -36,6 +36,7 @@ CHECKS: dict[str, list[str]] = {
     "README": ["tests/project/test_docs.py", "-k", "README"],
     "prediction = fake step": [
         "tests/recompute/test_recipes.py",
+        "tests/invariants/test_predicted_is_measured.py::test_the_replayed_peak_is_that_of_the_step",
         "tests/record/test_trace.py",
         "tests/device/test_kernels.py",
     ],
@@ -48,7 +49,7 @@ CHECKS: dict[str, list[str]] = {
     "shards on four ranks": ["tests/plan/test_mesh_ranks.py::test_plans_on_a_mesh_hold_on_ranks"],
     "DTensors on four ranks": ["tests/ranks/test_dtensors.py::test_a_parallel_step_takes_what_was_planned"],
     "FSDP2 and DDP": ["tests/ranks/test_distributed.py"],
-    "torch.compile": ["tests/recompute/test_compiled.py", "tests/recompute/test_dynamo.py"],
+    "torch.compile": ["tests/recompute/test_compiled.py", "tests/recompute/test_compiled_inside.py"],
     "names": ["tests/torch/test_versions.py", "-k", "torch_that_runs"],
 }
 """What pytest is given, by what is checked."""

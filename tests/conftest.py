@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for alike in cases.values():
         for item in alike[1:-1]:
             item.add_marker(pytest.mark.exhaustive)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--rooms`` says how long each folder of tests took."""
+    parser.addoption(
+        "--rooms", action="store_true", help="print the seconds that the tests of each room took"
+    )
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print seconds by folder, set-up included, of all processes together."""
+    if not config.getoption("--rooms"):
+        return
+    seconds: Counter[str] = Counter()
+    reports = itertools.chain.from_iterable(terminalreporter.stats.values())
+    for report in reports:
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.split("/")[1]] += report.duration
+    terminalreporter.section("seconds by room")
+    for room, taken in seconds.most_common():
+        terminalreporter.write_line(f"{taken:7.0f}  {room}")
+    terminalreporter.write_line(f"{seconds.total():7.0f}  in all")
 
 
 @pytest.fixture(scope="module")

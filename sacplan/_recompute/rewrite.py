@@ -13,8 +13,8 @@ It follows the executor (``executor/slots.py``, ``executor/nodes.py``) rule for 
 - A value is freed when no pending node, handle or unpacked tensor refers to it. A node that has run for the last time
   releases its arguments, which may free others.
 
-So the peak of the rewritten program is that of the real step, not a bound on it; ``tests/recompute/test_recipes.py``
-compares them, byte for byte.
+So the peak of the rewritten program is that of the real step, not a bound on it:
+``tests/invariants/test_predicted_is_measured.py`` compares them, byte for byte.
 
 A rewrite is local: it looks at the events of the storages that discarded ops write, and changes no others. Its cost is
 that of these events.

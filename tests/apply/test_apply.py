@@ -13,7 +13,8 @@ from torch import nn
 
 import sacplan
 from tests.support.plans import discarding
-from tests.zoo.language_models import LM, bit_equal, cross_entropy, grads_of, tokens
+from tests.support.steps import bit_equal, grads_of
+from tests.zoo.language_models import LM, cross_entropy, tokens
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from sacplan._chunk.executor.forward import ChunkedForward
 from sacplan._chunk.executor.values import SlicedRegion
 from sacplan.errors import ChunkError
 from tests.support.chunks import VOCAB, allocations, chunked, close, loops_of, plain_loss, step
+from tests.support.steps import mean_square
 from tests.zoo.language_models import LM, tokens
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -79,10 +80,6 @@ def squared(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def smooth(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     torch.manual_seed(9)
     return F.smooth_l1_loss(model(x), torch.randn(*x.shape, VOCAB))
-
-
-def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 def soft_capped(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from sacplan._program.program import CallSite
 from sacplan._techniques import rewritten
 from tests.chunk.test_memory import fake
 from tests.support.plans import discarding
+from tests.zoo.language_models import TokenModel
 
 BOTH = ("recompute", "chunk")
 WIDE = 12
@@ -54,18 +55,8 @@ class Layer(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class Net(nn.Module):
-    def __init__(self, layers: int = 3, dim: int = 32) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, dim)
-        self.layers = nn.ModuleList(Layer(dim) for _ in range(layers))
-        self.head = nn.Linear(dim, VOCAB)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.embed(x)
-        for layer in self.layers:
-            h = layer(h)
-        return self.head(h)
+def gated_layers() -> nn.Module:
+    return TokenModel((Layer(32) for _ in range(3)), 32, VOCAB)
 
 
 def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -73,12 +64,12 @@ def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def case() -> tuple[Net, torch.Tensor]:
+def case() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    return Net(), torch.randint(0, VOCAB, (2, 96))
+    return gated_layers(), torch.randint(0, VOCAB, (2, 96))
 
 
-def profile_of(case: tuple[Net, torch.Tensor], device: str = "cpu") -> sacplan.Profile:
+def profile_of(case: tuple[nn.Module, torch.Tensor], device: str = "cpu") -> sacplan.Profile:
     return sacplan.profile(*case, loss_fn, device=device)
 
 
@@ -89,7 +80,7 @@ def mlps(slices: int) -> list[Chunk]:
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 @pytest.mark.parametrize("slices", [1, 3, 7])
 def test_the_rewritten_step_is_the_fake_one(
-    case: tuple[Net, torch.Tensor], slices: int, device: str, monkeypatch: pytest.MonkeyPatch
+    case: tuple[nn.Module, torch.Tensor], slices: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.chunk.test_memory.loss_fn", loss_fn)
     profile = profile_of(case, device)
@@ -102,7 +93,7 @@ def test_the_rewritten_step_is_the_fake_one(
 
 
 def test_layers_that_are_alike_are_rehearsed_once(
-    case: tuple[Net, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    case: tuple[nn.Module, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what is copied is what a rehearsal of their own gives."""
     rehearsed: list[str] = []
@@ -136,7 +127,7 @@ def vars_of(profile: sacplan.Profile) -> dict[str, Any]:
     return found | {"recorded": msgspec.structs.replace(profile.recorded)}
 
 
-def test_effects_add_up_with_those_of_recomputation(case: tuple[Net, torch.Tensor]) -> None:
+def test_effects_add_up_with_those_of_recomputation(case: tuple[nn.Module, torch.Tensor]) -> None:
     """What the solver's numbers say of each chunk is the peak of the rewritten program."""
     profile = profile_of(case)
     asked = _PlanRequest.of(profile, "best", "time", (), (), BOTH, None, None)
@@ -160,7 +151,7 @@ def test_effects_add_up_with_those_of_recomputation(case: tuple[Net, torch.Tenso
 
 @pytest.mark.slow
 def test_slices_of_layers_reach_what_recomputation_and_the_loss_do_not(
-    case: tuple[Net, torch.Tensor],
+    case: tuple[nn.Module, torch.Tensor],
 ) -> None:
     model, batch = case
     profile = profile_of(case)
@@ -177,7 +168,7 @@ def test_slices_of_layers_reach_what_recomputation_and_the_loss_do_not(
         assert abs(seen.error) < 5e-3 if run == "real" else seen.peak_bytes == plan.peak_bytes
 
 
-def test_gradients_of_a_plan_with_both(case: tuple[Net, torch.Tensor]) -> None:
+def test_gradients_of_a_plan_with_both(case: tuple[nn.Module, torch.Tensor]) -> None:
     """Recipes around a chunk, and inside of the same layer."""
     model, batch = case
     plan = sacplan.plan_smallest(profile_of(case), techniques=BOTH)
@@ -203,13 +194,13 @@ def test_gradients_of_a_plan_with_both(case: tuple[Net, torch.Tensor]) -> None:
     ("unit", "why"),
     [("layers.1", "goes through its last op as it is"), ("embed", "no floating-point activation")],
 )
-def test_modules_that_cannot_run_in_slices(case: tuple[Net, torch.Tensor], unit: str, why: str) -> None:
+def test_modules_that_cannot_run_in_slices(case: tuple[nn.Module, torch.Tensor], unit: str, why: str) -> None:
     profile = profile_of(case)
     with pytest.raises(CannotChunk, match=why):
         training_chunk(profile.program, Chunk(unit, "module", 4, 1), profile.spec)
 
 
-def test_patches_about_the_same_ops_are_not_merged(case: tuple[Net, torch.Tensor]) -> None:
+def test_patches_about_the_same_ops_are_not_merged(case: tuple[nn.Module, torch.Tensor]) -> None:
     profile = profile_of(case)
     patch = training_chunk(profile.program, mlps(2)[0], profile.spec).patch
     with pytest.raises(ValueError, match="look at event"):
@@ -219,7 +210,7 @@ def test_patches_about_the_same_ops_are_not_merged(case: tuple[Net, torch.Tensor
 @pytest.mark.slow
 def test_gradients_in_half_precision_are_added_up_as_asked() -> None:
     torch.manual_seed(0)
-    model, batch = Net().to(torch.bfloat16), torch.randint(0, VOCAB, (2, 96))
+    model, batch = gated_layers().to(torch.bfloat16), torch.randint(0, VOCAB, (2, 96))
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
     peaks = {}
     for accumulate in ("float32", "parameter"):
@@ -244,11 +235,9 @@ class Residual(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-def residual_net() -> Net:
+def residual_net() -> nn.Module:
     torch.manual_seed(0)
-    net = Net(0)
-    net.layers = nn.ModuleList(Residual(32) for _ in range(2))
-    return net
+    return TokenModel((Residual(32) for _ in range(2)), 32, VOCAB)
 
 
 def under_autocast(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

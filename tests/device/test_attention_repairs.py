@@ -17,6 +17,7 @@ from sacplan._advice.advise import Remedy
 from sacplan._device.attention import AttentionCall, attention_backend
 from sacplan._device.attention_repairs import repairs_of
 from sacplan._device.devices import resolve_device
+from tests.support.steps import mean_square
 
 pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
 
@@ -49,10 +50,6 @@ class Attention(nn.Module):
             q, k, v, mask, scale=self.dim**-0.5, enable_gqa=q.dim() == 4 and k.shape[1] != q.shape[1]
         )
         return out[..., : self.dim].to(dtype)
-
-
-def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 def profile(model: nn.Module, x: torch.Tensor, device: str = "a100-80gb") -> sacplan.Profile:

@@ -19,15 +19,6 @@ aten = torch.ops.aten
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for one another take long, and say little, on a machine that is shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def times():
     return MeasuredTimes(resolve_device("cpu"))

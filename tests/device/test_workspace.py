@@ -17,17 +17,9 @@ from sacplan._torch.allocations import allocation_deltas, allocation_events
 from sacplan._torch.ops import tensors_in
 from sacplan._verify.measure import bytes_alive, measured_step
 from sacplan.errors import TraceError
+from tests.zoo.convnets import BasicBlock, Depthwise, Inverted
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for one another take long, and say little, on a machine that is shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def profiled_workspace(func, args):
@@ -121,58 +113,15 @@ def test_a_profiler_that_is_on_is_an_error():
 # --- whole steps ------------------------------------------------------------------------------------------
 
 
-class Residual(nn.Module):
-    def __init__(self, inputs, outputs, stride):
-        super().__init__()
-        self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(outputs)
-        self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(outputs)
-        self.short = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
-
-    def forward(self, x):
-        y = torch.relu(self.norm1(self.first(x)))
-        return torch.relu(self.norm2(self.second(y)) + self.short(x))
-
-
-class Depthwise(nn.Module):
-    """As in ConvNeXt."""
-
-    def __init__(self, channels):
-        super().__init__()
-        self.spatial = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
-        self.norm = nn.LayerNorm(channels)
-        self.up = nn.Linear(channels, 4 * channels)
-        self.down = nn.Linear(4 * channels, channels)
-
-    def forward(self, x):
-        y = self.norm(self.spatial(x).permute(0, 2, 3, 1))
-        return x + self.down(torch.nn.functional.gelu(self.up(y))).permute(0, 3, 1, 2)
-
-
-class Inverted(nn.Module):
-    """As in MobileNet."""
-
-    def __init__(self, channels):
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(channels, 6 * channels, 1, bias=False),
-            nn.BatchNorm2d(6 * channels),
-            nn.ReLU6(),
-            nn.Conv2d(6 * channels, 6 * channels, 3, padding=1, groups=6 * channels, bias=False),
-            nn.BatchNorm2d(6 * channels),
-            nn.ReLU6(),
-            nn.Conv2d(6 * channels, channels, 1, bias=False),
-            nn.BatchNorm2d(channels),
-        )
-
-    def forward(self, x):
-        return x + self.body(x)
+def residual(channels, width, stride):
+    return BasicBlock(
+        channels, width, stride, nn.Conv2d(channels, width, 1, stride, bias=False), inplace=False
+    )
 
 
 MODELS = {
     "residual": lambda: nn.Sequential(
-        nn.Conv2d(3, 16, 3, 2, 1), Residual(16, 16, 1), Residual(16, 32, 2), Residual(32, 64, 2), nn.Flatten()
+        nn.Conv2d(3, 16, 3, 2, 1), residual(16, 16, 1), residual(16, 32, 2), residual(32, 64, 2), nn.Flatten()
     ),
     "depthwise": lambda: nn.Sequential(
         nn.Conv2d(3, 24, 4, 4), *[Depthwise(24) for _ in range(4)], nn.Flatten()

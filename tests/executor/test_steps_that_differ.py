@@ -20,6 +20,7 @@ from benchmarks.models import hf_models
 from sacplan._executor.alignment import Alignment, RecordedUnit
 from sacplan._program.places import CallSites, OpSequence
 from sacplan._program.program import CallSite
+from tests.zoo.language_models import TokenModel
 
 DIM = 32
 
@@ -40,7 +41,7 @@ class Rope(nn.Module):
         return self.cos[:length], self.sin[:length]
 
 
-class Block(nn.Module):
+class WindowedBlock(nn.Module):
     """Attention with rotary positions, in windows of eight: other lengths are padded."""
 
     def __init__(self, rope: Rope) -> None:
@@ -66,18 +67,9 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-class Padded(nn.Module):
-    def __init__(self, *, share: bool) -> None:
-        super().__init__()
-        ropes = [Rope(DIM)] * 3 if share else [Rope(DIM) for _ in range(3)]
-        self.embed, self.head = nn.Embedding(64, DIM), nn.Linear(DIM, 64)
-        self.blocks = nn.ModuleList(map(Block, ropes))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def padded(*, share: bool) -> nn.Module:
+    ropes = [Rope(DIM)] * 3 if share else [Rope(DIM) for _ in range(3)]
+    return TokenModel(map(WindowedBlock, ropes), DIM, 64)
 
 
 class InnerGradient(nn.Module):
@@ -126,9 +118,9 @@ def peak_of(model: nn.Module, batch: torch.Tensor) -> int:
 @pytest.mark.parametrize("trace", ["fake", "real"])
 @pytest.mark.parametrize("share", [False, True])
 def test_a_profile_is_of_a_step_that_finds_its_caches_filled(share: bool, trace: str) -> None:
-    model = Padded(share=share)
+    model = padded(share=share)
     profile = sacplan.profile(model, ids(), loss_of, device="cpu", trace=trace)
-    assert model.blocks[0].rope.cos is None
+    assert model.layers[0].rope.cos is None
     loss_of(model, ids()).backward()
     assert peak_of(model, ids()) == profile.peak_bytes
     assert "aten.arange.default" not in {op.name for op in profile.program.ops}
@@ -178,7 +170,7 @@ def test_steps_that_never_settle_are_said() -> None:
 @pytest.mark.filterwarnings("ignore:the step is not the one")
 @pytest.mark.parametrize("share", [0.4, 0.55, 0.7])
 def test_padded_batches_keep_the_budget(share: float) -> None:
-    model = Padded(share=False)
+    model = padded(share=False)
     plan = sacplan.plan(sacplan.profile(model, ids(), loss_of, device="cpu"), f"{share:.0%}")
     plain = copy.deepcopy(model)
     sacplan.apply(model, plan)
@@ -397,13 +389,13 @@ def _nothing(model: nn.Module) -> None:
 
 
 def _without_rope(model: nn.Module) -> None:
-    for block in model.blocks:
+    for block in model.layers:
         block.rope.cos = None
 
 
 @pytest.mark.parametrize("change", [_nothing, _without_rope])
 def test_a_cache_that_is_emptied_again_costs_what_it_takes(change: Callable[[nn.Module], None]) -> None:
-    model = Padded(share=False)
+    model = padded(share=False)
     plan = sacplan.plan(sacplan.profile(model, ids(), loss_of, device="cpu"), "50%")
     with warnings.catch_warnings(), sacplan.apply(model, plan):
         warnings.simplefilter("ignore", sacplan.SacplanWarning)

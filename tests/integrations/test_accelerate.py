@@ -11,8 +11,8 @@ from torch import nn
 
 import sacplan
 from sacplan.integrations._watch import PeakWatch
+from tests.support.steps import bit_equal
 from tests.zoo import language_models as models
-from tests.zoo.language_models import bit_equal
 
 accelerate = pytest.importorskip("accelerate")
 

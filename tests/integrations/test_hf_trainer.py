@@ -27,9 +27,9 @@ from sacplan.integrations.transformers import (  # noqa: E402
     step_arguments,
 )
 from tests.support.slow import slow_after  # noqa: E402
+from tests.support.steps import bit_equal  # noqa: E402
 from tests.support.trainers import SEQUENCE, VOCAB  # noqa: E402
 from tests.support.trainers import trainer as trainer_in  # noqa: E402
-from tests.zoo.language_models import bit_equal  # noqa: E402
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ L = pytest.importorskip("lightning")
 
 from sacplan.integrations.lightning import PlanCallback, profile_trainer, step_arguments  # noqa: E402
 from tests.support.slow import slow_after  # noqa: E402
-from tests.zoo.language_models import LM, bit_equal  # noqa: E402
+from tests.support.steps import bit_equal  # noqa: E402
+from tests.zoo.language_models import LM  # noqa: E402
 
 VOCAB = 128
 

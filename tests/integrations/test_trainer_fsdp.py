@@ -20,7 +20,7 @@ from msgspec import structs
 
 import sacplan
 from tests.support.ranks import patient_collectives
-from tests.zoo.language_models import bit_equal
+from tests.support.steps import bit_equal
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", minversion="1.6")

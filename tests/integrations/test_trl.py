@@ -18,8 +18,8 @@ datasets = pytest.importorskip("datasets")
 
 from sacplan.integrations.transformers import PlanCallback, profile_trainer, step_arguments  # noqa: E402
 from tests.support.slow import slow_after  # noqa: E402
+from tests.support.steps import bit_equal  # noqa: E402
 from tests.support.trainers import llama, short_run  # noqa: E402
-from tests.zoo.language_models import bit_equal  # noqa: E402
 
 WORDS = ["<pad>", "<eos>", "<unk>", "the", "cat", "sat", "on", "a", "mat", "and", "slept", "under", "my"]
 

@@ -1,4 +1,4 @@
-"""Plans of a dozen models are those of the committed files, whatever the clock says (``tests/support/golden.py``)."""
+"""The same step and budget give the same plan, whatever the clock says: a dozen models, against committed files."""
 
 from __future__ import annotations
 

@@ -22,25 +22,16 @@ from sacplan._shard.mesh import Mesh
 from sacplan._shard.places import matches
 from sacplan._shard.sharding import Sharding
 from sacplan._solve.milp import Milp
+from tests.zoo.layers import MLP
 
 OPTIONS = Milp(gap=2e-3, work_limit=100_000_000)
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int = 1024, inner: int = 4096) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, inner, bias=False)
-        self.down = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(nn.functional.gelu(self.up(x)))
 
 
 class Stack(nn.Module):
     def __init__(self, layers: int, width: int = 256) -> None:
         super().__init__()
         self.embed = nn.Embedding(512, width)
-        self.layers = nn.ModuleList(Mlp(width, 4 * width) for _ in range(layers))
+        self.layers = nn.ModuleList(MLP(width, bias=False) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -53,7 +44,7 @@ class Stack(nn.Module):
 @cache
 def mlp(tokens: int = 512) -> Profile:
     with torch.device("meta"):
-        model, batch = Mlp().bfloat16(), torch.empty(tokens, 1024, dtype=torch.bfloat16)
+        model, batch = MLP(1024, bias=False).bfloat16(), torch.empty(tokens, 1024, dtype=torch.bfloat16)
     return sacplan.profile(model, batch, loss_fn=lambda m, x: m(x).float().square().mean(), device="h100")
 
 
@@ -236,7 +227,7 @@ class Patches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patch = nn.Conv2d(3, 64, 8, 8)
-        self.mlp = Mlp(64, 256)
+        self.mlp = MLP(64, bias=False)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.mlp(self.patch(images).flatten(2).transpose(1, 2))

@@ -76,6 +76,7 @@ class Case:
         plan = self.plan(n)
         return 0.0 if plan is None else n / (plan.step_ms + plan.recompute_ms) * 1e3
 
+    @functools.cache  # noqa: B019
     def find(self, function: Callable[..., sacplan.Capacity], **more: Any) -> Capacity:
         return function(
             self.model, self.make_batch, f"{self.budget}B", solver=self.solver, **self.how, **more

@@ -20,33 +20,9 @@ from sacplan._program.decisions import discarded_by
 from sacplan._program.program import Phase, Program
 from sacplan._recompute.rewrite import recompute_ops, recomputed
 from sacplan._technique.step import PlanStep
+from tests.zoo.experts import Experts
 from tests.zoo.language_models import LM, cross_entropy, tokens
-
-
-class Experts(nn.Module):
-    """Branches of one kind that do not follow on each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + sum(expert(x) for expert in self.experts)
-
-
-class Shared(nn.Module):
-    """One block, called three times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(3):
-            x = x + self.block(x)
-        return x
+from tests.zoo.layers import Shared
 
 
 def _language_model() -> sacplan.Profile:
@@ -62,7 +38,7 @@ def _on_rows(*layers: nn.Module) -> sacplan.Profile:
 PROFILES = {
     "lm": _language_model,
     "experts": lambda: _on_rows(*(Experts() for _ in range(4))),
-    "shared": lambda: sacplan.profile(Shared(), torch.randn(64, 32), device="cpu"),
+    "shared": lambda: sacplan.profile(Shared(), torch.randn(2, 16, 16), device="cpu"),
     "plain": lambda: _on_rows(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)),
 }
 

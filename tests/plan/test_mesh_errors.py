@@ -21,28 +21,17 @@ from sacplan._ranks.ranks import Ranks
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.process_groups import pretended_ranks
 from sacplan.errors import InfeasibleBudget, PlanError, PlanMismatch
+from tests.support.steps import mean_square
 from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.layers import MLP
 
 BOTH = ("shard", "recompute")
-
-
-class MLP(nn.Module):
-    def __init__(self, dim: int = 32) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(nn.functional.gelu(self.up(x)))
-
-
-def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 @functools.cache
 def profile(rows: int = 8) -> sacplan.Profile:
     torch.manual_seed(0)
-    return sacplan.profile(MLP(), torch.randn(rows, 32), mean_square, device="cpu")
+    return sacplan.profile(MLP(32), torch.randn(rows, 32), mean_square, device="cpu")
 
 
 @functools.cache
@@ -97,7 +86,7 @@ def test_the_profile_of_one_rank() -> None:
 
 def test_a_batch_that_ranks_do_not_divide_is_not_cut() -> None:
     plan = sacplan.plan(profile(3), "100%", mesh={"dp": 4}, techniques=BOTH)
-    seen = sacplan.verify(MLP(), torch.randn(3, 32), plan, mean_square)
+    seen = sacplan.verify(MLP(32), torch.randn(3, 32), plan, mean_square)
     assert seen.peak_bytes == plan.peak_bytes
 
 
@@ -128,7 +117,7 @@ def test_a_budget_above_the_smallest_peak_is_not_refused(share: float) -> None:
 
 
 def test_layouts_none_of_which_fits_say_what_binds() -> None:
-    found = sacplan.layouts(MLP(), torch.randn(8, 32), 2, "1KiB", "cpu", mean_square)
+    found = sacplan.layouts(MLP(32), torch.randn(8, 32), 2, "1KiB", "cpu", mean_square)
     assert not any(row.fits for row in found.rows)
     with pytest.raises(sacplan.InfeasibleBudget) as error:
         found.best  # noqa: B018
@@ -138,7 +127,7 @@ def test_layouts_none_of_which_fits_say_what_binds() -> None:
 
 
 def test_without_a_process_group() -> None:
-    model = MLP()
+    model = MLP(32)
     with pytest.raises(PlanError, match=r"no process group: start 4 processes with `torchrun"):
         sacplan.apply(model, planned())
     assert type(model.up.weight) is nn.Parameter
@@ -146,12 +135,12 @@ def test_without_a_process_group() -> None:
 
 def test_with_another_number_of_ranks() -> None:
     with pretended_ranks(2), pytest.raises(PlanError, match="mesh of 4 ranks, and 2 run: start 4, or plan"):
-        sacplan.apply(MLP(), planned())
+        sacplan.apply(MLP(32), planned())
 
 
 def test_a_real_run_of_one_rank() -> None:
     with pytest.raises(PlanError, match="run='fake'"):
-        sacplan.verify(MLP(), torch.randn(8, 32), planned(), mean_square, run="real")
+        sacplan.verify(MLP(32), torch.randn(8, 32), planned(), mean_square, run="real")
 
 
 Damage = Callable[[dict[str, Any]], Any]
@@ -191,7 +180,7 @@ def test_damaged_files(damage: Damage, tmp_path: Path) -> None:
 
     def use() -> None:
         with pretended_ranks(4):
-            sacplan.verify(MLP(), torch.randn(8, 32), sacplan.Plan.load(file), mean_square)
+            sacplan.verify(MLP(32), torch.randn(8, 32), sacplan.Plan.load(file), mean_square)
 
     with pytest.raises(sacplan.SacplanError) as raised:
         use()
@@ -233,7 +222,7 @@ def test_numbers_of_devices_that_are_not_the_profiles(devices: str, says: str) -
 
 def test_devices_of_a_model_are_read_too() -> None:
     with pytest.raises(PlanError, match="devices is '2x'; give how many"):
-        sacplan.layouts(MLP(), torch.randn(8, 32), "2x", loss_fn=mean_square)
+        sacplan.layouts(MLP(32), torch.randn(8, 32), "2x", loss_fn=mean_square)
     assert sacplan.layouts(profile(), devices="2xcpu", budget="1GiB").devices == 2
 
 
@@ -319,12 +308,12 @@ def differing(rank: int, directory: str, files: tuple[str, str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
     try:
         torch.manual_seed(0)
-        same = MLP()
+        same = MLP(32)
         with pytest.raises(PlanMismatch, match="ranks differ in the sharding: 1 from rank 0"):
             sacplan.apply(same, sacplan.Plan.load(files[rank]))
         torch.manual_seed(rank)
         with pytest.raises(PlanMismatch, match="ranks differ in values of the model's parameters"):
-            sacplan.apply(MLP(), sacplan.Plan.load(files[0]))
+            sacplan.apply(MLP(32), sacplan.Plan.load(files[0]))
         assert type(same.up.weight) is nn.Parameter
     finally:
         dist.destroy_process_group()

@@ -21,7 +21,9 @@ from sacplan._torch.versions import torch_release
 from tests.support.drawn import drawn_sharding
 from tests.support.ranks import OPTIMIZER, RankMemory, patient_collectives
 from tests.support.spread import Case, far, ok, on_ranks
+from tests.support.steps import mean_square
 from tests.zoo.language_models import LM, Block, cross_entropy, tokens
+from tests.zoo.layers import MLP
 
 pytestmark = [
     pytest.mark.skipif(
@@ -34,19 +36,6 @@ pytestmark = [
 
 MESHES: Mapping[str, dict[str, int]] = {"4": {"dp": 4}, "2x2": {"dp": 2, "tp": 2}, "tp": {"tp": 4}}
 Made = tuple[nn.Module, Any, Callable[..., torch.Tensor]]
-
-
-class MLP(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(nn.functional.gelu(self.up(x)))
-
-
-def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 def of_model(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -24,7 +24,8 @@ from sacplan._program.pins import resolve_pins
 from sacplan._program.program import Phase, Program
 from sacplan._recompute.rewrite import discarded_ops, recomputed
 from sacplan._technique.step import PlanStep
-from tests.zoo.language_models import LM, bit_equal, cross_entropy, grads_of, tokens
+from tests.support.steps import bit_equal, grads_of
+from tests.zoo.language_models import LM, cross_entropy, tokens
 
 DIM, LENGTH, BATCH = 16, 24, 4
 

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import sacplan
 from sacplan._plan.policies import layers_of
-from tests.zoo.language_models import LM, Block, bit_equal, cross_entropy, grads_of, tokens
+from tests.support.steps import bit_equal, grads_of
+from tests.zoo.language_models import LM, Block, cross_entropy, tokens
 
 LAYERS, VOCAB = 6, 200
 MODES: list[tuple[str, Any]] = [

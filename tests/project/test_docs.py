@@ -38,6 +38,7 @@ import sacplan
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = "../README.md"
+README_TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [README, *sorted(path.name for path in DOCS.glob("*.md"))]
 SLOW = {
     README,
@@ -512,3 +513,16 @@ def test_the_reference_has_an_index_of_its_pages() -> None:
     index = (DOCS / "api" / "index.md").read_text(encoding="utf-8")
     pages = {path.name for path in (DOCS / "api").glob("*.md")} - {"index.md"}
     assert set(re.findall(r"\]\((\w+\.md)\)", index)) == pages
+
+
+def test_files_that_the_readme_names_exist() -> None:
+    links = re.findall(r"\]\(([\w/.-]+)\)", README_TEXT)
+    named = re.findall(r"`((?:examples|notebooks|docs)/[\w/.]*)`", README_TEXT)
+    assert len(links) > 10
+    assert not [name for name in (*links, *named) if not (ROOT / name).exists()]
+
+
+def test_targets_of_make_that_the_readme_names_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", README_TEXT, flags=re.M))
+    assert {"test", "demo"} <= named <= targets

@@ -17,6 +17,7 @@ from torch import nn
 
 import sacplan
 from tests.support.plans import discarding
+from tests.zoo.layers import FeedForward
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
@@ -25,20 +26,11 @@ pytestmark = pytest.mark.skipif(
 DIM, VOCAB, RANKS = 16, 32, 2
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
-
-
 class LM(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.layers = nn.ModuleList(FeedForward(DIM) for _ in range(2))
         self.head = nn.Linear(DIM, VOCAB, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import nn
 
 import sacplan
 from tests.support.ranks import OPTIMIZER, RankMemory, patient_collectives
-from tests.zoo import language_models as models
+from tests.support.steps import bit_equal
 from tests.zoo.parallel import (
     Sequences,
     language_loss,
@@ -131,7 +131,7 @@ def check(name: str, directory: Path) -> None:
         with sacplan.apply(model, plan) as handle:
             fully_shard_units(model, case, mesh)
             found = gradients(model, case, batch)
-            assert models.bit_equal(found, expected), f"{name}, {budget}"
+            assert bit_equal(found, expected), f"{name}, {budget}"
             check_peak(model, case, batch, plan.peak_bytes, f"{name}, {budget}")
             assert not handle.differences
 

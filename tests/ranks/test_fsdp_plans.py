@@ -17,16 +17,16 @@ from torch import nn
 import sacplan
 from sacplan._ranks.shards import resolve_units
 from tests.support.ranks import (
-    MLP,
     OPTIMIZER,
     RankMemory,
     fully_sharded,
     levels,
-    mean_square,
     of_one_rank,
     patient_collectives,
 )
+from tests.support.steps import bit_equal, mean_square
 from tests.zoo import language_models as models
+from tests.zoo.layers import HeavyLayers
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
@@ -41,7 +41,7 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {"gpt": models.cross_entropy, "
 def model_and_batch(name: str, rank: int) -> tuple[nn.Module, torch.Tensor]:
     """The same model on every rank, and another batch of the same shape."""
     torch.manual_seed(0)
-    model = models.LM(layers=3, dim=32, heads=4, vocab=64) if name == "gpt" else MLP(3, 66)
+    model = models.LM(layers=3, dim=32, heads=4, vocab=64) if name == "gpt" else HeavyLayers(3, 66)
     torch.manual_seed(10 + rank)
     return model, models.tokens(4, 32, 64) if name == "gpt" else torch.randn(1024, 66)
 
@@ -102,7 +102,7 @@ def check_fully_sharded(name: str, rank: int, made: Made, orders: Sequence[str])
             sacplan.apply(model, plan)
         assert list(model.state_dict()) == keys, what
         assert [n for n, _ in model.named_parameters()] == keys, what
-        assert models.bit_equal(gradients_of(model, model, batch, loss_fn), expected), what
+        assert bit_equal(gradients_of(model, model, batch, loss_fn), expected), what
         check_peak(model, batch, loss_fn, plan.peak_bytes, what)
 
 
@@ -119,7 +119,7 @@ def check_replicated(name: str, rank: int, made: Made) -> None:
         wrapped = nn.parallel.DistributedDataParallel(model)
         found.append(gradients_of(model, wrapped, batch, loss_fn))
         check_peak(wrapped, batch, loss_fn, expected, f"replicas of {name}", bucket_bytes_of(model))
-    assert models.bit_equal(*found)
+    assert bit_equal(*found)
 
 
 def check_peak(

@@ -34,19 +34,17 @@ from sacplan._shard.mesh import Mesh
 from sacplan.errors import TraceError
 from tests.support.ranks import (
     CPU,
-    MLP,
     OPTIMIZER,
-    Blocks,
     RankMemory,
-    Shared,
-    Towers,
     cross_entropy_in_two,
     fully_sharded,
-    mean_square,
     of_one_rank,
     optimizer_of,
 )
+from tests.support.steps import mean_square
 from tests.zoo import language_models as models
+from tests.zoo.language_models import Tied
+from tests.zoo.layers import HeavyLayers, Shared, Towers, Unlike
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed"),
@@ -100,7 +98,7 @@ CASES: dict[str, Case] = {
     "some modules only": (lm, tokens, models.cross_entropy, ["layers.*"], None),
     "kept after forward": (lm, tokens, models.cross_entropy, ["layers.*", ""], False),
     "root not kept": (lm, tokens, models.cross_entropy, ["layers.*", ""], True),
-    "parameters outweigh": (MLP, lambda: torch.randn(16, 64), mean_square, ["layers.*", ""], None),
+    "parameters outweigh": (HeavyLayers, lambda: torch.randn(16, 64), mean_square, ["layers.*", ""], None),
     "called three times": (Shared, lambda: torch.randn(2, 16, 16), mean_square, ["layer", "other", ""], None),
     "two towers": (
         Towers,
@@ -280,7 +278,7 @@ def h100_with(gb_per_s: float) -> sacplan.DeviceSpec:
 def on_h100(gb_per_s: float, units: list[str] | None) -> tuple[Program, Program, Costs]:
     """The whole step of a model of equal layers, and that of one rank of eight."""
     spec = h100_with(gb_per_s)
-    model = MLP(layers=4, dim=256, dropout=0.0)
+    model = HeavyLayers(layers=4, dim=256, dropout=0.0)
     whole = sacplan.profile(model, torch.randn(4096, 256), mean_square, device=spec)
     return whole.program, of_one_rank(whole, RANKS, units).program, Costs.of(Mesh.of(RANKS), spec)
 
@@ -404,7 +402,7 @@ def test_nested_units_limit_to_the_inner_ones() -> None:
 
 def test_a_unit_that_is_too_wide_is_taken_apart() -> None:
     """The same ops are discarded, by the modules inside that may be units; the replay does not change."""
-    whole = profiled(Blocks(), torch.randn(256, 32), mean_square)
+    whole = profiled(Unlike(), torch.randn(256, 32), mean_square)
     program = of_one_rank(whole, RANKS, ["a", "b", ""]).program
     sites = program.sites(program.calls[""][0])
     wide = {"": {site: 1 for op, site in sites.items() if program.ops[op].recomputable}}
@@ -419,7 +417,7 @@ def test_a_unit_that_is_too_wide_is_taken_apart() -> None:
 
 
 def test_one_unit_around_everything_limits_nothing() -> None:
-    whole = profiled(Blocks(), torch.randn(8, 32), mean_square)
+    whole = profiled(Unlike(), torch.randn(8, 32), mean_square)
     program = of_one_rank(whole, RANKS, [""]).program
     assert too_wide(program) == frozenset()
     inside = [op.recomputable for op in whole.program.ops if op.scope >= 0]
@@ -495,18 +493,6 @@ def test_ranks_as_json() -> None:
         assert msgspec.convert(msgspec.to_builtins(ranks), Ranks) == ranks
 
 
-class Tied(nn.Module):
-    """The head's weight is the embedding's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(tokens))
-
-
 class Scaled(nn.Module):
     """Has a scalar parameter, and parameters of two types."""
 
@@ -576,7 +562,7 @@ def test_replicas_hold_gradients_twice(whole: sacplan.Profile) -> None:
 @pytest.mark.parametrize("units", [["a", "b", ""], None])
 def test_the_road_from_profile_to_a_verified_plan(units: list[str] | None, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, batch = Blocks(), torch.randn(256, 32)
+    model, batch = Unlike(), torch.randn(256, 32)
     whole = sacplan.profile(model, batch, device="cpu", optimizer=OPTIMIZER)
     profile = sacplan.profile(model, batch, device="cpu", optimizer=OPTIMIZER, world_size=4, fsdp_units=units)
     assert profile.program == of_one_rank(whole, 4, units).program

@@ -24,7 +24,8 @@ import sacplan
 from sacplan._executor.recording import here
 from sacplan._recompute.executor.nodes import RecipeNode
 from sacplan._torch.allocations import allocation_events
-from tests.zoo.language_models import bit_equal
+from tests.support.recomputing import state
+from tests.support.steps import bit_equal
 
 # Plans are used in other steps than those that they were made for.
 pytestmark = pytest.mark.filterwarnings("ignore:the step is not the one")
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the step is not the one")
 DIM, LENGTH, BATCH = 8, 5, 3
 
 
-class Block(nn.Module):
+class AttentionBlock(nn.Module):
     """Norm, dropout, attention without a kernel of its own, and a feed-forward part."""
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(AttentionBlock() for _ in range(2))
         self.head, self.other = nn.Linear(DIM, 1), nn.Linear(DIM, 1)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,11 +124,6 @@ def recomputed_ops() -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RecipeNode, "compute", compute)
         yield found
-
-
-def state(model: nn.Module, *more: torch.Tensor) -> list[torch.Tensor]:
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return [t.detach().clone() for t in (*more, *grads, *model.buffers(), torch.get_rng_state())]
 
 
 def started(model: nn.Module) -> torch.Tensor:

@@ -22,11 +22,14 @@ import sacplan
 from sacplan._recompute.executor.recipes import PlannedForward
 from tests.support.plans import discarding
 from tests.support.slow import slow_after
+from tests.support.steps import bit_equal
+from tests.zoo.language_models import TokenModel
+from tests.zoo.layers import FeedForward
 
 DIM, VOCAB = 32, 64
 
 
-class Block(nn.Module):
+class GatedBlock(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
@@ -43,18 +46,8 @@ class Block(nn.Module):
         return x + F.dropout(self.down(F.silu(self.gate(h)) * self.up(h)), self.dropout, self.training)
 
 
-class LM(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleList(Block(dropout) for _ in range(2))
-        self.head = nn.Linear(DIM, VOCAB)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def language_model(dropout: float = 0.0) -> nn.Module:
+    return TokenModel((GatedBlock(dropout) for _ in range(2)), DIM, VOCAB)
 
 
 def loss_fn(model: Callable[..., torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
@@ -109,10 +102,6 @@ def step(model: nn.Module, tokens: torch.Tensor, backend: Any, **options: Any) -
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def everything_but(profile: sacplan.Profile, units: list[str], *kept: str) -> sacplan.Plan:
     """A plan that discards all it can in some units, but for some ops."""
     loose = sacplan.plan(profile, budget="100%")
@@ -143,13 +132,13 @@ def tokens() -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def model() -> LM:
+def model() -> nn.Module:
     torch.manual_seed(0)
-    return LM()
+    return language_model()
 
 
 @pytest.fixture(scope="module")
-def profile(model: LM, tokens: torch.Tensor) -> sacplan.Profile:
+def profile(model: nn.Module, tokens: torch.Tensor) -> sacplan.Profile:
     return sacplan.profile(model, tokens, loss_fn=loss_fn, device="cpu")
 
 
@@ -170,7 +159,7 @@ def test_what_is_saved_and_recomputed_is_what_the_plan_says(
     tokens: torch.Tensor, partition: Callable[..., Any], dropout: float
 ) -> None:
     torch.manual_seed(0)
-    model = LM(dropout)
+    model = language_model(dropout)
     profile = sacplan.profile(model, tokens, loss_fn=loss_fn, device="cpu")
     plan = sacplan.plan(profile, budget="65%")
     assert plan.units
@@ -179,7 +168,7 @@ def test_what_is_saved_and_recomputed_is_what_the_plan_says(
     torch._dynamo.reset()
     found = step(planned(model, plan), tokens, with_plan.backend)
 
-    assert same(expected, found)
+    assert bit_equal(expected, found)
     assert with_plan.flops - without.flops == plan.recompute_flops
     freed = sum(u.discard_ratio * profile.tradeoffs[fqn].saved_bytes for fqn, u in plan.units.items())
     share = 0.6  # the default partition saves other tensors than an eager step does, and more
@@ -190,30 +179,21 @@ def test_what_is_saved_and_recomputed_is_what_the_plan_says(
 
 
 def test_adjacent_units_that_discard_everything(
-    profile: sacplan.Profile, model: LM, tokens: torch.Tensor
+    profile: sacplan.Profile, model: nn.Module, tokens: torch.Tensor
 ) -> None:
     plan = everything_but(profile, ["layers.0", "layers.1"])
     seen = Seen()
-    assert same(
+    assert bit_equal(
         step(copy.deepcopy(model), tokens, "aot_eager"), step(planned(model, plan), tokens, seen.backend)
     )
     hidden = tokens.numel() * DIM * 4
     assert seen.saved_bytes <= 3 * hidden  # the inputs of both layers and of the head
 
 
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 96), nn.Linear(96, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 @pytest.mark.slow
 def test_inductor() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(FeedForward(), nn.Linear(DIM, DIM)), torch.randn(64, DIM)
+    model, x = nn.Sequential(FeedForward(DIM, 96, 0.0), nn.Linear(DIM, DIM)), torch.randn(64, DIM)
     plan = everything_but(sacplan.profile(model, x, device="cpu"), ["0"])
     results = []
     for run in (copy.deepcopy(model), planned(model, plan)):
@@ -225,7 +205,7 @@ def test_inductor() -> None:
 
 
 def test_same_tags_share_compiled_code_and_others_do_not(
-    profile: sacplan.Profile, model: LM, tokens: torch.Tensor
+    profile: sacplan.Profile, model: nn.Module, tokens: torch.Tensor
 ) -> None:
     expected = step(copy.deepcopy(model), tokens, None)
     for units, graphs in ((["layers.0", "layers.1"], 1), (["layers.1"], 2)):
@@ -233,11 +213,13 @@ def test_same_tags_share_compiled_code_and_others_do_not(
         regional, seen = planned(model, everything_but(profile, units, "mm")), Seen()
         for layer in regional.layers:  # type: ignore[union-attr]
             layer.compile(backend=seen.backend, fullgraph=True)
-        assert same(expected, step(regional, tokens, None))
+        assert bit_equal(expected, step(regional, tokens, None))
         assert seen.graphs == graphs
 
 
-def test_applying_and_removing_compiles_again(model: LM, plan: sacplan.Plan, tokens: torch.Tensor) -> None:
+def test_applying_and_removing_compiles_again(
+    model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor
+) -> None:
     expected = step(copy.deepcopy(model), tokens, "aot_eager")
     torch._dynamo.reset()
     changing, seen = copy.deepcopy(model), Seen()
@@ -249,24 +231,24 @@ def test_applying_and_removing_compiles_again(model: LM, plan: sacplan.Plan, tok
         elif handle is not None:
             handle.remove()
         before = seen.saved_bytes
-        assert same(expected, step(changing, tokens, seen.backend))
+        assert bit_equal(expected, step(changing, tokens, seen.backend))
         saved.append(seen.saved_bytes - before)
     assert saved[1] < saved[0]
     assert saved[2] in (0, saved[0])  # the first code again, or made again
 
 
-def test_no_checkpoint_without_gradients(model: LM, plan: sacplan.Plan, tokens: torch.Tensor) -> None:
+def test_no_checkpoint_without_gradients(model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor) -> None:
     run = torch.compile(planned(model, plan), backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert torch.equal(run(tokens), model(tokens))
 
 
-def test_copies_and_pickles_compile(model: LM, plan: sacplan.Plan, tokens: torch.Tensor) -> None:
+def test_copies_and_pickles_compile(model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor) -> None:
     seen, again = Seen(), Seen()
     with_plan = planned(model, plan)
     expected = step(copy.deepcopy(with_plan), tokens, seen.backend)
     torch._dynamo.reset()
-    assert same(expected, step(pickle.loads(pickle.dumps(with_plan)), tokens, again.backend))
+    assert bit_equal(expected, step(pickle.loads(pickle.dumps(with_plan)), tokens, again.backend))
     assert seen.saved_bytes == again.saved_bytes
 
 
@@ -312,11 +294,11 @@ def test_arguments_outputs_writes_and_side_effects() -> None:
         loss.backward()
         assert run.odd.calls == 2  # type: ignore[union-attr]
         results.append([loss.detach(), *(p.grad for p in run.parameters()), *run.buffers()])
-    assert same(*results)
+    assert bit_equal(*results)
 
 
 def test_a_site_that_the_trace_does_not_meet_is_an_error(
-    model: LM, plan: sacplan.Plan, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silus = sum(site.op == "aten.silu.default" for site in plan.discarded[""])
     monkeypatch.setattr(F, "silu", torch.sigmoid)
@@ -325,7 +307,7 @@ def test_a_site_that_the_trace_does_not_meet_is_an_error(
 
 
 def test_a_unit_whose_ops_the_plan_does_not_have_is_an_error(
-    model: LM, plan: sacplan.Plan, tokens: torch.Tensor
+    model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor
 ) -> None:
     unknown = structs.replace(
         plan, units={fqn: structs.replace(unit, calls=()) for fqn, unit in plan.units.items()}
@@ -335,7 +317,7 @@ def test_a_unit_whose_ops_the_plan_does_not_have_is_an_error(
 
 
 def test_a_graph_break_inside_of_a_unit_is_an_error(
-    model: LM, plan: sacplan.Plan, tokens: torch.Tensor
+    model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor
 ) -> None:
     broken = planned(model, plan)
     for layer in broken.layers:  # type: ignore[union-attr]
@@ -344,16 +326,20 @@ def test_a_graph_break_inside_of_a_unit_is_an_error(
         step(broken, tokens, "aot_eager", fullgraph=False)
 
 
-def test_a_unit_left_uncompiled_keeps_its_plan(model: LM, plan: sacplan.Plan, tokens: torch.Tensor) -> None:
+def test_a_unit_left_uncompiled_keeps_its_plan(
+    model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor
+) -> None:
     partly = planned(model, plan)
     for module in partly.modules():
         stand_in = module.__dict__.get("forward")
         if isinstance(stand_in, PlannedForward):
             module.forward = torch.compiler.disable(stand_in)
-    assert same(step(copy.deepcopy(model), tokens, None), step(partly, tokens, "aot_eager", fullgraph=False))
+    assert bit_equal(
+        step(copy.deepcopy(model), tokens, None), step(partly, tokens, "aot_eager", fullgraph=False)
+    )
 
 
-def test_wrappers_are_refused_by_name(model: LM, plan: sacplan.Plan) -> None:
+def test_wrappers_are_refused_by_name(model: nn.Module, plan: sacplan.Plan) -> None:
     with pytest.raises(sacplan.PlanError, match=r"this model is what torch\.compile returned"):
         sacplan.apply(torch.compile(copy.deepcopy(model)), plan)  # type: ignore[arg-type]
     partly = copy.deepcopy(model)

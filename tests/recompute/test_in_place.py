@@ -14,7 +14,7 @@ from sacplan._program.program import Event, Phase, Program
 from sacplan._recompute.in_place_groups import in_place_groups, without_missing_versions
 from sacplan._recompute.rewrite import recomputed
 from sacplan._torch.ops import op_traits
-from tests.zoo.language_models import bit_equal, grads_of
+from tests.support.steps import bit_equal, grads_of
 
 aten = torch.ops.aten
 

@@ -13,7 +13,8 @@ from torch import nn
 
 import sacplan
 from tests.support.slow import slow_after
-from tests.zoo.language_models import LM, bit_equal, cross_entropy, grads_of
+from tests.support.steps import bit_equal, grads_of
+from tests.zoo.language_models import LM, cross_entropy
 
 # Plans are used in other steps than those that they were made for.
 pytestmark = pytest.mark.filterwarnings("ignore:the step is not the one")

@@ -27,23 +27,9 @@ from sacplan._recompute.executor.slots import SlotTable
 from sacplan._record.step import Step as TrainingStep
 from sacplan._torch.ops import can_run_again
 from sacplan._verify.measure import measured_step
-from tests.recompute.test_recipes import (
-    DIM,
-    STEPS,
-    Net,
-    Outer,
-    Storages,
-    Unit,
-    batch,
-    discard_all,
-    fitting_sites,
-    no_collector,
-    outer,
-    plan_of,
-    same_bits,
-    state,
-    step,
-)
+from tests.support.recomputing import discard_all, fitting_sites, plan_of, same_bits, state, step
+from tests.support.storages import Storages, no_collector
+from tests.zoo.random_nets import DIM, STEPS, Net, Outer, Unit, batch, outer
 
 
 @contextmanager

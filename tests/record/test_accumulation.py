@@ -14,7 +14,7 @@ from sacplan._program.program import Phase, StorageKind
 from sacplan._record.state import preserved_state
 from sacplan._record.step import Step, default_loss
 from sacplan._verify.measure import measured_step
-from tests.zoo.language_models import bit_equal
+from tests.support.steps import bit_equal
 
 N = 128
 

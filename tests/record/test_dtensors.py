@@ -26,7 +26,7 @@ from sacplan._torch.local_tensors import local_part
 from sacplan._torch.ops import is_computation
 from sacplan._torch.private import ranks_of_group
 from sacplan.errors import TraceError
-from tests.zoo import language_models as models
+from tests.support.steps import bit_equal
 from tests.zoo.parallel import Sequences, mean_square, parallel_sequences
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
@@ -208,7 +208,7 @@ def test_a_real_step_is_recorded_with_the_same_peak(mesh: Any, optimizer: Any) -
         for trace in ("fake", "real")
     )
     assert real.peak_bytes == fake.peak_bytes
-    assert models.bit_equal([p.to_local() for p in model.parameters()], before)
+    assert bit_equal([p.to_local() for p in model.parameters()], before)
     assert all(p.grad is None for p in model.parameters())
 
 

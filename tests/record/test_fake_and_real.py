@@ -15,6 +15,7 @@ import sacplan
 from sacplan._record.step import Step
 from sacplan._verify.measure import measured_step
 from tests.support.slow import slow_after
+from tests.zoo.language_models import TokenModel
 
 transformers = pytest.importorskip("transformers")
 
@@ -186,19 +187,10 @@ def test_numbers_constants_and_cached_tables_count_as_long_as_they_live(trace: s
 GLOBAL_TARGET = torch.linspace(0, 1, 4 * 24 * 97).view(4, 24, 97)
 
 
-class Reads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(97, 32), nn.Linear(32, 97, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.embed(x)))
-
-
 @pytest.mark.parametrize("where", ["closure", "global"])
 def test_tensors_of_the_loss_function_count_once(where: str) -> None:
     torch.manual_seed(0)
-    model, batch, own = Reads(), torch.randint(0, 97, (4, 24)), torch.rand(4 * 24, 97)
+    model, batch, own = TokenModel([nn.Tanh()], 32, 97), torch.randint(0, 97, (4, 24)), torch.rand(4 * 24, 97)
 
     def in_closure(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(model(batch), own.view(4, 24, 97)[:])

@@ -17,20 +17,9 @@ from sacplan._program.program import Phase
 from sacplan._record.step import Step
 from sacplan._torch.allocations import allocation_deltas
 from sacplan._verify.measure import measured_step
+from tests.zoo.layers import Then
 
 Branch = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Model(nn.Module):
-    """A layer, then what is under test."""
-
-    def __init__(self, branch: Branch) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.branch = branch
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.branch(self.linear(x))
 
 
 def _dead(y: torch.Tensor) -> torch.Tensor:
@@ -86,7 +75,7 @@ class _Half(torch.autograd.Function):
 @pytest.mark.parametrize("name", BRANCHES)
 def test_a_number_is_alive_as_long_as_the_node_that_keeps_it(name: str, trace: Any) -> None:
     torch.manual_seed(0)
-    model, x = Model(BRANCHES[name]), torch.randn(64, 8)
+    model, x = Then(BRANCHES[name]), torch.randn(64, 8)
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).sum()
@@ -99,7 +88,7 @@ def test_a_number_is_alive_as_long_as_the_node_that_keeps_it(name: str, trace: A
 def test_of_what_is_written_through_a_view_a_number_is_not_asked_for_its_node(trace: Any) -> None:
     """Autograd makes the view's node again at the next op, under a lock. The number then counts for longer."""
     torch.manual_seed(0)
-    model, x = Model(_in_place_through_a_view), torch.randn(64, 8)
+    model, x = Then(_in_place_through_a_view), torch.randn(64, 8)
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).sum()
@@ -151,7 +140,7 @@ def _operand(argument: Any, dtype: torch.dtype, number: float, overload: str) ->
 def test_a_number_in_a_backward_formula_counts() -> None:
     """That of ``lerp`` multiplies by the weight and by one less the weight."""
     torch.manual_seed(0)
-    model, x = Model(lambda y: torch.lerp(y, y.exp(), 0.3).exp()), torch.randn(64, 8)
+    model, x = Then(lambda y: torch.lerp(y, y.exp(), 0.3).exp()), torch.randn(64, 8)
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).sum()
@@ -177,7 +166,7 @@ class _Gelu(torch.autograd.Function):
         return x.sign().mul_(grads[0])
 
 
-class Block(nn.Module):
+class PeaksAtNumbers(nn.Module):
     """The peak of the smallest plan is at an op on a number."""
 
     def __init__(self) -> None:
@@ -190,7 +179,7 @@ class Block(nn.Module):
 
 def test_a_plan_passes_numbers_on_without_making_tensors_of_them() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(Block() for _ in range(3))), torch.randn(64, 8)
+    model, x = nn.Sequential(*(PeaksAtNumbers() for _ in range(3))), torch.randn(64, 8)
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).sum()

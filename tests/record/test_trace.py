@@ -24,6 +24,7 @@ from sacplan._record.state import preserved_state
 from sacplan._record.step import Step, default_loss
 from sacplan._verify.measure import measured_step
 from sacplan.errors import SacplanWarning
+from tests.zoo.experts import MoE
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 
@@ -194,28 +195,6 @@ def test_gpt2_and_a_mixture_of_experts_for_real():
 
 
 # --- rules for data ---------------------------------------------------------------------------------
-
-
-class MoE(nn.Module):
-    """Routing as it is usually written: each expert takes its rows."""
-
-    def __init__(self, experts: int = 4, top_k: int = 2) -> None:
-        super().__init__()
-        self.top_k = top_k
-        self.router = nn.Linear(16, experts)
-        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(experts))
-        self.rows: list[int] = []
-
-    def forward(self, x):
-        weights, chosen = self.router(x).softmax(-1).topk(self.top_k)
-        out = torch.zeros_like(x)
-        mask = F.one_hot(chosen, len(self.experts)).permute(2, 1, 0)
-        self.rows.clear()
-        for e, expert in enumerate(self.experts):
-            slot, row = torch.where(mask[e])
-            self.rows.append(len(row))
-            out = out.index_add(0, row, expert(x[row]) * weights[row, slot, None])
-        return out
 
 
 def test_routing_is_balanced_and_said_so():

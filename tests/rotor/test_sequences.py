@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import sacplan
 from benchmarks.rotor_reference import ENGINES
 from sacplan._recompute.rewrite import recomputed
+from tests.support.steps import bit_equal, grads_of
 from tests.zoo import convnets
-from tests.zoo.language_models import LM, bit_equal, cross_entropy, grads_of, tokens
+from tests.zoo.language_models import LM, cross_entropy, tokens
 
 MB = 2**20
 

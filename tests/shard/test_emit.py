@@ -20,50 +20,11 @@ from sacplan._shard.places import CallPattern
 from sacplan._shard.sharding import Sharding
 from sacplan._shard.tp_plans import homes_of_tp_plan
 from sacplan.errors import PlanError
+from tests.zoo.parallel import SplitLM
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 
-DIM, HEADS, VOCAB = 16, 4, 24
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(DIM, DIM) for _ in range(3))
-        self.o = nn.Linear(DIM, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (f(x).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class Layer(nn.Module):
-    """The second half has its norm, columns and rows in one module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.norm = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
-        self.attention = Attention()
-        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.before(x))
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class LM(nn.Module):
-    def __init__(self, layers: int = 2) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
-        self.norm = nn.LayerNorm(DIM)
-        self.head = nn.Linear(DIM, VOCAB, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+VOCAB = 24
 
 
 MEGATRON = {
@@ -82,7 +43,7 @@ def megatron(embed: str = "R", head: str = "R") -> dict[str, Placements]:
 
 def with_data_axis(tensor: Mapping[str, Placements], data: str = "S0") -> dict[str, Placements]:
     """All parameters cut on their first dimension on an axis before; within what the tensor axis cuts of it."""
-    whole = dict.fromkeys((pattern_of(name) for name in described(LM()).shapes), parse_layout("R"))
+    whole = dict.fromkeys((pattern_of(name) for name in described(SplitLM()).shapes), parse_layout("R"))
     found: dict[str, Placements] = {}
     for name, layout in {**whole, **tensor}.items():
         inner = layout[0]
@@ -129,7 +90,11 @@ CASES: dict[str, Case] = {
         [*batch_on("S0,R"), *sequence()],
     ),
     "tensor alone": ({"tp": 4}, megatron("S0", "S0"), []),
-    "fully_shard": ({"dp": 4}, {pattern_of(n): (cut(0),) for n in described(LM()).shapes}, batch_on("S0")),
+    "fully_shard": (
+        {"dp": 4},
+        {pattern_of(n): (cut(0),) for n in described(SplitLM()).shapes},
+        batch_on("S0"),
+    ),
     "other dimensions": (
         {"dp": 2, "tp": 2},
         with_data_axis(megatron())
@@ -138,7 +103,7 @@ CASES: dict[str, Case] = {
     ),
     "replicas of shards": (
         {"replica": 2, "dp": 2},
-        {pattern_of(n): parse_layout("R,S0") for n in described(LM()).shapes},
+        {pattern_of(n): parse_layout("R,S0") for n in described(SplitLM()).shapes},
         batch_on("S0,R", "R,S0"),
     ),
     "replicas": ({"dp": 4}, {}, batch_on("S0")),
@@ -149,12 +114,12 @@ DATA_AXES = ("replica", "dp")
 def emitted(name: str) -> Emission:
     axes, homes, places = CASES[name]
     with torch.device("meta"):
-        return emit(Sharding.of(axes, homes, places), described(LM()))
+        return emit(Sharding.of(axes, homes, places), described(SplitLM()))
 
 
 def model_and_tokens() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    model = LM().double()
+    model = SplitLM().double()
     return model, torch.randint(0, VOCAB, (8, 12)), torch.randint(0, VOCAB, (8, 12))
 
 
@@ -257,7 +222,7 @@ def shard(model, device_mesh):
 
 
 def reasons(axes: Mapping[str, int], homes: Mapping[str, str], places: Sequence[CallPattern] = ()) -> str:
-    found = emit(Sharding.of(axes, homes, places), described(LM()))
+    found = emit(Sharding.of(axes, homes, places), described(SplitLM()))
     assert found.code == ""
     assert found.tp_plan == {} or len(axes) == 1
     return "\n".join(found.reasons)
@@ -287,7 +252,7 @@ def test_a_layer_that_differs_is_named() -> None:
         "layers.1.up.bias": (cut(0),),
         "layers.1.down.weight": (cut(1),),
     }
-    found = emit(Sharding.of({"tp": 2}, homes), described(LM()))
+    found = emit(Sharding.of({"tp": 2}, homes), described(SplitLM()))
     assert "'layers.1.up': ColwiseParallel()" in found.code
     assert "layers.0" not in found.code
     assert found.tp_plan == {}
@@ -296,7 +261,9 @@ def test_a_layer_that_differs_is_named() -> None:
 
 def test_what_rows_take_is_gathered_where_it_does_not_arrive_cut() -> None:
     homes = megatron()
-    code = emit(Sharding.of({"tp": 2}, homes), described(LM()), arriving_cut={"layers.0.attention.o"}).code
+    code = emit(
+        Sharding.of({"tp": 2}, homes), described(SplitLM()), arriving_cut={"layers.0.attention.o"}
+    ).code
     assert "'layers.0.attention.o': RowwiseParallel()" in code
     assert "'layers.0.attention.q': ColwiseParallel()" in code
     assert "'layers.1.attention.o': RowwiseParallel(input_layouts=Replicate())" in code
@@ -305,7 +272,7 @@ def test_what_rows_take_is_gathered_where_it_does_not_arrive_cut() -> None:
 
 
 def test_shared_parameters_have_no_form() -> None:
-    model = LM()
+    model = SplitLM()
     model.head.weight = model.embed.weight
     found = emit(Sharding.of({"tp": 2}, {"embed.weight": "S0"}), described(model))
     assert found.code == ""
@@ -314,9 +281,9 @@ def test_shared_parameters_have_no_form() -> None:
 
 def test_homes_must_be_of_the_model() -> None:
     with pytest.raises(PlanError, match=r"a home for 'layers\.\*\.gate'"):
-        emit(Sharding.of({"tp": 2}, {"layers.*.gate": "S0"}), described(LM()))
+        emit(Sharding.of({"tp": 2}, {"layers.*.gate": "S0"}), described(SplitLM()))
     with pytest.raises(PlanError, match=r"'norm.weight' of shape \(16,\) cannot lie as S0"):
-        emit(Sharding.of({"tp": 3}, {"norm.weight": "S0"}), described(LM()))
+        emit(Sharding.of({"tp": 3}, {"norm.weight": "S0"}), described(SplitLM()))
 
 
 # --- Hugging Face -------------------------------------------------------------------------------------
@@ -370,7 +337,7 @@ def test_homes_of_llamas_plan() -> None:
 
 
 def test_no_plan_and_no_axis() -> None:
-    with pytest.raises(PlanError, match="LM has no tensor-parallel plan"):
-        homes_of_tp_plan(LM(), Mesh.of({"tp": 2}), "tp")
+    with pytest.raises(PlanError, match="SplitLM has no tensor-parallel plan"):
+        homes_of_tp_plan(SplitLM(), Mesh.of({"tp": 2}), "tp")
     with pytest.raises(PlanError, match="has no axis 'model'"):
-        homes_of_tp_plan(LM(), Mesh.of({"tp": 2}), "model")
+        homes_of_tp_plan(SplitLM(), Mesh.of({"tp": 2}), "model")

@@ -27,6 +27,8 @@ from sacplan._shard.process_groups import pretended_ranks
 from sacplan._shard.sharding import Sharding
 from tests.support.drawn import drawn_sharding
 from tests.support.slow import slow_after
+from tests.support.steps import mean_square
+from tests.zoo.convnets import CNN
 
 pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
 
@@ -44,23 +46,6 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.norm(F.gelu(self.up(x))))
-
-
-class CNN(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(4, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1, bias=False)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(2))
-        self.head = nn.Linear(256, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.max_pool2d(torch.relu(self.norms[0](self.first(x))), 2)
-        x = F.relu(self.norms[1](self.second(x)) + x, inplace=True)
-        return self.head(x.flatten(1))
-
-
-def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 def mlp() -> Made:

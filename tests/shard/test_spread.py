@@ -43,7 +43,9 @@ from tests.support.spread import (
     random_homes,
     spread_on,
 )
-from tests.zoo.language_models import LM, tokens
+from tests.support.steps import mean_square
+from tests.zoo.language_models import LM, Tied, tokens
+from tests.zoo.layers import MLP
 
 pytestmark = [
     pytest.mark.skipif(
@@ -53,25 +55,12 @@ pytestmark = [
 ]
 
 
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
-def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
 def ignoring_cross_entropy(model: nn.Module, batch: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(batch).flatten(0, 1), labels.flatten())
 
 
 def mlp() -> Made:
-    return MLP().double(), (torch.randn(8, 4, 16).double(),), mean_square
+    return MLP(16).double(), (torch.randn(8, 4, 16).double(),), mean_square
 
 
 def lm() -> Made:
@@ -222,22 +211,11 @@ def saved_as_dtensors() -> dict[str, Any]:
     return {"kinds": kinds, "same": same, "plain": plain, "again": again}
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("scale", torch.ones(4))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(ids) * self.scale)
-
-
 def on_and_off() -> dict[str, Any]:
     """Tied parameters, attributes, hooks and gradients stay."""
     mesh = MESHES["4"]
     torch.manual_seed(0)
-    model = Tied()
+    model = Tied(8, 4)
     original, seen = model.embed.weight, []
     original.note = "mine"
     original.register_hook(lambda g: seen.append(tuple(g.shape)))
@@ -272,21 +250,21 @@ def refused() -> dict[str, Any]:
 
     def another() -> None:
         torch.manual_seed(rank == 2)
-        spread_on(MLP(), mesh, {})
+        spread_on(MLP(16), mesh, {})
 
     torch.manual_seed(0)
-    message("world", PlanError, lambda: spread(MLP(), Mesh.of(8), device_mesh(mesh), {}))
-    message("shape", PlanError, lambda: spread(MLP(), MESHES["2x2"], device_mesh(mesh), {}))
-    message("pattern", PlanMismatch, lambda: spread_on(MLP(), mesh, {"nothing.*": parse_layout("S0")}))
+    message("world", PlanError, lambda: spread(MLP(16), Mesh.of(8), device_mesh(mesh), {}))
+    message("shape", PlanError, lambda: spread(MLP(16), MESHES["2x2"], device_mesh(mesh), {}))
+    message("pattern", PlanMismatch, lambda: spread_on(MLP(16), mesh, {"nothing.*": parse_layout("S0")}))
     message("uneven", PlanError, lambda: spread_on(nn.Linear(4, 6), mesh, {"weight": parse_layout("S0")}))
     message("values", PlanMismatch, another)
     torch.manual_seed(0)
     message(
         "homes",
         PlanMismatch,
-        lambda: spread_on(MLP(), mesh, {"up.weight": parse_layout("S0" if rank != 3 else "S1")}),
+        lambda: spread_on(MLP(16), mesh, {"up.weight": parse_layout("S0" if rank != 3 else "S1")}),
     )
-    model, never = MLP(), CallPattern("up", "aten.mm.default", 7, ("S0",))
+    model, never = MLP(16), CallPattern("up", "aten.mm.default", 7, ("S0",))
     handle = spread_on(model, mesh, {}, [never])
     model(torch.randn(2, 16))
     made["never_met"] = list(map(str, handle.never_met))

@@ -17,84 +17,10 @@ from torch.utils._pytree import tree_leaves
 import sacplan
 from sacplan._device.devices import resolve_device
 from sacplan._ranks.ranks import Ranks
-from tests.zoo.language_models import Block, cross_entropy
+from tests.zoo.language_models import cross_entropy
 
 CPU = resolve_device("cpu")
 OPTIMIZER = torch.optim.AdamW
-
-
-class MLP(nn.Module):
-    """A stack whose parameters outweigh its activations; the batch needs no gradient."""
-
-    def __init__(self, layers: int = 3, dim: int = 64, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * dim, dim))
-            for _ in range(layers)
-        )
-        self.head = nn.Linear(dim, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-class Shared(nn.Module):
-    """One layer called three times, and another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(16, 32)
-        self.layer, self.other = Block(32, 4, 0.1), Block(32, 4, 0.1)
-        self.head = nn.Linear(32, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.embed(x)
-        for _ in range(3):
-            h = self.layer(h)
-        return self.head(self.other(h))
-
-
-class Towers(nn.Module):
-    """Two stacks side by side: the first of each needs no gradient for its input."""
-
-    def __init__(self, dim: int = 32) -> None:
-        super().__init__()
-
-        def tower() -> nn.ModuleList:
-            return nn.ModuleList(
-                nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)) for _ in range(2)
-            )
-
-        self.left, self.right = tower(), tower()
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        for layer in self.left:
-            x = layer(x)
-        for layer in self.right:
-            y = layer(y)
-        return (x * y).mean(-1)
-
-
-class Blocks(nn.Module):
-    """Two blocks that are not alike: small enough to be looked at as one piece."""
-
-    def __init__(self, dim: int = 32) -> None:
-        super().__init__()
-        self.a = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * dim, dim))
-        self.b = nn.Sequential(
-            nn.Linear(dim, 3 * dim), nn.SiLU(), nn.LayerNorm(3 * dim), nn.Linear(3 * dim, dim)
-        )
-        self.head = nn.Linear(dim, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.b(self.a(x)) + x))
-
-
-def mean_square(model: nn.Module, batch: Any) -> torch.Tensor:
-    """A loss for models without one."""
-    return model(*batch if isinstance(batch, tuple) else (batch,)).square().mean()
 
 
 def cross_entropy_in_two(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

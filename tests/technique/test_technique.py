@@ -31,6 +31,7 @@ from sacplan._technique.technique import Installed, Technique
 from sacplan._techniques import TECHNIQUES, rewritten
 from sacplan._torch.ops import is_computation, tensors_in
 from sacplan._torch.private import storage_key
+from tests.support.steps import grads_of
 from tests.zoo import language_models as models
 
 # --- the technique ---
@@ -275,8 +276,8 @@ def test_it_runs_beside_recomputation_and_chunks(monkeypatch: pytest.MonkeyPatch
     assert plan.recompute_ms < sacplan.plan(profile, f"{budget}B", techniques=names[:2]).recompute_ms
     for run in ("fake", "real"):
         assert sacplan.verify(model, batch, plan, models.cross_entropy, run=run).peak_bytes == plan.peak_bytes
-    plain = models.grads_of(model, batch, models.cross_entropy)
+    plain = grads_of(model, batch, models.cross_entropy)
     with sacplan.apply(model, plan):
-        halved = models.grads_of(model, batch, models.cross_entropy)
+        halved = grads_of(model, batch, models.cross_entropy)
     for one, other in zip(plain, halved, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)

@@ -1,4 +1,4 @@
-"""Convolutional networks as torchvision defines them, names of modules and parameters included.
+"""Convolutional networks: those of torchvision, with its names of modules and parameters, and small ones.
 
     with torch.device("meta"):
         model = resnet50(inplace=True)  # torchvision's ReLUs write in place
@@ -210,3 +210,53 @@ class DenseNet(nn.Module):
 def densenet121(inplace: bool = True, classes: int = 1000) -> DenseNet:
     """7,978,856 parameters with 1000 classes."""
     return DenseNet((6, 12, 24, 16), 32, 64, inplace, classes)
+
+
+class Depthwise(nn.Module):
+    """A convolution by channel, then a layer of matrices, as in ConvNeXt."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.spatial = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
+        self.norm = nn.LayerNorm(channels)
+        self.up = nn.Linear(channels, 4 * channels)
+        self.down = nn.Linear(4 * channels, channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.spatial(x).permute(0, 2, 3, 1))
+        return x + self.down(F.gelu(self.up(y))).permute(0, 3, 1, 2)
+
+
+class Inverted(nn.Module):
+    """Wide inside, narrow outside, with a convolution by channel, as in MobileNet."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, 6 * channels, 1, bias=False),
+            nn.BatchNorm2d(6 * channels),
+            nn.ReLU6(),
+            nn.Conv2d(6 * channels, 6 * channels, 3, padding=1, groups=6 * channels, bias=False),
+            nn.BatchNorm2d(6 * channels),
+            nn.ReLU6(),
+            nn.Conv2d(6 * channels, channels, 1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(x)
+
+
+class CNN(nn.Module):
+    """Two convolutions with batch norm, pooling and a classifier: what ranks spread of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(2))
+        self.head = nn.Linear(256, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(torch.relu(self.norms[0](self.first(x))), 2)
+        x = F.relu(self.norms[1](self.second(x)) + x, inplace=True)
+        return self.head(x.flatten(1))

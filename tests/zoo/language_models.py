@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -47,6 +49,22 @@ class LM(nn.Module):
         return self.head(self.norm(h))
 
 
+class TokenModel(nn.Module):
+    """Token ids to logits, through the layers that a test hands in."""
+
+    def __init__(self, layers: Iterable[nn.Module], dim: int, vocab: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(dim, vocab)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.embed(tokens)
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(h)
+
+
 def tokens(batch: int = 4, length: int = 64, vocab: int = 128) -> torch.Tensor:
     """Random token ids."""
     return torch.randint(0, vocab, (batch, length))
@@ -58,20 +76,14 @@ def cross_entropy(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch.flatten())
 
 
-def grads_of(model: nn.Module, batch: object, loss_fn, seed: int = 0) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
-    """Loss and all gradients of one step; the model's gradients and buffers are put back."""
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(seed)
-    loss = loss_fn(model, batch)
-    loss.backward()
-    found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    model.zero_grad(set_to_none=True)
-    for b, old in buffers:
-        b.copy_(old)
-    return found
+class Tied(nn.Module):
+    """The head's weight is the embedding's; and there is a buffer."""
 
+    def __init__(self, vocab: int = 64, dim: int = 16) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocab, dim), nn.Linear(dim, vocab, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(dim))
 
-def bit_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    """Whether two lists hold the same bits."""
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens) * self.scale)

@@ -1,4 +1,4 @@
-"""Models that PyTorch's own styles of tensor parallelism spread over a mesh."""
+"""Models that are spread over a mesh, by PyTorch's own styles of tensor parallelism or by code that sacplan writes."""
 
 from __future__ import annotations
 
@@ -7,25 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-
-class Block(nn.Module):
-    """A norm, and a layer that is as wide as it likes in between."""
-
-    def __init__(self, dim: int = 64) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.up, self.act, self.down = nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.down(self.act(self.up(self.norm(x)))))
+from tests.zoo.layers import FeedForward
 
 
 class Sequences(nn.Module):
+    """Residual layers on sequences, and a norm: what sequence parallelism is written for."""
+
     def __init__(self, layers: int = 3, dim: int = 64) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(dim) for _ in range(layers))
+        self.layers = nn.ModuleList(FeedForward(dim) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,3 +85,48 @@ def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def language_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return model(input_ids=tokens, labels=tokens).loss
+
+
+class ByHeads(nn.Module):
+    """Attention that takes its number of heads from its projections, so that a rank may hold some of them."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.of_head = dim // heads
+        self.q, self.k, self.v = (nn.Linear(dim, dim) for _ in range(3))
+        self.o = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, self.of_head)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class HalfFlat(nn.Module):
+    """A transformer's layer whose second half has its norm, columns and rows in one module."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.before, self.norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention = ByHeads(dim, heads)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.before(x))
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class SplitLM(nn.Module):
+    """A language model that runs with the weights of one rank: no size is written down in its forward pass."""
+
+    def __init__(self, layers: int = 2, dim: int = 16, heads: int = 4, vocab: int = 24) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(HalfFlat(dim, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))

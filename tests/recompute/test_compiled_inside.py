@@ -9,7 +9,8 @@ import torch._dynamo.utils
 
 import sacplan
 from sacplan.errors import SacplanWarning
-from tests.zoo.language_models import LM, bit_equal, cross_entropy, grads_of, tokens
+from tests.support.steps import bit_equal, grads_of
+from tests.zoo.language_models import LM, cross_entropy, tokens
 
 
 def test_a_module_compiled_inside_of_a_unit_runs_eagerly_compiles_nothing_and_is_named() -> None:

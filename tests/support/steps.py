@@ -1,0 +1,32 @@
+"""One step of a model: losses, all that it gives, and comparing that bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def mean_square(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A loss for models without one."""
+    return model(*batch if isinstance(batch, tuple) else (batch,)).square().mean()
+
+
+def grads_of(model: nn.Module, batch: object, loss_fn, seed: int = 0) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
+    """Loss and all gradients of one step; the model's gradients and buffers are put back."""
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    loss = loss_fn(model, batch)
+    loss.backward()
+    found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    model.zero_grad(set_to_none=True)
+    for b, old in buffers:
+        b.copy_(old)
+    return found
+
+
+def bit_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    """Whether two lists hold the same bits."""
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

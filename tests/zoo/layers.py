@@ -1,0 +1,117 @@
+"""Small models and layers of matrices: what most tests of plans, ranks and placements run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.language_models import Block
+
+
+class MLP(nn.Module):
+    """Up, GELU, down: what a placement cuts by columns, then by rows."""
+
+    def __init__(self, dim: int, inner: int | None = None, *, bias: bool = True) -> None:
+        super().__init__()
+        inner = inner or 4 * dim
+        self.up, self.down = nn.Linear(dim, inner, bias=bias), nn.Linear(inner, dim, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class FeedForward(nn.Module):
+    """A residual MLP with its norm and dropout, each in a module of its own."""
+
+    def __init__(self, dim: int = 64, inner: int | None = None, dropout: float = 0.1) -> None:
+        super().__init__()
+        inner = inner or 4 * dim
+        self.norm = nn.LayerNorm(dim)
+        self.up, self.act, self.down = nn.Linear(dim, inner), nn.GELU(), nn.Linear(inner, dim)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(self.act(self.up(self.norm(x)))))
+
+
+class Then(nn.Module):
+    """A linear layer, then a function that the test hands in: gradients flow into whatever it does."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], dim: int = 8) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(dim, dim), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.linear(x))
+
+
+class HeavyLayers(nn.Module):
+    """Layers whose parameters outweigh their activations; the batch needs no gradient."""
+
+    def __init__(self, layers: int = 3, dim: int = 64, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * dim, dim))
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(dim, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Shared(nn.Module):
+    """One layer called three times, and another: a unit with several calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(16, 32)
+        self.layer, self.other = Block(32, 4, 0.1), Block(32, 4, 0.1)
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for _ in range(3):
+            h = self.layer(h)
+        return self.head(self.other(h))
+
+
+class Towers(nn.Module):
+    """Two stacks side by side: the first of each needs no gradient for its input."""
+
+    def __init__(self, dim: int = 32) -> None:
+        super().__init__()
+
+        def tower() -> nn.ModuleList:
+            return nn.ModuleList(
+                nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)) for _ in range(2)
+            )
+
+        self.left, self.right = tower(), tower()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.left:
+            x = layer(x)
+        for layer in self.right:
+            y = layer(y)
+        return (x * y).mean(-1)
+
+
+class Unlike(nn.Module):
+    """Two layers that are not alike: small enough to be looked at as one piece."""
+
+    def __init__(self, dim: int = 32) -> None:
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * dim, dim))
+        self.b = nn.Sequential(
+            nn.Linear(dim, 3 * dim), nn.SiLU(), nn.LayerNorm(3 * dim), nn.Linear(3 * dim, dim)
+        )
+        self.head = nn.Linear(dim, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.b(self.a(x)) + x))
