@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sacplan._advice.planned import planned
 from sacplan._chunk.alternatives import Alternative, LossRegion, liger, linear_cross_entropy
 from sacplan._chunk.entries import ChunkOptions, Refusal, entry_size, loss_chunks, most_bytes
 from sacplan._chunk.executor import losses  # noqa: F401  (registers how losses are put together)
@@ -27,6 +26,7 @@ from sacplan._program.elements import pattern_of
 from sacplan._program.liveness import Fold
 from sacplan._program.names import pattern_over, shown_module
 from sacplan._program.program import Event, Op, Phase, Program, StorageKind
+from sacplan._questions.planned import planned
 from sacplan._torch.ops import draws_numbers, op_named
 from sacplan.errors import PlanError
 
