@@ -40,7 +40,7 @@ from sacplan._questions.verdict import TECHNIQUES, FitRow, Verdict, Way, recomme
 from sacplan._record.step import LossFn, resolve_batch
 from sacplan.errors import PlanError
 
-_COMPUTED = "Peaks follow from recordings of the step and of the optimizers, the largest sizes from the step at two sizes."
+_COMPUTED = "Peaks follow from recordings of the step and of the optimizers, largest sizes from the step at two sizes."
 _LARGEST = 2**24  # no larger size is looked for
 _WAYS: tuple[Way, ...] = ("plan", "chunked loss", "plan + chunked loss")  # found without a long search
 _TOKENS = 128  # sequences are looked at in multiples of so many: kernels pad others
