@@ -9,10 +9,6 @@ from typing import Any
 
 import torch
 
-from sacplan._advice.advise import advise
-from sacplan._advice.alive import AliveGroup, peak_groups
-from sacplan._advice.parts import moment_of
-from sacplan._advice.planned import planned
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.limits import Limit
 from sacplan._plan.plan import Plan, PlanOrPath
@@ -23,6 +19,10 @@ from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.program import Program
 from sacplan._program.setup import warn_of
+from sacplan._questions.advise import advise
+from sacplan._questions.alive import AliveGroup, peak_groups
+from sacplan._questions.parts import moment_of
+from sacplan._questions.planned import planned
 from sacplan._record.step import LossFn, Mode
 from sacplan._verify.verify import Verification, verify
 from sacplan.errors import PlanError, PlanMismatch, SacplanWarning

@@ -2,7 +2,7 @@
 
 The optimizer's step reads parameters and gradients, whatever made them. So it is recorded once for some parameters,
 without the model that they belong to, and put behind the recorded backward pass. That is exact
-(``tests/advice/test_advise.py`` compares it with a recording of the whole step), and quick where a model is large.
+(``tests/questions/test_advise.py`` compares it with a recording of the whole step), and quick where a model is large.
 """
 
 from __future__ import annotations

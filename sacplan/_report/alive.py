@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sacplan._advice.alive import peak_groups
-from sacplan._advice.planned import planned
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
+from sacplan._questions.alive import peak_groups
+from sacplan._questions.planned import planned
 from sacplan._report.inputs import check_top
 from sacplan.errors import PlanError
 

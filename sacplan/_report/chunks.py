@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from sacplan._advice.planned import planned
 from sacplan._chunk.entries import entry_size
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._plan.reading import what_runs
@@ -17,6 +16,7 @@ from sacplan._program.decisions import Chunk
 from sacplan._program.elements import pattern_of
 from sacplan._program.names import pattern_over
 from sacplan._program.program import Program
+from sacplan._questions.planned import planned
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sacplan._advice.planned import planned
 from sacplan._chunk.alternatives import Alternative, LossRegion, liger, linear_cross_entropy
 from sacplan._chunk.entries import ChunkOptions, Refusal, entry_size, loss_chunks, most_bytes
 from sacplan._chunk.rest import training_chunk
@@ -18,6 +17,7 @@ from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.liveness import Fold
 from sacplan._program.program import Event, Phase, Program, StorageKind
+from sacplan._questions.planned import planned
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sacplan._advice.alive import alive_at
-from sacplan._advice.planned import planned
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
@@ -16,6 +14,8 @@ from sacplan._program.budget import format_bytes
 from sacplan._program.elements import pattern_of
 from sacplan._program.names import OUTSIDE, module_of, pattern_over, short_op
 from sacplan._program.program import Event, Phase
+from sacplan._questions.alive import alive_at
+from sacplan._questions.planned import planned
 from sacplan._report.inputs import in_slices
 from sacplan._report.kept import Cost, KeptAndDiscarded
 from sacplan.errors import PlanError

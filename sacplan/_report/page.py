@@ -14,8 +14,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import sacplan
-from sacplan._advice.advise import advise
-from sacplan._advice.alive import WORKSPACE, AliveGroup, peak_groups
 from sacplan._chunk.alternatives import Alternative
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, ProfileOrPath
@@ -25,6 +23,8 @@ from sacplan._program.elements import pattern_of
 from sacplan._program.names import numbers_of, short_op, shown_module
 from sacplan._program.program import Phase, StorageKind
 from sacplan._program.writing import replacing
+from sacplan._questions.advise import advise
+from sacplan._questions.alive import WORKSPACE, AliveGroup, peak_groups
 from sacplan._report.blocked import BlockedRow, blocked_rows
 from sacplan._report.chunks import ChunkRow, chunk_rows
 from sacplan._report.curves import distinct_curves

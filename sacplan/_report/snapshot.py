@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sacplan._advice.alive import WORKSPACE, Origins
-from sacplan._advice.planned import planned
 from sacplan._device.caching_allocator import Block, CachingAllocator
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, ProfileOrPath
@@ -20,6 +18,8 @@ from sacplan._program.liveness import Fold
 from sacplan._program.names import shown_module
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Program
 from sacplan._program.writing import replacing
+from sacplan._questions.alive import WORKSPACE, Origins
+from sacplan._questions.planned import planned
 from sacplan.errors import PlanError
 
 SnapshotEntry = dict[str, Any]

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sacplan._advice.planned import planned
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._program.program import Phase, Program, StorageKind
+from sacplan._questions.planned import planned
 from sacplan._techniques import by_technique
 
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sacplan._advice.planned import planned
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.names import short_op, shown_module
 from sacplan._program.program import ROOT_SCOPE, Phase, Program
 from sacplan._program.writing import write_bytes
+from sacplan._questions.planned import planned
 from sacplan._report.palette import STACK
 from sacplan._report.timeline import Timeline, timeline_of
 from sacplan.errors import PlanError

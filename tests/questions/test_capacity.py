@@ -17,9 +17,9 @@ import sacplan
 from benchmarks.allocator import allocator_peaks
 from benchmarks.capacity import LimitedAllocator, OutOfMemory, needed_bytes, runs_in
 from sacplan._device.devices import resolve_device
-from sacplan._plan.batch_sizes import CapacityPoint
-from sacplan._plan.capacity import Capacity, max_batch, throughput
 from sacplan._plan.limits import DEFAULT_HEADROOM
+from sacplan._questions.batch_sizes import CapacityPoint
+from sacplan._questions.capacity import Capacity, max_batch, throughput
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")

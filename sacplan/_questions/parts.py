@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sacplan._advice.alive import alive_at
 from sacplan._program.budget import format_bytes
 from sacplan._program.names import short_op, shown_module
 from sacplan._program.program import ROOT_SCOPE, Phase, Program, StorageKind
+from sacplan._questions.alive import alive_at
 
 _IN_A_LIST = re.compile(
     r"(?:(.+?)\.)?(\d+)(?:\.|$)"

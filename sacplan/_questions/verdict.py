@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from sacplan._profile.optimizers import BY_NAME
 from sacplan._program.budget import format_bytes
+from sacplan._questions.sweep import Row, frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,29 +26,29 @@ TECHNIQUES: dict[Way, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class FitRow:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitRow(Row):
     """One way to run the step.
 
     Attributes:
-        optimizer: its name.
+        optimizer: Its name.
         way: "as it is", "plan" (recomputation), "chunked loss", or both; "plan + chunks" where only modules in slices
             could help as well.
-        peak_bytes: of the step. With a plan: of the fastest that fits; where none does, the smallest.
-        fits: whether that is within the budget.
-        step_ms: predicted time of the step; None where nothing was planned because nothing fits.
-        largest_batch: at the asked sequence; 0 where one sample does not fit; None where it was not to be computed.
-        longest_seq: at the asked batch, in multiples of 128 tokens where the asked one is; None for models without.
-        same_as: the simpler way that this one is at the asked size, where a plan finds nothing to do.
+        peak_bytes: With the plan that ``sacplan.plan`` finds; where none holds the budget, the smallest that was found.
+        largest_batch: At the asked sequence; 0 where one sample does not fit; None where it was not to be computed.
+        longest_seq: At the asked batch, in multiples of 128 tokens where the asked one is; None for models without.
+        same_as: The simpler way that this one is at the asked size, where a plan finds nothing to do.
     """
+
+    shown: ClassVar = (
+        "optimizer", "way", "peak_bytes", "fits", "step_ms", "largest_batch", "longest_seq", "same_as"
+    )  # fmt: skip
 
     optimizer: str
     way: Way
     peak_bytes: int
-    fits: bool
-    step_ms: float | None
-    largest_batch: int | None
-    longest_seq: int | None
+    largest_batch: int | None = None
+    longest_seq: int | None = None
     same_as: Way | None = None
 
     @property
@@ -168,9 +169,7 @@ class Verdict:
 
     def to_frame(self) -> pd.DataFrame:
         """One row per way."""
-        import pandas as pd
-
-        return pd.DataFrame([asdict(row) for row in self.rows])
+        return frame(self.rows)
 
     def __str__(self) -> str:
         rows = [

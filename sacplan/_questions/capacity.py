@@ -14,13 +14,12 @@ looked at: the result fits, one sample more does not, nor does any larger size t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 
 from sacplan._device.devices import DeviceSpec, resolve_device
-from sacplan._plan.batch_sizes import BatchSizes, CapacityPoint
 from sacplan._plan.limits import budget_of_device
 from sacplan._plan.plan import Plan
 from sacplan._plan.planning import resolve_solver
@@ -29,6 +28,8 @@ from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.notebook import Section, as_html, frame_html
 from sacplan._program.progress import Progress, reported
+from sacplan._questions.batch_sizes import BatchSizes, CapacityPoint
+from sacplan._questions.sweep import frame
 from sacplan._record.step import LossFn
 from sacplan._solve.solvers import Solver
 from sacplan._techniques import resolve_techniques
@@ -87,9 +88,7 @@ class Capacity:
 
     def to_frame(self) -> pd.DataFrame:
         """One row per size that was looked at, in their order."""
-        import pandas as pd
-
-        return pd.DataFrame([asdict(p) for p in self.points]).set_index("batch_size")
+        return frame(self.points).set_index("batch_size")
 
     def _repr_html_(self) -> str:
         rows = (
@@ -270,11 +269,12 @@ def _capacity(sizes: BatchSizes, n: int) -> Capacity:
     """The result, with the edges as all looks together show them."""
     unplanned, largest = sizes.edges()
     point = sizes.points[n]
-    assert point.step_ms is not None  # n fits
+    assert point.plan is not None  # n fits
+    assert point.step_ms is not None
     assert point.samples_per_s is not None
     return Capacity(
         batch_size=n,
-        plan=sizes.plans[n],
+        plan=point.plan,
         samples_per_s=point.samples_per_s,
         step_ms=point.step_ms,
         budget_bytes=sizes.budget_bytes,

@@ -3,64 +3,61 @@
     sizes = BatchSizes(model, make_batch, budget_bytes, spec, ...)
     unplanned, planned = sizes.edges()
 
-Peaks grow nearly in a line with the batch, so a line through two sizes says where to look next. Where that leads
-nowhere, every other look halves what is left. What is under the floor of a step (``Liveness.floor_bytes``) needs no
-planning to be ruled out; the floor times the last known ratio of smallest peak to floor stands in for the smallest peak
-where that was not searched for.
+A size whose floor (``Liveness.floor_bytes``) is above the budget is ruled out without planning. Where the smallest peak
+was not searched for, the floor stands in for it, times the last known ratio of the two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._device.devices import DeviceSpec
-from sacplan._plan.plan import Plan
-from sacplan._plan.planning import plan
+from sacplan._plan.outcome import Outcome
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Trace, profile
 from sacplan._program.budget import format_bytes
 from sacplan._program.fingerprint import Fingerprint
+from sacplan._questions.largest import largest
+from sacplan._questions.sweep import PlanWithin, Row
 from sacplan._record.step import LossFn, resolve_batch
 from sacplan._solve.solvers import Solver
 from sacplan.errors import InfeasibleBudget, PlanError, TraceError
 
 _SECOND = 8  # the size looked at after one: far enough for a slope, small enough to be quick
 _MOST = 2**20  # samples; what still fits then does not depend on the batch
-_GROWTH = 16  # times the largest size that fits, at most, to look at next
-_PATIENCE = 3  # looks along lines, before every other look halves the bracket
 
 
-@dataclass(frozen=True, slots=True)
-class CapacityPoint:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityPoint(Row):
     """One batch size that was looked at.
 
     Attributes:
-        batch_size: samples in the batch.
-        feasible: whether a plan holds the budget.
-        unplanned_peak_bytes: peak of the step without a plan.
-        floor_bytes: no plan has a lower peak, unless it runs more than the loss in slices.
-        peak_bytes: with the plan. Where none holds: the smallest peak that one was found for, or None where the
-            floor is above the budget and none was looked for.
-        step_ms: predicted time of the step, recomputation and chunks included; None where no plan holds.
-        recompute_ms: what the plan runs a second time; None likewise.
-        added_ms: how much longer the step takes besides, for its chunks; None likewise.
-        samples_per_s: ``batch_size`` over ``step_ms``; None likewise.
+        batch_size: Samples in the batch.
+        floor_bytes: No plan has a lower peak, unless it runs more than the loss in slices.
     """
 
+    shown: ClassVar = (
+        "batch_size", "feasible", "unplanned_peak_bytes", "floor_bytes", "peak_bytes", "step_ms", "recompute_ms",
+        "added_ms", "samples_per_s",
+    )  # fmt: skip
+
     batch_size: int
-    feasible: bool
-    unplanned_peak_bytes: int
     floor_bytes: int
-    peak_bytes: int | None
-    step_ms: float | None
-    recompute_ms: float | None
-    added_ms: float | None
-    samples_per_s: float | None
+
+    @property
+    def feasible(self) -> bool:
+        """Whether a plan holds the budget."""
+        return self.fits
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples per second; None where no plan holds the budget."""
+        return self.batch_size / self.step_ms * 1e3 if self.step_ms else None
 
 
 @dataclass(slots=True)
@@ -84,7 +81,6 @@ class BatchSizes:
     techniques: Sequence[str] | None = None
     progress: Callable[[CapacityPoint, str], None] | None = None
     points: dict[int, CapacityPoint] = field(default_factory=dict)
-    plans: dict[int, Plan] = field(default_factory=dict)
     above_floor: float = 1.0
     """Smallest peak found over the floor, where both were last known."""
 
@@ -108,33 +104,21 @@ class BatchSizes:
         self._check_batch_follows(n, traced.fingerprint)
         may_chunk = "chunk" in (self.techniques or ())
         floor = _floor_bytes(traced, may_chunk)
-        found, peak = None, None
         if floor <= self.budget_bytes or may_chunk or n == 1:
-            try:
-                found = plan(traced, f"{self.budget_bytes}B", self.solver, techniques=self.techniques)
-                peak = found.peak_bytes
-            except InfeasibleBudget as error:
+            outcome = Outcome.of(
+                traced, PlanWithin(self.budget_bytes, self.solver, techniques=self.techniques)
+            )
+            if outcome.error is not None:
                 if n == 1:
-                    raise self._nothing_fits(error) from error
-                peak = error.smallest_feasible_bytes
-                self.above_floor = peak / floor
-        step_ms = None if found is None else found.step_ms + found.recompute_ms + found.added_ms
-        point = CapacityPoint(
-            batch_size=n,
-            feasible=found is not None,
-            unplanned_peak_bytes=traced.peak_bytes,
-            floor_bytes=floor,
-            peak_bytes=peak,
-            step_ms=step_ms,
-            recompute_ms=None if found is None else found.recompute_ms,
-            added_ms=None if found is None else found.added_ms,
-            samples_per_s=n / step_ms * 1e3 if step_ms else None,
-        )
+                    raise self._nothing_fits(outcome.error) from outcome.error
+                self.above_floor = outcome.peak_bytes / floor
+            taken = Row.taken(outcome)
+        else:  # no plan is under the floor, so the smallest peak is not looked for
+            taken = Row.taken(Outcome(traced, None, floor)) | {"peak_bytes": None}
+        point = CapacityPoint(batch_size=n, floor_bytes=floor, **taken)
         self.points[n] = point
-        if found is not None:
-            self.plans[n] = found
         if self.progress is not None:
-            self.progress(point, f"batch {n} {'fits' if point.feasible else 'does not fit'}")
+            self.progress(point, f"batch {n} {'fits' if point.fits else 'does not fit'}")
         return point
 
     def _profile(self, n: int) -> Profile:
@@ -153,7 +137,7 @@ class BatchSizes:
 
     def _check_batch_follows(self, n: int, fingerprint: Fingerprint) -> None:
         """``PlanError`` if the batch has the same shapes as that of one sample."""
-        one = self.plans.get(1)
+        one = self.points[1].plan if 1 in self.points else None
         if one is not None and n >= min(_SECOND, self.limit) and fingerprint.batch == one.fingerprint.batch:
             shapes = ", ".join(str(shape) for _, shape, _ in fingerprint.batch)
             raise PlanError(
@@ -173,71 +157,48 @@ class BatchSizes:
     # --- edges --------------------------------------------------------------------------------
 
     def edges(self) -> tuple[int, int]:
-        """The largest size that fits without a plan, or 0; and the largest that a plan holds."""
+        """Return the largest size that fits without a plan, or 0, and the largest that a plan holds."""
         looked = -1
         while looked != len(self.points):  # what one of them looked at may tell the other something new
             looked = len(self.points)
-            unplanned = self._edge(
-                lambda p: p.unplanned_peak_bytes <= self.budget_bytes, lambda p: p.unplanned_peak_bytes
-            )
-            planned = self._planned_edge()
-        return unplanned, planned
-
-    def _planned_edge(self) -> int:
-        edge = self._edge(lambda p: p.feasible, self._smallest_peak)
-        if edge == _MOST and self.at_most is None:
+            unplanned = self._largest(lambda p: p.unplanned_peak_bytes, lambda p: self._excess(p) <= 0)
+            planned = self._largest(self._smallest_peak, lambda p: p.fits)
+        if planned == _MOST and self.at_most is None:
             raise PlanError(
                 f"a batch of {_MOST} still fits in {format_bytes(self.budget_bytes)}: does the model's memory depend "
                 "on the batch at all? Give at_most to say how large it may get."
             )
-        return edge
+        return unplanned, planned
+
+    def _largest(self, peak: Callable[[CapacityPoint], float], fits: Callable[[CapacityPoint], bool]) -> int:
+        return largest(self.points, self.look, self.limit, fits, lambda p: peak(p) - self.budget_bytes)
+
+    def _excess(self, point: CapacityPoint) -> int:
+        return point.unplanned_peak_bytes - self.budget_bytes
 
     def _smallest_peak(self, point: CapacityPoint) -> float:
-        """The smallest peak of a size, as far as it is known."""
-        if not point.feasible and point.peak_bytes is not None:
+        """Return the smallest peak of a size, as far as it is known: what a plan for the budget has says nothing."""
+        if not point.fits and point.peak_bytes is not None:
             return point.peak_bytes
         return point.floor_bytes * self.above_floor
-
-    def _edge(self, fits: Callable[[CapacityPoint], bool], peak: Callable[[CapacityPoint], float]) -> int:
-        """A size that fits where one more does not; of those that were looked at, the largest that fits."""
-        looks = 0
-        while True:
-            low = max((n for n, p in self.points.items() if fits(p)), default=0)
-            if low == self.limit:
-                return low
-            high = min((n for n in self.points if n > low), default=None)
-            if high == low + 1:
-                return low
-            looks += 1
-            if high is not None and looks > _PATIENCE and looks % 2:
-                guess = (low + high) // 2
-            else:
-                guess = self._on_a_line(peak) or 2 * low
-            last = min(_GROWTH * max(low, 1), self.limit) if high is None else high - 1
-            self.look(min(max(guess, low + 1), last))
-
-    def _on_a_line(self, peak: Callable[[CapacityPoint], float]) -> int | None:
-        """Where the line through the two sizes next to the budget meets it."""
-        near = sorted(self.points.values(), key=lambda p: abs(peak(p) - self.budget_bytes))[:2]
-        if len(near) < 2 or peak(near[0]) == peak(near[1]):
-            return None
-        a, b = near
-        slope = (peak(b) - peak(a)) / (b.batch_size - a.batch_size)
-        return int(a.batch_size + (self.budget_bytes - peak(a)) / slope) if slope > 0 else None
 
     # --- the fastest --------------------------------------------------------------------------
 
     @property
     def fastest(self) -> int:
         """The size with the most samples per second; the smaller on a tie."""
-        return max(self.plans, key=lambda n: (self.points[n].samples_per_s or 0.0, -n))
+        return max(self._planned, key=lambda n: (self.points[n].samples_per_s or 0.0, -n))
+
+    @property
+    def _planned(self) -> list[int]:
+        return [n for n, point in self.points.items() if point.fits]
 
     def refine(self, looks: int) -> None:
         """Halve the gaps on both sides of the fastest, until there are none; at most so often."""
         for _ in range(looks):
             best = self.fastest
-            below = max((n for n in self.plans if n < best), default=best)
-            above = min((n for n in self.plans if n > best), default=best)
+            below = max((n for n in self._planned if n < best), default=best)
+            above = min((n for n in self._planned if n > best), default=best)
             gaps = ((best - below, (below + best) // 2), (above - best, (best + above) // 2))
             middles = [(gap, n) for gap, n in gaps if n not in self.points]
             if not middles:

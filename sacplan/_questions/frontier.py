@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sacplan._plan.limits import looking_for_plans
-from sacplan._plan.plan import Plan
-from sacplan._plan.planning import plan, smallest_without_rotor
+from sacplan._plan.outcome import Outcome
+from sacplan._plan.planning import Planner
 from sacplan._plan.policies import layers_of, policy
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.progress import Progress, reported
+from sacplan._questions.sweep import PlanWithin, Row, frame
 from sacplan._rotor.sequences import Rotor, unit_of
 from sacplan._solve.solvers import Solver
 from sacplan._technique.step import Objective
-from sacplan.errors import InfeasibleBudget, PlanError
+from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,6 +35,39 @@ _POLICIES: dict[str, tuple[str, int | str | None]] = {
     "op, all matmuls kept": ("selective", "op-keep-matmuls"),
 }
 _SLICES = 16  # of the loss, as a policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierRow(Row):
+    """A solver at a budget, or a policy, whose budget is its own peak; for the figures see ``frontier``."""
+
+    shown: ClassVar = (
+        "solver", "budget_bytes", "peak_bytes", "recompute_ms", "lower_bound_ms", "recompute_share", "recompute_flops",
+        "recompute_flops_share", "added_ms", "added_share", "units", "status",
+    )  # fmt: skip
+
+    solver: str
+    budget_bytes: int
+
+    @classmethod
+    def of(cls, solver: str, budget_bytes: int, outcome: Outcome) -> FrontierRow:
+        """Return the row of a plan, or of a budget that the solver does not hold."""
+        return cls(solver=solver, budget_bytes=budget_bytes, **Row.taken(outcome))
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of the plan, with what follows from them."""
+        made = self.plan
+        assert made is not None  # a budget that is not held has no row
+        step_ms, step_flops = made.step_ms or math.inf, made.step_flops or math.inf
+        found = {
+            "solver": self.solver,
+            "budget_bytes": self.budget_bytes,
+            "recompute_share": made.recompute_ms / step_ms,
+            "recompute_flops_share": made.recompute_flops / step_flops,
+            "added_share": made.added_ms / step_ms,
+            "units": len(made.units),
+        }
+        return {name: found[name] if name in found else getattr(made, name) for name in self.shown}
 
 
 @checked(PlanError)
@@ -75,54 +110,44 @@ def frontier(
         ``units``, ``status``. The last row of each solver is the unplanned step.
     """
     profile = opened(profile, Profile)
-    import pandas as pd
-
     if not 2 <= points <= MAX_POINTS:
         raise PlanError(f"points={points}: a frontier has 2 to {MAX_POINTS} budgets.")
     if solvers is None:
         solvers = ("milp", "greedy", "uniform", *(("rotor",) if _may_use_rotor(profile, never) else ()))
         if profile.mode == "inference":
             solvers = ("best",)  # there is one search for stretches
+    how = PlanWithin(profile.peak_bytes, "best", objective, keep, never, techniques)
     with looking_for_plans():
-        rows = _rows(profile, points, solvers, objective, policies, keep, never, techniques, progress)
-    return pd.DataFrame(rows)
+        named = list(_named_policies(profile, how)) if policies else []
+        return frame(list(_rows(profile, points, solvers, how, named, progress)))
 
 
 def _rows(
     profile: Profile,
     points: int,
     solvers: Sequence[str | Solver | Rotor],
-    objective: Objective,
-    policies: bool,
-    keep: Sequence[str],
-    never: Sequence[str],
-    techniques: Sequence[str] | None,
+    how: PlanWithin,
+    named: list[FrontierRow],
     progress: Progress,
-) -> list[dict[str, object]]:
-    smallest = smallest_without_rotor(profile, objective, keep, never, techniques).peak_bytes
-    named = _named_policies(profile, keep, never, techniques) if policies else []
+) -> Iterator[FrontierRow]:
+    planner = Planner.of(profile, "best", how.objective, how.keep, how.never, how.techniques)
+    smallest = planner.smallest_plan(without_rotor=True).peak_bytes
     evenly = {smallest + (profile.peak_bytes - smallest) * i // (points - 1) for i in range(points)}
-    theirs = {found.peak_bytes for _, found in named if smallest <= found.peak_bytes <= profile.peak_bytes}
+    theirs = {row.budget_bytes for row in named if smallest <= row.budget_bytes <= profile.peak_bytes}
     asked = [
-        (solver, budget)
+        replace(how, solver=solver, budget_bytes=budget)
         for i, solver in enumerate(solvers)
         for budget in sorted(evenly if i else evenly | theirs)
     ]
-    rows: list[dict[str, object]] = []
     with reported(progress, "frontier", len(asked)) as step:
-        for solver, budget in asked:
-            name = solver if isinstance(solver, str) else solver.name
-            row: dict[str, object] | None = None
-            with contextlib.suppress(InfeasibleBudget):
-                found = plan(
-                    profile, f"{budget}B", solver, objective, keep=keep, never=never, techniques=techniques
-                )
-                row = {"solver": name, "budget_bytes": budget} | _figures(found)
-                rows.append(row)
-            step(row, f"{name} at {format_bytes(budget)}")
-    for name, found in named:
-        rows.append({"solver": name, "budget_bytes": found.peak_bytes} | _figures(found))
-    return rows
+        for one in asked:
+            name = one.solver if isinstance(one.solver, str) else one.solver.name
+            outcome = Outcome.of(profile, one)
+            row = FrontierRow.of(name, one.budget_bytes, outcome)
+            step(row.figures() if row.fits else None, f"{name} at {format_bytes(one.budget_bytes)}")
+            if row.fits:
+                yield row
+    yield from named
 
 
 def _may_use_rotor(profile: Profile, never: Sequence[str]) -> bool:
@@ -135,12 +160,7 @@ def _may_use_rotor(profile: Profile, never: Sequence[str]) -> bool:
     return True
 
 
-def _named_policies(
-    profile: Profile,
-    keep: Sequence[str] = (),
-    never: Sequence[str] = (),
-    techniques: Sequence[str] | None = None,
-) -> list[tuple[str, Plan]]:
+def _named_policies(profile: Profile, how: PlanWithin) -> Iterator[FrontierRow]:
     try:
         n_layers = len(layers_of(profile.program))
     except PlanError:  # a model without layers
@@ -150,27 +170,11 @@ def _named_policies(
         for name, (mode, option) in _POLICIES.items()
         if n_layers >= (option if isinstance(option, int) else 1)
     }
-    if "chunk" in (techniques or ()):
+    if "chunk" in (how.techniques or ()):
         asked[f"loss in {_SLICES} slices"] = {"mode": "chunked-loss", "slices": _SLICES}
-    found = []
-    for name, how in asked.items():
+    for name, options in asked.items():
         try:
-            found.append((name, policy(**how, profile=profile, keep=keep, never=never)))
+            found = policy(**options, profile=profile, keep=how.keep, never=how.never)
         except PlanError:  # patterns and options are known to be right: it would change nothing
             continue
-    return found
-
-
-def _figures(found: Plan) -> dict[str, object]:
-    return {
-        "peak_bytes": found.peak_bytes,
-        "recompute_ms": found.recompute_ms,
-        "lower_bound_ms": found.lower_bound_ms,
-        "recompute_share": found.recompute_ms / found.step_ms if found.step_ms else 0.0,
-        "recompute_flops": found.recompute_flops,
-        "recompute_flops_share": found.recompute_flops / found.step_flops if found.step_flops else 0.0,
-        "added_ms": found.added_ms,
-        "added_share": found.added_ms / found.step_ms if found.step_ms else 0.0,
-        "units": len(found.units),
-        "status": found.status,
-    }
+        yield FrontierRow.of(name, found.peak_bytes, Outcome(profile, found, found.peak_bytes))

@@ -2,7 +2,7 @@
 
 A step runs the same ops whatever the batch or the sequence is, and each dimension of its tensors is a line in the size.
 So a recording at two sizes gives the program at any other: shapes, bytes, and the numbers among the arguments. It
-equals a recording at that size (``tests/advice/test_fit.py``). What is only near: times, and what kernels allocate
+equals a recording at that size (``tests/questions/test_fit.py``). What is only near: times, and what kernels allocate
 inside.
 
 Where two recordings did not run the same ops, there is no such program: ``sized`` returns None.
@@ -28,8 +28,6 @@ from sacplan._program.program import Op, Program, Tensor
 from sacplan.errors import PlanError
 
 _INTEGER = re.compile(r"(?<![\w.\"])-?\d+(?![\w.\"])")
-_LARGEST = 2**24
-"""No larger size is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +93,6 @@ class Peaks:
         for row in self.coefficients:
             value = value * n + row
         return round(float(value.max()))
-
-
-def largest(fits: Callable[[int], bool], most: int | None = None) -> int:
-    """The largest size that fits, where all smaller ones do; 0 if none does."""
-    limit = _LARGEST if most is None else most
-    if limit < 1 or not fits(1):
-        return 0
-    low = 1
-    while low < limit and fits(min(2 * low, limit)):
-        low = min(2 * low, limit)
-    high = min(2 * low, limit + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def sized(sizes: tuple[int, int], profiles: tuple[Profile, Profile]) -> Sized | None:

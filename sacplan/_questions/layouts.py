@@ -10,23 +10,23 @@ predicted from a step on the batch of one rank (``world_size=`` and ``fsdp_units
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.limits import budget_of_device
 from sacplan._plan.meshes import Spread, devices_of, names_by_role, resolve_mesh, rows_of, spreads, tried
-from sacplan._plan.plan import Plan
-from sacplan._plan.planning import plan
+from sacplan._plan.outcome import Outcome
 from sacplan._profile.profile import Profile
 from sacplan._profile.tracing import Trace, profile
 from sacplan._program.arguments import checked
 from sacplan._program.budget import format_bytes
 from sacplan._program.notebook import Section, as_html, frame_html
 from sacplan._program.progress import Progress, reported
+from sacplan._questions.sweep import PlanWithin, Row, frame
 from sacplan._record.step import LossFn
 from sacplan._shard.sharding import Sharding
 from sacplan._solve.solvers import Solver
@@ -40,41 +40,63 @@ RUN_BY = "sacplan: an op gathers the parameters that it reads (FSDP2, DDP: plan 
 """What a table of layouts says of its rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout(Row):
     """One way to spread a step over a number of devices, as ``sacplan.apply`` runs it.
 
     Attributes:
-        mesh: ranks by axis; empty for a single device.
-        name: ``"ddp"`` (parameters whole on each rank), ``"fsdp"`` (cut, and gathered by each op that reads them),
-            ``"megatron"``, ``"fsdp + megatron"``, or ``"search"``.
-        sharding: where parameters lie; None for a single device.
-        plan: that holds the budget; None if none does.
-        unplanned_peak_bytes: peak per rank without recomputation.
-        peak_bytes: with the plan, or the smallest that was reached.
-        step_ms: predicted time of a step with the plan; without one, of the step without recomputation.
-        recompute_ms: of it, recomputation.
-        collective_ms: of it, collectives that computation does not hide.
-        samples_per_s: of all ranks together; 0 where no plan holds.
-        binding: what makes the smallest peak; ``""`` where a plan holds.
+        mesh: Ranks by axis; empty for a single device.
+        name: ``"ddp"`` (each rank has all parameters), ``"fsdp"`` (parameters are sharded, and gathered by each op
+            that reads them), ``"megatron"``, ``"fsdp + megatron"``, or ``"search"``.
+        sharding: Placements of the parameters; None for a single device.
+        peak_bytes: Per rank, as ``unplanned_peak_bytes``.
+        step_ms: With the plan; where none holds the budget, of the step without recomputation.
+        recompute_ms: Part of ``step_ms`` that runs a second time; 0 where no plan holds the budget, as ``added_ms``.
+        collective_ms: Part of ``step_ms``: exposed communication.
+        samples_per_s: Of all ranks together; 0 where no plan holds the budget.
+        binding: What makes the smallest peak; ``""`` where a plan holds the budget.
     """
+
+    shown: ClassVar = (
+        "mesh", "layout", "fits", "unplanned_peak_bytes", "peak_bytes", "step_ms", "recompute_ms", "collective_ms",
+        "samples_per_s",
+    )  # fmt: skip
 
     mesh: dict[str, int]
     name: str
     sharding: Sharding | None
-    plan: Plan | None
-    unplanned_peak_bytes: int
     peak_bytes: int
     step_ms: float
     recompute_ms: float
+    added_ms: float
     collective_ms: float
     samples_per_s: float
     binding: str = ""
 
-    @property
-    def fits(self) -> bool:
-        """Whether a plan holds the budget."""
-        return self.plan is not None
+    @classmethod
+    def of(cls, whole: Profile, outcome: Outcome, spread: Spread | None = None) -> Layout:
+        """Return the row of a step that is spread over ranks, or of one on a single device."""
+        rank = outcome.profile
+        taken = Row.taken(outcome)
+        taken |= {name: taken[name] or 0.0 for name in ("recompute_ms", "added_ms")}
+        taken["step_ms"] = step_ms = outcome.step_ms or rank.step_ms
+        return cls(
+            mesh={} if spread is None else dict(spread.sharding.mesh.axes),
+            name="one device" if spread is None else spread.name,
+            sharding=None if spread is None else spread.sharding,
+            collective_ms=math.fsum(op.time_ms for op in rank.program.ops if "c10d" in op.name),
+            samples_per_s=rows_of(whole) / step_ms * 1e3 if taken["fits"] else 0.0,
+            binding=outcome.binding,
+            **taken,
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures, with the mesh in words."""
+        words = {
+            "mesh": " x ".join(f"{name} {n}" for name, n in self.mesh.items()) or "one device",
+            "layout": self.name,
+        }
+        return {name: words[name] if name in words else getattr(self, name) for name in self.shown}
 
 
 @dataclass(frozen=True)
@@ -119,24 +141,7 @@ class Layouts:
 
     def to_frame(self) -> pd.DataFrame:
         """One row for each, in bytes and ms."""
-        import pandas as pd
-
-        return pd.DataFrame(
-            [
-                {
-                    "mesh": " x ".join(f"{name} {n}" for name, n in row.mesh.items()) or "one device",
-                    "layout": row.name,
-                    "fits": row.fits,
-                    "unplanned_peak_bytes": row.unplanned_peak_bytes,
-                    "peak_bytes": row.peak_bytes,
-                    "step_ms": row.step_ms,
-                    "recompute_ms": row.recompute_ms,
-                    "collective_ms": row.collective_ms,
-                    "samples_per_s": row.samples_per_s,
-                }
-                for row in self.rows
-            ]
-        )
+        return frame(self.rows)
 
     def _repr_html_(self) -> str:
         rows = [("budget", f"{format_bytes(self.budget_bytes)} on each rank")]
@@ -212,9 +217,7 @@ def layouts(
         )
         budget_bytes = budget_of_device(budget, headroom, whole.spec)
 
-        def on_rank(rank: Profile) -> Plan:
-            return plan(rank, f"{budget_bytes}B", solver, techniques=techniques)
-
+        planner = PlanWithin(budget_bytes, solver, techniques=techniques)
         rows: list[Layout] = []
         refused: list[str] = []
 
@@ -223,15 +226,15 @@ def layouts(
             step(row, f"{row.name} {row.mesh or ''}")
 
         if n == 1:
-            add(_on_one_device(whole, on_rank))
+            add(Layout.of(whole, Outcome.of(whole, planner)))
         for mesh in resolve_mesh(n, whole) if n > 1 else ():
             try:
                 ways = list(spreads(whole, mesh, (0, budget_bytes) if search else (), names_by_role(mesh)))
             except PlanError as error:
                 refused.append(str(error))
                 continue
-            for one in tried(ways, on_rank, all_of_them=True):
-                add(_row(whole, one.spread.profile, one.spread, one.plan, one.smallest_bytes, one.binding))
+            for one in tried(ways, planner, all_of_them=True):
+                add(Layout.of(whole, one.outcome, one.spread))
         if not rows:
             raise PlanError(" ".join(refused))
         rows.sort(key=lambda row: (not row.fits, row.step_ms if row.fits else row.peak_bytes))
@@ -243,32 +246,3 @@ def _number(devices: int | str) -> int:
     if isinstance(devices, bool) or not text.isdigit() or int(text) < 1:
         raise PlanError(f"devices is {devices!r}; give how many, such as 8 or '8xh100'.")
     return int(text)
-
-
-def _on_one_device(whole: Profile, planner: Callable[[Profile], Plan]) -> Layout:
-    try:
-        made = planner(whole)
-    except InfeasibleBudget as error:
-        return _row(whole, whole, None, None, error.smallest_feasible_bytes, error.binding)
-    return _row(whole, whole, None, made, made.peak_bytes)
-
-
-def _row(
-    whole: Profile, rank: Profile, spread: Spread | None, made: Plan | None, least: int, binding: str = ""
-) -> Layout:
-    extra = 0.0 if made is None else made.recompute_ms + made.added_ms
-    step_ms = rank.step_ms + extra
-    collectives = math.fsum(op.time_ms for op in rank.program.ops if "c10d" in op.name)
-    return Layout(
-        mesh={} if spread is None else dict(spread.sharding.mesh.axes),
-        name="one device" if spread is None else spread.name,
-        sharding=None if spread is None else spread.sharding,
-        plan=made,
-        unplanned_peak_bytes=rank.peak_bytes,
-        peak_bytes=least,
-        step_ms=step_ms,
-        recompute_ms=0.0 if made is None else made.recompute_ms,
-        collective_ms=collectives,
-        samples_per_s=0.0 if made is None else rows_of(whole) / step_ms * 1e3,
-        binding=binding,
-    )

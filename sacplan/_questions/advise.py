@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from sacplan._advice.changes import changes, recorded
-from sacplan._advice.parts import Part, moment_of, parts_of
-from sacplan._advice.planned import planned
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._plan.planning import smallest_without_rotor
+from sacplan._plan.planning import Planner
 from sacplan._profile.optimizers import (
     BY_NAME,
     CANDIDATES,
@@ -27,6 +24,9 @@ from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.program import Phase, Program
+from sacplan._questions.changes import changes, recorded
+from sacplan._questions.parts import Part, moment_of, parts_of
+from sacplan._questions.planned import planned
 from sacplan._record.step import LossFn, check_model, resolve_batch
 from sacplan.errors import PlanError
 
@@ -234,7 +234,7 @@ class _Tried:
         yield from self._smallest("recompute", "recompute", more, names)
 
     def _smallest(self, name: str, kind: Kind, what: str, techniques: tuple[str, ...]) -> Iterator[Remedy]:
-        smallest = smallest_without_rotor(self.profile, techniques=techniques)
+        smallest = Planner.of(self.profile, techniques=techniques).smallest_plan(without_rotor=True)
         gib = f"{math.ceil(smallest.peak_bytes / 2**30 * 100) / 100:.2f}GiB"
         if smallest.peak_bytes < 2**30:
             gib = f"{math.ceil(smallest.peak_bytes / 2**20 * 10) / 10:.1f}MiB"

@@ -3,9 +3,9 @@
     print(sacplan.fit(model, lambda n: torch.randint(0, 50257, (n, 1024)), device="rtx-4090"))
 
 The step is recorded without its optimizer, once at the asked size and once at another; other sizes are computed from
-these (``sizes.py``). Optimizers are recorded on the parameters alone (``optimizers.py``): each adds its state to the
-step, and has a peak of its own. So one search for plans serves all of them. A chunked loss goes together with a plan by
-planning recomputation for the step with that loss; ``plan`` with both techniques may find something better.
+these (``scaled.py``). Optimizers are recorded on the parameters alone (``optimizers.py``): each adds its state to the
+step, and has a peak of its own. So what planning derives from the step serves all optimizers, and each has a budget of
+its own: the budget less its state. A row is what ``plan`` finds for that budget with the techniques of its way.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from typing import Any, Literal
 
 import torch
 
-from sacplan._advice.sizes import Peaks, Sized, largest, sized
-from sacplan._advice.verdict import TECHNIQUES, FitRow, Verdict, Way, recommended
-from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._plan.limits import budget_of_device, looking_for_plans, memory_less
-from sacplan._plan.planning import plan, plan_smallest
+from sacplan._plan.planning import Planner
+from sacplan._plan.search import Candidate
 from sacplan._profile.optimizers import (
     BY_NAME,
     OptimizerCandidate,
@@ -35,16 +33,17 @@ from sacplan._profile.tracing import profile
 from sacplan._program.arguments import checked
 from sacplan._program.decisions import Decision
 from sacplan._program.liveness import bytes_at_ops
+from sacplan._program.pins import NO_PINS
 from sacplan._program.program import Phase
+from sacplan._questions.largest import largest
+from sacplan._questions.scaled import Peaks, Sized, sized
+from sacplan._questions.verdict import TECHNIQUES, FitRow, Verdict, Way, recommended
 from sacplan._record.step import LossFn, resolve_batch
 from sacplan.errors import PlanError
 
-_ENOUGH = 0.1  # share of what the most slices save that half of them may save less
-_SOLVER = "greedy"  # what is recommended is planned by all
-_COMPUTED = (
-    "Peaks follow from recordings of the step and of the optimizers, the largest sizes from the step at two sizes. "
-    "sacplan.plan looks longer: its plan may recompute less."
-)
+_COMPUTED = "Peaks follow from recordings of the step and of the optimizers, largest sizes from the step at two sizes."
+_LARGEST = 2**24  # no larger size is looked for
+_WAYS: tuple[Way, ...] = ("plan", "chunked loss", "plan + chunked loss")  # found without a long search
 _TOKENS = 128  # sequences are looked at in multiples of so many: kernels pad others
 
 
@@ -108,7 +107,7 @@ def fit(
             f"unknown optimizer {optimizer!r}; known are {', '.join(map(repr, BY_NAME))}, or a callable."
         )
     spec = resolve_device(device)
-    search = _Search(
+    sweep = _Sweep(
         model,
         make_batch,
         loss_fn,
@@ -121,12 +120,12 @@ def fit(
         longest,
     )
     with looking_for_plans():
-        return search.found(name or type(model).__name__, sizes, on_verdict)
+        return sweep.found(name or type(model).__name__, sizes, on_verdict)
 
 
 @dataclass
-class _Search:
-    """What is recorded and computed on the way."""
+class _Sweep:
+    """Optimizers times ways, and what is recorded and computed for them."""
 
     model: torch.nn.Module
     make_batch: Callable[..., Any]
@@ -139,6 +138,9 @@ class _Search:
     seq: int | None
     longest: int | None
     notes: list[str] = field(default_factory=list)
+    _planned: dict[tuple[Way, int], Candidate | None] = field(default_factory=dict)  # by way and budget
+    _decided: dict[tuple[str, Way], frozenset[Decision]] = field(default_factory=dict)  # by optimizer and way
+    _known: dict[tuple[str, Way], Peaks] = field(default_factory=dict)  # by "batch" or "seq", and way
 
     def recorded(self, batch: int, seq: int | None, optimizer: Any = None) -> Profile:
         """The step at a size."""
@@ -198,69 +200,55 @@ class _Search:
     # --- ways
 
     @cached_property
-    def chunks(self) -> tuple[Decision, ...]:
-        """The loss in as few slices as save nearly the most, and in the most slices; none where it has to be whole."""
-        found = loss_chunks(self.base.program, self.spec)
-        if not isinstance(found, ChunkOptions):
-            return ()
-        peaks = {chunk: self.base.footprint((chunk,)).peak_bytes for chunk, _ in found.options}
-        smallest = min(peaks.values())
-        if smallest >= self.base.peak_bytes:
-            return ()
-        enough = smallest + _ENOUGH * (self.base.peak_bytes - smallest)
-        return next(chunk for chunk, peak in peaks.items() if peak <= enough), found.options[-1][0]
-
-    @cached_property
-    def chunked(self) -> tuple[Decision, Profile]:
-        """A chunked loss, and the step with it to plan from: in few slices, or in the most where these do not fit."""
-        least = min(state for state, _, _ in self.own.values())
-        for chunk in self.chunks:
-            step = replace(self.base)
-            object.__setattr__(step, "program", self.base.with_plan((chunk,)))
-            if plan_smallest(step, _SOLVER).peak_bytes + least <= self.budget_bytes:
-                break
-        return chunk, step
-
-    @cached_property
-    def ways(self) -> dict[Way, tuple[Decision, ...]]:
-        """By way, the decisions with the smallest peak."""
-        found: dict[Way, tuple[Decision, ...]] = {"as it is": ()}
-        found["plan"] = plan_smallest(self.base, _SOLVER).decisions
-        if self.chunks:
-            found["chunked loss"] = self.chunks[:1]
-            chunk, step = self.chunked
-            found["plan + chunked loss"] = (chunk, *plan_smallest(step, _SOLVER).decisions)
+    def smallest(self) -> dict[Way, Candidate]:
+        """By way, what has the smallest peak at the asked size, and is tried at other sizes."""
+        found = {way: self._smallest(way) for way in _WAYS}
+        found = {"as it is": Planner.of(self.base).search(NO_PINS).smallest, **found}
+        if not found["chunked loss"].decisions:  # the loss has to be whole, or slices save nothing
+            del found["chunked loss"], found["plan + chunked loss"]
         return found
+
+    def _smallest(self, way: Way) -> Candidate:
+        # The quick solver: a peak that is a little smaller changes no row that fits.
+        return Planner.of(self.base, "greedy", techniques=TECHNIQUES[way]).smallest(0, quick=way in _WAYS)
 
     def row(self, name: str, way: Way) -> FitRow:
         """One way with one optimizer, at the asked size."""
         state, own_peak, ms = self.own[name]
-        base, left = self.base, self.budget_bytes - state
-        decisions, step_ms = self.ways[way], None
-        smallest = max(base.footprint(decisions).peak_bytes + state, own_peak)
-        if "recompute" in TECHNIQUES[way] and smallest <= self.budget_bytes:
-            decisions = self._planned(way, left)
-        program = base.with_plan(decisions)
-        peak = max(program.footprint.peak_bytes + state, own_peak)
+        found = self._cheapest(way, self.budget_bytes - state) if own_peak <= self.budget_bytes else None
+        best = found or self.smallest[way]
+        peak = max(best.footprint.peak_bytes + state, own_peak)
         fits = peak <= self.budget_bytes
-        if fits or not TECHNIQUES[way]:
-            step_ms = program.step_ms + ms
-        self._decided[name, way] = frozenset(decisions)
-        same = next(w for w in self.ways if self._decided.get((name, w)) == frozenset(decisions))
-        return FitRow(name, way, peak, fits, step_ms, None, None, None if same == way else same)
+        recompute_ms, added_ms = best.footprint.recompute_ms, best.added_ms
+        is_timed = fits or not TECHNIQUES[way]
+        self._decided[name, way] = frozenset(best.decisions)
+        same = next(w for w in self.smallest if self._decided.get((name, w)) == self._decided[name, way])
+        return FitRow(
+            optimizer=name,
+            way=way,
+            fits=fits,
+            peak_bytes=peak,
+            unplanned_peak_bytes=max(self.base.peak_bytes + state, own_peak),
+            step_ms=self.base.step_ms + recompute_ms + added_ms + ms if is_timed else None,
+            recompute_ms=recompute_ms if is_timed else None,
+            added_ms=added_ms if is_timed else None,
+            same_as=None if same == way else same,
+        )
+
+    def _cheapest(self, way: Way, left: int) -> Candidate | None:
+        """What ``plan`` finds for a budget; None where it finds nothing, or would have to look long."""
+        if not TECHNIQUES[way]:
+            return None
+        if (way, left) not in self._planned:
+            planner = Planner.of(self.base, techniques=TECHNIQUES[way])
+            self._planned[way, left] = planner.cheapest(left, quick=way in _WAYS)
+        return self._planned[way, left]
 
     def with_sizes(self, row: FitRow) -> FitRow:
         """The row with the largest batch and sequence."""
         none = not row.fits and self.batch == 1  # then no other batch has to be recorded
         batch = 0 if none else self.largest(row.optimizer, row.way, "batch")
         return replace(row, largest_batch=batch, longest_seq=self.largest(row.optimizer, row.way, "seq"))
-
-    def _planned(self, way: Way, left: int) -> tuple[Decision, ...]:
-        """The least recomputation under a budget that is known to hold."""
-        if way == "plan + chunked loss":
-            chunk, step = self.chunked
-            return (chunk, *plan(step, f"{left}B", _SOLVER).decisions)
-        return plan(self.base, f"{left}B", _SOLVER, techniques=TECHNIQUES[way]).decisions
 
     @property
     def _could_fit(self) -> bool:
@@ -313,8 +301,12 @@ class _Search:
             return None
         unit = _TOKENS if axis == "seq" and self.seq is not None and self.seq % _TOKENS == 0 else 1
         most = None if axis == "batch" or self.longest is None else self.longest // unit
-        found = largest(lambda n: self._fits(steps, axis, way, n * unit, left), most)
-        return found * unit
+        looked: dict[int, int] = {}
+
+        def look(n: int) -> None:
+            looked[n] = self._excess(steps, axis, way, n * unit, left)
+
+        return unit * largest(looked, look, most or _LARGEST, lambda excess: excess <= 0, float)
 
     @cached_property
     def constant_bytes(self) -> int:
@@ -327,42 +319,33 @@ class _Search:
         initial = (s for s in program.initial if program.storage_kinds[s].name == "OTHER")
         return sum(program.storage_bytes[s] for s in initial)
 
-    def _fits(self, steps: Sized, axis: str, way: Way, n: int, left: int) -> bool:
-        """By lines through recordings; where rounding could decide, by the program at that size."""
-        tried: tuple[Way, ...] = ("as it is",) if way == "as it is" else (way, "as it is")
-        for one in tried:
+    def _excess(self, steps: Sized, axis: str, way: Way, n: int, left: int) -> int:
+        """Return how many bytes a step takes more than there are, in this way or as it is, whichever takes less.
+
+        Peaks come from lines through recordings; where rounding could decide, from the program at that size.
+        """
+        peaks = []
+        for one in dict.fromkeys((way, "as it is")):
             peak = self._peaks(steps, axis, one).at(n)
             margin = len(self.base.recorded.storage_bytes) * self.spec.round_up(1)
             if abs(peak - left) <= margin:
-                peak = steps.at(n).footprint(self.ways[one]).peak_bytes
-            if peak <= left:
-                return True
-        return False
+                peak = steps.at(n).footprint(self.smallest[one].decisions).peak_bytes
+            peaks.append(peak)
+        return min(peaks) - left
 
     def _peaks(self, steps: Sized, axis: str, way: Way) -> Peaks:
         """The peaks of a way by size, worked out when they are first asked for."""
         if (axis, way) not in self._known:
-            self._known[axis, way] = steps.peaks(self.ways[way], 1 if axis == "batch" else 2)
+            self._known[axis, way] = steps.peaks(self.smallest[way].decisions, 1 if axis == "batch" else 2)
         return self._known[axis, way]
-
-    @cached_property
-    def _decided(self) -> dict[tuple[str, Way], frozenset[Decision]]:
-        """What the rows do, by optimizer and way."""
-        return {}
-
-    @cached_property
-    def _known(self) -> dict[tuple[str, Way], Peaks]:
-        return {}
 
     # --- the answer
 
     def found(self, name: str, sizes: bool, on_verdict: Callable[[Verdict], object] | None) -> Verdict:
         """All rows, and the one to take; first without the largest sizes."""
-        rows = [self.row(each, way) for each in self.steps for way in self.ways]
+        rows = [self.row(each, way) for each in self.steps for way in self.smallest]
         if not any(row.fits for row in rows) and self._could_fit:  # the search that takes long
-            self.ways["plan + chunks"] = plan_smallest(
-                self.base, _SOLVER, techniques=TECHNIQUES["plan + chunks"]
-            ).decisions
+            self.smallest["plan + chunks"] = self._smallest("plan + chunks")
             rows += [self.row(each, "plan + chunks") for each in self.steps]
         verdict = self._verdict(name, rows)
         if on_verdict is not None:
