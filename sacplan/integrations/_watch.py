@@ -169,7 +169,6 @@ class PeakWatch:
         self._running = False
         self._judge(self._meter.end())
         # On a CPU the peaks are known only when the profiler stops, which should be as soon as possible.
-        # On a CPU the peaks are known only when the profiler stops, which should be as soon as possible.
         if not self._left:
             self.finish()
 
