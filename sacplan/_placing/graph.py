@@ -276,6 +276,7 @@ class StrategyGraph:
 
     def _call(self, op: Op, inputs: tuple[int | None, ...]) -> int:
         tensors = self.program.tensors
+        # Calls are equal if all that a strategy depends on is equal.
         key = (
             op.name,
             op.arguments,
@@ -314,6 +315,8 @@ class StrategyGraph:
         if tensor not in self._tensor_value:
             found = self.program.tensors[tensor]
             home = self.homes.get(found.storage)
+            # Not a parameter: plain so far. A tensor of another shape on its storage is a view of the
+            # parameter that was made before the step, whose layout is not known.
             if home is None or self.classes[home].shapes[0] != found.shape:
                 return None
             self._tensor_value[tensor] = self.home(found.storage)
@@ -331,9 +334,11 @@ class StrategyGraph:
             moment += 1
             op = program.ops[arg]
             if op.phase == Phase.OPTIMIZER:
+                # Paired at the end, when the storages of all gradients are known.
                 optimizer.append((moment, op))
                 continue
             inputs = tuple(map(self.value_of, op.inputs))
+            # Of plain tensors alone: every rank does it in full, whatever is chosen.
             if all(v is None for v in inputs):
                 self.rest_ms += op.time_ms
             elif self._follows(op, inputs):
@@ -345,6 +350,7 @@ class StrategyGraph:
     @staticmethod
     def _follows(op: Op, inputs: Sequence[int | None]) -> bool:
         """Whether the output of an op takes the layout of its argument: a view, or a tensor made in its shape."""
+        # Of two placed inputs it could follow either, so this would be a choice.
         placed = {v for v in inputs if v is not None}
         return len(placed) == 1 and (op.name in _SHAPED_LIKE or not (op.writes or op.mutates))
 
@@ -360,6 +366,7 @@ class StrategyGraph:
     def _add_op(self, arg: int, op: Op, inputs: tuple[int | None, ...], moment: int, site: Hashable) -> None:
         self.call_of[arg] = call = self._call(op, inputs)
         outputs = self.calls[call].outputs
+        # Places are found by module and op of the forward pass.
         follows = op.phase != Phase.FORWARD or op.scope == ROOT_SCOPE
         unit = pattern_of(self.program.scopes[op.scope].fqn) if op.scope != ROOT_SCOPE else ""
         found = self._class(
@@ -385,8 +392,10 @@ class StrategyGraph:
     def _define(self, tensor: int, value: StrategyValue, op: Op, moment: int) -> None:
         self._tensor_value[tensor] = index = self._value(value)
         storage = self.program.tensors[tensor].storage
+        # A view writes nothing: its storage keeps the layout of what is on it. Parameters keep theirs always.
         if (storage in op.writes or storage in op.mutates) and storage not in self.homes:
             known = self._storage_value[storage]
+            # Of several outputs of one op on one storage the first counts.
             if not known or known[-1][0] < moment:
                 known.append((moment, index))
 
@@ -441,6 +450,8 @@ class StrategyGraph:
         for parameter, tensor in program.gradients.items():
             value, storage = self.value_of(tensor), program.tensors[tensor].storage
             home = self.homes.get(parameter)
+            # The parameter is not one of the model's, the gradient depends on no parameter (such as of a
+            # sum), or it lies on a parameter.
             if home is None or value is None or storage in self.homes:
                 continue
             self._uses[tensor, GRADIENT].add(User(home, 0))
@@ -458,7 +469,8 @@ class StrategyGraph:
         owner = {p.storage: p.storage for p in self.parameters}
         owner.update((tensors[t].storage, p) for p, t in self.program.gradients.items())
         groups: list[tuple[Op, list[list[int]]]] = [(op, list(together(op))) for _, op in ops]
-        for _ in range(2):  # state may meet its gradient later than other state
+        # Twice: an op may take two states before either has met the gradient that tells whose they are.
+        for _ in range(2):
             for _, found in groups:
                 for group in found:
                     known = next((owner[s] for t in group if (s := tensors[t].storage) in owner), None)
@@ -475,6 +487,7 @@ class StrategyGraph:
             total = sum(parts.values())
             for home, n in parts.items():
                 self.optimizer_ms[home] += op.time_ms * n / total
+            # Such as an op on step counts alone.
             if not total:
                 self.rest_ms += op.time_ms
 
@@ -493,6 +506,7 @@ class StrategyGraph:
         program = self.program
         for storage, start, end in alive(program):
             n_bytes = program.storage_bytes[storage]
+            # State and temporaries of the optimizer, which no op of the graph has written.
             if storage in self._owner and storage not in self._storage_value:
                 yield Hold(self.home(self._owner[storage]), n_bytes, start, end)
                 continue
@@ -510,6 +524,8 @@ class StrategyGraph:
 
     def _inside(self, op: Op) -> int | None:
         """Return the value that memory inside of an op is cut like: the version it overwrites, or its first output."""
+        # Written in place: the recording has a new version of the storage, and what is inside is alive beside
+        # the old one.
         if op.replaces >= 0:
             replaced = self._storage_value.get(op.replaces)
             return replaced[-1][1] if replaced else None
@@ -563,8 +579,10 @@ def alive(program: Program) -> Iterator[tuple[int, int, int]]:
                 since.setdefault(s, moment)
         elif code not in (Event.ENTER, Event.EXIT):
             s = program.storage_of(code, arg)
+            # Held still, or from now on: then it is alive from the next op on.
             if fold.holders[s]:
                 since.setdefault(s, moment + 1)
+            # A storage that was made and let go of between two ops was never alive at a moment.
             elif since[s] <= moment:
                 yield s, since.pop(s), moment + 1
             else:
