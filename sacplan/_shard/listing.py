@@ -76,7 +76,7 @@ class Strategy:
         flops: of the forward pass on each rank.
         forward: all-reduces of outputs that are partial, and those inside of ops.
         backward: all-reduces of gradients: of tensors that are replicated on an axis that cuts others.
-        memory_bytes: of the operands on each rank.
+        memory_bytes: of the operands, on each rank.
     """
 
     name: str
@@ -242,6 +242,8 @@ def _all(trace: Trace, mesh: Mesh, spec: DeviceSpec | None) -> Iterator[Strategy
     seen = set()
     for chosen in itertools.product(*(forms(trace, n, _nested(mesh, i)) for i, n in enumerate(mesh.ranks))):
         alike = tuple(tuple((p.kind, p.dim) for p in form.of(listing.tensors)) for form in chosen)
+        # ``outer`` follows from the order of axes: forms that differ in it alone are one strategy on this
+        # mesh.
         if alike not in seen and listing.fits(chosen):
             seen.add(alike)
             yield listing.strategy(chosen)
@@ -330,6 +332,8 @@ class _Listing:
             (layout,) = zip(*(form.of([t]) for form in chosen), strict=True)
             for axis, (placement, form) in enumerate(zip(layout, chosen, strict=True)):
                 is_made_whole = maker is None or form.taken[maker].cut is None
+                # Each rank reads all of the tensor with its part of something else, so its gradient is a
+                # summand. If the op that made it was cut as well, autograd reduces there.
                 if placement.kind == "R" and is_made_whole and any(form.taken[i].cut for i in readers):
                     reduced.append((self._bytes(t, layout), axis))
         return self._all_reduced(reduced)
@@ -379,6 +383,7 @@ def _product(trace: Trace) -> tuple[int, int, int] | None:
         op for op in trace.ops if op.func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
     ]
     others = [op for op in trace.ops if not is_alias(str(op.func))]
+    # Names of ColossalAI are those of one product, with views around it.
     if len(products) != 1 or len(others) != 1:
         return None
     x, of_x = _leaf_behind(trace, products[0].inputs[-2])

@@ -52,6 +52,7 @@ class Overlap:
 
     def send(self, ms: float, since: float | None = None) -> float:
         """Start a collective that takes so long; returns its end."""
+        # One link: a collective starts when it may and the one before is over.
         self.free = max(self.free, self.now if since is None else since) + ms
         return self.free
 

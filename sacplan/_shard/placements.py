@@ -113,6 +113,8 @@ def fits(shape: Sequence[int], layout: Placements, ranks: Sequence[int]) -> bool
             if not 0 <= placement.dim < len(shape) or shape[placement.dim] % (placement.outer * n):
                 return False
             cuts.setdefault(placement.dim, []).append((placement.outer, n))
+    # By outer size: each cut must begin at or inside of where the one before ends, or two ranks would have
+    # the same elements.
     for among in cuts.values():
         end = 1
         for outer, n in sorted(among):

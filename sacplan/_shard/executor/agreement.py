@@ -59,14 +59,18 @@ class Agreement:
         # A part of the model runs within a step that has begun; under fake tensors there is nobody to compare with.
         if (fqn and self._shared) or active_fake_mode() is not None:
             return
+        # The first step of each mode is checked: training and evaluation have different batches.
         mode = module.training, torch.is_grad_enabled()
         is_first = self._check and mode not in self._checked
         self._checked.add(mode)
         self._seen = WeakIdKeyDictionary() if is_first else None
+        # A program may have seeded its generators since the last step.
         self._shared.clear()
         with modes_off():
             given = list(_named(args, kwargs)) if self._check else []
             shapes = _digest_of(f"{name} {_described(value)}".encode() for name, value in given)
+            # Shapes in every step, since ranks with other shapes would wait for each other for ever. Values
+            # once, since they cost a copy to the host.
             values = _digest_of(part for _, t in given for part in _bytes_of(t)) if is_first else b""
             found = self._make_agree(self._defaults(), shapes + values)
             if any(theirs != found[0] for theirs in found):
@@ -81,6 +85,7 @@ class Agreement:
 
     def share(self, generator: torch.Generator) -> None:
         """Make ranks agree on a generator before they draw replicated numbers, once in a step."""
+        # Agreed on in this step already, or nothing is drawn.
         if any(known is generator for known in self._shared) or active_fake_mode() is not None:
             return
         with modes_off():
@@ -100,6 +105,8 @@ class Agreement:
         if active_fake_mode() is not None:
             return
         new = [t for t in tensors if self._remember(t)]
+        # All ranks run the same ops on the same tensors, so all return here or none: the collective below
+        # stays paired.
         if not new:
             return
         with modes_off():
@@ -113,6 +120,7 @@ class Agreement:
         if self._seen is None or not isinstance(t, torch.Tensor) or isinstance(t, DTensor):
             return False
         version = -1 if t.is_inference() else t._version
+        # Compared already, and not written since.
         if self._seen.get(t) == version:
             return False
         self._seen[t] = version

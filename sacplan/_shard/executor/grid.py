@@ -128,8 +128,11 @@ class Grid:
             *(local.storage_offset(), tuple(shape), source, target),
         )
         known = self.copies.find(key)
+        # The key has the address of the storage. If that storage is gone, another one may have its address:
+        # the weak reference tells.
         if known is not None and not known[1].expired():
             return known[0]
+        # Before the move, so that the old copy's memory is free for the new one.
         self.copies.make_room(axes)
         copy = self.move(local, shape, source, target)
         self.copies.keep(key, axes, (copy, StorageWeakRef(storage)))
@@ -145,6 +148,7 @@ class Grid:
 
     def place_of(self, op: str) -> CallPattern | None:
         """Return the place of the op that runs now, and count the op."""
+        # Outside of all modules, or no place asks for anything: then no module is watched.
         if not self.modules:
             return None
         unit, ran = self.modules[-1]
@@ -217,6 +221,8 @@ def layout_of(placements: Sequence[Any], shape: Sequence[int], ranks: Sequence[i
         for n in before:
             outers |= {outer * n for outer in outers}
         options.append([cut(dim, outer) for outer in sorted(outers)])
+    # DTensor's factor is relative to the parts of axes before it, which may or may not cut around this one.
+    # So several ``outer`` are possible, and the one that gives back these placements is taken.
     for layout in product(*options):
         if fits(shape, layout, ranks) and placements_of(layout, ranks) == list(placements):
             return layout

@@ -37,6 +37,7 @@ class GradientHooks:
         found: dict[int, list[int]] = defaultdict(list)
         for tensor, index in sorted(last.items(), key=lambda each: -each[1]):
             end = index
+            # Autograd runs hooks between nodes, so not before the last op of this one.
             while end + 1 < len(ops) and _of_one_node(ops[index], ops[end + 1]):
                 end += 1
             found[end].append(tensor)
