@@ -137,9 +137,11 @@ class _Writer:
         self._settle(fold)
         for code, arg in program.events:
             fold.step(code, arg)
+            # Changes between ops wait for the next op, see the class.
             if code != Event.OP:
                 continue
             op = program.ops[arg]
+            # Before ``_settle``, which would free the old block and allocate another one.
             if op.replaces >= 0:
                 self._take_over(op)
             self._settle(fold)
@@ -155,6 +157,7 @@ class _Writer:
     def _take_over(self, op: Op) -> None:
         """Give the block of an overwritten storage to the output of an op that writes in place."""
         sizes, new = self.program.storage_bytes, op.writes[0]
+        # A storage of 0 bytes has no block.
         if op.replaces in self.alive:
             old = self.alive.pop(op.replaces)
             if sizes[new] == sizes[op.replaces]:
@@ -163,6 +166,7 @@ class _Writer:
                 self._free(old)
 
     def _settle(self, fold: _Changes) -> None:
+        # By what holds now: a storage that came and went since the last op is in neither list.
         gone = [s for s in fold.changed if not fold.holders[s] and s in self.alive]
         come = [s for s in fold.changed if fold.holders[s] and s not in self.alive]
         fold.changed.clear()
@@ -177,6 +181,7 @@ class _Writer:
     def _allocate(self, n_bytes: int, frames: Frames, category: str) -> _Allocation:
         known = len(self.allocator.segments)
         made = _Allocation(self.allocator.allocate(n_bytes), n_bytes, frames)
+        # Segments that this allocation made necessary.
         for segment in self.allocator.segments[known:]:
             address = _FIRST_ADDRESS + segment.address
             self._note("segment_alloc", address, segment.nbytes, frames, category=_WITHOUT_CATEGORY)
@@ -185,6 +190,7 @@ class _Writer:
 
     def _free(self, allocation: _Allocation) -> None:
         self.allocator.free(allocation.block)
+        # On one stream a free is completed at once.
         for action in ("free_requested", "free_completed"):
             self._note(action, allocation.address, allocation.n_bytes, allocation.frames)
 

@@ -121,6 +121,8 @@ def _module_slices(program: Program, timeline: Timeline, model: str) -> Iterator
     for i, op in enumerate(timeline.during.tolist()):
         phase = Phase(int(timeline.phases[i])).name.lower()
         path = [(phase, ROOT_SCOPE), *((phase, scope) for scope in _scopes(program, op))]
+        # The stack of open calls and that of this op share a beginning. What is no longer open ends,
+        # innermost first; then what is new begins.
         same = 0
         while same < min(len(stack), len(path)) and stack[same] == path[same]:
             same += 1
