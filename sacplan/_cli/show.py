@@ -195,6 +195,7 @@ def _whence(plan: Plan) -> str:
     """Say how a default budget was derived. Empty for a budget that was asked for."""
     from sacplan._plan.limits import DEFAULT_HEADROOM
 
+    # No budget, or one that the user gave.
     if plan.budget_bytes is None or plan.provenance.budget is not None:
         return ""
     headroom = plan.provenance.headroom
@@ -265,6 +266,7 @@ def _units_table(plan: Plan) -> Table:
     discarded = plan.discarded
     chunked = {chunk.unit for chunk in plan.chunks}
     for fqn in plan.units:
+        # It runs in slices and discards nothing: it is in the table of chunks.
         if fqn in chunked and fqn not in discarded:
             continue
         groups.setdefault((re.sub(r"\d+", "*", fqn), tuple(discarded.get(fqn, ()))), []).append(fqn)
@@ -293,6 +295,7 @@ def together(names: Sequence[str]) -> str:
         return names[0] or "(the model)"
     parts = [re.split(r"(\d+)", n) for n in names]
     varying = [i for i in range(len(parts[0])) if len({p[i] for p in parts}) > 1]
+    # Names that differ in several numbers, or in none, have no short form.
     if len(varying) != 1:
         return f"{names[0]} ... {names[-1]}"
     i = varying[0]
