@@ -509,6 +509,7 @@ def _has_loss(model: torch.nn.Module, batch: Any) -> bool:
     output = call_model(model, batch)
     loss = getattr(output, "loss", None)
     output = dict(output) if isinstance(output, Mapping) else output
+    # Without a loss the sum of the outputs is trained, which needs a float.
     if not any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in tree_leaves(output)):
         raise NoBatch("its output holds no float tensor")
     return loss is not None or (isinstance(output, dict) and output.get("loss") is not None)

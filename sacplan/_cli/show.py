@@ -269,6 +269,7 @@ def _units_table(plan: Plan) -> Table:
         # It runs in slices and discards nothing: it is in the table of chunks.
         if fqn in chunked and fqn not in discarded:
             continue
+        # By pattern and by what they discard: layers that do the same share a row.
         groups.setdefault((re.sub(r"\d+", "*", fqn), tuple(discarded.get(fqn, ()))), []).append(fqn)
     rows = []
     for (_, sites), names in groups.items():

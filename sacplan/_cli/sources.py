@@ -90,6 +90,7 @@ def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions, plan: Plan | N
         return _saved_profile(source, step, ranks, hf)
     import sacplan
 
+    # Errors in options first, then those of the device, then those of the target: from quick to slow.
     spec = device_of(step.device)
     with stage("loading"):
         target = load_target(

@@ -201,6 +201,7 @@ def draw_memory(
         axes = grid.ravel()[: len(panels)]
         for unused in grid.ravel()[len(panels) :]:
             unused.set_axis_off()
+        # Axes are shared, so that panels can be compared: this sets the limits of all.
         axes[0].set_xlim(0, x_ms)
         axes[0].set_ylim(0, highest / unit_bytes * 1.25)
         for i, (axis, panel) in enumerate(zip(axes, panels, strict=True)):
@@ -410,6 +411,7 @@ def _stack(
         visible = least_bytes / unit_bytes / 4
         # Steps too small to be seen are rounded away, so that fewer points remain in the file.
         tops = np.round(tops / visible) * visible
+    # From the top down: each lower area is drawn over the one before.
     for i, (kind, name) in reversed(list(enumerate(STACK.items()))):
         column = rows[:, kind]
         if column.any():
@@ -489,7 +491,9 @@ def _place(axis: Axes, labels: Sequence[Label]) -> None:
             text, (x, y), (0, 0), textcoords="offset points", va="center", color=colour,
             bbox={"facecolor": PAGE, "alpha": 0.72, "linewidth": 0, "pad": 0.5},
         )  # fmt: skip
+        # In the right part of the figure the left side of a point is tried first.
         places = [(-dx, dy, _MIRRORED[side]) if right else (dx, dy, side) for dx, dy, side in _PLACES]
+        # If all are taken, the loop ends with the first one set again.
         for dx, dy, side in (*places, places[0]):
             note.set(position=(dx, dy), ha=side)
             box = note.get_window_extent()

@@ -123,6 +123,7 @@ def _summary(profile: Profile, plan: Plan | None) -> str:
     peak = format_bytes(profile.peak_bytes)
     if plan is None:
         return f"One training step: {peak} at its peak, {profile.step_ms:.1f} ms (predicted). No plan."
+    # The plan has nothing to do: the step fits as it is.
     if not plan.units:
         return f"One training step: {peak} at its peak; the plan discards nothing."
     less = 1 - plan.peak_bytes / profile.peak_bytes
@@ -344,6 +345,7 @@ def _modules(profile: Profile, plan: Plan | None) -> dict[str, Any]:
     rows = module_rows(profile, plan)
     nothing = [group for group in grouped(rows) if group.row.why == NOTHING]
     groups = [group for group in grouped(rows) if group.row.why != NOTHING]
+    # Rows are chosen by weight, and shown in the order of execution.
     by_weight = sorted(groups, key=lambda g: -g.count * (g.row.kept_bytes + g.row.discarded_bytes))
     shown = {g.members for g in by_weight[:_MOST_ROWS]}
     alike = Counter(pattern_of(row.module) for row in rows)

@@ -93,6 +93,7 @@ class _Changes(Fold):
 
     def hold(self, storage: int) -> None:
         super().hold(storage)
+        # The first holder: it was allocated.
         if self.holders[storage] == 1:
             self.changed[storage] = None
 
@@ -160,6 +161,8 @@ class _Writer:
         # A storage of 0 bytes has no block.
         if op.replaces in self.alive:
             old = self.alive.pop(op.replaces)
+            # The recording counts a write in place as a new version of the storage. On a device it is the
+            # same block, which neither is freed nor allocated.
             if sizes[new] == sizes[op.replaces]:
                 self.alive[new] = old
             else:
@@ -174,6 +177,7 @@ class _Writer:
             self._free(self.alive.pop(storage))
         for storage in come:
             n_bytes = self.program.storage_bytes[storage]
+            # The allocator gives no block for 0 bytes.
             if n_bytes:
                 kind = self.program.storage_kinds[storage].name.lower()
                 self.alive[storage] = self._allocate(n_bytes, self.stacks.of_storage(storage), kind)
@@ -260,6 +264,7 @@ class _Stacks:
         """Return the stack of an op: the op, the module calls around it, and the phase."""
         if op not in self.of_ops:
             run = self.program.ops[op]
+            # A recomputed op has the modules of the one that it repeats, and its own phase.
             again = run.recomputes
             recorded = op if again < 0 else again
             name = self.program.ops[recorded].name + (" (recomputed)" if again >= 0 else "")

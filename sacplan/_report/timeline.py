@@ -55,6 +55,7 @@ class Timeline:
         ends = [*self.start_ms[1:], self.end_ms]
         spans: list[tuple[Phase, float, float]] = []
         for phase, start, end in zip(self.phases.tolist(), self.start_ms.tolist(), ends, strict=True):
+            # The same phase goes on; otherwise a new one begins.
             if spans and spans[-1][0] == phase:
                 spans[-1] = (spans[-1][0], spans[-1][1], float(end))
             else:
@@ -126,6 +127,7 @@ def buckets_of(timeline: Timeline, width_ms: float) -> Sequence[int]:
 
     So no peak is lost. The op that is running when a bucket begins belongs to it as well.
     """
+    # The small number keeps rounding from adding a bucket at the end.
     n = max(1, int(np.ceil(timeline.end_ms / width_ms - 1e-9)))
     # The op that runs when a bucket begins has started before it, hence - 1.
     starts = np.searchsorted(timeline.start_ms, np.arange(n) * width_ms) - 1

@@ -390,6 +390,7 @@ class _Styles:
         return self.model.kinds[module] == "Linear"
 
     def _classify(self, module: str) -> None:
+        # A module is classified by the placements of its own parameters.
         own = {p.rpartition(".")[2]: self.homes[p] for p in self.model.shapes if _parent(p) == module}
         cuts = {f"{module}.{name}": placement for name, placement in own.items() if placement.is_cut}
         # Replicated: no style.
@@ -452,6 +453,8 @@ class _Styles:
 
         A child before the columns has the width of their input.
         """
+        # A child that is as wide as the input of the columns, such as a norm before them, meets full
+        # activations.
         inward = {i for _, i in self._linears(_parent(module), "columns")}
         return not self._widths(module) & inward
 
@@ -503,6 +506,9 @@ class _Styles:
         given = "input_layouts=Shard(1)" if self.sequence else ""
         in_group = _parent(module) in self.groups
         if how == "columns":
+            # By default ``ColwiseParallel`` leaves its output cut and ``RowwiseParallel`` expects its input
+            # cut (``torch/distributed/tensor/parallel/style.py``): right within a group. Elsewhere both must
+            # say otherwise.
             gathered = "" if in_group else "output_layouts=Replicate()"
             return f"ColwiseParallel({', '.join(filter(None, (given, gathered)))})"
         if how == "rows":
@@ -545,6 +551,7 @@ class _Styles:
             styles |= {module: "moe_tp_experts", **of_parameters}
         found = self._grouped(styles)
         single = [name for name in found if any(part.isdecimal() for part in name.split("."))]
+        # A plan has one entry for all layers of a pattern, so it cannot give one of them a style of its own.
         if single:
             against.append(
                 f"a tp_plan gives all layers the same styles, and {single[0]!r} differs from its like."

@@ -68,6 +68,7 @@ class Trace(NamedTuple):
         # Back to what the views show, if an op has made it.
         while id(t) in made and is_alias(str(made[id(t)].func)):
             t = made[id(t)].inputs[0]
+        # Made by an op that computes: its own shape is the one that counts.
         if id(t) in made:
             return t.shape
         return self._read(t)
@@ -111,6 +112,7 @@ def forms(trace: Trace, ranks: int, nested: Sequence[int] = ()) -> list[AxisForm
     found = [AxisForm({})]
     for op in trace.ops:
         found = [longer for form in found for longer in _with(op, form, options, ranks)]
+        # Forms multiply with each op. A module of many ops is for the search, not for a list.
         if len(found) > _MOST_FORMS:
             raise PlanError(
                 f"there are more than {_MOST_FORMS} ways to place {len(trace.leaves)} tensors at {op.func}; "

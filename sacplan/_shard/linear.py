@@ -124,6 +124,8 @@ def passed_on(func: torch._ops.OpOverload, call: Call) -> Iterator[tuple[frozens
         if not given or given != {call.named_inputs[i][0] for i in found}:
             continue  # a number cannot be a summand
         summands = [call.inputs[i] for i in found]
+        # Only floats have summands. ``promote_types`` gives back the output's type if that can hold every
+        # summand.
         if all(map(may_be_partial, (*summands, *call.outputs))) and all(
             torch.promote_types(dtype_of(t), dtype_of(o)) == dtype_of(o)
             for t in summands

@@ -85,6 +85,8 @@ class CallPatterns:
             op: name of the overload.
             occurrence: of the op in this call of the module.
         """
+        # By op and occurrence first: this runs at each op of each module, and patterns are regular
+        # expressions.
         for place in self._by_op.get((op, occurrence), ()):
             if matches(place.unit, unit):
                 self.met[place] += 1

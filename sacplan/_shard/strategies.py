@@ -256,6 +256,8 @@ def _passing(call: Call, available: Sequence[Collection[Placement]]) -> Iterator
     for together, moves in passed_on(call.func, call):
         for reduce in ("sum", "max", "min") if moves else ("sum",):
             p = Placement("P", reduce=reduce)
+            # Offered only where an input is partial: otherwise each linear op would have a few more
+            # strategies that nobody takes.
             has_it = any(p in available[i] for i in together if i < len(available))
             if has_it or (not available and reduce == "sum"):
                 inputs = tuple(p if i in together else REPLICATED for i in range(len(call.inputs)))
@@ -297,6 +299,7 @@ class LocalCall:
         for within in self.cuts:
             if within is not None and self.rule is not None:
                 found = resized_arguments(self.rule, found, within, 1)
+        # A weighted mean is computed as a sum, and divided in ``finish`` by the weight of all ranks.
         if self.weighed:
             found[list(arguments_by_name(self.func, args, {})).index("reduction")] = _SUM
         return found
@@ -343,6 +346,8 @@ def local_call(call: Call, chosen: Sequence[AxisStrategy], mesh: Mesh) -> LocalC
     scales = []
     for i in range(len(chosen[0].outputs) if chosen else 0):
         ranks = math.prod(n for s, n in zip(chosen, mesh.ranks, strict=True) if i in s.averages)
+        # A rank has taken the mean over its part: the sum of these is too large by the number of ranks that
+        # cut.
         if ranks > 1:
             scales.append((i, 1 / ranks))
     rule = _rule(call) if any(s.cut for s in chosen) else None

@@ -67,6 +67,7 @@ def homes_of_tp_plan(model: nn.Module, mesh: Mesh, axis: str) -> dict[str, Place
             continue
         placement = _placement(style, name, parameter.ndim)
         layout = tuple(placement if i == at else REPLICATED for i in range(len(mesh.axes)))
+        # Hugging Face would cut unevenly here, which no layout says: replicated instead.
         if placement.is_cut and fits(parameter.shape, layout, mesh.ranks):
             found[pattern] = layout
     return found
@@ -91,6 +92,8 @@ def _plan_of(model: nn.Module) -> Mapping[str, str]:
 
 def _placement(style: str, name: str, ndim: int) -> Placement:
     is_vector = ndim == 1
+    # The weight of a Linear is (out, in), those of experts (experts, out, in): columns are the last but one
+    # dimension, and of a bias the only one.
     if style in COLUMNS:
         return cut(max(0, ndim - 2))
     # The bias of rows is added once, after the sum, so it is not cut.

@@ -66,6 +66,7 @@ class Grid:
         self, mesh: Mesh, device_mesh: DeviceMesh, places: Sequence[CallPattern] = (), check: bool = True
     ) -> None:
         coordinate = device_mesh.get_coordinate()
+        # ``get_coordinate`` is None on a process that is not in the mesh.
         if tuple(device_mesh.shape) != mesh.ranks or coordinate is None:
             raise PlanError(
                 f"mesh {mesh} does not match the device mesh of shape {tuple(device_mesh.shape)}; "
@@ -175,6 +176,8 @@ class Grid:
                 generator.get_state().numpy().tobytes()
             )  # a tensor would be alive beside what the op makes
             where = ",".join(str(self.coordinate[axis]) for axis in axes)
+            # The seed depends on the common state and on the position along ``axes``. So ranks with the same
+            # part draw alike, and a run with the same seed draws the same again.
             digest = hashlib.blake2b(state + where.encode(), digest_size=7).digest()
             generator.manual_seed(int.from_bytes(digest, "little"))
         try:
@@ -191,6 +194,8 @@ def placements_of(layout: Placements, ranks: Sequence[int]) -> list[Any]:
     """Return the placements of DTensor, which sees the cut of an axis within the parts of axes before it."""
     found: list[Any] = []
     for axis, placement in enumerate(layout):
+        # DTensor's ``_StridedShard`` (``torch/distributed/tensor/placement_types.py``) counts pieces within
+        # the parts of the axes before it, while ``outer`` counts them within the full tensor.
         if placement.is_cut:
             factor = placement.outer
             for other, n in zip(layout[:axis], ranks, strict=False):

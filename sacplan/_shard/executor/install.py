@@ -138,6 +138,8 @@ class ShardingHandle:
         # from the beginning.
         if parameter.requires_grad:
             self._hooks.append(made.register_hook(self._sends_home(home)))
+        # Hooks of the user or of a library move with the parameter, after our own, so that they see gradients
+        # in the layout of the parameter.
         for hook in (parameter._backward_hooks or {}).values():
             made.register_hook(hook)
         for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():

@@ -128,6 +128,8 @@ class PlacedTensor(DTensor):
             for p, n, at in zip(self._form.layout, grid.ranks, grid.coordinate, strict=True)
             if p.is_cut and p.dim == dim
         )
+        # Invariant: ``starts`` are the beginnings of the stretches that this rank has after the cuts so far,
+        # from the outermost inwards. Each further cut leaves ``repeated`` stretches of each.
         starts = [0]
         before = 1
         for outer, n, at in cuts:
@@ -137,6 +139,9 @@ class PlacedTensor(DTensor):
             before = outer * n
         return starts
 
+    # The protocol of ``torch.distributed.checkpoint`` (``planner_helpers.py``). DTensor's own methods write
+    # one chunk for each rank, but a part that is cut inside of a dimension is several blocks of the full
+    # tensor.
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
         return [
             dtensors.checkpoint_write_item(fqn, dtensors.checkpoint_chunk(at, block.shape), block, self.shape)
@@ -188,6 +193,7 @@ class _Redistribute(torch.autograd.Function):
         ctx.grid = t._grid
         ctx.back = tuple(REPLICATED if p.is_partial else p for p in t._form.layout)
         moved = moved_to(t, target, t._grid)
+        # ``moved_to`` returns its argument if nothing moves, and autograd needs a tensor of its own.
         return place(moved._local_tensor, moved._form, t._grid)
 
     @staticmethod
@@ -202,6 +208,8 @@ class _ToLocal(torch.autograd.Function):
     def forward(ctx: Any, t: PlacedTensor, target: Placements, grad: Placements) -> torch.Tensor:
         ctx.grid, ctx.form = t._grid, t._grid.form(grad, t._form.shape, t._form.stride, t._form.dtype)
         local = moved_to(t, target, t._grid)._local_tensor
+        # As DTensor's ``to_local`` does (``torch/distributed/tensor/_api.py``): autograd writes its metadata
+        # into what is returned, so this must not be the tensor that the placed one holds.
         return local.view_as(local)
 
     @staticmethod
@@ -459,8 +467,11 @@ def _with_dtensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return value
 
     written = flat_tensors(op_traits(func).written(args, kwargs))
+    # A DTensor on this mesh is wrapped and written in place. On another mesh a redistributed copy would be
+    # written instead.
     for t in written:
         if isinstance(t, DTensor) and type(t) is not PlacedTensor and t.device_mesh != grid.device_mesh:
             raise PlanError(f"{func} writes a DTensor of another mesh; redistribute it first.")
     out = run(func, [ours(value) for value in args], {name: ours(value) for name, value in kwargs.items()})
+    # An op in place returns what it has written, which must be the caller's object.
     return back.get(id(out), out)

@@ -78,6 +78,8 @@ def prepare(
     device = next(flat_tensors((args, kwargs))).device
     whole_args, whole_kwargs, outputs = _as_whole(func, args, kwargs, forms)
     call = Call(func, whole_args, whole_kwargs, outputs)
+    # The same steps as in ``rank/local_runs.py``, which asks ``choose`` and ``local_call`` as well: the plan
+    # and the run cannot differ in how an op runs.
     have = [form.layout for form in forms]
     # Without shapes there is nothing to choose by: every rank runs it on unsharded inputs.
     if outputs is _UNKNOWN:
@@ -91,6 +93,7 @@ def prepare(
     cut = [axis for axis, s in enumerate(chosen.strategies) if s.cut is not None]
     made = None
     if outputs is not _UNKNOWN:
+        # An op without tensors makes no weight.
         weight = bool(forms) and all(form.weight for form in forms)
         made = tuple(
             grid.form(layout, t.shape, t.stride(), t.dtype, weight)
@@ -144,6 +147,8 @@ def _as_whole(
 
 
 def _without_tensors(value: Any) -> Any:
+    # Tensors are in the key by shape, stride, dtype and device. The type of other values counts, since 1, 1.0
+    # and True are equal.
     if isinstance(value, torch.Tensor):
         return torch.Tensor
     if isinstance(value, (tuple, list)):

@@ -187,6 +187,7 @@ class LocalRuns:
         key = (_layout_of(local), shape, source, target, keep)
         if key not in self._cache.redistributions:
             x = self.rehearsal.like(local)
+            # There is no process group. The axis stands in its place, and ``RankDraft._time_ms`` reads it.
             groups = [str(axis) for axis in range(len(self._mesh.axes))]
             zero = (0,) * len(groups)
 

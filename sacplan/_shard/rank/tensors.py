@@ -60,6 +60,7 @@ class PlacedTensors:
         if tensor not in self.layouts:
             program = self._draft.program
             storage = program.tensors[tensor].storage
+            # Made by the step: placed when its op has run, or plain.
             if storage not in self.homes:
                 return None
             self._place(tensor, self.homes[storage])
