@@ -226,8 +226,6 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     Raises:
         PlanError: it cannot run with the layouts of its inputs.
     """
-    # Its tensors may have different layouts, and one strategy of a call has one placement for each of its
-    # tensors.
     if func is _FOREACH_NORM:
         return _norms(*args, **kwargs)
     tensors: list[Any] = []
