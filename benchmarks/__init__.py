@@ -1,0 +1,12 @@
+"""Commands that measure what sacplan promises and costs: ``python -m benchmarks.NAME``.
+
+Each file here is a command. ``docs/figures.md`` lists them with the files in ``results`` that they write. What they
+share is in folders:
+
+- ``harness``: command lines, files of figures, tables, plans for a number of bytes, measured steps, processes.
+- ``models``: the models and batches that are trained.
+- ``graphs``: steps as plain graphs of ops, and programs that bound any schedule of such a graph.
+
+Three files are no commands: ``allocator.py`` (``gpu`` and ``capacity``), ``rivals.py`` (``frontier``) and
+``rotor_reference.py`` (``rotor``).
+"""

@@ -1,9 +1,10 @@
-"""The CUDA caching allocator, played through on a recording: what a step reserves, and what really counts.
+"""What a recorded step would reserve on a GPU: the CUDA caching allocator, played through on the recording.
 
-``Profile.peak_bytes`` is the sum of tensors, each rounded to 512 bytes. The difference is fragmentation.
+``Profile.peak_bytes`` is the sum of tensors, each rounded to 512 bytes. The difference to what is reserved is
+fragmentation.
 
-The allocator's rules are in ``sacplan/_device/caching_allocator.py``. Not compared with a GPU by us;
-``benchmarks/gpu.py`` does.
+The allocator's rules are in ``sacplan/_device/caching_allocator.py``. They have not been compared with a GPU by us;
+``benchmarks/gpu.py`` does that.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sacplan._program.program import Event, Program
 
 @dataclass(frozen=True, slots=True)
 class AllocatorPeaks:
-    """What the allocator's statistics would say after a step."""
+    """The allocator's statistics after a step."""
 
     allocated_bytes: int
     """``torch.cuda.max_memory_allocated()``."""

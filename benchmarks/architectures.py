@@ -1,33 +1,39 @@
-"""Plan many architectures and verify each plan with a fake step.
+"""Do plans for an H100 hold in a fake step, on sixty architectures of transformers?
 
-    python -m benchmarks.architectures                     # all, on an h100, bfloat16, at 75 % and 50 %
+    python -m benchmarks.architectures
     python -m benchmarks.architectures --names gpt2 t5 --budgets 60%
-    python -m benchmarks.architectures --real --size small # on this CPU, measured, gradients compared
 
-One row for each budget. "smallest" as a budget means that the one asked for is infeasible, and that the
-smallest feasible one, which the error reports, was planned for instead.
+Each architecture is planned in bfloat16 at each budget, and a fake step with the plan applied is compared with it. A
+row is a plan: its peak as predicted and as seen, recompute time as a share of the step's, and the seconds for profile,
+plan and fake step. "smallest" as a budget means that the one asked for is infeasible: the smallest feasible one, which
+the error reports, is planned for instead. ``benchmarks.real_models`` runs the same architectures for real, on a CPU.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
 
 import torch
 
-import sacplan
-from benchmarks import hf_models
-from benchmarks.common import GIB, on_one_thread, plan_or_smallest, real_step
+from benchmarks.harness.command import Parser
+from benchmarks.harness.plans import plan_or_smallest, timed
+from benchmarks.harness.results import GIB, write_results
+from benchmarks.harness.table import Table
+from benchmarks.models import hf_models
+from benchmarks.models.cases import Case
+
+_TABLE = Table(
+    ("name", "<20"), ("parameters", ">10"), ("unplanned", ">10.4f"), ("budget", ">8"), ("GiB", ">8.4f"),
+    ("predicted", ">9.4f"), ("seen", ">8.4f"), ("recompute", ">9.2%"), ("seconds", ">7.1f"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One plan. ``recompute`` is a share of the step's time; ``seconds`` are for profile, plan and verify."""
+    """One plan. ``recompute`` is a share of the step's time; ``seconds`` are for profile, plan and fake step."""
 
     name: str
     parameters: int
@@ -38,7 +44,6 @@ class Row:
     seen_bytes: int
     recompute: float
     seconds: float
-    bit_equal: bool | None
 
     @property
     def holds(self) -> bool:
@@ -46,79 +51,66 @@ class Row:
         return self.seen_bytes <= self.budget_bytes and self.seen_bytes == self.predicted_bytes
 
 
-def rows(
-    name: str, size: str, device: str, budgets: list[str], dtype: torch.dtype, real: bool
-) -> Iterator[Row]:
+def rows(name: str, size: str, device: str, budgets: list[str], dtype: torch.dtype) -> Iterator[Row]:
     """Profile once, then plan and verify for each budget."""
     torch.manual_seed(0)
-    model, batch, loss_fn = hf_models.build(name, size, "cpu" if real else "meta", dtype)
-    began = time.perf_counter()
-    profile = sacplan.profile(model, batch, loss_fn=loss_fn, device=device)
-    seconds = time.perf_counter() - began
+    case = Case(*hf_models.build(name, size, "meta", dtype))
+    profile, seconds = timed(lambda: case.profile(device))
     for budget in budgets:
-        began = time.perf_counter()
-        plan, found = plan_or_smallest(profile, budget)
-        seen = sacplan.verify(model, batch, plan, loss_fn=loss_fn, run="real" if real else "fake")
+        (plan, found), planning = timed(lambda budget=budget: plan_or_smallest(profile, budget))
+        seen, verifying = timed(lambda plan=plan: case.verify(plan))
         yield Row(
             name=name,
-            parameters=sum(p.numel() for p in model.parameters()),
+            parameters=sum(p.numel() for p in case.model.parameters()),
             unplanned_bytes=profile.peak_bytes,
             budget=found,
             budget_bytes=plan.budget_bytes or 0,
             predicted_bytes=plan.peak_bytes,
             seen_bytes=seen.peak_bytes,
             recompute=plan.recompute_ms / profile.step_ms,
-            seconds=seconds + time.perf_counter() - began,
-            bit_equal=same_bits(model, batch, loss_fn, plan) if real else None,
+            seconds=seconds + planning + verifying,
         )
 
 
-@on_one_thread
-def same_bits(model: torch.nn.Module, batch: Any, loss_fn: Any, plan: sacplan.Plan) -> bool:
-    """Whether loss, gradients and buffers are the same bits with the plan as without, dropout on."""
-    return real_step(model, batch, loss_fn, plan=plan).same_bits(real_step(model, batch, loss_fn))
+def _line(row: Row) -> str:
+    verdict = "" if row.holds else f"seen {row.seen_bytes - row.predicted_bytes:+d} B"
+    if row.seen_bytes > row.budget_bytes:
+        verdict += " OVER BUDGET"
+    figures = _TABLE.row(
+        row.name, f"{row.parameters / 1e6:.1f}M", row.unplanned_bytes / GIB, row.budget, row.budget_bytes / GIB,
+        row.predicted_bytes / GIB, row.seen_bytes / GIB, row.recompute, row.seconds,
+    )  # fmt: skip
+    return f"{figures} {verdict}"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; the exit status is the number of failures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--names", nargs="*", default=list(hf_models.NAMES))
+    parser = Parser(__doc__)
+    parser.choice("--names", hf_models.NAMES)
     parser.add_argument("--budgets", nargs="*", default=["75%", "50%"])
     parser.add_argument("--size", choices=["small", "medium"], default="medium")
-    parser.add_argument("--device", default=None, help="h100, or cpu with --real")
-    parser.add_argument("--dtype", default=None, help="bfloat16, or float32 with --real")
-    parser.add_argument("--real", action="store_true", help="run on this CPU and measure")
-    parser.add_argument("--traceback", action="store_true")
+    parser.add_argument("--device", default="h100")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--traceback", action="store_true", help="show where a failure comes from")
     parser.add_argument("--warnings", action="store_true", help="show what the fake trace assumed")
     args = parser.parse_args(argv)
-    device = args.device or ("cpu" if args.real else "h100")
-    dtype = getattr(torch, args.dtype or ("float32" if args.real else "bfloat16"))
     if not args.warnings:
         warnings.simplefilter("ignore")
-    print(f"{'name':20} {'parameters':>10} {'unplanned':>10} {'budget':>8} {'GiB':>8}", end=" ")
-    print(f"{'predicted':>9} {'seen':>8} {'recompute':>9} {'seconds':>7}")
+    print(_TABLE.head)
+    found: list[Row] = []
     failures = 0
     for name in args.names:
         try:
-            for row in rows(name, args.size, device, args.budgets, dtype, args.real):
-                verdict = "" if row.holds else f"seen {row.seen_bytes - row.predicted_bytes:+d} B"
-                if row.seen_bytes > row.budget_bytes:
-                    verdict += " OVER BUDGET"
-                if row.bit_equal is not None:
-                    verdict += " bit-equal" if row.bit_equal else " GRADIENTS DIFFER"
-                failures += not (row.holds if row.bit_equal is None else row.bit_equal)
-                gib = [row.unplanned_bytes, row.budget_bytes, row.predicted_bytes, row.seen_bytes]
-                unplanned, budget, predicted, seen = (n / GIB for n in gib)
-                print(f"{name:20} {row.parameters / 1e6:9.1f}M {unplanned:10.4f} {row.budget:>8}", end=" ")
-                print(f"{budget:8.4f} {predicted:9.4f} {seen:8.4f} {row.recompute:9.2%}", end=" ")
-                print(f"{row.seconds:7.1f} {verdict}", flush=True)
-        except Exception as error:
+            for row in rows(name, args.size, args.device, args.budgets, getattr(torch, args.dtype)):
+                found.append(row)
+                failures += not row.holds
+                print(_line(row), flush=True)
+        except Exception as error:  # whatever it is: the other architectures go on
             failures += 1
             print(f"{name:20} FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
             if args.traceback:
                 traceback.print_exc()
+    write_results(args.json, [asdict(row) for row in found])
     return failures
 
 

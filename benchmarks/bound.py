@@ -1,37 +1,34 @@
-"""sacplan's plans beside what no schedule can beat, on the same op graphs, bytes and times.
+"""How far is a plan's recomputation from what no schedule can beat, on the same graph, bytes and times?
 
     python -m benchmarks.bound [--layers 2 4 8 16 32] [--shares .9 .8 .7 .6 .5 .4 .3] [--no-exact] [--no-models]
 
-Every figure is recompute time over forward time at a budget that is a share of the peak with everything kept:
+A row is a graph at a budget, which is a share of its peak with everything kept. Figures are recompute time over forward
+time:
 
-- ``bound``: no schedule recomputes less: the largest of Checkmate's linear relaxation (up to 8 layers) and the bounds
-  from what is alive between the passes, and at an op of the backward pass; "none" where no schedule fits at all;
-- ``before``: the same without the last of the three;
-- ``plan``: ``sacplan.plan`` at exactly these bytes, by its own replay, with the seconds it took, the fit included;
+- ``bound``: no schedule recomputes less. It is the largest of Checkmate's linear relaxation (up to 8 layers) and two
+  bounds: from what is alive between the passes, and from what is alive at an op of the backward pass. "none": no
+  schedule fits at all.
+- ``before``: the same without the last of the three.
+- ``plan``: ``sacplan.plan`` at exactly these bytes, by its own replay, with the seconds it took, the fit included.
 - ``half``, ``layer``: the optimum of ``torch.utils.checkpoint`` with selective contexts on halves of layers, and on
-  layers;
+  layers.
 - ``k full``: as many whole layers fully checkpointed as it takes.
 
-``peak`` is the plan's over the budget (of the smallest that the search found, where it is over 1). The second table has
-small graphs whose exact optimum Checkmate's program finds. The third has bounds for plans of models that were really
-traced; they know nothing of kernel workspaces and of the optimizer's step, so they are loose where the peak is there.
-"-" is: nothing of that class fits. Results go to ``benchmarks/results/bound.json``.
+"-": nothing of that class fits. ``peak`` is the plan's over the budget; where it is over 1, it is the smallest peak
+that the search found.
+
+The second table has small graphs, whose exact optimum Checkmate's program finds. The third has models that were traced.
+Their bounds know nothing of kernel workspaces and of the optimizer's step, so they are loose where the peak is there.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-import torch
-
 import sacplan
-from benchmarks import common
-from benchmarks.common import describe, machine, write_results
-from benchmarks.graphs import gpt, mlp
-from benchmarks.opgraph import OpGraph, as_graph, profile_of
-from benchmarks.optimum import (
+from benchmarks.graphs.opgraph import OpGraph, as_graph, profile_of
+from benchmarks.graphs.optimum import (
     Optimum,
     backward_bound,
     boundary_bound,
@@ -41,6 +38,12 @@ from benchmarks.optimum import (
     selective_contexts,
     whole_regions,
 )
+from benchmarks.graphs.stacks import gpt, mlp
+from benchmarks.harness.command import Parser
+from benchmarks.harness.plans import plan_or_least, timed
+from benchmarks.harness.results import write_results
+from benchmarks.harness.table import Table
+from benchmarks.models.cases import example, gpt2
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 RELAXED_LAYERS = 8
@@ -60,7 +63,7 @@ EXACT: tuple[tuple[OpGraph, tuple[float, ...]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What ``sacplan.plan`` made of a budget; ratio and status are None where it found nothing that fits.
+    """A plan for a budget; ratio and status are None where nothing fits.
 
     Attributes:
         ratio: recompute time over forward time.
@@ -76,18 +79,15 @@ class Planned:
 
 def plan_for(profile: sacplan.Profile, budget_bytes: int) -> Planned:
     """Plan for exactly these bytes."""
-    began = time.perf_counter()
-    try:
-        plan = sacplan.plan(profile, f"{budget_bytes}B")
-    except sacplan.InfeasibleBudget as error:
-        return Planned(None, error.smallest_feasible_bytes, None, time.perf_counter() - began)
-    seconds = time.perf_counter() - began
-    return Planned(plan.recompute_ms / profile.forward_ms, plan.peak_bytes, plan.status, seconds)
+    (plan, peak_bytes), seconds = timed(lambda: plan_or_least(profile, budget_bytes))
+    if plan is None:
+        return Planned(None, peak_bytes, None, seconds)
+    return Planned(plan.recompute_ms / profile.forward_ms, peak_bytes, plan.status, seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One graph at one budget; ratios are recompute over forward time, None where nothing fits.
+    """One graph at one budget. Ratios are recompute over forward time, None where nothing fits.
 
     ``relaxed``, ``boundary`` and ``backward`` are the three bounds, None where one was not computed or says that
     no schedule fits at all (``possible`` is False then).
@@ -109,7 +109,7 @@ class Row:
 
     @property
     def bound(self) -> float | None:
-        """The largest of the three."""
+        """Return the largest of the three."""
         return _largest(self.relaxed, self.boundary, self.backward) if self.possible else None
 
 
@@ -118,7 +118,7 @@ def _largest(*bounds: float | None) -> float | None:
 
 
 def compare(graph: OpGraph, layers: int, share: float, time_limit: float) -> Row:
-    """All methods at the same bytes."""
+    """Apply all methods to a graph at the same bytes."""
     budget = int(share * graph.store_all_peak)
     bounds = [boundary_bound(graph, budget), backward_bound(graph, budget)]
     if layers <= RELAXED_LAYERS:
@@ -148,9 +148,11 @@ def _possible(*bounds: Optimum) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ExactRow:
-    """One small graph at one budget, beside Checkmate's exact optimum (``proved`` is its lower bound).
+    """One small graph at one budget, beside Checkmate's exact optimum.
 
-    ``backward`` is the bound that takes milliseconds.
+    Attributes:
+        optimum, proved: the best schedule that the program found, and its lower bound.
+        backward: the bound from what is alive at an op of the backward pass, which takes milliseconds.
     """
 
     graph: str
@@ -166,7 +168,7 @@ class ExactRow:
 
 
 def compare_exact(graph: OpGraph, share: float, time_limit: float) -> ExactRow:
-    """The exact optimum and the plan at the same bytes."""
+    """Find the exact optimum and the plan at the same bytes."""
     budget = int(share * graph.store_all_peak)
     best = checkmate(graph, budget, time_limit=time_limit)
     return ExactRow(
@@ -185,7 +187,7 @@ def compare_exact(graph: OpGraph, share: float, time_limit: float) -> ExactRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """A traced model at one budget: the bounds from what is alive between and within the passes, and the plan."""
+    """A traced model at one budget: the two bounds from what is alive, and the plan."""
 
     model: str
     ops: int
@@ -198,7 +200,7 @@ class ModelRow:
 
 
 def compare_model(name: str, profile: sacplan.Profile, shares: list[float]) -> Iterator[ModelRow]:
-    """Shares are of the profile's peak, parameters included."""
+    """Yield a row for each budget; shares are of the profile's peak, parameters included."""
     graph = as_graph(profile.program, name)
     for share in shares:
         budget = int(share * profile.peak_bytes)
@@ -216,34 +218,70 @@ def compare_model(name: str, profile: sacplan.Profile, shares: list[float]) -> I
 
 
 def _traced() -> Iterator[tuple[str, sacplan.Profile]]:
-    import transformers
-
-    from examples.transformer import Transformer
-
-    with torch.device("meta"):
-        model = Transformer(n_layers=4)
-    yield "example, 4 layers", sacplan.profile(model, torch.randint(0, 8192, (8, 1024)), device="h100")
-    with torch.device("meta"):
-        gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config()).bfloat16()
-    tokens = torch.randint(0, 50257, (16, 1024))
-    batch = {"input_ids": tokens, "labels": tokens}
-    yield "GPT-2 of transformers", sacplan.profile(gpt2, batch, device="h100", optimizer=torch.optim.AdamW)
+    yield "example, 4 layers", example(4).profile()
+    yield "GPT-2 of transformers", gpt2().profile()
 
 
-def _cell(ratio: float | None, none: str = "-") -> str:
-    return f"{none:>7}" if ratio is None else f"{ratio:7.4f}"
+# --- tables -----------------------------------------------------------------------------------------------
+
+_PLAN = (("plan", ">7.4f"), ("peak", ">7.4f"), ("seconds", ">7.2f"))
+_BOUNDS = (("before", ">7.4f"), ("bound", ">7.4f"))
+_STACKS = Table(
+    ("graph", ">8"), ("share", ">5.2f"), *_BOUNDS, *_PLAN,
+    *((name, ">7.4f") for name in ("half", "layer", "k full")), ("k", ">7"),
+)  # fmt: skip
+_EXACT = Table(
+    ("graph", ">12"), ("ops", ">4"), ("share", ">5.2f"), ("bound", ">7.4f"), ("exact", ">7.4f"), *_PLAN
+)
+_MODELS = Table(("model", ">22"), ("share", ">5.2f"), *_BOUNDS, *_PLAN)
 
 
-def _plan_cells(planned: Planned, budget_bytes: int) -> str:
-    return f"{_cell(planned.ratio)} {planned.peak_bytes / budget_bytes:7.4f} {planned.seconds:7.2f}"
+def _plan_cells(planned: Planned, budget_bytes: int) -> tuple[float | None, float, float]:
+    return planned.ratio, planned.peak_bytes / budget_bytes, planned.seconds
 
 
-def _heading(columns: Iterable[str]) -> str:
-    return " ".join(f"{column:>7}" for column in columns)
+def _or_none(bound: float | None) -> float | str:
+    return "none" if bound is None else bound
+
+
+def _print_stacks(layers: list[int], shares: list[float], time_limit: float) -> Iterator[Row]:
+    print(_STACKS.head)
+    for n in layers:
+        graph = gpt(n)
+        for share in shares:
+            row = compare(graph, n, share, time_limit)
+            bounds = _largest(row.relaxed, row.boundary), _or_none(row.bound)
+            contexts = row.half, row.layer, row.full, row.full_layers
+            cells = graph.name, share, *bounds, *_plan_cells(row.plan, row.budget_bytes), *contexts
+            print(_STACKS.row(*cells), flush=True)
+            yield row
+    print()
+
+
+def _print_exact(time_limit: float) -> Iterator[ExactRow]:
+    print(f"{_EXACT.head}  Checkmate")
+    for graph, shares in EXACT:
+        for share in shares:
+            row = compare_exact(graph, share, time_limit)
+            plan = _plan_cells(row.plan, row.budget_bytes)
+            cells = _EXACT.row(graph.name, row.ops, share, row.backward, row.optimum, *plan)
+            print(f"{cells}  {row.status.lower()} in {row.seconds:.1f} s", flush=True)
+            yield row
+    print()
+
+
+def _print_models(shares: list[float]) -> Iterator[ModelRow]:
+    print(_MODELS.head)
+    for name, profile in _traced():
+        for row in compare_model(name, profile, shares):
+            bound = _largest(row.boundary, row.backward) if row.possible else None
+            plan = _plan_cells(row.plan, row.budget_bytes)
+            print(_MODELS.row(name, row.share, row.boundary, _or_none(bound), *plan), flush=True)
+            yield row
 
 
 def main() -> None:
-    parser = common.parser(__doc__, "bound.json")
+    parser = Parser(__doc__, "bound.json")
     parser.add_argument("--layers", type=int, nargs="*", default=[2, 4, 8, 16, 32])
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
     parser.add_argument(
@@ -251,8 +289,7 @@ def main() -> None:
     )
     parser.add_argument("--no-exact", action="store_true", help="leave out the small graphs")
     parser.add_argument("--no-models", action="store_true", help="leave out the traced models")
-    arguments = parser.parse_args()
-    print(describe(machine()) + "\n")
+    arguments = parser.begin(note="\n")
     rows = list(_print_stacks(arguments.layers, arguments.shares, arguments.time_limit))
     exact = [] if arguments.no_exact else list(_print_exact(arguments.time_limit))
     models = [] if arguments.no_models else list(_print_models(arguments.shares))
@@ -262,56 +299,6 @@ def main() -> None:
         exact=[asdict(row) for row in exact],
         models=[asdict(row) for row in models],
     )
-
-
-def _print_stacks(layers: list[int], shares: list[float], time_limit: float) -> Iterator[Row]:
-    columns = ("before", "bound", "plan", "peak", "seconds", "half", "layer", "k full", "k")
-    print(f"{'graph':>8} {'share':>5} {_heading(columns)}")
-    for n in layers:
-        graph = gpt(n)
-        for share in shares:
-            row = compare(graph, n, share, time_limit)
-            cells = [
-                _cell(_largest(row.relaxed, row.boundary)),
-                _cell(row.bound, "none"),
-                _plan_cells(row.plan, row.budget_bytes),
-                *map(_cell, (row.half, row.layer, row.full)),
-                f"{'-' if row.full_layers is None else row.full_layers:>7}",
-            ]
-            print(f"{graph.name:>8} {share:5.2f} {' '.join(cells)}", flush=True)
-            yield row
-    print()
-
-
-def _print_exact(time_limit: float) -> Iterator[ExactRow]:
-    columns = ("bound", "exact", "plan", "peak", "seconds")
-    print(f"{'graph':>12} {'ops':>4} {'share':>5} {_heading(columns)}  Checkmate")
-    for graph, shares in EXACT:
-        for share in shares:
-            row = compare_exact(graph, share, time_limit)
-            cells = [_cell(row.backward), _cell(row.optimum), _plan_cells(row.plan, row.budget_bytes)]
-            print(
-                f"{graph.name:>12} {row.ops:4d} {share:5.2f} {' '.join(cells)}"
-                f"  {row.status.lower()} in {row.seconds:.1f} s",
-                flush=True,
-            )
-            yield row
-    print()
-
-
-def _print_models(shares: list[float]) -> Iterator[ModelRow]:
-    columns = ("before", "bound", "plan", "peak", "seconds")
-    print(f"{'model':>22} {'share':>5} {_heading(columns)}")
-    for name, profile in _traced():
-        for row in compare_model(name, profile, shares):
-            bound = _largest(row.boundary, row.backward) if row.possible else None
-            cells = [
-                _cell(row.boundary),
-                _cell(bound, "none"),
-                _plan_cells(row.plan, row.budget_bytes),
-            ]
-            print(f"{name:>22} {row.share:5.2f} {' '.join(cells)}", flush=True)
-            yield row
 
 
 if __name__ == "__main__":

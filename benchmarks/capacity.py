@@ -1,27 +1,28 @@
-"""What fits on a GPU: the largest batch without a plan and with one, the fastest, and the headroom that they need.
+"""What batch is the largest on a GPU, without a plan and with one, which is fastest, and what headroom do they need?
 
     python -m benchmarks.capacity [--models gpt2-medium gpt2-with-cache llama-3-8b-lora]
                                   [--devices h100 h200 a100-40gb rtx-4090]
 
-Models of transformers, bfloat16, on the meta device, nothing computed: GPT-2 medium, sequences of 1024, all parameters
-trained with AdamW (states in bfloat16 too); the same with ``use_cache=True``, the default of transformers, where the
-output holds keys and values of all layers; and Llama-3-8B's shape, sequences of 2048, with LoRA of rank 16 on all
-linear layers of the blocks (peft), trained with AdamW. The budget is the device's memory less the default headroom.
-Samples per second are those of the cost model, on every device.
+Models of transformers, bfloat16, AdamW with states in bfloat16 too, on the meta device; nothing is computed:
 
-What headroom is for: the largest batch without a plan, the largest with one, and one half way between are traced with
-their plans applied, and played through torch's caching allocator in its default settings
-(``benchmarks/allocator.py``), twice: with unlimited memory (``res``), and with ever less of it, where free
-segments are given back before it gives up, as the real one does, to find what it needs (``need``). Both are over the
-step's peak. It is one step on an empty device: what later steps find split is not in it.
+- GPT-2 medium, sequences of 1024, all parameters trained;
+- the same with ``use_cache=True``, the default of transformers, where the output holds keys and values of all layers;
+- Llama-3-8B's shape, sequences of 2048, with LoRA of rank 16 on all linear layers of the blocks (peft).
+
+A row is a model on a device. The budget is the device's memory less the default headroom; samples per second are those
+of the cost model.
+
+The headroom is for what the caching allocator needs over the step's peak. The largest batch without a plan, the largest
+with one, and one half way between are traced with their plans applied, and played through torch's allocator in its
+default settings (``allocator.py``): with unlimited memory (``res``), and with ever less of it (``need``), where
+free segments are given back before it gives up, as the real one does. It is one step on an empty device. What later
+steps find split is not in it.
 """
 
 from __future__ import annotations
 
 import functools
-import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 from unittest import mock
@@ -29,11 +30,15 @@ from unittest import mock
 import torch
 
 import sacplan
-from benchmarks import allocator, common
-from benchmarks.common import GIB, describe, machine, write_results
+from benchmarks import allocator
+from benchmarks.harness.command import Parser, run_cases
+from benchmarks.harness.plans import as_budget, timed
+from benchmarks.harness.results import GIB, Row
+from benchmarks.harness.table import Table
+from benchmarks.models.cases import empty_text, llama_3_8b, on_meta
 from sacplan._apply.apply import apply
 from sacplan._plan.limits import DEFAULT_HEADROOM
-from sacplan._profile.profile import trace_step
+from sacplan._profile.tracing import trace_step
 from sacplan._program.program import Program
 
 DEVICES = ("h100", "h200", "a100-40gb", "rtx-4090")
@@ -41,46 +46,37 @@ _CLOSE = 1 / 500  # of the peak: how closely what a step needs is searched for
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A model and how to make batches for it."""
+class Batches:
+    """A model, and batches of any number of sequences for it."""
 
     model: torch.nn.Module
-    vocabulary: int
     length: int
-    optimizer: Any
+    optimizer: Any = torch.optim.AdamW
 
     def batch(self, n: int) -> dict[str, torch.Tensor]:
-        """Token ids without data."""
-        tokens = torch.empty(n, self.length, dtype=torch.long, device="meta")
-        return {"input_ids": tokens, "labels": tokens}
+        """Return ``n`` sequences without data."""
+        return empty_text(n, self.length)
 
 
-def gpt2_medium(use_cache: bool = False) -> Case:
-    """355 M parameters, all trained."""
+def gpt2_medium(use_cache: bool = False) -> Batches:
+    """Build GPT-2 medium, 355 M parameters, all trained."""
     import transformers
 
     config = transformers.GPT2Config(n_embd=1024, n_layer=24, n_head=16, use_cache=use_cache)
-    with torch.device("meta"):
-        model = transformers.GPT2LMHeadModel(config).bfloat16()
-    return Case(model, config.vocab_size, 1024, torch.optim.AdamW)
+    return Batches(on_meta(transformers.GPT2LMHeadModel, config), 1024)
 
 
-def llama_lora() -> Case:
-    """8 B parameters, frozen but for adapters of rank 16."""
+def llama_lora() -> Batches:
+    """Build Llama-3-8B's shape, frozen but for adapters of rank 16."""
     import peft
-    import transformers
 
-    config = transformers.LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, use_cache=False,
-    )  # fmt: skip
     lora = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    base = llama_3_8b(use_cache=False)
     with torch.device("meta"):
-        model = peft.get_peft_model(transformers.LlamaForCausalLM(config).bfloat16(), lora)
-    return Case(model, config.vocab_size, 2048, torch.optim.AdamW)
+        return Batches(peft.get_peft_model(base, lora), 2048)
 
 
-MODELS: dict[str, Callable[[], Case]] = {
+MODELS: dict[str, Callable[[], Batches]] = {
     "gpt2-medium": gpt2_medium,
     "gpt2-with-cache": functools.partial(gpt2_medium, use_cache=True),
     "llama-3-8b-lora": llama_lora,
@@ -115,7 +111,7 @@ class LimitedAllocator(allocator.CachingAllocator):
 
 
 def runs_in(program: Program, limit_bytes: int) -> bool:
-    """Whether the default allocator gets through a step with that much memory."""
+    """Whether torch's default allocator gets through a step with that much memory."""
     limited = LimitedAllocator(limit_bytes)
     with mock.patch.object(allocator, "CachingAllocator", return_value=limited):
         try:
@@ -126,7 +122,7 @@ def runs_in(program: Program, limit_bytes: int) -> bool:
 
 
 def needed_bytes(program: Program, peak_bytes: int) -> int:
-    """The least memory found that the default allocator runs the step in, by bisection."""
+    """Find the least memory that the default allocator runs the step in, by bisection."""
     low, high = peak_bytes - 1, allocator.allocator_peaks(program).reserved_bytes
     while high - low > peak_bytes * _CLOSE:
         middle = (low + high) // 2
@@ -137,11 +133,11 @@ def needed_bytes(program: Program, peak_bytes: int) -> int:
     return high
 
 
-def fragmentation(case: Case, n: int, device: str, budget_bytes: int) -> dict[str, Any]:
-    """Shares of the peak that a planned step reserves, and needs."""
+def fragmentation(case: Batches, n: int, device: str, budget_bytes: int) -> dict[str, Any]:
+    """Return the shares of the peak that a planned step reserves, and needs."""
     plan = sacplan.plan(
         sacplan.profile(case.model, case.batch(n), optimizer=case.optimizer, device=device),
-        f"{budget_bytes}B",
+        as_budget(budget_bytes),
     )
     seen = trace_step(
         case.model, case.batch(n), None, case.optimizer, device, "cost-model", "fake",
@@ -159,13 +155,17 @@ def fragmentation(case: Case, n: int, device: str, budget_bytes: int) -> dict[st
 # --- the table --------------------------------------------------------------------------------------------
 
 
-def measured(name: str, case: Case, device: str) -> dict[str, Any]:
-    """One row: the three batches on a device."""
-    began = time.perf_counter()
-    row: dict[str, Any] = {"model": name, "device": device}
+def rows_of(where: tuple[str, Batches, str]) -> Iterator[Row]:
+    """Yield the row of a model on a device."""
+    found, seconds = timed(lambda: _row(*where))
+    yield found | ({"seconds": seconds} if "points" in found else {})
+
+
+def _row(name: str, case: Batches, device: str) -> Row:
+    row: Row = {"model": name, "device": device}
     try:
         found = sacplan.throughput(case.model, case.batch, device=device, optimizer=case.optimizer)
-    except sacplan.InfeasibleBudget as error:
+    except sacplan.InfeasibleBudget as error:  # not even one sequence fits
         return row | {
             "budget_bytes": error.budget_bytes,
             "smallest_feasible_bytes": error.smallest_feasible_bytes,
@@ -182,48 +182,46 @@ def measured(name: str, case: Case, device: str) -> dict[str, Any]:
             kind: fragmentation(case, n, device, found.budget_bytes) for kind, n in played.items() if n
         },
         "points": [asdict(p) for p in found.points],
-        "seconds": time.perf_counter() - began,
     }
 
 
-def _line(row: dict[str, Any]) -> str:
-    left = f"{row['model']:>15} {row['device']:>10} {row['budget_bytes'] / GIB:7.2f}"
+_WHERE = Table(("model", ">15"), ("device", ">10"), ("GiB", ">7.2f"))
+_BATCH = Table(("n", ">5"), ("/s", ">8.2f"))
+_NEED = Table(("need", ">5.3f"), ("res", ">5.3f"))
+_LOOKS = Table(("looks", ">5"), ("s", ">5.0f"))
+
+
+def _heads() -> str:
+    kinds = [f"{kind:>14}" for kind in ("without a plan", "the fastest", "the largest")]
+    kinds += [f"{kind:>11}" for kind in ("unplanned", "half way", "largest")]
+    columns = (_WHERE.head, *[_BATCH.head] * 3, *[_NEED.head] * 3, _LOOKS.head)
+    return " | ".join([_WHERE.row("", "", "budget"), *kinds]) + "\n" + " | ".join(columns)
+
+
+def _line(row: Row) -> str:
+    where = _WHERE.row(row["model"], row["device"], row["budget_bytes"] / GIB)
     if "points" not in row:
         least = row["smallest_feasible_bytes"] / GIB
-        return f"{left} | one sample does not fit, it takes {least:.2f} GiB"
+        return f"{where} | one sample does not fit, it takes {least:.2f} GiB"
     batches = [row.get(kind) for kind in ("unplanned", "fastest", "largest")]
-    rates = "".join(
-        f" | {'-':>5} {'':>8}" if b is None else f" | {b['batch_size']:>5} {b['samples_per_s']:>8.2f}"
-        for b in batches
+    rates = (
+        _BATCH.row("-", "") if b is None else _BATCH.row(b["batch_size"], b["samples_per_s"]) for b in batches
     )
     shares = [row["allocator"].get(kind) for kind in ("unplanned", "half way", "largest")]
-    needs = "".join(
-        f" | {'-':>11}" if s is None else f" | {s['needed_share']:>5.3f} {s['reserved_share']:>5.3f}"
-        for s in shares
-    )
-    return f"{left}{rates}{needs} | {len(row['points']):>5} {row['seconds']:5.0f}"
+    needs = (f"{'-':>11}" if s is None else _NEED.row(s["needed_share"], s["reserved_share"]) for s in shares)
+    return " | ".join((where, *rates, *needs, _LOOKS.row(len(row["points"]), row["seconds"])))
 
 
 def main() -> None:
-    parser = common.parser(__doc__, "capacity.json")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser = Parser(__doc__, "capacity.json")
+    parser.choice("--models", MODELS)
     parser.add_argument("--devices", nargs="+", default=list(DEVICES))
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    print(describe(machine()))
+    arguments = parser.begin(silence=True)
     print("n: samples in a batch; /s: predicted samples a second; need, res: over the peak; looks: traces")
-    heads = "".join(f" | {kind:>14}" for kind in ("without a plan", "the fastest", "the largest"))
-    heads += "".join(f" | {kind:>11}" for kind in ("unplanned", "half way", "largest"))
-    columns = f" | {'n':>5} {'/s':>8}" * 3 + f" | {'need':>5} {'res':>5}" * 3
-    print(f"{'':>15} {'':>10} {'budget':>7}{heads}")
-    print(f"{'model':>15} {'device':>10} {'GiB':>7}{columns} | {'looks':>5} {'s':>5}")
-    rows = []
-    for name in arguments.models:
-        case = MODELS[name]()
-        for device in arguments.devices:
-            rows.append(measured(name, case, device))
-            print(_line(rows[-1]), flush=True)
-            write_results(arguments.json, rows, headroom=DEFAULT_HEADROOM)  # so far
+    print(_heads())
+    cases = ((name, case, device) for name in arguments.models
+             for case in [MODELS[name]()] for device in arguments.devices)  # fmt: skip
+    run_cases(cases, rows_of, _line, arguments.json, headroom=DEFAULT_HEADROOM)
 
 
 if __name__ == "__main__":

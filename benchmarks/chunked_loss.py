@@ -1,16 +1,19 @@
-"""A head and its loss in slices: time and memory of the ways to do it, beside the plain loss, in one run.
+"""What do slices of a head and its loss cost in time and save in memory, beside the plain loss and other ways?
 
     python -m benchmarks.chunked_loss [--sizes small medium] [--variants plain linear_cross_entropy] [--rounds N]
                                       [--device cuda] [--json FILE]
 
-A step is forward and backward pass of an MLP, a linear head and the cross entropy. All variants are timed in turns, one
-step each, round after round; the time is the median over the rounds, the ratio to plain the median of the ratios within
-a round. The peak is that of the step by the allocator (on a CPU: the profiler's allocation events), everything that the
-step has on the device included. `error` is the largest difference of a gradient from plain's, relative to the largest
-element of that gradient. A variant that does not run here is listed with the reason. `linear_cross_entropy/16` is
-told to take 16 slices; `chunked/16` is a plan of sacplan with as many.
+A step is forward and backward pass of an MLP, a linear head and the cross entropy. A row is a way to write the loss, or
+the reason why it does not run here:
 
-``VARIANTS`` maps names to functions that make a step of a model; a variant is one function.
+- ``time_ms`` and ``ratio``: variants are timed in turns, one step each, round after round. The time is the median over
+  the rounds, the ratio to plain the median of the ratios within a round.
+- ``peak_bytes``: of the step, everything included that it has on the device, by the allocator (on a CPU: the profiler's
+  allocation events).
+- ``error``: the largest difference of a gradient from plain's, relative to the largest element of that gradient.
+
+``linear_cross_entropy/16`` is told to take 16 slices; ``chunked/16`` is a plan of sacplan with as many. ``VARIANTS``
+maps names to functions that make a loss function for a model.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from benchmarks import common
-from benchmarks.common import MIB, describe, machine, write_results
+from benchmarks.harness.command import Parser, run_cases
+from benchmarks.harness.results import MIB, Row
+from benchmarks.harness.table import Table
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._plan.make import made_plan
 from sacplan._plan.provenance import Provenance
@@ -45,7 +49,7 @@ SLICES = 16
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of the head and what comes before it."""
+    """The shape of a head and of what comes before it."""
 
     tokens: int
     width: int
@@ -60,7 +64,7 @@ SIZES = {
 
 
 class Model(nn.Module):
-    """An MLP and a head; ``forward`` gives the logits."""
+    """An MLP and a head; ``forward`` returns the logits."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -78,22 +82,22 @@ LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class NotHere(Exception):
-    """A variant that does not run in this environment; the message says why."""
+    """A variant does not run in this environment; the message says why."""
 
 
 def plain_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Whole logits."""
+    """Compute all logits, then their cross entropy."""
     x, targets = batch
     return F.cross_entropy(model(x), targets)
 
 
 def plain(model: Model, batch: Batch) -> LossFn:
-    """The loss as people write it."""
+    """Return the loss as people write it."""
     return plain_loss
 
 
 def linear_cross_entropy(model: Model, batch: Batch, slices: int | None = None) -> LossFn:
-    """``F.linear_cross_entropy``, in slices of its own choice if no number is given."""
+    """Return ``F.linear_cross_entropy``, which chooses its slices if no number is given."""
     if not hasattr(F, "linear_cross_entropy"):
         raise NotHere(f"F.linear_cross_entropy needs torch 2.13; this is {torch.__version__}")
     rows = None if slices is None else -(-len(batch[0]) // slices)
@@ -107,7 +111,7 @@ def linear_cross_entropy(model: Model, batch: Batch, slices: int | None = None) 
 
 
 def liger(model: Model, batch: Batch) -> LossFn:
-    """Liger's fused loss."""
+    """Return Liger's fused loss."""
     if batch[0].device.type != "cuda":
         raise NotHere("Liger's kernels run on GPUs only")
     if importlib.util.find_spec("liger_kernel") is None:
@@ -124,10 +128,11 @@ def liger(model: Model, batch: Batch) -> LossFn:
 
 
 def chunked(model: Model, batch: Batch) -> LossFn:
-    """A plan with a chunk at the head, and nothing recomputed; the loss is the plain one."""
+    """Apply a plan with a chunk at the head and nothing recomputed; the loss stays the plain one."""
     profile = sacplan.profile(model, batch, plain_loss, device=batch[0].device.type)
     found = loss_chunks(profile.program, profile.spec)
     assert isinstance(found, ChunkOptions), found
+    # Planning would choose the slices; the comparison needs a given number of them, so the plan is made by hand.
     (chunk,) = (chunk for chunk, _ in found.options if chunk.slices == SLICES)
     footprint = rewritten(profile.program, (chunk,), profile.spec).footprint
     made_by = Provenance.now(
@@ -159,7 +164,7 @@ class _Running:
     times_ms: list[float]
 
     def timed(self, batch: Batch) -> float:
-        """Milliseconds of one step by the clock."""
+        """Run a step; return its milliseconds by the clock."""
         device = batch[0].device.type
         self.model.zero_grad(set_to_none=True)
         _wait(device)
@@ -181,12 +186,12 @@ def compared(
     rounds: int,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
-) -> list[dict[str, Any]]:
-    """A row for each variant: time, ratio to the first of them, peak, error; or why it does not run.
+) -> list[Row]:
+    """Run the variants and return a row for each.
 
     Args:
         size: of the model and the batch.
-        variants: by name; the first is what the others are compared with.
+        variants: by name; the others are compared with the first.
         rounds: how many steps of each are timed.
         device, dtype: of the model.
     """
@@ -233,36 +238,36 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
+_TABLE = Table(
+    ("size", ">8"), ("variant", ">22"), ("ms", ">9.1f"), ("ratio", ">7.2f"), ("peak MiB", ">9.1f"), ("error", ">9.1e"),
+)  # fmt: skip
+
+
+def _line(row: Row) -> str:
+    if "absent" in row:
+        return f"{row['size']:>8} {row['variant']:>22} {row['absent']}"
+    figures = row["time_ms"], row["ratio"], row["peak_bytes"] / MIB, row["error"]
+    return _TABLE.row(row["size"], row["variant"], *figures)
+
+
 def main() -> None:
-    parser = common.parser(__doc__, "chunked_loss.json")
-    parser.add_argument("--sizes", nargs="+", default=["small"], choices=list(SIZES))
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser = Parser(__doc__, "chunked_loss.json")
+    parser.choice("--sizes", SIZES, ["small"])
+    parser.choice("--variants", VARIANTS)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    arguments = parser.parse_args()
-    print(describe(machine()))
-    print(f"{'size':>8} {'variant':>22} {'ms':>9} {'ratio':>7} {'peak MiB':>9} {'error':>9}")
-    rows = []
-    for name in arguments.sizes:
-        found = compared(
-            SIZES[name],
-            {variant: VARIANTS[variant] for variant in arguments.variants},
-            rounds=arguments.rounds,
-            device=arguments.device,
-            dtype=getattr(torch, arguments.dtype),
-        )
-        for row in found:
-            rows.append({"size": name, "device": arguments.device, "dtype": arguments.dtype} | row)
-            if "absent" in row:
-                print(f"{name:>8} {row['variant']:>22} {row['absent']}")
-                continue
-            print(
-                f"{name:>8} {row['variant']:>22} {row['time_ms']:9.1f} {row['ratio']:7.2f} "
-                f"{row['peak_bytes'] / MIB:9.1f} {row['error']:9.1e}",
-                flush=True,
-            )
-    write_results(arguments.json, rows, rounds=arguments.rounds)
+    arguments = parser.begin()
+
+    def rows_of(size: str) -> list[Row]:
+        variants = {variant: VARIANTS[variant] for variant in arguments.variants}
+        dtype = getattr(torch, arguments.dtype)
+        about = {"size": size, "device": arguments.device, "dtype": arguments.dtype}
+        found = compared(SIZES[size], variants, rounds=arguments.rounds, device=arguments.device, dtype=dtype)
+        return [about | row for row in found]
+
+    print(_TABLE.head)
+    run_cases(arguments.sizes, rows_of, _line, arguments.json, rounds=arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,27 @@
-"""Every architecture that transformers can build small, trained for a step with plans and measured: the table.
+"""Do plans hold on every architecture that transformers can build small, and is every predicted peak exact?
 
     python -m benchmarks.compatibility                  # all; into benchmarks/results, and the page of the docs
     python -m benchmarks.compatibility llama vit        # these alone, printed
     python -m benchmarks.compatibility --resume         # what an interrupted run has not done yet
     python -m benchmarks.compatibility --table          # the page again, from the figures that are there
 
-Each architecture (``small_configs``: its config made small, a head to train, a batch from the signature of its
-forward) is profiled, planned for three budgets as ``real_models`` chooses them, and run for real on one CPU thread.
-The row says whether each predicted peak is the measured one, whether each planned step stays within its budget, and
-whether its loss, gradients and buffers are those of the unplanned step bit by bit.
+Each architecture (``models/small_configs.py``: its config made small, a head to train, a batch from the signature of
+its forward) is profiled, planned for three budgets as ``real_models`` chooses them, and run for real on one CPU thread.
+A row is an architecture. It says whether each predicted peak is the measured one, whether each planned step stays
+within its budget, and whether its loss, gradients and buffers are those of the unplanned step bit by bit.
 
-A row that has no figures says why: the architecture needs a package that is not here, no config made by rule builds
-it, its plain step does not train, or sacplan refused or failed (which counts against it).
+A row that has no figures says why: the architecture needs a package that is not here, no config made by rule builds it,
+its plain step does not train, or sacplan refused or failed (which counts against it).
 
-They run in processes of their own, with a limit on time and memory.
+Architectures run in processes of their own, with a limit on time and memory.
 """
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import resource
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +29,23 @@ import torch
 import transformers
 
 import sacplan
-from benchmarks import common, small_configs, zoo_models
-from benchmarks.common import MIB, RESULTS, describe, machine, write_results
-from benchmarks.real_models import Case, Row, steps_of
+from benchmarks.harness.command import Parser
+from benchmarks.harness.processes import in_workers
+from benchmarks.harness.results import MIB, RESULTS, ROOT, describe, machine, read_results, write_results
+from benchmarks.harness.table import markdown_head, markdown_line
+from benchmarks.models import small_configs, zoo_models
+from benchmarks.models.cases import Case
+from benchmarks.real_models import Row, steps_of
 
 FIGURES = RESULTS / "compatibility.json"
-PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
-SECONDS = 180
-GIB_EACH = 16
-"""Of address space: with the libraries of a CUDA build in it, and less room, oneDNN takes other kernels or none."""
-ARCHITECTURES_EACH = 50
-"""For a process: after as many it is replaced."""
+PAGE = ROOT / "docs" / "compatibility.md"
 
 TRAINED, NOT_BUILT, FAILED = "trained", "not built", "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one architecture.
+    """The outcome of one architecture.
 
     Attributes:
         status: "trained", "not built" (transformers alone does not get so far here), or "failed" (sacplan did).
@@ -87,12 +81,12 @@ class Outcome:
 
     @property
     def worst_error(self) -> float:
-        """Of the predicted peaks, as a share of the measured one."""
+        """The largest error of a predicted peak, as a share of the measured one."""
         return self.worst.error
 
     @property
     def difference(self) -> str:
-        """Of predicted and measured peaks, in words: bytes where they are few, else a share."""
+        """How predicted and measured peaks differ, in words: bytes where they are few, else a share."""
         if self.exact:
             return "exact"
         nbytes = self.worst.predicted_bytes - self.worst.measured_bytes
@@ -115,7 +109,7 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Whether nothing speaks against sacplan: a model that is not built is no fault of its."""
+        """Whether nothing speaks against sacplan. That a model is not built does not."""
         if self.status == TRAINED:
             return self.within_budget == len(self.planned) and all(
                 s.bit_equal is not False for s in self.planned
@@ -123,7 +117,7 @@ class Outcome:
         return self.status == NOT_BUILT
 
     def as_dict(self) -> dict[str, Any]:
-        """For the file: what the steps share once."""
+        """Return the row of the file, which has what the steps share once."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         data["steps"] = [{name: getattr(step, name) for name in _OF_A_STEP} for step in self.steps]
         return data | {name: getattr(step, name) for step in self.steps[:1] for name in _OF_ALL_STEPS}
@@ -147,6 +141,7 @@ _OF_A_STEP = (
 
 def outcome_of(model_type: str) -> Outcome:
     """Build, profile, plan and run one architecture."""
+    transformers.logging.set_verbosity_error()
     began = time.perf_counter()
     try:
         case = small_configs.build(model_type)
@@ -176,106 +171,13 @@ def outcome_of_steps(steps: Callable[[], Iterable[Row]], began: float, **about: 
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-def _worker(connection: Connection, work: Callable[[str], Any]) -> None:
-    """Answer model types with what ``work`` makes of them, until None comes."""
-    resource.setrlimit(resource.RLIMIT_AS, (GIB_EACH << 30, GIB_EACH << 30))
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
-    while (model_type := connection.recv()) is not None:
-        connection.send(work(model_type))
-
-
-class _Process:
-    """A worker, what it is at, and since when."""
-
-    def __init__(self, work: Callable[[str], Any], lost: Callable[[str, str, float], Any]) -> None:
-        self._lost = lost
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_worker, args=(theirs, work), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.model_type = ""
-        self.began = 0.0
-        self.done = 0
-
-    def start(self, model_type: str) -> None:
-        self.model_type, self.began = model_type, time.monotonic()
-        self.connection.send(model_type)
-
-    def outcome(self, seconds: float) -> Any:
-        """What became of the architecture that it is at, or None while that is open."""
-        took = time.monotonic() - self.began
-        if self.connection.poll():
-            try:
-                self.done += 1
-                return self.connection.recv()
-            except EOFError:
-                self.end()
-                reason = f"the process ended with exit code {self.process.exitcode}"
-                return self._lost(self.model_type, reason, took)
-        if took > seconds:
-            self.end()
-            return self._lost(self.model_type, f"not done after {seconds:.0f} s", took)
-        return None
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
-
-    @property
-    def spent(self) -> bool:
-        """Whether another process should take over: this one is gone, or has collected enough of what models leave."""
-        return not self.process.is_alive() or self.done >= ARCHITECTURES_EACH
-
-
-def _lost(model_type: str, reason: str, seconds: float) -> Outcome:
+def lost(model_type: str, reason: str, seconds: float) -> Outcome:
+    """Return the outcome where a process died or took too long."""
     return Outcome(model_type, FAILED, reason, seconds=seconds)
 
 
-def outcomes(
-    model_types: Iterable[str],
-    jobs: int = 2,
-    seconds: float = SECONDS,
-    work: Callable[[str], Any] = outcome_of,
-    lost: Callable[[str, str, float], Any] = _lost,
-) -> Iterator[Any]:
-    """What ``work`` makes of each, as they come, from ``jobs`` processes at a time.
-
-    Args:
-        model_types: what is worked on.
-        jobs: processes.
-        seconds: for each.
-        work: a function of a module, which a process imports.
-        lost: what to make of a type, a reason and seconds, where a process died or took too long.
-    """
-    waiting = list(reversed(list(model_types)))
-    idle: list[_Process] = []
-    busy: list[_Process] = []
-    while waiting or busy:
-        while waiting and len(busy) < jobs:
-            worker = idle.pop() if idle else _Process(work, lost)
-            worker.start(waiting.pop())
-            busy.append(worker)
-        wait([worker.connection for worker in busy], timeout=1.0)
-        for worker in list(busy):
-            outcome = worker.outcome(seconds)
-            if outcome is None:
-                continue
-            busy.remove(worker)
-            if not worker.spent:
-                idle.append(worker)
-            elif worker.process.is_alive():
-                worker.end()
-            yield outcome
-    for worker in idle:
-        worker.end()
-
-
 def summary(found: Iterable[Outcome], what: str = "architectures trained") -> str:
-    """One line."""
+    """Sum up all outcomes in one line."""
     found = list(found)
     trained = [o for o in found if o.status == TRAINED]
     steps = [s for o in trained for s in o.steps]
@@ -290,10 +192,9 @@ def summary(found: Iterable[Outcome], what: str = "architectures trained") -> st
 
 
 def read(path: Path = FIGURES) -> tuple[dict[str, Any], list[Outcome]]:
-    """A file of figures: what it says of the run, and its outcomes."""
-    data = json.loads(path.read_text())
-    rows = [Outcome.from_dict(row) for row in data.pop("rows")]
-    return data, rows
+    """Read a file of figures: what it says of the run, and its outcomes."""
+    about, rows = read_results(path)
+    return about, [Outcome.from_dict(row) for row in rows]
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
@@ -326,24 +227,24 @@ _COLUMNS = """\
 
 
 def page(about: dict[str, Any], found: list[Outcome]) -> str:
-    """The page of the docs."""
+    """Write the page of the docs."""
     trained = [o for o in found if o.status == TRAINED]
     failed = [o for o in found if o.status == FAILED]
     rest = [o for o in found if o.status == NOT_BUILT]
     lines = [_HEAD, f"{summary(found)}.", "", f"{describe(about['machine'])}; {about['date']}.", "", _COLUMNS]
     heads = ("architecture", "class", "trace", "peak", "predicted", "budgets", "within", "bits")
-    lines += [_line(heads), _line(["---"] * len(heads))]
-    lines += [_line(_cells(o)) for o in trained]
+    lines += [*markdown_head(heads), *(markdown_line(_cells(o)) for o in trained)]
     inexact = sorted((o for o in trained if not o.exact), key=lambda o: -abs(o.worst_error))
     if inexact:
         lines += ["", "## Not exact", "", "The largest share first.", ""]
-        lines += [_line(("architecture", "predicted", "budget", "why")), _line(["---"] * 4)]
+        lines += markdown_head(("architecture", "predicted", "budget", "why"))
         lines += [
-            _line((f"`{o.model_type}`", o.difference, o.worst.budget, o.why_not_exact)) for o in inexact
+            markdown_line((f"`{o.model_type}`", o.difference, o.worst.budget, o.why_not_exact))
+            for o in inexact
         ]
     if failed:
-        lines += ["", "## Refused or failed", "", _line(("architecture", "class", "why")), _line(["---"] * 3)]
-        lines += [_line((f"`{o.model_type}`", o.model_class, _escaped(o.reason))) for o in failed]
+        lines += ["", "## Refused or failed", "", *markdown_head(("architecture", "class", "why"))]
+        lines += [markdown_line((f"`{o.model_type}`", o.model_class, _escaped(o.reason))) for o in failed]
     if rest:
         lines += [
             "",
@@ -353,10 +254,9 @@ def page(about: dict[str, Any], found: list[Outcome]) -> str:
             "not find,",
             "or a step that `transformers` does not run in training.",
             "",
-            _line(("architecture", "why")),
-            _line(["---"] * 2),
+            *markdown_head(("architecture", "why")),
         ]
-        lines += [_line((f"`{o.model_type}`", _escaped(o.reason))) for o in rest]
+        lines += [markdown_line((f"`{o.model_type}`", _escaped(o.reason))) for o in rest]
     return "\n".join(lines) + "\n"
 
 
@@ -376,17 +276,7 @@ def _cells(o: Outcome) -> list[str]:
 
 
 def _escaped(text: str) -> str:
-    return (
-        text.replace("|", "\\|")
-        .replace("<", "&lt;")
-        .replace("*", "\\*")
-        .replace("_", "\\_")
-        .replace("`", "'")
-    )
-
-
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    return text.translate(str.maketrans({"|": "\\|", "<": "&lt;", "*": "\\*", "_": "\\_", "`": "'"}))
 
 
 # --- command line ----------------------------------------------------------------------------------------------------
@@ -405,8 +295,17 @@ def show(o: Outcome) -> None:
     )
 
 
+def sweep_parser(doc: str | None, names: str) -> Parser:
+    """Make the parser of a command that runs many models: names, ``--jobs`` and ``--resume``."""
+    parser = Parser(doc)
+    parser.add_argument("names", nargs="*", help=f"{names} (default: all)", metavar="name")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="keep the outcomes that the file already has")
+    return parser
+
+
 def done_before(path: Path | None) -> dict[str, Outcome]:
-    """The outcomes of a file that the same versions of torch and transformers wrote; none without a file."""
+    """Read the outcomes of a file, if the same versions of torch and transformers wrote it."""
     if path is None or not path.exists():
         return {}
     about, before = read(path)
@@ -425,7 +324,7 @@ def run_all(
     what: str = "architectures trained",
     **about: Any,
 ) -> list[Outcome]:
-    """Run what is not found yet, print each as it comes, and write the file after each; all outcomes by name.
+    """Run what is not found yet, print each as it comes, and write the file after each; return all by name.
 
     Args:
         names: what is run.
@@ -437,7 +336,7 @@ def run_all(
         about: more that the file says.
     """
     ordered = [found[name] for name in sorted(found)]
-    for outcome in outcomes([n for n in names if n not in found], jobs, work=work):
+    for outcome in in_workers([n for n in names if n not in found], work, lost, jobs=jobs):
         found[outcome.model_type] = outcome
         show(outcome)
         ordered = [found[name] for name in sorted(found)]
@@ -448,10 +347,7 @@ def run_all(
 
 def main(argv: list[str] | None = None) -> int:
     """Run; the exit status is 1 where a budget was broken, bits differ, or sacplan failed."""
-    parser = common.parser(__doc__)
-    parser.add_argument("names", nargs="*", help="model types (default: all)", metavar="name")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="keep the outcomes that the file already has")
+    parser = sweep_parser(__doc__, "model types")
     parser.add_argument("--table", action="store_true", help="write the page from the file, run nothing")
     arguments = parser.parse_args(argv)
     if arguments.table:

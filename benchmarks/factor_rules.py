@@ -1,20 +1,19 @@
-"""How many of the ops that real models run have factor rules, and which of those without return most bytes.
+"""How many of the ops that real models run have factor rules, and which of those without return most bytes?
 
     python -m benchmarks.factor_rules [--models gpt2 t5 ...] [--devices h100 cpu]
 
-Ops of the forward and the backward pass of one step, and of inference, of the models in
-``benchmarks/hf_models.py``. Ops on scalars are left out. A call is
+The ops are those of a training step, forward and backward, and of an inference step of the models of transformers.
+Ops on scalars are left out. A row is a model on a device; it counts calls, and the bytes that they return:
 
-- ``sliced``: some dimension of what it returns, or of what it reads, may be sliced;
-- ``whole``: it has a rule, by which everything must be whole;
+- ``sliced``: some dimension of what the call returns, or of what it reads, may be sliced;
+- ``whole``: it has a rule, by which every tensor must be whole;
 - ``random``: it draws numbers;
 - ``none``: it has no rule.
-
-Results go to ``benchmarks/results/factor_rules.json``.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,10 @@ from typing import Any, Literal
 import torch
 
 import sacplan
-from benchmarks import common, hf_models
+from benchmarks.harness.command import Parser, run_cases
+from benchmarks.harness.results import MIB, Row, write_results
+from benchmarks.harness.table import Table
+from benchmarks.models import hf_models
 from sacplan._factors.rule import Rule, rule_of
 from sacplan._program.elements import Op, Phase, Tensor
 from sacplan._program.program import Program
@@ -34,7 +36,7 @@ OUTCOMES: tuple[Outcome, ...] = ("sliced", "whole", "random", "none")
 
 
 def arguments_of(program: Program, op: Op) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a recorded call, tensors described."""
+    """Return the arguments of a recorded call, with descriptions in the place of tensors."""
     inputs = [program.tensors[i] for i in op.inputs]
 
     def described(value: Any) -> Any:
@@ -49,7 +51,7 @@ def arguments_of(program: Program, op: Op) -> tuple[list[Any], dict[str, Any]]:
 
 
 def outcome_of(program: Program, op: Op) -> tuple[Outcome, Rule | None]:
-    """What the rules say of a recorded call."""
+    """Return what the rules say of a recorded call, and the rule."""
     func = op_named(op.name)
     if func is None:
         return "none", None
@@ -62,7 +64,12 @@ def outcome_of(program: Program, op: Op) -> tuple[Outcome, Rule | None]:
 
 @dataclass
 class Coverage:
-    """Calls and bytes returned by outcome; of what is not sliced, by the name of the op."""
+    """Counts of a step.
+
+    Attributes:
+        calls, returned: calls and the bytes that they return, by outcome.
+        calls_of, returned_of: the same of what is not sliced, by outcome and name of the op.
+    """
 
     calls: Counter[str] = field(default_factory=Counter)
     returned: Counter[str] = field(default_factory=Counter)
@@ -85,7 +92,7 @@ class Coverage:
             mine.update(its)
 
     def share(self, outcome: Outcome) -> float:
-        """Of all calls."""
+        """Return the share of all calls that have an outcome."""
         return self.calls[outcome] / max(sum(self.calls.values()), 1)
 
 
@@ -102,7 +109,7 @@ def _elements(t: Tensor) -> int:
 
 
 def coverage_of(name: str, device: str, size: str = "small") -> Coverage:
-    """Of one model of ``hf_models``: a training step and one of inference."""
+    """Count the ops of a training step and of an inference step of one model of ``hf_models``."""
     found = Coverage()
     model, batch, loss_fn = hf_models.build(name, size, "meta")
     found.add(sacplan.profile(model, batch, loss_fn, device=device).program)
@@ -111,14 +118,15 @@ def coverage_of(name: str, device: str, size: str = "small") -> Coverage:
 
 
 def table(found: Coverage, most: int = 12) -> str:
-    """The ops that are not sliced and return most bytes."""
-    lines = [f"{'outcome':8} {'op':62} {'calls':>7} {'MiB':>9}"]
+    """Write a table of the ops that are not sliced and return most bytes."""
+    columns = Table(("outcome", "<8"), ("op", "<62"), ("calls", ">7"), ("MiB", ">9.2f"))
+    lines = [columns.head]
     for (outcome, op), n_bytes in found.returned_of.most_common(most):
-        lines.append(f"{outcome:8} {op:62} {found.calls_of[outcome, op]:7} {n_bytes / common.MIB:9.2f}")
+        lines.append(columns.row(outcome, op, found.calls_of[outcome, op], n_bytes / MIB))
     return "\n".join(lines)
 
 
-def _row(name: str, device: str, found: Coverage) -> dict[str, Any]:
+def _row(name: str, device: str, found: Coverage) -> Row:
     return {
         "model": name,
         "device": device,
@@ -127,32 +135,42 @@ def _row(name: str, device: str, found: Coverage) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+_TABLE = Table(
+    ("model", "<24"), ("device", "<6"), ("calls", ">7"), *((outcome, ">8.2%") for outcome in OUTCOMES)
+)
+
+
+def _line(row: Row) -> str:
+    calls = sum(row["calls"].values())
+    shares = (n / max(calls, 1) for n in row["calls"].values())
+    return _TABLE.row(row["model"], row["device"], calls, *shares)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Count, print, and write the figures."""
-    parser = common.parser(__doc__, "factor_rules.json")
-    parser.add_argument(
-        "--models", nargs="+", default=hf_models.NAMES, choices=hf_models.NAMES, metavar="NAME"
-    )
+    parser = Parser(__doc__, "factor_rules.json")
+    parser.choice("--models", hf_models.NAMES)
     parser.add_argument("--devices", nargs="+", default=("h100", "cpu"))
     parser.add_argument("--size", default="small", choices=("small", "medium"))
-    options = parser.parse_args(arguments)
-    print(common.describe(common.machine()))
-    print(f"{'model':24} {'device':6} {'calls':>7}" + "".join(f" {outcome:>8}" for outcome in OUTCOMES))
-    rows, everything = [], Coverage()
-    for name in options.models:
-        for device in options.devices:
-            found = coverage_of(name, device, options.size)
-            shares = "".join(f" {found.share(outcome):8.2%}" for outcome in OUTCOMES)
-            print(f"{name:24} {device:6} {sum(found.calls.values()):7}{shares}", flush=True)
-            rows.append(_row(name, device, found))
-            everything.update(found)
+    arguments = parser.begin(None if argv is None else list(argv))
+    everything = Coverage()
+
+    def rows_of(where: tuple[str, str]) -> Iterator[Row]:
+        name, device = where
+        found = coverage_of(name, device, arguments.size)
+        everything.update(found)
+        yield _row(name, device, found)
+
+    print(_TABLE.head)
+    where = itertools.product(arguments.models, arguments.devices)
+    rows = run_cases(where, rows_of, _line, None)
     print("all " + ", ".join(f"{outcome} {everything.share(outcome):.2%}" for outcome in OUTCOMES))
     print(table(everything, most=60))
     not_sliced = [
         {"outcome": outcome, "op": op, "calls": everything.calls_of[outcome, op], "bytes": n_bytes}
         for (outcome, op), n_bytes in everything.returned_of.most_common()
     ]
-    common.write_results(options.json, rows, row_a_line=True, not_sliced=not_sliced)
+    write_results(arguments.json, rows, row_a_line=True, not_sliced=not_sliced)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Seconds that ``sacplan fit`` takes for Llama-3-8B, from the start of the process to the verdict.
+"""How many seconds does ``sacplan fit`` take for Llama-3-8B, from the start of the process to the verdict?
 
     python -m benchmarks.fit_time [--json FILE]
 
-Batch 1 of 8192 tokens on an RTX 4090 (nothing fits) and an H100 (it fits with a plan), and 2048 tokens on an H200 (it
-fits as it is), with the largest sizes and without. Seconds of the clock, and of the processor: on a machine that is
-busy the first are more. Each run is a process of its own, with imports and the model; the quickest of three counts.
+Three questions: batch 1 of 8192 tokens on an RTX 4090, where nothing fits, and on an H100, where it fits with a plan;
+and 2048 tokens on an H200, where it fits without one. A row is a question, with the largest sizes that fit or without
+them. It has seconds by the clock and of the processor: on a machine that is busy, the first are more. Each run is a
+process of its own, imports and the model included; the quickest of three counts.
 """
 
 from __future__ import annotations
@@ -14,18 +15,16 @@ import os
 import subprocess
 import sys
 import time
-from typing import Any
 
-from benchmarks import common
-from benchmarks.common import describe, machine, write_results
+from benchmarks.harness.command import Parser
+from benchmarks.harness.results import Row, write_results
 
 RUNS = (("rtx-4090", 8192), ("h100", 8192), ("h200", 2048))
 MODEL = "hf:meta-llama/Meta-Llama-3-8B"
 
 
 def main() -> None:
-    arguments = common.parser(__doc__, "fit_time.json").parse_args()
-    print(describe(machine()))
+    arguments = Parser(__doc__, "fit_time.json").begin()
     rows = [
         min((run(device, seq, sizes) for _ in range(3)), key=lambda row: row["seconds"])
         for device, seq in RUNS
@@ -34,8 +33,8 @@ def main() -> None:
     write_results(arguments.json, rows)
 
 
-def run(device: str, seq: int, sizes: bool) -> dict[str, Any]:
-    """One command, timed."""
+def run(device: str, seq: int, sizes: bool) -> Row:
+    """Run the command once, and time it."""
     words = [MODEL, "--device", device, "--seq", str(seq), *([] if sizes else ["--no-sizes"])]
     began, used = time.perf_counter(), os.times()
     done = subprocess.run(

@@ -1,14 +1,15 @@
-"""Measured peak against recomputed FLOPs: sacplan's plans and everybody else's, on one set of axes.
+"""Does anybody else's way to trade memory for recomputation beat sacplan's plans, measured with other people's tools?
 
     python -m benchmarks.frontier [--cases seed seed-dropout gpt2 llama vit] [--objective flops]
                                    [--json FILE] [--picture FILE]
 
 For each model, all rivals of ``benchmarks/rivals.py`` run a fake training step; then sacplan plans for each rival's
-measured peak, and for budgets in between. Everything is measured by torch's MemTracker and FlopCounterMode on the
-same step. sacplan counts what kernels allocate inside and the allocator's rounding, MemTracker does not; so the
-budget given to sacplan is moved until the plan's *measured* peak is at most the rival's.
+measured peak, and for budgets in between. A row is one such step: its measured peak, and the FLOPs that it recomputes
+as a share of the plain step's. Everything is measured by torch's MemTracker and FlopCounterMode on the same step.
+sacplan counts what kernels allocate inside and the allocator's rounding, MemTracker does not; so the budget given to
+sacplan is moved until the plan's *measured* peak is at most the rival's.
 
-A verdict line per rival: the FLOPs that sacplan's plan recomputes at no more memory, against the rival's.
+A verdict stands beside each rival: the FLOPs that sacplan's plan recomputes at no more memory, against the rival's.
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ import transformers
 from transformers import masking_utils
 
 import sacplan
-from benchmarks import common, rivals
-from benchmarks.common import GIB, describe, machine, write_results
+from benchmarks import rivals
+from benchmarks.harness.command import Parser
+from benchmarks.harness.plans import as_budget
+from benchmarks.harness.results import GIB, ROOT, describe, machine, write_results
+from benchmarks.harness.table import Table
+from benchmarks.models.cases import text
 from benchmarks.rivals import Case, Point
 from examples.transformer import Transformer
 from sacplan._record.step import default_loss
 
 OBJECTIVES = ("flops", "time")
-"""What ``sacplan.plan`` minimises; the first, which is what is compared here, unless told otherwise."""
+"""What ``sacplan.plan`` may minimise. The first is the default, since FLOPs are compared."""
 
-PICTURE = Path(__file__).parent.parent / "docs" / "images" / "frontier.png"
+PICTURE = ROOT / "docs" / "images" / "frontier.png"
 _BUDGETS = 8  # of the sweep
 _TRIES = 4  # at moving the budget until the measured peak is that of the rival
 
@@ -60,7 +65,7 @@ def _gpt2() -> Case:
         name="gpt2",
         title="GPT-2, 6 layers of 768, 4 x 1024 tokens, float32",
         make_model=lambda: transformers.GPT2LMHeadModel(config),
-        make_batch=lambda: _text(50257, 4, 1024),
+        make_batch=lambda: text(50257, 4, 1024),
         loss_fn=default_loss,
         layers="transformer.h",
         context=_not_packed,
@@ -86,7 +91,7 @@ def _llama() -> Case:
         name="llama",
         title="Llama, 6 layers of 1024, 4 x 2048 tokens, bfloat16",
         make_model=make_model,
-        make_batch=lambda: _text(32000, 4, 2048),
+        make_batch=lambda: text(32000, 4, 2048),
         loss_fn=default_loss,
         layers="model.layers",
         context=_not_packed,
@@ -108,13 +113,8 @@ def _vit() -> Case:
     )
 
 
-def _text(vocabulary: int, *shape: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, vocabulary, shape)
-    return {"input_ids": ids, "labels": ids}
-
-
 def _not_packed() -> contextlib.AbstractContextManager[Any]:
-    """transformers looks whether sequences are packed, which they are not; in fake tensors it cannot see that."""
+    """Tell transformers that sequences are not packed: it looks at the values, and fake tensors have none."""
     return mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
 
 
@@ -147,7 +147,7 @@ class Row:
 
 
 def rival_points(case: Case) -> Iterator[Point]:
-    """All rivals."""
+    """Measure all rivals."""
     for k in (1, 2, 3):
         yield rivals.checkpoint_every(case, k)
     for every_second in (True, False):
@@ -161,7 +161,7 @@ def rival_points(case: Case) -> Iterator[Point]:
 
 
 class Ours:
-    """sacplan's plans for one model, measured; each plan once."""
+    """sacplan's plans for one model, each measured once."""
 
     def __init__(self, case: Case, plain: Point, objective: str) -> None:
         self.case = case
@@ -174,17 +174,25 @@ class Ours:
         self._measured: dict[Any, Point] = {}
 
     def at_budget(self, budget_bytes: int) -> tuple[sacplan.Plan, Point]:
-        """Plan and measure; ``InfeasibleBudget`` where there is no plan."""
-        plan = sacplan.plan(self.profile, f"{budget_bytes}B", objective=self.objective)
+        """Plan for a budget, and measure the plan.
+
+        Raises:
+            sacplan.InfeasibleBudget: there is no plan.
+        """
+        plan = sacplan.plan(self.profile, as_budget(budget_bytes), objective=self.objective)
         key = frozenset(plan.decisions)
         if key not in self._measured:
             self._measured[key] = rivals.planned(self.case, plan, f"{budget_bytes / GIB:.4f} GiB")
         return plan, self._measured[key]
 
     def under(self, peak_bytes: int) -> Point | None:
-        """The plan with the fewest FLOPs whose measured peak is at most that; None if no plan gets there."""
+        """Find the plan with the fewest FLOPs whose measured peak is at most that; None if no plan gets there.
+
+        The budget is ``peak_bytes`` and what only sacplan counts, which differs from plan to plan. It starts at that of
+        the plain step, follows the last plan's, and is bisected once a value that fits and one that does not are known.
+        """
         best: Point | None = None
-        low = high = None  # what may be added to the budget, and what not
+        low = high = None  # bytes over ``peak_bytes`` that were added and fitted, and that did not
         unseen = self._unseen
         for _ in range(_TRIES):
             try:
@@ -194,10 +202,7 @@ class Ours:
             over, now = point.peak_bytes - peak_bytes, plan.peak_bytes - point.peak_bytes
             if over <= 0:
                 best = point if best is None or point.flops < best.flops else best
-                low, unseen = (
-                    unseen,
-                    max(now, unseen + peak_bytes // 1000),
-                )  # there may be room for a cheaper one
+                low, unseen = unseen, max(now, unseen + peak_bytes // 1000)  # room for a cheaper one?
             else:
                 high, unseen = unseen, min(now, unseen - over)
             if low is not None and high is not None:
@@ -205,7 +210,7 @@ class Ours:
         return best
 
     def sweep(self) -> list[Point]:
-        """Plans at budgets from the smallest feasible one to the unplanned peak."""
+        """Measure plans at budgets from the smallest feasible one to the unplanned peak."""
         smallest = sacplan.plan_smallest(self.profile, objective=self.objective).peak_bytes
         largest = self.profile.peak_bytes
         budgets = [smallest + (largest - smallest) * i // _BUDGETS for i in range(_BUDGETS + 1)]
@@ -213,8 +218,8 @@ class Ours:
 
 
 def rows_of(case: Case, objective: str = OBJECTIVES[0]) -> list[Row]:
-    """Rivals, sacplan at each rival's peak, and sacplan's own sweep; prints as it goes."""
-    print(f"\n{case.title}\n{'who':>12} {'setting':>20} {'peak GiB':>9} {'recompute':>9}  verdict")
+    """Measure rivals, sacplan at each rival's peak, and sacplan's own sweep; print as it goes."""
+    print(f"\n{case.title}\n{_TABLE.head}  verdict")
     plain = rivals.unplanned(case)
 
     def row(point: Point, versus: str = "") -> Row:
@@ -236,7 +241,7 @@ def rows_of(case: Case, objective: str = OBJECTIVES[0]) -> list[Row]:
 
 
 def verdict(theirs: Row, mine: Row | None) -> str:
-    """sacplan against one rival, in words."""
+    """Say how sacplan compares with one rival."""
     if mine is None:
         return "ours: no plan at that peak"
     gap = mine.recompute_percent - theirs.recompute_percent
@@ -244,11 +249,12 @@ def verdict(theirs: Row, mine: Row | None) -> str:
     return f"ours {mine.recompute_percent:.2f} % at {mine.peak_gib:.4f} GiB: {word}"
 
 
+_TABLE = Table(("who", ">12"), ("setting", ">20"), ("peak GiB", ">9.4f"), ("recompute", ">9"))
+
+
 def _print(row: Row, words: str = "") -> None:
-    print(
-        f"{row.who:>12} {row.setting:>20} {row.peak_gib:9.4f} {row.recompute_percent:8.2f}%  {words}",
-        flush=True,
-    )
+    cells = _TABLE.row(row.who, row.setting, row.peak_gib, f"{row.recompute_percent:.2f}%")
+    print(f"{cells}  {words}", flush=True)
 
 
 # --- picture ----------------------------------------------------------------------------------------------
@@ -264,7 +270,7 @@ _OURS = "#0072B2"
 
 
 def picture(rows: list[Row], path: Path) -> None:
-    """One panel per model: rivals as markers, sacplan's measured plans as a line."""
+    """Draw one panel per model: rivals as markers, sacplan's measured plans as a line."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -306,7 +312,7 @@ def picture(rows: list[Row], path: Path) -> None:
 
 
 def _undominated(rows: list[Row]) -> list[Row]:
-    """By falling peak, without those that another row beats on both axes."""
+    """Return the rows that no other row beats on both axes, by falling peak."""
     kept: list[Row] = []
     for row in sorted(rows, key=lambda r: (r.peak_gib, r.recompute_percent)):
         if not kept or row.recompute_percent < kept[-1].recompute_percent:
@@ -315,12 +321,12 @@ def _undominated(rows: list[Row]) -> list[Row]:
 
 
 def main() -> None:
-    parser = common.parser(__doc__, "frontier.json")
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser = Parser(__doc__, "frontier.json")
+    parser.choice("--cases", CASES)
     parser.add_argument("--objective", default=OBJECTIVES[0], choices=OBJECTIVES, help="of sacplan's plans")
     parser.add_argument("--picture", type=Path, default=PICTURE)
-    arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
+    arguments = parser.parse_args()
     print(f"{describe(machine())}; kernels of an {rivals.DEVICE}; least {arguments.objective}")
     began = time.perf_counter()
     rows: list[Row] = []

@@ -1,20 +1,25 @@
-"""Predictions against a CUDA device: peaks, step times, attention kernels, cuBLAS workspaces.
+"""Are predictions right on a CUDA device: peaks, step times, attention kernels, cuBLAS workspaces?
 
     python -m benchmarks.gpu [--names gpt2 llama ...] [--kinds bf16 autocast] [--seconds 420] [--json FILE]
     python -m benchmarks.gpu --smoke          # the same code on the CPU, at tiny sizes
 
-Needs torch and sacplan; with transformers installed the models of ``hf_models.py`` are measured too. For each model, in
-bfloat16 and under autocast, with AdamW: the predicted peak of the step beside ``torch.cuda.max_memory_allocated``
-(and what the allocator played through reserves beside ``max_memory_reserved``), the step's time by the roofline of
-the datasheet, by one that was measured here (``sacplan.calibrate``) and by timing each op (``runtime="benchmark"``)
-beside the wall clock; then two plans, applied and measured, with loss and gradients compared bit by bit. A row
-that fails says so in the table and makes the exit status 1; the others go on. Everything is written to
+Needs torch and sacplan alone; with transformers installed the models of ``hf_models.py`` are measured, too. A row is a
+model in bfloat16 or under autocast, with AdamW:
+
+- the predicted peak of the step beside ``torch.cuda.max_memory_allocated``, and what the allocator played through
+  reserves beside ``max_memory_reserved``;
+- the step's time by the wall clock, beside predictions by the roofline of the datasheet, by one that was measured here
+  (``sacplan.calibrate``), and by timing each op (``runtime="benchmark"``);
+- two plans, applied and measured, with loss and gradients compared bit by bit.
+
+A row that fails says so in the table and makes the exit status 1; the others go on. Results go to
 ``benchmarks/results/gpu_<device>.json``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import statistics
 import sys
@@ -27,8 +32,13 @@ from typing import Any
 import torch
 
 import sacplan
-from benchmarks import common, gpu_models
 from benchmarks.allocator import allocator_peaks
+from benchmarks.harness.command import Parser
+from benchmarks.harness.plans import as_budget, budget_at, timed
+from benchmarks.harness.results import MIB, RESULTS, Row, write_results
+from benchmarks.harness.steps import tensors_of
+from benchmarks.harness.table import Table
+from benchmarks.models import gpu_models
 from sacplan._device.attention import AttentionCall, attention_backend
 from sacplan._device.calibrate import calibrate
 from sacplan._device.devices import DeviceSpec, resolve_device, torch_version
@@ -36,7 +46,6 @@ from sacplan._record.step import Step, default_loss
 from sacplan._rewrites.library_workspaces import library_workspace_bytes
 from sacplan._verify.measure import measured_step
 
-MIB = 2**20
 ZOO = ("gpt2", "llama", "t5", "bert", "vit", "mixtral", "resnet", "mamba")
 KINDS = ("bf16", "autocast")
 TIMED_STEPS = 5
@@ -44,7 +53,6 @@ SHARES = (0.3, 0.7)
 """Budgets of the two plans, between the smallest feasible peak (0) and the unplanned one (1)."""
 
 Build = Callable[[], tuple[torch.nn.Module, Any, Any]]
-Row = dict[str, Any]
 
 
 # --- cases ------------------------------------------------------------------------------------------
@@ -53,7 +61,7 @@ Row = dict[str, Any]
 def cases(
     names: list[str] | None, kinds: list[str], smoke: bool, device: str
 ) -> Iterator[tuple[Row, Build | str]]:
-    """What is to be measured: (model and kind, how to build it or why it is left out)."""
+    """Yield what is to be measured: (model and kind, how to build it or why it is left out)."""
     size = "smoke" if smoke else "gpu"
     for kind in kinds:
         for name in gpu_models.MODELS:
@@ -64,7 +72,7 @@ def cases(
     if not wanted:
         return
     try:
-        from benchmarks import hf_models
+        from benchmarks.models import hf_models
     except ImportError as error:
         for name in wanted:
             yield {"model": name, "kind": "bf16"}, f"not installed: {error.name or error}"
@@ -88,7 +96,7 @@ def _from_hf_models(hf_models: Any, name: str, size: str, device: str) -> tuple[
 
 
 def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
-    """Everything about one model."""
+    """Measure everything about one model."""
     own = _allocated(device)
     model, batch, loss_fn = build()
     loss_fn = loss_fn or default_loss
@@ -100,24 +108,23 @@ def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
         ("calibrated", "cost-model"),
         ("benchmark", "benchmark"),
     ):
-        began = time.perf_counter()
+        profile = functools.partial(sacplan.profile, model, batch, loss_fn, torch.optim.AdamW)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            profiles[name] = sacplan.profile(
-                model, batch, loss_fn, torch.optim.AdamW, device=specs.get(name, spec), runtime=runtime
+            profiles[name], profile_s[name] = timed(
+                functools.partial(profile, device=specs.get(name, spec), runtime=runtime)
             )
-        profile_s[name] = time.perf_counter() - began
-    profile = profiles["datasheet"]
+    seen = profiles["datasheet"]
     row: Row = {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "predicted_peak_bytes": profile.peak_bytes,
-        "predicted_allocator": dataclasses.asdict(allocator_peaks(profile.program)),
+        "predicted_peak_bytes": seen.peak_bytes,
+        "predicted_allocator": dataclasses.asdict(allocator_peaks(seen.program)),
         "predicted_ms": {name: p.step_ms for name, p in profiles.items()},
         "profile_s": profile_s,
         "not_timed": sorted(
             {str(w.message).split(":", 1)[1] for w in caught if "could not be run" in str(w.message)}
         ),
-        "assumptions": list(profile.assumptions),
+        "assumptions": list(seen.assumptions),
     }
     plain = _gradients(model, batch, loss_fn)
     again = _gradients(model, batch, loss_fn)
@@ -125,10 +132,10 @@ def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
     del again
     row |= _measured(model, batch, loss_fn, device, own)
     row["plans"] = []
-    smallest = sacplan.plan_smallest(profile).peak_bytes
+    smallest = sacplan.plan_smallest(seen).peak_bytes
     for share in SHARES:
-        budget = int(smallest + share * (profile.peak_bytes - smallest))
-        plan = sacplan.plan(profile, f"{budget}B")
+        budget = budget_at(share, smallest, seen.peak_bytes)
+        plan = sacplan.plan(seen, as_budget(budget))
         with sacplan.apply(model, plan):
             planned: Row = {"budget_bytes": budget, "predicted_peak_bytes": plan.peak_bytes}
             planned["predicted_ms"] = plan.step_ms + plan.recompute_ms
@@ -140,7 +147,7 @@ def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
 
 
 def _gradients(model: torch.nn.Module, batch: Any, loss_fn: Any) -> list[torch.Tensor]:
-    """Loss and gradients with a fixed seed, on the host; buffers are put back."""
+    """Run a step from a fixed seed; return loss and gradients, on the host. Buffers are put back."""
     buffers = [(b, b.clone()) for b in model.buffers()]
     torch.manual_seed(1)
     loss = loss_fn(model, batch)
@@ -159,14 +166,14 @@ def _equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def _measured(model: torch.nn.Module, batch: Any, loss_fn: Any, device: str, own: int) -> Row:
-    """Peak and time of real steps with AdamW, whose state the first of them makes.
+    """Measure peak and time of real steps with AdamW, whose state the first of them makes.
 
     The learning rate is 0, so that the next measurement finds the same weights.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     step = Step(model, batch, loss_fn, optimizer)
     if device == "cpu":
-        seen = measured_step(step, [t for t in batch.values() if isinstance(t, torch.Tensor)])
+        seen = measured_step(step, tensors_of(batch))
         return {"measured_peak_bytes": seen.peak_bytes, "reserved_bytes": 0, "measured_ms": seen.wall_ms}
     step.run()
     optimizer.zero_grad(set_to_none=True)
@@ -190,7 +197,7 @@ def _measured(model: torch.nn.Module, batch: Any, loss_fn: Any, device: str, own
 
 
 def _forget_memory() -> None:
-    """So that a step makes its own cuBLAS workspaces, and finds no segments but those it needs."""
+    """Empty the allocator, so that a step makes its own cuBLAS workspaces and finds no segments of earlier ones."""
     gc.collect()
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
@@ -199,7 +206,10 @@ def _forget_memory() -> None:
 
 
 def _allocated(device: str) -> int:
-    """Bytes that are not the row's. A workspace of the backward thread that cannot be dropped is: the step uses it."""
+    """Return the bytes on the device that are not the row's.
+
+    A cuBLAS workspace of the backward thread cannot be dropped. It counts as the row's, for the step uses it.
+    """
     if device == "cpu":
         gc.collect()
         return 0
@@ -237,7 +247,7 @@ ATTENTION: list[tuple[str, Row]] = [
 
 
 def attention_rows(spec: DeviceSpec, device: str) -> list[Row]:
-    """``torch._fused_sdp_choice`` beside our table; on a CPU, which has a table of its own, they may differ."""
+    """Return torch's choice of an attention kernel beside ours; on a CPU, which has other rules, they may differ."""
     rows = []
     for name, o in ATTENTION:
         dtype, dim, heads = o.get("dtype", torch.bfloat16), o.get("dim", 64), o.get("kv_heads", 4)
@@ -266,7 +276,7 @@ def attention_rows(spec: DeviceSpec, device: str) -> list[Row]:
 
 
 def cublas_report(spec: DeviceSpec, device: str) -> Row:
-    """Size of a workspace, and how many a forward and a backward product leave behind."""
+    """Return the size of a workspace, and how many a forward and a backward product leave behind."""
     report: Row = {"predicted_bytes": library_workspace_bytes(spec), "predicted_count": 2}
     if device == "cpu":
         return report
@@ -289,8 +299,8 @@ def cublas_report(spec: DeviceSpec, device: str) -> Row:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what the command line asks for; the number of rows that failed, at most 1."""
-    parser = common.parser(__doc__)
+    """Run what the command line asks for; the exit status is 1 if a row failed."""
+    parser = Parser(__doc__)
     parser.add_argument("--names", nargs="+", help="of gpu_models.py, or transformers/NAME; default: all")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--seconds", type=float, default=420.0, help="start no further row after this long")
@@ -342,15 +352,15 @@ def main(arguments: list[str] | None = None) -> int:
             lost = _context_lost(device)
         _print_row(row)
     data["seconds"] = round(time.perf_counter() - began, 1)
-    path = options.json or common.RESULTS / f"gpu_{spec.name.replace(' ', '-')}.json"
-    common.write_results(path, rows, **data)
+    path = options.json or RESULTS / f"gpu_{spec.name.replace(' ', '-')}.json"
+    write_results(path, rows, **data)
     failed = [row for row in rows if "error" in row]
     print(f"{len(rows)} rows, {len(failed)} failed, {data['seconds']} s; written to {path}")
     return 1 if failed else 0
 
 
 def _context_lost(device: str) -> str:
-    """What the CUDA context says after a row, where it is no longer to be used."""
+    """Return why the CUDA context can no longer be used after a row; "" if it can."""
     if device == "cpu":
         return ""
     try:
@@ -360,37 +370,34 @@ def _context_lost(device: str) -> str:
     return ""
 
 
+_TABLE = Table(
+    ("model", ">22"), ("kind", ">8"), ("budget", ">9"), ("predicted", ">9.2f"), ("measured", ">9.2f"),
+    ("error", ">+7.2%"), ("reserved", ">17"), ("predicted ms", ">24"), ("ms", ">8.1f"), ("bits", ">6"),
+)  # fmt: skip
 HEADER = (
     "MiB and ms; reserved: predicted/measured; predicted times: roofline of the datasheet/calibrated/each op timed\n"
-    f"{'model':>22} {'kind':>8} {'budget':>9} {'predicted':>9} {'measured':>9} {'error':>7} {'reserved':>17} "
-    f"{'predicted ms':>24} {'ms':>8} {'bits':>6}"
+    + _TABLE.head
 )
 
 
 def _print_row(row: Row) -> None:
-    start = f"{row['model']:>22} {row['kind']:>8}"
+    about = row["model"], row["kind"]
     if "skipped" in row or "error" in row:
         word = "skipped" if "skipped" in row else "ERROR"
-        print(f"{start} {word}: {row.get('skipped') or row['error']}", flush=True)
+        print(f"{_TABLE.row(*about)} {word}: {row.get('skipped') or row['error']}", flush=True)
         return
     times = "/".join(f"{ms:.1f}" for ms in row["predicted_ms"].values())
-    bits = "same" if row["deterministic"] else "vary"
-    for budget, r, ms, equal in [
-        ("none", row, times, bits),
-        *(
-            (f"{p['budget_bytes'] / MIB:.2f}", p, f"{p['predicted_ms']:.1f}", str(p["bit_equal"]))
-            for p in row["plans"]
-        ),
-    ]:
+    lines = [("none", row, times, "same" if row["deterministic"] else "vary")]
+    for plan in row["plans"]:
+        budget = f"{plan['budget_bytes'] / MIB:.2f}"
+        lines.append((budget, plan, f"{plan['predicted_ms']:.1f}", str(plan["bit_equal"])))
+    for budget, r, ms, equal in lines:
         predicted, measured = r["predicted_peak_bytes"], r["measured_peak_bytes"]
         reserved = f"{r['reserved_bytes'] / MIB:.1f}"
         if "predicted_allocator" in r:
             reserved = f"{r['predicted_allocator']['reserved_bytes'] / MIB:.1f}/{reserved}"
-        print(
-            f"{start} {budget:>9} {predicted / MIB:9.2f} {measured / MIB:9.2f} {predicted / measured - 1:+7.2%} "
-            f"{reserved:>17} {ms:>24} {r['measured_ms']:8.1f} {equal:>6}",
-            flush=True,
-        )
+        peaks = predicted / MIB, measured / MIB, predicted / measured - 1
+        print(_TABLE.row(*about, budget, *peaks, reserved, ms, r["measured_ms"], equal), flush=True)
 
 
 def _print_attention(data: Row) -> None:

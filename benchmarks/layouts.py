@@ -1,14 +1,14 @@
-"""Which parallelism for a large model: every mesh of some devices, with peaks and times, and how long planning takes.
+"""Which parallelism is fastest for a large model, on every mesh of some devices, and how long does planning take?
 
     python -m benchmarks.layouts [--runs 8b-1 8b-8 8b-64 70b-8 70b-64 70b-1024] [--search]
 
-Llama-3-8B's shape and a 70B shape (80 layers of 8,192, 28,672 inside, 64 heads, 8 for keys and values, 128,256 words),
-sequences of 8,192 tokens, bfloat16, fused AdamW, on the meta device: nothing is computed. A step of the 8B is 16
-sequences, 131,072 tokens; one device also gets one at a time, of which 16 make a step (accumulated). The budget of a
-rank is the memory of an H100 less the headroom that ``sacplan.max_batch`` leaves. Everything is predicted.
+Models: Llama-3-8B's shape and a 70B shape (80 layers of 8,192, 28,672 inside, 64 heads, 8 for keys and values, 128,256
+words), sequences of 8,192 tokens, bfloat16, fused AdamW, on the meta device; everything is predicted. A step of the 8B
+is 16 sequences, 131,072 tokens; one device also gets one at a time, of which 16 make a step (accumulated). The budget
+of a rank is the memory of an H100 less the headroom that ``sacplan.max_batch`` leaves.
 
-A row has the mesh, how the step is spread, what runs it, peak per rank without and with a plan, ms of a step, of
-recomputation and of collectives that nothing hides, and samples per second. Rows run by sacplan are those of
+A row is a way to run the step: the mesh, how the step is spread, what runs it, peak per rank without and with a plan,
+ms of a step, of recomputation and of exposed communication, and samples per second. Rows run by sacplan are those of
 ``sacplan.layouts``. Where ranks divide the batch, two more are run by PyTorch, as ``world_size=`` and ``fsdp_units=``
 predict it: ``fsdp`` by FSDP2 (``fully_shard`` on each layer and on the model), ``ddp`` by DistributedDataParallel.
 Seconds are of the profile, of all plans of ``layouts`` together, and of each row of PyTorch; those of the processor
@@ -17,20 +17,20 @@ tell how long it takes when nothing else runs.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import transformers
 
 import sacplan
-from benchmarks import common
-from benchmarks.common import GIB, describe, machine, write_results
+from benchmarks.harness.command import Parser
+from benchmarks.harness.plans import plan_or_least
+from benchmarks.harness.results import GIB, Row, write_results
+from benchmarks.harness.table import markdown_line
+from benchmarks.models.cases import empty_text, fused_adamw, llama_3_8b
 from sacplan._ranks.ranks import Ranks
 
 DEVICE = "h100"
@@ -39,9 +39,15 @@ STEP = 16
 """Sequences."""
 
 SHAPES: dict[str, dict[str, int]] = {
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
-}  # fmt: skip
+    "8b": {},
+    "70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+}
+"""What differs from Llama-3-8B's shape."""
 
 RUNS: dict[str, tuple[str, int, tuple[int, ...]]] = {
     "8b-1": ("8b", 1, (STEP, 1)),
@@ -51,7 +57,7 @@ RUNS: dict[str, tuple[str, int, tuple[int, ...]]] = {
     "70b-64": ("70b", 64, (64,)),
     "70b-1024": ("70b", 1024, (1024,)),
 }
-"""Shape, devices, sequences of all ranks together."""
+"""Shape, devices, and numbers of sequences in a step of all ranks together."""
 
 COLUMNS = {
     "mesh": "mesh",
@@ -67,37 +73,31 @@ COLUMNS = {
 
 
 def model_of(shape: str) -> torch.nn.Module:
-    """The model, on torch's default device."""
-    config = transformers.LlamaConfig(
-        **SHAPES[shape], num_key_value_heads=8, vocab_size=128256, max_position_embeddings=LENGTH, use_cache=False
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).bfloat16().train()
+    """Build the model, on the meta device."""
+    return llama_3_8b(**SHAPES[shape], max_position_embeddings=LENGTH, use_cache=False).train()
 
 
 def profiled(shape: str, sequences: int) -> sacplan.Profile:
-    """The step of the whole model on one device."""
-    with torch.device("meta"):
-        model = model_of(shape)
-        ids = torch.zeros(sequences, LENGTH, dtype=torch.long)
-    optimizer = functools.partial(torch.optim.AdamW, fused=True)
-    return sacplan.profile(model, {"input_ids": ids, "labels": ids}, optimizer=optimizer, device=DEVICE)
+    """Profile the step of the whole model on one device."""
+    batch = empty_text(sequences, LENGTH)
+    return sacplan.profile(model_of(shape), batch, optimizer=fused_adamw, device=DEVICE)
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """What it returns; seconds on the wall and of the processor."""
+    """Call a function; return its result, and the seconds by the clock and of the processor."""
     wall, cpu = time.perf_counter(), time.process_time()
     found = work()
     return found, {"wall": time.perf_counter() - wall, "processor": time.process_time() - cpu}
 
 
-def looked(shape: str, devices: int, sequences: int, *, search: bool) -> dict[str, Any]:
-    """All meshes of a number of devices."""
+def looked(shape: str, devices: int, sequences: int, *, search: bool) -> Row:
+    """Return a run: all ways to spread a step over a number of devices."""
     profile, tracing = timed(lambda: profiled(shape, sequences))
     found, planning = timed(lambda: sacplan.layouts(profile, devices=devices, search=search))
     best, one_mesh = None, {}
     if found.rows[0].fits and devices > 1:
         best = dict(found.rows[0].mesh)
-        fresh = profiled(shape, sequences)
+        fresh = profiled(shape, sequences)  # one that has worked out nothing yet
         budget = f"{found.budget_bytes}B"
         _, one_mesh = timed(lambda: sacplan.plan(fresh, budget, mesh=best))
     rows = [
@@ -118,7 +118,7 @@ def looked(shape: str, devices: int, sequences: int, *, search: bool) -> dict[st
     seconds = {"profile": tracing, "layouts": planning, "plan_on_best_mesh": one_mesh}
     for run_by in PYTORCH if devices > 1 and sequences % devices == 0 else ():
         row, seconds[run_by] = timed(
-            functools.partial(row_of_pytorch, run_by, shape, devices, sequences, found.budget_bytes)
+            lambda run_by=run_by: row_of_pytorch(run_by, shape, devices, sequences, found.budget_bytes)
         )
         rows.append(row)
     return {
@@ -139,21 +139,14 @@ def looked(shape: str, devices: int, sequences: int, *, search: bool) -> dict[st
 SACPLAN, FSDP2, DDP = "sacplan", "FSDP2", "DDP"
 UNITS = ("model.layers.*", "")
 PYTORCH: dict[str, tuple[str, Sequence[str] | None]] = {FSDP2: ("fsdp", UNITS), DDP: ("ddp", None)}
-"""How a step is spread that PyTorch runs, and its ``fsdp_units``."""
+"""What runs a step of PyTorch: the name of how it is spread, and its ``fsdp_units``."""
 
 
-def row_of_pytorch(
-    run_by: str, shape: str, devices: int, sequences: int, budget_bytes: int
-) -> dict[str, Any]:
-    """A row of FSDP2 or DDP. Each rank records a batch of its own."""
+def row_of_pytorch(run_by: str, shape: str, devices: int, sequences: int, budget_bytes: int) -> Row:
+    """Return a row of FSDP2 or DDP. Each rank records a batch of its own."""
     name, units = PYTORCH[run_by]
     rank = profiled(shape, sequences // devices).on_ranks(Ranks.of(devices, units))
-    plan, least = None, 0
-    try:
-        plan = sacplan.plan(rank, f"{budget_bytes}B")
-        least = plan.peak_bytes
-    except sacplan.InfeasibleBudget as error:
-        least = error.smallest_feasible_bytes
+    plan, least = plan_or_least(rank, budget_bytes)
     ms = rank.step_ms + (plan.recompute_ms if plan else 0.0)
     return {
         "mesh": {"dp": devices},
@@ -169,20 +162,20 @@ def row_of_pytorch(
     }
 
 
-def _order(row: dict[str, Any]) -> tuple[bool, float]:
+def _order(row: Row) -> tuple[bool, float]:
     return (not row["fits"], row["step_ms"] if row["fits"] else row["peak_bytes"])
 
 
 # --- tables ---------------------------------------------------------------------------------------------------
 
 
-def mesh_text(row: dict[str, Any]) -> str:
-    """``dp 4 x tp 2``."""
+def mesh_text(row: Row) -> str:
+    """Write a mesh as ``dp 4 x tp 2``."""
     return " x ".join(f"{name} {n}" for name, n in row["mesh"].items()) or "one GPU"
 
 
-def cells_of(row: dict[str, Any], length: int) -> list[str]:
-    """A row as text."""
+def cells_of(row: Row, length: int) -> list[str]:
+    """Write the cells of a row."""
     peaks = [f"{row[key] / GIB:.1f} GiB" for key in ("unplanned_peak_bytes", "peak_bytes")]
     way = [mesh_text(row), row["name"], row["run_by"]]
     if not row["fits"]:
@@ -191,20 +184,19 @@ def cells_of(row: dict[str, Any], length: int) -> list[str]:
     return [*way, *peaks, *times, f"{row['samples_per_s'] * length:,.0f}"]
 
 
-def table(run: dict[str, Any], most: int | None = None) -> list[str]:
-    """A table in Markdown: what fits, the fastest first, then the ways that do not; refused meshes below."""
+def table(run: Row, most: int | None = None) -> list[str]:
+    """Write a run as a table in Markdown: what fits, the fastest first, then the ways that do not."""
     rows = run["rows"] if most is None else run["rows"][:most]
-    lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|---|---|---|" + "---:|" * (len(COLUMNS) - 3)]
-    lines += ["| " + " | ".join(cells_of(row, run["length"])) + " |" for row in rows]
-    return lines
+    lines = [markdown_line(COLUMNS.values()), "|---|---|---|" + "---:|" * (len(COLUMNS) - 3)]
+    return lines + [markdown_line(cells_of(row, run["length"])) for row in rows]
 
 
 _SHORT = 9
 """Rows of a table in the docs."""
 
 
-def markdown(runs: Sequence[dict[str, Any]], shape: str = "8b") -> str:
-    """The tables of one model for ``docs/which-parallelism.md``."""
+def markdown(runs: Sequence[Row], shape: str = "8b") -> str:
+    """Write the tables of one model for ``docs/which-parallelism.md``."""
     found: list[str] = []
     for run in runs:
         if run["shape"] != shape:
@@ -221,15 +213,15 @@ def markdown(runs: Sequence[dict[str, Any]], shape: str = "8b") -> str:
     return "\n".join(found).strip()
 
 
-def refusals(run: dict[str, Any]) -> Iterator[str]:
-    """Meshes that are refused, each with the first reason."""
+def refusals(run: Row) -> Iterator[str]:
+    """Yield the meshes that are refused, each with the first reason."""
     for text in run["refused"]:
         mesh = re.search(r"over mesh ([^.]*)\.", text)
         reason = re.search(r": ([^:(]*)", text)
         yield f"{mesh[1]}: {reason[1].strip()}." if mesh and reason else text
 
 
-def _line(run: dict[str, Any]) -> str:
+def _line(run: Row) -> str:
     seconds = ", ".join(
         f"{name} {each['wall']:.1f} s ({each['processor']:.1f} s of the processor)"
         for name, each in run["seconds"].items()
@@ -243,12 +235,10 @@ def _line(run: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
-    parser = common.parser(__doc__, "layouts.json")
-    parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
+    parser = Parser(__doc__, "layouts.json")
+    parser.choice("--runs", RUNS)
     parser.add_argument("--search", action="store_true", help="also search for shardings on each mesh")
-    arguments = parser.parse_args()
-    print(f"{describe(machine())}; predicted for {DEVICE}")
+    arguments = parser.begin(note=f"; predicted for {DEVICE}", silence=True)
     runs = []
     for name in arguments.runs:
         shape, devices, sequences = RUNS[name]

@@ -1,31 +1,33 @@
-"""Long sequences on one GPU: what the smallest peak is, what fits, and what it costs, with chunks and without.
+"""How long a sequence fits one GPU, and what does it cost, with chunks and without?
 
     python -m benchmarks.long_sequences [--models llama-3-8b gemma-2-2b] [--device h100] [--headroom 0.15]
 
-Llama-3-8B's shape, all 32 layers, and Gemma-2-2B's, whose vocabulary is twice as large; bfloat16, fused AdamW, one
-sequence, on the meta device: nothing is computed. The budget is the device's memory less the headroom that
-``sacplan.max_batch`` leaves. The longest sequence is searched among multiples of 1024 tokens, by the smallest peak that
-planning finds; it and the next one are looked at. A plan counts with the peak of a fake step that it is applied to.
+Models: Llama-3-8B's shape, all 32 layers, and Gemma-2-2B's, whose vocabulary is twice as large; bfloat16, fused AdamW,
+one sequence, on the meta device; nothing is computed. The budget is the device's memory less the headroom that
+``sacplan.max_batch`` leaves.
 
-Planning is timed in turns, with and without chunks, on fresh copies of the profile's program in one process; the ratio
-is the median of those of a turn.
+A row is a model. By recomputation alone and with chunks it has the smallest peak, the plan for the budget, whose peak
+is that of a fake step with it, and the longest sequence. That is searched among multiples of 1024 tokens by the
+smallest peak; it and the next one are looked at. The row also says what slices of the loss cost, and how much longer
+planning takes with chunks: in turns, on fresh copies of the profile's program in one process, the median of the ratios
+of a turn.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
-import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
 import sacplan
-from benchmarks import common
-from benchmarks.chunk_models import PLANNED, Case
-from benchmarks.common import GIB, describe, machine, write_results
+from benchmarks.harness.command import Parser, run_cases
+from benchmarks.harness.plans import as_budget, timed
+from benchmarks.harness.results import GIB, Row
+from benchmarks.models.cases import Case
+from benchmarks.models.chunk_models import PLANNED
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._device.devices import resolve_device
 from sacplan._plan.limits import DEFAULT_HEADROOM
@@ -37,30 +39,22 @@ SLICES = 16
 ROUNDS = 3
 
 
-def profiled(case: Case, device: str) -> sacplan.Profile:
-    """The step of one sequence."""
-    return sacplan.profile(case.model, case.batch, case.loss_fn, device=device, optimizer=case.optimizer)
-
-
 def fresh(profile: sacplan.Profile) -> sacplan.Profile:
-    """The same profile without what planning has worked out."""
+    """Return the same profile without what planning has worked out."""
     return replace(profile, recorded=msgspec.structs.replace(profile.recorded))
 
 
-def planned(
-    case: Case, profile: sacplan.Profile, budget_bytes: int, techniques: tuple[str, ...]
-) -> dict[str, Any]:
-    """The smallest peak, and the plan for the budget; or the least that it would have to be."""
+def planned(case: Case, profile: sacplan.Profile, budget_bytes: int, techniques: tuple[str, ...]) -> Row:
+    """Return the smallest peak, and the plan for the budget or for that peak, whichever is larger."""
     smallest = sacplan.plan_smallest(profile, techniques=techniques)
-    row: dict[str, Any] = {"smallest_peak_bytes": smallest.peak_bytes}
+    row: Row = {"smallest_peak_bytes": smallest.peak_bytes}
     plan = smallest
     if smallest.peak_bytes <= budget_bytes:
-        plan = sacplan.plan(profile, f"{budget_bytes}B", techniques=techniques)
-    seen = sacplan.verify(case.model, case.batch, plan, case.loss_fn, case.optimizer)
+        plan = sacplan.plan(profile, as_budget(budget_bytes), techniques=techniques)
     return row | {
         "within_budget": plan.peak_bytes <= budget_bytes,
         "peak_bytes": plan.peak_bytes,
-        "fake_peak_bytes": seen.peak_bytes,
+        "fake_peak_bytes": case.verify(plan).peak_bytes,
         "recompute_ms": plan.recompute_ms,
         "added_ms": plan.added_ms,
         "step_ms": plan.step_ms + plan.recompute_ms + plan.added_ms,
@@ -68,8 +62,8 @@ def planned(
     }
 
 
-def slices_cost(profile: sacplan.Profile) -> dict[str, Any]:
-    """What a fixed number of slices of the loss adds to the step without a plan."""
+def slices_cost(profile: sacplan.Profile) -> Row:
+    """Return what a fixed number of slices of the loss adds to the step without a plan."""
     found = loss_chunks(profile.program, profile.spec)
     assert isinstance(found, ChunkOptions), found
     rewrite = next(rewrite for chunk, rewrite in found.options if chunk.slices == SLICES)
@@ -81,15 +75,14 @@ def slices_cost(profile: sacplan.Profile) -> dict[str, Any]:
     }
 
 
-def planning_time(profile: sacplan.Profile, budget_bytes: int, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Seconds of planning for a budget that both can hold, in turns, and the ratio."""
+def planning_time(profile: sacplan.Profile, budget_bytes: int, rounds: int = ROUNDS) -> Row:
+    """Time planning for a budget that both can hold, in turns; return seconds and ratio."""
     seconds: dict[str, list[float]] = {name: [] for name in TECHNIQUES}
     for _ in range(rounds):
         for name, techniques in TECHNIQUES.items():
-            copy = fresh(profile)
-            began = time.perf_counter()
-            sacplan.plan(copy, f"{budget_bytes}B", techniques=techniques)
-            seconds[name].append(time.perf_counter() - began)
+            copy, budget = fresh(profile), as_budget(budget_bytes)
+            _, took = timed(functools.partial(sacplan.plan, copy, budget, techniques=techniques))
+            seconds[name].append(took)
     ratios = [b / a for a, b in zip(*seconds.values(), strict=True)]
     return {
         "budget_bytes": budget_bytes,
@@ -98,13 +91,17 @@ def planning_time(profile: sacplan.Profile, budget_bytes: int, rounds: int = ROU
     }
 
 
-def longest(smallest_peak: Callable[[int], int], budget_bytes: int, known: tuple[int, int]) -> dict[str, Any]:
-    """The longest sequence whose smallest peak is in the budget, in ``STEP`` tokens.
+def longest(smallest_peak: Callable[[int], int], budget_bytes: int, known: tuple[int, int]) -> Row:
+    """Find the longest sequence whose smallest peak is in the budget, among multiples of ``STEP`` tokens.
+
+    Peaks grow almost linearly with the tokens, and one costs a profile and a search. So each guess is where a line
+    through the two looks that are closest to the budget meets it. The search ends when a length fits and the next one
+    does not.
 
     Args:
         smallest_peak: tokens to bytes.
         budget_bytes: what has to hold it.
-        known: some number of tokens and its smallest peak; the next guess is on a line through looks at two.
+        known: some number of tokens and its smallest peak.
     """
     looked = {known[0]: known[1]}
 
@@ -120,11 +117,11 @@ def longest(smallest_peak: Callable[[int], int], budget_bytes: int, known: tuple
         slope = (looked[near[0]] - looked[near[1]]) / (near[0] - near[1])
         guess = near[0] + (budget_bytes - looked[near[0]]) / slope
         tokens = max(STEP, int(guess) // STEP * STEP)
-        if tokens in looked:
+        if tokens in looked:  # the line may point at a length that is known: its neighbour says more
             tokens += STEP if looked[tokens] <= budget_bytes else -STEP
         if does_not:
             tokens = min(max(tokens, fits + STEP), does_not - STEP)
-        if tokens <= 0:
+        if tokens <= 0:  # not even ``STEP`` tokens fit
             break
         if look(tokens) <= budget_bytes:
             fits = max(fits, tokens)
@@ -133,14 +130,14 @@ def longest(smallest_peak: Callable[[int], int], budget_bytes: int, known: tuple
     return {"tokens": fits, "looked_at": dict(sorted(looked.items()))}
 
 
-def measured(name: str, device: str, headroom: float) -> dict[str, Any]:
-    """One model."""
+def measured(name: str, device: str, headroom: float) -> Row:
+    """Return the row of a model."""
     make, tokens = PLANNED[name], TOKENS[name]
     spec = resolve_device(device)
     budget_bytes = spec.memory_bytes - int(headroom * spec.memory_bytes)
     case = make(tokens)
-    profile = profiled(case, device)
-    row: dict[str, Any] = {
+    profile = case.profile(device)
+    row: Row = {
         "model": name,
         "device": device,
         "tokens": tokens,
@@ -156,7 +153,7 @@ def measured(name: str, device: str, headroom: float) -> dict[str, Any]:
     for kind, techniques in TECHNIQUES.items():
 
         def smallest_peak(tokens: int, techniques: tuple[str, ...] = techniques) -> int:
-            found = profiled(make(tokens), device)
+            found = make(tokens).profile(device)
             return sacplan.plan_smallest(found, techniques=techniques).peak_bytes
 
         row[kind]["longest"] = longest(
@@ -165,7 +162,7 @@ def measured(name: str, device: str, headroom: float) -> dict[str, Any]:
     return row
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: Row) -> str:
     lines = [
         f"{row['model']}, {row['tokens']} tokens on {row['device']}: {row['plain_peak_bytes'] / GIB:.1f} GiB, "
         f"budget {row['budget_bytes'] / GIB:.1f}; {SLICES} slices of the loss add {row['loss']['share']:.2%}; "
@@ -182,18 +179,16 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
-    parser = common.parser(__doc__, "long_sequences.json")
-    parser.add_argument("--models", nargs="+", default=list(PLANNED), choices=list(PLANNED))
+    parser = Parser(__doc__, "long_sequences.json")
+    parser.choice("--models", PLANNED)
     parser.add_argument("--device", default="h100")
     parser.add_argument("--headroom", type=float, default=DEFAULT_HEADROOM)
-    arguments = parser.parse_args()
-    print(describe(machine()))
-    rows = []
-    for name in arguments.models:
-        rows.append(measured(name, arguments.device, arguments.headroom))
-        print(_line(rows[-1]), flush=True)
-        write_results(arguments.json, rows, headroom=arguments.headroom)
+    arguments = parser.begin(silence=True)
+
+    def rows_of(name: str) -> Iterator[Row]:
+        yield measured(name, arguments.device, arguments.headroom)
+
+    run_cases(arguments.models, rows_of, _line, arguments.json, headroom=arguments.headroom)
 
 
 if __name__ == "__main__":

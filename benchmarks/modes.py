@@ -1,25 +1,23 @@
-"""What the checkpointing modes of today cost, beside a plan for the same bytes.
+"""What do the checkpointing modes of today cost, beside a plan for the same bytes?
 
     python -m benchmarks.modes [--models gpt2 llama resnet50] [--json FILE]
 
-Three models on an H100, nothing computed, times those of the cost model: GPT-2 (12 layers, 16 x 1024 tokens) and the
-shape of Llama 3.2 1B (16 layers, 4 x 2048 tokens), both of transformers, bfloat16, AdamW with states in bfloat16 too,
-``use_cache=False``; and ResNet-50 (16 blocks, 128 images of 224 x 224, float32, SGD with momentum).
+Three models on an H100; nothing is computed, times are those of the cost model: GPT-2 (12 layers, 16 x 1024 tokens) and
+the shape of Llama 3.2 1B (16 layers, 4 x 2048 tokens), both of transformers, bfloat16, AdamW with states in bfloat16
+too, ``use_cache=False``; and ResNet-50 (16 blocks, 128 images of 224 x 224, float32, SGD with momentum).
 
-For each the modes of ``sacplan.policy`` as ``sacplan.frontier`` lists them, each also run as a fake step with the mode
-applied: peak and FLOPs must be those predicted. Then, for the peak of each mode as the budget, the plan of "best", and
-that of "rotor" where the model is a chain; ``-`` where a solver finds no plan. On the two transformers the modes none,
-every 2nd layer, every 3rd layer, op and full must recompute five different numbers of FLOPs. On ResNet-50 two of the
-five are equal, by the arithmetic of its blocks: see ``resnet50``.
+A row is a mode of ``sacplan.policy``, as ``sacplan.frontier`` lists them: its peak, and what it recomputes. A fake step
+with the mode applied must have the peak and the FLOPs that are predicted. Beside it, for the mode's peak as the budget,
+stand the plan of "best", and that of "rotor" where the model is a chain; ``-`` where a solver finds no plan.
 
-The tables are Markdown.
+On the two transformers the modes none, every 2nd layer, every 3rd layer, op and full must recompute five different
+numbers of FLOPs. On ResNet-50 two of the five are equal, by the arithmetic of its blocks: see ``resnet50``. The tables
+are Markdown.
 """
 
 from __future__ import annotations
 
 import functools
-import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +25,11 @@ from typing import Any
 import torch
 
 import sacplan
-from benchmarks import common
-from benchmarks.common import GIB, describe, machine, write_results
+from benchmarks.harness.command import Parser
+from benchmarks.harness.plans import plan_or_least, timed
+from benchmarks.harness.results import GIB, Row, write_results
+from benchmarks.harness.table import markdown_head, markdown_line
+from benchmarks.models import cases
 from tests.zoo import convnets
 
 DEVICE = "h100"
@@ -40,7 +41,7 @@ MODES: dict[str, tuple[str, int | str | None]] = {
     "op": ("selective", "op"),
     "full": ("full", None),
 }
-"""Names as ``sacplan.frontier`` has them, to what ``sacplan.policy`` takes."""
+"""What ``sacplan.policy`` takes, by the names of ``sacplan.frontier``."""
 
 DISTINCT = ("none", "every 2nd layer", "every 3rd layer", "op", "full")
 SOLVERS = ("best", "rotor")
@@ -62,36 +63,24 @@ class Case:
 
 
 def gpt2() -> Case:
-    """124 M parameters."""
-    import transformers
-
-    config = transformers.GPT2Config(use_cache=False)
-    with torch.device("meta"):
-        model = transformers.GPT2LMHeadModel(config).bfloat16()
+    """Build GPT-2, 124 M parameters."""
+    made = cases.gpt2(use_cache=False)
     return Case(
-        "GPT-2 (12 layers, 16 x 1024 tokens, bfloat16, AdamW)",
-        model, _tokens(config.vocab_size, 16, 1024), torch.optim.AdamW,
-    )  # fmt: skip
+        "GPT-2 (12 layers, 16 x 1024 tokens, bfloat16, AdamW)", made.model, made.batch, made.optimizer
+    )
 
 
 def llama() -> Case:
-    """1.2 B parameters, embedding and output tied."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-        num_key_value_heads=8, tie_word_embeddings=True, use_cache=False,
+    """Build the shape of Llama 3.2 1B, embedding and output tied."""
+    model = cases.llama_3_8b(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, tie_word_embeddings=True, use_cache=False
     )  # fmt: skip
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).bfloat16()
-    return Case(
-        "Llama 3.2 1B (16 layers, 4 x 2048 tokens, bfloat16, AdamW)",
-        model, _tokens(config.vocab_size, 4, 2048), torch.optim.AdamW,
-    )  # fmt: skip
+    title = "Llama 3.2 1B (16 layers, 4 x 2048 tokens, bfloat16, AdamW)"
+    return Case(title, model, cases.text(128256, 4, 2048), torch.optim.AdamW)
 
 
 def resnet50() -> Case:
-    """26 M parameters, ReLUs in place.
+    """Build ResNet-50, 26 M parameters, ReLUs in place.
 
     Of a block with c channels its convolutions take 4, 9 and 4 parts of c * c / 16 multiplications per position. In the
     first blocks of the last three rows, which the stride of 2 is in, they take 8, 9 and 4, and their shortcut 8; the
@@ -105,19 +94,14 @@ def resnet50() -> Case:
     return Case("ResNet-50 (128 images of 224 x 224, float32, SGD)", model, batch, optimizer, alike)
 
 
-def _tokens(vocabulary: int, *shape: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, vocabulary, shape)
-    return {"input_ids": ids, "labels": ids}
-
-
 MODELS: dict[str, Callable[[], Case]] = {"gpt2": gpt2, "llama": llama, "resnet50": resnet50}
 
 
 # --- figures ----------------------------------------------------------------------------------------------
 
 
-def rows_of(name: str, case: Case) -> list[dict[str, Any]]:
-    """One row for each mode.
+def rows_of(name: str, case: Case) -> list[Row]:
+    """Return one row for each mode.
 
     Raises:
         AssertionError: a fake step does not do what its mode predicts, or two modes recompute the same.
@@ -150,8 +134,8 @@ def rows_of(name: str, case: Case) -> list[dict[str, Any]]:
 _FIGURES = ("peak_bytes", "recompute_ms", "recompute_share", "recompute_flops", "recompute_flops_share")
 
 
-def check_different(rows: list[dict[str, Any]], alike: frozenset[str]) -> None:
-    """Of the five modes, all but those named recompute numbers of FLOPs of their own.
+def check_different(rows: list[Row], alike: frozenset[str]) -> None:
+    """Check that all of the five modes but those named recompute different numbers of FLOPs.
 
     Raises:
         AssertionError: they do not, or one is missing.
@@ -170,12 +154,10 @@ def _is_chain(profile: sacplan.Profile) -> bool:
     return True
 
 
-def _for_bytes(profile: sacplan.Profile, budget_bytes: int, solver: str) -> dict[str, Any] | None:
-    """A solver's plan for a budget, or None where it finds none."""
-    began = time.perf_counter()
-    try:
-        plan = sacplan.plan(profile, f"{budget_bytes}B", solver)
-    except sacplan.InfeasibleBudget:
+def _for_bytes(profile: sacplan.Profile, budget_bytes: int, solver: str) -> Row | None:
+    """Return the figures of a solver's plan for a budget, or None where it finds none."""
+    (plan, _), seconds = timed(lambda: plan_or_least(profile, budget_bytes, solver))
+    if plan is None:
         return None
     return {
         "peak_bytes": plan.peak_bytes,
@@ -184,46 +166,40 @@ def _for_bytes(profile: sacplan.Profile, budget_bytes: int, solver: str) -> dict
         "recompute_flops": plan.recompute_flops,
         "recompute_flops_share": plan.recompute_flops / plan.step_flops,
         "lower_bound_share": plan.lower_bound_ms / plan.step_ms,
-        "seconds": time.perf_counter() - began,
+        "seconds": seconds,
     }
 
 
 # --- tables -----------------------------------------------------------------------------------------------
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table of one model, under its title."""
+def markdown(rows: list[Row]) -> str:
+    """Write the table of one model, under its title."""
     solvers = [solver for solver in SOLVERS if solver in rows[0]]
     heads = [
         "mode", "peak GiB", "recompute, % of time", "% of FLOPs",
         *(f"{solver}: {share}" for solver in solvers for share in ("% of time", "% of FLOPs")),
     ]  # fmt: skip
-    lines = [f"**{rows[0]['title']}**", "", _line(heads), _line(["---"] * len(heads))]
+    lines = [f"**{rows[0]['title']}**", "", *markdown_head(heads)]
     for row in rows:
         cells = [row["mode"], f"{row['peak_bytes'] / GIB:.2f}", *_shares(row)]
         for solver in solvers:
             cells += _shares(row[solver])
-        lines.append(_line(cells))
+        lines.append(markdown_line(cells))
     return "\n".join(lines) + "\n"
 
 
-def _shares(figures: dict[str, Any] | None) -> tuple[str, str]:
+def _shares(figures: Row | None) -> tuple[str, str]:
     if figures is None:
         return "-", "-"
     return f"{100 * figures['recompute_share']:.1f}", f"{100 * figures['recompute_flops_share']:.1f}"
 
 
-def _line(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
 def main() -> None:
-    parser = common.parser(__doc__, "modes.json")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    print(f"{describe(machine())}; planned for: {DEVICE}\n")
-    rows: list[dict[str, Any]] = []
+    parser = Parser(__doc__, "modes.json")
+    parser.choice("--models", MODELS)
+    arguments = parser.begin(note=f"; planned for: {DEVICE}\n", silence=True)
+    rows: list[Row] = []
     for name in arguments.models:
         found = rows_of(name, MODELS[name]())
         rows += found

@@ -1,55 +1,56 @@
-"""Predicted against measured peaks, op by op: PyTorch's op database on a CPU, unplanned and with everything discarded.
+"""Are predicted peaks those of the CPU's allocator, op by op, over PyTorch's op database?
 
     python -m benchmarks.op_memory              # all ops: some ten minutes
     python -m benchmarks.op_memory prod cumprod # some of them; their rows in the file are replaced
 
-Each op of ``torch.testing._internal``'s database (float32) is one layer of a small model, on its largest sample,
-scaled up where it can be (``op_samples.py``). A step is forward and backward, forward alone where the op has no
-gradient. Its peak, as ``sacplan.profile`` predicts it for ``device="cpu"``, is compared with the allocator's events;
-then with ``sacplan.policy("full")``. Ops with sizes that depend on data are traced with ``trace="real"``.
+A row is an op of ``torch.testing._internal``'s database (float32), as one layer of a small model, on its largest
+sample, scaled up where it can be (``models/op_samples.py``). A step is forward and backward, forward alone where the op
+has no gradient. The peak that ``sacplan.profile`` predicts for ``device="cpu"`` is compared with the allocator's
+events, without a plan and with ``sacplan.policy("full")``. Ops with sizes that depend on data are traced with
+``trace="real"``. An op that is not compared says why: the plain op refuses the sample, a trace stops with an error, or
+the process ended.
 
 The table of what differs by more than one percent is for ``docs/op_memory.md``. Needs ``expecttest``.
 """
 
 from __future__ import annotations
 
-import collections
-import json
-import resource
-import subprocess
-import sys
+import functools
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 import sacplan
-from benchmarks.common import describe, machine, on_one_thread, parser, write_results
-from benchmarks.op_samples import OpStep, full_name, loss_of, op_database, samples_of
+from benchmarks.harness.command import Parser
+from benchmarks.harness.processes import Limits, in_workers
+from benchmarks.harness.results import Row, read_results, write_results
+from benchmarks.harness.steps import on_one_thread, tensors_of
+from benchmarks.harness.table import markdown_head, markdown_line
+from benchmarks.models.op_samples import OpStep, full_name, loss_of, op_database, samples_of
 from sacplan._record.step import Step, call_model
 from sacplan._verify.measure import measured_step
 
 TOLERANCE = 0.01
 _ERRORS = ("ended", "refused", "raised_fake", "error_fake", "raised_real", "error_real")
-_ADDRESS_SPACE = 12 * 2**30
 _LAYER = "op"
+_LIMITS = Limits(seconds=float("inf"), address_space_gib=12, items=float("inf"))
 
 
 @on_one_thread
-def rows_of(op: Any, most: int = 1) -> list[dict[str, Any]]:
-    """One row for each sample of an op: predicted and measured bytes, or the error that it raises."""
+def rows_of(op: Any, most: int = 1) -> list[Row]:
+    """Return one row for each sample of an op: predicted and measured bytes, or the error that it raises."""
     rows = []
     for sample in samples_of(op, most):
-        row: dict[str, Any] = {"op": full_name(op), "bytes": sample.nbytes}
+        row: Row = {"op": full_name(op), "bytes": sample.nbytes}
         rows.append(row)
         model = OpStep(op, sample.sample)
         try:
             model(*model.batch)
         except Exception as error:  # the plain op refuses the sample
-            rows[-1] |= {"refused": _shortened(error)}
+            row["refused"] = _shortened(error)
             continue
         mode = "train" if op.supports_autograd and _has_gradient(model) else "inference"
         row["mode"] = mode
@@ -65,8 +66,8 @@ def _has_gradient(model: OpStep) -> bool:
         return False
 
 
-def _figures(model: OpStep, mode: Any, loss: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _figures(model: OpStep, mode: Any, loss: Any) -> Row:
+    found: Row = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for trace in ("fake", "real"):
@@ -86,7 +87,7 @@ def _figures(model: OpStep, mode: Any, loss: Any) -> dict[str, Any]:
     step = Step(model, model.batch, loss, None, mode)
     found["predicted"] = profile.peak_bytes
     found["measured"] = _measured(step)
-    found["returns_tensors"] = any(isinstance(t, torch.Tensor) for t in tree_leaves(model(*model.batch)))
+    found["returns_tensors"] = bool(tensors_of(model(*model.batch)))
     if mode == "train":
         try:
             plan = sacplan.policy("full", profile=profile, layers=_LAYER)
@@ -99,7 +100,7 @@ def _figures(model: OpStep, mode: Any, loss: Any) -> dict[str, Any]:
 
 
 def _measured(step: Step) -> int:
-    """The second of two steps: the first may fill caches."""
+    """Measure the second of two steps: the first may fill caches."""
     assert isinstance(step.model, OpStep)
     step.run()
     return measured_step(step, step.model.batch).peak_bytes
@@ -109,15 +110,15 @@ def _shortened(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
 
 
-def differences(row: dict[str, Any]) -> tuple[float | None, float | None]:
-    """Predicted less measured as a share of measured, unplanned and with everything discarded."""
+def differences(row: Row) -> tuple[float | None, float | None]:
+    """Return predicted less measured as a share of measured: unplanned, and with everything discarded."""
     return tuple(
         row[f"{which}predicted"] / row[f"{which}measured"] - 1 if f"{which}measured" in row else None
         for which in ("", "planned_")
     )  # type: ignore[return-value]
 
 
-def is_off(row: dict[str, Any]) -> bool:
+def is_off(row: Row) -> bool:
     """Whether a prediction differs by more than the tolerance."""
     return any(d is not None and abs(d) > TOLERANCE for d in differences(row))
 
@@ -125,25 +126,22 @@ def is_off(row: dict[str, Any]) -> bool:
 _VALUES = "its kernel chooses its way, or its sizes, by the values; a fake step has made-up ones"
 _REASONS: dict[str, str] = {
     "allclose": "returns a Python value: ops without a tensor among their results are not recorded",
-    "isin": _VALUES,
-    "unique": _VALUES,
-    "unique_consecutive": _VALUES,
-    "nn.functional.one_hot": _VALUES,
+    "isin": _VALUES, "unique": _VALUES, "unique_consecutive": _VALUES, "nn.functional.one_hot": _VALUES,
     "nn.functional.unfold": "its backward kernel returns a storage larger than the tensor; the fake one does not",
     "linalg.matrix_rank": "made of other ops, and takes another way under a dispatch mode; in a unit with a plan, too",
     "sgn": "autograd's zero tensors have no memory in a real step",
     "t_copy": "copies of transposed matrices go through a block of 14 KB, which is not counted",
-}
+}  # fmt: skip
 """Why predictions differ, by op; found by comparing the allocator's events with the recorded ops."""
 
 
-def reason_of(row: dict[str, Any]) -> str:
-    """Why the prediction for an op differs from what was measured; "" where that is not known."""
+def reason_of(row: Row) -> str:
+    """Say why the prediction for an op differs from what was measured; "" where that is not known."""
     return _REASONS.get(row["op"], "")
 
 
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """A line of totals, the table of what differs, and that of what cannot be traced."""
+def markdown(rows: Sequence[Row]) -> str:
+    """Write a line of totals, the table of what differs, and that of what cannot be traced."""
     compared = [row for row in rows if "measured" in row]
     off = [row for row in compared if is_off(row)]
     real = sum(row["trace"] == "real" for row in compared)
@@ -152,17 +150,16 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         f"{len(compared)} ops compared, {len(compared) - len(off)} within {TOLERANCE:.0%} without a plan and with "
         f'everything discarded; {real} of them with `trace="real"`.',
         "",
-        "| op | unplanned | everything discarded | why |",
-        "| --- | --- | --- | --- |",
+        *markdown_head(("op", "unplanned", "everything discarded", "why")),
     ]
     for row in sorted(off, key=lambda row: row["op"]):
         shown = ["-" if d is None else f"{d:+.1%}" for d in differences(row)]
-        lines.append(f"| `{row['op']}` | {shown[0]} | {shown[1]} | {reason_of(row) or 'not known yet'} |")
+        lines.append(markdown_line([f"`{row['op']}`", *shown, reason_of(row) or "not known yet"]))
     if failed:
-        lines += ["", "| cannot be traced | what is said |", "| --- | --- |"]
+        lines += ["", *markdown_head(("cannot be traced", "what is said"))]
         for row in sorted(failed, key=lambda row: row["op"]):
             said = next(row[k] for k in ("ended", "error_real", "raised_real") if k in row)
-            lines.append(f"| `{row['op']}` | {said[:160].replace('|', '/')} |")
+            lines.append(markdown_line([f"`{row['op']}`", said[:160].replace("|", "/")]))
     raw = sorted({f"`{row['op']}`" for row in rows if "raised_fake" in row})
     if raw:
         lines += [
@@ -175,69 +172,50 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 # --- all of them ------------------------------------------------------------------------------------------
 
 
-def _in_workers(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows of ops, in processes of their own: an op that ends its process costs itself only."""
-    left = collections.deque(names)
-    while left:
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.op_memory", "--worker", *left]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        ) as worker:
-            assert worker.stdout is not None
-            for line in worker.stdout:
-                if not line.startswith("{"):
-                    continue
-                row = json.loads(line)
-                if "done" in row:
-                    left.popleft()
-                else:
-                    yield row
-        if left:
-            yield {"op": left.popleft(), "ended": f"the process ended with {worker.returncode}"}
+@functools.cache
+def _ops() -> dict[str, Any]:
+    return {full_name(op): op for op in op_database()}
 
 
-def _work(names: Sequence[str]) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
-    ops = {full_name(op): op for op in op_database()}
-    for name in names:
-        try:
-            rows = rows_of(ops[name])
-        except Exception as error:  # the sample's own: said in a row
-            rows = [{"op": name, "refused": _shortened(error)}]
-        for row in rows:
-            print(json.dumps(row), flush=True)
-        print(json.dumps({"done": name}), flush=True)
+def _rows(name: str) -> list[Row]:
+    try:
+        return rows_of(_ops()[name])
+    except Exception as error:  # the sample's own: said in a row
+        return [{"op": name, "refused": _shortened(error)}]
+
+
+def _lost(name: str, reason: str, seconds: float) -> list[Row]:
+    return [{"op": name, "ended": reason}]
+
+
+def _replaced(before: list[Row], rows: list[Row], names: Sequence[str]) -> list[Row]:
+    """Put the rows of some ops where their rows were; those of new ops come last."""
+    new: dict[str, list[Row]] = {row["op"]: [] for row in rows}
+    for row in rows:
+        new[row["op"]].append(row)
+    kept = [each for row in before for each in new.pop(row["op"], [] if row["op"] in names else [row])]
+    return kept + [row for left in new.values() for row in left]
 
 
 def main() -> None:
-    arguments_parser = parser(__doc__, "op_memory.json")
-    arguments_parser.add_argument("ops", nargs="*", help="names in the database; all of them by default")
-    arguments_parser.add_argument("--worker", action="store_true", help="print rows as JSON")
-    arguments = arguments_parser.parse_args()
-    if arguments.worker:
-        _work(arguments.ops)
-        return
+    parser = Parser(__doc__, "op_memory.json")
+    parser.add_argument("ops", nargs="*", help="names in the database; all of them by default")
     torch.set_num_threads(1)
-    print(describe(machine()))
+    arguments = parser.begin()
     asked = frozenset(arguments.ops)
-    names = [
-        full_name(op) for op in op_database() if not asked or not asked.isdisjoint((op.name, full_name(op)))
-    ]
+    names = [name for name, op in _ops().items() if not asked or not asked.isdisjoint((op.name, name))]
     began = time.perf_counter()
-    rows = []
-    for row in _in_workers(names):
-        rows.append(row)
-        errors = [row[k] for k in _ERRORS if k in row]
-        if arguments.ops or is_off(row) or errors:
-            shown = " ".join("" if d is None else f"{d:+.2%}" for d in differences(row))
-            print(f"{row['op']:48s} {row.get('trace', ''):5s} {shown} {'; '.join(errors)}", flush=True)
+    rows: list[Row] = []
+    # One process does all of them: a new one only follows where an op ends it, which costs that op alone.
+    for found in in_workers(names, _rows, _lost, jobs=1, limits=_LIMITS):
+        for row in found:
+            rows.append(row)
+            errors = [row[k] for k in _ERRORS if k in row]
+            if arguments.ops or is_off(row) or errors:
+                shown = " ".join("" if d is None else f"{d:+.2%}" for d in differences(row))
+                print(f"{row['op']:48s} {row.get('trace', ''):5s} {shown} {'; '.join(errors)}", flush=True)
     if arguments.ops and arguments.json.exists():
-        replaced = {row["op"]: [] for row in rows}
-        for row in rows:
-            replaced[row["op"]].append(row)
-        kept = json.loads(arguments.json.read_text(encoding="utf-8"))["rows"]
-        rows = [new for row in kept for new in replaced.pop(row["op"], [] if row["op"] in names else [row])]
-        rows += [row for new in replaced.values() for row in new]
+        rows = _replaced(read_results(arguments.json)[1], rows, names)
     write_results(arguments.json, rows, seconds=round(time.perf_counter() - began))
     print("\n" + markdown(rows))
 

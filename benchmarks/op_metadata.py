@@ -1,17 +1,17 @@
-"""Real against fake metadata, op by op: what a CPU's kernels return, and what a fake step says that they return.
+"""Do fake tensors have the sizes, strides and storages that a CPU's kernels return, op by op?
 
     python -m benchmarks.op_metadata             # PyTorch's op database, forward and backward: minutes
     python -m benchmarks.op_metadata xlogy       # an op of it, all that differs
 
 Each op that is dispatched, in the backward pass too, runs for real and on fake copies of its arguments: same sizes,
-strides, storage offsets and shared storages. What comes back is compared: size, type, strides (of dimensions of size 1
+strides, storage offsets and shared storages. What it returns is compared: size, type, strides (of dimensions of size 1
 too: kernels look at them when they choose a memory format), storage offset, bytes of the storage, and whose storage it
 is. Arguments are contiguous, transposed, channels last, expanded, slices of larger tensors, the first row of them, or
 one of them is and the others are not.
 
-The table has a row for each op of which torch's own fake kernel differs: an example, which rule of
-``sacplan/_device/layouts.py`` puts it right, and what differs with the rules. Ends with an error if something does that
-``LEFT`` does not explain. Needs ``expecttest``, which ``torch.testing._internal`` imports.
+A row is an op of which torch's own fake kernel differs: an example, which rule of ``sacplan/_device/layouts.py`` puts
+it right, and what differs with the rules. The command ends with an error if something does that ``LEFT`` does not
+explain. Needs ``expecttest``, which ``torch.testing._internal`` imports.
 """
 
 from __future__ import annotations
@@ -29,17 +29,21 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from benchmarks.common import on_one_thread, parser, write_results
+from benchmarks.harness.command import Parser
+from benchmarks.harness.results import Row, write_results
+from benchmarks.harness.steps import on_one_thread, tensors_of
 from sacplan._device.kernels import device_kernels
 from sacplan._device.layouts import rule_of
 from sacplan._device.real_ops import op_key
 from sacplan._record.fake_copy import FakeCopier
 from sacplan._record.fake_data import DataRules
 from sacplan._record.fake_rules import needs_an_answer
+from sacplan._torch.fake_kernels import torchs_own_fake
+from sacplan._torch.fake_tensors import fake_device_of
 from sacplan._torch.ops import is_ordinary_tensor, tensors_in
-from sacplan._torch.private import fake_device_of, storage_key, torchs_own_fake
+from sacplan._torch.private import storage_key
 
 LEFT = {
     "aten._embedding_bag.default": "a CPU returns empty indices where a sum needs none; the fake kernel has them",
@@ -52,14 +56,14 @@ LEFT = {
 """What may differ, and why it does no harm."""
 
 SAMPLES_LOOKED_AT = 100
-"""Of an op, for some that have elements: the first ones of ``unfold`` are all empty."""
+"""Samples of an op that are made to find some with elements: the first ones of ``unfold`` are all empty."""
 
 Difference = tuple[str, str, str]
-"""What differs, what it really is, and what it is on a fake tensor."""
+"""The name of what differs, its real value, and its value on a fake tensor."""
 
 
 def described(out: Any, inputs: list[torch.Tensor]) -> list[dict[str, Any]]:
-    """Of each tensor that an op returned: what must be equal."""
+    """Describe each tensor that an op returned by what must be equal."""
     own: dict[int, str] = {}
     for i, t in enumerate(inputs):
         own.setdefault(storage_key(t.untyped_storage()), f"argument {i}")
@@ -83,7 +87,7 @@ def described(out: Any, inputs: list[torch.Tensor]) -> list[dict[str, Any]]:
 
 
 class CompareMetadata(TorchDispatchMode):
-    """Each op that is dispatched inside is compared; run real steps in it.
+    """A dispatch mode that compares each op; run real steps in it.
 
     Attributes:
         differences: by op, what differs, each with the arguments of the first call.
@@ -103,6 +107,7 @@ class CompareMetadata(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # FakeTensorMode asks for a fake tensor's device by an op, and other namespaces have no kernels to compare.
         if fake_device_of(func, args) is not None or func.namespace not in ("aten", "prims"):
             return func(*args, **kwargs)
         inputs = list(tensors_in((args, kwargs)))
@@ -157,7 +162,7 @@ class CompareMetadata(TorchDispatchMode):
                     differences.setdefault((what, str(r[what]), str(f[what])), arguments)
 
     def found(self) -> dict[str, dict[Difference, str]]:
-        """By op, what differs although the rules are on."""
+        """Return what differs although the rules are on, by op."""
         return {name: found for name, found in self.differences.items() if found}
 
 
@@ -200,7 +205,7 @@ def _one_row_of_transposed(t: torch.Tensor) -> torch.Tensor:
 
 
 def _one_image_in_channels_last(t: torch.Tensor) -> torch.Tensor:
-    """As linear layers, ``transpose`` and ``view`` make one: the first stride is what is left of the view."""
+    """Return an image as linear layers, ``transpose`` and ``view`` leave one: its first stride is that of the view."""
     if t.dim() < 3:
         return t
     made = _channels_last(t[:1])
@@ -212,20 +217,15 @@ _Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _changed(change: _Change, which: Callable[[int], bool]) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """The change for some of the arguments, by position."""
+    """Apply a change to some of the arguments, by position, and copy the others."""
     return lambda t, i: change(t) if which(i) else t.clone()
 
 
 _CHANGES: dict[str, _Change] = {
-    "transposed": _transposed,
-    "outer transposed": _outer_transposed,
-    "channels last": _channels_last,
-    "expanded": _expanded,
-    "sliced": _sliced,
-    "one row": _one_row,
-    "one row of transposed": _one_row_of_transposed,
-    "one image in channels last": _one_image_in_channels_last,
-}
+    "transposed": _transposed, "outer transposed": _outer_transposed, "channels last": _channels_last,
+    "expanded": _expanded, "sliced": _sliced, "one row": _one_row,
+    "one row of transposed": _one_row_of_transposed, "one image in channels last": _one_image_in_channels_last,
+}  # fmt: skip
 LAYOUTS = (
     {"contiguous": _changed(torch.clone, lambda i: True)}
     | {name: _changed(change, lambda i: True) for name, change in _CHANGES.items()}
@@ -242,7 +242,7 @@ GRADIENTS: dict[str, _Change] = {
 
 
 def laid_out(change: Callable[[torch.Tensor, int], torch.Tensor], value: Any) -> tuple[Any, bool]:
-    """Tensors of a sample in another layout, as leaves; and whether one of them is in another one."""
+    """Lay out the tensors of a sample, as leaves; also return whether that changed one of them."""
     changed = False
     positions = itertools.count()
 
@@ -259,13 +259,8 @@ def laid_out(change: Callable[[torch.Tensor, int], torch.Tensor], value: Any) ->
 
 
 def run_with_backward(run: Callable[[], Any], leaves: list[torch.Tensor]) -> None:
-    """Forward, and backward where there is something to differentiate."""
-    out = run()
-    outs = [
-        t
-        for t in tree_leaves(out)
-        if isinstance(t, torch.Tensor) and t.requires_grad and is_ordinary_tensor(t)
-    ]
+    """Run forward, and backward with gradients in several layouts where there is something to differentiate."""
+    outs = [t for t in tensors_of(run()) if t.requires_grad and is_ordinary_tensor(t)]
     wanted = [t for t in leaves if t.requires_grad]
     if outs and wanted:
         for gradient in GRADIENTS.values():
@@ -275,7 +270,7 @@ def run_with_backward(run: Callable[[], Any], leaves: list[torch.Tensor]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Arguments of an op that the database does not have, under the names of the database's own."""
+    """Arguments of an op, with the attributes of the database's ``SampleInput``."""
 
     input: torch.Tensor
     args: tuple[Any, ...] = ()
@@ -284,7 +279,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class MoreOfAnOp:
-    """An op, or a way to call it, that the database lacks, in the form of its ``OpInfo``."""
+    """An op, or a way to call it, that the database lacks, with the attributes of its ``OpInfo``."""
 
     name: str
     op: Callable[[torch.Tensor], Any]
@@ -301,17 +296,15 @@ class MoreOfAnOp:
 
 MORE = (
     MoreOfAnOp("fold", lambda x: F.fold(x, (6, 6), 3), ((2, 18, 16), (18, 16))),
-    MoreOfAnOp("add a number", lambda x: x + 1.0),
-    MoreOfAnOp("subtract from a number", lambda x: 1.0 - x),
-    MoreOfAnOp("multiply by a number", lambda x: x * 2.0),
-    MoreOfAnOp("divide by a number", lambda x: x / 2.0),
+    MoreOfAnOp("add a number", lambda x: x + 1.0), MoreOfAnOp("subtract from a number", lambda x: 1.0 - x),
+    MoreOfAnOp("multiply by a number", lambda x: x * 2.0), MoreOfAnOp("divide by a number", lambda x: x / 2.0),
     MoreOfAnOp("compare with a number", lambda x: x > 0.5),
     MoreOfAnOp("integers as floats", lambda x: (x > 0.5).long() * 0.5 + x),
     MoreOfAnOp("where", lambda x: torch.where(x > 0.5, x, x * 2)),
     MoreOfAnOp("tokens to an image", lambda x: x.flatten(2).transpose(1, 2).transpose(1, 2).reshape(x.shape)),
     MoreOfAnOp("group_norm", lambda x: F.group_norm(x, 2)),
     MoreOfAnOp("interpolate", lambda x: F.interpolate(x, scale_factor=2.0)),
-)
+)  # fmt: skip
 
 
 def samples(op: Any, dtype: torch.dtype, limit: int) -> Iterator[Any]:
@@ -324,7 +317,7 @@ def samples(op: Any, dtype: torch.dtype, limit: int) -> Iterator[Any]:
 def sweep(
     compare: CompareMetadata, ops: Iterable[Any], dtypes: Sequence[torch.dtype], limit: int
 ) -> dict[str, str]:
-    """Run ops of the database; returns those that do not run, and why not."""
+    """Run ops of the database; return those that do not run, and why not."""
     failed = {}
     with device_kernels("cpu"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -346,8 +339,8 @@ def sweep(
     return failed
 
 
-def table(compare: CompareMetadata) -> list[dict[str, Any]]:
-    """A row for each op of which something differs, with torch's own fake kernel or with the rules."""
+def table(compare: CompareMetadata) -> list[Row]:
+    """Return a row for each op of which something differs, with torch's own fake kernel or with the rules."""
     rows = []
     for name in sorted(compare.calls):
         left = compare.differences[name]
@@ -379,13 +372,13 @@ def rule_of_name(name: str) -> str | None:
 
 @on_one_thread
 def main() -> None:
-    arguments = parser(__doc__, "op_metadata.json")
-    arguments.add_argument(
+    parser = Parser(__doc__, "op_metadata.json")
+    parser.add_argument(
         "ops", nargs="*", help="names in the database (default: all; the others write no table)"
     )
-    arguments.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "complex64"])
-    arguments.add_argument("--limit", type=int, default=3, help="samples of each op and type")
-    given = arguments.parse_args()
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "complex64"])
+    parser.add_argument("--limit", type=int, default=3, help="samples of each op and type")
+    given = parser.parse_args()
     from torch.testing._internal.common_methods_invocations import op_db
 
     ops = [op for op in (*op_db, *MORE) if not given.ops or op.name in given.ops]
@@ -400,12 +393,9 @@ def main() -> None:
         for left in row["left"]:
             print("    left:", left)
     totals = {
-        "database_ops": len(ops),
-        "aten_ops": len(compare.calls),
-        "calls": sum(compare.calls.values()),
-        "differ_in_torch": len(rows),
-        "differ_with_rules": sum(bool(row["left"]) for row in rows),
-    }
+        "database_ops": len(ops), "aten_ops": len(compare.calls), "calls": sum(compare.calls.values()),
+        "differ_in_torch": len(rows), "differ_with_rules": sum(bool(row["left"]) for row in rows),
+    }  # fmt: skip
     print(totals, f"{time.perf_counter() - start:.0f} s")
     if not given.ops:
         write_results(given.json, rows, **totals, not_compared=compare.not_compared, failed=failed)

@@ -1,20 +1,20 @@
-"""CPU time of a training step under a plan, beside that of a plain one: what the executor costs.
+"""How much CPU time does a training step take under a plan, beside a plain one and ``torch.utils.checkpoint``?
 
     python -m benchmarks.overhead [--models tiny small] [--rounds N] [--json FILE]
 
-All ways to run the step are timed in turns, one step each, round after round. A figure is the median over the
-rounds; the ratio to plain is the median of the ratios within a round. Forward and backward pass, no optimizer,
-no dropout, one thread. Beforehand each way must give the loss and the gradients of the plain step bit by bit.
+A row is a way to run the step of a model: forward and backward pass, no optimizer, no dropout, one thread.
 
-- tiny: a GPT so small that a step is all Python and dispatch: what is left of a difference is overhead.
+- tiny: a GPT so small that a step is all Python and dispatch. What is left of a difference is overhead.
 - small: a GPT whose matmuls take the time, as in real training.
 
-Times are CPU time of the process, which other processes disturb less than the clock. `ops` are those that a step
-dispatches, `again` how many more these are than the plain step's, `us/op` the time over that of the plain step, by
-the plain step's ops: with recomputation it contains what runs again.
+Each way must first give the loss and the gradients of the plain step bit by bit. Then all are timed in turns, one step
+each, round after round. A time is the median over the rounds, the ratio to plain the median of the ratios within a
+round. Times are CPU time of the process, which other processes disturb less than the clock. ``ops`` are those that a
+step dispatches, ``again`` how many more these are than the plain step's, ``us/op`` the time over that of the plain
+step, by the plain step's ops: with recomputation it contains what runs again.
 
-"no plan" is a plan without units; "nothing met" one whose call sites the units do not run, so that everything is
-kept although the units are watched; "half" discards every second op that may be, "all" all of them. "checkpoint" is
+"no plan" is a plan without units; "nothing met" one whose call sites the units do not run, so that everything is kept
+although the units are watched; "half" discards every second op that may be, "all" all of them. "checkpoint" is
 torch.utils.checkpoint around every layer (use_reentrant=False), "selective" the same with contexts that must save
 matmuls and attention.
 """
@@ -39,8 +39,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import sacplan
-from benchmarks import common
-from benchmarks.common import describe, machine, write_results
+from benchmarks.harness.command import Parser, run_cases
+from benchmarks.harness.results import Row
+from benchmarks.harness.table import Table
 from examples.transformer import Transformer
 from sacplan._plan.make import unit_plans
 from sacplan._program.decisions import as_decisions
@@ -73,14 +74,14 @@ ROUNDS = {"tiny": 400, "small": 25}
 
 
 class EmptyMode(TorchDispatchMode):
-    """Hands every op on."""
+    """A dispatch mode that hands every op on: what any mode costs at least."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 class CountOps(EmptyMode):
-    """Counts ops."""
+    """A dispatch mode that counts ops."""
 
     ops = 0
 
@@ -99,7 +100,7 @@ class Way:
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def step(self) -> torch.Tensor:
-        """Forward and backward pass; the gradients stay."""
+        """Run forward and backward pass, and leave the gradients; return the loss."""
         self.model.zero_grad(set_to_none=True)
         with self.around():
             loss = loss_of(self.model, self.tokens)
@@ -107,34 +108,34 @@ class Way:
         return loss.detach()
 
     def results(self) -> list[torch.Tensor]:
-        """Loss and gradients of a step."""
+        """Run a step; return the loss and the gradients."""
         loss = self.step()
         return [loss, *(p.grad for p in self.model.parameters() if p.grad is not None)]
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Next-token cross entropy."""
+    """Compute the cross entropy of the tokens."""
     return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
 def ways(size: Size) -> Iterator[Way]:
-    """The ways that are compared, plain first; each has a model of its own with the same weights."""
+    """Yield the ways that are compared, plain first; each has a model of its own with the same weights."""
     torch.manual_seed(0)
     plain = Transformer(size.layers, size.heads, size.vocab, size.length, size.dim, dropout=0.0)
     tokens = torch.randint(0, size.vocab, (size.batch, size.length))
     profile = sacplan.profile(plain, tokens, loss_fn=loss_of, device="cpu")
     units = {fqn: discardable(profile, fqn) for fqn in (f"layers.{i}" for i in range(size.layers))}
 
-    def planned(name: str, sites: dict[str, list[CallSite]]) -> Way:
+    def planned(name: str, sites: dict[str, list[CallSite]], *, met: bool = True) -> Way:
         model = copy.deepcopy(plain)
-        sacplan.apply(model, plan_of(profile, sites))
+        sacplan.apply(model, plan_of(profile, sites, met=met))
         return Way(name, model, tokens)
 
     yield Way("plain", plain, tokens)
     yield Way("empty dispatch mode", copy.deepcopy(plain), tokens, EmptyMode)
     yield planned("sacplan, no plan", {})
     others = {f: [s._replace(occurrence=s.occurrence + 1000) for s in sites] for f, sites in units.items()}
-    yield planned("sacplan, nothing met", others)
+    yield planned("sacplan, nothing met", others, met=False)
     yield planned("sacplan, half", {f: s[::2] for f, s in units.items()})
     yield planned("sacplan, all", units)
     yield Way("checkpoint", checkpointed(plain), tokens)
@@ -143,16 +144,24 @@ def ways(size: Size) -> Iterator[Way]:
 
 
 def discardable(profile: sacplan.Profile, fqn: str) -> list[CallSite]:
-    """Call sites of a unit that may run again, in the order in which they run."""
+    """Return the call sites of a unit that may run again, in the order in which they run."""
     r = profile.program
     (scope,) = r.calls[fqn]
     return [s for i, s in r.sites(scope).items() if r.ops[i].recomputable and r.ops[i].phase == Phase.FORWARD]
 
 
-def plan_of(profile: sacplan.Profile, sites: dict[str, list[CallSite]]) -> sacplan.Plan:
-    """A plan with given decisions; the figures in it are not those of the decisions."""
+def plan_of(profile: sacplan.Profile, sites: dict[str, list[CallSite]], *, met: bool = True) -> sacplan.Plan:
+    """Make a plan with given decisions; the figures in it are not those of the decisions.
+
+    Args:
+        profile: of the model.
+        sites: call sites to discard, by unit.
+        met: whether the units run these call sites.
+    """
     discarded = {fqn: dict.fromkeys(s, 1) for fqn, s in sites.items()}
     units, sequences = unit_plans(profile.program, discarded, discarded)
+    if not met:  # a plan that knows the ops of its units' calls refuses decisions about others
+        units = {fqn: structs.replace(unit, calls=()) for fqn, unit in units.items()}
     return structs.replace(
         sacplan.plan(profile, "200%"), decisions=as_decisions(discarded), units=units, sequences=sequences
     )
@@ -163,7 +172,7 @@ def _policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def checkpointed(plain: Transformer, **options: Any) -> nn.Module:
-    """A copy of the model with every layer in a checkpoint."""
+    """Return a copy of the model with every layer in a checkpoint."""
     model = copy.deepcopy(plain)
     for layer in model.layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, **options)
@@ -171,19 +180,23 @@ def checkpointed(plain: Transformer, **options: Any) -> nn.Module:
 
 
 def count(way: Way) -> int:
-    """Ops that a step dispatches."""
+    """Count the ops that a step dispatches."""
     with CountOps() as counter:
         way.step()
     return counter.ops
 
 
-def measure(name: str, rounds: int) -> list[dict[str, Any]]:
-    """One row for each way to run a step of the model."""
+def measure(name: str, rounds: int) -> list[Row]:
+    """Return one row for each way to run a step of the model.
+
+    Raises:
+        AssertionError: a way gives other bits than the plain step.
+    """
     all_ways = list(ways(SIZES[name]))
     plain = all_ways[0]
     expected = plain.results()
     for way in all_ways:
-        for _ in range(3):  # the first steps are others: checksums, schedules
+        for _ in range(3):  # the first steps of a plan differ: they check the step, and make its schedule
             if not all(map(torch.equal, way.results(), expected)):
                 raise AssertionError(f"{way.name} gives other bits than the plain step of {name}.")
     times: dict[str, list[float]] = {way.name: [] for way in all_ways}
@@ -191,6 +204,7 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
     gc.disable()  # the same for all; references alone must free a step's tensors
     try:
         for i in range(rounds):
+            # Each round begins with another way, so that none always runs after the same one.
             for way in all_ways[i % len(all_ways) :] + all_ways[: i % len(all_ways)]:
                 began = time.process_time()
                 way.step()
@@ -213,24 +227,29 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+_TABLE = Table(
+    ("model", ">6"), ("way", ">22"), ("ms", ">9.3f"), ("ratio", ">6.3f"), ("us/op", ">6.2f"), ("ops", ">5"),
+    ("again", ">6"),
+)  # fmt: skip
+
+
+def _line(row: Row) -> str:
+    return _TABLE.row(*(row[k] for k in ("model", "way", "ms", "ratio", "us_per_op", "ops", "again")))
+
+
 def main() -> None:
-    parser = common.parser(__doc__, "overhead.json")
-    parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser = Parser(__doc__, "overhead.json")
+    parser.choice("--models", SIZES)
     parser.add_argument("--rounds", type=int, help="by default " + str(ROUNDS))
-    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(describe(machine()))
-    print(f"{'model':>6} {'way':>22} {'ms':>9} {'ratio':>6} {'us/op':>6} {'ops':>5} {'again':>6}")
-    rows = []
-    for name in arguments.models:
-        for row in measure(name, arguments.rounds or ROUNDS[name]):
-            rows.append(row)
-            print(
-                f"{name:>6} {row['way']:>22} {row['ms']:9.3f} {row['ratio']:6.3f} {row['us_per_op']:6.2f} "
-                f"{row['ops']:5d} {row['again']:6d}",
-                flush=True,
-            )
-    write_results(arguments.json, rows, sizes={n: str(SIZES[n]) for n in arguments.models})
+    arguments = parser.begin()
+
+    def rows_of(name: str) -> list[Row]:
+        return measure(name, arguments.rounds or ROUNDS[name])
+
+    print(_TABLE.head)
+    sizes = {n: str(SIZES[n]) for n in arguments.models}
+    run_cases(arguments.models, rows_of, _line, arguments.json, sizes=sizes)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,20 @@
-"""Which sharding the search finds for small models, beside those that people use by name.
+"""Which sharding does the search find for small models, beside those that people use by name?
 
     python -m benchmarks.placements [--cases mlp llama gpt2] [--meshes 4 2x2 8]
 
-ColossalAI's MLP (1024-4096-1024, 512 tokens), and a block of Llama-3-8B and of GPT-2, in bfloat16 with fused AdamW, on
-the meta device; everything is predicted for an H100 without the fixed workspaces of its libraries. Time and peak are
-those of the program of one rank, rewritten for a sharding: the same terms for all.
+Cases: ColossalAI's MLP (1024-4096-1024, 512 tokens), and a block of Llama-3-8B and of GPT-2, in bfloat16 with fused
+AdamW, on the meta device. Everything is predicted for an H100 without the fixed workspaces of its libraries. Time and
+peak are those of the program of one rank, rewritten for a sharding: the same terms for all.
 
-Limits are the peaks of the shardings with names, so that at each limit at least one of them holds, and two between the
-smallest of these and what the search finds as the smallest. A row says what the search finds under a limit, the fastest
-sharding with a name that holds it, and the fastest plan, recomputation included, of both.
+A row is a limit of a case on a mesh. It says what the search finds under the limit, the fastest sharding with a name
+that holds it, and the fastest plan of each, recomputation included. Limits are the peaks of the shardings with names,
+so that at each of them at least one holds, and two between the smallest of these and the smallest that the search
+finds.
 """
 
 from __future__ import annotations
 
 import math
-import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,8 +23,10 @@ import transformers
 from torch import nn
 
 import sacplan
-from benchmarks import common
-from benchmarks.common import MIB, describe, machine, write_results
+from benchmarks.harness.command import Parser
+from benchmarks.harness.plans import plan_or_least, timed
+from benchmarks.harness.results import MIB, Row, write_results
+from benchmarks.models.cases import fused_adamw
 from sacplan._placing.shardings import searched
 from sacplan._plan.meshes import Spread, spreads
 from sacplan._ranks.shards import parameters_of
@@ -33,15 +34,12 @@ from sacplan._shard.mesh import Mesh
 from sacplan._shard.sharding import Sharding
 
 DEVICE = "h100 without workspaces"
-COLOSSAL_BYTES = 67_108_864
-"""What ColossalAI's solver states for its MLP on (2, 2)."""
-
 MESHES = {"4": {"tp": 4}, "2x2": {"dp": 2, "tp": 2}, "8": {"tp": 8}}
 _WITHIN = 1e-6  # what counts as equal time
 
 
 class Mlp(nn.Module):
-    """ColossalAI's."""
+    """ColossalAI's: two linear layers with GELU between."""
 
     def __init__(self, width: int = 1024, inner: int = 4096) -> None:
         super().__init__()
@@ -86,13 +84,8 @@ class Gpt2Block(nn.Module):
 
 
 def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A loss of hidden states."""
+    """Return a loss of hidden states."""
     return model(x).float().square().mean()
-
-
-def fused_adamw(parameters: Any) -> torch.optim.Optimizer:
-    """AdamW without temporaries."""
-    return torch.optim.AdamW(parameters, fused=True)
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -106,7 +99,7 @@ GRIDS = {"mlp": ("4", "2x2"), "llama": ("4", "2x2", "8"), "gpt2": ("4", "2x2", "
 
 
 def profiled(name: str) -> sacplan.Profile:
-    """The whole model on one device. ColossalAI's MLP has no optimizer."""
+    """Profile the whole model on one device. ColossalAI's MLP has no optimizer."""
     make, shape = CASES[name]
     with torch.device("meta"):
         model, batch = make().bfloat16(), torch.empty(shape, dtype=torch.bfloat16)
@@ -118,21 +111,18 @@ def profiled(name: str) -> sacplan.Profile:
 
 
 def planned_ms(way: Spread, limit: int) -> float:
-    """Of a step with recomputation that holds a limit; infinite if none does."""
-    try:
-        plan = sacplan.plan(way.profile, f"{limit}B", techniques=("recompute",))
-    except sacplan.InfeasibleBudget:
-        return math.inf
-    return plan.step_ms + plan.recompute_ms
+    """Return the time of a step with recomputation that holds a limit; infinite if none does."""
+    plan, _ = plan_or_least(way.profile, limit, techniques=("recompute",))
+    return math.inf if plan is None else plan.step_ms + plan.recompute_ms
 
 
 def as_row(way: Spread) -> dict[str, Any]:
-    """Time and peak of a sharding."""
+    """Return time and peak of a sharding."""
     return {"name": way.name, "ms": way.profile.step_ms, "peak_bytes": way.profile.peak_bytes}
 
 
 def described(sharding: Sharding) -> dict[str, Any]:
-    """What it is."""
+    """Describe a sharding: where parameters are placed, and how ops run."""
     return {
         "homes": dict(sharding.homes),
         "places": [f"{p.unit} {p.op} {p.occurrence}: {'; '.join(p.inputs)}" for p in sharding.places],
@@ -140,28 +130,27 @@ def described(sharding: Sharding) -> dict[str, Any]:
 
 
 def limits_of(named: Sequence[Spread], smallest: int) -> list[int]:
-    """0 is none."""
+    """Return the limits in bytes; 0 means no limit."""
     peaks = sorted({way.profile.peak_bytes for way in named}, reverse=True)
     lowest = peaks[-1]
     between = [smallest + (lowest - smallest) * share // 4 for share in (3, 1)] if smallest < lowest else []
     return [0, *peaks, *between]
 
 
-def looked(profile: sacplan.Profile, mesh: Mesh) -> Iterator[dict[str, Any]]:
-    """A row for each limit."""
+def looked(profile: sacplan.Profile, mesh: Mesh) -> Iterator[Row]:
+    """Yield a row for each limit."""
     parameters = parameters_of(profile.recorded, profile.fingerprint.parameters)
     named = list(spreads(profile, mesh))
     least = Spread("search", profile, searched(profile, parameters, mesh, 1).sharding)
     for limit in limits_of(named, least.profile.peak_bytes):
-        began = time.perf_counter()
-        way = Spread("search", profile, searched(profile, parameters, mesh, limit).sharding)
-        seconds = time.perf_counter() - began
+        found, seconds = timed(lambda limit=limit: searched(profile, parameters, mesh, limit))
+        way = Spread("search", profile, found.sharding)
         row = row_of(way, named, limit) | {"seconds": seconds, "plan": best_plan(profile, mesh, limit)}
         yield row | {"is_best": is_best(row)} | described(way.sharding)
 
 
-def row_of(way: Spread, named: Sequence[Spread], limit: int) -> dict[str, Any]:
-    """What the search found beside what has a name."""
+def row_of(way: Spread, named: Sequence[Spread], limit: int) -> Row:
+    """Return what the search found, beside what has a name."""
     same = [one.name for one in named if repr(one.sharding) == repr(way.sharding)]
     holding = [one for one in named if not limit or one.profile.peak_bytes <= limit]
     best = min(holding, key=lambda one: one.profile.step_ms, default=None)
@@ -179,29 +168,28 @@ def row_of(way: Spread, named: Sequence[Spread], limit: int) -> dict[str, Any]:
 
 
 def best_plan(profile: sacplan.Profile, mesh: Mesh, limit: int) -> dict[str, Any]:
-    """What ``sacplan.plan`` takes."""
-    budget = f"{limit or profile.peak_bytes * 2}B"
-    try:
-        plan = sacplan.plan(profile, budget, mesh=dict(mesh.axes), techniques=("shard", "recompute"))
-    except sacplan.InfeasibleBudget as error:
-        return {"sharding": "", "ms": None, "peak_bytes": error.smallest_feasible_bytes}
+    """Return the sharding that ``sacplan.plan`` takes, with its time and peak."""
+    budget, techniques = limit or profile.peak_bytes * 2, ("shard", "recompute")
+    plan, peak_bytes = plan_or_least(profile, budget, mesh=dict(mesh.axes), techniques=techniques)
+    if plan is None:
+        return {"sharding": "", "ms": None, "peak_bytes": peak_bytes}
     return {
         "sharding": plan.provenance.options["sharding"],
         "ms": plan.step_ms + plan.recompute_ms,
-        "peak_bytes": plan.peak_bytes,
+        "peak_bytes": peak_bytes,
     }
 
 
-def is_best(row: dict[str, Any]) -> bool:
+def is_best(row: Row) -> bool:
     """Whether the plan is as fast as that on any sharding of the row."""
     times = row["planned_ms"].values()
-    if row["plan"]["ms"] is None:
+    if row["plan"]["ms"] is None:  # no plan is right only where no sharding has one
         return not times
     return row["plan"]["ms"] <= min(times, default=math.inf) * (1 + _WITHIN)
 
 
-def line_of(row: dict[str, Any]) -> str:
-    """A row as text."""
+def line_of(row: Row) -> str:
+    """Write a row."""
     limit, found = row["limit_bytes"], row["search"]
     best = next((one for one in row["named"] if one["name"] == row["best_named"]), None)
     words = [
@@ -221,12 +209,10 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
-    parser = common.parser(__doc__, "placements.json")
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=list(MESHES))
-    arguments = parser.parse_args()
-    print(describe(machine()))
+    parser = Parser(__doc__, "placements.json")
+    parser.choice("--cases", CASES)
+    parser.choice("--meshes", MESHES)
+    arguments = parser.begin(silence=True)
     rows = []
     for name in arguments.cases:
         profile = profiled(name)

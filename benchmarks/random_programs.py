@@ -1,12 +1,12 @@
-"""Random programs: no plan may change a bit of what a step gives, and the planner's own plan is never refused.
+"""Does any plan change a bit of what a step gives, and is a plan of the planner ever refused? Random programs try it.
 
     python -m benchmarks.random_programs [--programs N] [--seed N] [--only N] [--json FILE]
 
-Each program is a small model of random blocks and a random way to step it, made from a seed. Blocks write in place,
-into views, through .data and under no_grad, draw random numbers, keep buffers and caches that the first call fills,
-call custom autograd functions (one overwrites what it saved), share modules, take inner gradients, and return tensors,
-tuples or dicts. Steps 2 and 3 of five differ from the recorded one: another batch size, ops that ran in no recorded
-step, or another branch.
+Each program is a small model of random blocks (``models/random_blocks.py``) and a random way to step it, made from a
+seed. Blocks write in place, into views, through .data and under no_grad, draw random numbers, keep buffers and caches
+that the first call fills, call custom autograd functions (one overwrites what it saved), share modules, take inner
+gradients, and return tensors, tuples or dicts. Steps 2 and 3 of five differ from the recorded one: another batch size,
+ops that ran in no recorded step, or another branch.
 
 Every program is trained with five kinds of decisions. Those of the planner at some budget, and those of its policy
 "full"; random ones; everything that can be discarded; and adversarial ones: every call site of every unit, whether it
@@ -18,6 +18,8 @@ it, but for the first, which may fill caches.
 One program in four is then trained with the planner's decisions on two threads at once, in half of the cases while a
 third one draws from the same generator. What each drew is noted, and the model without a plan computes the same step
 with these numbers.
+
+A row is a failure; the file also has how many programs and steps were tried, and how many steps were refused.
 """
 
 from __future__ import annotations
@@ -29,351 +31,31 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from msgspec import structs
 from torch import Tensor, nn
 
 import sacplan
-from benchmarks import common
-from benchmarks.common import describe, machine, write_results
+from benchmarks.harness.command import Parser
+from benchmarks.harness.plans import as_budget, budget_at
+from benchmarks.harness.results import describe, machine, write_results
+from benchmarks.harness.steps import same_bits
+from benchmarks.models.random_blocks import DIM, FORMS, INSTRUCTIONS, Block, Code, Net, tape
 from sacplan._plan.make import unit_plans
 from sacplan._program.decisions import as_decisions
 from sacplan._program.elements import CallSite
 from sacplan._program.program import Phase, Program
 from sacplan._torch.ops import is_computation
 
-BATCH, LENGTH, DIM = 3, 3, 4
+BATCH, LENGTH = 3, 3
 STEPS = 5
 OWN = ("planned", "full")
 """Decisions that the planner made."""
 KINDS = (*OWN, "random", "everything", "adversarial")
-
-
-# --- blocks ---------------------------------------------------------------------------------------
-
-
-class Square(torch.autograd.Function):
-    """Saves its input and its output, and something outside of autograd's sight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Forward."""
-        y = x * x
-        ctx.save_for_backward(x, y)
-        ctx.scale = x.detach().cos()
-        return y + ctx.scale
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Backward."""
-        x, y = ctx.saved_tensors
-        return grads[0] * (2 * x - ctx.scale.sin() + 0 * y)
-
-
-class Overwriting(torch.autograd.Function):
-    """Computes its gradient in the memory of what it saved."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Forward."""
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Backward."""
-        (x,) = ctx.saved_tensors
-        return x.mul_(2).mul_(grads[0])
-
-
-class Tripled(torch.autograd.Function):
-    """Writes into its input and says so."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Forward."""
-        x.mul_(3)
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Backward."""
-        return grads[0] * 3
-
-
-class Tape(threading.local):
-    """The random numbers of a step on this thread: what each op drew, or what it is to return instead."""
-
-    drawn: list[Tensor] | None = None
-    given: list[Tensor] | None = None
-
-
-_tape = Tape()
-
-
-def noise(kind: int, x: Tensor) -> Tensor:
-    """Random numbers in the shape of ``x``, by one of several ops."""
-    if _tape.given is not None:
-        return _tape.given.pop(0)
-    x = x.detach()
-    makers: list[Callable[[], Tensor]] = [
-        lambda: F.dropout(torch.ones_like(x), 0.5, True),
-        lambda: torch.rand_like(x),
-        lambda: torch.bernoulli(torch.full_like(x, 0.5)),
-        lambda: torch.randn_like(x),
-        lambda: torch.empty_like(x).uniform_(-1, 1),
-        lambda: torch.native_dropout(torch.ones_like(x), 0.3, True)[0],
-        lambda: torch.poisson(x.abs().clamp(max=2).nan_to_num()),
-        lambda: torch.randint_like(x, 3),
-        lambda: torch.normal(x.tanh(), 0.5),
-        lambda: torch.bernoulli(x.sigmoid().nan_to_num()),
-    ]
-    made = makers[kind % len(makers)]()
-    if _tape.drawn is not None:
-        _tape.drawn.append(made.clone())
-    return made
-
-
-def _view_write(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    z = x.sin()
-    z[:, 0].mul_(2)
-    z[..., 1:].add_(y[..., :-1].detach())
-    return z * z if n % 2 else z
-
-
-def _data_write(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    z = x * 2
-    s = z.sigmoid()
-    z.data.add_(1)
-    return (z * s).tanh() * y
-
-
-def _buffer(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    with torch.no_grad():
-        m.ema.mul_(0.9).add_(x.mean((0, 1)))
-        m.count += 1
-    return (x - m.ema).tanh() / m.count
-
-
-def _buffer_data(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    out = x * m.ema.sin()
-    m.ema.data.mul_(0.5)
-    return out + m.ema
-
-
-def _cache(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    if m.cache is None:
-        m.cache = torch.arange(DIM, dtype=x.dtype).mul(0.1).cos().add(n % 3).exp()
-    return x.sin() * m.cache + y
-
-
-def _force(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    energy = m.lin(x).tanh().pow(3).sum()
-    (force,) = torch.autograd.grad(energy, m.lin.weight, create_graph=bool(n % 2))
-    return F.linear(y.sigmoid(), force).sin()
-
-
-def _no_grad(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    with torch.no_grad():
-        scale = x.abs().mean().exp()
-        shift = m.lin(y).tanh().add_(1)
-    return (x / scale).tanh() + shift
-
-
-def _in_place_chain(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    z = m.lin(x) + y
-    early = z.sigmoid()
-    z.add_(early, alpha=0.5).mul_(0.9)
-    z = z.relu_() if n % 2 else F.silu(z.mul(2), inplace=True)
-    return z.mul_(early.detach()).masked_fill_(x.detach() > 1, 0.5)
-
-
-def _overwriting(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    z = x.sin()
-    other = (z * 3.0).cos()  # saves what is made from what will be overwritten
-    return Overwriting.apply(z) + other  # type: ignore[no-untyped-call]
-
-
-def _conv(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    z = F.relu(m.bn(m.conv(x.transpose(1, 2))), inplace=bool(n % 2))
-    return z.transpose(1, 2) + y
-
-
-def _batch_norm(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    before = x.transpose(1, 2).sub(m.bn.running_mean[:, None]).tanh()
-    return (m.bn(x.transpose(1, 2)) * before + m.bn.running_var[:, None]).transpose(1, 2).sigmoid() * y
-
-
-def _attention(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (m.lin(x), m.lin(y), x))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=bool(n % 2)).transpose(1, 2).flatten(2)
-
-
-def _embedding(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    tokens = (x.detach().abs() * 5).nan_to_num().long().clamp(0, 7)[..., 0]
-    return m.emb(tokens).relu() * F.linear(y, m.emb.weight[:DIM]).sigmoid()
-
-
-def _views(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    a, b = m.lin(x).tanh().split([1, DIM - 1], dim=-1)
-    c = a.expand(-1, -1, DIM) * b.sum((1, 2))[:, None, None]
-    d = c.transpose(0, 1).contiguous()
-    return d.transpose(0, 1).exp() * y[:1].sin()
-
-
-def _rows(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    rows = [row.tanh() for row in torch.unbind(x.sin(), dim=1)]
-    return torch.stack([a * b for a, b in zip(rows, rows[1:] + rows[:1], strict=True)], dim=1)
-
-
-def _index_put(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    z = x.tanh().clone()
-    z[:, torch.tensor([0, 2])] = y[:, torch.tensor([1, 1])].sin()
-    return z.clamp_(-1, 1) + x
-
-
-def _autocast(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=bool(n % 2)):
-        z = m.lin(F.gelu(m.lin(x)))
-        return (F.softmax(z @ z.transpose(1, 2), dim=-1) @ y.to(z.dtype)).float()
-
-
-def _sorting(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    z, order = x.sin().sort(dim=-1)
-    return z.gather(-1, order) * z.topk(2, dim=-1).values[..., :1].exp() + y.cummax(1).values
-
-
-def _hooked(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    z = x.sigmoid()
-    if z.requires_grad:
-        z.register_hook(lambda grad: grad * 0.5)
-    return z.exp() * y
-
-
-def _write_argument(m: Block, x: Tensor, y: Tensor, n: int) -> Tensor:
-    z = y.sin()
-    out = x * z.detach()  # may be discarded with what is overwritten next
-    z = z + 1
-    with torch.no_grad():
-        z.detach().mul_(1.0)
-    return out.exp().tanh() + z
-
-
-Instruction = Callable[["Block", Tensor, Tensor, int], Any]
-
-INSTRUCTIONS: dict[str, Instruction] = {
-    "linear": lambda m, x, y, n: m.lin(x),
-    "gelu": lambda m, x, y, n: F.gelu(m.lin(x)) * y,
-    "norm": lambda m, x, y, n: m.norm(x + y),
-    "softmax": lambda m, x, y, n: x.softmax(-1) * y,
-    "product": lambda m, x, y, n: x * y,
-    "exp": lambda m, x, y, n: x.tanh().exp() + y,
-    "where": lambda m, x, y, n: torch.where(x > y, x.sin(), y.cos()),
-    "detach": lambda m, x, y, n: x.sin() * y.exp().detach() + x.detach().tanh().requires_grad_(),
-    "relu_": lambda m, x, y, n: F.relu(m.lin(x), inplace=True),
-    "noise": lambda m, x, y, n: x * noise(n, x),
-    "noises": lambda m, x, y, n: (x * noise(n, x)).sin() * noise(n + 1, y) + y,
-    "function": lambda m, x, y, n: Square.apply(Square.apply(x.sin())) * y,  # type: ignore[no-untyped-call]
-    "in_place_function": lambda m, x, y, n: Tripled.apply(x.sin().mul(2)).tanh() * y,  # type: ignore[no-untyped-call]
-    "foreach": lambda m, x, y, n: sum(torch._foreach_exp([x.tanh(), y.cos()])) * x,
-    "called": lambda m, x, y, n: m.inner(x) if n % 2 else m.inner.forward(x),
-    "complex": lambda m, x, y, n: torch.view_as_real(torch.complex(x.cos(), y.sin()).exp()).sum(-1),
-    "overwriting": _overwriting,
-    "view_write": _view_write,
-    "data_write": _data_write,
-    "buffer": _buffer,
-    "buffer_data": _buffer_data,
-    "cache": _cache,
-    "force": _force,
-    "no_grad": _no_grad,
-    "in_place_chain": _in_place_chain,
-    "conv": _conv,
-    "batch_norm": _batch_norm,
-    "attention": _attention,
-    "embedding": _embedding,
-    "views": _views,
-    "rows": _rows,
-    "index_put": _index_put,
-    "autocast": _autocast,
-    "sorting": _sorting,
-    "hooked": _hooked,
-    "write_argument": _write_argument,
-}
-FORMS = ("tensor", "tensor", "tuple", "dict", "optional")
-
-Code = tuple[str, int, int, int]
-"""An instruction, the two values it reads (counted back from the latest), and a number that varies it."""
-
-
-class Block(nn.Module):
-    """Runs its code; ``form`` says what comes out.
-
-    Attributes:
-        mode: "plain"; "extra", which runs ``extra`` too; "branch", which runs ``branch`` instead of ``code``.
-    """
-
-    def __init__(self, code: list[Code], extra: list[Code], branch: list[Code], form: str) -> None:
-        super().__init__()
-        self.code, self.extra, self.branch, self.form = code, extra, branch, form
-        self.mode = "plain"
-        self.lin = nn.Linear(DIM, DIM)
-        self.norm = nn.LayerNorm(DIM)
-        self.conv = nn.Conv1d(DIM, DIM, 3, padding=1)
-        self.bn = nn.BatchNorm1d(DIM)
-        self.emb = nn.Embedding(8, DIM)
-        self.inner = nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, DIM))
-        self.register_buffer("ema", torch.ones(DIM))
-        self.register_buffer("count", torch.ones(()))
-        self.cache: Tensor | None = None
-        self.ema: Tensor
-        self.count: Tensor
-
-    def forward(self, x: Tensor) -> Any:
-        """Run the code."""
-        values = [x]
-        code = self.branch if self.mode == "branch" else self.code
-        for name, first, second, number in code + (self.extra if self.mode == "extra" else []):
-            made = INSTRUCTIONS[name](
-                self, values[-1 - first % len(values)], values[-1 - second % len(values)], number
-            )
-            values.append(made.tanh() if number % 3 == 0 else made)
-        out = x + values[-1]
-        if self.form == "tuple":
-            return out, values[-1].cos()
-        if self.form == "dict":
-            return {"out": out, "aux": values[len(values) // 2]}
-        return {"out": out, "aux": None} if self.form == "optional" else out
-
-
-class Net(nn.Module):
-    """Blocks in a row, some of them more than once, between two linear layers."""
-
-    def __init__(self, blocks: list[Block], order: list[int], tie: bool) -> None:
-        super().__init__()
-        self.stem = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(blocks)
-        self.order = order
-        self.head = nn.Linear(DIM, DIM)
-        if tie:
-            self.head.weight = self.stem.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The loss."""
-        x = self.stem(x)
-        for i in self.order:
-            out = self.blocks[i](x)
-            if isinstance(out, dict):
-                out = out["out"] if out["aux"] is None else out["out"] + out["aux"].sin()
-            x = out[0] * out[1] if isinstance(out, tuple) else out
-            x = x.tanh()
-        loss: Tensor = self.head(x).pow(2).mean()
-        return loss
 
 
 # --- programs -------------------------------------------------------------------------------------
@@ -399,7 +81,7 @@ class RandomProgram:
     train: bool
 
     def batch(self, i: int) -> Tensor:
-        """The batch of step ``i``; equal each time."""
+        """Make the batch of step ``i``; equal each time."""
         return torch.randn(self.sizes[i], LENGTH, DIM, generator=torch.Generator().manual_seed(self.seed + i))
 
     def for_threads(self) -> bool:
@@ -412,7 +94,7 @@ class RandomProgram:
         return self.modes[i] == "plain" and self.sizes[i] == BATCH
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """The loss of one step."""
+        """Compute the loss of one step."""
         loss: Tensor = model(batch)
         return loss + model(batch.flip(0)) if self.twice else loss
 
@@ -430,7 +112,7 @@ class RandomProgram:
 
 
 def make_program(seed: int) -> RandomProgram:
-    """The program of a seed."""
+    """Make the program of a seed."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     names = list(INSTRUCTIONS)
@@ -460,13 +142,13 @@ def make_program(seed: int) -> RandomProgram:
 def decisions(
     program: RandomProgram, profile: sacplan.Profile, kinds: Collection[str] = KINDS
 ) -> Iterator[tuple[str, sacplan.Plan]]:
-    """Plans of the kinds that the module's docstring names."""
+    """Yield plans of the kinds that the module's docstring names."""
     rng = random.Random(program.seed)
     at, share, whole = rng.choice([0.0, 0.2, 0.5, 0.8]), rng.choice([0.3, 0.6, 0.9]), rng.random() < 0.3
     if "planned" in kinds:
         smallest = sacplan.plan_smallest(profile, "greedy")
-        budget = int(smallest.peak_bytes + (profile.peak_bytes - smallest.peak_bytes) * at)
-        yield "planned", sacplan.plan(profile, f"{budget}B", "greedy") if at else smallest
+        budget = as_budget(budget_at(at, smallest.peak_bytes, profile.peak_bytes))
+        yield "planned", sacplan.plan(profile, budget, "greedy") if at else smallest
     if "full" in kinds:
         with contextlib.suppress(sacplan.PlanError):  # the blocks keep nothing that could be discarded
             yield "full", sacplan.policy("full", profile=profile, layers="blocks.*")
@@ -510,7 +192,7 @@ def _deciding(
 
 
 def _step(program: RandomProgram, model: Net, i: int, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What step ``i`` gives: the loss, gradients, and after the optimizer weights and buffers."""
+    """Run step ``i``; return the loss, gradients, and after the optimizer weights and buffers."""
     for block in model.blocks:
         block.mode = program.modes[i]  # type: ignore[assignment]
     optimizer.zero_grad(set_to_none=True)
@@ -527,13 +209,12 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _same(a: list[Tensor], b: list[Tensor]) -> bool:
-    pairs = zip(a, b, strict=True)
-    return all(x.dtype == y.dtype and torch.equal(x.nan_to_num(7.5), y.nan_to_num(7.5)) for x, y in pairs)
+    return all(same_bits(x, y) for x, y in zip(a, b, strict=True))
 
 
 @dataclass
 class Outcome:
-    """What happened to one program.
+    """The outcome of one program.
 
     Attributes:
         steps: that were compared.
@@ -614,7 +295,7 @@ def run(seed: int, *, kinds: Collection[str] = KINDS, threads: bool | None = Non
 
 @contextlib.contextmanager
 def _differences_expected() -> Iterator[None]:
-    """Without the warning that a step is not the recorded one; ``Handle.differences`` says it, too."""
+    """Hide the warning that a step is not the recorded one; ``Handle.differences`` says it, too."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the step is not the one", sacplan.SacplanWarning)
         yield
@@ -622,7 +303,7 @@ def _differences_expected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def drawing() -> Iterator[None]:
-    """Meanwhile, another thread draws from the default generator."""
+    """Let another thread draw from the default generator meanwhile."""
     stop = threading.Event()
 
     def draw() -> None:
@@ -640,7 +321,7 @@ def drawing() -> Iterator[None]:
 
 
 def _run_on_threads(program: RandomProgram, plan: sacplan.Plan, steps: int, outcome: Outcome) -> None:
-    """Two models with the plan train at once, and one without computes what each should have got."""
+    """Train two models with the plan at once; a model without it computes what each should have got."""
     planned = [copy.deepcopy(program.net) for _ in range(2)]
     tapes: list[list[list[Tensor]]] = [[], []]
     found: list[list[list[Tensor]]] = [[], []]
@@ -651,13 +332,13 @@ def _run_on_threads(program: RandomProgram, plan: sacplan.Plan, steps: int, outc
         optimizer = _optimizer(model)
         try:
             for i in range(steps):
-                _tape.drawn = []
+                tape.drawn = []
                 found[which].append(_step(program, model, i, optimizer))
-                tapes[which].append(_tape.drawn)
+                tapes[which].append(tape.drawn)
         except BaseException as error:
             errors.append((len(found[which]), error))  # told below
         finally:
-            _tape.drawn = None
+            tape.drawn = None
 
     for model in planned:
         sacplan.apply(model, plan)
@@ -678,11 +359,11 @@ def _run_on_threads(program: RandomProgram, plan: sacplan.Plan, steps: int, outc
         plain = copy.deepcopy(program.net)
         optimizer = _optimizer(plain)
         for i, (result, numbers) in enumerate(zip(results, drawn, strict=False)):
-            _tape.given = list(numbers)
+            tape.given = list(numbers)
             try:
                 wanted = _step(program, plain, i, optimizer)
             finally:
-                _tape.given = None
+                tape.given = None
             outcome.threaded += 1
             if not _same(result, wanted):
                 outcome.failures.append(f"threads: wrong bits in step {i}")
@@ -690,7 +371,7 @@ def _run_on_threads(program: RandomProgram, plan: sacplan.Plan, steps: int, outc
 
 
 def main() -> None:
-    parser = common.parser(__doc__, "random_programs.json")
+    parser = Parser(__doc__, "random_programs.json")
     parser.add_argument("--programs", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--only", type=int, help="one program, shown; no figures are written")
@@ -700,7 +381,7 @@ def main() -> None:
         print(make_program(arguments.only))
         print(run(arguments.only, threads=True))
         return
-    print(describe(machine()))
+    print(describe(machine()), flush=True)
     began = time.monotonic()
     total, refused = Counter[str](), Counter[str]()
     rows = []

@@ -1,40 +1,41 @@
-"""Plans for models of transformers, run for real on this CPU and measured.
+"""Do plans for sixty models of transformers hold when they run for real on this CPU?
 
     python -m benchmarks.real_models                    # all, one thread; figures into benchmarks/results
-    python -m benchmarks.real_models gpt2 mixtral
+    python -m benchmarks.real_models gpt2 mixtral       # some, printed
 
-For each model the unplanned step, then plans at three budgets, dropout on. Predicted is the peak that the profile,
-or the plan, promises; measured are the profiler's allocation events over one real step, plus what was alive
-before. Recompute is a share of the step's predicted time. `bits` says whether loss, gradients and buffers of the
-very step that was measured are the same bits as those of the unplanned step.
+A row is a step of a model: without a plan, then with plans at three budgets, dropout on. Predicted is the peak that the
+profile, or the plan, promises; measured are the profiler's allocation events over one real step, plus what was alive
+before. Recompute is a share of the step's predicted time. ``bits`` says whether loss, gradients and buffers of the very
+step that was measured are the same bits as those of the unplanned step.
 
 The budgets are 85, 70 and 55 % of the unplanned peak. Where no plan has 55 %, they are the smallest feasible peak
-(marked `smallest`), and a third and two thirds of the way from there to the unplanned peak.
+(marked ``smallest``), and a third and two thirds of the way from there to the unplanned peak.
 
-A profile is fake where it can be. Where the fake trace had to assume what depends on data (routing, matching,
-masks drawn at random), the profile is made again with trace="real", from the same random state as the step.
+A profile is fake where it can be. Where the fake trace had to assume what depends on data (routing, matching, masks
+drawn at random), the profile is made again with trace="real", from the same random state as the step.
 
-Gradient accumulation is planned as one step whose loss_fn does the micro-batches (`llama+accumulation`: each has
-its backward pass, the last one's is left to the caller). A profile of one micro-batch starts without gradients, so
-it is no plan for the second one, which has the gradients of the first beside it.
+Gradient accumulation is planned as one step whose loss_fn does the micro-batches (``llama+accumulation``: each has its
+backward pass, the last one's is left to the caller). A profile of one micro-batch starts without gradients, so it is no
+plan for the second one, which has the gradients of the first beside it.
 
-Two things that training does and the recorded step did not are tried with every model (``step_variants``):
+Two things that training does and the recorded step did not are tried with every model (``models/step_variants.py``):
 
 - *A smaller last batch*, after the full one and under the same plan: three quarters of the rows, and text of an odd
-  length where the model takes it. It must need no more memory than the full one, and have the bits of the unplanned
-  step on that batch.
-- *A cache filled in the first forward*: each layer gets a table of cosines and sines that its first call computes.
-  The model is profiled and planned with the table empty. Measured are the step that fills it and the one after.
+    length where the model takes it. It must need no more memory than the full one, and have the bits of the unplanned
+    step on that
+  batch.
+- *A cache filled in the first forward*: each layer gets a table of cosines and sines that its first call computes. The
+  model is profiled and planned with the table empty. Measured are the step that fills it and the one after.
 """
 
 from __future__ import annotations
 
-import json
+import functools
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -42,55 +43,30 @@ from typing import Any
 import torch
 
 import sacplan
-from benchmarks import common, hf_models, step_variants
-from benchmarks.common import (
-    MIB,
-    RESULTS,
-    RealStep,
-    describe,
-    machine,
-    on_one_thread,
-    real_step,
-    seed_everything,
-    write_results,
-)
+from benchmarks.harness.command import Parser
+from benchmarks.harness.plans import as_budget, timed
+from benchmarks.harness.results import MIB, RESULTS, describe, machine, read_results, write_results
+from benchmarks.harness.steps import RealStep, on_one_thread, seed_everything
+from benchmarks.harness.table import Table
+from benchmarks.models import hf_models, step_variants
+from benchmarks.models.cases import Case
 
+FIGURES = RESULTS / "real_models.json"
 SHARES = (0.85, 0.70, 0.55)
 TOLERANCE = 0.005
-_SEED = 7
+_SEED = 7  # of the profile, too: a real trace must see what the step sees
 
 _NAMES_BY_FAMILY = {
     "dense": "gpt2 llama mistral qwen2 qwen3 gemma2 gemma3 phi3 falcon gptj gpt_neox opt bloom xlnet",
     "encoder": "bert roberta albert electra deberta_v2 modernbert distilbert",
-    "encoder-decoder": "t5 bart pegasus mbart",
-    "mixture": "mixtral qwen3_moe olmoe deepseek_v3 switch",
+    "encoder-decoder": "t5 bart pegasus mbart", "mixture": "mixtral qwen3_moe olmoe deepseek_v3 switch",
     "state space": "mamba mamba2 rwkv jamba",
     "vision": "vit deit beit dinov2 resnet convnext swin segformer vit_mae yolos",
-    "audio": "whisper wav2vec2 hubert speech_to_text",
-    "multimodal": "clip siglip blip vilt llava qwen2_vl",
+    "audio": "whisper wav2vec2 hubert speech_to_text", "multimodal": "clip siglip blip vilt llava qwen2_vl",
     "variant": "llama+lora llama+frozen llama+accumulation llama+summed llama+autocast gpt2+adamw",
-}
+}  # fmt: skip
 FAMILY = {name: family for family, names in _NAMES_BY_FAMILY.items() for name in names.split()}
-"""Of each entry; the names are those of ``hf_models``, and one with an optimizer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What is trained."""
-
-    model: torch.nn.Module
-    batch: Any
-    loss_fn: Any = None
-    optimizer: Any = None
-
-    def step(
-        self, batch: Any = None, *, plan: sacplan.Plan | None = None, before: Sequence[Any] = ()
-    ) -> RealStep:
-        """A real step on the batch or another, measured."""
-        batch = self.batch if batch is None else batch
-        return real_step(
-            self.model, batch, self.loss_fn, optimizer=self.optimizer, plan=plan, before=before, seed=_SEED
-        )
+"""The family of each entry. Names are those of ``hf_models``, and one with an optimizer."""
 
 
 _OPTIMIZERS = {"gpt2+adamw": torch.optim.AdamW}
@@ -98,7 +74,7 @@ _WITHOUT_DROPOUT = (
     "mistral",
     "deepseek_v3",
     "llava",
-)  # so that the CPU's flash attention is among what is measured
+)  # the CPU's flash attention takes none: it is measured, too
 _COPIES = {"rwkv": 2, "mamba": 2, "jamba": 2}  # else 4: activations outweigh the parameters
 
 
@@ -168,7 +144,7 @@ class Row:
 
 @on_one_thread
 def profile_of(model: torch.nn.Module, batch: Any, loss_fn: Any, optimizer: Any) -> sacplan.Profile:
-    """A fake profile, or a real one where the fake one rests on assumptions about data."""
+    """Profile with a fake trace, or with a real one where the fake one rests on assumptions about data."""
 
     def profile(trace: Any) -> sacplan.Profile:
         seed_everything(_SEED)
@@ -186,30 +162,23 @@ def profile_of(model: torch.nn.Module, batch: Any, loss_fn: Any, optimizer: Any)
 def plans_of(
     profile: sacplan.Profile, shares: tuple[float, ...] = SHARES
 ) -> Iterator[tuple[str, sacplan.Plan, float]]:
-    """``(budget in words, plan, seconds)``, the largest budget first; see the module's docstring."""
+    """Yield ``(budget in words, plan, seconds)``, the largest budget first; see the module's docstring."""
     peak = profile.peak_bytes
     shares = tuple(sorted(shares))
     try:
-        sacplan.plan(profile, int_budget(shares[0] * peak))
+        sacplan.plan(profile, as_budget(shares[0] * peak))
         budgets = [(f"{share:.0%}", int(share * peak)) for share in shares]
     except sacplan.InfeasibleBudget as error:
         smallest = error.smallest_feasible_bytes
         steps = [smallest + (peak - smallest) * i // len(shares) for i in range(len(shares))]
         budgets = [(f"{b / peak:.0%}" if i else f"smallest {b / peak:.0%}", b) for i, b in enumerate(steps)]
     for words, budget_bytes in reversed(budgets):
-        began = time.perf_counter()
-        plan = sacplan.plan(profile, int_budget(budget_bytes))
-        yield words, plan, time.perf_counter() - began
-
-
-def int_budget(budget_bytes: float) -> str:
-    """Bytes, as ``sacplan.plan`` reads them."""
-    return f"{int(budget_bytes)}B"
+        yield words, *timed(functools.partial(sacplan.plan, profile, as_budget(budget_bytes)))
 
 
 @on_one_thread
 def rows_of(name: str, shares: tuple[float, ...] = SHARES, copies: int | None = None) -> list[Row]:
-    """The unplanned step of an entry, then one row for each budget; the same with a lazily filled cache."""
+    """Return the unplanned step of an entry and one row for each budget; then the same with a lazily filled cache."""
 
     def case() -> Case:
         seed_everything(0)
@@ -233,7 +202,7 @@ def rows_of(name: str, shares: tuple[float, ...] = SHARES, copies: int | None = 
 def steps_of(
     name: str, family: str, case: Case, shares: tuple[float, ...] = SHARES, *, smaller: bool = False
 ) -> Iterator[Row]:
-    """The unplanned step of any model, then one row for each budget; with ``smaller``, a smaller batch after each."""
+    """Yield the unplanned step of a model, then one row for each budget; ``smaller`` adds a smaller batch to each."""
     profile, seconds = _timed_profile(case)
     batch, words = (
         step_variants.smaller_batch(case.model, case.batch, case.loss_fn) if smaller else (None, "")
@@ -262,7 +231,7 @@ def steps_of(
 def steps_with_a_lazy_cache(
     name: str, family: str, case: Case, shares: tuple[float, ...] = SHARES
 ) -> Iterator[Row]:
-    """The same, where each layer has a cache that the first forward fills."""
+    """Yield the same rows, where each layer has a cache that the first forward fills."""
     empty = step_variants.rotate_lazily(case.model, case.batch, case.loss_fn)
     profile, seconds = _timed_profile(case)
     empty()
@@ -285,9 +254,7 @@ def steps_with_a_lazy_cache(
 
 
 def _timed_profile(case: Case) -> tuple[sacplan.Profile, float]:
-    began = time.perf_counter()
-    profile = profile_of(case.model, case.batch, case.loss_fn, case.optimizer)
-    return profile, time.perf_counter() - began
+    return timed(lambda: profile_of(case.model, case.batch, case.loss_fn, case.optimizer))
 
 
 def _predicted(
@@ -299,21 +266,15 @@ def _predicted(
     budget: str = "none",
     plan: sacplan.Plan | None = None,
 ) -> Row:
-    """A row whose step has not run yet."""
+    """Return a row whose step has not run yet."""
     return Row(
-        model=name,
-        family=family,
-        trace=profile.trace,
-        parameters=sum(p.numel() for p in case.model.parameters()),
-        budget=budget,
+        model=name, family=family, trace=profile.trace,
+        parameters=sum(p.numel() for p in case.model.parameters()), budget=budget,
         budget_bytes=None if plan is None else plan.budget_bytes,
-        predicted_bytes=profile.peak_bytes if plan is None else plan.peak_bytes,
-        measured_bytes=0,
-        recompute_share=0.0 if plan is None else plan.recompute_ms / plan.step_ms,
-        wall_ms=0.0,
-        bit_equal=None,
+        predicted_bytes=profile.peak_bytes if plan is None else plan.peak_bytes, measured_bytes=0,
+        recompute_share=0.0 if plan is None else plan.recompute_ms / plan.step_ms, wall_ms=0.0, bit_equal=None,
         seconds=seconds,
-    )
+    )  # fmt: skip
 
 
 def _with_step(row: Row, seen: RealStep, plain: RealStep) -> Row:
@@ -322,7 +283,7 @@ def _with_step(row: Row, seen: RealStep, plain: RealStep) -> Row:
 
 
 def summary(rows: list[Row], failed: list[str]) -> str:
-    """The worst error, and how many rows are as they should be: a sentence for each kind of step."""
+    """Say the worst error, and how many rows are as they should be, for each kind of step."""
     said = [
         f"{len({r.model for r in rows})} models",
         _said("recorded steps", [r for r in rows if not r.variant]),
@@ -353,7 +314,7 @@ def _said(kind: str, rows: list[Row]) -> str:
 
 
 def claim(rows: list[Row]) -> str:
-    """What `docs/figures.md` says of the figures."""
+    """Write what `docs/figures.md` says of the figures."""
     recorded = [r for r in rows if not r.variant]
     lazy = [r for r in rows if r.variant]
     smaller = [r for r in recorded if r.smaller_bytes is not None]
@@ -383,17 +344,15 @@ def _claim(rows: list[Row]) -> str:
     )
 
 
-def read(path: Path = RESULTS / "real_models.json") -> list[Row]:
-    """The rows of a file of figures."""
+def read(path: Path = FIGURES) -> list[Row]:
+    """Read the rows of a file of figures."""
     names = {f.name for f in fields(Row)}
-    return [
-        Row(**{k: v for k, v in row.items() if k in names}) for row in json.loads(path.read_text())["rows"]
-    ]
+    return [Row(**{k: v for k, v in row.items() if k in names}) for row in read_results(path)[1]]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; the exit status is 1 where a model failed, a budget was broken or bits differ."""
-    parser = common.parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(FAMILY)}", metavar="name")
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.names if name not in FAMILY]
@@ -402,11 +361,8 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     print(describe(machine()))
     print("peaks in MiB; recompute is a share of the predicted time of the step")
-    print(
-        f"{'model':>18} {'family':>15} {'trace':>5} {'budget':>12} {'MiB':>8} {'predicted':>9} {'measured':>8} "
-        f"{'error':>8} {'recompute':>9} {'bits':>6} first or smaller"
-    )
-    json_path = arguments.json or (None if arguments.names else RESULTS / "real_models.json")
+    print(f"{_TABLE.head} first or smaller")
+    json_path = arguments.json or (None if arguments.names else FIGURES)
     began = time.perf_counter()
     rows: list[Row] = []
     failed: list[str] = []
@@ -421,19 +377,8 @@ def main(argv: list[str] | None = None) -> int:
         rows.extend(found)
         for row in found:
             print(_line(row), flush=True)
-        data = [
-            asdict(r)
-            | {
-                "error": r.error,
-                "within_budget": r.within_budget,
-                "smaller_fits": r.smaller_fits,
-                "good": r.good,
-            }
-            for r in rows
-        ]
-        write_results(
-            json_path, data, summary=summary(rows, failed)
-        )  # a sweep that is stopped leaves what it has
+        data = [asdict(r) | {name: getattr(r, name) for name in _DERIVED} for r in rows]
+        write_results(json_path, data, summary=summary(rows, failed))  # a stopped run leaves what it has
     if rows:
         print(summary(rows, failed))
         print(claim(rows))
@@ -441,11 +386,17 @@ def main(argv: list[str] | None = None) -> int:
     return int(bool(failed) or not all(r.good for r in rows))
 
 
+_DERIVED = ("error", "within_budget", "smaller_fits", "good")
 _BITS = {None: "", True: "equal", False: "DIFFER"}
 
 
+_TABLE = Table(
+    ("model", ">18"), ("family", ">15"), ("trace", ">5"), ("budget", ">12"), ("MiB", ">8.3f"), ("predicted", ">9.3f"),
+    ("measured", ">8.3f"), ("error", ">+8.3%"), ("recompute", ">9.1%"), ("bits", ">6"),
+)  # fmt: skip
+
+
 def _line(row: Row) -> str:
-    budget = "" if row.budget_bytes is None else f"{row.budget_bytes / MIB:8.3f}"
     over = "" if row.within_budget else f" OVER by {row.measured_bytes - (row.budget_bytes or 0)} B"
     other = ""
     if row.smaller_bytes is not None:
@@ -453,11 +404,10 @@ def _line(row: Row) -> str:
         other = f"{row.smaller_bytes / MIB:8.3f}{more} {_BITS[row.smaller_bit_equal]} ({row.smaller})"
     elif row.first_bytes is not None:
         other = f"{row.first_bytes / MIB:8.3f} ({row.variant})"
-    return (
-        f"{row.model:>18} {row.family:>15} {row.trace:>5} {row.budget:>12} {budget:>8} "
-        f"{row.predicted_bytes / MIB:9.3f} {row.measured_bytes / MIB:8.3f} {row.error:+8.3%} "
-        f"{row.recompute_share:9.1%} {_BITS[row.bit_equal]:>6} {other}{over}"
-    )
+    budget = "" if row.budget_bytes is None else row.budget_bytes / MIB
+    peaks = row.predicted_bytes / MIB, row.measured_bytes / MIB, row.error
+    about = row.model, row.family, row.trace, row.budget, budget
+    return f"{_TABLE.row(*about, *peaks, row.recompute_share, _BITS[row.bit_equal])} {other}{over}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Other people's ways to trade memory for recomputation, applied for real and measured with other people's tools.
+"""Other people's ways to trade memory for recomputation, applied and measured with other people's tools.
 
 Each rival changes a model, then one training step of it (no optimizer, outputs freed) runs on fake tensors with
 the kernels of an H100. The peak is that of torch's ``MemTracker`` (storages without the allocator's rounding and
@@ -26,11 +26,11 @@ from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import sacplan
+from benchmarks.harness.steps import LossFn, tensors_of
 from sacplan._device.cost import CostModel
 from sacplan._device.devices import resolve_device
 from sacplan._device.kernels import active_device
@@ -41,7 +41,6 @@ DEVICE = "h100"
 COMPILE_BUDGETS = (0.7, 0.5, 0.4, 0.3, 0.2, 0.1)
 PROTOTYPE_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 
-Loss = Callable[[nn.Module, Any], torch.Tensor]
 Prepare = Callable[[nn.Module], Any]
 
 
@@ -63,14 +62,14 @@ class Case:
     title: str
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[], Any]
-    loss_fn: Loss
+    loss_fn: LossFn
     layers: str
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measured step: who, with which setting, its peak, and the FLOPs of the whole step."""
+    """One measured step: whose it is, its setting and peak, and the FLOPs of the whole step."""
 
     who: str
     setting: str
@@ -79,14 +78,14 @@ class Point:
 
 
 class NotApplicable(Exception):
-    """A rival that does not work on this model."""
+    """A rival does not work on this model."""
 
 
 # --- measuring --------------------------------------------------------------------------------------------
 
 
 def measure(case: Case, who: str, setting: str, prepare: Prepare = lambda model: None) -> Point:
-    """A fake step after ``prepare`` has changed the model."""
+    """Run and measure a fake step after ``prepare`` has changed the model."""
     with case.context(), sacplan.fake_device(DEVICE):
         model, batch = _fake(case)
         prepare(model)
@@ -94,19 +93,23 @@ def measure(case: Case, who: str, setting: str, prepare: Prepare = lambda model:
 
 
 def meta_model(case: Case) -> nn.Module:
-    """The model on the meta device, in training mode."""
+    """Build the model on the meta device, in training mode."""
     with torch.device("meta"):
         return case.make_model().train()
 
 
 def _fake(case: Case) -> tuple[nn.Module, Any]:
-    """The model and the batch on fake CPU tensors; copied from meta ones, for some models look at new weights."""
+    """Return the model and the batch on fake CPU tensors.
+
+    The model is copied from one on meta, for some models look at the values of new weights, which fake ones do not
+    have.
+    """
     return FakeCopier().model(meta_model(case)), case.make_batch()
 
 
 def _measured_step(model: nn.Module, batch: Any, step: Callable[[], None], who: str, setting: str) -> Point:
     tracker = MemTracker()
-    tracker.track_external(model, *(t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)))
+    tracker.track_external(model, *tensors_of(batch))
     with tracker:
         step()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
@@ -117,12 +120,12 @@ def _measured_step(model: nn.Module, batch: Any, step: Callable[[], None], who: 
 
 
 def unplanned(case: Case) -> Point:
-    """The plain step."""
+    """Measure the plain step."""
     return measure(case, "unplanned", "")
 
 
 def planned(case: Case, plan: sacplan.Plan, setting: str) -> Point:
-    """A plan of sacplan, applied."""
+    """Measure the step with a plan of sacplan."""
     return measure(case, "sacplan", setting, lambda model: sacplan.apply(model, plan))
 
 
@@ -136,7 +139,7 @@ def _checkpointed(module: nn.Module, **options: Any) -> None:
 
 
 def checkpoint_every(case: Case, k: int) -> Point:
-    """Layers k, 2k, ... in torch's checkpoint; ``k=1`` is full checkpointing."""
+    """Put layers k, 2k, ... in torch's checkpoint; ``k=1`` is full checkpointing."""
 
     def prepare(model: nn.Module) -> None:
         for layer in list(model.get_submodule(case.layers).children())[k - 1 :: k]:
@@ -146,7 +149,7 @@ def checkpoint_every(case: Case, k: int) -> Point:
 
 
 def checkpoint_by_op(case: Case, *, every_second: bool) -> Point:
-    """torch's selective contexts in every layer: keep attention and matmuls, or every second matmul."""
+    """Put torch's selective contexts in every layer: keep attention and matmuls, or every second matmul."""
 
     def contexts() -> Any:
         seen = {False: 0, True: 0}  # of this call of a layer, in the forward pass and when it is repeated
@@ -173,7 +176,10 @@ def checkpoint_by_op(case: Case, *, every_second: bool) -> Point:
 
 
 class _RoutedFunctions(TorchFunctionMode):
-    """While a graph is traced its tensors are wrapped, so the device's kernels are chosen one level above."""
+    """Choose the device's kernels while a graph is traced.
+
+    Its tensors are wrapped then. So the choice is made one level above, where functions are called.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -191,7 +197,7 @@ class _RoutedFunctions(TorchFunctionMode):
 
 
 def _run_as_it_is(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
-    """A compiler that interprets the graph and frees everything after its last use, its inputs too."""
+    """Compile a graph by interpreting it, and free everything after its last use, its inputs too."""
 
     def run(arguments: list[Any]) -> Any:
         # A new interpreter each time: it holds on to the outputs of its last run.
@@ -202,7 +208,7 @@ def _run_as_it_is(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
 
 
 def compiled(case: Case, budget: float, *, loss_in_graph: bool = True) -> Point:
-    """The step as AOTAutograd's min-cut partitioner cuts it for a memory budget (its default solver, ``dp``).
+    """Run the step as AOTAutograd's min-cut partitioner cuts it for a memory budget (its default solver, ``dp``).
 
     Dynamo and Inductor are left out: what is saved and what is recomputed is decided between them. The graphs run
     op by op, so temporaries count that Inductor may fuse away.
@@ -211,11 +217,7 @@ def compiled(case: Case, budget: float, *, loss_in_graph: bool = True) -> Point:
         budget: ``torch._functorch.config.activation_memory_budget``; 1 is what it does without one.
         loss_in_graph: whether the loss is compiled too. It lowers the peak where a large output comes before it.
     """
-    with (
-        case.context(),
-        sacplan.fake_device(DEVICE),
-        functorch_config.patch(activation_memory_budget=budget),
-    ):
+    with case.context(), sacplan.fake_device(DEVICE), functorch_config.patch(activation_memory_budget=budget):
         model, batch = _fake(case)
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
@@ -245,7 +247,7 @@ def compiled(case: Case, budget: float, *, loss_in_graph: bool = True) -> Point:
 
 @contextlib.contextmanager
 def _swapped(model: nn.Module, named: dict[str, torch.Tensor]) -> Iterator[None]:
-    """The model with other tensors in the place of its parameters and buffers, ties kept."""
+    """Put other tensors in the place of the model's parameters and buffers for a while, ties kept."""
     with nn.utils.stateless._reparametrize_module(model, named, tie_weights=True):
         yield
 
@@ -254,7 +256,7 @@ def _swapped(model: nn.Module, named: dict[str, torch.Tensor]) -> Iterator[None]
 
 
 def prototype(case: Case, shares: Sequence[float] = PROTOTYPE_SHARES) -> list[Point]:
-    """PyTorch's prototype (PR #137908): its plans at shares of its own predicted peak, applied as it says.
+    """Run the plans of PyTorch's prototype (PR #137908) at shares of its own predicted peak, applied as it says.
 
     Per module that it checkpoints, its ``get_optimal_checkpointing_policy_per_module`` gives the ops to save, and
     they become a selective context of torch's checkpoint. Its roofline refuses to run without CUDA, so op times

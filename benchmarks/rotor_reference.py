@@ -1,4 +1,8 @@
-"""The Rotor recurrence in plain Python, cell by cell: what the tables of ``sacplan.rotor`` are compared with."""
+"""The Rotor recurrence in plain Python, cell by cell, to compare the tables of ``sacplan.rotor`` with.
+
+``sacplan.rotor`` computes the same sums of the same two floats with numpy, for all memory sizes of a
+cell at once. So its tables must be equal to these to the bit.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ Engine = Callable[[sacplan.Chain, int, int], RotorResult]
 
 
 def reference_tables(chain: sacplan.Chain, sizes: ChainSizes, slots: int, strict: bool) -> Tables:
-    """The formulas in the docstring of ``sacplan.rotor``."""
+    """Fill in the tables by the formulas in the docstring of ``sacplan.rotor``."""
     f, b = (*chain.forward_ms, 0.0), chain.backward_ms
     x, xbar, ftmp, btmp = sizes.x, sizes.xbar, sizes.ftmp, sizes.btmp
     n = len(b)
@@ -27,6 +31,7 @@ def reference_tables(chain: sacplan.Chain, sizes: ChainSizes, slots: int, strict
     for i in range(n):
         for m in range(x[i + 1] + xbar[i + 1] + max(ftmp[i], btmp[i]), slots + 1):
             C[m][i][i], choices[m][i][i] = f[i] + b[i], KEEP_ALL
+    # C[m][i][l]: least time of stages i to l with m slots. Shorter stretches come first: longer ones are made of them.
     for length in range(1, n):
         for i in range(n - length):
             l = i + length  # noqa: E741 (the formula's name)
@@ -35,11 +40,14 @@ def reference_tables(chain: sacplan.Chain, sizes: ChainSizes, slots: int, strict
             waits = x[l + 1] + xbar[i + 1] + ftmp[i] if strict else 0
             for m in range(x[l + 1] + max(steps), slots + 1):
                 best, choice = math.inf, INFEASIBLE
-                for j in range(i + 1, l + 1):
+                for j in range(
+                    i + 1, l + 1
+                ):  # run i to j - 1 without saving, keep the input of j, come back later
                     if m >= x[j]:
                         time = (run_ms[j - i - 1] + C[m][i][j - 1]) + C[m - x[j]][j][l]
                         if time < best:
                             best, choice = time, j
+                # Or keep what stage i saves, and run it once.
                 if m >= max(xbar[i + 1], waits):
                     time = C[m][i][i] + C[m - xbar[i + 1]][i + 1][l]
                     if time < best:
@@ -49,7 +57,7 @@ def reference_tables(chain: sacplan.Chain, sizes: ChainSizes, slots: int, strict
 
 
 def rotor_by_reference(chain: sacplan.Chain, budget_bytes: int, slots: int = 500) -> RotorResult:
-    """``sacplan.rotor``, with the tables made here."""
+    """Run ``sacplan.rotor`` with the tables made here."""
     with mock.patch.object(rotor, "tables_of", reference_tables):
         return sacplan.rotor(chain, budget_bytes, slots)
 

@@ -1,24 +1,27 @@
-"""Every strategy of every op of small steps and of eight small models, run on simulated ranks.
+"""Does every way to spread an op over ranks give the op's own result, on simulated ranks?
 
     python -m benchmarks.strategies [--only steps models]
 
-Each call of an op is split by the placements of each strategy, run for every rank, and put together by the placements
-of its outputs; that is compared with the op on whole tensors (1e-10 in float64). On one axis of 2 and of 4 ranks inputs
-may lie in any way, inside dimensions and as summands too; on a mesh of 2 x 2, at most ``--pairs`` pairs of strategies
-of a call are run. Ops that draw random numbers are counted as ``drawn`` and not run.
+The ops are those of small steps and of eight small models. Each call of an op is split by the placements of each
+strategy, run for every rank, and put together by the placements of its outputs; that is compared with the op on whole
+tensors (1e-10 in float64). On one axis of 2 and of 4 ranks inputs may lie in any way, inside dimensions and as partial
+sums too; on a mesh of 2 x 2, at most ``--pairs`` pairs of strategies of a call are run.
 
-Results go to ``benchmarks/results/strategies.json``.
+A row is an op: its calls, the strategies that ran on each mesh, how many of them take partial sums or need collectives,
+and those that were wrong. Strategies that draw random numbers are counted as ``drawn`` and not run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 
-from benchmarks import common
+from benchmarks.harness.command import Parser
+from benchmarks.harness.results import Row, write_results
+from benchmarks.harness.steps import seed_everything
+from benchmarks.harness.table import Table
 from sacplan._shard.mesh import Mesh
 from sacplan._shard.strategies import AxisStrategy
 from tests.support.op_steps import STEPS, calls_of
@@ -34,14 +37,14 @@ ONLY: dict[str, Callable[[], Iterator[OpCall]]] = {
 
 
 def strategies_of(call: OpCall, mesh: Mesh, pairs: int) -> Sequence[tuple[AxisStrategy, ...]]:
-    """What is run on a mesh."""
+    """Return the strategies of a call that run on a mesh."""
     if len(mesh.ranks) == 1:
         return [(s,) for s in offered(call, mesh.size)]
     return random_pairs(call, mesh, pairs)
 
 
 class Tally:
-    """Of one op: calls, and strategies by mesh."""
+    """Counts of one op: calls, and strategies by mesh."""
 
     def __init__(self) -> None:
         self.calls, self.linear, self.reduced = 0, 0, 0
@@ -65,40 +68,41 @@ class Tally:
                 except (AssertionError, RuntimeError) as error:
                     self.wrong.append(str(error).partition("\n")[0])
 
-    def row(self, op: str) -> dict[str, Any]:
-        """As JSON."""
+    def row(self, op: str) -> Row:
+        """Return the row of the op."""
         return {
             "op": op, "calls": self.calls, "strategies": dict(self.run), "with_summands": self.linear,
             "with_collectives": self.reduced, "drawn": sum(self.drawn.values()), "wrong": self.wrong,
         }  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+_TABLE = Table(
+    ("op", "<56"), ("calls", ">5"), *((f"{name} ranks", ">10") for name in MESHES), ("wrong", ">6")
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Run, print, and write the figures."""
-    parser = common.parser(__doc__, "strategies.json")
-    parser.add_argument("--only", nargs="+", choices=ONLY, default=list(ONLY))
+    parser = Parser(__doc__, "strategies.json")
+    parser.choice("--only", ONLY)
     parser.add_argument("--pairs", type=int, default=12)
-    options = parser.parse_args(arguments)
-    print(common.describe(common.machine()))
+    arguments = parser.begin(None if argv is None else list(argv))
     torch.set_default_dtype(torch.float64)
     found: dict[str, Tally] = {}
-    for part in options.only:
-        common.seed_everything(0)
+    for part in arguments.only:
+        seed_everything(0)
         for call in ONLY[part]():
-            found.setdefault(str(call.func), Tally()).add(call, options.pairs)
+            found.setdefault(str(call.func), Tally()).add(call, arguments.pairs)
     rows = [found[op].row(op) for op in sorted(found)]
-    print(
-        f"{'op':56} {'calls':>5}" + "".join(f" {name + ' ranks':>10}" for name in MESHES) + f" {'wrong':>6}"
-    )
+    print(_TABLE.head)
     for row in rows:
-        counts = "".join(f" {row['strategies'].get(name, 0):10}" for name in MESHES)
-        print(f"{row['op']:56} {row['calls']:5}{counts} {len(row['wrong']):6}")
+        counts = (row["strategies"].get(name, 0) for name in MESHES)
+        print(_TABLE.row(row["op"], row["calls"], *counts, len(row["wrong"])))
     totals = {name: sum(row["strategies"].get(name, 0) for row in rows) for name in MESHES}
     wrong = sum(len(row["wrong"]) for row in rows)
-    print(
-        f"{len(rows)} ops: " + ", ".join(f"{n} on {name}" for name, n in totals.items()) + f"; {wrong} wrong"
-    )
-    common.write_results(options.json, rows, row_a_line=True, ops=len(rows), strategies=totals, wrong=wrong)
+    ran = ", ".join(f"{n} on {name}" for name, n in totals.items())
+    print(f"{len(rows)} ops: {ran}; {wrong} wrong")
+    write_results(arguments.json, rows, row_a_line=True, ops=len(rows), strategies=totals, wrong=wrong)
 
 
 if __name__ == "__main__":

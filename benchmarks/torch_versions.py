@@ -1,11 +1,12 @@
-"""What holds with the torch that is installed: the README, and the main invariants. One row a version.
+"""Does what sacplan promises hold with the torch that is installed?
 
     make test-torch TORCH=2.15.0                      # an environment with that torch, and this command in it
     python -m benchmarks.torch_versions               # with the torch of this environment
     python -m benchmarks.torch_versions --table       # the page of the docs again, from the figures that are there
 
-Each check is a few files of the test suite, run by pytest; the row says how many of its tests passed. The rows of other
-versions in the file of results stay as they are.
+A row is a version of torch. Each check is a few files of the test suite, run by pytest: the README, and the main
+invariants. The row says how many of its tests passed. The rows of other versions in the file of results stay as they
+are.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from xml.etree import ElementTree
 
 import torch
 
-from benchmarks.common import RESULTS, parser
+from benchmarks.harness.command import Parser
+from benchmarks.harness.results import RESULTS, ROOT, Row, read_results
+from benchmarks.harness.table import between_marks, markdown_line
 
 FIGURES = RESULTS / "torch_versions.json"
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "versions.md"
 BEGIN, END = "<!-- table: python -m benchmarks.torch_versions --table -->\n", "<!-- end of table -->"
 
@@ -79,15 +81,7 @@ def run(name: str) -> Check:
         report = Path(folder, "report.xml")
         command = [
             sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-n",
-            "auto",
-            "--maxprocesses",
-            "4",
-            "--dist",
-            "worksteal",
+            *["-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"],
         ]
         command += [*CHECKS[name], "-m", "not exhaustive" if name in SLOW else "not slow"]
         done = subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, check=False)
@@ -105,17 +99,17 @@ def read(name: str, report: Any) -> Check:
     return Check(name, len(cases) - len(failed) - len(skipped), names, len(skipped))
 
 
-def rows() -> list[dict[str, Any]]:
+def rows() -> list[Row]:
     """Read the rows that there are, the oldest torch first."""
-    return json.loads(FIGURES.read_text(encoding="utf-8"))["rows"] if FIGURES.exists() else []
+    return read_results(FIGURES)[1] if FIGURES.exists() else []
 
 
-def release(row: dict[str, Any]) -> tuple[int, ...]:
+def release(row: Row) -> tuple[int, ...]:
     """Return the version of torch as numbers, without what follows a plus."""
     return tuple(int(n) for n in row["torch"].partition("+")[0].split("."))
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(found: list[Row]) -> str:
     """Write one column a version, one line a check."""
     checks = [[Check(**c) for c in row["checks"]] for row in found]
     lines = [["check", *(f"torch {row['torch']}" for row in found)]]
@@ -126,19 +120,18 @@ def table(found: list[dict[str, Any]]) -> str:
     ]
     lines.append(["Python", *(row["python"] for row in found)])
     lines.append(["date", *(row["date"] for row in found)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return "\n".join(map(markdown_line, lines)) + "\n"
 
 
-def write_page(found: list[dict[str, Any]]) -> None:
+def write_page(found: list[Row]) -> None:
     """Put the table into the page of the docs."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    PAGE.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}", encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(between_marks(page, BEGIN, END, f"\n{table(found)}\n"), encoding="utf-8")
 
 
 def main() -> None:
     """Run the checks, and write the row and the page."""
-    options = parser(__doc__, FIGURES.name)
+    options = Parser(__doc__, FIGURES.name)
     options.add_argument("--table", action="store_true", help="write the page of the docs, and run nothing")
     options.add_argument(
         "--only", nargs="+", choices=tuple(CHECKS), help="run these checks, and write nothing"

@@ -1,17 +1,18 @@
-"""Models of timm, torchvision, diffusers, torch_geometric and PEFT, trained for a step and measured: what is not exact.
+"""Do plans hold on models of timm, torchvision, diffusers, torch_geometric and PEFT, and are peaks exact?
 
     pip install -e '.[zoo]'
     python -m benchmarks.zoo                            # all that is installed; figures into benchmarks/results
     python -m benchmarks.zoo peft timm/resnet           # a whole package, or some of its models, printed
     python -m benchmarks.zoo --resume                   # what an interrupted run has not done yet
 
-One model of each module of ``timm.models`` and ``torchvision.models``, and some of the other packages, without weights
-and as small as they come (``zoo_models.py``): a step without a plan and at three budgets, on the CPU, predicted and
-measured, as ``benchmarks.compatibility`` does it. Of some also inference (``timm/resnet+inference``), at a budget
-half-way to the smallest peak; slices may round otherwise, so that its outputs are compared within a tolerance.
+A row is a model: one of each module of ``timm.models`` and ``torchvision.models``, and some of the other packages,
+without weights and as small as they come (``models/zoo_models.py``). It has a step without a plan and at three budgets,
+on the CPU, predicted and measured, as in ``benchmarks.compatibility``. Of some models inference is a row, too
+(``timm/resnet+inference``), at a budget half way to the smallest peak. Slices may round otherwise, so its outputs are
+compared within a tolerance.
 
-A package that is not installed is named and left out. The last lines say what failed and what is not exact, then all
-in one line.
+A package that is not installed is named and left out. The last lines say what failed and what is not exact, then sum
+up.
 """
 
 from __future__ import annotations
@@ -24,11 +25,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+import transformers
 
 import sacplan
-from benchmarks import common
-from benchmarks.common import RESULTS, describe, machine, on_one_thread, seed_everything
 from benchmarks.compatibility import (
     NOT_BUILT,
     TRAINED,
@@ -37,9 +36,14 @@ from benchmarks.compatibility import (
     outcome_of_steps,
     run_all,
     summary,
+    sweep_parser,
 )
-from benchmarks.real_models import Case, Row, int_budget, steps_of
-from benchmarks.zoo_models import FAMILIES, loss_of
+from benchmarks.harness.plans import as_budget, timed
+from benchmarks.harness.results import RESULTS, describe, machine
+from benchmarks.harness.steps import on_one_thread, seed_everything, tensors_of
+from benchmarks.models.cases import Case
+from benchmarks.models.zoo_models import FAMILIES, loss_of
+from benchmarks.real_models import Row, steps_of
 from sacplan._record.state import preserved_state
 from sacplan._record.step import Step, call_model
 from sacplan._verify.measure import measured_step
@@ -51,13 +55,13 @@ _SEED = 7
 
 
 def names_of(family: str) -> list[str]:
-    """The entries of a package that is installed: its models, then those whose inference is planned, too."""
+    """Return the entries of a package that is installed: its models, then those whose inference is planned, too."""
     found = FAMILIES[family]
     return [f"{family}/{n}" for n in found.models()] + [f"{family}/{n}{INFERENCE}" for n in found.inference]
 
 
 def chosen(asked: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The entries to run, and the packages that would be needed for the rest of what was asked for.
+    """Return the entries to run, and the packages that the rest of what was asked for would need.
 
     Args:
         asked: packages and entries; none of them: all packages.
@@ -86,6 +90,7 @@ def chosen(asked: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def outcome_of(name: str) -> Outcome:
     """Build, profile, plan and run one entry."""
+    transformers.logging.set_verbosity_error()
     began = time.perf_counter()
     family, _, model_name = name.partition("/")
     seed_everything(_SEED)
@@ -106,13 +111,12 @@ def outcome_of(name: str) -> Outcome:
 
 @on_one_thread
 def inference_of(name: str, family: str, model: torch.nn.Module, batch: Any) -> Iterator[Row]:
-    """The plain forward pass, then with a plan whose budget is half-way to the smallest peak.
+    """Run the plain forward pass, then one with a plan whose budget is half way to the smallest peak.
 
     Raises:
         AssertionError: outputs with the plan are not close to the plain ones.
     """
-    began = time.perf_counter()
-    profile = sacplan.profile(model, batch, device="cpu", mode="inference")
+    profile, seconds = timed(lambda: sacplan.profile(model, batch, device="cpu", mode="inference"))
     plain, row = _forward(model, batch, None)
     row |= {"model": name, "family": family, "trace": profile.trace, "recompute_share": 0.0}
     row |= {"parameters": sum(p.numel() for p in model.parameters())}
@@ -122,11 +126,8 @@ def inference_of(name: str, family: str, model: torch.nn.Module, batch: Any) -> 
         "predicted_bytes": profile.peak_bytes,
         "bit_equal": None,
     }
-    yield Row(**row, **unplanned, seconds=time.perf_counter() - began)
-    began = time.perf_counter()
-    smallest = sacplan.plan_smallest(profile).peak_bytes
-    plan = sacplan.plan(profile, int_budget((smallest + profile.peak_bytes) // 2))
-    seconds = time.perf_counter() - began
+    yield Row(**row, **unplanned, seconds=seconds)
+    plan, seconds = timed(lambda: _half_way(profile))
     sliced, measured = _forward(model, batch, plan)
     torch.testing.assert_close(sliced, plain, rtol=1e-4, atol=1e-5)
     yield Row(
@@ -139,16 +140,21 @@ def inference_of(name: str, family: str, model: torch.nn.Module, batch: Any) -> 
     )
 
 
+def _half_way(profile: sacplan.Profile) -> sacplan.Plan:
+    smallest = sacplan.plan_smallest(profile).peak_bytes
+    return sacplan.plan(profile, as_budget((smallest + profile.peak_bytes) // 2))
+
+
 def _forward(
     model: torch.nn.Module, batch: Any, plan: sacplan.Plan | None
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Outputs of a forward pass, and what was measured of another one."""
+    """Return the outputs of a forward pass, and what was measured of another one."""
     step = Step(model, batch, call_model, None, "inference")
     with preserved_state(model, None), sacplan.apply(model, plan) if plan is not None else nullcontext():
         seed_everything(_SEED)
-        seen = measured_step(step, [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)])
+        seen = measured_step(step, tensors_of(batch))
         seed_everything(_SEED)
-        outputs = [t for t in tree_leaves(step.run()) if isinstance(t, torch.Tensor)]
+        outputs = tensors_of(step.run())
     return outputs, {"measured_bytes": seen.peak_bytes, "wall_ms": seen.wall_ms}
 
 
@@ -156,7 +162,7 @@ def _forward(
 
 
 def remarks(found: Iterable[Outcome]) -> list[str]:
-    """A line for each model that failed or was not built, and for each whose predicted peaks are not exact."""
+    """Write a line for each model that failed or was not built, and for each whose predicted peaks are not exact."""
     lines = []
     for o in found:
         if o.status != TRAINED:
@@ -171,16 +177,13 @@ def remarks(found: Iterable[Outcome]) -> list[str]:
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Of the packages of these entries."""
+    """Return the versions of the packages of these entries."""
     return {f: importlib.metadata.version(f) for f in dict.fromkeys(name.split("/")[0] for name in names)}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run; the exit status is 1 where a budget was broken, bits differ, or sacplan failed."""
-    parser = common.parser(__doc__)
-    parser.add_argument("names", nargs="*", help="packages and entries (default: all)", metavar="name")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="keep the outcomes that the file already has")
+    parser = sweep_parser(__doc__, "packages and entries")
     arguments = parser.parse_args(argv)
     try:
         names, missing = chosen(arguments.names)

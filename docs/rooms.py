@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "sacplan"
 ROOMS = (
     "errors", "_torch", "_factors", "_program", "_device", "_rewrites", "_record", "_shard", "_ranks", "_solve",
     "_technique", "_executor", "_recompute", "_chunk", "_techniques", "_rotor", "_classical", "_profile", "_placing",
-    "_plan", "_apply", "_verify", "_advice", "_report", "testing", "integrations", "_cli",
+    "_plan", "_apply", "_verify", "_questions", "_report", "testing", "integrations", "_cli",
 )  # fmt: skip
 """From the ground up: a room imports only from rooms before it."""
 
@@ -38,7 +38,7 @@ _FLOORS = (
     {"_plan": 1},
     {"_apply": 1},
     {"_verify": 1},
-    {"_advice": 0},
+    {"_questions": 0},
     {"_report": 0, "integrations": 1, "testing": 3},
     {"_cli": 2},
 )
@@ -67,7 +67,7 @@ _SAYS = {
     "_plan": "plan()",
     "_apply": "apply()",
     "_verify": "verify()",
-    "_advice": "what makes the peak, what helps",
+    "_questions": "what makes the peak, what helps",
     "_report": "tables, figures, a page",
     "testing": "for test suites",
     "integrations": "trainers",

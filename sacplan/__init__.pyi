@@ -1,9 +1,5 @@
 """What ``import sacplan`` offers: read by type checkers, and by the package itself (see ``__init__.py``)."""
 
-from ._advice.advise import Advice, Remedy, advise
-from ._advice.fit import fit
-from ._advice.parts import Part
-from ._advice.verdict import FitRow, Verdict
 from ._apply.apply import Handle, apply
 from ._apply.code import parallel_code
 from ._classical.estimators import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats
@@ -21,19 +17,26 @@ from ._classical.sac_milp import SacMilpResult, sac_milp
 from ._device.calibrate import calibrate
 from ._device.devices import DeviceSpec, devices
 from ._device.kernels import fake_device
-from ._plan.batch_sizes import CapacityPoint
-from ._plan.capacity import Capacity, max_batch, throughput
-from ._plan.frontier import frontier
-from ._plan.layouts import Layout, Layouts, layouts
 from ._plan.limits import DEFAULT_HEADROOM
 from ._plan.plan import Plan
 from ._plan.planning import plan, plan_smallest
 from ._plan.policies import policy
 from ._plan.value import UnitPlan
-from ._profile.profile import Profile, profile
+from ._profile.profile import Profile
+from ._profile.tracing import profile
+from ._questions.advise import Advice, Remedy, advise
+from ._questions.batch_sizes import CapacityPoint
+from ._questions.capacity import Capacity, max_batch, throughput
+from ._questions.fit import fit
+from ._questions.frontier import frontier
+from ._questions.layouts import Layout, Layouts, layouts
+from ._questions.parts import Part
+from ._questions.verdict import FitRow, Verdict
 from ._report.alive import alive_at_peak
-from ._report.chunks import blocked_ops, chunk_table, loss_table
+from ._report.blocked import blocked_ops
+from ._report.chunks import chunk_table
 from ._report.figures import frontier_figure, memory_figure, save_figures, tradeoff_figure
+from ._report.losses import loss_table
 from ._report.modules import module_table
 from ._report.page import write_report
 from ._report.snapshot import write_snapshot

@@ -1,4 +1,4 @@
-"""The techniques that there are. A new one is a file with a class like ``Recomputation``, and one line here."""
+"""The list of techniques. A new one is a subclass of ``Technique`` in a room of its own, and one line here."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from sacplan.errors import PlanError
 
 TECHNIQUES: dict[str, Technique] = {technique.name: technique for technique in (Chunking(), Recomputation())}
 
-_KEPT = 4  # rewritten programs
+_KEPT = 4  # rewritten programs that a program remembers, for each technique
 
 DEFAULT_TECHNIQUES = ("recompute",)
-"""What a plan for training may do unless it is told otherwise: gradients stay bit-equal."""
+"""The techniques of a plan for training by default: gradients stay bit-equal."""
 
 INFERENCE_TECHNIQUES = ("chunk",)
-"""The same for the forward pass alone: there is nothing to recompute."""
+"""The same for the forward pass alone, which has nothing to recompute."""
 
 
 def resolve_techniques(names: Iterable[str]) -> tuple[str, ...]:
-    """Checked names.
+    """Check the names of techniques.
 
     Raises:
-        PlanError: a technique that there is not.
+        PlanError: a name that is unknown, or a string in place of a tuple.
     """
     if isinstance(names, str):
         raise PlanError(f"techniques is the string {names!r}; give a tuple, ({names!r},).")
@@ -42,14 +42,14 @@ def resolve_techniques(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def longest_run(step: PlanStep) -> int:
-    """How many neighbouring regions can be joined at most."""
+    """Return how many neighbouring regions can be joined at most."""
     return max(technique.longest_run(step) for technique in TECHNIQUES.values())
 
 
 def regions(step: PlanStep, size: int, names: Sequence[str]) -> list[Region]:
-    """The regions of a step, with up to ``size`` neighbours joined, and the options of these techniques.
+    """Return the regions of a step, with up to ``size`` neighbours joined, and the options of these techniques.
 
-    Where the technique that named a region is not asked for, the region is there for the others.
+    A region is there for all techniques, even if the one that named it is not asked for.
     """
     found = []
     for technique in TECHNIQUES.values():
@@ -64,7 +64,7 @@ def regions(step: PlanStep, size: int, names: Sequence[str]) -> list[Region]:
 
 
 def by_technique(decisions: Sequence[Decision]) -> Iterator[tuple[Technique, list[Decision]]]:
-    """The techniques that have decisions among these, each with its own."""
+    """Yield the techniques that have decisions among these, each with its own."""
     for technique in TECHNIQUES.values():
         own = [decision for decision in decisions if isinstance(decision, technique.decision)]
         if own:
@@ -72,7 +72,7 @@ def by_technique(decisions: Sequence[Decision]) -> Iterator[tuple[Technique, lis
 
 
 def rewritten(program: Program, decisions: Sequence[Decision], device: DeviceSpec | None = None) -> Program:
-    """The program of the step with the decisions of a plan: one technique after the other rewrites it.
+    """Return the program of the step with the decisions of a plan. The techniques rewrite it in their listed order.
 
     ``device``: what the step runs on; needed where a technique changes the sizes that kernels are called with.
     """
@@ -84,7 +84,7 @@ def rewritten(program: Program, decisions: Sequence[Decision], device: DeviceSpe
 def _rewritten_by(
     technique: Technique, program: Program, decisions: tuple[Decision, ...], device: DeviceSpec | None
 ) -> Program:
-    """Plans often differ in one technique alone: what it gets, and what it makes of it, are kept a while."""
+    """Rewrite a program for one technique. The last few results are kept: plans often differ in one technique."""
     known = _rewritings(program, technique.name, device)
     if decisions not in known:
         if len(known) == _KEPT:

@@ -1,4 +1,4 @@
-"""Memory in a test suite: assertions about the peak of a training step, on any device, without that device."""
+"""Assertions for test suites about the peak of a training step, on any device and without having it."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from typing import Any
 
 import torch
 
-from sacplan._advice.advise import advise
-from sacplan._advice.alive import AliveGroup, peak_groups
-from sacplan._advice.parts import moment_of
-from sacplan._advice.planned import planned
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.limits import Limit
 from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._profile.profile import Profile, Trace, trace_step, warn_of_step
+from sacplan._profile.profile import Profile
 from sacplan._profile.remarks import no_optimizer
+from sacplan._profile.tracing import Trace, trace_step, warn_of_step
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.program import Program
 from sacplan._program.setup import warn_of
+from sacplan._questions.advise import advise
+from sacplan._questions.alive import AliveGroup, peak_groups
+from sacplan._questions.parts import moment_of
+from sacplan._questions.planned import planned
 from sacplan._record.step import LossFn, Mode
 from sacplan._verify.verify import Verification, verify
 from sacplan.errors import PlanError, PlanMismatch, SacplanWarning
 
 __all__ = ["assert_step_fits"]
 
-_SHOWN = 8  # groups of what is alive at the peak
+_SHOWN = 8  # groups of tensors alive at the peak; the others are summed up
 _WIDTH = 110
 
 
@@ -56,13 +57,14 @@ def assert_step_fits(
     Args:
         model, batch, loss_fn, optimizer, mode, trace: as for ``sacplan.profile``. With a plan, the mode is that of
             the plan.
-        device: that the step is to fit on, see ``sacplan.devices()``; may be left out with a plan, which is for one.
+        device: the one that the step must fit on, see ``sacplan.devices()``. May be left out with a plan, which names
+            its device.
         budget: for the peak of the step. A number is GiB; a string has a unit (``"20GiB"``), or is a share of the
             unplanned peak (``"60%"``). None: the device's memory less the headroom.
-        headroom: what is left free of the device's memory where no budget is given: a share of it or bytes; by default
-            ``sacplan.DEFAULT_HEADROOM``.
-        plan: that the step runs with, as ``sacplan.apply`` would apply it. Of a plan for several ranks, the peak is
-            that of one rank.
+        headroom: how much of the device's memory to leave free if no budget is given: a share of it or bytes. By
+            default ``sacplan.DEFAULT_HEADROOM``.
+        plan: run the step with this plan, as ``sacplan.apply`` would apply it. With a plan for several ranks, the peak
+            is that of one rank.
 
     Returns:
         The profile of the step, without the plan.
@@ -100,7 +102,9 @@ def assert_step_fits(
         _check_plan(found, plan)
         try:
             program = planned(found, plan)
-        except PlanMismatch:  # apply carries a plan out as far as it goes: what that comes to, a step tells
+        except (
+            PlanMismatch
+        ):  # apply carries out the decisions that still match; only a step shows the peak of that
             seen = verify(model, batch, plan, loss_fn, optimizer)
             if seen.peak_bytes > budget_bytes:
                 raise AssertionError(_lines(_of_another_step(found, seen, budget_bytes))) from None
@@ -112,7 +116,7 @@ def assert_step_fits(
 
 
 def _check_plan(found: Profile, plan: Plan) -> None:
-    """``PlanMismatch`` for a plan of another device or batch."""
+    """Raise ``PlanMismatch`` for a plan of another device or batch."""
     if plan.device != found.device:
         raise PlanMismatch(
             f"the plan is for {plan.device}, but the step is checked for {found.device}. Leave device= out, or make a "
@@ -126,7 +130,7 @@ def _check_plan(found: Profile, plan: Plan) -> None:
 
 
 def _report(found: Profile, plan: Plan | None, program: Program, budget_bytes: int) -> Iterator[str]:
-    """What is wrong, where, and what to try."""
+    """Yield paragraphs on what is wrong, where, and what to try."""
     yield from _verdict(found, program.footprint.peak_bytes, budget_bytes)
     if plan is not None:
         yield f"This is with the plan; without it, the peak is {format_bytes(found.peak_bytes)}."
@@ -137,7 +141,7 @@ def _report(found: Profile, plan: Plan | None, program: Program, budget_bytes: i
 
 
 def _of_another_step(found: Profile, seen: Verification, budget_bytes: int) -> Iterator[str]:
-    """The step with a plan that was made for another one: with other ops, another loss or optimizer."""
+    """Yield paragraphs for a plan that was made for another step: other ops, another loss or optimizer."""
     yield from _verdict(found, seen.peak_bytes, budget_bytes)
     yield (
         "This is with the plan, which was made for a step that takes "
@@ -159,7 +163,7 @@ def _verdict(found: Profile, peak: int, budget_bytes: int) -> Iterator[str]:
 
 
 def _lines(paragraphs: Iterable[str]) -> str:
-    """Text that is wrapped, but for rows of a table."""
+    """Wrap paragraphs, but not the rows of a table."""
     return "\n".join(
         line
         for one in paragraphs
@@ -168,7 +172,7 @@ def _lines(paragraphs: Iterable[str]) -> str:
 
 
 def _rows(groups: list[AliveGroup]) -> list[str]:
-    """The largest groups, and the others in a last row."""
+    """Return rows for the largest groups, and a last row for the others."""
     rows = [f"  {format_bytes(group.n_bytes):>11}  {_row(group)}" for group in groups[:_SHOWN]]
     rest = groups[_SHOWN:]
     if rest:
@@ -179,7 +183,7 @@ def _rows(groups: list[AliveGroup]) -> list[str]:
 
 
 def _row(group: AliveGroup) -> str:
-    """Such as ``matmul of layers.*.mlp.0, activation, 2 of 256.00 KiB``."""
+    """Describe a group: ``matmul of layers.*.mlp.0, activation, 2 of 256.00 KiB``."""
     where = group.module if group.module.startswith("(") else f"of {group.module}"
     words = [
         f"{group.op} {where}",
@@ -191,7 +195,7 @@ def _row(group: AliveGroup) -> str:
 
 
 def _advice(found: Profile, plan: Plan | None, budget_bytes: int) -> Iterator[str]:
-    """What would help, each remedy tried on the recording."""
+    """Yield the remedies that lower the peak. Each was tried on the recording."""
     remedies = advise(found, plan).remedies
     if not remedies:
         yield "Nothing that sacplan.advise tries makes the peak smaller: try a smaller batch, or several devices."

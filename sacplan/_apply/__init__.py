@@ -1,1 +1,1 @@
-"""``apply``: puts the decisions of a plan on a model."""
+"""Apply the decisions of a plan to a model."""

@@ -1,4 +1,4 @@
-"""``apply``: put a plan on a model, in place; ``handle.remove()`` undoes it."""
+"""``apply``: change a model in place so that it runs as planned; ``handle.remove()`` undoes it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from sacplan.errors import PlanError, PlanMismatch
 
 
 class SpreadModel:
-    """A sharding on a model, as one of the parts of a plan.
+    """A sharding that is applied to a model. It is removed together with what the techniques installed.
 
     Raises:
-        PlanError: there is no process group of so many ranks.
+        PlanError: there is no process group, or it has another number of ranks.
     """
 
     units: tuple[str, ...] = ()
@@ -49,27 +49,27 @@ class SpreadModel:
 
     @property
     def differences(self) -> tuple[StepDifference, ...]:
-        """Places that no op of a step came to."""
+        """Redistributions of the plan that no op of the steps so far asked for. Empty before the first step."""
         if not self._spread.has_run:
             return ()
         return tuple(StepDifference(p.unit, "", None, str(p)) for p in self._spread.never_met)
 
     def forget_differences(self) -> None:
-        """They are of all steps so far."""
+        """Do nothing: ``differences`` always covers all steps so far."""
 
     def check_removable(self) -> None:
-        """It always can be."""
+        """Do nothing: a sharding can be removed at any time."""
 
     def remove(self) -> None:
-        """Whole parameters again, on all ranks."""
+        """Put unsharded parameters back on all ranks."""
         self._spread.remove()
 
 
 class Handle:
-    """A plan on a model. Also a context manager that removes it at the end.
+    """A plan that is applied to a model. As a context manager it removes the plan at the end.
 
     Attributes:
-        units: fqns of the modules that discard something, or run something in slices.
+        units: names of the modules that discard something or run something in slices.
     """
 
     def __init__(self, installed: Sequence[Installed]) -> None:
@@ -77,20 +77,20 @@ class Handle:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """The modules whose forward is replaced."""
+        """Names of the modules whose forward is replaced."""
         return tuple(fqn for part in self._installed for fqn in part.units)
 
     @property
     def differences(self) -> tuple[StepDifference, ...]:
-        """Where the steps so far did not run what the plan was made for: by unit, the first op that differs.
+        """The first op of each unit that did not run as the plan expects, over all steps so far.
 
-        What runs as recorded is discarded as planned; an op more or less moves no decisions elsewhere. A
-        ``SacplanWarning`` says the first one, unless only the first call of a unit differs.
+        Ops that run as recorded are discarded as planned: an additional or missing op shifts no decisions to other ops.
+        A ``SacplanWarning`` reports the first difference, unless only the first call of a unit differs.
         """
         return tuple(found for part in self._installed for found in part.differences)
 
     def forget_differences(self) -> None:
-        """Begin anew, for example after a first step that fills caches."""
+        """Forget the differences seen so far, for example after a first step that fills caches."""
         for part in self._installed:
             part.forget_differences()
 
@@ -116,7 +116,7 @@ class Handle:
 def apply(
     model: torch.nn.Module, plan: PlanOrPath, *, check: bool = True, mesh: DeviceMesh | None = None
 ) -> Handle:
-    """Make the model discard and recompute, run in slices, or spread over ranks, what the plan says.
+    """Change a model so that it recomputes, runs in slices, and is sharded as the plan says.
 
         handle = sacplan.apply(model, plan)
         ...train...
@@ -138,10 +138,10 @@ def apply(
             process group's.
 
     A plan on a mesh is applied on all of its ranks, to a model that is whole on each, before the optimizer is made.
-    Parameters become DTensors in their homes, and so do their gradients and the optimizer's state, which
-    ``torch.distributed.checkpoint`` saves and loads. What the model is called with is whole on each rank, and the same.
-    Ranks may be seeded differently. When a step begins, all take over the state of rank 0's generators, since what is
-    replicated has to be drawn alike.
+    Parameters become DTensors with the placements of the plan. So do their gradients and the optimizer's state, which
+    ``torch.distributed.checkpoint`` saves and loads. The model is called with the same whole inputs on each rank.
+    Ranks may be seeded differently: at the beginning of a step all copy the state of rank 0's generators, since
+    replicated random numbers must be equal on all ranks.
 
     Raises:
         PlanMismatch: the plan was made for another model; names the first difference. Or ranks have different plans.
@@ -163,7 +163,10 @@ def apply(
 def put_on(
     model: torch.nn.Module, plan: Plan, *, check: bool = True, mesh: DeviceMesh | None = None
 ) -> Handle:
-    """``apply`` without a look at how the model is set up."""
+    """Apply a plan without comparing the setup of the model with the one that was planned for.
+
+    If a technique fails, what the ones before it installed is removed again.
+    """
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"model must be an nn.Module, not {type(model).__name__}.")
     _check_not_wrapped(model)
@@ -189,7 +192,11 @@ _WRAPPERS = (
 
 
 def _check_not_wrapped(model: torch.nn.Module) -> None:
-    """Wrappers change names. The model inside one may get a plan; what was compiled is then compiled again."""
+    """Refuse wrapped and compiled models.
+
+    Wrappers change the names of modules. The model inside a wrapper may get a plan, and is compiled again if it was
+    compiled.
+    """
     if isinstance(model, _WRAPPERS):
         raise PlanError(
             f"this is a {type(model).__name__}. Apply the plan first and wrap the model afterwards, or apply it to the "

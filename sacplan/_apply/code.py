@@ -1,4 +1,4 @@
-"""``parallel_code``: a plan's sharding as code of what people already use."""
+"""``parallel_code``: write the sharding of a plan as code for PyTorch's own parallel APIs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
 
 @checked(PlanError, "model", "plan")
 def parallel_code(model: torch.nn.Module, plan: PlanOrPath, profile: ProfileOrPath | None = None) -> Emission:
-    """A plan's sharding in the form of other tools, where it has one.
+    """Write the sharding of a plan for other tools, as far as they can express it.
 
         found = sacplan.parallel_code(model, plan, profile)
         print(found.code or found.reasons)
 
     ``code`` is Python that defines ``shard(model, device_mesh)`` by ``parallelize_module``, ``fully_shard`` and
-    DistributedDataParallel; ``tp_plan`` is what ``from_pretrained(..., tp_plan=...)`` takes. Recomputation and chunks
-    are no part of it.
+    DistributedDataParallel; ``tp_plan`` is the argument of ``from_pretrained(..., tp_plan=...)``. Neither contains
+    recomputation or chunks.
 
     Args:
         model: the one planned for; may be on the meta device.
         plan: from ``sacplan.plan(..., mesh=...)`` or ``sacplan.policy(..., mesh=...)``.
-        profile: that the plan was made from. It says which linear layers get their input in parts. Without it that is
-            told from the widths of layers.
+        profile: the one that the plan was made from. It shows which linear layers get a sharded input. Without it
+            that is guessed from the widths of layers.
 
     Raises:
         PlanError: the plan spreads nothing over ranks.
@@ -49,7 +49,10 @@ def parallel_code(model: torch.nn.Module, plan: PlanOrPath, profile: ProfileOrPa
 
 
 def _arriving_cut(model: torch.nn.Module, rank: Profile) -> set[str]:
-    """The linear layers whose input comes cut along what they sum over."""
+    """Return the linear layers whose input is sharded along the dimension that they sum over.
+
+    On one rank such an input is narrower than ``in_features``.
+    """
     program = rank.program
     linear = {name: m.in_features for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     found = set()

@@ -1,4 +1,4 @@
-"""What else computes a head and its loss without whole logits, priced for the same loss.
+"""Other ways to compute a head and its loss without whole logits, priced for the same loss.
 
     region = LossRegion(tokens=8192, width=4096, vocabulary=128256, dtype=torch.bfloat16)
     for found in alternatives(region, resolve_device("h100")):
@@ -55,7 +55,7 @@ class Alternative:
     """One way to compute the loss and its gradients.
 
     Attributes:
-        name: what people call it.
+        name: the name that people know it by.
         peak_bytes: everything alive at once: hidden states, weight, targets, gradients, temporaries.
         time_ms: predicted, of forward and backward pass.
         available: whether it can run here: it is installed, and runs on the device.
@@ -70,7 +70,7 @@ class Alternative:
 
 
 def alternatives(region: LossRegion, spec: DeviceSpec) -> tuple[Alternative, ...]:
-    """The plain loss, ``F.linear_cross_entropy`` and Liger's, in this order."""
+    """Price the plain loss, ``F.linear_cross_entropy`` and Liger's, in this order."""
     return plain(region, spec), linear_cross_entropy(region, spec), liger(region, spec)
 
 
@@ -89,7 +89,10 @@ class _Prices:
     ms: float = 0.0
 
     def product(self, rows: int, inner: int, columns: int, dtype: torch.dtype, out_bytes: int) -> None:
-        """A matrix product that writes ``out_bytes`` for each element, and reads them if it accumulates."""
+        """Add a matrix product.
+
+        ``out_bytes``: bytes moved for each element of the result, twice its size if the product is added to it.
+        """
         spec = self.spec
         peak = spec.peak_flops(dtype, tf32=tf32_allowed()) * spec.compute_efficiency
         moved = dtype.itemsize * (rows * inner + inner * columns) + out_bytes * rows * columns
@@ -97,19 +100,22 @@ class _Prices:
         self.ms += max(compute_ms, self._moving_ms(moved)) + spec.kernel_launch_us * 1e-3
 
     def sweep(self, nbytes: int, kernels: int = 1) -> None:
-        """Kernels that are bound by what they move."""
+        """Add kernels that are bound by the bytes that they move."""
         self.ms += self._moving_ms(nbytes) + kernels * self.spec.kernel_launch_us * 1e-3
 
     def total(self, *allocations: int) -> int:
-        """Bytes of several allocations."""
+        """Return the bytes of several allocations."""
         return sum(map(self.spec.round_up, allocations))
 
     def operands(self) -> int:
-        """Hidden states, weight, bias and targets."""
+        """Return the bytes of hidden states, weight, bias and targets."""
         return self.gradients() + self.total(_INDEX_BYTES * self.region.tokens)
 
     def gradients(self, hidden_bytes: int | None = None) -> int:
-        """Of hidden states, weight and bias; ``hidden_bytes``: of an element of the first, if not the region's."""
+        """Return the bytes of the gradients of hidden states, weight and bias.
+
+        ``hidden_bytes``: bytes of an element of the first, if not as in the region.
+        """
         region, size = self.region, self.region.dtype.itemsize
         hidden = region.tokens * region.width * (hidden_bytes or size)
         weight = region.vocabulary * region.width * size
@@ -120,7 +126,7 @@ class _Prices:
 
 
 def _slice_rows(region: LossRegion) -> int:
-    """Rows of a slice whose logits are about as large as the hidden states: a power of two.
+    """Return the rows of a slice whose logits are about as large as the hidden states: a power of two.
 
     The rule of both: ``next_power_of_2(ceil(tokens / ceil(vocabulary / width)))``.
     """
@@ -129,7 +135,7 @@ def _slice_rows(region: LossRegion) -> int:
 
 
 def _slices(region: LossRegion, rows: int) -> list[int]:
-    """Rows of each slice; the last may be smaller."""
+    """Return the rows of each slice; the last may be smaller."""
     whole, rest = divmod(region.tokens, rows)
     return [rows] * whole + ([rest] if rest else [])
 
@@ -220,7 +226,7 @@ def linear_cross_entropy(region: LossRegion, spec: DeviceSpec, rows: int | None 
 
 
 def _chunked_forward_bytes(prices: _Prices, chunked: _Chunked) -> int:
-    """What is alive in a slice, or at the end, where the gradient of the hidden states gets its type."""
+    """Return the most that is alive in a slice, or at the end, where the hidden states' gradient gets its type."""
     region = prices.region
     size, mixed = region.dtype.itemsize, chunked.accumulate != region.dtype.itemsize
     width, vocabulary, rows = region.width, region.vocabulary, chunked.rows
@@ -248,7 +254,9 @@ def _chunked_forward_bytes(prices: _Prices, chunked: _Chunked) -> int:
 
 
 def _scaled_rows(region: LossRegion, chunked: _Chunked) -> tuple[int, ...]:
-    """Rows of the weight that were looked up; the scaled hidden states of the slice before are alive then.
+    """Return the bytes of the rows of the weight that were looked up, and of what is alive beside them.
+
+    The scaled hidden states of the slice before are alive then.
 
     These go where the logits were if they fit there.
     """

@@ -1,8 +1,13 @@
-"""What a stretch that runs in slices does to a program: exactly, since the executor's own loop is recorded.
+"""Stretches of a step for inference, as a rewrite of its program.
 
-The ops of a stretch are deferred on fake tensors, with the kernels of the device, and the loop runs under the package's
-recorder: for the first slice, one of those in the middle, and the last, which may be shorter. What the recorder saw
-takes the place of the ops. Layers repeat, so the loop of a stretch is recorded once for all that are like it.
+The rewrite is exact, since the executor's own loop is recorded. Three steps:
+
+1. ``placed_stretches``: a decision names call sites; find their ops in each call of the unit, and what the loop reads.
+2. ``_records``: defer these ops on fake tensors with the kernels of the device (``executor/collected.py``), and run the
+   loop under the recorder, with the slices that ``sampling.py`` chooses. Layers repeat, so the loop is recorded once
+   for all stretches that are alike.
+3. ``_LoopRewriter``: remove the ops and what they allocate, put the buffer of each exit where its op stood, and the
+   loop where the last op stood. What the loop reads is freed after it at the earliest.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import torch
 
 from sacplan._chunk.dataflow import Dataflow, dataflow
 from sacplan._chunk.executor.collected import Stretch
+from sacplan._chunk.sampling import SampledSlices
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.calls import call_with, dtype_of
 from sacplan._program.decisions import Chunk
@@ -27,7 +33,7 @@ from sacplan._program.liveness import Fold
 from sacplan._program.program import Program
 from sacplan._program.rewriting import Indices, PatchBuilder
 from sacplan._record.rehearsal import Piece, Rehearsal
-from sacplan._torch.ops import is_alias, is_computation, op_named
+from sacplan._torch.ops import is_alias, is_computation, op_named, tensors_in
 from sacplan.errors import PlanError
 
 _OP, _FREE, _ALLOC = int(Event.OP), int(Event.FREE), int(Event.ALLOC)
@@ -39,9 +45,10 @@ class PlacedStretch:
     """A decision in one call of its unit.
 
     Attributes:
-        members: the ops of the loop, views of what they make included.
-        end: the op at which the loop runs.
-        exits: by op, which of the tensors that it returns are needed afterwards.
+        decision: the decision.
+        members: the ops of the loop, with views of what they make.
+        end: the last of them, in whose place the loop runs.
+        exits: by op, the positions of its outputs that are needed after the loop.
         inputs: the tensors that the loop reads, in the order of first use.
     """
 
@@ -54,13 +61,13 @@ class PlacedStretch:
 
 @dataclass(frozen=True, slots=True)
 class LoopRecord:
-    """A loop as it was recorded.
+    """A loop as it was recorded, for all stretches that are alike.
 
     Attributes:
-        loop: what ran; given to it are the memory of its inputs and the buffers of the exits.
-        inputs: of each input tensor that is given, which storage it lies on, as a position in ``_input_storages``.
-        allocations: what makes the buffers.
-        peak_bytes: the most that is alive of what is made inside, workspaces included.
+        loop: the ops that ran. It was given the memory of its inputs and the buffers of the exits.
+        inputs: the storage of each input that it was given, as a position in ``_input_storages``.
+        allocations: the ops that make the buffers.
+        peak_bytes: the most that is alive at once of what the loop makes, workspaces included.
     """
 
     loop: Piece
@@ -70,11 +77,16 @@ class LoopRecord:
 
 
 def stretches_patch(program: Program, decisions: Sequence[Chunk], spec: DeviceSpec) -> Patch:
-    """The rewrite of a program that stretches are.
+    """Return the rewrite of a program for stretches; worked out once, since both the search and the planner ask.
 
     Raises:
         PlanError: a stretch that the program does not have, or that cannot run in slices as it says.
     """
+    return _stretches_patch(program, tuple(decisions), spec)
+
+
+@derived
+def _stretches_patch(program: Program, decisions: tuple[Chunk, ...], spec: DeviceSpec) -> Patch:
     placed = sorted(
         (one for decision in decisions for one in placed_stretches(program, decision)), key=lambda s: s.end
     )
@@ -85,16 +97,16 @@ def stretches_patch(program: Program, decisions: Sequence[Chunk], spec: DeviceSp
 
 
 def loop_bytes(program: Program, decisions: Sequence[Chunk], spec: DeviceSpec) -> list[int]:
-    """By decision, what its loop makes at its peak, beside its inputs and the buffers of its exits."""
+    """Return by decision what its loop makes at its peak, beside its inputs and the buffers of its exits."""
     placed = [next(placed_stretches(program, decision)) for decision in decisions]
     return [record.peak_bytes for record in _records(program, placed, spec)]
 
 
 def placed_stretches(program: Program, decision: Chunk) -> Iterator[PlacedStretch]:
-    """A decision in each call of its unit that has its sites.
+    """Yield a decision's place in each call of its unit that has its sites. Another call may take another branch.
 
     Raises:
-        PlanError: no call has.
+        PlanError: no call has them.
     """
     scopes = program.calls.get(decision.unit, ())
     found = False
@@ -112,7 +124,7 @@ def placed_stretches(program: Program, decision: Chunk) -> Iterator[PlacedStretc
 
 @derived
 def ops_by_site(program: Program, scope: int) -> Mapping[CallSite, int]:
-    """The ops of a module call that compute something; worked out once."""
+    """Return the ops of a module call that compute something; worked out once."""
     return {site: op for op, site in program.sites(scope).items() if is_computation(site.op)}
 
 
@@ -129,7 +141,7 @@ def _placed(program: Program, decision: Chunk, sites: Sequence[int]) -> PlacedSt
             members.append(i)
             inputs.update(dict.fromkeys(t for t in flow.inputs[i] if t not in made))
             made.update(dict.fromkeys(flow.outputs[i]))
-        elif reads:
+        elif reads:  # the loop runs only at the end
             raise PlanError(
                 f"a stretch of unit {decision.unit!r} that ends with {decision.sites[-1]} makes what {op.name} reads "
                 "before that."
@@ -158,12 +170,16 @@ def _records(program: Program, placed: Sequence[PlacedStretch], spec: DeviceSpec
 
 @derived
 def _known_loops(program: Program, spec: DeviceSpec) -> dict[Hashable, LoopRecord]:
-    """The loops of a program on a device, by their kind; ``_records`` fills it."""
+    """Return the loops of a program on a device by their kind, none at first; ``_records`` adds to them."""
     return {}
 
 
 def _kind(program: Program, stretch: PlacedStretch) -> Hashable:
-    """Equal for stretches whose loops do the same."""
+    """Return a key that is equal for stretches whose loops do the same.
+
+    Tensors and storages are numbered in the order in which they appear, so that the key says which are shared, and not
+    which they are.
+    """
     names: dict[int, int] = {}
     storages: dict[int, int] = {}
 
@@ -187,7 +203,7 @@ def _kind(program: Program, stretch: PlacedStretch) -> Hashable:
 
 
 class _LoopInputs:
-    """Fake tensors for those that a loop reads; tensors on one storage share it."""
+    """Makes fake tensors for those that a loop reads. Tensors on one storage share one here, too."""
 
     def __init__(self, rehearsal: Rehearsal) -> None:
         self._rehearsal = rehearsal
@@ -209,19 +225,12 @@ def _recorded(program: Program, stretch: PlacedStretch, spec: DeviceSpec) -> Loo
     inputs = _LoopInputs(rehearsal)
     d = stretch.decision
     loop = Stretch(d.dim, d.outer, d.inner, d.slices)
-    marks: list[int] = []
-    n_slices, in_slices = 0, False
-
-    def some(slices: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        nonlocal n_slices
-        n_slices = len(slices)
-        for one in dict.fromkeys((slices[0], slices[min(1, n_slices - 1)], slices[-1])):
-            marks.append(rehearsal.n_ops)
-            yield one
+    sampled = SampledSlices(rehearsal)
+    in_slices = False
 
     def run() -> None:
         nonlocal in_slices
-        in_slices = loop.run(some)
+        in_slices = loop.run(sampled)
 
     with rehearsal.running():
         buffers, allocations = _collected(program, stretch, loop, inputs, rehearsal)
@@ -230,13 +239,9 @@ def _recorded(program: Program, stretch: PlacedStretch, spec: DeviceSpec) -> Loo
     if not in_slices:
         raise PlanError(f"the stretch of unit {d.unit!r} that ends with {d.sites[-1]} cannot run in slices.")
     number = {s: i for i, s in enumerate(_input_storages(program, stretch))}
-    times = [1] * len(piece.ops)
-    if len(marks) == 3:
-        first = rehearsal.n_ops - len(piece.ops)
-        times[marks[1] - first : marks[2] - first] = [n_slices - 2] * (marks[2] - marks[1])
     ops = tuple(
-        msgspec.structs.replace(op, time_ms=op.time_ms * n, flops=op.flops * n, recomputable=False)
-        for op, n in zip(piece.ops, times, strict=True)
+        msgspec.structs.replace(op, recomputable=False)
+        for op in sampled.counted(piece.ops, rehearsal.n_ops - len(piece.ops))
     )
     piece = replace(piece, ops=ops)
     return LoopRecord(
@@ -247,7 +252,7 @@ def _recorded(program: Program, stretch: PlacedStretch, spec: DeviceSpec) -> Loo
 def _collected(
     program: Program, stretch: PlacedStretch, loop: Stretch, inputs: _LoopInputs, rehearsal: Rehearsal
 ) -> tuple[list[torch.Tensor], tuple[Op, ...]]:
-    """The buffers of the exits, once the ops of a stretch are deferred, and what makes them."""
+    """Defer the ops of a stretch; return the buffers of its exits, and the ops that make them."""
     tensors: dict[int, torch.Tensor] = {t: inputs.make(t) for t in stretch.inputs}
     buffers: list[torch.Tensor] = []
     allocations: list[Op] = []
@@ -258,16 +263,16 @@ def _collected(
         if func is None or not loop.may_defer(func, args, kwargs):
             raise PlanError(f"{op.name} in unit {stretch.decision.unit!r} cannot run in slices.")
         put_off, seen = rehearsal.seen(partial(loop.defer, func, args, kwargs, kept))
-        made = _tensors(put_off)
+        made = list(tensors_in(put_off))
         tensors.update(zip(op.outputs, made, strict=True))
         buffers += [made[position] for position in kept]
         allocations += [each for each in seen.ops if each.name == _EMPTY]
-        del made, put_off, args, kwargs
+        del made, put_off, args, kwargs  # the loop keeps a tensor for as long as somebody refers to it
     return buffers, tuple(allocations)
 
 
 def _peak_bytes(program: Program, loop: Piece) -> int:
-    """The most that is alive of what a loop makes."""
+    """Return the most that is alive at once of what a loop makes: its events, folded from nothing."""
     draft = PatchBuilder(program)
     known: dict[int, int] = {}
     events = draft.put(loop.events, loop.ops, _indices(draft, loop, known))
@@ -279,7 +284,7 @@ def _peak_bytes(program: Program, loop: Piece) -> int:
 
 
 def _indices(draft: PatchBuilder, loop: Piece, known: dict[int, int]) -> Indices:
-    """Storages and tensors of a loop in a program; those that are not known are added."""
+    """Return where storages and tensors of a loop are in a program. Those that are not known are added."""
     storage = draft.numbering(known, loop.sizes)
 
     def tensor(index: int) -> int:
@@ -287,12 +292,6 @@ def _indices(draft: PatchBuilder, loop: Piece, known: dict[int, int]) -> Indices
         return draft.tensors.add(msgspec.structs.replace(found, storage=storage(found.storage)))
 
     return Indices(storage, tensor=tensor)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for t in value if isinstance(t, torch.Tensor)]
 
 
 def _input_storages(program: Program, stretch: PlacedStretch) -> list[int]:
@@ -303,7 +302,11 @@ def _input_storages(program: Program, stretch: PlacedStretch) -> list[int]:
 
 
 class _LoopRewriter:
-    """Puts loops in the place of the ops of stretches."""
+    """Puts loops in the place of the ops of stretches.
+
+    Attributes:
+        freed: by storage, where it is freed.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -321,8 +324,10 @@ class _LoopRewriter:
             op = program.ops[i]
             position = int(positions[i])
             for s in op.writes:
+                # Of a buffer that ops write in place the last version stays, and its free is that of the buffer.
                 if flow.origin[s] not in buffers or s not in exits.values():
                     self._drop(s)
+            # A view of a buffer is made where the step makes it. All else happens in the loop.
             if flow.computes[i] or not any(flow.origin[flow.storage[t]] in buffers for t in op.inputs):
                 events[position] = ()
         allocations = iter(record.allocations)
@@ -336,12 +341,13 @@ class _LoopRewriter:
         events[end] = (*events[end], *self._loop(stretch, record, storages), *after)
 
     def _drop(self, storage: int) -> None:
+        """Remove the free of a storage that is never made; one that outlives the step has none."""
         at = self.freed.get(storage)
         if at is not None:
             self.draft.events[at] = ()
 
     def _exits(self, stretch: PlacedStretch) -> dict[tuple[int, int], int]:
-        """By (op, output), the last version of the storage of an exit."""
+        """Return by (op, output) the last version of the storage of an exit."""
         program, flow = self.program, self.flow
         found = {}
         for i in stretch.members:
@@ -353,7 +359,7 @@ class _LoopRewriter:
         return {key: latest.get(flow.origin[s], s) for key, s in found.items()}
 
     def _buffer(self, op: int, tensor: int, storage: int, allocation: Op) -> int:
-        """An op that makes the buffer of an exit where the op stood that gives it."""
+        """Add the op that makes the buffer of an exit, where the op stood that returns it."""
         view = self.program.tensors[tensor]
         index = self.draft.tensors.add(msgspec.structs.replace(view, storage=storage))
         return self.draft.ops.add(
@@ -363,7 +369,7 @@ class _LoopRewriter:
         )
 
     def _inputs_freed(self, stretch: PlacedStretch, end: int) -> list[tuple[int, int]]:
-        """The inputs that would be free before the loop ends: they are then freed after it."""
+        """Let inputs that were freed before the loop be freed after it; return these events."""
         found = []
         for s in _input_storages(self.program, stretch):
             at = self.freed.get(s)
@@ -375,6 +381,7 @@ class _LoopRewriter:
     def _loop(
         self, stretch: PlacedStretch, record: LoopRecord, storages: Sequence[int]
     ) -> list[tuple[int, int]]:
+        """Add the recorded loop; ``storages``: those of its inputs, then those of its exits."""
         inputs = [storages[i] for i in record.inputs]
         exits = storages[len(storages) - len(record.allocations) :]
         known = dict(zip(record.loop.given, (*inputs, *exits), strict=True))

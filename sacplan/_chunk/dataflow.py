@@ -1,8 +1,11 @@
-"""The ops of a recorded step as a factor flows through them: rules, who makes what, who reads it.
+"""The ops of a recorded step as a graph through which factors flow (``flow.py``): rules, makers and readers of tensors.
 
-``Dataflow.flow`` says which slice of each tensor a slice of one tensor needs and gives. A tensor that an op of the loop
-makes has one axis, along which it is cut everywhere. One that comes from outside may be cut in several ways, or be read
-whole, by different ops.
+An op has no rule here, so that no factor flows through it, where a slice of the loop would read other values than the
+step does:
+
+- it writes to a storage in place, and no new version of that storage is known; or returns two tensors on one storage;
+- it overwrites memory of which there are views, which would show the new values;
+- it reads through a view what was written since, so that the recording does not say which version it reads.
 """
 
 from __future__ import annotations
@@ -11,13 +14,12 @@ import functools
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 import sacplan._factors  # noqa: F401  (registers the rules)
-from sacplan._factors.axes import Axis, FactorAxis, from_factor, into_factor
-from sacplan._factors.rule import Dims, Rule, rule_of
+from sacplan._factors.rule import Rule, rule_of
 from sacplan._program.calls import Opaque, call_with, dtype_of
 from sacplan._program.derived import derived
 from sacplan._program.elements import Event, Op, Tensor
@@ -27,7 +29,7 @@ from sacplan._torch.ops import is_alias, op_named
 
 @dataclass(frozen=True, slots=True)
 class ShapeAndDtype:
-    """What a rule looks at."""
+    """The part of a tensor that a rule looks at."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -39,11 +41,11 @@ def _rule(
 ) -> Rule | None:
     func = op_named(name)
     if func is None:
-        return None
+        return None  # a custom op that this process does not know
     try:
         args, kwargs = call_with(arguments, inputs)
     except Opaque:
-        return None
+        return None  # an argument that a recording cannot hold
     rule = rule_of(func, args, kwargs, list(outputs))
     if rule is not None and (len(rule.inputs), len(rule.outputs)) != (len(inputs), len(outputs)):
         return None  # it takes tensors that were not recorded, such as wrapped ones
@@ -51,7 +53,7 @@ def _rule(
 
 
 def rule_of_op(program: Program, op: Op) -> Rule | None:
-    """The factors of a recorded op; None if it must see whole tensors."""
+    """Return the factor rule of a recorded op; None if the op must see whole tensors."""
 
     def layouts(tensors: Sequence[int]) -> tuple[ShapeAndDtype, ...]:
         return tuple(ShapeAndDtype(t.shape, dtype_of(t)) for t in map(program.tensors.__getitem__, tensors))
@@ -68,29 +70,6 @@ def is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-class Conflict(Exception):
-    """A factor cannot flow so. ``op``: the one that should run whole, before the loop; -1: none would help."""
-
-    def __init__(self, op: int) -> None:
-        super().__init__(op)
-        self.op = op
-
-
-@dataclass(slots=True)
-class FactorFlow:
-    """How a factor flows.
-
-    Attributes:
-        within: by op of the loop, the factor that is sliced and the part of it.
-        axes: by tensor that the loop makes, the axis along which it is cut.
-        partial: tensors that are not cut: each slice gives a part of them, or all.
-    """
-
-    within: dict[int, FactorAxis] = field(default_factory=dict)
-    axes: dict[int, Axis] = field(default_factory=dict)
-    partial: set[int] = field(default_factory=set)
 
 
 class Dataflow:
@@ -168,7 +147,7 @@ class Dataflow:
         self._fill_memory()
 
     def _first_uses(self) -> list[int]:
-        """By op, the first op that computes something from what it gives: itself, unless it is a view."""
+        """Return by op the first op that computes something from what it gives: itself, unless it is a view."""
         found = list(range(self.n_ops))
         for i in range(self.n_ops - 1, -1, -1):
             if not self.computes[i]:
@@ -195,32 +174,20 @@ class Dataflow:
         self.initial = frozenset(program.initial)
 
     def readers(self, tensor: int, end: int) -> Sequence[int]:
-        """The ops up to ``end`` that need a tensor, or a view of it, to compute something up to there."""
+        """Return the ops up to ``end`` that need a tensor, or a view of it, to compute something up to there."""
         return [c for c in self.consumers[tensor] if c <= end and self._first_use[c] <= end]
 
-    def flow(
-        self, tensor: int, axis: Axis, start: int, end: int, whole: Collection[int] = frozenset()
-    ) -> FactorFlow:
-        """Cut a tensor along an axis, and with it what ops between ``start`` and ``end`` need and give for that.
-
-        Args:
-            tensor, axis: what is cut; an op from ``start`` to ``end`` makes it.
-            start, end: the first and the last op that may be in the loop.
-            whole: ops that run before the loop.
-
-        Raises:
-            Conflict: it cannot be.
-        """
-        return _Flowing(self, start, end, whole).run(tensor, axis)
-
     def read_after(self, storage: int, op: int) -> bool:
-        """Whether a storage is needed after an op."""
+        """Whether a storage is needed after an op: by a later one, or by whoever holds it when the step is over."""
         readers = self.readers_of[storage]
         return self.last_op[storage] == self.n_ops or bisect_right(readers, op) < len(readers)
 
     @functools.cached_property
     def splits(self) -> dict[int, set[tuple[int, ...]]]:
-        """By size, the products that a dimension of that size is somewhere: of batch and sequence, for example."""
+        """By size of a dimension, the factors that some op splits such a dimension into.
+
+        A dimension of batch times sequence looks like one factor to a matrix product. A view elsewhere says what it is.
+        """
         found: dict[int, set[tuple[int, ...]]] = defaultdict(set)
         for rule in dict.fromkeys(rule for rule in self.rules if rule is not None):
             for dims in (*rule.inputs, *rule.outputs):
@@ -233,117 +200,5 @@ class Dataflow:
 
 @derived
 def dataflow(program: Program) -> Dataflow:
-    """Of a program, made once."""
+    """Return the dataflow of a program, without pins; made once."""
     return Dataflow(program)
-
-
-class _Flowing:
-    """A factor that flows from one tensor to the ops that make and read it, and on to what these read and make."""
-
-    def __init__(self, ops: Dataflow, start: int, end: int, whole: Collection[int]) -> None:
-        self.ops, self.start, self.end, self.plain = ops, start, end, whole
-        self.flow = FactorFlow()
-        self.read_whole: set[int] = set()
-        self.queue: list[int] = []
-        self.seed = -1
-
-    def run(self, value: int, axis: Axis) -> FactorFlow:
-        ops, flow = self.ops, self.flow
-        self.seed = value
-        flow.axes[value] = axis
-        self.queue.append(value)
-        while self.queue:
-            self._spread(self.queue.pop())
-        for v in self.read_whole:
-            if ops.producer[v] in flow.within:
-                raise Conflict(ops.producer[v])
-        for op in self.plain:
-            for v in ops.inputs[op]:
-                if ops.producer[v] in flow.within:
-                    raise Conflict(ops.producer[v])
-        last = max(flow.within)
-        for v in flow.partial:
-            if ops.readers(v, last):
-                raise Conflict(-1)
-        return flow
-
-    def _is_inside(self, value: int) -> bool:
-        """Whether the loop would make a value."""
-        op = self.ops.computed_by[value]
-        return (
-            self.start <= op <= self.end
-            and op not in self.plain
-            and self.ops.producer[value] not in self.plain
-        )
-
-    def _spread(self, value: int) -> None:
-        """From a value that is cut to the op that makes it, and to those that read it."""
-        ops = self.ops
-        axis, maker = self.flow.axes[value], ops.producer[value]
-        rule = ops.rules[maker]
-        if rule is None:
-            raise Conflict(maker)
-        within = axis_in(rule.outputs[ops.outputs[maker].index(value)], rule.sizes, axis)
-        if within is None:
-            raise Conflict(maker)
-        self._carry(maker, rule, within, backward=True)
-        for reader in ops.readers(value, self.end):
-            if reader < self.start or reader in self.plain:
-                raise Conflict(maker)
-            rule = ops.rules[reader]
-            if rule is None:
-                raise Conflict(maker)
-            for position, v in enumerate(ops.inputs[reader]):
-                if v == value:
-                    within = axis_in(rule.inputs[position], rule.sizes, axis)
-                    if within is None:
-                        raise Conflict(maker)
-                    self._carry(reader, rule, within, backward=False)
-
-    def _carry(self, op: int, rule: Rule, within: FactorAxis, *, backward: bool) -> None:
-        known = self.flow.within.get(op)
-        if known is not None:
-            if known != within:
-                raise Conflict(op if backward else -1)
-            return
-        ops = self.ops
-        self.flow.within[op] = within
-        for v, dims in zip(ops.inputs[op], rule.inputs, strict=True):
-            if not self._is_inside(v):
-                continue
-            axis = axis_of(dims, rule.sizes, within)
-            if axis is None:
-                self.read_whole.add(v)
-                if v in self.flow.axes:
-                    raise Conflict(ops.producer[v])
-            else:
-                self._assign(v, axis)
-        for position, (v, dims) in enumerate(zip(ops.outputs[op], rule.outputs, strict=True)):
-            kind = rule.kind(within.factor, position)
-            axis = axis_of(dims, rule.sizes, within)
-            if not kind.makes_the_whole:
-                raise Conflict(op)
-            if axis is not None:
-                self._assign(v, axis)
-            else:
-                self.flow.partial.add(v)
-
-    def _assign(self, value: int, axis: Axis) -> None:
-        known = self.flow.axes.get(value)
-        if value in self.read_whole or (known is not None and known != axis):
-            raise Conflict(self.ops.producer[value] if value != self.seed else -1)
-        if known is None:
-            self.flow.axes[value] = axis
-            self.queue.append(value)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def axis_in(dims: Dims, sizes: tuple[int, ...], axis: Axis) -> FactorAxis | None:
-    """``into_factor``, remembered."""
-    return into_factor(dims, sizes, axis)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def axis_of(dims: Dims, sizes: tuple[int, ...], within: FactorAxis) -> Axis | None:
-    """``from_factor``, remembered."""
-    return from_factor(dims, sizes, within)

@@ -1,4 +1,13 @@
-"""What may run in slices in a step of training: where chunks begin, along which axis, and in how many slices."""
+"""Chunks that are offered to a plan for training: where they begin, along which axis, and in how many slices.
+
+- The loss (``loss_chunks``): the last modules are tried one by one backwards, each along the longest axis that works.
+  The one whose chunk has the least at its peak is taken. Only this one is offered, in 2, 4, 8 ... slices.
+- Modules (``module_chunks``): around the op at the peak of a plan, the largest module that works, and all modules that
+  are alike.
+
+Whether a chunk works is found by rehearsing it (``rest.py``). Only one number of slices is tried for that. The choice
+of the entry is greedy: a longer chunk with other recomputation around it could be better.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +17,9 @@ from typing import Literal
 
 import msgspec
 
-from sacplan._chunk.rest import CannotChunk, ChunkEntry, Rewrite, training_chunk
+from sacplan._chunk.chunk_entry import CannotChunk, ChunkEntry
+from sacplan._chunk.rest import training_chunk
+from sacplan._chunk.training_patch import Rewrite
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Accumulate, Chunk
 from sacplan._program.derived import derived
@@ -42,7 +53,7 @@ class ChunkOptions:
     options: tuple[tuple[Chunk, Rewrite], ...]
 
     def held_ops(self, program: Program) -> frozenset[int]:
-        """Ops of the forward pass that make what a loop of the backward pass holds from there on, such as a mask.
+        """Return forward ops that make what a loop of the backward pass holds from there on, such as a mask.
 
         Discarding that would free nothing. What enters is not among it: autograd keeps that, and may have it made
         again.
@@ -61,7 +72,7 @@ class ChunkOptions:
         return frozenset(program.writer[s] for s in held if s in program.writer)
 
     def offer(self, step: PlanStep) -> Offer:
-        """The choice of slices, beside the regions that other techniques have options for.
+        """Return the choice of slices, beside the regions that other techniques have options for.
 
         A chunk of the loss ends with the forward pass, so no unit may be around its module.
         """
@@ -87,7 +98,7 @@ class ChunkOptions:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why no chunk begins at a module."""
+    """A reason why no chunk begins at a module."""
 
     unit: str
     why: str
@@ -100,7 +111,7 @@ class Refusal:
 def loss_chunks(
     program: Program, device: DeviceSpec, accumulate: Accumulate = "float32"
 ) -> ChunkOptions | tuple[Refusal, ...]:
-    """The entry from which on slices save most up to the loss; or why none of the last modules is one.
+    """Return the entry from which on slices save most up to the loss; or why none of the last modules is one.
 
     Worked out once for a program.
     """
@@ -124,7 +135,7 @@ def loss_chunks(
 
 
 def _last_modules(program: Program) -> Iterator[str]:
-    """Modules that are called once, the one that begins last first; of those that begin at one op, the innermost."""
+    """Yield modules that are called once, the last ones first; of those that begin at one op, the innermost first."""
     ops = program.ops
     last = max((i for i, op in enumerate(ops) if op.phase is Phase.FORWARD), default=-1)
     found = [
@@ -137,7 +148,7 @@ def _last_modules(program: Program) -> Iterator[str]:
 
 
 def _called_often(program: Program) -> Iterator[Refusal]:
-    """The last modules of a step in which all are called several times, such as one of several micro-batches."""
+    """Refuse the last modules of a step in which all are called several times, such as one of several micro-batches."""
     often = {fqn: calls for fqn, calls in program.calls.items() if fqn and len(calls) > 1}
     for unit in sorted(often, key=lambda fqn: program.scopes[often[fqn][-1]].first_op, reverse=True)[:_TRIED]:
         try:
@@ -153,7 +164,7 @@ def _called_often(program: Program) -> Iterator[Refusal]:
 def module_chunks(
     program: Program, scope: int, device: DeviceSpec, accumulate: Accumulate = "float32"
 ) -> tuple[ChunkOptions, ...]:
-    """The largest module around a module call that can run in slices, and all that are alike; none: there is none.
+    """Return the largest module around a module call that can run in slices, and all that are alike; () if none can.
 
     Worked out once for a program.
     """
@@ -182,7 +193,7 @@ def module_chunks(
 
 
 def _name_in_layer(unit: str) -> str:
-    """The last part of a name; of a layer in a list, that of the list."""
+    """Return the last part of a name; of a layer in a list, that of the list."""
     *_, before, last = ("", *unit.split("."))
     return f"{before}.*" if last.isdigit() else last
 
@@ -191,7 +202,7 @@ def _name_in_layer(unit: str) -> str:
 
 
 def _sums(program: Program, unit: str, accumulate: Accumulate) -> Accumulate:
-    """As asked for where a module computes in half precision."""
+    """Return the type that is asked for if a module computes in half precision; others add in their own."""
     ops = (program.ops[i] for i in program.ops_in(ChunkEntry.of(program, unit).scope))
     half = any(program.tensors[t].dtype in _HALF for op in ops for t in op.inputs)
     return accumulate if half else "parameter"
@@ -204,7 +215,7 @@ def _first_axis(
     device: DeviceSpec,
     accumulate: Accumulate,
 ) -> Chunk:
-    """A chunk along the longest dimension that can be sliced; the last one is that of features."""
+    """Return a chunk along the longest dimension that works. The last one is never tried: it is that of features."""
     shape = program.tensors[ChunkEntry.of(program, unit).tensor].shape
     why = CannotChunk(f"what enters {unit!r} has shape {shape}")
     for size, dim in sorted(((n, d) for d, n in enumerate(shape[:-1])), reverse=True):
@@ -221,7 +232,7 @@ def _first_axis(
 
 
 def entry_size(program: Program, chunk: Chunk) -> int:
-    """How long the axis is of which slices are taken."""
+    """Return the length of the axis that a chunk slices."""
     shape = program.tensors[ChunkEntry.of(program, chunk.unit).tensor].shape
     return shape[chunk.dim] // (chunk.outer * chunk.inner)
 
@@ -239,7 +250,7 @@ def _offered(
 
 
 def most_bytes(program: Program, rewrite: Rewrite) -> int:
-    """The most that is alive from the entry until its loop is over, over what is alive at the entry."""
+    """Return the most that is alive from the entry until the loop is over, beyond what is alive at the entry."""
     patch = rewrite.patch
     first, last = min(patch.events), max(int(program.liveness.op_events[i]) for i in rewrite.deferred)
     fold = Fold(program, patch)

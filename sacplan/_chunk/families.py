@@ -1,4 +1,11 @@
-"""Chunks of layers that are alike: one is rehearsed, the others get its rewrite with their own ops and storages."""
+"""Chunks of layers that are alike: one is rehearsed, the others get its rewrite with their own ops and storages.
+
+Two module calls are alike if their ops, and the backward ops of these, are the same one by one, up to a renaming of
+storages from the first call to the second. The renaming is built on the way (``_Kinship``): ops in
+the same position correspond, so do the storages in the same position of these, and so do the events of both. A patch is
+renamed with it. If it refers to anything that the renaming does not cover, there is no transfer, and the second call is
+rehearsed by itself.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +23,10 @@ from sacplan._program.rewriting import Indices, PatchBuilder, Table
 
 @dataclass(slots=True)
 class _Kinship:
-    """What stands for what in two calls of modules that are alike.
+    """Which ops, storages and events of two module calls correspond.
 
     Attributes:
-        ops, storages, positions: of the program, from one call to the other.
+        ops, storages, positions: from one call to the other; positions are those of events.
     """
 
     program: Program
@@ -28,7 +35,7 @@ class _Kinship:
     positions: dict[int, int] = field(default_factory=dict)
 
     def add_op(self, here: int, there: int) -> bool:
-        """Whether two ops are alike, as far as is known; what they read and write then is too."""
+        """Let two ops correspond, and what they read and write. False if they are not alike, as far as is known."""
         program = self.program
         one, other = program.ops[here], program.ops[there]
         same = (one.name, one.arguments, one.phase, one.workspace_bytes, len(one.inputs), len(one.outputs))
@@ -51,23 +58,25 @@ class _Kinship:
 
     def _add_storage(self, here: int, there: int) -> bool:
         if self.storages.setdefault(here, there) != there:
-            return False
+            return False  # it already stands for another one
         program = self.program
         if program.storage_bytes[here] != program.storage_bytes[there]:
             return False
         ours, theirs = (program.liveness.events_of[s] for s in (here, there))
+        # Only of what ops make. If the numbers differ, something else holds one of the two, and a patch that refers to
+        # these events is not transferred.
         if here in program.writer and len(ours) == len(theirs):
             self.positions.update(zip(ours, theirs, strict=True))
         return True
 
 
 def _kinship(program: Program, here: int, there: int) -> _Kinship | None:
-    """Of two module calls; None if they are not alike."""
+    """Return how two module calls correspond; None if they are not alike."""
     found = _Kinship(program)
     ours, theirs = program.ops_in(here), program.ops_in(there)
-    backward = _backward(program)
+    backward = backward_ops(program)
     pairs: list[tuple[Sequence[int], Sequence[int]]] = [(ours, theirs)]
-    pairs += [(backward[a], backward[b]) for a, b in zip(ours, theirs, strict=False)]
+    pairs += [(backward.get(a, ()), backward.get(b, ())) for a, b in zip(ours, theirs, strict=False)]
     for a, b in pairs:
         if len(a) != len(b) or not all(found.add_op(x, y) for x, y in zip(a, b, strict=True)):
             return None
@@ -78,21 +87,28 @@ def _kinship(program: Program, here: int, there: int) -> _Kinship | None:
 
 
 @derived
-def _backward(program: Program) -> Mapping[int, Sequence[int]]:
-    """By forward op, the backward ops that belong to it."""
+def backward_ops(program: Program) -> Mapping[int, Sequence[int]]:
+    """Return by forward op the backward ops that belong to it; worked out once."""
     found: dict[int, list[int]] = defaultdict(list)
     for i, op in enumerate(program.ops):
         if op.phase is Phase.BACKWARD and op.forward_of >= 0:
             found[op.forward_of].append(i)
-    return found
+    return dict(found)
 
 
 def transferred(
     program: Program, patch: Patch, deferred: Iterable[int], here: int, there: int
 ) -> tuple[Patch, frozenset[int]] | None:
-    """A patch about one module call as one about another that is alike, and the ops that this one is about.
+    """Return the patch of a chunk at one module call as one at another call, and the ops that it defers there.
 
-    None where the two are not alike in all that the patch looks at.
+    Args:
+        program: the step.
+        patch: the patch at the call ``here``.
+        deferred: the ops that it defers.
+        here, there: scopes of the two calls.
+
+    Returns:
+        None if the calls are not alike in all that the patch refers to.
     """
     kin = _kinship(program, here, there)
     if kin is None:
@@ -104,11 +120,11 @@ def transferred(
         if s >= n_storages:
             return s
         if s not in kin.storages and program.storage_kinds[s] not in shared:
-            raise KeyError(s)
+            raise KeyError(s)  # an activation from elsewhere; of the model's tensors both may read the same
         return kin.storages.get(s, s)
 
     def new(known: int) -> Callable[[int], int]:
-        """Of handles and instances, those of the patch stay what they are; there are no others."""
+        """Map handles or instances: those of the patch stay as they are. It must refer to no other ones."""
 
         def own(index: int) -> int:
             if index < known:
@@ -144,10 +160,10 @@ def transferred(
 
 
 def merged(program: Program, patches: Sequence[Patch]) -> Patch:
-    """Patches that do not look at the same events, as one.
+    """Return several patches as one. Each numbers its new ops and storages from the end of the program's.
 
     Raises:
-        ValueError: two of them do.
+        ValueError: two of them replace the same event.
     """
     if len(patches) == 1:
         return patches[0]
@@ -178,6 +194,6 @@ def merged(program: Program, patches: Sequence[Patch]) -> Patch:
 
 
 def _behind(table: Table[Any]) -> Callable[[int], int]:
-    """Where a patch's own things stand behind those that are there already."""
+    """Return where a patch's own entries of a table are, behind those that were added before."""
     known, offset = len(table) - len(table.new), len(table.new)
     return lambda index: index if index < known else index + offset

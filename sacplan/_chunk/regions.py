@@ -1,8 +1,17 @@
 """Which stretches of ops could run in slices, and about how much memory each would take.
 
-A candidate ends with an op that computes something, and is sliced along an axis of its result. From there the factor
-flows back to where a conflict, the window, or a cut ends it. Ops through which it does not flow run before the loop.
-What memory a candidate takes is estimated as a linear function of the length of a slice; ``body.py`` has exact figures.
+For each op near a place where much is alive, and each axis of its first output:
+
+1. The factor flows from there to earlier ops (``flow.py``), within a window. An op that is in the way runs before the
+   loop, and the flow is tried again (``_flow``); or the window begins behind it (``_flows``).
+2. Each op of the flow may be the first one of the loop. The ops from there on that are connected with the last one are
+   a stretch (``_members``).
+3. Its memory is estimated. Outside of the loop it follows from the recording: what is alive at each op, less what the
+   loop never makes as a whole. Inside it is ``fixed + by_length * length of a slice`` at each op (``_loop_bytes``),
+   without what the allocator rounds up. ``body.py`` has exact figures.
+
+This is a heuristic search. The window, the number of conflicts, of starts and of flows in all are bounded, and only the
+first output of an op is cut, so the best stretch may not be among the candidates.
 
 Layers repeat, so an op whose surroundings were seen before gets the candidates that were found there.
 """
@@ -10,15 +19,17 @@ Layers repeat, so an op whose surroundings were seen before gets the candidates 
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from sacplan._chunk.dataflow import Conflict, Dataflow, FactorFlow, axis_of, is_dense
+from sacplan._chunk.dataflow import Dataflow, is_dense
+from sacplan._chunk.flow import Conflict, FactorFlow, axis_of, factor_flow, parts_of
 from sacplan._device.devices import DeviceSpec
 from sacplan._factors.axes import Axis
 from sacplan._program.calls import dtype_of
@@ -38,7 +49,7 @@ _HOT = 0.1  # share of what the step takes above which memory is worth saving
 
 
 class StretchOutput(NamedTuple):
-    """What is needed after a stretch: an output of one of its ops, and the last version of its storage."""
+    """Something that is needed after a stretch: an output of one of its ops, and the last version of its storage."""
 
     op: int
     output: int
@@ -50,15 +61,17 @@ class Shape:
     """A stretch, with op numbers relative to its last op.
 
     Attributes:
-        start, until: the first op; the last one at which memory is otherwise because of the stretch.
+        start, until: the first op; the last one at which the stretch changes memory. Python may hold results for a
+        while
+            after the loop that the stretch never makes.
         members: ops of the loop.
         axis: what is sliced of the first output of the last op.
-        exits: ops and outputs that are needed afterwards.
+        exits: (op, output) of each result that is needed after the loop.
         others: by op from ``start`` to ``until``, whether it still runs by itself.
-        change: by op, bytes that are alive more (or fewer) while it runs.
-        fixed, by_length: by op of the loop, bytes that are alive beyond those outside: a constant, and a part for each
-            unit of length of a slice.
-        slice_ms: what each further slice costs; ``loop_ms``: what the loop costs once.
+        change: by op from ``start`` to ``until``, how many more bytes are alive while it runs (or fewer, below 0).
+        fixed, by_length: by op of the loop, bytes that are alive beside those outside: a constant, and a part for each
+            element in the length of a slice.
+        slice_ms: the time that each further slice costs; ``loop_ms``: the time that the loop costs once.
     """
 
     start: int
@@ -81,10 +94,10 @@ class Candidates:
     Attributes:
         shape: the stretch.
         ends: by place, its last op, where the loop runs.
-        outside: the most that is alive at an op from ``start`` to ``until`` that is not in the loop.
-        base: bytes alive beside what the loop makes.
-        exact: by number of slices, what the loop makes at its peak, where that is known.
-        ratio: by how much estimates of that were too low.
+        outside: by place, the most that is alive at an op from ``start`` to ``until`` that is not in the loop.
+        base: by place, bytes that are alive during the loop beside what it makes.
+        exact: by number of slices that was recorded, the bytes that the loop makes at its peak.
+        ratio: the largest factor by which an estimate of that was too low; others are scaled by it.
     """
 
     shape: Shape
@@ -97,24 +110,28 @@ class Candidates:
 
     @property
     def size(self) -> int:
-        """Into how many slices it can be cut at most."""
+        """The most slices that it can be cut into."""
         return self.shape.axis.size
 
     def inside(self, slices: int) -> float:
-        """What the loop makes, at its peak, with so many slices."""
+        """Return the bytes that the loop makes at its peak with so many slices: recorded, or else estimated."""
         if slices in self.exact:
             return self.exact[slices]
         length = -(-self.size // slices)
         return self.ratio * float((self.shape.fixed + self.shape.by_length * length).max())
 
     def learn(self, slices: int, inside: int) -> None:
-        """What the loop makes exactly."""
+        """Note what the loop was recorded to make at its peak, and correct the estimates for other numbers."""
         self.ratio = max(self.ratio, inside / max(1.0, self.inside(slices) / self.ratio))
         self.exact[slices] = inside
         self._least = None
 
     def fewest_slices(self, budget: int) -> npt.NDArray[np.int64]:
-        """By place, into how many slices it is cut to stay within a budget; 0 where that is not possible."""
+        """Return by place the fewest slices that stay within a budget; 0 where that is not possible.
+
+        With ``room = budget - base``, each op of the loop bounds the length of a slice: ``ratio * (fixed + by_length *
+        length) <= room``. The tightest bound counts. A recorded number of slices that fits is taken if it is smaller.
+        """
         room = (budget - self.base).astype(np.float64)
         shape = self.shape
         left = room[:, None] / self.ratio - shape.fixed
@@ -130,23 +147,31 @@ class Candidates:
         return slices
 
     def least_peak(self) -> npt.NDArray[np.int64]:
-        """By place, the peak with the smallest slices; kept until something is learned."""
+        """Return by place the peak with the smallest slices; kept until something is learned."""
         if self._least is None:
             inside = min([self.inside(self.size), *self.exact.values()])
             self._least = np.maximum(self.outside, self.base + int(np.ceil(inside)))
         return self._least
 
     def extra_ms(self, slices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """About what it costs."""
+        """Return about how much time numbers of slices cost."""
         return np.asarray(self.shape.loop_ms + (slices - 1) * self.shape.slice_ms, dtype=np.float64)
 
 
 def candidates(flow: Dataflow, spec: DeviceSpec, pins: Pins = NO_PINS) -> list[Candidates]:
-    """The stretches of a program that could lower its peak, in no particular order."""
+    """Return stretches of a program that could lower its peak, in no particular order."""
     return _Finder(flow, spec, pins).find()
 
 
 class _Finder:
+    """Finds candidates.
+
+    Attributes:
+        live, total: by op, bytes alive while it runs, without and with its workspace.
+        surroundings, windows: see ``_surroundings`` and ``_windows``.
+        flows_left: attempts that are left.
+    """
+
     def __init__(self, flow: Dataflow, spec: DeviceSpec, pins: Pins) -> None:
         self.flow, self.pins = flow, pins
         self.program: Program = flow.program
@@ -165,7 +190,7 @@ class _Finder:
         self.all_have_units = not pins and unit_scope(self.program, scopes) != ROOT_SCOPE
 
     def find(self) -> list[Candidates]:
-        """See ``candidates``."""
+        """Find them, beginning where most is alive, so that the bound on attempts ends the least useful."""
         flow = self.flow
         if not flow.n_ops:
             return []
@@ -192,13 +217,17 @@ class _Finder:
         return found
 
     def _worth(self, ends: Sequence[int]) -> int:
-        """The most that is alive in the windows of some ops."""
+        """Return the most that is alive in the window of the first of some ops that are alike."""
         return int(self.total[max(0, ends[0] - self.windows[ends[0]]) : ends[0] + 1].max())
 
     # --- repeated layers ---
 
     def _surroundings(self) -> list[int]:
-        """By op, a number that is the same for ops that do the same to tensors that are used in the same way."""
+        """Return by op a number that is the same for ops that do the same to tensors that are used in the same way.
+
+        Distances to makers and readers count, up to the reach of a stretch. So if a run of numbers repeats, candidates
+        that end there do, too.
+        """
         flow, tensors = self.flow, self.program.tensors
         far = _WINDOW + _BEYOND
 
@@ -235,7 +264,7 @@ class _Finder:
         return found
 
     def _windows(self) -> list[int]:
-        """By op, how far back a stretch may reach that ends there: a bit more than a layer, where layers repeat."""
+        """Return by op how far back a stretch that ends there may reach: somewhat over a layer, if layers repeat."""
         found = []
         seen: dict[tuple[int, ...], int] = {}
         for end in range(self.flow.n_ops):
@@ -264,24 +293,16 @@ class _Finder:
                     yield from self._finished(found, members, end, axis)
 
     def _axes(self, rule: Any, seed: int) -> Iterator[Axis]:
+        """Yield the axes of an op's first output: its factors, and parts of these that other ops see (``splits``)."""
         for dim, factors in enumerate(rule.outputs[0]):
-            before, after = 1, int(np.prod([rule.sizes[f] for f in factors], dtype=np.int64))
-            for f in factors:
-                size = rule.sizes[f]
-                after //= max(1, size)
-                if size > 1:
-                    yield Axis(dim, before, size, after)
-                    for split in self.flow.splits.get(size, ()):
-                        inner_before, inner_after = 1, size
-                        for n in split:
-                            inner_after //= n
-                            if n > 1:
-                                yield Axis(dim, before * inner_before, n, inner_after * after)
-                            inner_before *= n
-                before *= size
+            sizes = [rule.sizes[f] for f in factors]
+            for axis in parts_of(Axis(dim, 1, math.prod(sizes), 1), sizes):
+                yield axis
+                for split in self.flow.splits.get(axis.size, ()):
+                    yield from parts_of(axis, split)
 
     def _flows(self, end: int, seed: int, axis: Axis) -> Iterator[FactorFlow]:
-        """From as far back as may be, and from behind each op that was in the way."""
+        """Yield flows from as far back as may be, then from behind the first op that was in the way, and so on."""
         start = max(0, end - self.windows[end])
         for _ in range(_STARTS):
             found, obstacles = self._flow(end, seed, axis, start)
@@ -293,27 +314,24 @@ class _Finder:
             start = min(later) + 1
 
     def _flow(self, end: int, seed: int, axis: Axis, start: int) -> tuple[FactorFlow | None, set[int]]:
+        """Let the factor flow, and make each op that is in the way run before the loop, until it flows.
+
+        Returns:
+            The flow, or None if an op is in the way for which that is no help; and the ops that run before.
+        """
         whole: set[int] = set()
         for _ in range(_CONFLICTS):
             self.flows_left -= 1
-            found = self._flow_or_obstacle(end, seed, axis, start, whole)
-            if isinstance(found, FactorFlow):
-                return found, whole
-            if found < 0 or found in whole or found == end:
-                break
-            whole.add(found)
+            try:
+                return factor_flow(self.flow, seed, axis, start, end, whole), whole
+            except Conflict as conflict:
+                if conflict.op < 0 or conflict.op in whole or conflict.op == end:
+                    break
+                whole.add(conflict.op)
         return None, whole
 
-    def _flow_or_obstacle(
-        self, end: int, seed: int, axis: Axis, start: int, whole: Collection[int]
-    ) -> FactorFlow | int:
-        try:
-            return self.flow.flow(seed, axis, start, end, whole)
-        except Conflict as conflict:
-            return conflict.op
-
     def _members(self, found: FactorFlow, start: int, end: int) -> tuple[int, ...]:
-        """The ops of the loop, if it begins at ``start``: views of what it does not make are left out."""
+        """Return the ops of the loop if it begins at ``start``, without views of what it does not make."""
         flow = self.flow
         members: list[int] = []
         made: set[int] = set()
@@ -327,7 +345,7 @@ class _Finder:
         return self._connected(members, end)
 
     def _connected(self, members: Sequence[int], end: int) -> tuple[int, ...]:
-        """Those that the last op is connected with: how the others are cut does not follow from its axis."""
+        """Return those that are connected with the last op: the axis of that one does not say how others are cut."""
         flow = self.flow
         maker = {t: i for i in members for t in flow.outputs[i]}
         beside: dict[int, list[int]] = defaultdict(list)
@@ -345,7 +363,13 @@ class _Finder:
         return tuple(sorted(reached))
 
     def _finished(self, found: FactorFlow, members: tuple[int, ...], end: int, axis: Axis) -> Iterator[Shape]:
+        """Yield the shape of a stretch, twice if Python holds results after the loop.
+
+        The one that ends with the loop may be followed by another stretch at once. The other also counts what is saved
+        after the loop.
+        """
         exits = self._exits(members, end)
+        # Nothing is needed of it, or an exit has no place; no module call to name it by; or its inputs change.
         if not exits or not self._has_unit(members) or not self._inputs_stay(members, end):
             return
         inside = set(members)
@@ -382,26 +406,26 @@ class _Finder:
             )
 
     def _exits(self, members: Sequence[int], end: int) -> list[StretchOutput] | None:
-        """What is needed after the loop; None where it cannot be provided for."""
+        """Return what is needed after the loop; None if some of that cannot have a buffer."""
         flow, program = self.flow, self.program
         inside = set(members)
         found = []
         for i in members:
             op = program.ops[i]
             if op.replaces >= 0 and flow.maker[op.replaces] not in inside:
-                return None
+                return None  # it overwrites in place what others made
             for s in op.writes:
                 if not flow.read_after(s, end):
                     continue
                 root = flow.maker[flow.origin[s]]
                 if root not in inside:
-                    return None
+                    return None  # the memory is there before the loop
                 position = next(
                     q for q, t in enumerate(flow.outputs[root]) if flow.storage[t] == flow.origin[s]
                 )
                 tensor = program.tensors[flow.outputs[root][position]]
                 if not is_dense(tensor) or tensor.offset:
-                    return None
+                    return None  # the executor makes a buffer by shape and strides alone
                 found.append(StretchOutput(root, position, s))
         return found
 
@@ -430,7 +454,11 @@ class _Finder:
     def _loop_bytes(
         self, found: FactorFlow, members: Sequence[int], lost: Sequence[int]
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """By op of the loop that computes, what is alive beyond what is outside: constant, and by length."""
+        """Return by op of the loop that computes what is alive beside what is outside: constant, and by length.
+
+        Counted are tensors that the loop makes, from their op to their last use in a slice, workspaces, and slices of
+        inputs that are copies: those along an axis that is not the outermost in memory.
+        """
         flow, program = self.flow, self.program
         size = next(iter(found.within.values())).size
         made = {t for i in members for t in flow.outputs[i]}
@@ -464,7 +492,7 @@ class _Finder:
     def _times(
         self, found: FactorFlow, members: Sequence[int], exits: Sequence[StretchOutput]
     ) -> tuple[float, float]:
-        """What a further slice costs: launches, and operands that each slice reads whole; and the loop once."""
+        """Return the time of each further slice (launches, operands that it reads whole), and of the loop once."""
         flow = self.flow
         slice_ms = len(exits) * self.launch_ms
         for i in members:
@@ -483,6 +511,7 @@ class _Finder:
     # --- placed ---
 
     def _placed(self, shape: Shape, ends: Sequence[int]) -> Candidates:
+        """Place a shape at ops that are alike, wherever it lowers the most that is alive there."""
         last = self.flow.n_ops - 1 - shape.until
         at = np.array(
             [
@@ -507,9 +536,10 @@ def _layout(tensor: Any) -> tuple[Any, ...]:
 
 
 def unit_scope(program: Program, scopes: Iterable[int], pins: Pins = NO_PINS) -> int:
-    """The smallest module call around some ops whose module is called once in the step; -1 if there is none.
+    """Return the smallest module call around some ops whose module is called once in the step; -1 if there is none.
 
-    A call site does not say in which call of a module it is.
+    A call site does not say in which call of a module it is, so a stretch cannot be named by a module that is called
+    several times.
     """
     scope = program.common_scope(scopes)
     while scope != ROOT_SCOPE and len(program.calls.get(program.scopes[scope].fqn, ())) != 1:

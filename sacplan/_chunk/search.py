@@ -1,9 +1,20 @@
 """Which stretches run in slices, and in how many: the least time under a budget, or the smallest peak.
 
-A path goes from the first op to the last. It passes an op as it is, if what is alive there fits, or jumps over a
-stretch that does fit when it is cut finely enough. The cheapest path is the plan, as far as estimates go. Then the
-stretches are written into the program exactly (``body.py``); where estimates were off they are corrected, and the path
-is found again.
+The nodes of a graph are the gaps between ops, 0 to n. There are two kinds of edges:
+
+- from i to i + 1, at no cost, if op i fits as it is: ``total[i] <= budget``;
+- over a stretch, from its first op to behind the last one whose memory it changes, at the cost of its slices. It needs
+  ``outside <= budget`` and ``base + inside(slices) <= budget``, and has the fewest slices for which that holds.
+
+All edges go forward, so one sweep from left to right finds the cheapest path from 0 to n. For the smallest peak the
+same sweep minimises the maximum along a path instead of the sum.
+
+The path is optimal for the candidates that ``regions.py`` gives, as long as estimates hold and stretches do not
+overlap: on a path they cannot, so that two whose ops interleave are never both taken. Estimates are then replaced by
+figures: the stretches are written into the program (``body.py``), what each loop takes is learned, and the path is
+found again. If nothing new was learned and the peak is still too high, the budget that is asked for goes down by the
+difference. Each of these loops ends after ``_ROUNDS``, and of all that was measured the best is taken. That need not be
+the optimum.
 """
 
 from __future__ import annotations
@@ -27,28 +38,23 @@ from sacplan._technique.step import PlanStep
 from sacplan.errors import PlanError
 
 _ROUNDS = 12  # of correcting estimates
-_SLACK = 1.01  # times a limit that estimates say can be reached, where it cannot
-_TINY_MS = 1e-7  # what a stretch costs at least: the fewer, the better
+_SLACK = 1.01  # factor by which a limit rises that estimates say can be reached, where it cannot
+_TINY_MS = 1e-7  # cost of a stretch at least: the fewer, the better
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStretches:
-    """Stretches, and the step with them.
+    """Stretches, and figures of the step with them, from its rewritten program.
 
     Attributes:
         decisions: the stretches.
-        program: rewritten.
-        extra_ms: by how much the step is slower.
+        peak_bytes: peak of the step.
+        extra_ms: by how much the step is slower than without them.
     """
 
     decisions: tuple[Chunk, ...]
-    program: Program
+    peak_bytes: int
     extra_ms: float
-
-    @property
-    def peak_bytes(self) -> int:
-        """Of the step with the stretches."""
-        return self.program.footprint.peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +65,15 @@ class _Pick:
 
 
 @dataclass(frozen=True, slots=True)
-class _PathNodes:
-    """Where candidates are, one after the other: an edge of the path each.
+class _PathEdges:
+    """The places of all candidates, in one row: an edge of the graph each.
 
     Attributes:
-        starts, untils: the first op, and where the path goes on.
+        starts, untils: the nodes where the edge begins and ends.
         outside: as in ``Candidates``.
-        which: the candidates' number.
-        offsets: by number, where its places begin; and the end.
-        by_start: the order by the first op.
+        which: the number of the candidate.
+        offsets: by number of the candidate, where its places begin in the row; and the end of the row.
+        by_start: the edges in the order of ``starts``.
     """
 
     starts: npt.NDArray[np.int64]
@@ -78,8 +84,8 @@ class _PathNodes:
     by_start: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, candidates: Sequence[Candidates]) -> _PathNodes:
-        """Those of some candidates."""
+    def of(cls, candidates: Sequence[Candidates]) -> _PathEdges:
+        """Put the places of candidates in a row."""
         none = np.zeros(0, dtype=np.int64)
         counts = np.array([len(one.ends) for one in candidates], dtype=np.int64)
         starts = np.concatenate([none, *(one.ends + one.shape.start for one in candidates)])
@@ -94,9 +100,9 @@ class _PathNodes:
 
 
 class StretchSearch:
-    """Stretches for a program on a device. What is measured is remembered, so several budgets share it.
+    """Finds stretches for a program on a device. It remembers what it has measured, so that several budgets share it.
 
-    ``pins``: what is left alone. What it pins is in no loop, and modules that must not be units are none.
+    ``pins``: ops that it pins are in no loop, and modules that must not be units are none.
     """
 
     def __init__(self, program: Program, spec: DeviceSpec, pins: Pins = NO_PINS) -> None:
@@ -105,30 +111,30 @@ class StretchSearch:
         self.tried: dict[tuple[Chunk, ...], MeasuredStretches] = {}
         self._total = np.array(program.liveness.at_op, dtype=np.int64)
         self._candidates: list[Candidates] | None = None
-        self._places: _PathNodes | None = None
+        self._places: _PathEdges | None = None
         self._sites: dict[int, dict[int, CallSite]] = {}
         self._reached_least = False
         self._measure(())
 
     @property
     def candidates(self) -> list[Candidates]:
-        """What may be cut; found when it is first asked for."""
+        """The stretches that may be taken; found when they are first asked for."""
         if self._candidates is None:
             self._candidates = candidates(self.flow, self.spec, self.pins)
         return self._candidates
 
     def best(self, budget: int) -> MeasuredStretches | None:
-        """The least extra time of what was tried and holds."""
+        """Return the fastest of those tried that hold a budget."""
         holding = [found for found in self.tried.values() if found.peak_bytes <= budget]
         return min(holding, key=lambda f: (f.extra_ms, f.peak_bytes), default=None)
 
     @property
     def smallest(self) -> MeasuredStretches:
-        """The smallest peak of what was tried."""
+        """The one with the smallest peak of those tried."""
         return min(self.tried.values(), key=lambda f: (f.peak_bytes, f.extra_ms))
 
     def solve(self, budget: int) -> MeasuredStretches | None:
-        """The least extra time within a budget; None if nothing is found that holds it."""
+        """Search for the least extra time within a budget; None if nothing is found that holds it."""
         if self.program.footprint.peak_bytes > budget:
             self._close_loop(budget)
             if self.best(budget) is None:
@@ -136,7 +142,11 @@ class StretchSearch:
         return self.best(budget)
 
     def minimise(self) -> MeasuredStretches:
-        """The smallest peak that is found."""
+        """Search for the smallest peak.
+
+        The limit to reach is the least that estimates allow. Where measuring teaches nothing new and it was not
+        reached, the limit rises a little. This ends when a measured peak is as low as the limit.
+        """
         if not self._reached_least:
             slack = 1.0
             for _ in range(_ROUNDS):
@@ -151,10 +161,10 @@ class StretchSearch:
         return self.smallest
 
     @property
-    def places(self) -> _PathNodes:
-        """Where they are."""
+    def places(self) -> _PathEdges:
+        """The places of the candidates, as edges."""
         if self._places is None:
-            self._places = _PathNodes.of(self.candidates)
+            self._places = _PathEdges.of(self.candidates)
         return self._places
 
     # --- the closed loop ---
@@ -164,7 +174,7 @@ class StretchSearch:
         for _ in range(_ROUNDS):
             picks = self._cheapest(asked)
             if picks is None:
-                return
+                return  # no path, by the estimates
             decisions = tuple(self.decision(pick.candidates, pick.end, pick.slices) for pick in picks)
             known = decisions in self.tried
             found = self._measure(decisions)
@@ -175,7 +185,7 @@ class StretchSearch:
                 asked -= max(1, found.peak_bytes - budget)  # what estimates leave out altogether
 
     def _learn(self, picks: Sequence[_Pick], decisions: Sequence[Chunk]) -> bool:
-        """Correct estimates; whether any was wrong."""
+        """Replace estimates of the picked loops by what they take; return whether any was wrong."""
         wrong = False
         for pick, inside in zip(picks, loop_bytes(self.program, decisions, self.spec), strict=True):
             wrong |= pick.candidates.exact.get(pick.slices) != inside
@@ -188,14 +198,14 @@ class StretchSearch:
             if decisions:
                 program = program.with_(stretches_patch(program, decisions, self.spec))
             self.tried[decisions] = MeasuredStretches(
-                decisions, program, program.step_ms - self.program.step_ms
+                decisions, program.footprint.peak_bytes, program.step_ms - self.program.step_ms
             )
         return self.tried[decisions]
 
     # --- paths ---
 
     def _least_peak(self) -> int:
-        """The lowest limit for which there is a path, by the estimates."""
+        """Return the lowest limit for which there is a path, by the estimates: a path's largest edge, minimised."""
         n, places = self.flow.n_ops, self.places
         if not self.candidates:
             return int(self._total.max(initial=0))
@@ -214,7 +224,7 @@ class StretchSearch:
         return best[n]
 
     def _cheapest(self, budget: int) -> list[_Pick] | None:
-        """The cheapest path, by the estimates."""
+        """Return the stretches of the cheapest path, by the estimates; None if there is no path."""
         n = self.flow.n_ops
         starts, untils, costs, slices, which = (each.tolist() for each in self._edges(budget))
         order = np.lexsort((costs, untils, starts))
@@ -249,7 +259,7 @@ class StretchSearch:
 
     @staticmethod
     def _even(one: Candidates, slices: int) -> int:
-        """As many slices as there are of the length that so many slices have."""
+        """Return how many slices there will be: 10 elements in 6 slices are 5 slices of 2."""
         return -(-one.size // -(-one.size // slices))
 
     def _edges(
@@ -261,10 +271,10 @@ class StretchSearch:
         npt.NDArray[np.int64],
         npt.NDArray[np.int64],
     ]:
-        """The stretches that fit: where they start, where the path goes on, cost, slices, which candidates.
+        """Return the edges over stretches that fit: start, end, cost, slices, and number of the candidate.
 
-        Those are left out in whose place all fits as it is: the path passes there at no cost. Most are when the budget
-        is near the smallest peak of a step that has its peak in one place.
+        A stretch is left out where all ops that it replaces fit as they are, since the path passes there at no cost.
+        That is so for most of them if the step has its peak in one place.
         """
         places = self.places
         above = np.concatenate([[0], np.cumsum(self._total > budget)])
@@ -290,7 +300,7 @@ class StretchSearch:
         )
 
     def decision(self, candidates: Candidates, end: int, slices: int) -> Chunk:
-        """The stretch that ends with an op, as a plan says it."""
+        """Return the decision of a plan for a candidate that ends with an op."""
         program, shape = self.program, candidates.shape
         members = [end + i for i in shape.members if self.flow.computes[end + i]]
         scope = unit_scope(program, [program.ops[i].scope for i in members], self.pins)
@@ -311,7 +321,7 @@ class StretchSearch:
 
 
 def stretch_search(program: Program, spec: DeviceSpec, pins: Pins = NO_PINS) -> StretchSearch:
-    """Of a program on a device, made once."""
+    """Return the search for a program on a device; one for all budgets."""
     known = _searches(program, spec)
     if pins.key not in known:
         known[pins.key] = StretchSearch(program, spec, pins)
@@ -320,7 +330,7 @@ def stretch_search(program: Program, spec: DeviceSpec, pins: Pins = NO_PINS) -> 
 
 @derived
 def _searches(program: Program, spec: DeviceSpec) -> dict[Hashable, StretchSearch]:
-    """The searches of a program on a device, by their pins; ``stretch_search`` fills it."""
+    """Return the searches of a program on a device by their pins, none at first; ``stretch_search`` adds to them."""
     return {}
 
 
@@ -332,7 +342,7 @@ class StretchSolver:
     techniques: tuple[str, ...] = ("chunk",)
 
     def proposals(self, step: PlanStep, budget_bytes: int) -> Sequence[tuple[Chunk, ...]]:
-        """The stretches that take the least time within a budget; where none hold it, those with the smallest peak."""
+        """Propose the stretches with the least time in a budget; if none hold it, those with the smallest peak."""
         if step.device is None:
             raise PlanError("stretches are planned for a device; it was not given.")
         search = stretch_search(step.program, step.device, step.pins)

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from sacplan._chunk.body import stretches_patch
+from sacplan._chunk.chunk_entry import CannotChunk
 from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
 from sacplan._chunk.families import merged
-from sacplan._chunk.rest import CannotChunk, training_chunk
+from sacplan._chunk.rest import training_chunk
 from sacplan._chunk.search import StretchSolver
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Chunk, Decision
@@ -17,36 +18,26 @@ from sacplan._program.liveness import Footprint
 from sacplan._program.places import OpSequence
 from sacplan._program.program import Patch, Phase, Program
 from sacplan._technique.offers import Offer
-from sacplan._technique.regions import Option, Region
 from sacplan._technique.step import PlanStep
-from sacplan._technique.technique import Installed, StepSolver
+from sacplan._technique.technique import Installed, StepSolver, Technique
 from sacplan.errors import PlanError
 
 
-class Chunking:
-    """See ``sacplan._technique.technique.Technique``."""
+class Chunking(Technique):
+    """Chunking makes offers in training, and has a solver of its own for steps without gradients.
+
+    It names no regions: other techniques have no use for ops that run in slices.
+    """
 
     name = "chunk"
     decision = Chunk
     one_device = "slices are planned for tensors of one device"
     how = "however finely its ops are sliced"
 
-    def longest_run(self, step: PlanStep) -> int:
-        """It names no regions that others have options for."""
-        return 0
-
-    def regions(self, step: PlanStep, size: int) -> Sequence[Region]:
-        """None: what runs in slices is of no use to other techniques, see ``offers``."""
-        return ()
-
-    def options(self, step: PlanStep, region: Region) -> Sequence[Option]:
-        """None."""
-        return ()
-
     def offers(self, step: PlanStep, peak: Footprint | None) -> Sequence[Offer]:
-        """The loss in slices, and where a peak is known, the modules that make it."""
+        """Offer the loss in slices, or if a peak is known, the modules that make it."""
         if not step.gradients or step.device is None or (peak and peak.peak_phase == Phase.OPTIMIZER):
-            return ()
+            return ()  # inference has a solver of its own; no chunk lowers a peak in the optimizer
         program, device, accumulate = step.program, step.device, step.accumulate
         if peak is not None:
             return [each.offer(step) for each in module_chunks(program, peak.peak_scope, device, accumulate)]
@@ -54,20 +45,11 @@ class Chunking:
         return [loss.offer(step)] if isinstance(loss, ChunkOptions) else []
 
     def solvers(self, step: PlanStep) -> Sequence[StepSolver]:
-        """Where there are no gradients, a path through stretches of ops."""
+        """Return the path through stretches of ops if there are no gradients."""
         return () if step.gradients else (StretchSolver(),)
 
-    def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
-        """The patch that the option came with."""
-        assert option.patch is not None
-        return option.patch
-
-    def decisions(self, program: Program, taken: Sequence[tuple[Region, Option]]) -> tuple[Decision, ...]:
-        """Those that the options came with."""
-        return tuple(option.decision for _, option in taken if option.decision is not None)
-
     def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
-        """The loop instead of the ops that run in slices.
+        """Return the patch that puts loops in the place of ops that run in slices.
 
         Raises:
             PlanError: this step has no such ops.
@@ -105,7 +87,7 @@ class Chunking:
 
 
 def _stretches(decisions: Sequence[Decision]) -> list[Chunk]:
-    """Those for inference; a plan has no others beside them."""
+    """Return the decisions for inference; a plan has no others beside them."""
     found = [one for one in decisions if isinstance(one, Chunk) and one.span == "stretch"]
     if found and len(found) != len(decisions):
         raise PlanError("a plan has stretches, which run without gradients, or other chunks, but not both.")

@@ -1,17 +1,23 @@
-"""``sac_milp``'s program where a unit may discard any share on its piecewise linear fit.
+"""``sac_milp`` with choices "continuous": a unit may discard any share on its piecewise linear fit.
 
-With y_i "module i is a unit" and r_i the share of its largest discard, the perspective reformulation (Frangioni &
-Gentile, Math. Program. 106, 2006) has rct_i >= T_i (slope r_i + intercept y_i) for each segment, and r_i <= y_i. Its
-relaxation is the convex hull of each unit alone, so there is no big M. Memory rows are prefix sums of what is freed,
-one clique row for each path from the root keeps units from nesting, and of units with the same trade-off the earlier
-discards no less: its memory is free at least as long.
+With y_i "module i is a unit", r_i the share of its largest discard and t_i its recompute time,
+
+    minimise    sum of t_i
+    subject to  t_i >= T_i (slope r_i + intercept y_i)         for each segment of the fit
+                r_i <= y_i
+                sum of freed_i r_i over the units that have ended >= row - budget      for each memory row
+                sum of y_i <= 1                                on each path from the root: units do not nest
+
+This is the perspective reformulation (Frangioni & Gentile, Math. Program. 106, 2006): its relaxation is the convex hull
+of each unit alone, so there is no big M. Memory rows are written as prefix sums. To break symmetry, of units with the
+same trade-off the earlier one discards no less: its memory is free at least as long.
+
+Optimal for the fits, to the asked gap. A fit may promise what no set of ops reaches; see ``fit.py``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from sacplan._classical.tree import TreePlan, UnitTree, cost_ms
+from sacplan._classical.tree import TreePlan, TreeSolution, UnitTree, cost_ms
 from sacplan._solve.milp import Milp
 from sacplan._solve.mip import LinearProgram, LinearSolution
 
@@ -20,19 +26,11 @@ _SLACK = 1e-6  # by how much rows are relaxed: a solver must not call a plan inf
 _ROUNDS = 8  # of asking for what a tolerance hid
 
 
-@dataclass(frozen=True, slots=True)
-class ContinuousSolution:
-    """A plan, if any was found; whether it, or that there is none, is proved; and a bound that no plan undercuts."""
+def solve_continuous(tree: UnitTree, budget_bytes: int, options: Milp) -> TreeSolution:
+    """Return the cheapest plan under the budget, to the gap.
 
-    plan: TreePlan | None
-    proved: bool
-    bound_ms: float | None
-
-
-def solve_continuous(tree: UnitTree, budget_bytes: int, options: Milp) -> ContinuousSolution:
-    """The cheapest plan under the budget, to the gap.
-
-    Where a tolerance hid some bytes, the shares of the units found are chosen again, for so many bytes less.
+    A solver's tolerance may hide some bytes over the budget. Then the program is solved again for as many bytes less,
+    with the same units. The bound is that of the first solve.
     """
     work = options.work_limit
     asked, bound_ms, allowed = budget_bytes, None, None
@@ -43,17 +41,17 @@ def solve_continuous(tree: UnitTree, budget_bytes: int, options: Milp) -> Contin
         if allowed is None and found.bound is not None:
             bound_ms = found.bound * program.ms_scale
         if not found.values:
-            return ContinuousSolution(None, allowed is None and found.status == "infeasible", bound_ms)
+            return TreeSolution(None, allowed is None and found.status == "infeasible", bound_ms)
         plan = program.read(found)
         hidden = int(tree.used(plan).max()) - budget_bytes
         if hidden <= 0:
             break
         asked, allowed = asked - hidden, frozenset(plan)
     else:
-        return ContinuousSolution(None, False, bound_ms)
+        return TreeSolution(None, False, bound_ms)
     cost = cost_ms(plan)
     close = bound_ms is not None and cost - bound_ms <= max(options.gap * cost, _SLACK * program.largest_ms)
-    return ContinuousSolution(plan, close, bound_ms)
+    return TreeSolution(plan, close, bound_ms)
 
 
 class _LinearProgram:
@@ -99,14 +97,14 @@ class _LinearProgram:
         return plan
 
     def _cliques(self) -> None:
-        """At most one unit on each path from the root."""
+        """Allow at most one unit on each path from the root."""
         around = {above for unit in self._tree.units for above in unit.above}
         for i, unit in enumerate(self._tree.units):
             if unit.above and i not in around:
                 self._program.row([(self._chosen[j], 1.0) for j in (i, *unit.above)], upper=1.0)
 
     def _memory_rows(self, budget_bytes: int) -> None:
-        """What is freed before a row is at least what the row is over the budget."""
+        """Require that the units which end before a row free what the row is over the budget."""
         before: list[tuple[int, float]] = []
         added = 0
         for n_units, n_bytes in zip(self._tree.n_units.tolist(), self._tree.base.tolist(), strict=True):
@@ -120,10 +118,10 @@ class _LinearProgram:
             before, added = [(total, 1.0)], n_units
 
     def _order(self) -> None:
-        """Of units with the same trade-off, such as repeated layers, the earlier discards no less.
+        """Break the symmetry of units with the same trade-off, such as repeated layers: the earlier discards no less.
 
-        It binds only while the units around the first and inside it are not in use, since only then the first is
-        free to take any share.
+        The row is slack if a unit around the first one or inside it is in use: the first is then not free to take a
+        share.
         """
         units = self._tree.units
         last_alike: dict[object, int] = {}

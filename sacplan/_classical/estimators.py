@@ -34,8 +34,8 @@ from sacplan._program.arguments import checked
 from sacplan._program.program import Phase, Program, StorageKind
 from sacplan._record.recorder import Recorder
 from sacplan._record.saved_tensors import SavedMode
+from sacplan._torch.fake_tensors import active_fake_mode
 from sacplan._torch.ops import op_traits
-from sacplan._torch.private import active_fake_mode
 from sacplan.errors import TraceError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _BENCHMARK = ("operator-level-benchmark", "benchmark")
 
 
 class _Estimator:
-    """One recorder, made when the context is entered, on the device that is active then."""
+    """A context with one recorder, made when it is entered, for the device that is active then."""
 
     _saved: SavedMode = "observe"
     _count_workspace = False
@@ -131,7 +131,7 @@ def _no_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 class MemTracker(_Estimator):
-    """What is alive during a step, by kind and module; autograd is left alone.
+    """Track the bytes that are alive during a step, by kind and module; autograd is left alone.
 
     Args:
         device: whose allocator counts; by default that of ``fake_device``, else the device that is here.
@@ -165,16 +165,16 @@ class MemTracker(_Estimator):
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was alive at any op."""
+        """The most bytes that were alive at any op."""
         return self.program.footprint.peak_bytes
 
     def snapshot(self) -> dict[str, int]:
-        """Bytes alive at the peak, by kind, and in total."""
+        """Return the bytes alive at the peak, by kind and in total."""
         peak = self.program.liveness.peak
         return {k.name.lower(): peak.by_kind[k] for k in StorageKind} | {"total": peak.live_bytes}
 
     def to_frame(self) -> pd.DataFrame:
-        """What was alive at each op, in bytes by kind."""
+        """Return the bytes alive at each op, by kind."""
         import pandas as pd
 
         return pd.DataFrame(
@@ -187,27 +187,27 @@ class MemTracker(_Estimator):
 
 
 class RuntimeEstimator(_Estimator):
-    """How long a step takes, op by op: by a roofline model, or with each distinct op timed once."""
+    """Estimate the time of a step, op by op, by a roofline model or by timing each distinct op once."""
 
     @property
     def total_ms(self) -> float:
-        """Time of all recorded ops, in milliseconds."""
+        """The time of all recorded ops, in milliseconds."""
         return self.program.step_ms
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of all recorded ops."""
+        """The floating-point operations of all recorded ops."""
         return self.program.flops
 
     @property
     def mod_runtimes(self) -> Mapping[str, Mapping[str, float]]:
-        """Module to ``{"fw": ms, "bw": ms}``."""
+        """The times of each module, ``{"fw": ms, "bw": ms}``."""
         info = module_info(self.program, self.program, {})
         return {s.fqn: {"fw": s.fw_runtime_per_module, "bw": s.bw_runtime_per_module} for s in info.stats}
 
 
 class SACEstimator(_Estimator):
-    """What each module could discard, and at what cost; one forward pass is enough.
+    """Find the trade-offs of each module between kept bytes and recompute time; one forward pass is enough.
 
     Under ``fake_device`` autograd saves empty handles instead of tensors; on real tensors it saves copies, so that a
     backward pass works inside or after the context.
@@ -226,12 +226,12 @@ class SACEstimator(_Estimator):
         return {fqn: sac_stats(self.program, fqn) for fqn in self.tradeoffs}
 
     def greedy_order(self, fqn: str) -> list[int]:
-        """The prototype's order of discarding: a module's ops by decreasing bytes per millisecond, without views."""
+        """Return the prototype's order of discarding: ops by decreasing bytes per millisecond, without views."""
         return greedy_order(sac_stats(self.program, fqn))
 
 
 def sac_stats(program: Program, fqn: str) -> SACStats:
-    """The ops of a module's first call: times, bytes of new outputs, and which must be treated alike."""
+    """Return the ops of a module's first call: times, bytes of new outputs, and which must be treated alike."""
     calls = program.calls.get(fqn)
     if not calls:
         raise TraceError(f"module {fqn!r} was not called; called were {', '.join(map(repr, program.calls))}.")
@@ -261,7 +261,7 @@ def _is_random(name: str) -> bool:
 
 
 def greedy_order(stats: SACStats) -> list[int]:
-    """Ops that allocate, by decreasing bytes per millisecond (ops that take no time first)."""
+    """Return the ops that allocate, by decreasing bytes per millisecond (ops that take no time first)."""
     fixed = set(stats.view_like_ops)
     candidates = [i for i in range(len(stats.memory)) if i not in fixed and stats.memory[i]]
     return sorted(
@@ -281,7 +281,7 @@ def aggregate_stats(
     fit: FitKind = "hull",
     n_segments: int | None = None,
 ) -> ModuleInfo:
-    """Memory, times and trade-offs of every module that ran, for ``parse_module_info``.
+    """Collect memory, times and trade-offs of every module that ran, for ``parse_module_info``.
 
     Args:
         model: the one that was watched.

@@ -1,4 +1,4 @@
-"""The trade-off of a unit as a convex function: recompute share against discard ratio, as a maximum of lines.
+"""Fit the trade-off of a unit by a maximum of lines: recompute share against discard ratio.
 
 A linear program reads a trade-off as ``recompute >= slope * ratio + intercept`` for each line. Two fits:
 
@@ -11,7 +11,8 @@ A linear program reads a trade-off as ``recompute >= slope * ratio + intercept``
   saving at too low a cost; ``optimism`` says by how much. Its slopes need not increase: the maximum of
   its lines may differ from the fitted curve.
 
-Known inefficiencies: ``pwlf`` searches its breakpoints by differential evolution, 20 to 200 ms a fit.
+The hull takes a sort and one pass, O(n log n). Known inefficiencies: ``pwlf`` searches its breakpoints by differential
+evolution, 20 to 200 ms a fit, and does not promise the best ones.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class Fit:
     kind: FitKind
 
     def at(self, ratio: float) -> float:
-        """The recompute share at a discard ratio: the highest of the lines, and never less than 0."""
+        """Return the recompute share at a discard ratio: the highest of the lines, and never less than 0."""
         lines = zip(self.slopes, self.intercepts, strict=True)
         return max(0.0, max((slope * ratio + intercept for slope, intercept in lines), default=0.0))
 
     def optimism(self, points_xy: Iterable[tuple[float, float]]) -> float:
-        """How far the fit lies below the lower hull of the reachable points at most, in recompute share.
+        """Return how far the fit lies below the lower hull of the reachable points at most, in recompute share.
 
         At such a ratio no mix of reachable points is as cheap as the fit promises. 0 for a hull of the same
         points; rounding differences count as 0.
@@ -91,12 +92,12 @@ def fit_tradeoff(
 
 
 def hull_fit(points_xy: Iterable[tuple[float, float]]) -> Fit:
-    """The lower convex hull of the points and (0, 0), from ratio 0 to the largest ratio, with increasing slopes."""
+    """Fit the lower convex hull of the points and (0, 0), up to the largest ratio; its slopes increase."""
     return _through(_lower_hull(_clean(points_xy)), "hull")
 
 
 def pwlf_fit(points_xy: Iterable[tuple[float, float]], segments: int | None = None) -> Fit:
-    """A continuous least-squares fit of the points and (0, 0); deterministic.
+    """Fit the points and (0, 0) by continuous least squares; deterministic.
 
     Args:
         segments: 2 to 4. By default the fewest that explain 99 % of the variance, else 4. Fewer if there are
@@ -144,7 +145,7 @@ def pwlf_fit(points_xy: Iterable[tuple[float, float]], segments: int | None = No
 
 
 def _clean(points_xy: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The distinct points, sorted, with (0, 0) as the only one at ratio 0."""
+    """Return the distinct points, sorted, with (0, 0) as the only one at ratio 0."""
     points = {(0.0, 0.0)}
     for x, y in points_xy:
         if not (math.isfinite(x) and math.isfinite(y) and x >= 0 and y >= 0):
@@ -155,7 +156,10 @@ def _clean(points_xy: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _lower_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Vertices by increasing ratio, without those on a line between two others, up to rounding."""
+    """Return the vertices by increasing ratio, without those on a line between two others, up to rounding.
+
+    Andrew's monotone chain: a vertex is dropped as soon as the next point shows that it is not below the chord.
+    """
     straight = _ROUNDING * max(y for _, y in points)
     hull: list[tuple[float, float]] = []
     for x, y in points:
@@ -172,7 +176,7 @@ def _lower_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _through(vertices: list[tuple[float, float]], kind: FitKind) -> Fit:
-    """The segments between neighbouring vertices."""
+    """Return the fit with a segment between each two neighbouring vertices."""
     slopes, intercepts = [], []
     for (x0, y0), (x1, y1) in itertools.pairwise(vertices):
         slopes.append((y1 - y0) / (x1 - x0))
@@ -182,7 +186,7 @@ def _through(vertices: list[tuple[float, float]], kind: FitKind) -> Fit:
 
 
 def _on(hull: list[tuple[float, float]], ratio: float) -> float:
-    """The hull's value at a ratio within its range."""
+    """Return the hull's value at a ratio within its range."""
     for (x0, y0), (x1, y1) in itertools.pairwise(hull):
         if ratio <= x1:
             return y0 + (y1 - y0) * (ratio - x0) / (x1 - x0)

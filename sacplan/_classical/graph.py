@@ -125,7 +125,7 @@ class ModuleStats:
 
 @dataclass(frozen=True, slots=True)
 class ModuleInfo:
-    """What the estimators say about each module, and the orders in which the modules ran."""
+    """The statistics of each module, and the orders in which the modules ran."""
 
     stats: tuple[ModuleStats, ...]
     fw_pre_order: tuple[str, ...]
@@ -136,10 +136,10 @@ class ModuleInfo:
 
 @dataclass(frozen=True, slots=True)
 class MemorySegment:
-    """What is alive at a moment of the recorded step.
+    """The bytes that are alive at a moment of the recorded step.
 
     The first ``position`` modules of ``fw_post_order`` have ended their forward and not begun their
-    backward, so what they discard is not alive. ``sharded_bytes`` (parameters, gradients, optimizer
+    backward, so the tensors that they discard are not alive. ``sharded_bytes`` (parameters, gradients, optimizer
     state) is divided by the world size. ``name`` says what is running, for messages: an fqn or
     ``"optimizer step"``; if empty, it is the module that ends its forward next.
     """
@@ -206,24 +206,24 @@ class Graph:
         return fqn in self._index
 
     def index(self, fqn: str) -> int:
-        """Position of a module in forward pre-order."""
+        """Return the position of a module in forward pre-order."""
         try:
             return self._index[fqn]
         except KeyError:
             raise PlanError(f"unknown module {fqn!r}{self._suggest(fqn)}") from None
 
     def position(self, fqn: str) -> int:
-        """How many modules end their forward before this one."""
+        """Return how many modules end their forward before this one."""
         self.index(fqn)
         return self._position[fqn]
 
     def parent(self, fqn: str) -> str | None:
-        """The nearest module around this one that ran; None for the root."""
+        """Return the nearest module around this one that ran; None for the root."""
         parent = self._parent[self.index(fqn)]
         return None if parent < 0 else self.nodes[parent].fqn
 
     def ancestors(self, fqn: str) -> tuple[str, ...]:
-        """The modules around this one, from the parent up to the root."""
+        """Return the modules around this one, from the parent up to the root."""
         found = []
         i = self._parent[self.index(fqn)]
         while i >= 0:
@@ -253,7 +253,7 @@ class Graph:
         return frozenset(found)
 
     def named_memory_rows(self, world_size: int = 1) -> list[MemoryRow]:
-        """Rows by position, each with what is running then.
+        """Return the rows by position, each with the name of what is running then.
 
         From the segments, the largest per position. Without segments one row per module i, as in PR
         #137908: ceil((parameters of the root + grad_total_i) / world_size) + act_total_i + act_grad_i.
@@ -283,11 +283,11 @@ class Graph:
         return [largest[position] for position in sorted(largest)]
 
     def memory_rows(self, world_size: int = 1) -> list[tuple[int, int]]:
-        """Rows as (position, bytes); see ``named_memory_rows``."""
+        """Return the rows as (position, bytes); see ``named_memory_rows``."""
         return [(row.position, row.n_bytes) for row in self.named_memory_rows(world_size)]
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per module in execution order, with the scalar statistics."""
+        """Return one row per module in execution order, with the scalar statistics."""
         import pandas as pd
 
         skip = {"slopes", "intercepts", "breakpoints", "tradeoff_curve", "points"}
@@ -338,7 +338,7 @@ def parse_module_info(module_info: ModuleInfo, *, root: str | None = None) -> Gr
 
 @checked(PlanError)
 def get_peak_memory_runtime_baseline(graph: Graph) -> tuple[int, float]:
-    """Peak bytes of the largest row on one rank, and forward plus backward ms, without checkpointing."""
+    """Return the peak on one rank in bytes, and forward plus backward in ms, without checkpointing."""
     root = graph[graph.root]
     peak_bytes = max(n_bytes for _, n_bytes in graph.memory_rows())
     return peak_bytes, root.fw_runtime_per_module + root.bw_runtime_per_module

@@ -93,7 +93,7 @@ def get_optimal_checkpointing_policy_per_module(
 
 
 def _op_groups(sac_stats: SACStats) -> list[int]:
-    """For each op the first op that it is decided with."""
+    """Return, for each op, the first op that it is decided with."""
     n_ops = len(sac_stats.func_names)
     if not n_ops == len(sac_stats.runtimes) == len(sac_stats.memory):
         raise PlanError(
@@ -117,7 +117,10 @@ def _knapsack(
     budget_bytes: int,
     options: Milp,
 ) -> set[int]:
-    """The items (key, bytes, ms) that fit and are worth the most."""
+    """Return the keys of the items (key, bytes, ms) that fit and are worth the most ms.
+
+    A knapsack problem, solved as an integer program to the asked gap.
+    """
     free = {key for key, n_bytes, _ in items if n_bytes == 0}
     fitting = [item for item in items if 0 < item[1] <= budget_bytes]
     if sum(n_bytes for _, n_bytes, _ in fitting) <= budget_bytes:

@@ -1,9 +1,14 @@
-"""Which modules to checkpoint, and how much each discards: the mixed-integer program of PR #137908.
+"""``sac_milp``: which modules to checkpoint, and how much each discards, after PR #137908.
 
-The optimum is that of the model, reached by programs that solvers like: over reachable points the problem of
-``subtrees.py``, solved as ``plan``'s is, over the piecewise linear fit the program of ``continuous.py``.
+    minimise    recompute time of the units
+    subject to  row - bytes that units have freed by then <= budget        for each memory row
+                no unit is inside another
 
-A solver works within tolerances; a plan does not. What it returns is evaluated again in whole bytes.
+The prototype writes this with big-M constraints. Here the same optimum is found by stronger programs: over reachable
+points the problem of ``subtrees.py``, solved by ``Refinement`` as for ``plan``; over piecewise linear fits the program
+of ``continuous.py``.
+
+Solvers work within tolerances, a budget does not: every answer is evaluated again in whole bytes.
 """
 
 from __future__ import annotations
@@ -11,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from sacplan._classical.continuous import ContinuousSolution, solve_continuous
+from sacplan._classical.continuous import solve_continuous
 from sacplan._classical.graph import Graph
 from sacplan._classical.subtrees import tree_problem
-from sacplan._classical.tree import TreePlan, UnitTree, cost_ms, tree_of
+from sacplan._classical.tree import TreePlan, TreeSolution, UnitTree, cost_ms, tree_of
 from sacplan._program.arguments import checked
 from sacplan._program.budget import exact_bytes, format_bytes, parse_budget
 from sacplan._solve.milp import Milp, Refinement
@@ -137,17 +142,17 @@ def sac_milp(
     )
 
 
-def _solve_reachable(tree: UnitTree, budget_bytes: int, options: Milp) -> ContinuousSolution:
+def _solve_reachable(tree: UnitTree, budget_bytes: int, options: Milp) -> TreeSolution:
     offered = tree_problem(tree, budget_bytes)
     search = Refinement(options, offered.problem)
     found = search.cheapest()
     if found is None:
-        return ContinuousSolution(None, search.infeasible, None)
-    return ContinuousSolution(offered.plan(found.picks), found.status == "optimal", found.bound)
+        return TreeSolution(None, search.infeasible, None)
+    return TreeSolution(offered.plan(found.picks), found.status == "optimal", found.bound)
 
 
 def _smallest(tree: UnitTree, budget_bytes: int, options: Milp, infeasible: bool) -> TreePlan:
-    """The plan with the smallest peak; for that every unit discards as much as it can.
+    """Return the plan with the smallest peak: every unit that is taken discards as much as it can.
 
     Raises:
         InfeasibleBudget: it is over the budget, and either that no plan fits or that it is the smallest is proved.

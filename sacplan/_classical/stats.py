@@ -30,7 +30,7 @@ def module_info(
     fit_kind: FitKind = "hull",
     segments: int | None = None,
 ) -> ModuleInfo:
-    """Statistics of every module that ran.
+    """Return the statistics of every module that ran.
 
     Args:
         memory: the step that bytes are read from.
@@ -115,12 +115,12 @@ def _tradeoff_fields(
 
 
 def pre_order(program: Program) -> tuple[str, ...]:
-    """Modules by the beginning of their first forward."""
+    """Return the modules by the beginning of their first forward."""
     return tuple(dict.fromkeys(scope.fqn for scope in program.scopes))
 
 
 def post_order(program: Program) -> tuple[str, ...]:
-    """Modules by the end of their last forward."""
+    """Return the modules by the end of their last forward."""
     ended: dict[str, int] = {}
     for scope, position in zip(program.scopes, program.liveness.exited, strict=True):
         ended[scope.fqn] = max(position, ended.get(scope.fqn, -1))
@@ -128,7 +128,7 @@ def post_order(program: Program) -> tuple[str, ...]:
 
 
 def backward_order(program: Program) -> tuple[str, ...]:
-    """Modules by the beginning of their first backward."""
+    """Return the modules by the beginning of their first backward."""
     return tuple(dict.fromkeys(program.scopes[s].fqn for s in program.backward_order))
 
 
@@ -152,7 +152,7 @@ def _times(program: Program) -> dict[str, _Times]:
 
 
 def _names_around(program: Program) -> dict[int, tuple[str, ...]]:
-    """Scope to the distinct modules it is in, itself included."""
+    """Return, by scope, the distinct modules that it is in, itself included."""
     names: dict[int, tuple[str, ...]] = {ROOT_SCOPE: ()}
     for i, scope in enumerate(program.scopes):
         around = names[scope.parent]
@@ -161,7 +161,7 @@ def _names_around(program: Program) -> dict[int, tuple[str, ...]]:
 
 
 def _backward_spans(program: Program) -> dict[str, tuple[int, int]]:
-    """Module to its first and last op in the backward pass ("" is the whole of it)."""
+    """Return, by module, its first and last op in the backward pass ("" is the whole of it)."""
     spans: dict[str, tuple[int, int]] = {}
     names = _names_around(program)
     for i, op in enumerate(program.ops):
@@ -172,9 +172,10 @@ def _backward_spans(program: Program) -> dict[str, tuple[int, int]]:
 
 
 def _backward_peaks(program: Program, span: tuple[int, int] | None) -> tuple[int, int, int]:
-    """Bytes of gradients before a module's backward, of activations at the peak within it, and what it has added then.
+    """Return three figures in bytes for a module's backward.
 
-    What it has added: gradients of activations, and of the module's own parameters so far.
+    Gradients before it; activations at the peak within it; and what it has added by then: gradients of activations, and
+    of the module's own parameters so far.
     """
     if span is None:
         return 0, 0, 0
@@ -191,7 +192,11 @@ def _backward_peaks(program: Program, span: tuple[int, int] | None) -> tuple[int
 
 
 def segments_of(program: Program) -> tuple[MemorySegment, ...]:
-    """The largest moments of the step, by how many modules have ended their forward and not begun their backward."""
+    """Return the largest moment of the step for each position.
+
+    The position is how many modules have ended their forward and not begun their backward. It rises in the forward pass
+    when a module's last call ends, and falls when an op of a module's backward runs.
+    """
     order = _with_root(post_order(program), last=True)
     place = {fqn: p for p, fqn in enumerate(order)}
     calls_left = Counter(scope.fqn for scope in program.scopes)

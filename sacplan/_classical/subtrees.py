@@ -1,9 +1,13 @@
-"""``sac_milp``'s problem: subtrees of the module tree become choices, and what they discard lowers rows.
+"""``sac_milp`` with choices "reachable": subtrees of the module tree become the choices of a ``Problem``.
 
-Units form an antichain, so a small subtree has few sensible ways to choose among its own units: those are its options,
-and equal subtrees (repeated layers) are choices of one kind. A module around too many ways (the model, an encoder) is
-a choice of its own beside the subtrees in it. Rows of a resource of their own, one for each kind of subtree under the
-same modules, say that either those or one of the modules around them is taken.
+Units never nest: a plan is an antichain of the module tree. A small subtree has few antichains that no other one
+dominates, so these are the options of one choice, and equal subtrees (repeated layers) are choices of one kind. They
+are enumerated bottom-up: the antichains of a module are the combinations of those of its children, and the module
+itself. Dropping dominated ones loses no optimum: another is as cheap and frees as much at every moment.
+
+A module around too many ways (the model, an encoder) is a choice of its own, beside the choices of the subtrees in it.
+To keep these from nesting there are rows of a resource "nesting". For n subtrees of one kind under the same modules,
+each uses 1, a module around them uses n, and the limit is n. So either the subtrees are taken, or one of the modules.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ class _Way:
 
 @dataclass(frozen=True, slots=True)
 class _Subtree:
-    """A choice: some units, the ways to take them, and the units around them that are choices of their own."""
+    """A choice: some units, the ways to take them, and the units around them, which are choices of their own."""
 
     kind: Hashable
     units: Sequence[int]
@@ -53,7 +57,7 @@ class _Subtree:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeProblem:
-    """What a solver sees, and what its options stand for.
+    """The problem of a tree, and the units that its options stand for.
 
     Attributes:
         problem: device memory by row of the tree, and nesting.
@@ -65,7 +69,7 @@ class TreeProblem:
     ways: tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
 
     def plan(self, picks: Picks) -> TreePlan:
-        """What the units do."""
+        """Return the discards of the units for a solver's picks."""
         return {
             unit: self.tree.units[unit].options[option]
             for choice, way in picks.items()
@@ -74,7 +78,7 @@ class TreeProblem:
 
 
 def tree_problem(tree: UnitTree, budget_bytes: int) -> TreeProblem:
-    """The problem of a tree: the cheapest plan under a budget."""
+    """Return the problem of finding the cheapest plan for a tree under a budget."""
     subtrees = _subtrees(tree)
     choice_of = {unit: c for c, subtree in enumerate(subtrees) for unit in subtree.units}
     groups: dict[Hashable, list[int]] = defaultdict(list)
@@ -139,7 +143,7 @@ def _subtrees(tree: UnitTree) -> list[_Subtree]:
 
 
 def _parent(unit: Unit, inside: Sequence[int]) -> tuple[int, ...]:
-    """Its parent's place among the units of a subtree; nothing for the top."""
+    """Return the place of a unit's parent among the units of a subtree; nothing for the top."""
     return tuple(inside.index(above) for above in unit.above[:1] if above in inside)
 
 
@@ -148,7 +152,7 @@ def _nothing(size: int) -> _Way:
 
 
 def _own(unit: Unit, place: int, size: int) -> list[_Way]:
-    """The ways to take one unit of a subtree."""
+    """Return the ways to take one unit of a subtree."""
     ended = np.arange(size + 1) > place
     return [
         _Way(option.ms, ((place, o),), np.where(ended, option.freed, 0))
@@ -162,7 +166,7 @@ def _ways(
     place: dict[int, int],
     top: int,
 ) -> list[_Way] | None:
-    """The undominated antichains of a subtree; the first takes no unit. None if there are too many."""
+    """Return the undominated antichains of a subtree; the first takes no unit. None if there are too many."""
 
     def at(unit: int) -> list[_Way] | None:
         combined: list[_Way] | None = [_nothing(len(place))]
@@ -180,7 +184,10 @@ def _ways(
 
 
 def _undominated(ways: list[_Way]) -> list[_Way] | None:
-    """Those that no other way undercuts in time and in bytes at every moment, by rising time; None if too many."""
+    """Return the ways that no other one dominates in time and in bytes at every moment, by rising time.
+
+    None if they are too many. Sorted by time, a way can be dominated only by one before it. Quadratic in the ways.
+    """
     freed = np.array([way.freed for way in ways])
     keep: list[int] = []
     for i in sorted(range(len(ways)), key=lambda i: (ways[i].ms, -int(freed[i].sum()), i)):

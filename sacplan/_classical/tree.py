@@ -1,4 +1,4 @@
-"""What ``sac_milp`` chooses from: the modules that may be units, and the memory rows that their discards lower."""
+"""The tree that ``sac_milp`` plans on: the modules that may be units, and the memory rows that their discards lower."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sacplan._solve.problem import Amounts
 
 
 class Discard(NamedTuple):
-    """A share of a unit's ``sac_memory``, the bytes that it frees, and what recomputing them takes."""
+    """A share of a unit's ``sac_memory``, the bytes that it frees, and the time to recompute them."""
 
     ratio: float
     freed: int
@@ -22,7 +22,22 @@ class Discard(NamedTuple):
 
 
 TreePlan = Mapping[int, Discard]
-"""Unit (its place in the tree) to what it discards."""
+"""The discard of each unit, by its place in the tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSolution:
+    """A plan, if one was found, and a bound that no plan undercuts.
+
+    Attributes:
+        plan: None if none was found.
+        proved: whether the plan is proved to be optimal, or, without one, that there is none.
+        bound_ms: None if the solver proved nothing.
+    """
+
+    plan: TreePlan | None
+    proved: bool
+    bound_ms: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +60,7 @@ class Unit:
     above: tuple[int, ...]
 
     def at(self, ratio: float) -> Discard:
-        """A discard on the fit."""
+        """Return a discard on the fit."""
         return _on_fit(self.memory, self.segments, ratio)
 
 
@@ -66,7 +81,7 @@ class UnitTree:
     names: tuple[str, ...]
 
     def used(self, plan: TreePlan) -> Amounts:
-        """By row, the bytes under a plan."""
+        """Return the bytes of each row under a plan."""
         freed = np.zeros(len(self.units) + 1, dtype=np.int64)
         for unit, discard in plan.items():
             freed[unit + 1] = discard.freed
@@ -74,13 +89,13 @@ class UnitTree:
         return used
 
     def at_most(self) -> UnitTree:
-        """The tree whose units discard as much as they can or nothing, at no cost: for its smallest peak."""
+        """Return the tree whose units discard all they can or nothing, at no cost: enough for the smallest peak."""
         units = tuple(replace(u, options=(u.options[-1]._replace(ms=0.0),)) for u in self.units)
         return replace(self, units=units)
 
 
 def cost_ms(plan: TreePlan) -> float:
-    """What a plan recomputes."""
+    """Return the recompute time of a plan."""
     return math.fsum(plan[unit].ms for unit in sorted(plan))
 
 
@@ -92,7 +107,7 @@ def tree_of(
     *,
     continuous: bool,
 ) -> UnitTree:
-    """The units that a graph and its user allow; see ``sac_milp``."""
+    """Return the units that a graph and its user allow, with the memory rows that matter; see ``sac_milp``."""
     allowed = None if ac_units is None else graph.match(ac_units, "ac_units")
     sharded = graph.match(fsdp_units or (), "fsdp_units")
     holds_sharded = {ancestor for fqn in sharded for ancestor in graph.ancestors(fqn)}
@@ -133,7 +148,7 @@ def _on_fit(memory: int, segments: Sequence[tuple[float, float]], ratio: float) 
 
 
 def _undominated(node: ModuleStats) -> tuple[Discard, ...]:
-    """The reachable points of which no other frees as much in less time."""
+    """Return the reachable points that no other dominates: none frees as much in less time."""
     points = [
         Discard(p.discard_ratio, round(node.sac_memory * p.discard_ratio), p.recompute_ms)
         for p in node.points
@@ -153,7 +168,7 @@ def _segments(node: ModuleStats) -> tuple[tuple[float, float], ...]:
 
 
 def _largest(node: ModuleStats, segments: Sequence[tuple[float, float]]) -> tuple[Discard, ...]:
-    """The largest discard of the fit, if there is a fit."""
+    """Return the largest discard of the fit, if there is a fit."""
     if not segments:
         return ()
     ratios = node.breakpoints or tuple(ratio for ratio, _ in node.tradeoff_curve) or (1.0,)

@@ -1,11 +1,10 @@
-"""What each module could discard, and at what cost: closure problems taken from a program.
+"""The trade-offs of modules: closure problems taken from a program, solved by ``_recompute/closure.py``.
 
 Repeated layers give the same problem, which is solved once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sacplan._program.program import CallSite, Program
@@ -13,8 +12,8 @@ from sacplan._recompute import closure
 from sacplan._recompute.in_place_groups import discardable, in_place_groups
 from sacplan._recompute.regions import closure_problem
 
-MAX_UNIT_OPS = 6000
-"""Modules with more op call sites than this are not offered as a unit."""
+_MAX_UNIT_OPS = 6000  # modules with more op call sites are not offered as a unit
+_MAX_POINTS, _BETWEEN = 16, 2  # of a module's trade-off, see ``closure.tradeoff``
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +33,18 @@ class UnitPoint:
 
 @dataclass(frozen=True, slots=True)
 class UnitTradeoff:
-    """What a module can do.
+    """The trade-offs of one module.
 
     Attributes:
         fqn: the module.
         saved_bytes: what autograd keeps in it and nothing else keeps alive.
         runtime_ms: time of its forward ops.
-        saved_sites: call sites whose outputs autograd keeps.
         points: reachable trade-offs by increasing ratio, without 'discard nothing'.
     """
 
     fqn: str
     saved_bytes: int
     runtime_ms: float
-    saved_sites: tuple[CallSite, ...]
     points: tuple[UnitPoint, ...]
 
 
@@ -55,31 +52,21 @@ class UnitTradeoff:
 class _UnitGraph:
     problem: closure.ClosureProblem
     sites: tuple[tuple[CallSite, ...], ...]  # of each op of the problem
-    saved_sites: tuple[CallSite, ...]
     runtime_ms: float
 
 
-def unit_tradeoffs(
-    program: Program, fqns: Iterable[str] | None = None, *, max_points: int = 16, between: int = 2
-) -> dict[str, UnitTradeoff]:
-    """Trade-offs of modules, in execution order.
-
-    Args:
-        program: the step (a forward pass is enough).
-        fqns: which modules; by default all that have children.
-        max_points, between: see ``closure.tradeoff``.
-    """
-    wanted = program.calls if fqns is None else fqns
+def unit_tradeoffs(program: Program) -> dict[str, UnitTradeoff]:
+    """Return the trade-offs of all modules that have children, in execution order. A forward pass is enough."""
     solved: dict[closure.ClosureProblem, tuple[closure.TradeoffPoint, ...]] = {}
     found = {}
-    for fqn in wanted:
+    for fqn in program.calls:
         if fqn in program.leaf_fqns:
             continue
-        cut = cut_out(program, fqn)
+        cut = _cut_out(program, fqn)
         if cut is None:
             continue
         if cut.problem not in solved:
-            solved[cut.problem] = closure.tradeoff(cut.problem, max_points, between)
+            solved[cut.problem] = closure.tradeoff(cut.problem, _MAX_POINTS, _BETWEEN)
         found[fqn] = _tradeoff(fqn, cut, solved[cut.problem])
     return found
 
@@ -90,7 +77,6 @@ def _tradeoff(fqn: str, cut: _UnitGraph, points: tuple[closure.TradeoffPoint, ..
         fqn=fqn,
         saved_bytes=whole,
         runtime_ms=cut.runtime_ms,
-        saved_sites=cut.saved_sites,
         points=tuple(
             UnitPoint(
                 discard_ratio=(whole - p.kept_bytes) / whole,
@@ -104,10 +90,10 @@ def _tradeoff(fqn: str, cut: _UnitGraph, points: tuple[closure.TradeoffPoint, ..
     )
 
 
-def cut_out(program: Program, fqn: str) -> _UnitGraph | None:
-    """The closure problem of one module over all its calls; None where it keeps nothing or is too large."""
+def _cut_out(program: Program, fqn: str) -> _UnitGraph | None:
+    """Return the closure problem of one module over all its calls; None where it keeps nothing or is too large."""
     members = program.call_sites(fqn)
-    if not members or len(members) > MAX_UNIT_OPS:
+    if not members or len(members) > _MAX_UNIT_OPS:
         return None
     calls = set(program.calls[fqn])
     saved: set[int] = set()
@@ -123,10 +109,8 @@ def cut_out(program: Program, fqn: str) -> _UnitGraph | None:
         program, groups, costs, lambda group: discardable(program, group), saved, elsewhere
     )
     site_of = {op: site for site, ops in members.items() for op in ops}
-    saves = {site for op, site in site_of.items() if not saved.isdisjoint(program.ops[op].writes)}
     return _UnitGraph(
         problem=problem,
         sites=tuple(tuple(dict.fromkeys(site_of[i] for i in group)) for group in groups),
-        saved_sites=tuple(site for site in members if site in saves),
         runtime_ms=sum(op.cost_ms for op in problem.ops),
     )

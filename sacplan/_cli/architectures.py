@@ -1,8 +1,8 @@
 """Published configurations of well-known models, so that ``hf:NAME`` needs no network and no weights.
 
-Each row holds what shapes the model in the ``config.json`` that its authors published; what it leaves out is the
-default of the configuration class. ``parameters`` is the count of the published checkpoint, tied weights once; the
-tests compare it with that of the model which is built.
+Each row holds the values of the published ``config.json`` that shape the model. Other values are the defaults of the
+configuration class. ``parameters`` is the count of the published checkpoint, with tied weights counted once. The tests
+compare it with the model that is built from the row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One published model: its name at the hub, how many parameters it has, and the values of its configuration."""
+    """A published model: its name on the hub, its number of parameters, and the values of its configuration."""
 
     name: str
     parameters: int
@@ -27,7 +27,7 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Models of one architecture: the fields that set their sizes, and the values that they share."""
+    """The models of one architecture, with the fields that set their sizes and the values that they share."""
 
     model_type: str
     architecture: str
@@ -140,7 +140,7 @@ _GEMMA_3_TEXT = _Family(
 
 
 def _gemma_3_images(name: str, parameters: int, *sizes: int) -> Architecture:
-    """A Gemma 3 that reads images: a decoder of these sizes, and the SigLIP that all of them have."""
+    """Return a Gemma 3 that reads images: a decoder of these sizes, and the SigLIP tower that they all share."""
     text = {
         "vocab_size": 262208,
         "max_position_embeddings": 131072,
@@ -288,12 +288,12 @@ def _by_name() -> dict[str, Architecture]:
 
 
 def find(name: str) -> Architecture | None:
-    """A row by its name at the hub, the last part of it, or a short form; case does not matter."""
+    """Return the row with this name on the hub, last part of it, or short form. Case does not matter."""
     return _by_name().get(name.lower())
 
 
 def by_owner() -> list[str]:
-    """A line for each owner of known names at the hub."""
+    """Return one line per owner on the hub, with the names that are known."""
     found: dict[str, list[str]] = {}
     for row in TABLE:
         owner, _, name = row.name.partition("/")
@@ -302,7 +302,7 @@ def by_owner() -> list[str]:
 
 
 def near(name: str) -> list[str]:
-    """Names of rows that look like it."""
+    """Return the names of rows that are spelled alike, for "Did you mean"."""
     known = _by_name()
     found = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.6)
     return list(dict.fromkeys(known[n].name for n in found))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from sacplan._cli import options as o
 from sacplan._cli import show, sources
@@ -14,13 +13,25 @@ from sacplan._cli.command import command
 from sacplan._cli.exits import TargetError
 from sacplan._cli.files import check_output
 from sacplan._cli.origin import Origin, save
-from sacplan._cli.output import CommandResult, number, pairs, stage, table
+from sacplan._cli.output import CommandResult, number, pairs, stage
+from sacplan._cli.rows import rows_table
 from sacplan._cli.targets import load_target, users_code
 
 if TYPE_CHECKING:
-    from sacplan import Capacity, CapacityPoint
+    from sacplan import Capacity
 
 _OUTPUT = o.output("the plan for it (.json)")
+_POINTS: dict[str, Column | str] = {
+    "batch_size": number("batch"),
+    "unplanned_peak_bytes": number("unplanned"),
+    "peak_bytes": number("planned"),
+    "step_ms": number("step ms"),
+    "recompute_ms": number("recompute ms"),
+    "added_ms": number("added ms"),
+    "samples_per_s": number("samples/s"),
+    "says": "",
+}
+_POINTS_OPTIONAL = ("added ms", "recompute ms", "unplanned", "step ms", "samples/s")
 
 
 @command(
@@ -113,7 +124,7 @@ def _search(
         "bounded_by": found.bounded_by,
         "fastest_batch_size": found.fastest.batch_size,
         "plan": show.plan_facts(found.plan),
-        "points": [asdict(point) for point in found.points],
+        "points": [point.figures() for point in found.points],
     }
     return CommandResult(
         {**facts, **found_facts}, _tables(found, facts.get("hf", {})), show.saved("plan", output)
@@ -139,30 +150,18 @@ def _tables(found: Capacity, hf: dict[str, Any]) -> list[Table]:
             *show.chunk_pairs(found.plan),
         ]
     )
-    titles = ("batch", "unplanned", "planned", "step ms", "recompute ms", "added ms", "samples/s")
-    says = {found.fastest.batch_size: "the fastest of these"}
-    says[found.batch_size] = "the answer"
-    rows = [_row(point, says) for point in found.points]
-    optional = ("added ms", "recompute ms", "unplanned", "step ms", "samples/s")
-    return [summary, table([*map(number, titles), ""], rows, optional)]
+    says = {found.fastest.batch_size: "the fastest of these", found.batch_size: "the answer"}
+    rows = [
+        point.figures()
+        | {
+            "peak_bytes": point.peak_bytes if point.fits else None,
+            "says": says.get(point.batch_size, "") if point.fits else "does not fit",
+        }
+        for point in found.points
+    ]
+    return [summary, rows_table(_POINTS, rows, _POINTS_OPTIONAL)]
 
 
 def _of_it(found: Capacity) -> str:
     said = f"{found.plan.recompute_ms:.2f} ms of it recomputation"
     return f"{said}, {found.plan.added_ms:.2f} ms for chunks" if found.plan.chunks else said
-
-
-def _row(point: CapacityPoint, says: dict[int, str]) -> list[str]:
-    def figure(value: float | None) -> str:
-        return "" if value is None else f"{value:.2f}"
-
-    return [
-        str(point.batch_size),
-        show.rounded_size(point.unplanned_peak_bytes),
-        show.rounded_size(point.peak_bytes) if point.feasible and point.peak_bytes is not None else "",
-        figure(point.step_ms),
-        figure(point.recompute_ms),
-        figure(point.added_ms),
-        figure(point.samples_per_s),
-        "does not fit" if not point.feasible else says.get(point.batch_size, ""),
-    ]

@@ -1,11 +1,11 @@
-"""How a function becomes a command: its options, its help, and one place for what it returns and raises.
+"""Turn a function into a command: its options, its help, and one place for what it returns and raises.
 
     @command("plan", "Choose what to discard.", examples=["sacplan plan train.py:make --budget 70%"])
-    def plan(source: o.Source, *, step: o.StepOptions) -> Answer: ...
+    def plan(source: o.Source, *, step: o.StepOptions) -> CommandResult: ...
 
 A parameter that is a dataclass stands for one option per field. Every command has ``--json`` and ``--debug`` as well.
-Help is rich's on a terminal that is wide enough, and plain text in a pipe or in a narrow terminal, where boxes would
-only break lines.
+Rich formats the help on a terminal that is wide enough. In a pipe or on a narrow terminal it is plain text, since boxes
+would break the lines.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ EXAMPLES: dict[str, Sequence[str]] = {
         "sacplan verify hf:gpt2 plan.json",
     )
 }
-"""What ``--help`` shows to be copied, by command; the tests run every line."""
+"""Lines that ``--help`` shows to be copied, by command. The tests run every one."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
-    """A command: its name, its line in the list of commands, and what typer makes it from."""
+    """A command: its name, its line in the list of commands, and the function that typer is given."""
 
     name: str
     short: str
@@ -51,13 +51,13 @@ class CommandEntry:
 def command(
     name: str, short: str, *, examples: Sequence[str], omit: Collection[str] = ()
 ) -> Callable[[Callable[..., CommandResult]], CommandEntry]:
-    """Make a command of a function that returns an ``CommandResult``.
+    """Make a command of a function that returns a ``CommandResult``.
 
     Args:
         name: as a person types it.
         short: its line in the list of commands.
         examples: lines for ``--help``.
-        omit: fields of option groups that this command does not have; they stay at their defaults.
+        omit: fields of option groups that this command does not offer. They keep their defaults.
     """
     EXAMPLES[name] = examples
 
@@ -95,7 +95,10 @@ def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
 
 
 def _prepare_help(command: TyperCommand | TyperGroup, formatter: Any) -> None:
-    """Rich help where there is room; plain help as narrow as the terminal, where click stops at 50 columns."""
+    """Choose rich help where there is room, and plain help elsewhere.
+
+    Click never goes below 50 columns, so the width of plain help is set here.
+    """
     columns = shutil.get_terminal_size().columns
     rich = sys.stdout.isatty() and columns >= _WIDE and not os.environ.get("NO_COLOR")
     command.rich_markup_mode = "rich" if rich else None
@@ -112,17 +115,17 @@ class Command(TyperCommand):
     """A command whose help ends in examples."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Help, then examples."""
+        """Write the help, then the examples."""
         _prepare_help(self, formatter)
         super().format_help(ctx, formatter)
         _write_lines(formatter, "Examples", EXAMPLES[self.name or ""])
 
 
 class CommandGroup(TyperGroup):
-    """All commands; whatever one of them raises ends here, as one line and an exit code."""
+    """All commands. An error that one of them raises becomes one line and an exit code here."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Help, then examples and the exit codes."""
+        """Write the help, then the examples and the exit codes."""
         _prepare_help(self, formatter)
         super().format_help(ctx, formatter)
         _write_lines(formatter, "Examples", EXAMPLES[""])
@@ -137,25 +140,26 @@ class CommandGroup(TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        """Parse, run, and end the process; ``standalone_mode=False`` returns the code instead."""
+        """Parse, run, and end the process. With ``standalone_mode=False`` return the exit code instead."""
         words = sys.argv[1:] if args is None else args
         try:
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
             sys.stdout.flush()
             code = code if isinstance(code, int) else 0
-            if code == interrupts.EXIT_CODE:  # what typer makes of an interrupt
+            if code == interrupts.EXIT_CODE:  # typer has turned an interrupt into this code
                 interrupts.say_so()
         except (KeyboardInterrupt, typer.Abort):
             code = interrupts.say_so()
         except Exception as error:
+            # A library may have caught the KeyboardInterrupt and raised something else.
             if interrupts.seen():
                 code = interrupts.say_so()
             elif isinstance(error, OSError) and error.errno == errno.EPIPE:
-                # sacplan devices | head -1: nobody reads on, and Python must not complain about it when it ends
+                # sacplan devices | head -1: nobody reads on, and Python would complain when it flushes stdout.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 code = 0
             else:
-                # looked for in the words, since parsing may have failed before it came to them
+                # Looked up in the words: parsing may have failed before it reached these options.
                 code = report_error(error, as_json="--json" in words, debug="--debug" in words)
         if standalone_mode:
             sys.exit(code)

@@ -1,4 +1,4 @@
-"""Exit codes, and the one line that is said about what went wrong."""
+"""Exit codes, and the one line that reports an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEANING = {
     EXIT_CODE: "interrupted",
 }
 
-# typer has a click of its own since 0.26, and used the installed one before
+# Since 0.26 typer bundles click; before, it used the installed one. Either way its errors derive from this class.
 _UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 _Error = TypeVar("_Error", bound=Exception)
@@ -37,11 +37,11 @@ class TargetError(SacplanError):
 
 
 class OutputError(SacplanError):
-    """A file that cannot be written, or must not be."""
+    """A file that cannot be written, or that must not be overwritten."""
 
 
 class VerificationFailed(SacplanError):
-    """The step is not what the plan says; ``answer`` is what was seen of it."""
+    """The step is not what the plan says. ``answer`` holds what was observed."""
 
     def __init__(self, message: str, answer: CommandResult) -> None:
         super().__init__(message)
@@ -49,13 +49,13 @@ class VerificationFailed(SacplanError):
 
 
 def hinted(error: _Error, *hints: str) -> _Error:
-    """The error, with what to try; each hint becomes a line below the message."""
+    """Attach hints on what to try to an error, and return it. Each hint becomes a line below the message."""
     error.__notes__ = hints  # type: ignore[attr-defined]  # PEP 678, without add_note in Python 3.10
     return error
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Which code an error ends the process with."""
+    """Return the exit code for an error."""
     if isinstance(error, InfeasibleBudget):
         return INFEASIBLE
     if isinstance(error, VerificationFailed):
@@ -66,7 +66,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def report_error(error: Exception, *, as_json: bool, debug: bool) -> int:
-    """One line on stderr, with ``--json`` an object on stdout; returns the exit code."""
+    """Report an error in one line on stderr, and with ``--json`` as an object on stdout. Return the exit code."""
     code = exit_code_of(error)
     if debug:
         traceback.print_exception(error)
@@ -95,7 +95,7 @@ def _facts(error: Exception, message: str, code: int) -> dict[str, Any]:
     return facts
 
 
-# arguments of the library in its messages, and what they are called here
+# The library names its arguments in messages. These are the options that stand for them.
 _OPTIONS = (
     (r'budget="(\w+)"', r"--budget \1"),
     (r'headroom="(\w+%)"', r"--headroom \1"),

@@ -1,4 +1,4 @@
-"""Output files: checked before any work, and never written over something that is not of sacplan."""
+"""Check output files before any work is done, so that no file of another program is overwritten."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sacplan._program.files import read
 Kind = Literal["plan", "profile", "curve", "report", "trace", "snapshot"]
 
 _HEAD_CHARACTERS = 4096
-# what a file of each kind contains, and whether it is at the beginning
+# A pattern that files of each kind contain, and whether it lies within the first characters.
 _SIGNS: dict[Kind, tuple[str, bool]] = {
     "plan": (r'\A\{\s*"what": "plan"', True),
     "profile": (r'\A\{\s*"what":\s*"profile"', True),
@@ -35,18 +35,21 @@ class _KindHead(msgspec.Struct):
 
 
 def kind_of(path: Path) -> str | None:
-    """What a JSON file holds: a file of ours says it itself, "configuration" is one of transformers; None: neither."""
+    """Return the kind of a JSON file, or None if it is unknown.
+
+    Files of sacplan say it themselves. ``"configuration"`` is a configuration of transformers.
+    """
     try:
         head = msgspec.json.decode(read(path), type=_KindHead)
     except (OSError, RecursionError, ValueError, EOFError, zlib.error):
-        return None  # whoever reads it for what it should be says what is wrong with it
+        return None  # the loader that reads the file next says what is wrong with it
     if isinstance(head.what, str):
         return head.what
     return "configuration" if head.model_type or head.architectures else None
 
 
 def check_output(path: Path | None, kind: Kind, *, force: bool) -> None:
-    """Before any work: ``OutputError`` if the file cannot be written, or exists and is not a ``kind`` of ours."""
+    """Raise ``OutputError`` if a file cannot be written, or if it exists and sacplan did not write it as this kind."""
     if path is None:
         return
     if path.is_dir():
@@ -65,11 +68,12 @@ def check_output(path: Path | None, kind: Kind, *, force: bool) -> None:
 
 
 def is_ours(path: Path, kind: Kind) -> bool:
+    """Return whether sacplan wrote a file of this kind."""
     sign, at_the_beginning = _SIGNS[kind]
     characters = _HEAD_CHARACTERS if at_the_beginning else -1
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8", errors="replace") as file:
             return re.search(sign, file.read(characters)) is not None
-    except (OSError, EOFError):  # named .gz, but not compressed
+    except (OSError, EOFError):  # unreadable, or named .gz without being compressed
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Column, Table
@@ -93,11 +93,11 @@ def fit(
     facts = {
         "command": "fit",
         **show.target_facts(loaded),
-        **{k: v for k, v in asdict(found).items() if k not in ("rows", "recommended")},
+        **{f.name: getattr(found, f.name) for f in fields(found) if f.name not in ("rows", "recommended")},
         "fits": found.fits,
         "verdict": found.sentence,
-        "rows": [asdict(row) for row in found.rows],
-        "recommended": None if found.recommended is None else asdict(found.recommended),
+        "rows": [row.figures() for row in found.rows],
+        "recommended": None if found.recommended is None else found.recommended.figures(),
         "advice": list(found.advice),
         "run": line(),
         "code": found.code,

@@ -1,4 +1,4 @@
-"""``hf:`` targets: a model from a configuration of transformers, without weights, and a batch for it."""
+"""Make ``hf:`` targets: a model from a configuration of transformers, without weights, and a batch for it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ HEADS = (
     "TEXT_RECOGNITION", "TABLE_RECOGNITION", "INSTANCE_SEGMENTATION", "IMAGE_SEGMENTATION", "RNNT", "TDT",
     "NORMAL_ESTIMATION", "POINTMAP_ESTIMATION", "BACKBONE",
 )  # fmt: skip
-"""Tasks of transformers' auto classes, in the order in which they are tried where a configuration names none.
+"""Tasks of transformers' auto classes, in the order in which they are tried for a configuration that names no class.
 
-None is the model without a head.
+None stands for the model without a head.
 """
 
 _SPELLED = {
@@ -59,12 +59,12 @@ _KNOWN = ("names that are known, with or without their owner:", *architectures.b
 
 
 def build(target: str, asked: HfOptions, place: str) -> Target:
-    """The model that a name or a configuration file describes, in training mode, with a batch and an optimizer.
+    """Make the model that a name or a configuration file describes, in training mode, with a batch and an optimizer.
 
     Args:
         target: ``hf:`` and a name in our table, a directory, a file, or a configuration in the local cache.
         asked: sizes and types.
-        place: where the tensors are; on ``"meta"`` there are no weights, elsewhere they are random.
+        place: the device of the tensors. On ``"meta"`` there are no weights; elsewhere they are random.
 
     Raises:
         TargetError: transformers is missing, there is no such configuration here, or no batch for its model.
@@ -84,7 +84,7 @@ def build(target: str, asked: HfOptions, place: str) -> Target:
     dtype = getattr(torch, str(options.dtype))
     cached = [c for c in (config, config.get_text_config()) if getattr(c, "use_cache", False)]
     for part in cached:
-        part.use_cache = False  # nobody generates while training, and the cache would be held as an output
+        part.use_cache = False  # useless in training, and the outputs would keep the cache alive
     if config.is_encoder_decoder and first_of(config, "decoder_start_token_id") is None:
         config.decoder_start_token_id = first_of(config, "bos_token_id", "pad_token_id") or 0
     attn = {} if options.attn is None else {"attn_implementation": options.attn}
@@ -128,10 +128,10 @@ def _first_that_runs(
     place: str,
     attn: dict[str, Any],
 ) -> tuple[Any, FoundBatch]:
-    """The model of the class that the configuration names, else of the first of its architecture that a batch is for.
+    """Return a model of the class that the configuration names, else of the first class that a batch can be made for.
 
     Raises:
-        TargetError: there is none.
+        TargetError: no class of the architecture runs with a batch.
     """
     errors: list[str] = []
     classes = _classes(config)
@@ -142,11 +142,11 @@ def _first_that_runs(
                 model = model_class._from_config(copy.deepcopy(config), dtype=dtype, **attn)
         except Exception as error:
             if len(classes) == 1:
-                raise  # it is the class that was asked for
+                raise  # the configuration named this class, so there is no other to try
             errors.append(f"{model_class.__name__}: {type(error).__name__}: {error}")
             continue
         if task_of(model_class) == "causal LM" and getattr(model, "loss_type", "") is None:
-            # what transformers falls back to, with a warning, for a class whose name does not say it
+            # transformers falls back to this loss, with a warning, for a class whose name names no loss
             model.loss_type = "ForCausalLM"
         try:
             found = find(model.train(), sized, place, dtype)
@@ -161,7 +161,10 @@ def _first_that_runs(
 
 
 def _classes(config: Any) -> list[Any]:
-    """The class that the configuration names; where it has no head, those of its architecture, with a loss first."""
+    """Return the class that the configuration names. If it has no head, return all classes of its architecture.
+
+    Those with a loss come first.
+    """
     import transformers
 
     named = (getattr(config, "architectures", None) or [""])[0]
@@ -181,7 +184,7 @@ def _classes(config: Any) -> list[Any]:
 
 @functools.cache
 def class_names(head: str | None) -> dict[str, Any]:
-    """Model type to the name of a class, or several, with this head."""
+    """Return the class names with this head by model type: one name, or several."""
     from transformers.models.auto import modeling_auto
 
     table = "MODEL_MAPPING_NAMES" if head is None else f"MODEL_FOR_{head}_MAPPING_NAMES"
@@ -189,7 +192,7 @@ def class_names(head: str | None) -> dict[str, Any]:
 
 
 def model_classes(model_type: str) -> list[Any]:
-    """The classes of an architecture, in the order of ``HEADS``."""
+    """Return the classes of an architecture, in the order of ``HEADS``."""
     import transformers
 
     found: list[Any] = []
@@ -203,7 +206,7 @@ def model_classes(model_type: str) -> list[Any]:
 
 
 def task_of(model_class: type[Any]) -> str:
-    """What transformers calls the head of a class, in words."""
+    """Return the name of a class's head in words."""
     for head in HEADS:
         for names in class_names(head).values():
             if model_class.__name__ in ((names,) if isinstance(names, str) else names):
@@ -242,7 +245,7 @@ def _config(name: str) -> Any:
 
 
 def _seq(name: str, config: Any, model_class: type[Any], asked: int | None) -> int:
-    """Tokens in a sample, as they were asked for or as many as there are positions, but not too many."""
+    """Return the number of tokens in a sample: as asked for, else the default, but no more than there are positions."""
     if asked is not None and not reads_tokens(model_class):
         raise TargetError(f"{name} reads {_read_by(model_class)}; --seq is for models that read tokens.")
     limit = first_of(config.get_text_config(), "max_position_embeddings", "max_target_positions")

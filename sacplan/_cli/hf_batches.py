@@ -1,13 +1,13 @@
-"""Batches for any model of transformers: made from its configuration and from the signature of its forward.
+"""Make batches for any model of transformers, from its configuration and the signature of its forward.
 
-    found = find(model, Sizes(rows=2), "meta", torch.bfloat16)
+    found = find(model, BatchDimensions(rows=2), "meta", torch.bfloat16)
     found.batch                   # keyword arguments of forward
-    make(model, found, Sizes(rows=5), "meta", torch.bfloat16)    # of another size
+    make(model, found, BatchDimensions(rows=5), "meta", torch.bfloat16)    # of another size
 
-``INPUTS`` says how each argument is made, ``LABELS`` what a head is trained on. Some arguments have one name for
-several layouts (images, videos or patches as ``pixel_values``); the first layout that the forward runs with is taken.
-It runs on tensors without data. Rows of tokens hold as many placeholders as the model makes features of an image or a
-sound.
+``INPUTS`` says how to make each argument, and ``LABELS`` how to make the labels of each head. Some arguments have one
+name for several layouts: ``pixel_values`` may be images, videos or patches. The forward is tried with each layout on
+tensors without data, and the first one that runs is taken. A row of tokens holds one placeholder for each feature that
+the model makes of an image or a sound.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from torch.utils._pytree import tree_leaves
 from sacplan._record.step import call_model
 
 InputShapes = Mapping[str, int]
-"""Of each argument that has several layouts: which one."""
+"""The number of the layout of each argument that has several; see ``LAYOUTS``."""
 
 Run = Callable[[torch.nn.Module, Mapping[str, Any], Callable[[torch.nn.Module, Any], Any]], Any]
-"""``run(model, arguments, call)`` is ``call(model, arguments)``, which asks for shapes alone."""
+"""``run(model, arguments, call)`` returns ``call(model, arguments)``, of which only shapes are used."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchDimensions:
-    """How much a batch holds, where the configuration does not say it.
+    """Sizes of a batch that the configuration does not fix.
 
     Attributes:
         rows: samples.
         tokens: in a sample, placeholders included.
         pixels: side of an image.
-        patches: on a side of an image that is given in patches; None for as many as ``pixels`` gives.
+        patches: along a side of an image that is given in patches; None for as many as fit into ``pixels``.
         frames: of a spectrogram.
         samples: of a sound.
         mels: bands of a spectrogram.
@@ -61,12 +61,12 @@ class BatchDimensions:
 
 @dataclass(frozen=True, slots=True)
 class FoundBatch:
-    """A batch that a forward runs with.
+    """A batch that the forward of a model runs with.
 
     Attributes:
         batch: keyword arguments.
-        layout, features: to make others alike.
-        tokens: in a sample; None for models that read none.
+        layout, features: layouts and numbers of placeholders, for batches of other sizes.
+        tokens: in a sample; None for a model that reads no tokens.
         has_loss: whether the output has a loss.
     """
 
@@ -78,20 +78,21 @@ class FoundBatch:
 
 
 class NoBatch(Exception):
-    """No batch was found that a model runs with; the message is the first thing that went wrong."""
+    """No batch was found that a model runs with. The message is the first error."""
 
 
 class BatchInputs:
-    """Makes the tensors that a forward asks for by name.
+    """Make the tensors that a forward asks for by name.
 
     Args:
         model: with its ``config``.
         sizes: of the batch.
-        place: where the tensors are. On ``"meta"`` integers lie on the CPU, since sizes may follow from them.
+        place: device of the tensors. With ``"meta"`` integers are on the CPU, since sizes may depend on their values.
         dtype: of floats.
         layout: see ``LAYOUTS``.
-        features: of "image" and "audio", how many a row has; what is missing is counted by running that part.
-        run: how it runs.
+        features: how many features of ``"image"`` and ``"audio"`` a row has. A missing number is counted by running
+            that part of the model.
+        run: how to run it; on tensors without data by default.
     """
 
     def __init__(
@@ -123,14 +124,14 @@ class BatchInputs:
         return self.layout.get(name, 0)
 
     def part(self, *names: str) -> Any:
-        """The configuration inside that describes a tower, or the whole one."""
+        """Return the nested configuration of a tower, or the whole configuration."""
         return next((c for n in names if (c := getattr(self.config, n, None)) is not None), self.config)
 
     def floats(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=self.dtype, device=self.place)
 
     def shares(self, *shape: int) -> torch.Tensor:
-        """Floats in [0, 1)."""
+        """Return random floats in [0, 1)."""
         return torch.rand(shape, dtype=self.dtype, device=self.place)
 
     def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
@@ -140,11 +141,11 @@ class BatchInputs:
         return torch.ones(shape, dtype=torch.long, device=self.place_of_integers)
 
     def rows_of(self, *values: int) -> torch.Tensor:
-        """The same integers in each row."""
+        """Return the same integers in each row."""
         return torch.tensor([values] * self.rows, device=self.place_of_integers)
 
     def tokens(self, length: int | None = None) -> torch.Tensor:
-        """None of the first ten, which have a meaning of their own."""
+        """Return random tokens, without the first ten of the vocabulary: those are often special tokens."""
         choices = (_CHOICES,) if self.name.endswith("MultipleChoice") else ()
         return self.integers(min(10, self.vocab - 1), self.vocab, self.rows, *choices, length or self.length)
 
@@ -152,7 +153,7 @@ class BatchInputs:
         return self.integers(0, self.config.num_labels, *shape)
 
     def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width."""
+        """Return channels, height and width."""
         vision = self.part("vision_config", "vision", "backbone_config", "encoder")
         channels = first_of(vision, "num_channels", "in_channels", "in_chans", "input_channels")
         size = first_of(vision, "image_size", "img_size") or first_of(self.config, "image_size")
@@ -164,7 +165,7 @@ class BatchInputs:
         return self.floats(self.rows, *self.image_shape())
 
     def patches(self) -> int:
-        """On a side, a multiple of those that are merged into one feature."""
+        """Return the number of patches along a side: a multiple of those that are merged into one feature."""
         if self.sizes.patches is not None:
             return self.sizes.patches
         vision = self.part("vision_config")
@@ -173,7 +174,7 @@ class BatchInputs:
         return max(1, self.sizes.pixels // int(vision.patch_size) // merged) * merged
 
     def labels(self) -> Any:
-        """What the head of the class is trained on, or None where that is not known."""
+        """Return labels for the head of the class, or None if its labels are not known."""
         return next((make(self) for pattern, make in LABELS if re.search(pattern, self.name)), None)
 
 
@@ -191,7 +192,7 @@ _NOT_TEXT = (
 
 
 def first_of(config: Any, *names: str) -> Any:
-    """The first of these fields that a configuration has a value for."""
+    """Return the first of these fields that has a value in a configuration."""
     return next((v for n in names if (v := getattr(config, n, None)) is not None), None)
 
 
@@ -213,11 +214,11 @@ LABELS: tuple[tuple[str, Callable[[BatchInputs], Any]], ...] = (
     (r"DepthEstimation$", lambda i: i.shares(i.rows, *i.image_shape()[1:]) + 0.1),
     (r"ObjectDetection$", _boxes_of_objects),
 )
-"""End of a class's name, and what its ``labels`` are."""
+"""Patterns of class names, and how to make the ``labels`` of these classes. The first that matches counts."""
 
 
 def _pixel_values(i: BatchInputs) -> torch.Tensor:
-    """Images; videos, several images a row, or a list of patches."""
+    """Return images, videos, several images per row, or a list of patches."""
     channels, height, width = i.image_shape()
     vision = i.part("vision_config")
     if "image_grid_thw" in i.parameters or "grid_thw" in i.parameters:
@@ -249,7 +250,7 @@ def _spectrogram_shape(i: BatchInputs) -> tuple[int, ...]:
 
 
 _WHISPER_POSITIONS = 1500
-"""Encoders with no more positions than Whisper's read two frames for each, and always all."""
+"""Encoders with at most as many positions as Whisper's read two frames per position, and need all of them."""
 
 
 def _audio_mask(i: BatchInputs) -> torch.Tensor:
@@ -258,7 +259,7 @@ def _audio_mask(i: BatchInputs) -> torch.Tensor:
 
 
 def _videos(i: BatchInputs) -> torch.Tensor | None:
-    """Videos, where they are the only input."""
+    """Return videos if they are the only input."""
     if "pixel_values" in i.parameters or "input_ids" in i.parameters:
         return None
     frames = first_of(i.config, "num_frames", "frames_per_clip") or 2
@@ -266,7 +267,7 @@ def _videos(i: BatchInputs) -> torch.Tensor | None:
 
 
 def _series(i: BatchInputs, *, past: bool) -> tuple[int, ...]:
-    """Steps of a time series, and its channels where it has them."""
+    """Return the shape of a time series: its steps, and its channels if it has any."""
     channels = first_of(i.config, "num_input_channels")
     steps = i.config.context_length if past else i.config.prediction_length
     if channels is not None:
@@ -292,7 +293,7 @@ def _boxes_of_tokens(i: BatchInputs) -> torch.Tensor:
 
 
 def _mask(i: BatchInputs) -> torch.Tensor | None:
-    """Of models of text alone only where rows are padded: without a mask, all is seen."""
+    """Return an attention mask. A model that reads only text gets one only for padded rows: it needs none otherwise."""
     if "input_ids" not in i.parameters or (i.reads_only_text and not i.sizes.padded):
         return None
     mask = i.ones(i.rows, i.length)
@@ -302,7 +303,7 @@ def _mask(i: BatchInputs) -> torch.Tensor | None:
 
 
 def _position(i: BatchInputs) -> torch.Tensor | None:
-    """Of the answer to a question."""
+    """Return positions of the answer to a question."""
     return i.integers(0, i.length, i.rows) if i.name.endswith("QuestionAnswering") else None
 
 
@@ -340,14 +341,14 @@ INPUTS: dict[str, Callable[[BatchInputs], Any]] = {
     "end_positions": _position,
     "return_loss": lambda i: True,
 }
-"""Name of an argument of forward, and how to make it; None leaves it out."""
+"""Arguments of forward by name, and how to make each. One that returns None is left out."""
 
 LAYOUTS: dict[str, int] = {"pixel_values": 4, "input_features": 5, "input_values": 4, "image_sizes": 2}
-"""Arguments whose form the signature does not tell (dimensions, or whether they are wanted), and how many there are."""
+"""Arguments whose layout the signature does not tell (dimensions, or whether to pass them), and how many there are."""
 
 
 def has_own_loss(model_class: type[torch.nn.Module]) -> bool:
-    """Whether its forward computes a loss of what we give it."""
+    """Return whether the forward of a class computes a loss from our batches."""
     parameters = inspect.signature(model_class.forward).parameters
     if "labels" in parameters and any(re.search(pattern, model_class.__name__) for pattern, _ in LABELS):
         return True
@@ -355,7 +356,7 @@ def has_own_loss(model_class: type[torch.nn.Module]) -> bool:
 
 
 def reads_tokens(model_class: type[torch.nn.Module]) -> bool:
-    """Whether samples have a number of tokens."""
+    """Return whether a class reads tokens."""
     return any(
         name in inspect.signature(model_class.forward).parameters
         for name in ("input_ids", "decoder_input_ids")
@@ -363,14 +364,14 @@ def reads_tokens(model_class: type[torch.nn.Module]) -> bool:
 
 
 def layouts(model: torch.nn.Module) -> Iterator[InputShapes]:
-    """Every layout of what is ambiguous in the arguments of forward."""
+    """Yield every combination of layouts for the arguments of forward that have several."""
     ambiguous = [name for name in LAYOUTS if name in inspect.signature(model.forward).parameters]
     for numbers in itertools.product(*(range(LAYOUTS[name]) for name in reversed(ambiguous))):
         yield dict(zip(ambiguous, reversed(numbers), strict=True))
 
 
 def make_batch(inputs: BatchInputs, *, labels: bool = True) -> dict[str, Any]:
-    """A batch for the arguments of forward that are known."""
+    """Make a batch for the arguments of forward that are known."""
     batch: dict[str, Any] = {}
     made_labels = inputs.labels() if labels and "labels" in inputs.parameters else None
     for name, make in INPUTS.items():
@@ -395,7 +396,10 @@ def _are_tokens(labels: Any) -> bool:
 
 
 def _place(inputs: BatchInputs, batch: dict[str, Any], kind: str) -> None:
-    """Put as many tokens of a kind ("image", "audio") into each row as the model makes features of its input."""
+    """Put one placeholder token into each row for every feature that the model makes of an image or a sound.
+
+    ``kind`` is ``"image"`` or ``"audio"``. A model without such a token or such features is left alone.
+    """
     token = first_of(inputs.config, f"{kind}_token_id", f"{kind}_token_index")
     features_of = getattr(type(inputs.model), f"get_{kind}_features", None)
     if token is None or features_of is None:
@@ -424,13 +428,13 @@ def _number_of(features: Any) -> int:
 
 
 _TEXT_BESIDES = 16
-"""Tokens that are no placeholders, at least."""
+"""The least number of tokens of text beside the placeholders."""
 
 
 def without_data(
     model: torch.nn.Module, arguments: Mapping[str, Any], call: Callable[[torch.nn.Module, Any], Any]
 ) -> Any:
-    """What a call of the model returns in a forward pass on fake tensors; it must hold none of them."""
+    """Call the model on fake tensors, and return the result, which must hold none of these tensors."""
     import sacplan
 
     seen: list[Any] = []
@@ -439,18 +443,18 @@ def without_data(
         seen.append(call(model, arguments))
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the profile itself says what it assumes
+        warnings.simplefilter("ignore")  # the profile reports what it assumes
         sacplan.profile(model, dict(arguments), watched, mode="inference", device="cpu")
     return seen[-1]
 
 
 def find(model: torch.nn.Module, sizes: BatchDimensions, place: str, dtype: torch.dtype) -> FoundBatch:
-    """A batch that the model runs with, with labels if it takes them.
+    """Find a batch that the model runs with, with labels if it takes any.
 
     Args:
         model: with or without weights.
-        sizes: of the batch; a sample gets more tokens where its placeholders need them.
-        place: where the batch is.
+        sizes: of the batch. A sample gets more tokens if its placeholders need them.
+        place: the device of the batch.
         dtype: of its floats.
 
     Raises:
@@ -469,11 +473,12 @@ def find(model: torch.nn.Module, sizes: BatchDimensions, place: str, dtype: torc
                 tokens = inputs.length if "input_ids" in batch or "decoder_input_ids" in batch else None
                 if tokens is None and _are_tokens(batch.get("labels")) and reads_tokens(type(model)):
                     tokens = inputs.length
-                tried = inputs.features and "image_sizes" not in batch  # the part that reads images has run
+                # Counting the features ran the part that reads the input, so its layout is right.
+                tried = inputs.features and "image_sizes" not in batch
                 if "labels" in batch and (inputs.reads_only_text or tried):
                     return FoundBatch(batch, layout, inputs.features, tokens, True)
                 has_loss = without_data(model, batch, _has_loss)
-            except Exception as error:  # whatever an architecture raises, another layout may do
+            except Exception as error:  # an architecture may raise anything; another layout may still work
                 errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
                 continue
             return FoundBatch(batch, layout, inputs.features, tokens, has_loss)
@@ -481,10 +486,10 @@ def find(model: torch.nn.Module, sizes: BatchDimensions, place: str, dtype: torc
 
 
 def _has_loss(model: torch.nn.Module, batch: Any) -> bool:
-    """Whether there is one in the output.
+    """Return whether the output has a loss.
 
     Raises:
-        NoBatch: neither a loss, nor anything that could be summed up.
+        NoBatch: it has no float tensor, so there is nothing to sum up either.
     """
     output = call_model(model, batch)
     loss = getattr(output, "loss", None)
@@ -497,7 +502,7 @@ def _has_loss(model: torch.nn.Module, batch: Any) -> bool:
 def make(
     model: torch.nn.Module, found: FoundBatch, sizes: BatchDimensions, place: str, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """A batch like the one that was found, of another size."""
+    """Make a batch of another size, with the layouts of the one that was found."""
     sizes = replace(sizes, tokens=found.tokens or sizes.tokens)
     inputs = BatchInputs(model, sizes, place, dtype, found.layout, found.features)
     return make_batch(inputs, labels="labels" in found.batch)

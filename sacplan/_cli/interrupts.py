@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command with one line, from its first import on."""
+"""End a command with one line on Ctrl-C, from its first import on."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ _SEEN: list[int] = []
 
 
 def watch() -> None:
-    """Remember an interrupt: libraries that are being imported may turn it into another error, or drop it."""
-    if (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):  # else it is to be ignored, as under nohup
+    """Remember an interrupt, since libraries that are being imported may turn it into another error or drop it."""
+    # Any other handler means that somebody chose it: under nohup, for example, the signal is ignored.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
 
 
@@ -26,11 +25,11 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def seen() -> bool:
-    """Whether this process was interrupted."""
+    """Return whether this process was interrupted."""
     return bool(_SEEN)
 
 
 def say_so() -> int:
-    """One line on stderr; returns the exit code."""
+    """Report the interrupt in one line on stderr, and return the exit code."""
     sys.stderr.write("interrupted\n")
     return EXIT_CODE

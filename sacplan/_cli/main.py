@@ -1,4 +1,4 @@
-"""The entry point: looks for typer before anything that needs it."""
+"""The entry point of the command line. It reports a missing typer or rich in one line."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import warnings
 from sacplan._cli import interrupts
 
 _BETWEEN_COLLECTIONS = 200_000, 20, 50
-"""Allocations before the garbage collector looks at the youngest objects; collections before it looks at older ones.
+"""Thresholds of the garbage collector for its three generations.
 
-With Python's defaults it goes through the modules of PyTorch and transformers again and again while they are imported.
+With Python's defaults it scans the modules of PyTorch and transformers many times while they are imported.
 """
 
 
 def main() -> None:
-    """Run the command line on ``sys.argv``; ends the process with the exit code (see ``exits.py``)."""
+    """Run the command line on ``sys.argv``, and end the process with its exit code (see ``exits.py``)."""
     interrupts.watch()
     gc.set_threshold(*_BETWEEN_COLLECTIONS)
     try:

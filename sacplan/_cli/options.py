@@ -22,12 +22,12 @@ DEFAULT_DEVICE = "h100"
 
 
 def option(*names: str, help: str, **settings: Any) -> Any:
-    """An option whose help says itself what its default is."""
+    """Declare an option whose help text states the default itself."""
     return typer.Option(*names, help=help, show_default=False, **settings)
 
 
 def output(what: str) -> Any:
-    """``-o``, and what is saved there."""
+    """Declare ``-o`` for the thing that is saved."""
     return option("--output", "-o", metavar="FILE", help=f"Where to save {what}.")
 
 
@@ -102,7 +102,7 @@ _hf = functools.partial(option, rich_help_panel="hf: targets")
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """How a step is to be recorded; None where the command line says nothing."""
+    """How to record a step. A field is None if its option is not given."""
 
     device: Device = None
     runtime: Annotated[
@@ -155,7 +155,7 @@ _PLANNED = "; with a plan, the plan's."
 
 @dataclass(frozen=True, slots=True)
 class HfOptions:
-    """How an ``hf:`` target is made; None where the command line says nothing."""
+    """How to make an ``hf:`` target. A field is None if its option is not given."""
 
     batch: Annotated[int | None, _hf(min=1, metavar="N", help=f"{BATCH}.")] = None
     seq: Annotated[int | None, _hf(min=1, metavar="N", help=f"{SEQ}.")] = None
@@ -164,14 +164,14 @@ class HfOptions:
     attn: Annotated[Attn | None, _hf(help=f"{ATTN}.")] = None
 
     def given(self) -> dict[str, Any]:
-        """What was said: name of the option to its value."""
+        """Return the options that were given, by name."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedHfOptions(HfOptions):
-    """The same where a plan is given, whose file says how its target was made."""
+    """``HfOptions`` with other help texts, for commands on a plan: its file supplies the options that are not given."""
 
     batch: Annotated[int | None, _hf(min=1, metavar="N", help=f"{BATCH}{_PLANNED}")] = None
     seq: Annotated[int | None, _hf(min=1, metavar="N", help=f"{SEQ}{_PLANNED}")] = None
@@ -185,7 +185,7 @@ HF_DEFAULTS = HfOptions(batch=1, seq=1024, dtype="bfloat16", optimizer="adamw")
 
 @dataclass(frozen=True, slots=True)
 class BudgetOptions:
-    """What a step may take of a device, and how it is planned."""
+    """How much memory a step may take on a device, and how it is planned."""
 
     budget: Annotated[
         str | None,
@@ -203,16 +203,16 @@ class BudgetOptions:
 
 @dataclass(frozen=True, slots=True)
 class CapacityOptions(BudgetOptions):
-    """How a batch size is looked for."""
+    """How to search for a batch size."""
 
     at_most: Annotated[int | None, option(min=1, metavar="N", help="Try no larger batch.")] = None
 
 
 def written(options: dict[str, Any]) -> str:
-    """Options as a person writes them: ``--seq 48 --dtype float32``."""
+    """Write options as on the command line: ``--seq 48 --dtype float32``."""
     return " ".join(f"--{name} {value}" for name, value in options.items())
 
 
 def named(options: dict[str, Any]) -> str:
-    """The names of options, for a sentence: ``--seq and --dtype``."""
+    """Join the names of options for a sentence: ``--seq and --dtype``."""
     return " and ".join(f"--{name}" for name in options)

@@ -1,4 +1,4 @@
-"""What an ``hf:`` model and batch were made with, kept in the file of a profile or a plan; verify makes them again.
+"""The options of an ``hf:`` target, kept in the file of a profile or plan so that ``verify`` can make it again.
 
 origin = Origin.of(target)
 save(plan, Path("plan.json"), origin)
@@ -29,8 +29,8 @@ class Origin:
     """An ``hf:`` target.
 
     Attributes:
-        name: as it was written, ``hf:gpt2``.
-        options: everything that was chosen for it.
+        name: as the user wrote it, ``hf:gpt2``.
+        options: sizes, types, optimizer and attention.
     """
 
     name: str
@@ -38,22 +38,25 @@ class Origin:
 
     @classmethod
     def of(cls, target: Target, **chosen: Any) -> Origin | None:
-        """Of a loaded target; None where its own code decides. ``chosen`` overrides its facts."""
+        """Return the origin of a loaded target, or None for one that is made by the user's code.
+
+        ``chosen`` overrides the facts of the target.
+        """
         if not target.facts:
             return None
         facts = {**target.facts, **chosen}
         return cls(target.name, o.HfOptions(**{f.name: facts.get(f.name) for f in fields(o.HfOptions)}))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the origin as JSON-ready values."""
         return {"name": self.name, **self.options.given()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Origin:
-        """The inverse of ``to_dict``.
+        """Read what ``to_dict`` returned.
 
         Raises:
-            ValueError: a choice that the command line does not offer.
+            ValueError: a value that the command line does not offer.
         """
         for name, choices in (("dtype", o.Dtype), ("optimizer", o.OptimizerName)):
             if name in data and data[name] not in get_args(choices):
@@ -64,7 +67,7 @@ class Origin:
 
 
 def save(made: Plan | Profile, path: Path | None, origin: Origin | None) -> None:
-    """Save a profile or a plan where it is wanted, with what its model and batch were made with."""
+    """Save a profile or a plan together with its origin. Do nothing without a path."""
     if path is None:
         return
     target = None if origin is None else origin.to_dict()
@@ -74,13 +77,19 @@ def save(made: Plan | Profile, path: Path | None, origin: Origin | None) -> None
 
 
 def origin_of(made: Plan | Profile) -> Origin | None:
-    """What a file says about its target; None if it was not an ``hf:`` target, or the library wrote the file."""
+    """Return the origin that a file holds.
+
+    It is None for other targets than ``hf:``, and for files that were saved from Python.
+    """
     target = made.fingerprint.target
     return None if target is None else Origin.from_dict(target)
 
 
 def seen_in(fingerprint: Fingerprint) -> o.HfOptions:
-    """What a plan of the library shows of its model and batch: everything but optimizer and attention."""
+    """Read the options of an ``hf:`` target from a fingerprint, for plans that were saved from Python.
+
+    A fingerprint has everything but the optimizer and the attention.
+    """
     shapes = {path: shape for path, shape, _ in fingerprint.batch}
     tokens = shapes.get("batch['input_ids']")
     first = tokens or shapes.get("batch['pixel_values']")

@@ -1,4 +1,4 @@
-"""What goes to the terminal: results on stdout, all the rest on stderr.
+"""Write to the terminal: results to stdout, everything else to stderr.
 
 No cell is cut off, whatever the width. A table that is too wide for the terminal leaves out columns, and says which.
 """
@@ -20,13 +20,13 @@ from rich.table import Column, Table
 
 from sacplan.errors import SacplanWarning
 
-_UNLIMITED = 10_000  # columns in a pipe: one line stays one line, to be searched
+_UNLIMITED = 10_000  # columns in a pipe, so that each row stays one line for grep
 _FOLDED = 30  # columns that the last column of a table keeps when it folds
 
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """What a command found.
+    """The result of a command.
 
     Attributes:
         facts: for ``--json``.
@@ -39,7 +39,7 @@ class CommandResult:
     notes: Sequence[str] = ()
 
     def print(self, *, as_json: bool) -> None:
-        """To stdout as JSON, or for people."""
+        """Print the result to stdout, as JSON or for people."""
         if as_json:
             print_json(self.facts)
             return
@@ -56,15 +56,15 @@ class CommandResult:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One object on stdout."""
+    """Print one JSON object to stdout."""
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
 def _console(*, stderr: bool = False) -> Console:
     known = stderr or sys.stdout.isatty() or "COLUMNS" in os.environ
-    # rich keeps bold and dim under NO_COLOR; without a color system it writes no escape codes at all
+    # Under NO_COLOR rich still writes bold and dim. Without a color system it writes no escape codes at all.
     plain: dict[str, Any] = {"no_color": True, "color_system": None} if os.environ.get("NO_COLOR") else {}
-    # no markup: the name of a module may hold brackets
+    # Markup is off because names of modules may contain brackets.
     return Console(
         stderr=stderr,
         highlight=False,
@@ -76,17 +76,17 @@ def _console(*, stderr: bool = False) -> Console:
 
 
 def say(text: str, style: str | None = None) -> None:
-    """One line on stderr."""
+    """Write one line to stderr."""
     _console(stderr=True).print(text, style=style, soft_wrap=True)
 
 
 def note(text: str) -> None:
-    """A remark on stderr."""
+    """Write a remark to stderr."""
     say(f"note: {text}")
 
 
 def warn(text: str) -> None:
-    """A remark on stderr about what may not have been meant."""
+    """Write a warning to stderr, about something that the user may not have meant."""
     say(f"warning: {text}", "yellow")
 
 
@@ -98,7 +98,10 @@ def show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Replaces ``warnings.showwarning``: our own warnings are sentences for people."""
+    """Show a Python warning in one line, in place of ``warnings.showwarning``.
+
+    Warnings of sacplan are sentences for users, so they have neither file nor category.
+    """
     if issubclass(category, SacplanWarning):
         warn(str(message))
     else:
@@ -107,11 +110,11 @@ def show_warning(
 
 @contextlib.contextmanager
 def stage(name: str, *, long: bool = False) -> Iterator[Callable[[str], None]]:
-    """Say on stderr what is going on; yields a function that reports progress.
+    """Show on stderr which stage is running. Yields a function that reports progress.
 
     Args:
         name: of the stage.
-        long: whether it may take a minute. Then it has a line in a log, too; others are shown on a terminal alone.
+        long: whether it may take a minute. Such a stage is reported in logs too, others only on a terminal.
     """
     if not sys.stderr.isatty():
         if long:
@@ -123,12 +126,12 @@ def stage(name: str, *, long: bool = False) -> Iterator[Callable[[str], None]]:
 
 
 def number(title: str) -> Column:
-    """A column of numbers."""
+    """Return a right-aligned column, for numbers."""
     return Column(title, justify="right")
 
 
 class _ColumnTable(Table):
-    """A table that may leave out columns.
+    """A table that may drop columns to fit the terminal.
 
     Attributes:
         optional: titles of columns, the least important first.
@@ -137,7 +140,7 @@ class _ColumnTable(Table):
     optional: Sequence[str] = ()
 
     def without(self, title: str) -> _ColumnTable:
-        """The same table without a column."""
+        """Return the same table without one column."""
         columns = [column for column in self.columns if column.header != title]
         rows = list(zip(*(map(str, column.cells) for column in columns), strict=True))
         return table(columns, rows, [each for each in self.optional if each != title])
@@ -146,12 +149,12 @@ class _ColumnTable(Table):
 def table(
     columns: Sequence[Column | str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()
 ) -> _ColumnTable:
-    """A table with a header.
+    """Make a table with a header.
 
     Args:
-        columns: titles, or what ``number`` makes.
+        columns: titles, or columns from ``number``.
         rows: a cell for each column.
-        optional: titles of the columns that are left out where the terminal is too narrow, the first one first.
+        optional: titles of the columns to drop on a narrow terminal, in this order.
     """
     fresh = (c.copy() if isinstance(c, Column) else c for c in columns)  # a rich column collects its cells
     made = _ColumnTable(*fresh, box=None, pad_edge=False, safe_box=True)
@@ -162,7 +165,7 @@ def table(
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> Table:
-    """Labels and what they stand for; the text folds beside its label."""
+    """Make a table of labels and texts. A long text folds beside its label."""
     grid = Table.grid(Column(style="bold", overflow="fold"), Column(overflow="fold"), padding=(0, 2))
     for row in rows:
         grid.add_row(*row)
@@ -170,7 +173,7 @@ def pairs(rows: Sequence[tuple[str, str]]) -> Table:
 
 
 def _print_table(made: Table) -> list[str]:
-    """Prints it; returns the titles of the columns that there was no room for."""
+    """Print a table, and return the titles of the columns that were dropped."""
     console = _console()
     left_out = []
     if made.show_header:
@@ -186,7 +189,7 @@ def _print_table(made: Table) -> list[str]:
 
 
 def _fits(made: Table, console: Console) -> bool:
-    """Whether nothing has to fold except text in the last column."""
+    """Return whether the table fits the console if only text in the last column folds."""
     made.box = box.SIMPLE_HEAD if console.is_terminal else None
     for column in made.columns:
         column.overflow = "fold"  # where it still does not fit

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from sacplan._cli import options as o
 from sacplan._cli import show, sources
 from sacplan._cli.command import command
 from sacplan._cli.files import is_ours
@@ -15,7 +16,6 @@ from sacplan._cli.output import CommandResult, table
 _File = Annotated[
     str, typer.Argument(metavar="FILE", help="A saved plan, or a saved profile.", show_default=False)
 ]
-_Plan = Annotated[str, typer.Argument(metavar="PLAN", help="A saved plan.", show_default=False)]
 
 
 @command(
@@ -51,7 +51,7 @@ def show_file(file: _File) -> CommandResult:
     "What two plans do otherwise.",
     examples=["sacplan diff plan.json plan-cpu.json", "sacplan diff plan.json plan-cpu.json --json"],
 )
-def diff(first: _Plan, second: _Plan) -> CommandResult:
+def diff(first: o.PlanFile, second: o.PlanFile) -> CommandResult:
     """Compare two plans: their figures, and by layer what one of them recomputes and the other does not.
 
     The exit code is 0 whether they differ or not.

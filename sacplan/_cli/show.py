@@ -1,4 +1,4 @@
-"""Results as tables for people and as facts for ``--json``: profiles, plans, verifications, targets."""
+"""Show profiles, plans, verifications and targets: as tables for people, and as facts for ``--json``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import msgspec
 from rich.table import Table
 
 from sacplan._cli.output import number, pairs, table
+from sacplan._program.budget import format_bytes, format_share
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,42 +23,36 @@ if TYPE_CHECKING:
     from sacplan._ranks.ranks import Ranks
     from sacplan._shard.sharding import Sharding
 
-_GROUPS = 20  # rows of units; the rest is counted
-_OPS = 6  # names in a row
+_GROUPS = 20  # rows of units; further ones are only counted
+_OPS = 6  # names of ops in a row; further ones are only counted
 
 
 def size(n_bytes: int | None) -> str:
-    """Bytes for people, and exactly."""
+    """Write bytes rounded and exactly: ``2.41 GiB (2587710464 bytes)``."""
     return "none" if n_bytes is None else f"{rounded_size(n_bytes)} ({n_bytes} bytes)"
 
 
 def rounded_size(n_bytes: int) -> str:
-    """Bytes for people: ``2.41 GiB``."""
-    from sacplan._program.budget import format_bytes
-
+    """Write bytes rounded: ``2.41 GiB``."""
     return format_bytes(n_bytes)
 
 
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "0.0%"
-
-
 def model_row(facts: Mapping[str, Any], model_class: str) -> tuple[str, str]:
-    """The model, and what was chosen for it if it is of an ``hf:`` target."""
+    """Return the row for the model, with the options of an ``hf:`` target."""
     shown = {k: f"{v:,}" if k == "parameters" else str(v) for k, v in facts.items() if k != "model"}
     chosen = f" ({', '.join(f'{k} {v}' for k, v in shown.items())})" if shown else ""
     return "model", f"{facts.get('model', model_class)}{chosen}"
 
 
 def ranks_text(ranks: Ranks, program: Program | None = None) -> str:
-    """Over how many ranks a step is spread, and how; with its program, how many modules each pattern matches."""
+    """Say over how many ranks a step is spread, and how (see ``sacplan._plan.reading``, which imports torch)."""
     from sacplan._plan.reading import ranks_text
 
     return ranks_text(ranks, program)
 
 
 def sections_shown(sections: Sequence[Section]) -> list[Table | str]:
-    """Titles with rows below them."""
+    """Return sections as titles with tables below them."""
     shown: list[Table | str] = []
     for section in sections:
         shown += [*([""] if shown else []), section.title]
@@ -71,7 +66,7 @@ def _device(text: str, ranks: Ranks, program: Program | None = None) -> tuple[st
 
 
 def target_facts(target: Target | None, output: Path | None = None) -> dict[str, Any]:
-    """The target, if there is one, and where the result was saved, if it was."""
+    """Return the facts about a target, and the file that the result was saved to."""
     facts: dict[str, Any] = {} if target is None else {"target": target.name}
     if target is not None and target.facts:
         facts["hf"] = dict(target.facts)
@@ -79,22 +74,22 @@ def target_facts(target: Target | None, output: Path | None = None) -> dict[str,
 
 
 def remarks(profile: Profile, what: str, output: Path | None) -> list[str]:
-    """What was assumed, and where the result was saved."""
+    """Return the notes on assumptions, and on the file that the result was saved to."""
     return [*assumed(profile.assumptions), *saved(what, output)]
 
 
 def assumed(sentences: Iterable[str]) -> list[str]:
-    """What was assumed."""
+    """Return a note for each assumption."""
     return [f"assumed: {sentence}" for sentence in sentences]
 
 
 def saved(what: str, output: Path | None) -> list[str]:
-    """Where the result was saved, if it was."""
+    """Return a note on the file that the result was saved to, if there is one."""
     return [] if output is None else [f"{what} written to {output}"]
 
 
 def profile_facts(profile: Profile) -> dict[str, Any]:
-    """A profile for ``--json``."""
+    """Return the facts about a profile, for ``--json``."""
     return {
         "model_class": profile.fingerprint.model_class,
         "device": profile.device,
@@ -116,7 +111,7 @@ def profile_facts(profile: Profile) -> dict[str, Any]:
 
 
 def profile_table(profile: Profile, facts: Mapping[str, Any]) -> Table:
-    """A profile."""
+    """Return a profile as a table."""
     baseline = profile.baseline
     where = baseline.peak_phase.name.lower() + (f" of {baseline.peak_fqn}" if baseline.peak_fqn else "")
     if profile.mode == "inference":
@@ -134,7 +129,7 @@ def profile_table(profile: Profile, facts: Mapping[str, Any]) -> Table:
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
-    """A plan for ``--json``; the file of ``-o`` has the decisions op by op."""
+    """Return the facts about a plan, for ``--json``. Decisions on single ops are in the file of ``-o``."""
     return {
         "model_class": plan.fingerprint.model_class,
         "device": plan.device,
@@ -161,7 +156,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
 
 
 def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[Table]:
-    """A plan, and what its units discard."""
+    """Return the figures of a plan, its sharding, its chunks, and what its units discard."""
     summary = pairs(
         [
             model_row(facts, plan.fingerprint.model_class),
@@ -172,8 +167,8 @@ def plan_tables(plan: Plan, profile: Profile, facts: Mapping[str, Any]) -> list[
             ("planned", size(plan.peak_bytes)),
             (
                 "recompute",
-                f"{plan.recompute_ms:.2f} ms, {_share(plan.recompute_ms, plan.step_ms)} of the step without a plan; "
-                f"{_share(plan.recompute_flops, plan.step_flops)} of its FLOPs",
+                f"{plan.recompute_ms:.2f} ms, {format_share(plan.recompute_ms, plan.step_ms)} of the step without a "
+                f"plan; {format_share(plan.recompute_flops, plan.step_flops)} of its FLOPs",
             ),
             ("step", f"{_planned_ms(plan)}, {plan.step_ms:.2f} ms without a plan"),
             ("lower bound", f"{plan.lower_bound_ms:.2f} ms, for any schedule with that peak"),
@@ -197,7 +192,7 @@ def _planned_ms(plan: Plan) -> str:
 
 
 def _whence(plan: Plan) -> str:
-    """Where a budget that was not asked for is from."""
+    """Say how a default budget was derived. Empty for a budget that was asked for."""
     from sacplan._plan.limits import DEFAULT_HEADROOM
 
     if plan.budget_bytes is None or plan.provenance.budget is not None:
@@ -216,7 +211,7 @@ def _sharding_pairs(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _sharding_table(sharding: Sharding) -> Table:
-    """Where parameters lie on each axis, and what inputs of ops are moved to."""
+    """Return the placements of parameters, and those that inputs of ops are redistributed to."""
     rows = [[pattern, layout, ""] for pattern, layout in sharding.homes.items()]
     for place in sharding.places:
         where = f"{place.unit or 'the model'}: {place.op.removeprefix('aten.')}"
@@ -226,11 +221,11 @@ def _sharding_table(sharding: Sharding) -> Table:
 
 
 def chunk_pairs(plan: Plan) -> list[tuple[str, str]]:
-    """What chunks cost, and what they do to gradients; nothing for a plan that may not run anything in slices."""
+    """Return rows on what chunks cost and how they affect gradients. Empty unless the plan may use chunks."""
     if "chunk" not in plan.provenance.techniques:
         return []
     cost = (
-        f"{plan.added_ms:+.2f} ms, {_share(plan.added_ms, plan.step_ms)} of the step"
+        f"{plan.added_ms:+.2f} ms, {format_share(plan.added_ms, plan.step_ms)} of the step"
         if plan.chunks
         else "none"
     )
@@ -265,7 +260,7 @@ def _chunks_table(plan: Plan, profile: Profile) -> Table:
 
 
 def _units_table(plan: Plan) -> Table:
-    """Units that do the same are one row."""
+    """Return what units discard. Units that do the same share a row."""
     groups: dict[Any, list[str]] = {}
     discarded = plan.discarded
     chunked = {chunk.unit for chunk in plan.chunks}
@@ -293,7 +288,7 @@ def _units_table(plan: Plan) -> Table:
 
 
 def together(names: Sequence[str]) -> str:
-    """Names that differ in one number, as one: ``layers.{0-3,7}.mlp``."""
+    """Join names that differ in one number: ``layers.{0-3,7}.mlp``."""
     if len(names) == 1:
         return names[0] or "(the model)"
     parts = [re.split(r"(\d+)", n) for n in names]
@@ -322,14 +317,14 @@ def _op_counts(sites: Iterable[CallSite]) -> str:
 
 
 def _whose_time(seen: Verification, plan: Plan) -> str:
-    """What a verification's time is, which is another one than the plan's where the step is run."""
+    """Say which time a verification reports: wall time for a real step, a prediction for a fake one."""
     if seen.run == "real":
         return f"wall time here; predicted for {plan.device}: {_planned_ms(plan)}"
     return f"predicted, {plan.step_ms:.2f} ms without a plan"
 
 
 def verification_table(seen: Verification, plan: Plan, facts: Mapping[str, Any]) -> Table:
-    """A verification."""
+    """Return a verification as a table."""
     return pairs(
         [
             model_row(facts, plan.fingerprint.model_class),

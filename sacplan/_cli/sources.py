@@ -1,4 +1,4 @@
-"""From what the command line names to what the library works on: devices, profiles, plans, verifications."""
+"""Turn names and options of the command line into devices, profiles, plans and verifications."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Source:
-    """What a plan is made from.
+    """A profile to make a plan from.
 
     Attributes:
         profile: recorded now, or loaded.
         target: the target that was recorded; None for a loaded profile.
-        origin: how to make the model and the batch again, where that is known.
+        origin: how to make the model and the batch again; None if that is not known.
     """
 
     profile: Profile
@@ -45,7 +45,7 @@ class Source:
 
 
 def device_of(name: str | None) -> DeviceSpec:
-    """The device of ``--device``: a name, or a file that ``DeviceSpec.save`` wrote."""
+    """Return the device of ``--device``: a name, or a file that ``DeviceSpec.save`` wrote."""
     from sacplan._device.devices import DeviceSpec, resolve_device
 
     name = name or o.DEFAULT_DEVICE
@@ -53,7 +53,7 @@ def device_of(name: str | None) -> DeviceSpec:
 
 
 def _asked_ranks(step: o.StepOptions) -> Ranks | None:
-    """How many ranks were asked for, and how; None where nothing is said."""
+    """Return the ranks of ``--world-size`` and ``--fsdp-unit``; None if no world size is given."""
     from sacplan._ranks.ranks import Ranks
 
     if step.fsdp_unit and (step.world_size or 1) == 1:
@@ -64,7 +64,7 @@ def _asked_ranks(step: o.StepOptions) -> Ranks | None:
 
 
 def dtype_for(spec: DeviceSpec, source: str, asked: o.HfOptions) -> o.HfOptions:
-    """The options of an ``hf:`` target; without a dtype, one that the device computes in."""
+    """Return the options of an ``hf:`` target. Without a dtype, a device that has no bfloat16 gets float16."""
     if asked.dtype is not None or spec.has_bfloat16 or not source.startswith("hf:"):
         return asked
     note(f"--dtype float16, since {spec.name} has no bfloat16 arithmetic")
@@ -75,15 +75,15 @@ def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions, plan: Plan | N
     """Load a saved profile, or record the step of a target.
 
     Args:
-        source: as a person writes it.
+        source: as the user wrote it.
         step, hf: options.
-        plan: of that step; a target of another model or batch is not recorded.
+        plan: of that step. A target with another model or batch is refused before it is recorded.
 
     Raises:
         TargetError: options that contradict a saved profile, or a target that cannot be loaded.
-        PlanMismatch: the plan is of something else.
+        PlanMismatch: the plan is for another model or batch.
     """
-    ranks = _asked_ranks(step)  # an error in it is said before anything is loaded
+    ranks = _asked_ranks(step)  # first, so that an error in the options is reported before anything is loaded
     if is_json_file(source):
         return _saved_profile(source, step, ranks, hf)
     import sacplan
@@ -110,9 +110,8 @@ def profile_of(source: str, step: o.StepOptions, hf: o.HfOptions, plan: Plan | N
         users_code(f"the step of {target.name}"),
         warnings.catch_warnings(),
     ):
-        warnings.filterwarnings(
-            "ignore", r".* has no bfloat16 "
-        )  # said among the assumptions, as is the next
+        # Both are among the assumptions that the result reports.
+        warnings.filterwarnings("ignore", r".* has no bfloat16 ")
         warnings.simplefilter("ignore", sacplan.SumOfOutputsWarning)
         profile = sacplan.profile(
             target.model,
@@ -185,9 +184,9 @@ def _read(load: Callable[[Path], _Value], name: str, what: str) -> _Value:
 
 
 def as_planned(asked: o.HfOptions, plan: Plan, plan_file: str) -> o.HfOptions:
-    """What an ``hf:`` target is made with to verify a plan: what was asked for, else what the plan was made with.
+    """Return the options of an ``hf:`` target to verify: those given, else those that the plan was made with.
 
-    Says on stderr what it takes from the plan, and where the two disagree.
+    Notes on stderr name what is taken from the plan, and where the two disagree.
     """
     origin = _read(lambda _: origin_of(plan), plan_file, "plan")
     given = asked.given()
@@ -208,10 +207,10 @@ def as_planned(asked: o.HfOptions, plan: Plan, plan_file: str) -> o.HfOptions:
 
 
 def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepOptions:
-    """How a target is recorded to report on a plan: as was asked for, else as the plan's profile was.
+    """Return how to record a target for a report on a plan: as asked for, else as the plan's profile was recorded.
 
     Raises:
-        TargetError: the plan is for a device that is known by no name.
+        TargetError: the plan is for a device that is not in the table.
     """
     from sacplan._device.devices import resolve_device
 
@@ -224,7 +223,7 @@ def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepO
                 f"{plan_file} is for {device!r}, which is no device of the table; give the file of its DeviceSpec: "
                 "--device FILE."
             ) from error
-    made: Any = plan.provenance  # whose strings are those of a profile
+    made: Any = plan.provenance  # its strings are the literals of StepOptions
     return replace(
         asked,
         device=device,
@@ -235,7 +234,7 @@ def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepO
 
 
 def verified(target: Target, plan: Plan, run: o.Run) -> Verification:
-    """The step of a target with the plan applied."""
+    """Run the step of a target with a plan applied."""
     import sacplan
 
     train = plan.provenance.mode == "train"
@@ -246,17 +245,17 @@ def verified(target: Target, plan: Plan, run: o.Run) -> Verification:
         users_code(f"the step of {target.name}"),
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore", sacplan.SumOfOutputsWarning)  # said among the assumptions
+        warnings.simplefilter("ignore", sacplan.SumOfOutputsWarning)  # the assumptions report it
         return sacplan.verify(target.model, target.batch, plan, loss_fn, optimizer, run=run)
 
 
 def check_early(
     budget: str | None, solver: str, techniques: list[str] | None, headroom: str | None = None
 ) -> dict[str, Any]:
-    """Whatever is wrong regardless of the model is said before the model is recorded.
+    """Check the options that do not depend on the model, before it is recorded.
 
     Returns:
-        ``techniques=`` for functions of the library, where any were asked for.
+        ``techniques=`` for functions of the library, if any were asked for.
     """
     from sacplan._plan.limits import check_one_of
     from sacplan._plan.planning import resolve_solver
@@ -272,7 +271,7 @@ def check_early(
 
 
 def check_early_of_device(asked: o.BudgetOptions) -> dict[str, Any]:
-    """The same for commands that look at several steps, of which a budget can be no share."""
+    """Do the same for commands on several steps, which have no one peak that a budget could be a share of."""
     from sacplan._plan.limits import refuse_share
 
     refuse_share(asked.budget)
@@ -280,7 +279,7 @@ def check_early_of_device(asked: o.BudgetOptions) -> dict[str, Any]:
 
 
 def mesh_of(text: str | None, techniques: Mapping[str, Any]) -> dict[str, Any]:
-    """``mesh=`` for functions of the library, where ``--mesh`` is given, and what a plan may then do."""
+    """Return ``mesh=`` and ``techniques=`` for functions of the library. Empty without ``--mesh``."""
     if text is None:
         return {}
     mesh: Any = text
@@ -298,7 +297,7 @@ def mesh_of(text: str | None, techniques: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def planned(source: Source, budget: str | None, solver: str = "best", **how: Any) -> Plan:
-    """A plan of a profile; where there is none, hints at what to change. ``how`` is for ``sacplan.plan``."""
+    """Plan on a profile. An infeasible budget gets hints on what to change. ``how`` is passed to ``sacplan.plan``."""
     import sacplan
 
     with stage("planning"), optimizer_hints(source.origin, source.profile.ranks):
@@ -306,7 +305,7 @@ def planned(source: Source, budget: str | None, solver: str = "best", **how: Any
 
 
 def curve(profile: Profile, points: int, **how: Any) -> pd.DataFrame:
-    """The frontier of a profile. ``how`` is for ``sacplan.frontier``."""
+    """Compute the frontier of a profile. ``how`` is passed to ``sacplan.frontier``."""
     import sacplan
 
     with stage(f"planning for {points} budgets", long=True) as say:
@@ -316,7 +315,10 @@ def curve(profile: Profile, points: int, **how: Any) -> pd.DataFrame:
 
 @contextlib.contextmanager
 def optimizer_hints(origin: Origin | None, ranks: Ranks | None) -> Iterator[None]:
-    """What to change where the optimizer's step does not fit; ``ranks`` is None for a command without ranks."""
+    """Add hints to ``InfeasibleBudget`` if the optimizer step is what does not fit.
+
+    ``ranks`` is None for a command without ranks.
+    """
     try:
         yield
     except InfeasibleBudget as error:
@@ -329,7 +331,7 @@ def optimizer_hints(origin: Origin | None, ranks: Ranks | None) -> Iterator[None
 
 
 def _other_optimizers(origin: Origin | None) -> list[str]:
-    """Those that take less memory."""
+    """Return hints at optimizers that take less memory."""
     if origin is None:
         return [
             "an optimizer of torch has no temporaries with fused=True, and those of one parameter at a time with "

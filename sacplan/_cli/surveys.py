@@ -17,6 +17,7 @@ from sacplan._cli.exits import OutputError, TargetError
 from sacplan._cli.files import check_output
 from sacplan._cli.origin import Origin, save
 from sacplan._cli.output import CommandResult, note, number, pairs, stage, table, warn
+from sacplan._cli.rows import rows_table
 from sacplan._cli.targets import is_json_file, load_target, users_code
 from sacplan._program.writing import replacing
 from sacplan.errors import InfeasibleBudget
@@ -78,19 +79,10 @@ def frontier(
         "ranks": msgspec.to_builtins(profile.ranks),
         "rows": rows,
     }
-    cells = [[_cell(column, row[column]) for column in _FRONTIER] for row in rows]
     notes = show.saved("frontier", output)
     if profile.ranks.world_size > 1:
         notes.insert(0, f"all figures are those of {show.ranks_text(profile.ranks, profile.program)}")
-    return CommandResult(facts, [table(list(_FRONTIER.values()), cells, _FRONTIER_OPTIONAL)], notes)
-
-
-def _cell(column: str, value: Any) -> str:
-    if column.endswith("_bytes"):
-        return show.rounded_size(int(value))
-    if column.endswith("_share"):
-        return f"{value:.1%}"
-    return f"{value:.2f}" if column.endswith("_ms") else str(value)
+    return CommandResult(facts, [rows_table(_FRONTIER, rows, _FRONTIER_OPTIONAL)], notes)
 
 
 @command(
@@ -280,7 +272,7 @@ def layouts(
     sacplan; for FSDP2 and DDP of PyTorch see sacplan plan --world-size.
     """
     import sacplan
-    from sacplan._plan.layouts import RUN_BY
+    from sacplan._questions.layouts import RUN_BY
 
     check_output(output, "plan", force=force)
     allowed = sources.check_early_of_device(asked)
@@ -326,9 +318,8 @@ def layouts(
     ]
     if found.devices > 1:
         said.append(("run by", RUN_BY))
-    cells = [[_layout_cell(column, row) for column in _LAYOUTS] for row in rows]
     return CommandResult(
-        facts, [pairs(said), table(list(_LAYOUTS.values()), cells, _LAYOUTS_OPTIONAL)], notes
+        facts, [pairs(said), rows_table(_LAYOUTS, [_shown(row) for row in rows], _LAYOUTS_OPTIONAL)], notes
     )
 
 
@@ -345,12 +336,13 @@ _LAYOUTS: dict[str, Column | str] = {
 _LAYOUTS_OPTIONAL = ("collectives ms", "recompute ms", "unplanned", "step ms", "planned")
 
 
-def _layout_cell(column: str, row: dict[str, Any]) -> str:
-    if not row["fits"] and column in ("step_ms", "recompute_ms", "samples_per_s"):
-        return "does not fit" if column == "samples_per_s" else ""
-    if column.endswith("_bytes"):
-        return show.rounded_size(int(row[column]))
-    return row[column] if isinstance(row[column], str) else f"{row[column]:.2f}"
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the times of a step that does not fit: nobody will see them."""
+    return (
+        row
+        if row["fits"]
+        else {**row, "step_ms": None, "recompute_ms": None, "samples_per_s": "does not fit"}
+    )
 
 
 @command("devices", "The devices that are known.", examples=["sacplan devices", "sacplan devices --json"])

@@ -1,4 +1,4 @@
-"""The value that a command line's target is loaded into."""
+"""The value that a target of the command line is loaded into."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Target:
-    """What a step is made of.
+    """The model, batch, loss and optimizer of a step.
 
     Attributes:
-        name: as it was written.
+        name: as the user wrote it.
         model, batch, loss_fn, optimizer: as ``sacplan.profile`` takes them.
-        make_batch: batch size to batch, where the target has it.
-        facts: what was chosen for an ``hf:`` target (batch, seq, dtype, ...), to be shown.
+        make_batch: maps a batch size to a batch; None if the target makes batches of one size.
+        facts: the options of an ``hf:`` target (batch, seq, dtype, ...), to be shown.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Targets: how a person names a model and a batch, and how they are loaded.
+"""Load targets: the names by which users refer to a model and a batch.
 
-    train.py:make        a function of a file; train.py alone: its sacplan_target
-    package.module:make  a function of a module, the current directory first
+    train.py:make        a function in a file; train.py alone stands for its sacplan_target
+    package.module:make  a function in a module; the current directory is searched first
     hf:gpt2, hf:config.json, hf:directory    from a configuration of transformers, without weights
 
 The function takes no arguments and returns ``(model, batch)``, or a mapping with the keys ``model``, ``batch`` and
@@ -36,7 +36,7 @@ _FORMS = "FILE.py:FUNCTION, MODULE:FUNCTION, hf:NAME or hf:CONFIG.json"
 
 
 def is_json_file(text: str) -> bool:
-    """Whether this names a saved file, and not a target."""
+    """Return whether the text names a saved file rather than a target."""
     return not text.startswith("hf:") and text.lower().endswith((".json", ".json.gz"))
 
 
@@ -44,12 +44,12 @@ def load_target(text: str, options: HfOptions, place: str = "meta") -> Target:
     """Load a target.
 
     Args:
-        text: as a person writes it.
+        text: as the user wrote it.
         options: of ``hf:`` targets; other targets take at most ``batch``.
-        place: the device that an ``hf:`` model is made on; ``"meta"`` for one without weights.
+        place: the device to make an ``hf:`` model on; on ``"meta"`` it has no weights.
 
     Raises:
-        TargetError: it does not exist, or its own code failed; names the line.
+        TargetError: it does not exist, or the user's code failed. The message names the line.
     """
     if text.startswith("hf:"):
         from sacplan._cli import hf  # imports torch
@@ -94,7 +94,10 @@ def _meant(text: str) -> str:
 
 
 def not_a_model(text: str, profile: str = "") -> TargetError:
-    """What to say of a JSON file where a model belongs (or ``profile``, "a profile or ")."""
+    """Return the error for a JSON file in the place of a model.
+
+    ``profile`` is ``"a profile or "`` where a saved profile would do as well.
+    """
     path = Path(text)
     kind = kind_of(path) if path.is_file() else None
     if kind == "configuration":
@@ -113,9 +116,10 @@ def not_a_model(text: str, profile: str = "") -> TargetError:
 
 @contextlib.contextmanager
 def users_code(name: str) -> Iterator[None]:
-    """What it prints goes to stderr; what it raises becomes a ``TargetError`` that says where.
+    """Run code of the user: its output goes to stderr, and its errors become a ``TargetError`` that names a line.
 
-    An error without a frame of the user's code, of a module or of a library is ours, and passes through.
+    An error passes through if no frame of its traceback is outside of sacplan and torch or in the forward of a module:
+    it is a bug of sacplan.
     """
     with contextlib.redirect_stdout(sys.stderr), _no_traceback_in_the_log():
         try:
@@ -137,7 +141,7 @@ def users_code(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_traceback_in_the_log() -> Iterator[None]:
-    """Silence torch, which logs what a fake tensor raises besides raising it; ``--debug`` shows the traceback."""
+    """Silence the logger of fake tensors, which logs each error that it raises. ``--debug`` shows the traceback."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True
@@ -148,7 +152,10 @@ def _no_traceback_in_the_log() -> Iterator[None]:
 
 
 def _where(error: Exception) -> str | None:
-    """File and line of the innermost frame that is neither torch's nor ours, else the innermost of torch's modules."""
+    """Return file and line of the innermost frame outside of torch and sacplan.
+
+    Without one, return the class of the innermost module whose forward was running; None if there is neither.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     ours = str(Path(__file__).parent.parent)
@@ -173,7 +180,7 @@ def _load_module(name: str) -> ModuleType:
         with users_code(name):
             return importlib.import_module(name)
     except (TargetError, ModuleNotFoundError) as error:
-        # the module itself or a package around it, and not something that it imports
+        # Only if the module itself or its package is missing, not something that it imports.
         missing = error.__cause__ or error
         if isinstance(missing, ModuleNotFoundError) and f"{name}.".startswith(f"{missing.name}."):
             raise TargetError(
@@ -192,7 +199,7 @@ def _load_file(path: Path) -> ModuleType:
         raise TargetError(f"{path} cannot be imported as Python.")
     module = importlib.util.module_from_spec(spec)
     before = sys.modules.get(path.stem)
-    sys.modules[path.stem] = module  # dataclasses and pickle look there
+    sys.modules[path.stem] = module  # dataclasses and pickle look modules up here
     try:
         with users_code(str(path)):
             spec.loader.exec_module(module)
@@ -240,7 +247,7 @@ def _find(module: ModuleType, attribute: str | None, text: str) -> Callable[[], 
 
 
 def _is_model(found: Any) -> bool:
-    """Whether this is a module or a class of modules; nobody has made one where torch is not imported."""
+    """Return whether a value is an ``nn.Module`` or a class of them. If torch is not imported, nothing is."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False

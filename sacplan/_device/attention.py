@@ -28,12 +28,12 @@ aten = torch.ops.aten
 
 Backend = Literal["flash", "efficient", "cudnn", "math"]
 ALL_BACKENDS: tuple[Backend, ...] = ("flash", "efficient", "math", "cudnn")
-"""torch's own order of preference, before cuDNN is promoted."""
+"""PyTorch's order of preference where cuDNN is not promoted."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What the choice of a kernel depends on, besides the device.
+    """One call of attention, as far as the choice of a kernel depends on it.
 
     Attributes:
         query: shape [B, H, Sq, D]; key and value alike, [B, Hk, Sk, D] and [B, Hk, Sk, Dv]. Other ranks
@@ -91,7 +91,7 @@ def attention_backend(
     priority: Sequence[Backend] | None = None,
     enabled: Sequence[Backend] = ALL_BACKENDS,
 ) -> Backend:
-    """The kernel that ``F.scaled_dot_product_attention`` takes on ``spec``: a pure function of its arguments.
+    """Return the kernel that ``F.scaled_dot_product_attention`` takes on ``spec``: a function of the arguments alone.
 
     Args:
         spec: the device.
@@ -120,7 +120,10 @@ def attention_backend(
 
 
 def _fusable(call: AttentionCall) -> bool:
-    """What all fused kernels require."""
+    """Whether a call meets the conditions that all fused kernels share (``sdp_utils_cpp.h``).
+
+    Four dimensions, one batch size, nothing empty, stride 1 in the last dimension, and one number of heads or groups.
+    """
     if not len(call.query) == len(call.key) == len(call.value) == 4:
         return False
     heads_q, heads_k, heads_v = call.query[1], call.key[1], call.value[1]
@@ -224,11 +227,7 @@ _SDP_NAMES: dict[int, Backend] = {0: "math", 1: "flash", 2: "efficient", 3: "cud
 
 def _user_priority() -> list[Backend] | None:
     """The order set by ``sdpa_kernel(..., set_priority=True)``; None where it is torch's default."""
-    try:
-        order = torch._C._get_sdp_priority_order()
-    except AttributeError:
-        return None
-    names = [_SDP_NAMES[i] for i in order if i in _SDP_NAMES]
+    names = [_SDP_NAMES[i] for i in torch._C._get_sdp_priority_order() if i in _SDP_NAMES]
     if names == list(ALL_BACKENDS):
         deprioritized = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
         return names if deprioritized else None
@@ -236,7 +235,7 @@ def _user_priority() -> list[Backend] | None:
 
 
 class Arguments(NamedTuple):
-    """Of ``F.scaled_dot_product_attention``."""
+    """The arguments of ``F.scaled_dot_product_attention``."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -248,7 +247,10 @@ class Arguments(NamedTuple):
     enable_gqa: bool = False
 
     def call(self) -> AttentionCall | None:
-        """What the choice of a kernel sees; None where fused kernels do not come into question."""
+        """Return the call as the choice of a kernel sees it; None if no fused kernel comes into question.
+
+        That is the case with a mask on top of causal attention, and with operands of several types.
+        """
         query, key, value, mask = self[:4]
         if (self.is_causal and mask is not None) or not query.dtype == key.dtype == value.dtype:
             return None
@@ -277,7 +279,7 @@ class Arguments(NamedTuple):
 
 in_place_of_math: ContextVar[Callable[[DeviceSpec, Arguments, AttentionCall], torch.Tensor | None] | None]
 in_place_of_math = ContextVar("in_place_of_math", default=None)
-"""What runs a call that would run as separate ops; None, from it too: these."""
+"""Runs a call that would take the math kernel, see ``attention_repairs.py``. If it is or returns None, math runs."""
 
 
 @override(aten.scaled_dot_product_attention.default)
@@ -293,7 +295,12 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """``F.scaled_dot_product_attention`` as CUDA runs it: the fused op that ``attention_backend`` names, or math."""
+    """Run ``F.scaled_dot_product_attention`` as CUDA does, by the fused op that ``attention_backend`` names or as math.
+
+    On fake CPU tensors PyTorch would take the CPU's flash kernel, which saves other tensors. So this does what
+    ``scaled_dot_product_attention`` in ``attention.cpp`` does around the fused ops: it makes the mask additive, pads
+    head sizes for flash attention, and aligns and expands the mask for efficient attention.
+    """
     mask = attn_mask
     arguments = Arguments(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
     needs_grad = arguments.needs_grad
@@ -338,7 +345,11 @@ def attention(
 
 
 def _aligned(bias: torch.Tensor) -> torch.Tensor:
-    """The bias with rows that start at multiples of 8 elements, as ``preprocess_mask`` pads it."""
+    """Pad the bias so that rows start at multiples of 8 elements, as ``preprocess_mask`` in ``attention.cpp`` does.
+
+    The padding counts: the padded bias is saved for the backward pass. A width that is a multiple of 8 already gets 8
+    more columns if another stride is not aligned, as there.
+    """
     if bias.stride(-1) == 1 and all(stride % 8 == 0 for stride in bias.stride()[:-1]):
         return bias
     columns = bias.shape[-1]

@@ -44,7 +44,7 @@ class Repair:
 
 @contextlib.contextmanager
 def repaired(found: dict[str, str]) -> Iterator[None]:
-    """Inside, calls run fused where a change allows it; ``found`` gets what was in the way, and what mends it."""
+    """Run calls fused inside where a change allows it; ``found`` maps what was in the way to the code that mends it."""
 
     def run(spec: DeviceSpec, given: Arguments, call: AttentionCall) -> torch.Tensor | None:
         repairs = repairs_of(spec, call)
@@ -67,7 +67,11 @@ def repaired(found: dict[str, str]) -> Iterator[None]:
 
 
 def repairs_of(spec: DeviceSpec, call: AttentionCall) -> tuple[Repair, ...] | None:
-    """The fewest changes with which a fused kernel runs a call that does not; None if none of those known helps."""
+    """Return the fewest changes with which a fused kernel runs the call; None if no combination of them helps.
+
+    Tries all subsets of the five changes, smaller ones first. A change that finds nothing to do rules its subset out.
+    The cast to a half type comes last: it is chosen only where no other subset of the same size suffices.
+    """
     if _is_fused(spec, call):
         return (Repair("fused kernels are switched off", "with torch.nn.attention.sdpa_kernel([...])", call),)
     for n in range(1, len(_REPAIRS) + 1):

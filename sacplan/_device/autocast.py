@@ -71,7 +71,7 @@ _SINCE = {"rms_norm": (2, 12)}
 
 
 def policies(version: tuple[int, int] | None = None) -> dict[str, Policy]:
-    """What CUDA's autocast does, by op (without namespace). Default version: the running torch."""
+    """Return the policy of CUDA's autocast by op (without namespace), by default for the torch that runs."""
     version = torch_version() if version is None else version
     lists: tuple[tuple[Policy, str], ...] = (
         ("lower", _LOWER + _LOWER_BESIDES),
@@ -106,7 +106,7 @@ _CPU_LOWER = frozenset(
 
 @functools.cache
 def _cpu_list() -> frozenset[str]:
-    """Ops that torch's own CPU autocast has a kernel for. First called before ours are registered."""
+    """Return the ops that PyTorch's CPU autocast has a kernel for. To be cached before ours are registered."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = (n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::"))
     return frozenset(n.removeprefix("aten::") for n in names if has(n, "AutocastCPU"))
@@ -114,7 +114,7 @@ def _cpu_list() -> frozenset[str]:
 
 @functools.cache
 def differing() -> dict[str, tuple[Policy, Policy]]:
-    """Op to (what CUDA does, what a CPU does), for those that differ."""
+    """Return (CUDA's policy, the CPU's policy) by op, for the ops whose policies differ."""
     wanted, there = policies(), _cpu_list()
     result: dict[str, tuple[Policy, Policy]] = {}
     for name, policy in wanted.items():
@@ -129,7 +129,7 @@ def differing() -> dict[str, tuple[Policy, Policy]]:
 
 
 def _overload(name: str) -> torch._ops.OpOverload | None:
-    """The op, or None where this torch does not have it."""
+    """Return the op, or None if this torch does not have it."""
     packet, _, overload = name.partition(".")
     found = getattr(torch.ops.aten, packet, None)
     return None if found is None else getattr(found, overload or "default", None)
@@ -160,6 +160,8 @@ def _eligible(value: Any) -> bool:
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor.dtype == dtype:
         return tensor
+    # The conditions of ``cached_cast`` in ``autocast_mode.cpp``. Without the cache a weight that is used twice would be
+    # cast twice, and autograd would keep both copies.
     cached = (
         dtype == torch.get_autocast_dtype("cpu")
         and tensor.dtype == torch.float32
@@ -171,7 +173,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     )
     if not cached:
         return tensor.to(dtype)
-    key = (id(tensor), dtype)
+    key = (id(tensor), dtype)  # the entry holds the tensor, so that no other one gets its id
     if key not in _local.cache:
         _local.cache[key] = (tensor, tensor.to(dtype))
     return _local.cache[key][1]
@@ -306,7 +308,7 @@ def _set_state(device: str, state: tuple[bool, torch.dtype]) -> None:
 
 @contextmanager
 def outer_autocast() -> Iterator[None]:
-    """Inside, an autocast for CUDA that was entered earlier applies to fake CPU tensors."""
+    """Apply an autocast for CUDA that was entered before the device to fake CPU tensors inside."""
     enabled, dtype = _cuda_state()
     if not enabled or torch.is_autocast_enabled("cpu"):
         yield

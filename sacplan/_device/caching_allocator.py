@@ -1,13 +1,23 @@
-"""The CUDA caching allocator: which addresses blocks get, and what is reserved for them.
+"""The CUDA caching allocator, simulated: the address of each block, and the bytes that are reserved.
 
-A block is at least 512 bytes and comes out of a segment: 2 MiB for requests up to 1 MiB, 20 MiB for those under
-10 MiB, else the request rounded up to 2 MiB. The smallest free block that fits is taken (small and large ones
-apart), and split if what is left is of use: any multiple of 512 in a small segment, more than 1 MiB in a
-large one. What is not split off counts as allocated, so ``max_memory_allocated`` lies above the sum of the
-tensors; freed neighbours merge; segments stay reserved.
+The algorithm of ``c10/cuda/CUDACachingAllocator.cpp`` with its default settings (no expandable segments, no
+``max_split_size_mb``) and one stream:
 
-Rules: ``c10/cuda/CUDACachingAllocator.cpp``, with its default settings (no expandable segments, no
-``max_split_size_mb``), one stream.
+1. ``round_size``: a request is rounded up to a multiple of 512 bytes. Up to 1 MiB it is *small*, else *large*; each
+   kind has its own pool of free blocks.
+2. ``get_free_block``: best fit, that is the smallest free block of the pool that is large enough, and among equals the
+   one at the lowest address.
+3. ``get_allocation_size``: if there is none, a new segment is reserved: 2 MiB for a small request, 20 MiB for a large
+   one under 10 MiB, else the request rounded up to 2 MiB.
+4. ``should_split``: the remainder of the block is split off if it is of use: 512 bytes or more in a small segment,
+   more than 1 MiB in a large one. A remainder that stays counts as allocated, so ``max_memory_allocated`` can lie
+   above the sum of the tensors.
+5. ``free_block``: a freed block merges with free neighbours of its segment. Segments stay reserved.
+
+Invariant: the blocks of a segment cover it without gaps, and no two neighbours are both free.
+
+PyTorch returns cached segments to the driver and tries again where an allocation fails. That is not simulated: here
+memory has no end.
 """
 
 from __future__ import annotations
@@ -41,7 +51,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Memory that is reserved at once; it stays.
+    """Memory that is reserved at once, and stays reserved.
 
     Attributes:
         address, nbytes: where.
@@ -60,7 +70,7 @@ class Segment:
 
 
 class CachingAllocator:
-    """Blocks in and out; ``allocated_bytes`` and ``reserved_bytes`` now, and the most there was; ``segments``."""
+    """The allocator's state: segments, free blocks by pool, and the bytes allocated and reserved."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
@@ -70,7 +80,7 @@ class CachingAllocator:
         self._at: dict[int, Block] = {}
 
     def allocate(self, nbytes: int) -> Block:
-        """A block of at least ``nbytes``."""
+        """Return a block of at least ``nbytes``."""
         nbytes = max(MIN_BLOCK_BYTES, -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
         small = nbytes <= SMALL_BYTES
         block = self._best_fit(nbytes, small) or self._new_segment(nbytes, small)
@@ -102,7 +112,9 @@ class CachingAllocator:
 
     def _best_fit(self, nbytes: int, small: bool) -> Block | None:
         pool = self._free[small]
-        at = bisect_left(pool, (nbytes, -1))
+        at = bisect_left(
+            pool, (nbytes, -1)
+        )  # addresses start at 0: the first block of the smallest size that fits
         if at == len(pool):
             return None
         block = self._at.pop(pool.pop(at)[1])

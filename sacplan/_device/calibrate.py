@@ -95,7 +95,7 @@ def calibrate(
 
 
 def _products(base: DeviceSpec, where: torch.device, size: int) -> dict[str, float]:
-    """FLOP/s by name of the type."""
+    """Return FLOP/s of matrix products by name of the type."""
     found: dict[str, float] = {}
     with _matmul_precision("highest"):
         found["float32"] = _product(torch.float32, where, size)
@@ -107,7 +107,7 @@ def _products(base: DeviceSpec, where: torch.device, size: int) -> dict[str, flo
 
 
 def _product_if_possible(dtype: torch.dtype, where: torch.device, size: int) -> float | None:
-    """FLOP/s, or None where the device has no such product."""
+    """Return FLOP/s, or None if the device has no product of this type."""
     try:
         return _product(dtype, where, size)
     except torch.OutOfMemoryError:
@@ -120,18 +120,19 @@ def _product(dtype: torch.dtype, where: torch.device, size: int) -> float:
     a = torch.randn(size, size, device=where).to(dtype)
     b = torch.randn(size, size, device=where).to(dtype)
     out = torch.empty(size, size, device=where, dtype=dtype)
+    # 2 n^3 FLOPs: n^3 multiply-adds of two each.
     return 2 * size**3 / _seconds(lambda: torch.mm(a, b, out=out), where)
 
 
 def _bandwidth(where: torch.device, nbytes: int) -> float:
-    """Bytes read and written per second."""
+    """Return bytes read and written per second. A copy does both, so its bytes count twice."""
     source = torch.zeros(nbytes // 4, device=where)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _seconds(lambda: target.copy_(source), where)
 
 
 def _launch_us(where: torch.device) -> float:
-    """Microseconds from one op to the next when there is nothing to compute."""
+    """Return the microseconds from one op to the next when there is nothing to compute."""
     x = torch.zeros(1, device=where)
 
     def many() -> None:
@@ -142,7 +143,7 @@ def _launch_us(where: torch.device) -> float:
 
 
 def _seconds(call: Callable[[], object], where: torch.device) -> float:
-    """Median of the runs that fit the time, after a warm-up; at least three."""
+    """Return the median of as many runs as fit the time, at least three, after a warm-up."""
     runs: list[float] = []
     for seconds in run_seconds(call, where):
         runs.append(seconds)

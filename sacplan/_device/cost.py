@@ -1,7 +1,10 @@
-"""The roofline: how many FLOPs and bytes an op takes, and how long that is on a device.
+"""The roofline: the FLOPs and bytes of an op, and its time on a device.
 
-A kernel takes the longer of two times, computing at the peak of its matrix type and moving its operands once, each
-at the share of the peak that the :class:`DeviceSpec` assumes; a launch comes on top. FLOPs come from the formulas of
+    milliseconds = 1e3 * max(FLOPs / (peak * compute_efficiency), bytes / (bandwidth * bandwidth_efficiency))
+                   + 1e-3 * kernel_launch_us
+
+with the peak of the matrix type in FLOP/s, the bandwidth in bytes/s, and each operand moved once (Williams et al.,
+"Roofline", CACM 2009). All figures are those of the :class:`DeviceSpec`. FLOPs come from the formulas of
 ``torch.utils.flop_counter`` (a multiply-add is two, causal attention counts in full) and are compared with
 peaks in FLOP/s. Only matrix products, convolutions and attention have a formula, as there; all the other ops
 are bound by bandwidth, which is what they are on every device of the table.
@@ -55,14 +58,17 @@ _ATTENTION = [
 
 @flops(*_ATTENTION)
 def _attention(a: Arguments) -> int:
-    """Two products per query head: scores from D, values from Dv."""
+    """2 B H Sq Sk (D + Dv) FLOPs: per query head, the scores Q K^T over D and their product with the values over Dv."""
     (batch, heads, seq_q, dim), (seq_k, dim_v) = a["query"].shape, a["value"].shape[-2:]
     return int(2 * batch * heads * seq_q * seq_k * (dim + dim_v))
 
 
 @flops(*(f"{name}_backward" for name in _ATTENTION))
 def _attention_backward(a: Arguments) -> int:
-    """The scores again, and the gradients of query and key, from D; of values and scores, from Dv."""
+    """2 B H Sq Sk (3 D + 2 Dv) FLOPs, in five products.
+
+    The scores again, dQ and dK take 2 B H Sq Sk D each; dV and the gradient of the scores 2 B H Sq Sk Dv each.
+    """
     (batch, heads, seq_q, dim), (seq_k, dim_v) = a["query"].shape, a["value"].shape[-2:]
     return int(2 * batch * heads * seq_q * seq_k * (3 * dim + 2 * dim_v))
 
@@ -81,14 +87,14 @@ def _grouped_mm(a: Arguments) -> int:
 
 @flops("aten::addmm_", "aten::baddbmm_")
 def _product_in_place(a: Arguments) -> int:
-    """torch's registry has these out of place only."""
+    """2 M N K FLOPs, times the batch. PyTorch's registry has these ops out of place only."""
     left, right = (a["mat1"], a["mat2"]) if "mat1" in a else (a["batch1"], a["batch2"])
     return int(2 * left.numel() * right.shape[-1])
 
 
 @flops("aten::_cudnn_rnn")
 def _rnn(a: Arguments) -> int:
-    """Each weight matrix times the rows of each step; input [T, N, C], [N, T, C], or packed [rows, C]."""
+    """2 FLOPs per row of the input and weight element; input [T, N, C], [N, T, C], or packed [rows, C]."""
     rows = a["input"].numel() // max(1, a["input"].shape[-1])
     return int(2 * rows * sum(w.numel() for w in a["weight"] if w.dim() == 2))
 
@@ -149,7 +155,7 @@ _MATRIX_ARG = {
 
 @dataclass(frozen=True, slots=True)
 class _CostTraits:
-    """What the costs depend on, looked up once per op."""
+    """Facts about an op that its cost depends on, looked up once."""
 
     free: bool
     counts_flops: bool
@@ -185,7 +191,7 @@ def _bytes_in(tree: Any) -> int:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that the elements of a strided tensor take; an expanded dimension counts once."""
+    """Return the bytes of a tensor's elements. A dimension of stride 0 (expanded) counts once: it is read once."""
     if tensor.layout is not torch.strided:
         return tensor.numel() * tensor.element_size()
     shape = tensor.shape
@@ -286,7 +292,7 @@ class CostModel:
 
 
 def _nonzeros(tensor: torch.Tensor) -> int:
-    """How many elements a sparse tensor has; 0 for one of a layout that is not sparse, and where that is not known."""
+    """Return the number of elements that a sparse tensor stores; 0 if it is not sparse, or on the meta device."""
     return tensor._nnz() if "sparse" in str(tensor.layout) and not tensor.is_meta else 0
 
 

@@ -55,7 +55,12 @@ def _run(
     bidirectional: bool,
     batch_first: bool,
 ) -> Any:
-    """Output and last states of ``lstm.input`` or one of its relatives over input [T, N, C] (or [N, T, C])."""
+    """Return output and last states of ``lstm.input`` or a relative over input [T, N, C] (or [N, T, C]).
+
+    On a CPU PyTorch runs each step as ops of its own, or oneDNN's layer, and keeps other tensors than cuDNN does. Calls
+    that cuDNN does not take, that are empty, or that have projections (their reserve is not estimated) run as
+    PyTorch's composite.
+    """
     hidden, cell = (hx[0], hx[1]) if mode == LSTM else (hx, None)
     projected = cell is not None and hidden.shape[2] != cell.shape[2]
     if not takes_cudnn(spec, input.dtype) or projected or input.numel() == 0:
@@ -86,7 +91,11 @@ def reserve_bytes(
     dropout: float,
     element_size: int,
 ) -> int:
-    """Estimated bytes that the forward pass keeps; see the module's docstring."""
+    """Estimate the bytes that the forward pass keeps.
+
+    kept * T * N * H * directions * layers * element_size, with ``kept`` of ``_KEPT_PER_STEP``; with dropout, another
+    byte for each of the T * N * H * directions elements between two layers. See the module's docstring.
+    """
     states = steps * batch * hidden_size * directions
     masks = states * (num_layers - 1) if dropout > 0 else 0
     return _KEPT_PER_STEP[mode] * states * num_layers * element_size + masks

@@ -1,4 +1,4 @@
-"""What a step runs on: one frozen :class:`DeviceSpec` per device, a table of them, and the lookup by name.
+"""Devices: one frozen :class:`DeviceSpec` for each, a table of them, and the lookup by name.
 
 To add a device, add a row to ``devices.csv`` beside this file; nothing else names it.
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 _DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 WITHOUT_WORKSPACES = " without workspaces"
-"""What the name of a device ends in where cuBLAS workspaces are not to count."""
+"""Suffix of a device's name, for a device whose cuBLAS workspaces do not count."""
 
 
 def torch_version() -> tuple[int, int]:
@@ -47,7 +47,7 @@ def torch_version() -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """What the kernel table, the allocator and the cost model need to know of a device.
+    """A device, as far as the kernel table, the allocator and the cost model depend on it.
 
     Raises:
         DeviceError: a figure that is not positive and finite, or an efficiency outside (0, 1].
@@ -141,12 +141,12 @@ class DeviceSpec:
         return single
 
     def round_up(self, nbytes: int) -> int:
-        """``nbytes`` as the allocator of this device counts them."""
+        """Return ``nbytes`` as the allocator of this device counts them."""
         step = self.allocation_round_bytes
         return -(-nbytes // step) * step
 
     def without_workspaces(self) -> DeviceSpec:
-        """The same device where cuBLAS keeps nothing: what PyTorch's MemTracker counts.
+        """Return the same device without cuBLAS workspaces, which PyTorch's MemTracker does not count either.
 
         By name it is ``"h100 without workspaces"``.
         """
@@ -186,7 +186,7 @@ class _DeviceRow:
     spec: DeviceSpec
     aliases: tuple[str, ...]
     board: str
-    """What ``torch.cuda.get_device_name`` says: a regular expression, empty for none."""
+    """Regular expression for ``torch.cuda.get_device_name``; empty for none."""
 
 
 def _read_row(fields: Mapping[str, str]) -> _DeviceRow:
@@ -209,7 +209,7 @@ def _read_row(fields: Mapping[str, str]) -> _DeviceRow:
 
 
 def _links_of(name: str, kind: str) -> dict[str, Any]:
-    """Links and ranks per node of a device that states none."""
+    """Return links and ranks per node for a device that states none: those of its row in the table, or a guess."""
     row = _table().get(name.removesuffix(WITHOUT_WORKSPACES))
     if row is not None:
         spec = row.spec
@@ -224,7 +224,7 @@ def _links_of(name: str, kind: str) -> dict[str, Any]:
 
 @functools.cache
 def _table() -> dict[str, _DeviceRow]:
-    """Rows of ``devices.csv``, by name."""
+    """Read the rows of ``devices.csv``, by name."""
     lines = Path(__file__).with_name("devices.csv").read_text(encoding="utf-8").splitlines()
     rows = map(_read_row, csv.DictReader(line for line in lines if not line.startswith("#")))
     return {row.spec.name: row for row in rows}
@@ -253,7 +253,11 @@ def _cpu() -> DeviceSpec:
 
 
 def _here(index: int | None) -> DeviceSpec:
-    """The local GPU: its row in the table by name, else a spec by its capability."""
+    """Return the local GPU: its row in the table, else a spec scaled from the nearest older capability.
+
+    Peaks are scaled by the number of multiprocessors. Bandwidth is 2 * memory clock * bus width / 8, since memory
+    transfers twice a cycle. Both are rough, and ``source`` says so.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -294,7 +298,7 @@ def _here(index: int | None) -> DeviceSpec:
 
 
 def known_devices() -> list[str]:
-    """All names that :func:`resolve_device` accepts, ``"cuda"`` aside."""
+    """Return the names that :func:`resolve_device` accepts, without ``"cuda"``."""
     return ["cpu", *_table()]
 
 
@@ -304,7 +308,7 @@ def _compact(name: str) -> str:
 
 
 def resolve_device(device: str | DeviceSpec | torch.device) -> DeviceSpec:
-    """The spec for ``"cpu"``, ``"cuda"`` (the GPU that is here), ``"cuda:1"``, or a name of the table.
+    """Return the spec for ``"cpu"``, ``"cuda"`` (the local GPU), ``"cuda:1"``, or a name of the table.
 
     Case, spaces, hyphens and underscores do not matter: ``"A100 80GB"`` is ``"a100-80gb"``. Any of them may end in
     ``" without workspaces"``, see :meth:`DeviceSpec.without_workspaces`.

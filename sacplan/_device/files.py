@@ -22,7 +22,7 @@ Efficiency = Annotated[float, Meta(gt=0, le=1)]
 
 
 class LinkFields(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one rank reaches others by, see ``sacplan.Link``."""
+    """A link between ranks, see ``sacplan.Link``."""
 
     name: str
     bandwidth_bytes_per_s: Rate
@@ -30,7 +30,7 @@ class LinkFields(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is assumed of a device, see ``sacplan.DeviceSpec``; what is left out is as it is there."""
+    """The figures of a device, see ``sacplan.DeviceSpec``, which also has the defaults of those left out."""
 
     name: Name
     kind: Literal["cpu", "cuda"]
@@ -64,7 +64,7 @@ def save(path: str | Path, fields: Mapping[str, Any]) -> None:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """The fields of a device that the file has.
+    """Return the fields of a device that the file states.
 
     Raises:
         DeviceError: the file is damaged, of another version, or holds something else.

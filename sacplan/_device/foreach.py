@@ -23,7 +23,7 @@ from sacplan._torch.private import replaced
 
 @contextmanager
 def foreach_by_default(is_active: Callable[[], bool]) -> Iterator[None]:
-    """Inside, fake CPU parameters qualify for ``foreach`` where ``is_active()``, which is asked in each thread."""
+    """Let fake CPU parameters qualify for ``foreach`` where ``is_active()``, which is asked in each thread."""
     optimizers: Any = torch_optimizer
     own = optimizers._get_foreach_kernels_supported_devices
 

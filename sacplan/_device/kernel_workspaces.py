@@ -65,7 +65,13 @@ def _copy_to_bshd(tensor: torch.Tensor) -> int:
 
 @workspace("aten::_scaled_dot_product_flash_attention_backward")
 def _flash_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
-    """fp32 accumulator of dq, softmax_d, expanded dk and dv, copies into [B, S, H, D] (flash_api.cpp)."""
+    """``mha_bwd`` in ``flash_api.cpp``. All sums are in float32, with Sq rounded up to 128 rows and D to 32 or 64.
+
+    - accumulator of dQ: 4 B Sq H D bytes; with deterministic algorithms one for each of ceil(SMs / (B H)) splits;
+    - softmax_d, the row sums of dO * O: 4 B H Sq;
+    - with grouped queries, dK and dV for all query heads: B Sk H D elements each, before they are added up by group;
+    - copies of dO and O unless they lie in memory as [B, S, H, D].
+    """
     grad_out, query, key, out = a["grad_out"], a["query"], a["key"], a["out"]
     batch, heads, seq_q, dim = query.shape
     heads_k, seq_k = key.shape[1], key.shape[2]
@@ -87,7 +93,10 @@ def _flash_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 
 @workspace("aten::_scaled_dot_product_efficient_attention")
 def _efficient_forward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
-    """fp32 accumulator of the output where a head does not fit the block of keys (kernel_forward.h)."""
+    """float32 accumulator of the output, 4 B Sq H Dv bytes, for half heads over 128 (``kernel_forward.h``).
+
+    Smaller heads fit one block of keys and are accumulated in registers; a float32 output is its own accumulator.
+    """
     query, value = a["query"], a["value"]
     if query.element_size() == 4 or max(query.shape[-1], value.shape[-1]) <= 128:
         return ()
@@ -97,7 +106,11 @@ def _efficient_forward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 
 @workspace("aten::_scaled_dot_product_efficient_attention_backward")
 def _efficient_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
-    """delta, a copy of grad_out, fp32 dq in blocks of 64, dk and dv for half heads over 128."""
+    """The workspace of ``kernel_backward.h``, delta, and a copy of grad_out (``attention_backward.cu``).
+
+    The workspace has dQ in float32, with Sq and D rounded up to 64: 4 B H Sq D bytes. For half heads over 128 it has dK
+    and dV, too. Delta, the row sums of dO * O, has 4 B H Sq bytes.
+    """
     grad_out, query, key, value = a["grad_out_"], a["query"], a["key"], a["value"]
     batch, heads, seq_q, dim = query.shape
     dim_v = value.shape[-1]
@@ -118,7 +131,11 @@ def _cudnn_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 
 @workspace("aten::embedding_dense_backward")
 def _embedding_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
-    """Above 3072 indices: sorted and original indices with their buffers, fp32 partial rows."""
+    """Above 3072 indices, the kernel that sorts (``Embedding.cu``): four buffers of indices, and float32 partial rows.
+
+    There are at most n / 10 + min(n, V) partial rows, for n indices and V rows. Up to 3072 indices another kernel runs,
+    which needs nothing.
+    """
     grad_out, indices, rows = a["grad_output"], a["indices"], a["num_weights"]
     count = indices.numel()
     if count <= 3072:

@@ -47,15 +47,11 @@ from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._device.foreach import foreach_by_default
 from sacplan._device.layouts import cpu_kernels, elementwise_kernels, shared_kernels
 from sacplan._device.overrides import fake_kernel, override
+from sacplan._torch.fake_kernels import FakeKernel, fake_kernels
+from sacplan._torch.fake_tensors import active_fake_mode, make_fake_zeros_ordinary
 from sacplan._torch.local_tensors import local_part
 from sacplan._torch.ops import tensors_in
-from sacplan._torch.private import (
-    FakeKernel,
-    active_fake_mode,
-    fake_kernels,
-    make_fake_zeros_ordinary,
-    run_composite,
-)
+from sacplan._torch.private import run_composite
 
 # The registrations belong to the process: the first context that is entered anywhere makes them, and the last one
 # that is left removes them. Which device is active belongs to the thread. An overridden op that is called with
@@ -95,7 +91,7 @@ def _is_emulated(args: Any) -> bool:
 
 
 def _is_fake(tensor: Any) -> bool:
-    """Whether it is a fake tensor, or stands for one that is not computed yet."""
+    """Whether a tensor is fake, or stands for a fake one that is not computed yet."""
     deferred = getattr(type(tensor), "is_deferred", False)
     if isinstance(tensor, torch.Tensor):
         tensor = local_part(tensor)
@@ -143,7 +139,7 @@ def _register_cuda_kernels(stack: ExitStack) -> None:
 
 
 class _Registration:
-    """Puts something in place for the process when it is first entered, in any thread, until it was left as often."""
+    """Registers something for the process at the first entry, in any thread, and removes it at the last exit."""
 
     def __init__(self, register: Callable[[ExitStack], None]) -> None:
         self._register = register

@@ -29,19 +29,17 @@ from typing import Any
 
 import torch
 
-from sacplan._torch.ops import RuleTable, arguments_by_name, op_named, tensors_in
-from sacplan._torch.private import (
+from sacplan._torch.fake_kernels import (
     FakeKernel,
-    FakeTensorMode,
     elementwise_ops,
-    fake_empty_strided,
     is_structured,
-    meta_storage,
     run_in_cpp,
-    suggested_memory_format,
     torchs_own_fake,
     viewed,
 )
+from sacplan._torch.fake_tensors import FakeTensorMode, fake_empty_strided, meta_storage
+from sacplan._torch.ops import RuleTable, arguments_by_name, op_named, tensors_in
+from sacplan._torch.private import suggested_memory_format
 
 aten = torch.ops.aten
 
@@ -88,20 +86,20 @@ def _kernel(rule: Rule) -> FakeKernel:
 
 @functools.cache
 def shared_kernels() -> dict[Any, FakeKernel]:
-    """Fake kernels for every device, by op."""
+    """Return the fake kernels for every device, by op."""
     structured: dict[Any, FakeKernel] = dict.fromkeys(_IN_CPP, _in_cpp)
     return structured | {op: _kernel(rule) for op, rule in on_all_devices.items()}
 
 
 @functools.cache
 def cpu_kernels() -> dict[Any, FakeKernel]:
-    """Fake kernels for CPUs, by op; they come before those for every device."""
+    """Return the fake kernels for CPUs, by op. They come before those for every device."""
     return {op: _kernel(rule) for op, rule in on_cpu.items()}
 
 
 @functools.cache
 def elementwise_kernels() -> dict[Any, FakeKernel]:
-    """Fake kernels of elementwise ops where a size is 1, for every device, by op; they come before all others."""
+    """Return the fake kernels of elementwise ops where a size is 1, by op. They come before all others."""
     found: dict[Any, FakeKernel] = {}
     for op in elementwise_ops():
         if is_structured(op):
@@ -132,13 +130,16 @@ def _kernel_where_a_size_is_one(mode: FakeTensorMode, func: Any, *args: Any, **k
 
 @functools.cache
 def _takes_a_number(func: Any) -> bool:
-    """Whether it is ``add.Scalar`` or alike, which C++ computes as ``add.Tensor``."""
+    """Whether an op is like ``add.Scalar``, which C++ computes as ``add.Tensor``."""
     structured = getattr(func.overloadpacket, "Tensor", None)
     return func._overloadname in ("Scalar", "Scalar_mode") and structured is not None
 
 
 def _copied_first(operands: Sequence[torch.Tensor]) -> bool:
-    """Whether TensorIterator may copy an expanded operand to another type: the strides of the copy count, then."""
+    """Whether TensorIterator may copy an expanded operand to another type. Then the strides of the copy decide.
+
+    Those are not known here, so such calls are left to PyTorch.
+    """
     mixed = len({t.dtype for t in operands}) > 1
     return mixed and any(s == 0 and n > 1 for t in operands for n, s in zip(t.shape, t.stride(), strict=True))
 
@@ -158,14 +159,14 @@ def rule_of(func: Any) -> str | None:
 
 
 def _laid_out(mode: FakeTensorMode, own: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """A tensor of the same size and type with other strides; the same one if it has them."""
+    """Return a tensor of the same size and type with these strides; ``own`` itself if it has them."""
     if own.stride() == tuple(stride):
         return own
     return fake_empty_strided(mode, own.shape, stride, own.dtype)
 
 
 def _like(mode: FakeTensorMode, own: torch.Tensor, model: torch.Tensor, memory_format: Any) -> torch.Tensor:
-    """As ``empty_like(model, memory_format=...)`` is laid out."""
+    """Return ``own`` laid out as ``empty_like(model, memory_format=...)``."""
     return _laid_out(mode, own, _empty_like_stride(mode, model, memory_format))
 
 
@@ -181,7 +182,10 @@ def _contiguous(mode: FakeTensorMode, own: torch.Tensor) -> torch.Tensor:
 
 
 def _as_iterated(mode: FakeTensorMode, own: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
-    """As TensorIterator lays out the output of an elementwise op over up to three operands."""
+    """Return ``own`` laid out as TensorIterator does for an elementwise op over up to three operands.
+
+    The layout does not depend on the op, so a structured op with as many operands is asked.
+    """
     op = _ITERATED[len(operands)]
     if len(operands) == 3:  # of one type, which this op wants
         operands = tuple(fake_empty_strided(mode, t.shape, t.stride(), torch.float32) for t in operands)
@@ -193,7 +197,7 @@ _ITERATED = {1: aten.sgn.default, 2: aten.add.Tensor, 3: aten.addcmul.default}
 
 
 def _in_larger_storage(mode: FakeTensorMode, own: torch.Tensor, elements: int) -> torch.Tensor:
-    """The same tensor at the beginning of a storage for ``elements``."""
+    """Return the same tensor at the beginning of a storage for ``elements``."""
     storage = meta_storage(elements * own.element_size())
     return fake_empty_strided(mode, own.shape, own.stride(), own.dtype, storage)
 
@@ -203,7 +207,7 @@ def _in_larger_storage(mode: FakeTensorMode, own: torch.Tensor, elements: int) -
 
 @on_all_devices(aten.view.default, aten._unsafe_view.default)
 def _strides_where_sizes_are_one(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
-    """They decide what kernels take for channels last."""
+    """Kernels recognize channels last by these strides."""
     return viewed(mode, a["self"], own.shape) if 1 in own.shape else own
 
 
@@ -319,9 +323,9 @@ def _binary(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
     aten.tanh_backward.default,
 )
 def _with_an_expanded_operand(mode: FakeTensorMode, a: Mapping[str, Any], own: Any) -> Any:
-    """TensorIterator.cpp leaves it out of account, such as the gradient of a sum; torch's formula does not.
+    """Ignore an expanded operand, such as the gradient of a sum, as TensorIterator.cpp does. The fake formula does not.
 
-    Where it has another type than the result it is copied first, and then counts.
+    An operand of another type than the result is copied first, and then its strides count.
     """
     operands = [v for v in a.values() if isinstance(v, torch.Tensor)]
     expanded = any(0 in t.stride() for t in operands)

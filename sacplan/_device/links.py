@@ -1,4 +1,4 @@
-"""What ranks reach each other by: bandwidths and latencies of links, and the table of them.
+"""Links between ranks: their bandwidths and latencies, and the table of them.
 
 Bandwidths are what a collective reaches, in one direction, for each rank that takes part (NCCL's "bus bandwidth"),
 not what is printed on the box:
@@ -24,7 +24,7 @@ from sacplan.errors import DeviceError
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one rank reaches others by.
+    """The link by which one rank reaches others.
 
     Attributes:
         name: for people.

@@ -27,8 +27,9 @@ from typing import Any
 import torch
 
 from sacplan._device.devices import DeviceSpec
+from sacplan._torch.fake_kernels import FakeKernel
 from sacplan._torch.ops import RuleTable
-from sacplan._torch.private import FakeKernel, run_composite
+from sacplan._torch.private import run_composite
 
 aten = torch.ops.aten
 
@@ -40,6 +41,8 @@ fake_kernel: RuleTable[FakeKernel] = RuleTable()
 """(mode, func, *args, **kwargs) -> fake outputs or NotImplemented, by ``OpOverload``."""
 
 
+# On a CPU dropout is a composite that keeps its noise in the input's type. CUDA keeps a mask of one byte an element
+# (``Dropout.cpp``). Where it does nothing (p is 0 or 1, evaluation), both run the composite.
 @override(aten.dropout.default)
 def _dropout(spec: DeviceSpec, input: torch.Tensor, p: float, train: bool) -> Any:
     if train and 0.0 < p < 1.0 and input.numel() > 0:
@@ -85,6 +88,8 @@ def _rms_norm(
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> Any:
+    # The conditions of ``rms_norm_symint`` in ``layer_norm.cpp`` for the composite, which keeps several float32
+    # tensors of the input's size where the fused kernel keeps the input and one number per row.
     shape = list(normalized_shape)
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
     if (
@@ -109,6 +114,7 @@ def _log_softmax(spec: DeviceSpec, input: torch.Tensor, dim: int, dtype: torch.d
 
 
 def _softmax_by(op: Any, fused: Any, input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> Any:
+    # CUDA casts float16 inside the kernel (``half_to_float``, ``SoftMax.cpp``). Elsewhere a float32 copy is made first.
     if input.dtype == torch.float16 and dtype == torch.float32:
         return fused(input, dim, True)
     return run_composite(op, input, dim, dtype)

@@ -40,9 +40,9 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def outside_of_the_trace(device: torch.device) -> Iterator[None]:
-    """No fake mode, no dispatch mode, no autograd, no autocast inside; generators are put back after.
+    """Switch off fake modes, dispatch modes, autograd and autocast inside, and put generators back after.
 
-    Where autograd is switched on inside, it keeps tensors as it does without hooks.
+    Where an op switches autograd on inside, it keeps tensors as it would without the recorder's hooks.
     """
     indices = [device.index or 0] if device.type == "cuda" else []
     with (
@@ -58,7 +58,7 @@ def outside_of_the_trace(device: torch.device) -> Iterator[None]:
 
 
 def op_key(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What distinguishes one run of an op from another: op, shapes, strides, dtypes, other arguments; hashable."""
+    """Return a key that is equal for the same op with equal shapes, strides, dtypes and other arguments."""
     key = (func, signature(args), signature(kwargs) if kwargs else None)
     try:
         hash(key)
@@ -143,7 +143,7 @@ def _last_offset(a: _Arguments) -> int:
 
 
 def _groups_total(a: _Arguments) -> int:
-    """What is divided among the groups: rows of a 2-D operand, or the columns of the second one."""
+    """Return the size that is divided among the groups: rows of a 2-D operand, or columns of the second one."""
     first, second = a["self"], a["mat2"]
     if first.dim() == 2 and second.dim() == 2:
         return int(first.shape[1])
@@ -226,7 +226,7 @@ class RealOp:
         return value
 
     def _tensor(self, like: torch.Tensor, name: str, position: int) -> torch.Tensor:
-        """The same shape, strides and dtype, over the part of the storage that the elements span."""
+        """Make a tensor of the same shape, strides and dtype, over as much storage as the elements span."""
         if like.layout is not torch.strided:
             # A real one: there are no fake sparse tensors here. A copy would lay out the indices otherwise.
             return like.detach().clone() if op_traits(self.func).written_names else like.detach()
@@ -283,7 +283,10 @@ class RealOp:
         return flat.random_(0, max(1, int(bound)))
 
     def _indexed_size(self, position: int) -> int:
-        """Size of the dimension that the index at ``position`` of ``x[..., index, ...]`` is for."""
+        """Return the size of the dimension that the index at ``position`` of ``x[..., index, ...]`` is for.
+
+        A mask before it takes as many dimensions as it has, every other index one.
+        """
         dim = 0
         for before in self._by_name["indices"][:position]:
             dim += before.dim() if before is not None and before.dtype in (torch.bool, torch.uint8) else 1
@@ -298,7 +301,7 @@ class RealOp:
         return flat
 
     def _true_count(self, name: str, position: int) -> int | None:
-        """How many elements of a mask are true where the size of a result says so."""
+        """Return how many elements of a mask are true, if the size of a result tells; else None."""
         a = self._by_name
         if self._op in ("nonzero", "masked_select") and isinstance(self._out, torch.Tensor):
             return int(self._out.shape[0])
@@ -312,7 +315,7 @@ class RealOp:
         return None
 
     def _rnn_workspace(self) -> torch.Tensor:
-        """In the kernel's own layout, which only its forward op can fill (a wrong size reads out of bounds)."""
+        """Run the forward op for its workspace. Only it can fill one, and a wrong size is read out of bounds."""
         a = self._by_name
         given = [a["input"], a["weight1"], a["weight2"], a["weight3"], a["weight4"], a["hx_"], a["cx_tmp"]]
         real = [self._value(t, f"rnn_{i}") for i, t in enumerate(given)]
@@ -352,9 +355,9 @@ def run_for_real(
 
 
 RUN_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
-"""What an op raises if it does not accept the operands; running out of memory is among them."""
+"""Errors of an op that does not accept its operands; running out of memory is one of them."""
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a message, or the error's type where it has none."""
+    """Return the first line of a message, or the error's type if it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -31,7 +31,7 @@ from sacplan._device.real_ops import RUN_ERRORS, UNKNOWN_LAYOUT, RealOp, first_l
 from sacplan.errors import DeviceError, SacplanError
 
 _BUDGET_S = (
-    0.2  # quick ops never reach it; slow ones run twice at least, so that one interruption does no harm
+    0.2  # quick ops never reach it; slow ones run at least twice, so that one interruption does no harm
 )
 _MOST_RUNS = 20  # in-place ops run again and again on the same operands, and must not reach denormals
 _times: dict[Any, float] = {}
@@ -119,7 +119,7 @@ def _check_context(func: torch._ops.OpOverload, error: Exception) -> None:
 
 
 def device_here(spec: DeviceSpec) -> torch.device:
-    """The device of this machine that ``spec`` is.
+    """Return the local device that ``spec`` describes.
 
     Raises:
         DeviceError: it is a GPU, and there is none here, or another one.
@@ -142,7 +142,7 @@ def device_here(spec: DeviceSpec) -> torch.device:
 
 
 def _settings(device: torch.device) -> Any:
-    """Switches that choose another kernel for the same op."""
+    """Return the settings that choose among kernels of an op, for the key of a measurement."""
     common = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), tf32_allowed())
     if device.type == "cuda":
         return (*common, torch.backends.cudnn.benchmark, torch.backends.cudnn.enabled)
@@ -155,7 +155,7 @@ _SLEEP_CYCLES = 400_000  # a fifth of a millisecond or so: more than it takes to
 def run_seconds(
     call: Callable[[], object], device: torch.device, *, launch_ahead: bool = False
 ) -> Iterator[float]:
-    """Seconds that one run takes, again and again, after a warm-up; on CUDA by events around each run.
+    """Yield the seconds of one run after another, after a warm-up; on CUDA by events around each run.
 
     Args:
         call: what to run.
@@ -182,7 +182,7 @@ def run_seconds(
 
 
 def _fastest_ms(call: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds: the fastest of a few runs after a warm-up."""
+    """Return the milliseconds of the fastest of a few runs. The fastest one is disturbed least by other processes."""
     best, spent = math.inf, 0.0
     for run, seconds in enumerate(run_seconds(call, device, launch_ahead=True), start=1):
         best = min(best, seconds)

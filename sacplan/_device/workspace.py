@@ -1,4 +1,4 @@
-"""What a CPU's kernels allocate inside and free before they return, where no dispatch mode sees it: measured.
+"""Workspaces of CPU kernels, measured: memory that a kernel allocates and frees again, which no dispatch mode sees.
 
 Convolutions above all (layouts reordered for oneDNN, a second gradient, im2col), but also the copies that a
 kernel makes of operands that are not contiguous, accumulators per thread, and matrix products of half types.
@@ -33,8 +33,10 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._device.kernel_workspaces import kernel_workspace_bytes
 from sacplan._device.real_ops import RUN_ERRORS, RealOp, first_line, op_key, run_for_real
 from sacplan._torch.allocations import allocation_deltas, profiler_is_on
+from sacplan._torch.autograd import autograd_as_outside
+from sacplan._torch.fake_kernels import fake_kernels
 from sacplan._torch.ops import arguments_by_name, aten_names, tensors_in
-from sacplan._torch.private import autograd_as_outside, fake_kernels, storage_key, strided_parts
+from sacplan._torch.private import storage_key, strided_parts
 from sacplan.errors import TraceError
 
 # Ops that allocate nothing but what they return, whatever their operands: not worth a run. Every other op runs once.
@@ -59,7 +61,7 @@ _known: dict[Any, Any] = {}
 def measured_workspace_bytes(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> int:
-    """Bytes that the CPU kernel of ``func`` takes at its peak beyond what is alive and its outputs.
+    """Return the bytes that the CPU kernel of ``func`` takes at its peak beyond live tensors and its outputs.
 
     May be called inside a dispatch mode, under FakeTensorMode, in the backward pass: modes are off while
     the op runs, and generators are restored. 0 for ops that are not known to have a workspace, and, with a
@@ -102,7 +104,7 @@ _OTHER_FORMULA_UNDER_A_MODE = aten_names("""
 def measured_formula_bytes(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> tuple[int, int] | None:
-    """Bytes that the backward formula of ``func`` takes on a CPU at its peak beyond the gradients that it returns.
+    """Return the bytes that the backward formula of ``func`` takes at its peak on a CPU beyond its gradients.
 
     Two figures: for incoming gradients that are contiguous, and for those that are one element, expanded.
 
@@ -153,7 +155,7 @@ def _worth_a_run(
     """Whether the kernel of this call may allocate more than it returns."""
     name = func._schema.name
     if func.namespace not in ("aten", "prims"):
-        return False
+        return False  # collectives and custom ops are not run here
     tensors = [t for t in tensors_in((args, kwargs)) if t.dim()]
     if any(t.layout is not torch.strided for t in tensors):
         return True  # of a sparse tensor even a transpose is a copy
@@ -172,13 +174,13 @@ def _worth_a_run(
 _TAKES_NUMBERS_AS_THEY_ARE = aten_names("""
     pow.Tensor_Scalar pow_.Scalar float_power_.Scalar lerp.Scalar lerp_.Scalar masked_fill.Scalar masked_fill_.Scalar
 """)
-"""Of the overloads of elementwise ops for numbers."""
+"""Overloads of elementwise ops whose kernels take a number as it is, and make no tensor of it."""
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 def _number_bytes(func: torch._ops.OpOverload, args: Sequence[Any], out: Any) -> int:
-    """Of the tensors that an elementwise op makes of Python numbers, and of their copies in the type of the result.
+    """Return the bytes of tensors that an elementwise op makes of Python numbers, and of their casts.
 
     Numbers in the place of a tensor, and the operand of an overload for numbers, such as ``mul.Scalar`` of backward
     formulas and ``rsub.Scalar`` of ``1 - x``. Other numbers, such as bounds and slopes, the kernel takes as they are.
@@ -217,7 +219,7 @@ def _peak_inside(op: RealOp) -> int:
 
 
 def _peak_beyond_outputs(run: Callable[[], Any], given: Any) -> int:
-    """Peak of what ``run`` allocates, less the bytes of the storages that it returns and was not given."""
+    """Return the peak of ``run``'s allocations, less the bytes of storages that it returns and was not given."""
     if profiler_is_on():
         raise TraceError(
             "a profiler is on, and a profile for a CPU needs it to measure what kernels allocate inside. "
@@ -249,7 +251,7 @@ _LSTM_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
 @contextmanager
 def measured_reserves() -> Iterator[None]:
-    """Inside, oneDNN's fake LSTM returns tensors of the bytes that the real one returns.
+    """Make oneDNN's fake LSTM return tensors with as many bytes as the real one does.
 
     torch's own fake kernels are wrong twice (2.11 to 2.15). The workspace that the forward pass keeps for the
     backward pass has no bytes, though it is several times the layer's output. The gradients of the two biases are
@@ -299,12 +301,12 @@ def _lstm_reserve_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def workspace_bytes(spec: DeviceSpec, func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """What an op's kernel allocates inside: measured on a CPU, by formula on a GPU."""
+    """Return the bytes that an op's kernel allocates inside: measured on a CPU, by formula on a GPU."""
     if spec.kind == "cpu":
         return measured_workspace_bytes(func, args, kwargs, out)
     return kernel_workspace_bytes(func, args, kwargs, out, spec)
 
 
 def formula_bytes(spec: DeviceSpec, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int] | None:
-    """What the plain backward formula of an op takes, where a dispatch mode sees another one: measured on a CPU."""
+    """Return ``measured_formula_bytes`` for a CPU. On a GPU the other formula is not accounted for: None."""
     return measured_formula_bytes(func, args, kwargs, out) if spec.kind == "cpu" else None

@@ -1,4 +1,4 @@
-"""What executors share: stand-ins, which recorded op a running op is, tensors.
+"""The code that executors share: stand-ins, the alignment of running with recorded ops, tensors.
 
 An executor imports from here, and never from another executor.
 """

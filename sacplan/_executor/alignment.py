@@ -1,10 +1,14 @@
-"""Which op of the recorded step an op of a running call is, though the call may run others.
+"""Alignment: which op of the recorded step each op of a running call is, though the call may run others.
 
-As long as a call runs the ops that were recorded, in their order, each is the next one. From the first that differs
-on, the ops that run directly in a module call are matched with those that were recorded in it: one that was not
-recorded is passed over, and so are recorded ones that do not run. Which of the two it is, only what follows can tell,
-so a match that skips ops is taken back if the skipped ones run after all, and each place that was recorded is a new
-beginning. A wrong match moves decisions in that place only, and never changes a value.
+As long as a call runs the recorded ops in their order, each is the next one. From the first difference on, the ops that
+run directly in one module call are matched with those that were recorded in that call:
+
+- An op that was not recorded matches nothing, and recorded ops that do not run are skipped.
+- Only the ops that follow can tell which of the two it was. So a match that skips ops is taken back if the skipped
+  ones run after all, and each recorded place is a new beginning.
+
+This is a greedy matching in one pass, not the longest common subsequence: the ops to come are not known. A wrong match
+moves decisions within that place only, and never changes a value.
 """
 
 from __future__ import annotations
@@ -20,14 +24,14 @@ from sacplan.errors import SacplanWarning
 
 @dataclass(slots=True)
 class Differences:
-    """Of the units of a model with a plan, by unit: the first since ``clear``."""
+    """For each unit of a model with a plan, the first difference from the recorded step since ``clear``."""
 
     by_unit: dict[str, StepDifference] = field(default_factory=dict)
     warned: bool = False
     told_of_compiled: bool = False
 
     def note(self, difference: StepDifference, *, may_warn: bool) -> None:
-        """A call differed. Says so once: ``SacplanWarning``."""
+        """Note that a call differed, and warn about it once (``SacplanWarning``)."""
         self.by_unit.setdefault(difference.unit, difference)
         if may_warn and not self.warned:
             self.warned = True
@@ -40,7 +44,7 @@ class Differences:
             )
 
     def note_compiled(self, unit: str, modules: Sequence[str]) -> None:
-        """Modules in a unit that runs uncompiled are compiled. Says so once: ``SacplanWarning``."""
+        """Warn once (``SacplanWarning``) that compiled modules run uncompiled, inside a unit that is not compiled."""
         if self.told_of_compiled or not modules:
             return
         self.told_of_compiled = True
@@ -56,7 +60,7 @@ class Differences:
         )
 
     def clear(self) -> None:
-        """A new step begins."""
+        """Begin a new step."""
         self.by_unit.clear()
 
 
@@ -98,7 +102,7 @@ class RecordedUnit:
         self._times = times
 
     def discarded_by_name(self) -> dict[tuple[str, int], int]:
-        """What is discarded, by op and its occurrence in the whole call, and how often."""
+        """Return how often ops are discarded, by name and occurrence in the whole call."""
         found: dict[tuple[str, int], int] = {}
         for call in self.calls:
             seen: dict[str, int] = {}
@@ -110,15 +114,15 @@ class RecordedUnit:
         return found
 
     def not_recorded(self) -> set[CallSite]:
-        """What is discarded, but runs in none of the recorded calls."""
+        """Return the call sites that the plan discards and that run in none of the recorded calls."""
         return set(self._times) - {op.site for call in self.calls for op in call}
 
 
 class Alignment:
-    """Of one running call.
+    """The alignment of one running call.
 
     Attributes:
-        difference: the first, if there is one.
+        difference: the first difference from the recorded step, if there is one.
     """
 
     def __init__(self, recorded: RecordedUnit) -> None:
@@ -129,7 +133,7 @@ class Alignment:
         self._by_caller: dict[str, _CallerAlignment] = {}
 
     def next(self, caller: str, place: str, description: str) -> RecordedOp | None:
-        """The recorded op that the next one is; None if it is none of them."""
+        """Return the recorded op that the next op is; None if it was not recorded."""
         if self.difference is None:
             op = self._expected(place, description)
             if op is not None:
@@ -144,9 +148,9 @@ class Alignment:
         return self.difference is None and self._expected(place, description) is not None
 
     def end(self) -> None:
-        """The call is over."""
+        """End the call: recorded ops that did not run are a difference."""
         if self.difference is not None or self._at == len(self._call):
-            return
+            return  # the call ended as it was recorded, or is known to differ
         if not any(len(call) == self._at and self._agrees(call) for call in self._recorded.calls):
             self._differs(self._call[self._at].place, None)
 
@@ -176,7 +180,7 @@ class Alignment:
 
 
 class _CallerAlignment:
-    """Of what runs directly in one module call."""
+    """The alignment of the ops that run directly in one module call, from the first difference on."""
 
     def __init__(self) -> None:
         self._ops: list[RecordedOp] = []
@@ -186,14 +190,18 @@ class _CallerAlignment:
         self._skipped: int | None = None  # where the last match jumped from, until the next one confirms it
 
     def add(self, op: RecordedOp, *, done: bool) -> None:
-        """One more op of the recorded call; ``done``: it has run."""
+        """Add an op of the recorded call; ``done`` says whether it has run already."""
         self._first.setdefault(op.place, len(self._ops))
         self._ops.append(op)
         if done:
             self._at, self._place = len(self._ops), op.place
 
     def next(self, place: str, description: str) -> RecordedOp | None:
-        """As ``Alignment.next``."""
+        """Return the recorded op, as ``Alignment.next`` does.
+
+        In order: the next recorded op; the ones that the last match skipped; a later one at this place, which skips
+        those between; at last the next one if only the ranks of its tensors differ. Otherwise the op was not recorded.
+        """
         if place != self._place:
             self._place, self._skipped = place, None
             self._at = self._first.get(place, self._at)

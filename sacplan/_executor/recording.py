@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Pausable(Protocol):
-    """What records the ops of a unit's forward pass; nothing while it is paused."""
+    """A recorder of the ops of a unit's forward pass. It records nothing while it is paused."""
 
     paused: bool
 
@@ -24,7 +24,7 @@ here = _ThreadRecorder()
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
-    """What runs inside is no part of the forward pass of a unit."""
+    """Pause the recorder of this thread, for ops that are no part of a unit's forward pass."""
     recorder = here.recorder
     if recorder is None:
         yield

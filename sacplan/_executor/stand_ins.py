@@ -1,4 +1,4 @@
-"""What stands in for a module's forward, on the module and on copies of it.
+"""Stand-ins for a module's forward, on the module and on copies of it.
 
 A stand-in belongs to one module, but a shallow copy takes over the module's ``__dict__`` and would run it on the
 original's weights. So the module also gets, on the instance, what ``copy`` and ``pickle`` ask for its state and what
@@ -50,11 +50,11 @@ class StandIn:
         self._is_method = isinstance(inspect.getattr_static(type(module), "forward"), FunctionType)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module does instead."""
+        """Run in place of the module's own forward."""
         raise NotImplementedError
 
     def for_replica(self, replica: torch.nn.Module) -> StandIn:
-        """One for a replica, which may run on another thread."""
+        """Return a stand-in for a replica, which may run on another thread."""
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__, module=replica)
         if isinstance(self.replaced, StandIn):
@@ -63,7 +63,7 @@ class StandIn:
 
     @property
     def replaced_by_others(self) -> Callable[..., Any] | None:
-        """What somebody else had put there before the plan: ``replaced``, below all of the plan's own stand-ins."""
+        """The forward that somebody else had put there before the plan, below all of the plan's own stand-ins."""
         below = self.replaced
         return below.replaced_by_others if isinstance(below, StandIn) else below
 
@@ -91,7 +91,7 @@ class StandIn:
 
     @property
     def __globals__(self) -> dict[str, Any]:
-        """What ``torch.jit.script`` asks a forward for."""
+        """``torch.jit.script`` asks a forward for this attribute. A plan cannot be scripted, so say that."""
         raise _CannotBeScripted(
             f"a plan is applied to unit {self.fqn!r}, and torch.jit.script cannot keep it. Script the model without "
             "the plan: call handle.remove() first."
@@ -99,7 +99,7 @@ class StandIn:
 
 
 class InstalledStandIns:
-    """Stand-ins on the modules of a model: what is the same whatever they do.
+    """The stand-ins of one technique on the modules of a model.
 
     Attributes:
         units: fqns of the modules whose forward is replaced.
@@ -116,20 +116,20 @@ class InstalledStandIns:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """See above."""
+        """The names of the modules, in the order in which they were put on."""
         return tuple(planned.fqn for planned in self._planned)
 
     @property
     def differences(self) -> tuple[StepDifference, ...]:
-        """Where calls of the units first did not do what was recorded."""
+        """For each unit that departed from the recorded step, its first difference."""
         return tuple(self._differences.by_unit.values())
 
     def forget_differences(self) -> None:
-        """A new step begins."""
+        """Start a new step: drop the differences so far."""
         self._differences.clear()
 
     def check_removable(self) -> None:
-        """``PlanError`` where somebody replaced a forward again.
+        """Raise ``PlanError`` if somebody replaced a forward again.
 
         The stand-in of another technique may lie over this one: they are of one plan, and removed from the top.
         """
@@ -151,7 +151,7 @@ class InstalledStandIns:
 
 
 def put_on(module: torch.nn.Module, stand_in: StandIn) -> None:
-    """Let the module run ``stand_in``."""
+    """Make the module run ``stand_in``; its copies behave as the top of this file says."""
     module.__dict__["forward"] = stand_in
     module.__dict__["__getstate__"] = _State(module, stand_in)
     module.__dict__["_replicate_for_data_parallel"] = _Replicate(module, stand_in)
@@ -165,7 +165,7 @@ def take_off(module: torch.nn.Module, stand_in: StandIn) -> None:
 
 
 def _clear(attributes: dict[str, Any], stand_in: StandIn) -> None:
-    """Take the plan out of the attributes of a module, or of a copy of it."""
+    """Remove the plan from the attributes of a module, or of a copy of it."""
     for name in ("__getstate__", "_replicate_for_data_parallel", _CARRIER):
         attributes.pop(name, None)
     if attributes.get("forward") is stand_in:
@@ -201,7 +201,7 @@ class _State:
         own = getattr(type(self._module), "__getstate__", None)  # Python 3.10 has none for every object
         state = self._module.__dict__ if own is None else own(self._module)
         if not isinstance(state, dict):
-            return state  # of a class with a format of its own
+            return state  # the class has a format of its own, in which there is no place for the plan
         state = dict(state)
         planned = state.get("forward") is self._stand_in
         _clear(state, self._stand_in)
@@ -211,7 +211,7 @@ class _State:
 
 
 class _Carrier:
-    """In the state of a module: a copy that is made from the state gets a plan."""
+    """A placeholder in a module's state: a deep or pickled copy that is made from the state gets a plan."""
 
     def __init__(self, module: torch.nn.Module, stand_in: StandIn) -> None:
         self._module = module
@@ -221,7 +221,7 @@ class _Carrier:
         return _carried, (self._module, self._stand_in)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Where the state becomes a shallow copy."""
+        """Run the forward that was there before the plan: a class that copies its state shallowly ends up here."""
         replaced = self._stand_in.replaced_by_others
         assert replaced is not None
         return replaced(*args, **kwargs)

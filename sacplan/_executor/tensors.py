@@ -1,4 +1,4 @@
-"""What recipes read from a tensor, at the price of an attribute where that is possible.
+"""Cheap reads from tensors: views, versions, aliases, digests and checksums.
 
 Private PyTorch API, tried on 2.13: keysets of tensors, and the thread's set of excluded dispatch keys.
 """
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from sacplan._torch.fake_tensors import FakeTensor
 from sacplan._torch.ops import is_ordinary_tensor
-from sacplan._torch.private import FakeTensor
 
 View = tuple[torch.Size, tuple[int, ...], Any, torch.dtype]
 """Size, strides, storage offset, dtype."""
@@ -33,17 +33,17 @@ _ordinary: dict[tuple[type, int], bool] = {}
 
 
 def view_of(t: torch.Tensor) -> View:
-    """How the tensor lies on its storage."""
+    """Return how the tensor lies on its storage."""
     return t.shape, t.stride(), t.storage_offset(), t.dtype
 
 
 def version_of(t: torch.Tensor) -> int:
-    """The version counter; inference tensors have none."""
+    """Return the version counter; 0 for an inference tensor, which has none."""
     return 0 if t.is_inference() else t._version
 
 
 def is_ordinary(t: torch.Tensor) -> bool:
-    """Whether size, strides and storage say all about it; remembered, since type and dispatch keys decide."""
+    """Whether size, strides and storage describe the tensor; remembered by type and dispatch keys, which decide it."""
     key = (type(t), _keys_of(t).raw_repr())
     found = _ordinary.get(key)
     if found is None:
@@ -52,7 +52,7 @@ def is_ordinary(t: torch.Tensor) -> bool:
 
 
 def history_free_aliases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same storages and version counters without autograd's history; no mode sees real ones."""
+    """Return aliases on the same storages and version counters, without history; for real tensors no mode sees it."""
     # Inside of a dispatch mode the key is off that makes an alias share the version counter.
     below = _is_excluded(_ADINPLACEORVIEW)
     if below:
@@ -79,13 +79,13 @@ TAKES_A_NUMBER = frozenset(
 
 
 def with_lent_number(args: Sequence[Any]) -> Sequence[Any]:
-    """The arguments of an op that a dispatch mode passes on, with the number in memory of numpy's.
+    """Return the arguments for a dispatch mode to pass on, with a number put into a tensor on numpy's memory.
 
-    The mode gets the number back as a Python number, while the tensor that was made of it is alive in the caller. To
-    pass on the number makes a second one, which the plain step does not have, at what may be the step's peak.
+    The mode gets the number as a Python number, while the tensor that C++ made of it is still alive in the caller.
+    Passing on the number would make a second tensor, which the plain step does not have, perhaps at the step's peak.
 
-    Only where a tensor of no dimensions is the same to the op as a number: beside floats that have dimensions neither
-    decides the type of the result.
+    This is done only where the op treats a tensor without dimensions like a number: beside a float tensor that has
+    dimensions, neither decides the type of the result.
     """
     tensor, number = args[0], args[1]
     if (
@@ -103,14 +103,14 @@ def with_lent_number(args: Sequence[Any]) -> Sequence[Any]:
 
 
 def digest(t: torch.Tensor) -> int | None:
-    """A number that tells whether a CPU's tensor was written, by whatever; None where it is not looked at.
+    """Return a number that shows whether a CPU tensor was written, by whatever; None where that is not checked.
 
     All bytes are read once, at about the memory's bandwidth, and none are allocated by PyTorch, whose peak a plan
     predicts. Up to 16 KiB they are hashed. Of what is larger, 8-byte words are added up twice: by blocks of 4 KiB, and
     by their place in a block. A write goes by unseen only if it leaves every block and every place its sum; to write a
     value, or to let rows change places, does not.
 
-    Not looked at are tensors on other devices, since that would wait for them, and those that leave gaps in their
+    Not checked are tensors on other devices, since reading them would synchronize, and tensors with gaps in their
     memory, where others may write.
     """
     if not t.is_cpu or type(t) not in _REAL or not _is_dense(t):
@@ -134,7 +134,7 @@ def _is_dense(t: torch.Tensor) -> bool:
 
 
 def checksum(t: torch.Tensor) -> tuple[int, ...] | None:
-    """Of the bits, without a temporary of the tensor's size. None where nothing can be computed."""
+    """Return a checksum of the bits, without a temporary of the tensor's size; None where nothing can be computed."""
     if isinstance(t, FakeTensor) or t.is_meta or not t.numel():
         return None
     if t.numel() <= 2 and not t.is_floating_point():

@@ -42,13 +42,16 @@ class _Attention:
         self.weights: Dims = (self.batch, self.heads, self.rows, self._keys)
 
     def mask(self, t: Any) -> Dims:
-        """The factors of a mask, which is broadcast, or empty."""
+        """Return the factors of a mask, which is broadcast, or empty."""
         found = broadcast(self.weights, self._weights_shape, t.shape)
         self.understood &= found is not None or 0 in t.shape
         return self._call.blocked(t.shape) if found is None else found
 
     def statistics(self, t: Any) -> Dims:
-        """Those of logarithms of sums: (batch, heads, queries), where some kernels pad the queries."""
+        """Return the factors of a logsumexp [batch, heads, queries].
+
+        Efficient attention pads the queries to a multiple of 32, so a slice of them is not a slice of the whole.
+        """
         batch, heads, rows, _ = self._weights_shape
         if tuple(t.shape) in ((batch, heads, rows), (batch, heads, rows, 1)) and not self._pads:
             return (self.batch, self.heads, self.rows, ())[: len(t.shape)]
@@ -65,7 +68,7 @@ class _Attention:
         return not (self._call["is_causal"] or (self._pads and statistics.shape[-1]))
 
     def inputs(self, **more: Dims) -> list[Dims]:
-        """The factors of all tensor arguments."""
+        """Return the factors of all tensor arguments."""
         known = {"query": self.query, "key": self.key, "value": self.value, **more}
         return [
             self.mask(t)

@@ -16,7 +16,7 @@ from sacplan._factors.rule import Dims, Rule
 
 
 class Axis(NamedTuple):
-    """What is sliced of a tensor: its dimension ``dim`` is (``outer``, ``size``, ``inner``), and ``size`` is cut."""
+    """Where a tensor is sliced: dimension ``dim`` is (``outer``, ``size``, ``inner``), and ``size`` is cut."""
 
     dim: int
     outer: int
@@ -25,7 +25,7 @@ class Axis(NamedTuple):
 
 
 class FactorAxis(NamedTuple):
-    """The same of a factor."""
+    """Where a factor is sliced: it is (``outer``, ``size``, ``inner``), and ``size`` is cut."""
 
     factor: int
     outer: int
@@ -34,7 +34,7 @@ class FactorAxis(NamedTuple):
 
 
 def into_factor(dims: Dims, sizes: Sequence[int], axis: Axis) -> FactorAxis | None:
-    """Where in a factor an axis of a tensor lies; None if it is not within a single one."""
+    """Return where in a factor an axis of a tensor lies; None if it is not within a single factor."""
     factors = dims[axis.dim]
     before, after = 1, math.prod(sizes[f] for f in factors)
     if after == 0 or axis.outer * axis.size * axis.inner != after:
@@ -50,7 +50,7 @@ def into_factor(dims: Dims, sizes: Sequence[int], axis: Axis) -> FactorAxis | No
 
 
 def from_factor(dims: Dims, sizes: Sequence[int], within: FactorAxis) -> Axis | None:
-    """Where in a tensor an axis of a factor lies; None if the tensor does not have the factor.
+    """Return where in a tensor an axis of a factor lies; None if the tensor does not have the factor.
 
     A factor is in at most one dimension of a tensor.
     """
@@ -64,9 +64,9 @@ def from_factor(dims: Dims, sizes: Sequence[int], within: FactorAxis) -> Axis | 
 
 
 def take(t: torch.Tensor, axis: Axis, start: int, stop: int) -> torch.Tensor:
-    """The slice [``start``, ``stop``) along an axis: a view, or a copy where it is in several pieces.
+    """Return the slice [``start``, ``stop``) along an axis: a view, or a copy if it is in several pieces.
 
-    What an op writes in place must be a view.
+    An op that writes in place needs a view.
     """
     dim, outer, size, inner = axis
     if outer == 1:
@@ -76,7 +76,7 @@ def take(t: torch.Tensor, axis: Axis, start: int, stop: int) -> torch.Tensor:
 
 
 def put(buffer: torch.Tensor, axis: Axis, start: int, stop: int, x: torch.Tensor) -> None:
-    """Write a slice of a tensor."""
+    """Copy ``x`` into the slice [``start``, ``stop``) of ``buffer`` along an axis."""
     dim, outer, size, inner = axis
     if outer == 1:
         buffer.narrow(dim, start * inner, (stop - start) * inner).copy_(x)
@@ -86,7 +86,7 @@ def put(buffer: torch.Tensor, axis: Axis, start: int, stop: int, x: torch.Tensor
 
 
 def resized_arguments(rule: Rule, args: Sequence[Any], within: FactorAxis, length: int) -> list[Any]:
-    """Positional arguments for a slice of ``length``: sizes in them are scaled, and what the rule replaces is replaced.
+    """Return positional arguments for a slice of ``length``, with sizes scaled and arguments replaced as the rule says.
 
     A size of -1 (what is left, or the same as before) stays.
     """

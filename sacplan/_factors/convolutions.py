@@ -29,7 +29,7 @@ class _Convolution:
         call.resize("groups", None, self.groups)
 
     def output(self, call: RuleBuilder, pixels: tuple[int, ...]) -> Dims:
-        """The factors of what the convolution returns."""
+        """Return the factors of the convolution's output."""
         found = self.pixels if self.by_pixel else call.blocked(pixels)
         return (self.batch, self.channels, *found)
 

@@ -9,7 +9,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction
 
 
 def _rows_and_classes(call: RuleBuilder) -> tuple[Dims, Dims, Dims]:
-    """Factors of the targets, of the scores (classes come second), and of the classes' weights."""
+    """Make factors of the targets, of the scores (classes come second), and of the classes' weights."""
     scores, targets = call["self"], call["target"]
     rows = call.dims(targets.shape)
     at = 1 if len(scores.shape) > 1 else 0

@@ -10,7 +10,7 @@ from sacplan._factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, regist
 
 
 def _normalized(call: RuleBuilder, shape: Sequence[int]) -> tuple[Dims, Dims]:
-    """Factors of the dimensions in front, and of those that are normalized."""
+    """Make factors of the dimensions in front, and of those that are normalized."""
     rows = len(shape) - len(call["normalized_shape"])
     return call.dims(shape[:rows]), call.blocked(shape[rows:])
 
@@ -87,7 +87,7 @@ def _batch_norm(call: RuleBuilder) -> Rule:
 
 
 def _reserved(call: RuleBuilder, t: Any, channels: Factors) -> Dims:
-    """What a library keeps for its backward kernel is of all channels."""
+    """Block the channels if a library keeps a reserve for its backward kernel: the reserve is of all channels."""
     if t.shape[0]:
         call.becomes(channels, Kind.BLOCK)
     return call.blocked(t.shape)

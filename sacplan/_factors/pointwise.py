@@ -8,7 +8,7 @@ from sacplan._factors.rule import Dims, Factors, Rule, RuleBuilder, register
 
 
 def broadcast(dims: Dims, to: Sequence[int], shape: Sequence[int]) -> Dims | None:
-    """The factors of a tensor that is broadcast to a shape with factors ``dims``; None if it is not."""
+    """Return the factors of a tensor that is broadcast to shape ``to`` with factors ``dims``; None if it is not."""
     missing = len(to) - len(shape)
     if missing < 0 or any(n not in (1, to[missing + i]) for i, n in enumerate(shape)):
         return None

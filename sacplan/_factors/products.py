@@ -11,7 +11,7 @@ from sacplan._factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, regist
 def _letters(
     call: RuleBuilder, words: Sequence[str], shapes: Sequence[Sequence[int]], out: str
 ) -> dict[str, Factors]:
-    """A factor for each letter of an Einstein sum; those that are not in the output are summed over."""
+    """Make a factor for each letter of an Einstein sum. Letters that are not in the output are summed over."""
     found: dict[str, Factors] = {}
     for word, shape in zip(words, shapes, strict=True):
         for letter, n in zip(word, shape, strict=True):

@@ -9,7 +9,7 @@ from sacplan._factors.rule import Dims, Kind, Rule, RuleBuilder, register
 
 
 def reduced_dims(call: RuleBuilder, rank: int) -> frozenset[int]:
-    """The dimensions in the argument ``dim``, all if it names none."""
+    """Return the dimensions in the argument ``dim``; all if it names none."""
     given = call.arguments.get("dim")
     if given is None or given == []:
         return frozenset(range(rank))
@@ -49,7 +49,7 @@ def _vector_norm(call: RuleBuilder) -> Rule:
 
 
 def blocked_at(call: RuleBuilder, shape: Sequence[int], whole: frozenset[int]) -> Dims:
-    """Factors of a shape, some dimensions of which must be whole."""
+    """Make factors of a shape, of which the dimensions ``whole`` must not be sliced."""
     return tuple(call.factor(n, Kind.BLOCK if d in whole else Kind.PASS) for d, n in enumerate(shape))
 
 

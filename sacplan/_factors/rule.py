@@ -19,7 +19,7 @@ from sacplan._torch.ops import draws_numbers
 
 
 class Kind(enum.Enum):
-    """What becomes of a factor in one output of an op, and how results of slices make the whole one."""
+    """How a factor shows in one output of an op, and how the results of slices make the whole output."""
 
     PASS = "pass"
     """The output has the factor, and is sliced with the inputs; or it does not depend on it, and any slice gives it."""
@@ -90,7 +90,7 @@ class Rule:
     replaced: tuple[Replaced, ...] = ()
 
     def kind(self, factor: int, output: int = 0) -> Kind:
-        """What becomes of a factor in an output."""
+        """Return the kind of a factor in an output."""
         return self.kinds[output][factor]
 
     def may_slice(self, factor: int) -> bool:
@@ -104,7 +104,7 @@ class Rule:
 
 
 class RuleBuilder(Call):
-    """The rule of a call in the making: a formula names its factors, and says what becomes of them."""
+    """Builds the rule of one call: a formula names the factors and gives each its kind."""
 
     def __init__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], returned: Any) -> None:
         super().__init__(func, args, kwargs, returned)
@@ -115,7 +115,7 @@ class RuleBuilder(Call):
         self._replaced: list[Replaced] = []
 
     def factor(self, size: int, kind: Kind = Kind.PASS) -> Factors:
-        """A new factor as the only one of a dimension; none for size 1."""
+        """Make a factor, as the only one of a dimension; none for size 1."""
         if size == 1:
             return ()
         self._sizes.append(size)
@@ -123,15 +123,15 @@ class RuleBuilder(Call):
         return (len(self._sizes) - 1,)
 
     def dims(self, shape: Sequence[int], kind: Kind = Kind.PASS) -> Dims:
-        """New factors, one for each dimension."""
+        """Make factors, one for each dimension."""
         return tuple(self.factor(size, kind) for size in shape)
 
     def blocked(self, shape: Sequence[int]) -> Dims:
-        """New factors for dimensions that must be whole."""
+        """Make factors for dimensions that must be whole."""
         return self.dims(shape, Kind.BLOCK)
 
     def becomes(self, factors: Collection[int], kind: Kind, *outputs: int) -> None:
-        """Say what becomes of factors in these outputs, or without any, in all."""
+        """Set the kind of factors in these outputs; in all, if none are given."""
         for factor in factors:
             if not outputs:
                 self._kinds[factor] = kind
@@ -157,7 +157,7 @@ class RuleBuilder(Call):
         return list(self.arguments).index(argument)
 
     def rule(self, inputs: Sequence[Dims], outputs: Sequence[Dims]) -> Rule:
-        """The rule with these factors."""
+        """Return the rule with these factors of tensor arguments and outputs."""
         kinds = (tuple(self._kinds),) * len(outputs)
         if self._by_output:
             kinds = tuple(
@@ -181,7 +181,7 @@ _FORMULAS: dict[str, Formula] = {}
 
 
 def register(*names: str) -> Callable[[FormulaT], FormulaT]:
-    """A decorator: the formula of these ops, by name (``"mm bmm"``) or by name and overload (``"max.dim"``)."""
+    """Register the decorated formula for these ops, by name (``"mm bmm"``) or name and overload (``"max.dim"``)."""
 
     def add(formula: FormulaT) -> FormulaT:
         for name in " ".join(names).split():
@@ -195,9 +195,10 @@ def register(*names: str) -> Callable[[FormulaT], FormulaT]:
 
 @functools.cache
 def formula_of(func: torch._ops.OpOverload) -> Formula | None:
-    """The formula of an op; None if it has none.
+    """Return the formula of an op; None if it has none.
 
-    An op that writes its first argument in place has that of the op without the underscore.
+    An in-place op (``relu_``) has the formula of the op without the underscore. An op that PyTorch tags as pointwise
+    needs none of its own. Ops of other namespaces and with ``out=`` have none.
     """
     if func.namespace not in ("aten", "prims") or any(a.is_out for a in func._schema.arguments):
         return None
@@ -212,7 +213,7 @@ def formula_of(func: torch._ops.OpOverload) -> Formula | None:
 def rule_of(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
 ) -> Rule | None:
-    """The factors of one call of an op.
+    """Return the factors of one call of an op.
 
     Args:
         func: the op.

@@ -13,7 +13,7 @@ from sacplan._factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, regist
 
 
 def _common_factors(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int, int]] | None:
-    """The coarsest sizes that both shapes are products of: (size, its dimension before, after); None if there are none.
+    """Return the coarsest common factors as (size, dimension before, dimension after); None if there are none.
 
     Both shapes have the same number of elements, and no size 1 or 0.
     """
@@ -33,7 +33,10 @@ def _common_factors(before: Sequence[int], after: Sequence[int]) -> list[tuple[i
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The smallest runs of dimensions of two shapes that have as many elements; sizes of 1 are left out."""
+    """Return the smallest runs of dimensions of two shapes with as many elements each. Sizes of 1 are left out.
+
+    A view can move elements between dimensions only within such a run, so each run is factored by itself.
+    """
     left = [d for d, n in enumerate(before) if n != 1]
     right = [d for d, n in enumerate(after) if n != 1]
     found, i, j = [], 0, 0

@@ -24,6 +24,13 @@ class Limit:
 
     budget: float | str | None = None
     headroom: float | str | None = None
+    n_bytes: int | None = None
+    """The budget where it is known in bytes; ``budget`` then says the same for people."""
+
+    @classmethod
+    def exactly(cls, n_bytes: int) -> Limit:
+        """Return the limit of so many bytes."""
+        return cls(f"{n_bytes}B", n_bytes=n_bytes)
 
     def bytes_of(self, spec: DeviceSpec, unplanned_bytes: int) -> int:
         """The budget, of which a share is one of the unplanned peak; else the device's memory less the headroom.
@@ -31,6 +38,8 @@ class Limit:
         Raises:
             BudgetError: it cannot be read, or both are given.
         """
+        if self.n_bytes is not None:
+            return self.n_bytes
         check_one_of(self.budget, self.headroom)
         if self.budget is None:
             return memory_less(self.headroom, spec)

@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from sacplan._device.devices import DeviceSpec
 from sacplan._placing.data_parallel import with_data_parallel
 from sacplan._placing.shardings import Sought, searched, tensor_parallel
 from sacplan._plan.limits import Limit, looking_for_plans
+from sacplan._plan.outcome import Outcome, Planner
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._program.budget import exact_bytes, format_bytes, is_share
@@ -242,30 +243,16 @@ def spread_of(profile: Profile, name: str, mesh: Any) -> Spread:
 
 @dataclass(frozen=True, slots=True)
 class TriedSpread:
-    """A way to spread a step, and what a plan for memory comes to on it.
-
-    Attributes:
-        spread: the way.
-        plan: that holds the budget; None if none does.
-        smallest_bytes: the peak of the plan, or the smallest that was reached.
-        binding: what makes the smallest peak; ``""`` where a plan holds.
-    """
+    """A way to spread a step, and what planning for one of its ranks came to."""
 
     spread: Spread
-    plan: Plan | None
-    smallest_bytes: int
-    binding: str = ""
+    outcome: Outcome
 
     @property
     def step_ms(self) -> float:
-        """Of a step with the plan; infinite without one."""
-        if self.plan is None:
-            return math.inf
-        return self.plan.step_ms + self.plan.recompute_ms + self.plan.added_ms
-
-
-Planner = Callable[[Profile], Plan]
-"""Plans what a rank does itself, such as recomputation; raises ``InfeasibleBudget``."""
+        """Predicted time of the step with the plan; infinite without one."""
+        found = self.outcome.step_ms
+        return math.inf if found is None else found
 
 
 def asks_for_mesh(
@@ -306,12 +293,10 @@ def tried(ways: Iterable[Spread], plan_rank: Planner, *, all_of_them: bool = Fal
     for spread in sorted(ways, key=lambda way: way.profile.step_ms):
         if spread.profile.step_ms >= best and not all_of_them:
             break  # a plan only adds to it
-        try:
-            plan = plan_rank(spread.profile)
-        except InfeasibleBudget as error:
-            found.append(TriedSpread(spread, None, error.smallest_feasible_bytes, error.binding))
-            continue
-        found.append(TriedSpread(spread, spread.named(plan), plan.peak_bytes))
+        outcome = Outcome.of(spread.profile, plan_rank)
+        if outcome.plan is not None:
+            outcome = replace(outcome, plan=spread.named(outcome.plan))
+        found.append(TriedSpread(spread, outcome))
         best = min(best, found[-1].step_ms)
     return found
 
@@ -413,25 +398,30 @@ def _fastest(
     if not ways:
         raise PlanError(" ".join(refused))
     found = tried(ways, quick)
-    if all(one.plan is None for one in found):
+    if all(one.outcome.plan is None for one in found):
         found += tried(_smallest(profile, meshes, ways), quick)
     fastest = min(one.step_ms for one in found)
     near = [one for one in found if one.step_ms <= fastest * (1 + _CLOSE)]  # all, if none holds the budget
-    found += tried([one.spread for one in near if one.plan is None or one.plan.decisions], plan_rank)
+    found += tried([one.spread for one in near if _may_improve(one)], plan_rank)
     best = min(found, key=lambda one: one.step_ms)
-    if best.plan is not None:
-        return best.plan
-    least = min(found, key=lambda one: one.smallest_bytes / budget_of(one.spread.profile))
-    budget_bytes = budget_of(least.spread.profile)
+    if best.outcome.plan is not None:
+        return best.outcome.plan
+    least = min(found, key=lambda one: one.outcome.peak_bytes / budget_of(one.spread.profile))
+    budget_bytes, smallest_bytes = budget_of(least.spread.profile), least.outcome.peak_bytes
     where, unplanned = " or ".join(map(str, meshes)), format_bytes(least.spread.profile.peak_bytes)
     of_what = f", the share of {unplanned} that a rank takes unplanned" if is_share else ""
     raise InfeasibleBudget(
         f"no plan found keeps the step on mesh {where} under {format_bytes(budget_bytes)} on each rank{of_what}. On a "
         f"single device it takes {format_bytes(profile.peak_bytes)} unplanned. The smallest peak reached is "
-        f"{format_bytes(least.smallest_bytes)} ({least.smallest_bytes} bytes), spread as "
-        f"{least.spread.name!r}; {least.binding} makes it. ",
-        f"Give at least {exact_bytes(least.smallest_bytes)}, more ranks, or a smaller batch.",
+        f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes), spread as {least.spread.name!r}; "
+        f"{least.outcome.binding} makes it. ",
+        f"Give at least {exact_bytes(smallest_bytes)}, more ranks, or a smaller batch.",
         budget_bytes=budget_bytes,
-        smallest_feasible_bytes=least.smallest_bytes,
-        binding=least.binding,
+        smallest_feasible_bytes=smallest_bytes,
+        binding=least.outcome.binding,
     )
+
+
+def _may_improve(one: TriedSpread) -> bool:
+    """Whether a careful planner could do better than the quick one: not where the step fits as it is."""
+    return one.outcome.plan is None or bool(one.outcome.plan.decisions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast, get_args
 
 from sacplan._plan.context import planning_context
@@ -112,7 +113,7 @@ def plan(
     def planned(
         profile: Profile, *, techniques: Sequence[str] | None = techniques, solver: str | None = None
     ) -> Plan:
-        asked = _PlanRequest.of(
+        asked = Planner.of(
             profile, solver or wanted, objective, keep, never, techniques, world_size, fsdp_units, accumulate
         )
         return asked.plan(limit)
@@ -144,34 +145,28 @@ def plan_smallest(
     those of ``plan``.
     """
     profile = opened(profile, Profile)
-    asked = _PlanRequest.of(
+    asked = Planner.of(
         profile, solver, objective, keep, never, techniques, world_size, fsdp_units, accumulate
     )
     return handed_out(asked.smallest_plan(), profile.spec)
 
 
-def smallest_without_rotor(
-    profile: Profile,
-    objective: Objective = "time",
-    keep: Sequence[str] = (),
-    never: Sequence[str] = (),
-    techniques: Sequence[str] | None = None,
-) -> Plan:
-    """The plan with the smallest peak that runs no op more than twice, as ``plan_smallest`` without its last resort.
+@dataclass(frozen=True)
+class Planner:
+    """What a plan is asked for, checked, and the searches for it.
 
-    Rotor's smallest peak may cost several times the step. Who compares plans, or recommends one, asks for this.
-    """
-    asked = _PlanRequest.of(profile, "best", objective, keep, never, techniques, None, None)
-    return replace(asked, last=None).smallest_plan()
-
-
-@dataclass(frozen=True, slots=True)
-class _PlanRequest:
-    """What a plan is asked for, checked.
+    A planner answers for one budget: what it measured for another one could make its plan cheaper than the one that
+    ``plan`` returns. What follows from the step alone is kept with its program, for all planners.
 
     Attributes:
-        last: what is asked where none of the solvers holds a budget.
-        limits_reached: solvers that a limit of work ended so far.
+        profile: The step.
+        solvers: They are asked in this order.
+        objective: See ``plan``.
+        pins: What no plan touches.
+        techniques: What plans may do.
+        accumulate: See ``plan``.
+        last: It is asked where none of the solvers holds a budget.
+        limits_reached: Solvers that stopped at their limit of work so far.
     """
 
     profile: Profile
@@ -187,15 +182,16 @@ class _PlanRequest:
     def of(
         cls,
         profile: Profile,
-        solver: str | Solver | StepSolver,
-        objective: Objective,
-        keep: Sequence[str],
-        never: Sequence[str],
-        techniques: Sequence[str] | None,
-        world_size: int | None,
-        fsdp_units: Sequence[str] | None,
+        solver: str | Solver | StepSolver = "best",
+        objective: Objective = "time",
+        keep: Sequence[str] = (),
+        never: Sequence[str] = (),
+        techniques: Sequence[str] | None = None,
+        world_size: int | None = None,
+        fsdp_units: Sequence[str] | None = None,
         accumulate: Accumulate = "float32",
-    ) -> _PlanRequest:
+    ) -> Planner:
+        """Check what is asked for. The arguments and errors are those of ``plan``."""
         solvers = tuple(resolve_solver(solver))
         default = INFERENCE_TECHNIQUES if profile.mode == "inference" else DEFAULT_TECHNIQUES
         names = resolve_techniques(default if techniques is None else techniques)
@@ -221,8 +217,9 @@ class _PlanRequest:
         step = self.step(self.pins)
         return [solver for name in self.techniques for solver in TECHNIQUES[name].solvers(step)]
 
+    @cached_property
     def searches(self) -> list[PlanSearch]:
-        """Without offers, and with those that may pay at any budget."""
+        """A search without offers and one with those that may pay at any budget; ``smallest`` adds to the list."""
         found = [self.search(self.pins)]
         offers = self._offers(None)
         if offers:
@@ -266,27 +263,36 @@ class _PlanRequest:
             InfeasibleBudget: no plan found holds it.
         """
         budget_bytes = limit.bytes_of(self.profile.spec, self.profile.peak_bytes)
-        searches = self.searches()
-        found = self.cheapest(searches, budget_bytes)
+        found = self.cheapest(budget_bytes)
         if found is None:
-            raise _infeasible(self, searches, budget_bytes)
+            raise _infeasible(self, budget_bytes)
         return self._as_plan(found, limit, budget_bytes)
 
-    def smallest_plan(self) -> Plan:
-        """The plan with the smallest peak."""
-        return self._as_plan(self.smallest(self.searches(), 0))
+    def smallest_plan(self, *, without_rotor: bool = False) -> Plan:
+        """Return the plan with the smallest peak.
 
-    def cheapest(self, searches: list[PlanSearch], budget_bytes: int) -> Candidate | None:
-        """The cheapest candidate that holds a budget; None if none does."""
-        for search in searches:
+        Rotor may reach a smaller peak than the other solvers, at several times the cost of the step. A comparison or a
+        recommendation does not want that plan: ``without_rotor``.
+        """
+        asked = replace(self, last=None) if without_rotor else self
+        return asked._as_plan(asked.smallest(0))
+
+    def cheapest(self, budget_bytes: int, *, quick: bool = False) -> Candidate | None:
+        """Return the cheapest candidate that holds a budget, or None.
+
+        Args:
+            budget_bytes: The budget.
+            quick: Do not look for the smallest peak where the first searches hold no budget. That takes far longer.
+        """
+        for search in self.searches:
             self._solve(search, budget_bytes)
-        found = _cheapest(searches, budget_bytes)
-        if found is None:
-            known = len(searches)
-            self.smallest(searches, budget_bytes)
-            for search in searches[known:]:
+        found = _cheapest(self.searches, budget_bytes)
+        if found is None and not quick:
+            known = len(self.searches)
+            self.smallest(budget_bytes)
+            for search in self.searches[known:]:
                 self._solve(search, budget_bytes)
-            found = _cheapest(searches, budget_bytes)
+            found = _cheapest(self.searches, budget_bytes)
         return found
 
     def _solve(self, search: PlanSearch, budget_bytes: int) -> None:
@@ -296,13 +302,20 @@ class _PlanRequest:
                 if search.above_bound(budget_bytes)[0] <= _OPTIMAL:
                     break
 
-    def smallest(self, searches: list[PlanSearch], budget_bytes: int) -> Candidate:
-        """The candidate with the smallest peak, or one that holds a budget; searches that this takes are added."""
-        solvers = (*self.own_solvers(), *self.solvers)
+    def smallest(self, budget_bytes: int, *, quick: bool = False) -> Candidate:
+        """Return the candidate with the smallest peak, or one that holds a budget.
+
+        Args:
+            budget_bytes: No smaller peak is looked for.
+            quick: Ask only the searches that there are, and not what else techniques could do about the peak.
+        """
+        searches, solvers = self.searches, (*self.own_solvers(), *self.solvers)
         for search in reversed(searches):
             search.minimise(solvers, budget_bytes)
             if search.smallest.footprint.peak_bytes <= budget_bytes:
                 break
+        if quick:
+            return min(searches, key=_smallest_bytes).smallest
         for _ in range(_FURTHER):
             best = min(searches, key=_smallest_bytes)
             further = self._with_further_offers(best) if _smallest_bytes(best) > budget_bytes else None
@@ -392,8 +405,8 @@ def resolve_solver(solver: str | Solver | StepSolver) -> list[Solver | StepSolve
     return known[solver]
 
 
-def _infeasible(asked: _PlanRequest, searches: list[PlanSearch], budget_bytes: int) -> InfeasibleBudget:
-    search = min(searches, key=_smallest_bytes)
+def _infeasible(asked: Planner, budget_bytes: int) -> InfeasibleBudget:
+    search = min(asked.searches, key=_smallest_bytes)
     run = search.smallest.footprint
     inference = asked.profile.mode == "inference"
     if run.peak_phase == Phase.OPTIMIZER:
@@ -419,7 +432,7 @@ def _infeasible(asked: _PlanRequest, searches: list[PlanSearch], budget_bytes: i
         )
     else:
         names = " and ".join(s.name for s in asked.solvers)
-        if asked.last is not None and any(each.has_found(asked.last) for each in searches):
+        if asked.last is not None and any(each.has_found(asked.last) for each in asked.searches):
             names += f", then {asked.last.name}"
         how = f", {', '.join(own)}" if own else f" (solvers: {names})"
         message = (
@@ -447,7 +460,7 @@ def _infeasible(asked: _PlanRequest, searches: list[PlanSearch], budget_bytes: i
     )
 
 
-def _with_rotor(asked: _PlanRequest, search: PlanSearch, budget_bytes: int) -> str:
+def _with_rotor(asked: Planner, search: PlanSearch, budget_bytes: int) -> str:
     """A sentence on what Rotor, which may recompute values more than once, would do."""
     free, rotor = PlanSearch(search.context), Rotor(stages=_STAGES)
     if asked.last is not None:
@@ -463,7 +476,7 @@ def _with_rotor(asked: _PlanRequest, search: PlanSearch, budget_bytes: int) -> s
     return f"solver={named} holds the budget, with {found.footprint.recompute_ms:.4g} ms of recomputation. "
 
 
-def _with_techniques(asked: _PlanRequest, budget_bytes: int) -> str:
+def _with_techniques(asked: Planner, budget_bytes: int) -> str:
     """A sentence on what another technique would reach."""
     if asked.profile.mode == "inference":
         return ""
@@ -472,8 +485,7 @@ def _with_techniques(asked: _PlanRequest, budget_bytes: int) -> str:
         if name in asked.techniques:
             continue
         more = replace(asked, techniques=(*asked.techniques, name))
-        searches = more.searches()
-        found = more.cheapest(searches, budget_bytes)
+        found = more.cheapest(budget_bytes)
         named = f"techniques={more.techniques!r}"
         if found is not None:
             share = (found.footprint.recompute_ms + found.added_ms) / asked.profile.step_ms
@@ -481,13 +493,13 @@ def _with_techniques(asked: _PlanRequest, budget_bytes: int) -> str:
             if f"{abs(share):.1%}" == "0.0%":
                 takes = "takes as long as"
             return f"With {named} the budget holds, and the step {takes} without a plan. "
-        smallest = min(map(_smallest_bytes, searches))
-        if smallest < _smallest_bytes(searches[0]):
+        smallest = min(map(_smallest_bytes, more.searches))
+        if smallest < _smallest_bytes(more.searches[0]):
             said += f"With {named} the smallest is {format_bytes(smallest)} ({smallest} bytes). "
     return said
 
 
-def _with_optimizers(asked: _PlanRequest, search: PlanSearch, budget_bytes: int) -> str:
+def _with_optimizers(asked: Planner, search: PlanSearch, budget_bytes: int) -> str:
     """A sentence on what an Adam that keeps less, or has no temporaries, would reach; tried on the recording."""
     profile = asked.profile
     if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or profile.ranks.world_size > 1:
@@ -505,7 +517,7 @@ def _with_optimizers(asked: _PlanRequest, search: PlanSearch, budget_bytes: int)
     return f"With {best} the smallest is {format_bytes(peaks[best])}. "
 
 
-def _pinned_share(asked: _PlanRequest, search: PlanSearch) -> str:
+def _pinned_share(asked: Planner, search: PlanSearch) -> str:
     """A sentence on how much smaller the smallest peak would be without pins, if it would be."""
     if not asked.pins:
         return ""

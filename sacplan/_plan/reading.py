@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sacplan._plan.value import PlanValue, UnitPlan
-from sacplan._program.budget import format_bytes
+from sacplan._program.budget import format_bytes, format_share
 from sacplan._program.decisions import Chunk
 from sacplan._program.elements import pattern_of
 from sacplan._program.names import folded_names, one_name, short_op
@@ -274,10 +274,13 @@ def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
             f"{format_bytes(plan.peak_bytes)}, {saves:.1%} less than the {format_bytes(plan.baseline_peak_bytes)} "
             "without a plan",
         ),
-        ("recompute", f"{plan.recompute_ms:.2f} ms, {_share(plan.recompute_ms, plan.step_ms)} of the step"),
+        (
+            "recompute",
+            f"{plan.recompute_ms:.2f} ms, {format_share(plan.recompute_ms, plan.step_ms)} of the step",
+        ),
         (
             "slices",
-            f"{plan.added_ms:+.2f} ms, {_share(plan.added_ms, plan.step_ms)} of the step"
+            f"{plan.added_ms:+.2f} ms, {format_share(plan.added_ms, plan.step_ms)} of the step"
             if plan.chunks
             else "",
         ),
@@ -288,10 +291,6 @@ def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
         *(("assumes", sentence) for sentence in plan.provenance.assumed),
     ]
     return tuple((label, text) for label, text in rows if text)
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "0.0%"
 
 
 def _amount(parts: Sequence[LayerOps], layers: int, *, with_time: bool = False) -> str:

@@ -65,7 +65,7 @@ def save(path: str | Path, **fields: Any) -> None:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """The fields of a profile.
+    """Return the fields of a profile.
 
     Raises:
         TraceError: the file is damaged, of another version, or holds something else.
@@ -80,7 +80,7 @@ def schema() -> dict[str, Any]:
 
 
 def _digest(fields: _Fields) -> str:
-    """Of the values, whatever the order of keys and of what has no order."""
+    """Hash the values, independently of the order of keys and of sets."""
     values = {name: getattr(fields, name) for name in _Fields.__struct_fields__}
     plain = msgspec.to_builtins(values, str_keys=True, order="deterministic")
     return hashlib.sha256(msgspec.json.encode(plain)).hexdigest()

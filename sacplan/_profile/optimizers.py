@@ -2,7 +2,7 @@
 
 The optimizer's step reads parameters and gradients, whatever made them. So it is recorded once for some parameters,
 without the model that they belong to, and put behind the recorded backward pass. That is exact
-(``tests/advice/test_advise.py`` compares it with a recording of the whole step), and quick where a model is large.
+(``tests/questions/test_advise.py`` compares it with a recording of the whole step), and quick where a model is large.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 import torch
 
-from sacplan._profile.profile import Profile, profile
+from sacplan._profile.profile import Profile
+from sacplan._profile.tracing import profile
 from sacplan._program.program import Event, Op, Patch, Phase, Program, StorageKind, Tensor
 from sacplan._program.rewriting import Indices, PatchBuilder
 
@@ -136,22 +137,22 @@ class OptimizerStep:
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """Those of the optimizer, in their order."""
+        """The optimizer's ops, in order."""
         return tuple(op for op in self.program.ops if op.phase == Phase.OPTIMIZER)
 
     @property
     def state_bytes(self) -> int:
-        """What it keeps from step to step."""
+        """Bytes that the optimizer keeps from step to step."""
         return state_bytes(self.program)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of its ops."""
+        """The names of the optimizer's ops."""
         return tuple(op.name for op in self.ops)
 
 
 def state_bytes(program: Program) -> int:
-    """The optimizer's state, in bytes."""
+    """Return the bytes of the optimizer's state in a program."""
     sizes = program.storage_bytes
     return sum(sizes[s] for s in program.initial if program.storage_kinds[s] == StorageKind.OPTIMIZER_STATE)
 
@@ -182,12 +183,12 @@ class _Parameters(torch.nn.Module):
 
 
 def trained(program: Program) -> tuple[int, ...]:
-    """Storages of the parameters that get a gradient, in the order of the model's."""
+    """Return the storages of the parameters that get a gradient, in the model's order."""
     return tuple(sorted(program.gradients))
 
 
 def recorded_step(of: Profile, make: Factory) -> OptimizerStep:
-    """An optimizer's step on the parameters of a profile that get a gradient."""
+    """Record an optimizer's step on the parameters of a profile that get a gradient."""
     like = [of.recorded.tensors[of.recorded.gradients[s]] for s in trained(of.recorded)]
     found = profile(_Parameters(like), torch.empty(1, device="meta"), None, make, of.spec).recorded
     return OptimizerStep(found, trained(found))
@@ -197,7 +198,7 @@ def recorded_step(of: Profile, make: Factory) -> OptimizerStep:
 
 
 def without_optimizer(of: Profile) -> Profile:
-    """The step up to the end of the backward pass: without an optimizer and its state."""
+    """Return the step up to the end of the backward pass, without an optimizer and its state."""
     program = of.recorded
     tail = _first_of_optimizer(program)
     if tail is None:
@@ -216,14 +217,14 @@ def without_optimizer(of: Profile) -> Profile:
 
 
 def with_optimizer(of: Profile, step: OptimizerStep) -> Profile:
-    """A step without an optimizer, with one behind its backward pass."""
+    """Return a step without an optimizer with this one put behind its backward pass."""
     program = of.recorded
     patch = _spliced(program, step, _end_of_backward(program))
     return dataclasses.replace(of, recorded=program.with_(patch))
 
 
 def _first_of_optimizer(program: Program) -> int | None:
-    """The position from which on events are the optimizer's."""
+    """Return the position of the first event of the optimizer; None if there is no optimizer."""
     return next(
         (
             at
@@ -235,7 +236,10 @@ def _first_of_optimizer(program: Program) -> int | None:
 
 
 def _end_of_backward(program: Program) -> int:
-    """The position behind the backward pass: the last event frees the loss, which the step holds to its end."""
+    """Return the position behind the backward pass.
+
+    That is the end, except for a last event that frees the loss, which the step holds until it is over.
+    """
     code, arg = program.events[-1]
     writer = program.writer.get(arg, -1) if code == _FREE else -1
     is_loss = writer >= 0 and program.ops[writer].phase == Phase.FORWARD
@@ -243,7 +247,7 @@ def _end_of_backward(program: Program) -> int:
 
 
 def _spliced(program: Program, step: OptimizerStep, at: int) -> Patch:
-    """The ops and the state of an optimizer, in terms of a program's parameters and gradients."""
+    """Return the patch that puts an optimizer's ops and state into a program, on its parameters and gradients."""
     source = step.program
     known: dict[int, int] = {}
     for ours, theirs in zip(trained(program), step.parameters, strict=True):

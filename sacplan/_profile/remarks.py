@@ -1,4 +1,4 @@
-"""What a person should know of a recorded step before believing its peak or its time, a sentence each."""
+"""Caveats of a recorded step that bear on its peak or its time, a sentence each."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _STEPS_BYTES = 4  # a float32
 
 
 def no_optimizer(program: Program, spec: DeviceSpec) -> str:
-    """That no optimizer ran, and what the state of the usual one takes."""
+    """Say that no optimizer ran, and how much state AdamW would add."""
     trained = [program.storage_bytes[parameter] for parameter in program.gradients]
     return without_optimizer(adamw_state_bytes(trained, spec))
 
 
 def without_optimizer(state_bytes: int) -> str:
-    """The sentence for a known size."""
+    """Say the same for a known size of the state."""
     return (
         "no optimizer, so the peak has nothing of one in it: AdamW would add "
         f"{format_bytes(state_bytes)} of state, and the temporaries of its step"
@@ -27,12 +27,15 @@ def without_optimizer(state_bytes: int) -> str:
 
 
 def adamw_state_bytes(trained: Iterable[int], spec: DeviceSpec) -> int:
-    """What ``torch.optim.AdamW`` keeps for parameters of these sizes: two tensors like each, and a number of steps."""
+    """Return the bytes that ``torch.optim.AdamW`` keeps for parameters of these sizes.
+
+    Two moments of each parameter's size, and a float32 count of steps, each rounded as the allocator does.
+    """
     return sum(2 * spec.round_up(n_bytes) + spec.round_up(_STEPS_BYTES) for n_bytes in trained)
 
 
 def summed_outputs(setup: Setup) -> str:
-    """That the step trains the sum of its outputs, and what to give instead; empty if it has a loss."""
+    """Say that the step trains the sum of its outputs, and what to give instead; empty if it has a loss."""
     if setup.loss != SUM_OF_OUTPUTS:
         return ""
     return (
@@ -43,7 +46,7 @@ def summed_outputs(setup: Setup) -> str:
 
 
 def without_bfloat16(program: Program, spec: DeviceSpec) -> str:
-    """That the step is in a type which the device has no arithmetic for; empty if it is not."""
+    """Say that the step is in bfloat16 and the device has no arithmetic for it; empty if that is not so."""
     if spec.has_bfloat16 or all(tensor.dtype != "bfloat16" for tensor in program.tensors):
         return ""
     why = f" (compute capability {'.'.join(map(str, spec.capability))}, not 8.0)" if spec.capability else ""

@@ -124,3 +124,8 @@ def format_bytes(n_bytes: int) -> str:
         if abs(n_bytes) >= _UNITS[unit]:
             return f"{n_bytes / _UNITS[unit]:.2f} {unit}"
     return f"{n_bytes} B"
+
+
+def format_share(part: float, whole: float) -> str:
+    """Write a part of a whole for people: ``"12.5%"``. A step of no time or FLOPs has no parts: ``"0.0%"``."""
+    return f"{part / whole:.1%}" if whole else "0.0%"

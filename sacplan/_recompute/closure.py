@@ -1,4 +1,4 @@
-"""What one unit can save, and at what cost: the exact hull of kept bytes against recompute time.
+"""The trade-off of one unit: the exact lower hull of kept bytes against recompute time.
 
 The problem is rematerialization as a minimum cut (Horace He et al., functorch's min-cut partitioner,
 ``torch/_functorch/partitioners.py``), with two differences. The times of the ops are part of the cut, so
@@ -114,7 +114,7 @@ class TradeoffPoint:
 
 
 def evaluate(problem: ClosureProblem, discarded: Iterable[int]) -> TradeoffPoint:
-    """The trade-off of any set of discarded ops, less the ops that backward never needs.
+    """Return the trade-off of any set of discarded ops, less the ops that backward never needs.
 
     Raises:
         PlanError: an index is not that of an op, or its op is not discardable.
@@ -130,7 +130,7 @@ def evaluate(problem: ClosureProblem, discarded: Iterable[int]) -> TradeoffPoint
 
 
 def tradeoff(problem: ClosureProblem, max_points: int = 24, between: int = 0) -> tuple[TradeoffPoint, ...]:
-    """The lower hull of kept bytes against recompute time, by decreasing bytes.
+    """Return the lower hull of kept bytes against recompute time, by decreasing bytes.
 
     The first point discards nothing. The last keeps the fewest bytes that any set can reach, as cheaply as
     possible. No point in between lies on the line through its neighbours.
@@ -165,7 +165,7 @@ def tradeoff(problem: ClosureProblem, max_points: int = 24, between: int = 0) ->
 def with_neighbours(
     problem: ClosureProblem, points: Iterable[TradeoffPoint], most: int
 ) -> tuple[TradeoffPoint, ...]:
-    """The points, and others that keep or discard one more storage; by increasing time.
+    """Return the points, and others that keep or discard one more storage, by increasing time.
 
     They lie on or above the hull; some need less memory during recomputation. Neighbours of the points that keep
     the fewest bytes are added first, up to ``most`` points in all.
@@ -193,7 +193,7 @@ def with_neighbours(
 
 
 def _needed(problem: ClosureProblem, allowed: frozenset[int], asked: Iterable[int]) -> frozenset[int]:
-    """The ops in ``allowed`` that it takes to compute the storages ``asked``."""
+    """Return the ops in ``allowed`` that it takes to compute the storages ``asked``."""
     writer, ops = problem._writer, problem.ops
     stack = [writer[s] for s in asked]
     seen = set(stack)
@@ -207,7 +207,7 @@ def _needed(problem: ClosureProblem, allowed: frozenset[int], asked: Iterable[in
 
 
 def _kept_bytes(problem: ClosureProblem, ops: frozenset[int]) -> int:
-    """Bytes held if exactly ``ops`` run again."""
+    """Return the bytes that are held if exactly ``ops`` run again."""
     held = set(problem.saved)
     held.update(s for op in ops for s in problem.ops[op].reads)
     return sum(problem._charge[s] for s in held if problem._writer[s] not in ops)
@@ -258,7 +258,7 @@ class Hull:
         self.last = self._solve(frozenset(), everything, 1, sum(self._costs) + 1)
 
     def between(self, left: Vertex, right: Vertex) -> tuple[Fraction, Vertex] | None:
-        """The vertex furthest below the line through two others, and how far that is in cost; None if there is none."""
+        """Return the vertex furthest below the line through two others, and its distance in cost; None if none is."""
         if len(right.ops) - len(left.ops) < 2:  # the sets are nested: nothing fits between
             return None
         span, rise = left.kept - right.kept, right.cost - left.cost
@@ -303,7 +303,13 @@ def _cut(
     per_cost: int,
     per_byte: int,
 ) -> frozenset[int]:
-    """The smallest set between ``low`` and ``high`` of least per_cost * cost + per_byte * bytes."""
+    """Return the smallest set between ``low`` and ``high`` that minimises per_cost * cost + per_byte * bytes.
+
+    An op on the source side of the cut runs again and pays its time: an edge to the sink. On the other side it pays
+    for what it writes that is available anyway: an edge from the source. A storage that is available only because an
+    op reads it costs its bytes, unless its writer runs again as well: an edge from the reader to the writer. With
+    several readers, a node for the storage stands between, so that the bytes are paid once.
+    """
     writer, charge, ops = problem._writer, problem._charge, problem.ops
     open_ops = sorted(high - low)
     node = {op: index for index, op in enumerate(open_ops)}
@@ -347,7 +353,7 @@ def _cut(
 
 
 def _greedy(problem: ClosureProblem, left: TradeoffPoint, right: TradeoffPoint) -> list[TradeoffPoint]:
-    """Reachable points on the way from ``left`` to ``right``.
+    """Return reachable points on the way from ``left`` to ``right``.
 
     Repeatedly discards the saved storage that ``right`` recomputes and ``left`` does not and that is currently
     cheapest per byte, with the ops that it needs. Every set looked at along the way is a candidate.
@@ -401,7 +407,7 @@ def _greedy(problem: ClosureProblem, left: TradeoffPoint, right: TradeoffPoint) 
 def _spread(
     points: list[TradeoffPoint], left: TradeoffPoint, right: TradeoffPoint, count: int
 ) -> list[TradeoffPoint]:
-    """At most ``count`` of the points, spread as evenly as possible over the bytes between two vertices."""
+    """Return at most ``count`` of the points, spread evenly over the bytes between two vertices."""
     if len(points) <= count:
         return points
     step = Fraction(left.kept_bytes - right.kept_bytes, count + 1)
@@ -413,7 +419,7 @@ def _spread(
 
 
 def _merge(vertices: list[TradeoffPoint], found: list[TradeoffPoint]) -> list[TradeoffPoint]:
-    """Both together by decreasing bytes, without those of ``found`` that another point dominates."""
+    """Return both together by decreasing bytes, without those of ``found`` that another point dominates."""
     first, last = vertices[0], vertices[-1]
     inner = sorted((*vertices[1:], *found), key=lambda point: (point.recompute_ms, point.kept_bytes))
     merged = [first]

@@ -1,7 +1,10 @@
-"""Ops that are kept or discarded together, since an in-place write ties them.
+"""Groups of ops that are kept or discarded together, since an in-place write ties them.
 
-What an in-place write replaces cannot be kept for later. So who reads the old version can run again only with
-the op that made it: the write itself, and any other reader.
+An in-place write destroys the old version of its storage, so that version cannot be kept for the backward pass. An op
+that reads it (the write itself, or any other reader) can run again only if the op that made it runs again, too. So
+the maker and all readers of an overwritten version are one group.
+
+Groups are the connected components of these ties, by union-find with path halving: nearly linear in the ops.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ Group = tuple[int, ...]
 
 
 def in_place_groups(program: Program, groups: Sequence[Group]) -> tuple[Group, ...]:
-    """The groups of ops, with those that in-place writes tie made into one; in the order of their first ops."""
+    """Join the groups of ops that in-place writes tie; in the order of their first ops."""
     if not program.overwritten:
         return tuple(groups)
     group_of = {op: at for at, group in enumerate(groups) for op in group}
@@ -32,7 +35,7 @@ def in_place_groups(program: Program, groups: Sequence[Group]) -> tuple[Group, .
 
 
 def connected(items: Iterable[int], pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """The items in the groups that pairs of them connect; in the order of the items."""
+    """Return the connected components of the items under these pairs, in the order of the items."""
     leader = {item: item for item in items}
 
     def find(item: int) -> int:
@@ -49,7 +52,11 @@ def connected(items: Iterable[int], pairs: Iterable[tuple[int, int]]) -> list[li
 
 
 def discardable(program: Program, group: Group) -> bool:
-    """Whether a group may run again: all of its ops may, and whatever they are tied to is in it."""
+    """Whether a group may run again.
+
+    Each of its ops must be able to. The group must have the op that overwrites each version that one of them reads, and
+    all readers of each overwritten version that one of them makes.
+    """
     ops, inside = program.ops, set(group)
     return all(
         ops[i].recomputable
@@ -62,7 +69,11 @@ def discardable(program: Program, group: Group) -> bool:
 def without_missing_versions(
     program: Program, decisions: Mapping[str, Collection[CallSite]]
 ) -> dict[str, tuple[CallSite, ...]]:
-    """Decisions, less the call sites that read an overwritten version which is not made again in the same unit."""
+    """Leave out the call sites that read an overwritten version which is not made again in the same unit.
+
+    Decisions that were not made by groups (Rotor's, a user's policy) may have such sites. To leave one out may make
+    another invalid, but only a later one: makers come before their readers, so one pass suffices.
+    """
     found = {}
     for unit, sites in decisions.items():
         wanted = set(sites)

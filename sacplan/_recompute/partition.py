@@ -1,15 +1,24 @@
-"""The forward pass in parts: which ops are looked at together when choosing what runs again.
+"""Partition the forward pass into parts: groups of ops that are looked at together when choosing what runs again.
 
     parts, split = partition(program, pins)
     join(program, parts, 2)  # pairs of neighbours as one
 
-A part is a module that repeats along the model (a layer) or is small enough to be looked at as a whole, together with
-what the modules around it run after it (before the first one: before it). Every forward op that a module of the model
-runs is in one part. What can be chosen for a part is in ``regions.py``.
+A part is a module that repeats along the model (a layer), or one that is small enough to be looked at as a whole. The
+ops that the modules around it run themselves go to the part before them, or to the first part. Every forward op that a
+module of the model runs is in exactly one part. ``regions.py`` has the choices for a part.
 
-Ops that are too many for a part and have no modules to be split into (a recurrence, unrolled in one forward) are cut
-into windows, where the least passes from one to the next: between two steps of the recurrence. There are never more
-than so many parts, and a part never has more than so many ops, so what is chosen from grows with the step, no faster.
+Four stages:
+
+1. Walk down the module tree. A module is split into its children if it is large or its children repeat
+   (``_ModuleCalls.splits``); otherwise it is a part.
+2. Attach the ops that split modules run themselves (``_attached``).
+3. Cut what is too large and has no modules to be split into, such as an unrolled recurrence, into windows: each ends
+   where few bytes cross, which is between two steps of the recurrence (``_windows``).
+4. Join neighbours where there are more parts than ``MOST_PARTS``.
+
+The sizes are bounds on the work that follows: a part has at most ``LARGEST_PART`` call sites, so the choices grow
+linearly with the step. The split is a heuristic. An option cannot discard a tensor that another part reads, so where
+the borders lie decides which plans exist; joined regions make up for that.
 """
 
 from __future__ import annotations
@@ -77,11 +86,11 @@ class _ModuleCalls:
         self.roots = program.outermost_modules
 
     def members(self, fqn: str) -> tuple[tuple[int, ...], ...]:
-        """The forward ops of a module, one group for each call site."""
+        """Return the forward ops of a module, one group for each call site."""
         return tuple(self.program.call_sites(fqn).values())
 
     def calls(self, fqn: str) -> list[list[int]]:
-        """The forward ops of each call of a module."""
+        """Return the forward ops of each call of a module."""
         ops = self.program.ops
         return [
             [op for op in self.program.sites(scope) if ops[op].phase == Phase.FORWARD]
@@ -94,7 +103,7 @@ class _ModuleCalls:
         return around != ROOT_SCOPE and self._pins.may_be_discarded_in(around)
 
     def is_barred(self, fqn: str) -> bool:
-        """Whether pins forbid it as a unit, but not all that is in it."""
+        """Whether pins forbid a module as a unit, but allow units in it: then it has to be split."""
         program, pins = self.program, self._pins
         if pins.may_be_a_unit(program, fqn):
             return False
@@ -105,13 +114,14 @@ class _ModuleCalls:
         return fqn in self.program.leaf_fqns or fqn not in self.children
 
     def splits(self, fqn: str, n_members: int) -> bool:
-        """Whether a module is looked at in parts: it is large, or the same kind of child follows on itself.
+        """Whether a module is split into its children.
 
-        Or it is not small, and most of it is a child of which that is true.
+        That is so if it is large, or if the same kind of child follows on itself (a stack of layers). Or if it is not
+        small, and most of it is one child that is split: a wrapper around the model.
         """
         inner = [child for child in self.children.get(fqn, ()) if not self.is_leaf(child)]
         if not inner:
-            return False
+            return False  # there is nothing to split into; if it is too large, it is cut into windows
         if n_members > LARGEST_PART or self._repeats(inner, n_members):
             return True
         if n_members <= SMALL_PART:
@@ -122,6 +132,10 @@ class _ModuleCalls:
         )
 
     def _repeats(self, inner: Sequence[str], n_members: int) -> bool:
+        """Whether most of a module are children that run the same ops, one on the output of the other.
+
+        Children beside each other, such as the branches of a block, are no stack: they are looked at together.
+        """
         ops = self.program.ops
         kinds: dict[tuple[str, ...], list[tuple[tuple[int, ...], ...]]] = defaultdict(list)
         for child in inner:
@@ -136,7 +150,7 @@ class _ModuleCalls:
 
 
 def partition(program: Program, pins: Pins) -> tuple[list[OpGroup], frozenset[str]]:
-    """Every forward op that a module runs, in one part each, in the order of execution; and the split modules."""
+    """Return the parts in the order of execution, and the modules that were split."""
     tree = _ModuleCalls(program, pins)
     owned: set[int] = set()
     whole: list[OpGroup] = []  # modules
@@ -173,7 +187,10 @@ def partition(program: Program, pins: Pins) -> tuple[list[OpGroup], frozenset[st
 
 
 def _attached(program: Program, whole: list[OpGroup], rest: list[OpGroup]) -> list[OpGroup]:
-    """Ops outside of the parts go to the part before them, those before the first to the first; within one root."""
+    """Attach the ops outside of the parts to the part before them, or else to the first one, within one root module.
+
+    Modules that run several times, and those in whose root nothing runs once, keep such ops as parts of their own.
+    """
     whole = sorted(whole, key=lambda part: part.members[0][0])
     single = [part for part in whole if part.once]
     numbers: dict[str | None, list[int]] = defaultdict(list)  # by root, its single parts
@@ -201,17 +218,20 @@ def _attached(program: Program, whole: list[OpGroup], rest: list[OpGroup]) -> li
 
 
 def _root_of(program: Program, part: OpGroup) -> str | None:
-    """The outermost module in which a part runs."""
+    """Return the outermost module in which a part runs."""
     return program.outermost_module(program.ops[part.members[0][0]].scope)
 
 
 def _unit_of(program: Program, ops: Iterable[int]) -> str:
-    """The smallest module that is called once and runs all these ops."""
+    """Return the smallest module that is called once and runs all these ops."""
     return unit_around(program, {program.ops[op].scope for op in ops})
 
 
 def unit_around(program: Program, scopes: Iterable[int], widest_unit: int = ROOT_SCOPE) -> str:
-    """The smallest module, no leaf and called once, that these module calls are in or are; at most ``widest_unit``."""
+    """Return the smallest module that these calls are in (or are), that is called once and is no leaf.
+
+    ``widest_unit`` and the outermost module end the search, whatever they are.
+    """
     scope = program.common_scope(scopes)
     while True:
         fqn = program.scopes[scope].fqn
@@ -224,7 +244,11 @@ def unit_around(program: Program, scopes: Iterable[int], widest_unit: int = ROOT
 
 
 def _windows(program: Program, part: OpGroup) -> list[OpGroup]:
-    """The part; in windows if it is too large for one."""
+    """Return the part, cut into windows if it is too large.
+
+    Candidates are narrow places: positions at which no fewer bytes cross anywhere within half of ``LARGEST_PART`` ops.
+    From each cut, the next is the first narrow place that makes the window large enough (``_next_cut``).
+    """
     count = len(part.members)
     if count <= LARGEST_PART:
         return [part]
@@ -248,7 +272,11 @@ def _windows(program: Program, part: OpGroup) -> list[OpGroup]:
 
 
 def _next_cut(crossing: npt.NDArray[np.int64], narrow: npt.NDArray[np.intp], at: int, size: int) -> int:
-    """Where a window ends that begins at ``at``: about ``size`` members on, where little crosses."""
+    """Return where the window that begins at ``at`` ends: about ``size`` members on, where few bytes cross.
+
+    That is the first narrow place from ``size`` on, or else the last one before. Without a narrow place in reach, the
+    position with the fewest bytes from half of ``size`` on.
+    """
     last = min(at + LARGEST_PART, len(crossing) - 1)
     near, far = np.searchsorted(narrow, (at + 1, last), side="left").tolist()
     within = narrow[near : far + 1]
@@ -261,9 +289,10 @@ def _next_cut(crossing: npt.NDArray[np.int64], narrow: npt.NDArray[np.intp], at:
 
 
 def _crossing_bytes(program: Program, part: OpGroup) -> npt.NDArray[np.int64]:
-    """By member, and at the end: bytes that are made before it in the part, and read from it on.
+    """Return, for each position between members, the bytes that are made before it in the part and read behind it.
 
-    What is read further on than any window reaches crosses a cut wherever that is, and does not count.
+    A storage that is read further on than any window reaches crosses a cut wherever that is, so it does not count.
+    One pass notes where each storage begins and ceases to cross; a running sum does the rest.
     """
     made: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -280,7 +309,7 @@ def _crossing_bytes(program: Program, part: OpGroup) -> npt.NDArray[np.int64]:
 
 
 def runs(parts: Sequence[OpGroup]) -> list[list[OpGroup]]:
-    """Neighbours that can be joined."""
+    """Return the runs of neighbours that can be joined."""
     found: list[list[OpGroup]] = []
     before: object = None
     for part in parts:
@@ -295,7 +324,7 @@ def runs(parts: Sequence[OpGroup]) -> list[list[OpGroup]]:
 
 
 def most_joined(parts: Sequence[OpGroup]) -> int:
-    """How many neighbours can be joined at most."""
+    """Return how many neighbours can be joined at most, with two pointers over each run."""
     most = 1
     for run in runs(parts):
         first = n_ops = 0
@@ -309,7 +338,7 @@ def most_joined(parts: Sequence[OpGroup]) -> int:
 
 
 def join(program: Program, parts: Sequence[OpGroup], size: int) -> list[OpGroup]:
-    """Runs of ``size`` neighbours as one."""
+    """Join ``size`` neighbours to one part, fewer where they would have more than ``LARGEST_JOINED`` call sites."""
     joined = [part for part in parts if part.family is None]
     for run in runs(parts):
         group: list[OpGroup] = []

@@ -1,4 +1,4 @@
-"""What can be chosen for each part of the forward pass: regions, and the options of each.
+"""Regions of the forward pass and their options: the choices that recomputation has.
 
     regions = Regions(program, costs).joined(1)
     regions[3].ops(regions[3].options[-1])  # the ops that run again if the region discards all that it can
@@ -72,11 +72,11 @@ class Regions:
 
     @property
     def longest_run(self) -> int:
-        """How many regions can be joined at most."""
+        """The number of neighbouring regions that can be joined at most."""
         return most_joined(self._parts)
 
     def joined(self, size: int) -> tuple[Region, ...]:
-        """The regions, with up to ``size`` neighbours made into one; 1 leaves them as they are."""
+        """Return the regions, with up to ``size`` neighbours joined; 1 leaves them as they are."""
         parts = [
             replace(part, members=in_place_groups(self.program, part.members))
             for part in join(self.program, self._parts, size)
@@ -97,7 +97,11 @@ class Regions:
         return tuple(regions)
 
     def _units(self, part: OpGroup, option: Option) -> tuple[str, ...]:
-        """The smallest modules, not leaves, that run each connected group of an option, and all that saves it."""
+        """Return the modules that have to be units for an option.
+
+        For each connected group of its ops: the smallest module, not a leaf, that runs the group and everything that
+        saves its outputs. A recipe must be recorded and its handles packed within one call of the unit.
+        """
         if not option.members:
             return ()
         if not part.once or (part.unit not in self._split and len(self.program.calls[part.unit]) == 1):
@@ -114,7 +118,10 @@ class Regions:
         return tuple(found)
 
     def _across_widest_units(self) -> set[int]:
-        """Ops whose outputs are saved, or read by what may run again, where no unit can be around both."""
+        """Return the ops whose outputs are saved, or read by ops that may run again, outside of any possible unit.
+
+        They are kept: no unit could record the op and also see the tensor being saved.
+        """
         program, pins = self.program, self._pins
         found: set[int] = set()
         if pins.widest_units is not None:
@@ -133,14 +140,16 @@ class Regions:
         return found
 
     def _may_be_discarded(self, part: OpGroup, group: tuple[int, ...]) -> bool:
-        """Whether ops of a part may be discarded together, as far as they themselves and the pins are concerned."""
+        """Whether the ops themselves and the pins allow ops of a part to be discarded together."""
         program, pins = self.program, self._pins
         if not self._kept.isdisjoint(group) or not discardable(program, group):
             return False
         if pins.widest_units is None:
-            return True
+            return True  # no pin restricts which modules may be units
         if not part.once:
-            return pins.may_be_a_unit(program, part.unit)
+            return pins.may_be_a_unit(
+                program, part.unit
+            )  # the unit is the part's own module, for all its calls
         # A unit that is called several times does the same in each of its calls; a part says what one call does.
         widest_units = {pins.widest_unit(program.ops[i].scope) for i in group}
         return len(widest_units) == 1 and all(
@@ -148,7 +157,7 @@ class Regions:
         )
 
     def _problem(self, part: OpGroup) -> tuple[closure.ClosureProblem, closure.ClosureProblem | None]:
-        """The problem of a part, and where it makes a difference the one in which early storages cost nothing."""
+        """Return the problem of a part, and, if it differs, the one in which early storages cost nothing."""
         program, ops = self.program, self.program.ops
         inside = {op for group in part.members for op in group}
 
@@ -177,7 +186,7 @@ def closure_problem(
     saved: Collection[int],
     saved_elsewhere: Collection[int],
 ) -> tuple[closure.ClosureProblem, dict[int, int]]:
-    """The problem of some groups of ops, and the index in it of each storage.
+    """Return the closure problem of some groups of ops, and the index in it of each storage.
 
     Args:
         program: the step.
@@ -185,8 +194,8 @@ def closure_problem(
         costs: by op, what running it again costs.
         discardable: whether a group may be discarded.
         saved: storages that autograd keeps on account of these ops.
-        saved_elsewhere: storages that it keeps on account of others. They cost nothing here, nor does what something
-            other than autograd holds.
+        saved_elsewhere: storages that it keeps on account of others. They cost nothing here, nor do storages that
+            something other than autograd holds.
     """
     ops, place = program.ops, dict[int, int]()
 
@@ -215,7 +224,7 @@ def closure_problem(
 
 @dataclass(frozen=True, slots=True)
 class _Effort:
-    """How many options a region has.
+    """How many options to look for, for each region.
 
     Attributes:
         vertices: of its hull, at most.
@@ -229,7 +238,7 @@ class _Effort:
 
     @staticmethod
     def of(n_regions: int, distinct: Sequence[closure.ClosureProblem]) -> _Effort:
-        """For so many regions with these problems.
+        """Return the effort for ``n_regions`` regions with these distinct problems.
 
         The ops of all options together, which take the time, do not grow beyond a multiple of the ops of the regions.
         """
@@ -242,9 +251,9 @@ class _Effort:
 def _options(
     problem: closure.ClosureProblem, late: closure.ClosureProblem | None, effort: _Effort
 ) -> tuple[Option, ...]:
-    """What a region can do: the hull and points near it, and others that differ from these in one tensor."""
+    """Return a region's options: the hull and points near it, and others that differ from these in one tensor."""
     if not problem.saved:
-        return (Option(0.0, 0, ()),)
+        return (Option(0.0, 0, (), "recompute"),)
     points = list(closure.tradeoff(problem, effort.vertices, effort.between))
     if late is not None:
         found = closure.tradeoff(late, effort.vertices, effort.between)
@@ -252,10 +261,12 @@ def _options(
     distinct = tuple({point.discarded: point for point in points}.values())
     most = len(distinct) + min(effort.more, max(0, _EFFORT // len(problem.ops) - len(distinct)))
     points = list(closure.with_neighbours(problem, distinct, most))
-    return tuple(Option(p.recompute_ms, p.kept_bytes, tuple(sorted(p.discarded))) for p in points)
+    return tuple(
+        Option(p.recompute_ms, p.kept_bytes, tuple(sorted(p.discarded)), "recompute") for p in points
+    )
 
 
 def _connected_by_reads(program: Program, ops: Sequence[int]) -> list[list[int]]:
-    """Groups of ops of which one reads, directly or not, what another made."""
+    """Return the connected components of the ops, where one op reads what another made."""
     maker = {s: op for op in ops for s in program.ops[op].writes}
     return connected(ops, ((op, maker[s]) for op in ops for s in program.ops[op].reads if s in maker))

@@ -1,15 +1,23 @@
-"""Recomputation as a rewrite: what a program does if some ops are discarded, event by event.
+"""Recomputation as a rewrite: the events of a program in which some ops are discarded.
 
     patch = recompute(program, {"layers.0": {("aten.mm.default", 2): 1}})
     program.with_(patch).footprint.peak_bytes
 
-It follows the executor (``executor/recorder.py``, ``executor/nodes.py``) rule for rule. A discarded op leaves a node
-that holds its arguments; the outputs of nodes are slots. What autograd takes of a slot is no longer held. When it first
-asks for one, the nodes that this slot needs run again, arguments first, into storages of their own. A value is freed
-when nobody that is still pending refers to it. So the peak of the rewritten program is that of the real step, not a
-bound on it; ``tests/invariants/test_predicted_is_measured.py`` holds one against the other, byte for byte.
+It follows the executor (``executor/slots.py``, ``executor/nodes.py``) rule for rule, by reference counts:
 
-A rewrite is local. It looks at the events of the storages that discarded ops write, and changes no others.
+- A discarded op leaves a node that holds its arguments: handles on kept storages, references to slots of other nodes.
+  The outputs of a node are slots.
+- Autograd's handle on a slot holds no memory, so its ``PACK`` and ``RELEASE`` go. The original is freed where code
+  frees it.
+- The first ``UNPACK`` of a slot runs the nodes that it needs, arguments first, into new storages.
+- A value is freed when no pending node, handle or unpacked tensor refers to it. A node that has run for the last time
+  releases its arguments, which may free others.
+
+So the peak of the rewritten program is that of the real step, not a bound on it:
+``tests/invariants/test_predicted_is_measured.py`` compares them, byte for byte.
+
+A rewrite is local: it looks at the events of the storages that discarded ops write, and changes no others. Its cost is
+that of these events.
 """
 
 from __future__ import annotations
@@ -24,7 +32,7 @@ _ALLOC, _FREE, _OP, _PACK, _RELEASE, _UNPACK, _DROP, _ENTER, _EXIT = map(int, Ev
 
 
 def recomputed(program: Program, discarded: Discarded) -> Program:
-    """The program of the step with the given call sites discarded.
+    """Return the program of the step with the given call sites discarded.
 
     Args:
         program: the step, as it ran without a plan.
@@ -35,7 +43,7 @@ def recomputed(program: Program, discarded: Discarded) -> Program:
 
 
 def recompute(program: Program, discarded: Discarded) -> Patch:
-    """The rewrite itself; see ``recomputed``."""
+    """Return the patch of ``recomputed``."""
     ops = discarded_ops(program, discarded)
     units = frozenset(
         scope for fqn, sites in discarded.items() if sites for scope in program.calls.get(fqn, ())
@@ -44,7 +52,7 @@ def recompute(program: Program, discarded: Discarded) -> Patch:
 
 
 def discarded_ops(program: Program, discarded: Discarded) -> dict[int, int]:
-    """The recorded ops that are discarded, and how often."""
+    """Return the recorded ops that are discarded, and how often."""
     return {
         op: times[site]
         for fqn, times in discarded.items()
@@ -60,7 +68,7 @@ def recompute_ops(
     discarded: Mapping[int, int],
     units: Collection[int],
 ) -> Patch:
-    """The rewrite that discards ops.
+    """Return the patch that discards ops.
 
     Args:
         program: the step.
@@ -137,12 +145,12 @@ class _RecomputeRewriter:
         self.out: list[tuple[int, int]] = []  # what takes the place of the event that is looked at
 
     def step(self, position: int, code: int, arg: int) -> None:
-        """One event of the program."""
+        """Follow one event. A return without an entry in ``draft.events`` leaves the event as it is."""
         self.out = out = []
         if code == _OP:
             op = self.program.ops[arg]
             if arg not in self.discarded or self.unit == ROOT_SCOPE:
-                return
+                return  # kept; or it runs outside of the units, where no recorder is on
             if op.replaces >= 0 and op.replaces not in self.table:
                 return  # what it writes in place was kept
             self._discard(arg, op)
@@ -154,18 +162,18 @@ class _RecomputeRewriter:
         elif code == _PACK:
             slot = self.table.get(self.program.handle_storages[arg])
             if slot is None or self._is_code_s(arg):
-                return
+                return  # a kept tensor; or no pack hook is asked
             slot.refs += 1
             self.handles[arg] = slot
         elif code == _RELEASE:
             slot = self.handles.pop(arg, None)
             if slot is None:
-                return
+                return  # a handle on a kept tensor
             self._unref(slot)
         elif code == _UNPACK:
             slot = self.handles.get(self.program.instance_handles[arg])
             if slot is None:
-                return
+                return  # a kept tensor
             if slot.value < 0 and (value := self._compute(slot, position)) is not None:
                 self.loose[arg] = value
             else:
@@ -179,14 +187,14 @@ class _RecomputeRewriter:
                 slot.instances -= 1
                 self._free_unused(slot)
             else:
-                return
+                return  # an instance of a kept tensor
         elif code == _ENTER:
             if arg in self.units and self.unit == ROOT_SCOPE:
-                self.unit = arg
+                self.unit = arg  # a unit inside a unit belongs to the outer one
             return
         elif code == _EXIT:
             if arg != self.unit:
-                return
+                return  # the end of a unit inside it
             out.append((code, arg))
             self.unit = ROOT_SCOPE
             slots = list(self.table.values())
@@ -199,7 +207,7 @@ class _RecomputeRewriter:
             self.draft.events[position] = tuple(out)
 
     def _is_code_s(self, handle: int) -> bool:
-        """Whether code holds the value itself, and not autograd: what runs in slices holds what it will read."""
+        """Whether code holds this handle rather than autograd: an op that runs in slices holds what it will read."""
         return self.program.handle_ops[handle] < 0 and self.program.handle_tensors[handle] < 0
 
     def _discard(self, index: int, op: Op) -> None:
@@ -240,7 +248,7 @@ class _RecomputeRewriter:
                 stack.extend(self._finish(node))
 
     def _finish(self, node: _DiscardedOp) -> list[_DiscardedOutput]:
-        """A node will not run any more; what it referred to."""
+        """Let go of what a node that will not run any more holds; return the slots that it referred to."""
         node.pending = False
         if node.state >= 0:
             self.out.append((_FREE, node.state))
@@ -257,7 +265,10 @@ class _RecomputeRewriter:
         slot.value = -1
 
     def _compute(self, wanted: _DiscardedOutput, position: int) -> int | None:
-        """Run the pending nodes that a slot needs, arguments first; its value, if that is not remembered."""
+        """Run the pending nodes that a slot needs, arguments first, as ``nodes.compute`` does.
+
+        Return the slot's value if only the caller holds it: its node will run again, so the slot forgets the value.
+        """
         order = self._needed(wanted.node)
         if any(node.times > 1 for node in order):
             for node in order:
@@ -276,7 +287,7 @@ class _RecomputeRewriter:
         return loose
 
     def _op_before(self, position: int) -> Op:
-        """The op that ran last before an event: whatever autograd asks for, it asks for behind it."""
+        """Return the op that ran last before an event. Ops that run again take its phase and scope."""
         events = self.program.events
         while events[position][0] != _OP:
             position -= 1
@@ -336,7 +347,7 @@ class _RecomputeRewriter:
                 self._free(slot)
 
     def _overwrite(self, node: _DiscardedOp, storage: int) -> None:
-        """What an op writes in place is gone, if nobody else will want it; else it writes a copy."""
+        """Free the value that an op writes in place, if nobody else will want it; else the op writes a copy."""
         slot = next(arg for arg in node.args if arg.storage == storage)
         if slot.readers == 1 and (node.times == 1 or slot.node.pending):
             self._free(slot)

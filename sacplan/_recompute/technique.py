@@ -10,55 +10,37 @@ import torch
 from sacplan._device.devices import DeviceSpec
 from sacplan._program.decisions import Decision, Recompute, as_decisions, discarded_by
 from sacplan._program.derived import derived
-from sacplan._program.liveness import Footprint
 from sacplan._program.places import OpSequence
 from sacplan._program.program import CallSite, Patch, Program
 from sacplan._ranks.unit_limits import narrowed
 from sacplan._recompute.regions import Regions
 from sacplan._recompute.rewrite import recompute, recompute_ops
-from sacplan._technique.offers import Offer
 from sacplan._technique.regions import Option, Region
 from sacplan._technique.step import PlanStep
-from sacplan._technique.technique import Installed, StepSolver
+from sacplan._technique.technique import Installed, Technique
 
 
-class Recomputation:
-    """See ``sacplan._technique.technique.Technique``.
-
-    It names the regions of the forward pass, which come with its options (``regions.py``).
-    """
+class Recomputation(Technique):
+    """Recomputation names the regions of the forward pass, which come with its own options (``regions.py``)."""
 
     name = "recompute"
     decision = Recompute
-    one_device = how = ""
 
     def longest_run(self, step: PlanStep) -> int:
-        """As many as there are neighbours of one kind."""
+        """Return the length of the longest run of parts that can be joined."""
         return _regions(step).longest_run
 
     def regions(self, step: PlanStep, size: int) -> Sequence[Region]:
-        """All of the forward pass."""
+        """Return regions that cover the forward pass, each with its options."""
         return _regions(step).joined(size)
 
-    def options(self, step: PlanStep, region: Region) -> Sequence[Option]:
-        """None for regions of others."""
-        return ()
-
-    def offers(self, step: PlanStep, peak: Footprint | None) -> Sequence[Offer]:
-        """None: what it can do is in the regions."""
-        return ()
-
-    def solvers(self, step: PlanStep) -> Sequence[StepSolver]:
-        """None."""
-        return ()
-
     def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
-        """Discard the option's ops in the region's unit."""
+        """Return the patch that discards the option's ops in the region's unit."""
         discarded = dict.fromkeys(region.ops(option), 1)
         return recompute_ops(program, discarded, frozenset(program.calls.get(region.unit, ())))
 
     def decisions(self, program: Program, taken: Sequence[tuple[Region, Option]]) -> tuple[Decision, ...]:
-        """Call sites of units that do not nest; a unit takes over those of units inside it."""
+        """Return call sites of units that do not nest; a unit takes over those of units inside it."""
         gone = frozenset(op for region, option in taken for op in region.ops(option))
         wanted = {unit for region, option in taken for unit in region.units[region.options.index(option)]}
         scopes = {scope for unit in wanted for scope in program.calls[unit]}
@@ -77,7 +59,7 @@ class Recomputation:
         return as_decisions(narrowed(program, found))
 
     def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
-        """Events of discarded storages, and ops that run again."""
+        """Return the patch that drops the discarded storages and runs their ops again."""
         return recompute(program, discarded_by(decisions))
 
     def install(

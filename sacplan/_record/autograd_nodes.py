@@ -15,12 +15,8 @@ import torch
 
 from sacplan._program.program import Event, StorageKind
 from sacplan._record.storages import Storages
-from sacplan._torch.private import (
-    autograd_sequence_number,
-    current_node_sequence_number,
-    keeps_graph,
-    without_torch_functions,
-)
+from sacplan._torch.autograd import autograd_sequence_number, current_node_sequence_number, keeps_graph
+from sacplan._torch.private import without_torch_functions
 
 _ALLOC, _FREE = int(Event.ALLOC), int(Event.FREE)
 

@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_map_only
 from sacplan._record.fake_data import DataRules
 from sacplan._record.state import reachable
 from sacplan._record.step import check_optimizer, make_optimizer
+from sacplan._torch.fake_tensors import active_fake_mode, fake_empty_strided, meta_storage
 from sacplan._torch.local_tensors import local_part, stands_for_another, wrapping_of
-from sacplan._torch.private import active_fake_mode, fake_empty_strided, is_fully_sharded, meta_storage
+from sacplan._torch.private import is_fully_sharded
 from sacplan.errors import TraceError
 
 

@@ -41,7 +41,8 @@ import msgspec
 import torch
 
 from sacplan._program.program import Event, Op, Phase, StorageKind, Tensor
-from sacplan._torch.private import called_by_autograd, current_node_has_edges_to_one_node, is_dense
+from sacplan._torch.autograd import called_by_autograd, current_node_has_edges_to_one_node
+from sacplan._torch.private import is_dense
 
 _ADD = torch.ops.aten.add.Tensor
 # Ops that backward formulas run on zeros that they have just made; the plain step has the op with an underscore.

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from sacplan._torch.private import UnsupportedOperatorException, op_run_on_zeros
+from sacplan._torch.fake_tensors import UnsupportedOperatorException, op_run_on_zeros
 from sacplan.errors import SacplanError, TraceError
 
 _STRIDED = "only strided tensors can be followed: keep sparse, nested and mkldnn ones out of the step that is profiled"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sacplan._program.program import ROOT_SCOPE, Event, Scope
-from sacplan._torch.private import autograd_sequence_number, called_by_checkpoint, in_backward
+from sacplan._torch.autograd import autograd_sequence_number, called_by_checkpoint, in_backward
 from sacplan.errors import TraceError
 
 _ENTER, _EXIT = int(Event.ENTER), int(Event.EXIT)

@@ -38,16 +38,11 @@ from sacplan._record.tensor_table import TensorTable
 from sacplan._record.training_state import TrainingState
 from sacplan._rewrites.in_place_versions import in_place_versions
 from sacplan._rewrites.settle import settled
+from sacplan._torch.autograd import in_backward
+from sacplan._torch.fake_tensors import FakeTensorMode, active_fake_mode, fake_device_of
 from sacplan._torch.local_tensors import Watching, has_local_parts, is_deferred
 from sacplan._torch.ops import OpTraits, can_run_again, draws_numbers, op_traits
-from sacplan._torch.private import (
-    FakeTensorMode,
-    active_fake_mode,
-    dispatch_modes,
-    fake_device_of,
-    in_backward,
-    without_torch_functions,
-)
+from sacplan._torch.private import dispatch_modes, without_torch_functions
 
 # Plain integers, which the event stream is made of.
 _ALLOC, _OP = int(Event.ALLOC), int(Event.OP)

@@ -28,15 +28,10 @@ from sacplan._program.program import Event
 from sacplan._record.fake_data import DataRules
 from sacplan._record.storages import Storages
 from sacplan._record.tensor_table import TensorTable
+from sacplan._torch.autograd import autograd_sequence_number
+from sacplan._torch.fake_tensors import active_fake_mode, fake_empty_strided
 from sacplan._torch.local_tensors import Wrapping, arrived, stands_for_another, wrapping_of
-from sacplan._torch.private import (
-    active_fake_mode,
-    autograd_sequence_number,
-    fake_empty_strided,
-    is_plain,
-    storage_key,
-    without_torch_functions,
-)
+from sacplan._torch.private import is_plain, storage_key, without_torch_functions
 
 SavedMode = Literal["virtual", "clone", "observe"]
 

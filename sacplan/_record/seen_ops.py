@@ -19,8 +19,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from sacplan._record.fake_data import DataRules
+from sacplan._torch.fake_tensors import FIRST_ARGUMENT, fake_tensors
 from sacplan._torch.ops import op_traits, tensors_in
-from sacplan._torch.private import FIRST_ARGUMENT, fake_tensors, is_plain, storage_key
+from sacplan._torch.private import is_plain, storage_key
 
 _VALUES = frozenset(
     (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)

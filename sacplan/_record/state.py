@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sacplan._torch.private import FakeTensor, set_version, storage_key
+from sacplan._torch.autograd import set_version
+from sacplan._torch.fake_tensors import FakeTensor
+from sacplan._torch.private import storage_key
 from sacplan.errors import TraceError
 
 _ATOMS = frozenset(

@@ -16,8 +16,9 @@ import torch
 
 from sacplan._program.program import Event, Phase, StorageKind
 from sacplan._record.calls import plain_tensors, tensor_list
+from sacplan._torch.fake_tensors import FakeTensor
 from sacplan._torch.local_tensors import local_part
-from sacplan._torch.private import FakeTensor, is_plain, storage_key, without_torch_functions
+from sacplan._torch.private import is_plain, storage_key, without_torch_functions
 
 _ALLOC, _FREE = int(Event.ALLOC), int(Event.FREE)
 

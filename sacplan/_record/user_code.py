@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sacplan._torch.private import FakeTensor, FakeTensorMode, replaced
+from sacplan._torch.fake_tensors import FakeTensor, FakeTensorMode
+from sacplan._torch.private import replaced
 from sacplan.errors import SacplanWarning, TraceError
 
 

@@ -1,14 +1,15 @@
-"""``alive_at_peak``: the storages that make up the peak, and which module and op made each."""
+"""``alive_at_peak``: the storages that make up the peak, with the module and op that made each."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sacplan._advice.alive import peak_groups
-from sacplan._advice.planned import planned
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
+from sacplan._questions.alive import peak_groups
+from sacplan._questions.planned import planned
+from sacplan._report.inputs import check_top
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -21,12 +22,12 @@ REST = "(smaller ones)"
 def alive_at_peak(
     profile: ProfileOrPath, plan: PlanOrPath | None = None, top: int | None = 20
 ) -> pd.DataFrame:
-    """What is alive at the peak of the step, and what made it.
+    """List the tensors that are alive at the peak of the step, and the ops that made them.
 
         sacplan.alive_at_peak(profile, plan, top=5)
 
-    Storages that the same op made in modules that differ only by their place in a list are one row. What an
-    op makes goes with the module that ran it; parameters go with the module that reads them first.
+    Storages share a row if the same op made them in modules that differ only by their number. The output of an op is
+    listed under the module that ran it, a parameter under the module that reads it first.
 
     Args:
         profile: from ``sacplan.profile``.
@@ -45,8 +46,7 @@ def alive_at_peak(
     plan = opened(plan, Plan)
     import pandas as pd
 
-    if top is not None and top < 1:
-        raise PlanError(f"top={top}: ask for at least 1 row, or None for all.")
+    check_top(top)
     groups = peak_groups(profile, planned(profile, plan))
     rows = [(g.module, g.op, g.kind, g.recomputed, g.count, g.each_bytes, g.n_bytes) for g in groups[:top]]
     rest = groups[top:] if top is not None else []

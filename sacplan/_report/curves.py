@@ -1,4 +1,4 @@
-"""The trade-off curves of a model's modules: each distinct one once, with its fits."""
+"""Collect the trade-off curves of a model's modules: each distinct one once, with its fits."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sacplan._program.names import pattern_over
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What modules that are alike can trade.
+    """The trade-off of modules that are alike: recomputation time against memory.
 
     Attributes:
         name: their name, with ``*`` for numbers that differ.
         members: the modules.
         tradeoff: of one of them.
-        points: (share discarded, ms of recomputation) that it reaches exactly, (0, 0) included.
+        points: the exact trade-offs (share discarded, ms of recomputation), with (0, 0).
         hull: the fit that plans are made on; it lies under no reachable point.
         pwlf: the fit by least squares, as PyTorch's prototype uses it.
     """
@@ -34,7 +34,7 @@ class Curve:
     pwlf: Fit
 
     def line(self, fit: Fit) -> list[tuple[float, float]]:
-        """Corners of a fit's graph, ms over share, up to the largest share that is reachable."""
+        """Return the corners of a fit's graph, ms over share, up to the largest share that is reachable."""
         largest = self.points[-1][0]
         lines = [(0.0, 0.0), *zip(fit.slopes, fit.intercepts, strict=True)]
         corners = {0.0, largest}
@@ -45,12 +45,12 @@ class Curve:
 
     @property
     def runtime_ms(self) -> float:
-        """What recompute shares are relative to."""
+        """Forward time of the module, which recompute shares are relative to; 1 if it takes no time."""
         return self.tradeoff.runtime_ms or 1.0
 
 
 def distinct_curves(profile: Profile, most: int | None = 8) -> list[Curve]:
-    """Curves of the modules that keep the most, equal ones together.
+    """Return the curves of the modules that keep the most. Equal ones are joined.
 
     Args:
         profile: from ``sacplan.profile``.

@@ -1,4 +1,4 @@
-"""Figures with matplotlib, for papers, notebooks and the page: memory over the step, the frontier, trade-off curves."""
+"""Draw figures with matplotlib: memory over the step, the frontier, trade-off curves."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 
 GIB, MIB = 2**30, 2**20
 BUCKETS = 480
-"""How many moments of a step a small chart shows."""
+"""The number of moments of a step that a small chart shows."""
 
 _FORMATS = ("png", "svg", "pdf")
-_THIN = 1 / 400  # of the highest peak: what is never more is under a pixel high, and left out of the legend
-_NAMED = 0.075  # of the height: what a band needs for its name to stand in it
-_LETTER = 0.62  # width of a letter, about, in font sizes
+_THIN = 1 / 400  # share of the highest peak below which an area is under a pixel high and not in the legend
+_NAMED = 0.075  # share of the height that an area needs for its name to fit in it
+_LETTER = 0.62  # approximate width of a letter, in font sizes
 _FONT = 8.5
 _MARKS = ("x", "^", "s", "v", "D", "P", "*", "<", ">")  # of policies
-_HANDLE = 7  # letters that the line or mark beside a name in a legend takes
-_ABOVE = 10.0  # points from a peak up to its name: a budget may lie right on it
+_HANDLE = 7  # width, in letters, of the line or mark beside a name in a legend
+_ABOVE = 10.0  # points from a peak up to its name, since the line of a budget may touch the peak
 _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": FAINT,
@@ -75,7 +75,7 @@ _STYLE: dict[Any, Any] = {
     "ytick.color": FAINT,
 }
 _MIRRORED = {"left": "right", "right": "left", "center": "center"}
-# Where a label may be: points to the right and upwards from its point, and the side that is there.
+# Positions to try for a label: points to the right and upwards, and the side of the text that is aligned there.
 _PLACES = (
     (7, 0, "left"), (-7, 0, "right"), (0, 10, "center"), (0, -10, "center"), (7, 8, "left"), (7, -8, "left"),
     (-7, 8, "right"), (-7, -8, "right"), (7, 16, "left"), (7, -16, "left"),
@@ -90,11 +90,11 @@ def save_figures(
     frontier: pd.DataFrame | None = None,
     formats: Iterable[str] = ("png", "svg"),
 ) -> list[Path]:
-    """Write the figures to a directory, which is made if need be.
+    """Write the figures to a directory, which is created if it does not exist.
 
         sacplan.save_figures("figures", profile, plan, sacplan.frontier(profile))
 
-    ``memory`` always, ``frontier`` if a frame is given, ``tradeoffs`` if any module has something to trade.
+    ``memory`` is always written, ``frontier`` if a frame is given, ``tradeoffs`` if any module can discard anything.
 
     Args:
         directory: where the files go.
@@ -140,7 +140,7 @@ def memory_figure(
     *,
     columns: int | None = None,
 ) -> Figure:
-    """Memory over the step, stacked by kind, without the plan and with it.
+    """Draw memory over the step, stacked by kind, without the plan and with it.
 
         sacplan.memory_figure(profile, [recomputed, recomputed_and_chunked])
 
@@ -181,14 +181,14 @@ def draw_memory(
     columns: int | None = None,
     sampled: bool = False,
 ) -> Figure:
-    """Some panels side by side, or in rows.
+    """Draw panels side by side, or in rows.
 
     Args:
         panels: what is drawn.
-        scale: what has to fit the axes: the panels that these are compared with.
+        scale: the panels that have to fit the axes, so that charts can be compared.
         size: of the figure, in inches.
         columns: how many stand side by side; by default all.
-        sampled: draw only as much as can be seen, for a small file.
+        sampled: draw only as many moments as can be told apart, for a small file.
     """
     x_ms = max(p.timeline.end_ms for p in scale) or 1.0
     highest = max(max(p.timeline.peak_bytes, p.budget_bytes or 0) for p in scale)
@@ -210,7 +210,7 @@ def draw_memory(
             axis.set_title(f"{panel.title}: {panel.timeline.end_ms:.1f} ms")
             _stack(axis, panel.timeline, unit_bytes, highest * _THIN, x_ms / BUCKETS if sampled else None)
             if panel.budget_bytes is not None:
-                # Its name is in the legend: beside the line it would lie on what is alive.
+                # Named in the legend only: beside the line, the name would cover the areas.
                 axis.axhline(
                     panel.budget_bytes / unit_bytes,
                     color=MARK,
@@ -243,9 +243,9 @@ def draw_memory(
 
 @checked(PlanError)
 def frontier_figure(profile: ProfileOrPath, frame: pd.DataFrame, plan: PlanOrPath | None = None) -> Figure:
-    """Peak of the step against what it costs: solvers as lines, named policies as marks, the bound dotted.
+    """Draw the peak of the step against its cost: solvers as lines, policies as marks, the lower bound dotted.
 
-    The cost is that of recomputation and, where plans have chunks, of these; there is no bound over all slices then.
+    The cost is that of recomputation and of chunks. With chunks there is no lower bound.
 
     Args:
         profile: from ``sacplan.profile``.
@@ -261,7 +261,7 @@ def frontier_figure(profile: ProfileOrPath, frame: pd.DataFrame, plan: PlanOrPat
 
 
 def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size: Size) -> Figure:
-    """``frontier_figure`` in a size, in inches."""
+    """Draw ``frontier_figure`` in a size in inches."""
     frame = check_frontier(frame)
     unit, unit_bytes = _unit(int(frame["peak_bytes"].max()))
     step_ms = profile.step_ms or 1.0
@@ -288,7 +288,9 @@ def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size
                 zorder=3,
             )
         bound = bound.sort_index() / step_ms * 100
-        if not chunks:  # it falls with the peak: between two points, that of the larger one still holds
+        if (
+            not chunks
+        ):  # the bound falls with the peak, so that of the larger peak still holds between two points
             axis.plot(
                 bound.index,
                 bound,
@@ -301,11 +303,11 @@ def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size
         for i, (solver, rows) in enumerate(solved.groupby("solver", sort=False)):
             colour, dashes = SERIES[i % len(SERIES)], [float(x) for x in DASHES[i % len(DASHES)].split()]
             rows = rows.sort_values("peak")
-            axis.plot(  # between two budgets nothing was planned: the smaller plan holds there
+            axis.plot(  # nothing was planned between two budgets; the plan of the smaller one holds there
                 rows["peak"], rows["share"], "o", color=colour, markersize=4, linewidth=1.4,
                 linestyle=(0, dashes) if dashes else "-", label=str(solver), drawstyle="steps-post",
             )  # fmt: skip
-        # Names are in the legend: between the lines there is no room for them.
+        # Named in the legend only: there is no room between the lines.
         for i, row in enumerate(policies.itertuples()):
             mark = _MARKS[i % len(_MARKS)]
             axis.plot(row.peak, row.share, mark, color=INK, markersize=6, label=row.solver, linestyle="")
@@ -320,11 +322,11 @@ def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size
 
 @checked(PlanError)
 def tradeoff_figure(profile: ProfileOrPath, most: int = 6) -> Figure:
-    """What each distinct kind of module can discard and at what cost, with the fits; equal layers once.
+    """Draw what each kind of module can discard and at what cost, with the fits. Equal layers are drawn once.
 
     Args:
         profile: from ``sacplan.profile``.
-        most: how many kinds of modules, those that keep the most first.
+        most: how many kinds of modules to draw; those that keep the most come first.
 
     Raises:
         PlanError: no module has anything to trade; matplotlib is not installed.
@@ -340,7 +342,7 @@ def tradeoff_figure(profile: ProfileOrPath, most: int = 6) -> Figure:
 
 
 def draw_tradeoffs(curves: Sequence[Curve], columns: int, size: Size) -> Figure:
-    """Curves in a grid, each in a size in inches."""
+    """Draw curves in a grid, each in a size in inches."""
     n_rows = -(-len(curves) // columns)
     with _style() as new_figure:
         figure = new_figure(figsize=(size[0] * columns, size[1] * n_rows), layout="constrained")
@@ -367,7 +369,7 @@ def draw_tradeoffs(curves: Sequence[Curve], columns: int, size: Size) -> Figure:
 
 
 def need_matplotlib() -> None:
-    """``PlanError`` where matplotlib is not installed."""
+    """Raise ``PlanError`` if matplotlib is not installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -376,7 +378,7 @@ def need_matplotlib() -> None:
 
 @contextmanager
 def _style() -> Iterator[type[Figure]]:
-    """The class of figures, and our style while they are drawn."""
+    """Yield matplotlib's class of figures, with our style in force."""
     need_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
@@ -392,9 +394,9 @@ def _unit(largest_bytes: int) -> tuple[str, int]:
 def _stack(
     axis: Axes, timeline: Timeline, unit_bytes: int, least_bytes: float, bucket_ms: float | None
 ) -> None:
-    """Areas with vertical steps: a value holds from the start of its op to its end. Thin ones get no label.
+    """Draw areas with vertical steps: a value holds from the start of its op to its end. Thin ones get no label.
 
-    Each goes down to zero, and the kinds below it are drawn over it.
+    Each area goes down to zero. The kinds below it are drawn over it.
     """
     rows, edges = timeline.kind_bytes, np.append(timeline.start_ms, timeline.end_ms)
     if bucket_ms is not None:
@@ -419,7 +421,11 @@ def _stack(
 
 
 def _name_bands(axis: Axes, timeline: Timeline, unit_bytes: int) -> None:
-    """The name of a kind in its area, where that is thick enough."""
+    """Write the name of a kind into its area, if that is thick enough.
+
+    The room for a text is a rectangle of its width inside of the area: from the highest bottom to the lowest top over
+    that width. The name goes where the rectangle is highest.
+    """
     import pandas as pd
 
     (_, x_ms), (_, y_max) = axis.get_xlim(), axis.get_ylim()
@@ -438,7 +444,7 @@ def _name_bands(axis: Axes, timeline: Timeline, unit_bytes: int) -> None:
 
 
 def _name_phases(axis: Axes, timeline: Timeline) -> None:
-    """A line where a part of the step begins, and its name where there is room."""
+    """Draw a line where a phase of the step begins, and write its name if there is room."""
     _, x_ms = axis.get_xlim()
     for phase, start, end in timeline.phase_spans():
         if phase != Phase.FORWARD and start:
@@ -458,7 +464,10 @@ def _points_wide(text: str) -> float:
 
 
 def _place(axis: Axes, labels: Sequence[Label]) -> None:
-    """Write each text beside its point, where it covers neither another one nor a marker; the figure is laid out."""
+    """Write each text beside its point, where it covers neither another text nor a marker.
+
+    The figure must be laid out already. If no position is free, the first one is taken.
+    """
     from matplotlib.transforms import Bbox
 
     taken = [text.get_window_extent() for text in axis.texts]
@@ -475,7 +484,7 @@ def _place(axis: Axes, labels: Sequence[Label]) -> None:
             bbox={"facecolor": PAGE, "alpha": 0.72, "linewidth": 0, "pad": 0.5},
         )  # fmt: skip
         places = [(-dx, dy, _MIRRORED[side]) if right else (dx, dy, side) for dx, dy, side in _PLACES]
-        for dx, dy, side in (*places, places[0]):  # where there is no room at all, the first
+        for dx, dy, side in (*places, places[0]):
             note.set(position=(dx, dy), ha=side)
             box = note.get_window_extent()
             inside = axis.bbox.contains(box.x0, box.y0) and axis.bbox.contains(box.x1, box.y1)

@@ -1,4 +1,4 @@
-"""What every report takes: a profile, a plan of that profile or none, a frontier or none."""
+"""Check and prepare the arguments that reports share: a frontier, a plan, a number of rows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _FRONTIER_COLUMNS = ("solver", "peak_bytes", "recompute_share", "lower_bound_ms"
 
 
 def check_frontier(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with ``cost_share``, of the step: recomputed, or added by chunks.
+    """Return the frame with a column ``cost_share``: recomputation and chunks as a share of the step's time.
 
     Raises:
-        PlanError: it is none that ``sacplan.frontier`` returns.
+        PlanError: ``sacplan.frontier`` has not returned this frame.
     """
     missing = [c for c in _FRONTIER_COLUMNS if c not in getattr(frame, "columns", ())]
     if missing or not len(frame):
@@ -30,12 +30,22 @@ def check_frontier(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def has_chunks(frame: pd.DataFrame) -> bool:
-    """Whether any plan of a frontier runs something in slices."""
+    """Return whether any plan of a frontier runs something in slices."""
     return "added_share" in frame and bool(frame["added_share"].any())
 
 
 def in_slices(profile: Profile, plan: Plan | None) -> Program:
-    """The program of the step with what a plan does besides recomputing: what it then recomputes is a part of this."""
+    """Return the program of the step with the chunks of a plan, but without its recomputation."""
     if plan is None or not plan.chunks:
         return profile.program
     return profile.with_plan(plan.chunks)
+
+
+def check_top(top: int | None) -> None:
+    """Refuse a number of rows below 1.
+
+    Raises:
+        PlanError: ``top`` is less than 1. None stands for all rows.
+    """
+    if top is not None and top < 1:
+        raise PlanError(f"top={top}: ask for at least 1 row, or None for all.")

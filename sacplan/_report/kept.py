@@ -1,4 +1,9 @@
-"""What a plan keeps from the forward to the backward pass, what it discards, and what either costs."""
+"""Find what a plan keeps from the forward to the backward pass, what it discards, and what either costs.
+
+Both costs are those of ops that run for the given storages alone. ``cost_paid`` walks from discarded storages towards
+the inputs, over ops that run again and that no other recomputed op needs. ``cost_of_discarding`` walks from kept
+storages to what is still held. It subtracts the outputs of ops that cannot run again, which would have to be held.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +21,11 @@ _NOBODY: frozenset[int] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What recomputing some storages takes, or would take.
+    """The cost of recomputing some storages.
 
     Attributes:
-        recompute_ms: the ops that have to run again for them and for nothing else.
-        n_bytes: what that frees, less what has to be held instead.
+        recompute_ms: time of the ops that have to run again for these storages and for nothing else.
+        n_bytes: bytes that are freed, less those that have to be held instead.
         ops: these ops, the longest first.
     """
 
@@ -35,18 +40,18 @@ class Cost:
 
 
 class KeptAndDiscarded:
-    """What a step with a plan holds from the forward to the backward pass.
+    """The storages that a step with a plan holds from the forward to the backward pass, and those that it discards.
 
     Args:
-        program: the step without the plan, but for what runs in slices.
-        planned: the step with it.
-        discarded: what the plan discards.
+        program: the step with the chunks of the plan, but without its recomputation.
+        planned: the step with the whole plan.
+        discarded: call sites that the plan discards.
 
     Attributes:
         asked: storages that autograd asks for.
         kept: storages made in the forward pass that are held for the backward pass or for a recipe.
         discarded: those that autograd asked for and that are held nowhere.
-        again: the ops that ran a second time, one entry for each run.
+        again: the ops that run a second time, one entry per run.
     """
 
     def __init__(self, program: Program, planned: Program, discarded: Discarded) -> None:
@@ -66,7 +71,7 @@ class KeptAndDiscarded:
 
     @cached_property
     def written(self) -> Mapping[int, str]:
-        """Storages that are written in place before the optimizer's step, and the name of an op that does it."""
+        """Storages that an op writes in place before the optimizer step, with the name of such an op."""
         return {s: op.name for op in self.program.ops if op.phase != Phase.OPTIMIZER for s in op.mutates}
 
     @cached_property
@@ -78,16 +83,17 @@ class KeptAndDiscarded:
         return {s: frozenset(ops) for s, ops in readers.items()}
 
     def n_bytes(self, storages: Iterable[int]) -> int:
-        """Their bytes together."""
+        """Return the bytes of these storages together."""
         return sum(self.program.storage_bytes[s] for s in storages)
 
     def cost_paid(self, storages: Collection[int]) -> Cost:
-        """What would not have to run again if these discarded storages were kept."""
+        """Return the cost that keeping these discarded storages would save."""
         ops = self.program.ops
         wanted = set(storages)
         candidates = [self.made[s] for s in wanted]
         only: set[int] = set()
-        while candidates:  # towards the inputs: ops that nothing else asks for
+        # Towards the inputs. An op is counted once all that reads its other outputs again is counted too.
+        while candidates:
             op = candidates.pop()
             if op in only or op not in self._again:
                 continue
@@ -99,7 +105,7 @@ class KeptAndDiscarded:
         return self._cost(only, self.n_bytes(wanted))
 
     def cost_of_discarding(self, storages: Collection[int]) -> Cost | None:
-        """What discarding these kept storages as well would take; None if that would free nothing.
+        """Return the cost of discarding these kept storages as well, or None if that would free nothing.
 
         Their recipes would start from what is held already, and from outputs of ops that cannot run again, which would
         have to be held instead.
@@ -131,12 +137,12 @@ class KeptAndDiscarded:
         return self._cost(more, freed) if freed > 0 else None
 
     def discardable(self, storage: int) -> bool:
-        """Whether a kept storage could be discarded, and would be freed by it."""
+        """Return whether a kept storage could be discarded, and whether that would free it."""
         op = self.program.ops[self.made[storage]]
         return op.recomputable and storage not in self.program.liveness.outlives_forward
 
     def peak_with(self, ops: Collection[int]) -> int:
-        """The peak if these ops were discarded as well, everything in one unit: the model."""
+        """Return the peak if the outputs of these ops were discarded as well, with the whole model as one unit."""
         program = self.program
         units = {i for i, scope in enumerate(program.scopes) if scope.parent == ROOT_SCOPE}
         discarded = dict.fromkeys(ops, 1) | self.ops_discarded

@@ -1,4 +1,4 @@
-"""``module_table``: what each module keeps, what it discards, what that costs, and why."""
+"""``module_table``: what each module keeps and discards, what that costs, and the reason for it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sacplan._advice.alive import alive_at
-from sacplan._advice.planned import planned
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
@@ -16,6 +14,8 @@ from sacplan._program.budget import format_bytes
 from sacplan._program.elements import pattern_of
 from sacplan._program.names import OUTSIDE, module_of, pattern_over, short_op
 from sacplan._program.program import Event, Phase
+from sacplan._questions.alive import alive_at
+from sacplan._questions.planned import planned
 from sacplan._report.inputs import in_slices
 from sacplan._report.kept import Cost, KeptAndDiscarded
 from sacplan.errors import PlanError
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NOTHING = "keeps nothing for the backward pass"
-"""Why nothing is discarded of a module that has nothing to discard."""
+"""The reason for a module that has nothing to discard."""
 
-_MINOR = 0.02  # share of what a module discards up to which what it keeps besides needs no reason
-_CLOSE = 1.02  # costs closer to each other than this are the same to a reader
+_MINOR = 0.02  # a module that keeps less than this share of what it discards needs no reason for it
+_CLOSE = 1.02  # costs whose ratio is smaller look equal when they are printed
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """One module: what its own ops make, those of the modules in it not included.
+    """One module, counting what its own ops make; modules inside it have their own rows.
 
     Attributes:
         module: its name; "" is the model itself.
-        kept_bytes: made in the forward pass and held for the backward pass, or for a recipe.
-        discarded_bytes: what autograd asked for and does not get kept.
-        recompute_ms: of its ops, what runs a second time.
-        recompute_share: of all that runs a second time.
-        forward_ms: of its ops in the forward pass.
+        kept_bytes: bytes that are made in the forward pass and held for the backward pass, or for a recipe.
+        discarded_bytes: bytes that autograd would save and that the plan discards.
+        recompute_ms: time of its ops that run a second time.
+        recompute_share: the same as a share of all recomputation.
+        forward_ms: time of its ops in the forward pass.
         why: a sentence.
     """
 
@@ -55,12 +55,12 @@ class ModuleRow:
 
 @checked(PlanError)
 def module_table(profile: ProfileOrPath, plan: PlanOrPath | None = None) -> pd.DataFrame:
-    """What each module keeps for the backward pass, what it discards, and why; one row per module.
+    """List what each module keeps for the backward pass, what it discards, and why; one row per module.
 
         sacplan.module_table(profile, plan).sort_values("recompute_ms")
 
-    A row counts what the module's own ops make; modules in it have their own rows. So the rows add up to what the
-    step holds, and to ``plan.recompute_ms``. What runs outside the model, such as a loss, has a row as well.
+    A row counts what the module's own ops make; modules inside it have their own rows. So the rows add up to what the
+    step holds, and to ``plan.recompute_ms``. Ops outside the model, such as those of a loss, have a row as well.
 
     Args:
         profile: from ``sacplan.profile``.
@@ -83,7 +83,7 @@ def module_table(profile: ProfileOrPath, plan: PlanOrPath | None = None) -> pd.D
 
 
 def module_rows(profile: Profile, plan: Plan | None = None) -> list[ModuleRow]:
-    """The rows of ``module_table``."""
+    """Return the rows of ``module_table``."""
     return _Rows(profile, plan).rows()
 
 
@@ -91,7 +91,7 @@ def module_rows(profile: Profile, plan: Plan | None = None) -> list[ModuleRow]:
 class RowGroup:
     """Modules of one pattern with equal rows: ``module`` has ``*`` for the numbers that differ.
 
-    ``row`` is that of one of them. Sums over the group are ``count`` times what ``row`` has.
+    ``row`` is the row of one of them. Sums over the group are ``count`` times its values.
     """
 
     module: str
@@ -101,7 +101,7 @@ class RowGroup:
 
 
 def grouped(rows: Iterable[ModuleRow]) -> list[RowGroup]:
-    """Rows that look the same, together, in the order of their first ones."""
+    """Group rows that look the same, in the order of their first members."""
     found: dict[tuple[object, ...], list[ModuleRow]] = defaultdict(list)
     for row in rows:
         n_bytes = (row.kept_bytes, row.discarded_bytes)
@@ -115,10 +115,10 @@ def grouped(rows: Iterable[ModuleRow]) -> list[RowGroup]:
 
 @dataclass(slots=True)
 class _Own:
-    """What belongs to one module: storages, times, and what discarding costs.
+    """The storages, times and costs of one module.
 
-    ``discardable`` are the kept storages that could be discarded as well, ``cost`` what that would take, and ``paid``
-    what recomputing the discarded ones takes.
+    ``discardable`` are kept storages that could be discarded as well; ``cost`` is the cost of that. ``paid`` is the
+    cost of recomputing the storages that are discarded.
     """
 
     kept: list[int] = field(default_factory=list)
@@ -138,7 +138,10 @@ class _Rows:
         self.at_peak = alive_at(with_plan, with_plan.footprint.peak_op)
         self.state = state = KeptAndDiscarded(program, with_plan, plan.discarded if plan else {})
         self.own = {scope.fqn: _Own() for scope in program.scopes}
-        for code, i in program.events:  # ops that run in slices are there, and do not run
+        for (
+            code,
+            i,
+        ) in program.events:  # not program.ops: those that run in slices are listed there, but do not run
             if code == Event.OP and program.ops[i].phase == Phase.FORWARD:
                 self._of(i).forward_ms += program.ops[i].time_ms
         self.sliced = self._sliced(profile)
@@ -160,7 +163,7 @@ class _Rows:
         self.cheapest = next((cost for cost, fqn in costs if self._lowers(fqn)), None)
 
     def _sliced(self, profile: Profile) -> dict[str, int]:
-        """By module whose ops run in slices, bytes that autograd would keep of them and that never exist as a whole."""
+        """Return by module the bytes that autograd would save of ops in slices. They never exist as a whole."""
         recorded, found = profile.program, dict[str, int]()
         runs = {i for code, i in self.program.events if code == Event.OP}
         asked = set(recorded.handle_storages) - self.state.asked
@@ -173,7 +176,7 @@ class _Rows:
         return found
 
     def _lowers(self, module: str) -> bool:
-        """Whether discarding what the module keeps as well would lower the peak; worked out once for modules alike."""
+        """Return whether discarding what the module keeps would lower the peak, computed once for modules alike."""
         own = self.own[module]
         if own.cost is None or self.at_peak.isdisjoint(own.discardable):
             return False

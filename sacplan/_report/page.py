@@ -1,4 +1,4 @@
-"""``write_report``: one HTML page with everything that a profile and a plan say; it needs no network."""
+"""``write_report``: one HTML page about a profile and a plan, which needs no network."""
 
 from __future__ import annotations
 
@@ -14,28 +14,23 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import sacplan
-from sacplan._advice.advise import advise
-from sacplan._advice.alive import WORKSPACE, AliveGroup, peak_groups
 from sacplan._chunk.alternatives import Alternative
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
-from sacplan._program.budget import format_bytes
+from sacplan._program.budget import format_bytes, format_share
 from sacplan._program.elements import pattern_of
 from sacplan._program.names import numbers_of, short_op, shown_module
 from sacplan._program.program import Phase, StorageKind
 from sacplan._program.writing import replacing
-from sacplan._report.chunks import (
-    BlockedRow,
-    ChunkRow,
-    blocked_rows,
-    chunk_rows,
-    loss_refusals,
-    loss_rows,
-)
+from sacplan._questions.advise import advise
+from sacplan._questions.alive import WORKSPACE, AliveGroup, peak_groups
+from sacplan._report.blocked import BlockedRow, blocked_rows
+from sacplan._report.chunks import ChunkRow, chunk_rows
 from sacplan._report.curves import distinct_curves
 from sacplan._report.figures import BUCKETS, GIB, MIB, draw_frontier, draw_memory, draw_tradeoffs
 from sacplan._report.inputs import check_frontier, has_chunks
+from sacplan._report.losses import loss_refusals, loss_rows
 from sacplan._report.modules import NOTHING, RowGroup, grouped, module_rows
 from sacplan._report.palette import STACK, css_name, css_variables
 from sacplan._report.svg import inline_svg, page_style
@@ -50,7 +45,7 @@ if TYPE_CHECKING:
 _CHART, _FRONTIER, _SMALL_CHART = (4.4, 3.7), (4.4, 4.2), (3.1, 2.3)
 _ALIVE_ROWS = 10
 _BLOCKED_ROWS = 6
-_MOST_ROWS = 250  # of the table of modules; those that matter least are summed up
+_MOST_ROWS = 250  # of the table of modules; the smallest ones are left out and counted
 _COLOURS = {kind.name.lower().replace("_", " "): css_name(kind) for kind in StorageKind} | {
     WORKSPACE: css_name(StorageKind.TEMPORARY)
 }
@@ -63,14 +58,13 @@ def write_report(
     plan: PlanOrPath | None = None,
     frontier: pd.DataFrame | None = None,
 ) -> Path:
-    """Write a page about a step, and about a plan for it: one file, without anything from the network.
+    """Write an HTML page about a step, and about a plan for it: one file that loads nothing from the network.
 
         sacplan.write_report("report.html", profile, plan, sacplan.frontier(profile))
 
-    It shows the headline figures, what would make the peak smaller, how to use the plan, memory over the step with what
-    is alive at the peak, the frontier, what runs in
-    slices (and what else there is for the loss, and which ops are in the way) where the plan may do that, what each
-    module keeps and discards and why, and what each kind of module could trade.
+    It shows the headline figures, remedies for the peak, how to use the plan, memory over the step with what is alive
+    at the peak, the frontier, what each module keeps and discards and why, and the trade-off of each kind of module. If
+    the plan may use chunks, it also shows them, the alternatives for the loss, and the ops that are in the way.
 
     Args:
         path: of the HTML file; its directory must exist.
@@ -94,7 +88,7 @@ def write_report(
 
 
 def report_html(profile: Profile, plan: Plan | None = None, frontier: pd.DataFrame | None = None) -> str:
-    """The page as text."""
+    """Return the page as text."""
     if frontier is not None:
         check_frontier(frontier)
     with page_style():
@@ -134,11 +128,11 @@ def _summary(profile: Profile, plan: Plan | None) -> str:
     costs = []
     if plan.discarded or not plan.chunks:
         costs.append(
-            f"recomputes for {plan.recompute_ms:.2f} ms ({_share(plan.recompute_ms, plan.step_ms)} of the step)"
+            f"recomputes for {plan.recompute_ms:.2f} ms ({format_share(plan.recompute_ms, plan.step_ms)} of the step)"
         )
     if plan.chunks:
         costs.append(
-            f"takes {plan.added_ms:.2f} ms ({_share(plan.added_ms, plan.step_ms)}) longer for its chunks"
+            f"takes {plan.added_ms:.2f} ms ({format_share(plan.added_ms, plan.step_ms)}) longer for its chunks"
         )
     return (
         f"The plan takes the peak of the step from {peak} to {format_bytes(plan.peak_bytes)} ({less:.0%} less) "
@@ -147,7 +141,7 @@ def _summary(profile: Profile, plan: Plan | None) -> str:
 
 
 def _facts(profile: Profile, plan: Plan | None) -> list[str]:
-    """What the step is of, and who recorded it when: for the header."""
+    """Return the batch, the parameters, the setup, the date and the versions, for the header."""
     found = profile.fingerprint
     parameters = f"{found.n_parameters:,} parameters"
     if plan is None:
@@ -165,7 +159,7 @@ def _facts(profile: Profile, plan: Plan | None) -> list[str]:
 
 
 def _code(profile: Profile, plan: Plan) -> str:
-    """How to make the plan again, and how to train with it."""
+    """Return code that makes the plan again, and code that trains with it."""
     use = 'handle = sacplan.apply(model, sacplan.Plan.load("plan.json"))  # before torch.compile'
     if plan.status == "policy":
         return use
@@ -190,12 +184,8 @@ def _code(profile: Profile, plan: Plan) -> str:
     )
 
 
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "0.0%"
-
-
 def _cards(profile: Profile, plan: Plan | None, panels: Sequence[Panel]) -> list[tuple[str, str, str]]:
-    """The headline figures: name, value and note."""
+    """Return the headline figures as name, value and note."""
     step, planned = panels[0].timeline.end_ms, panels[-1].timeline.end_ms
     device = ("Device", profile.device, f"{profile.trace} trace, {profile.runtime} times")
     if plan is None:
@@ -209,7 +199,10 @@ def _cards(profile: Profile, plan: Plan | None, panels: Sequence[Panel]) -> list
         room = plan.budget_bytes - plan.peak_bytes
         note = f"{format_bytes(room)} to spare" if room >= 0 else f"exceeded by {format_bytes(-room)}"
         cards.append(("Budget", format_bytes(plan.budget_bytes), note))
-    share, flops = _share(plan.recompute_ms, plan.step_ms), _share(plan.recompute_flops, plan.step_flops)
+    share, flops = (
+        format_share(plan.recompute_ms, plan.step_ms),
+        format_share(plan.recompute_flops, plan.step_flops),
+    )
     gap = "" if plan.gap is None else f", gap {plan.gap:.2g}"
     slices = " and these slices" if plan.chunks else ""
     return [
@@ -230,7 +223,7 @@ def _cards(profile: Profile, plan: Plan | None, panels: Sequence[Panel]) -> list
 def _chunk_card(plan: Plan) -> list[tuple[str, str, str]]:
     if not plan.chunks:
         return []
-    share = _share(plan.added_ms, plan.step_ms)
+    share = format_share(plan.added_ms, plan.step_ms)
     note = f"{share} of the step's time; {_what_is_close(plan)}"
     return [("Chunks", f"{plan.added_ms:+.2f} ms", note)]
 
@@ -241,7 +234,7 @@ def _what_is_close(plan: Plan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """What runs in slices, and why; the same loss by other means; what stands in the way."""
+    """What runs in slices, how exact that is, alternatives for the loss, and the ops that are in the way."""
 
     rows: list[ChunkRow]
     exactness: str
@@ -251,7 +244,7 @@ class _Chunks:
 
 
 def _chunks(profile: Profile, plan: Plan) -> _Chunks | None:
-    """None for a plan that may not run anything in slices."""
+    """Collect what the page says about chunks. None for a plan that may not use them."""
     if "chunk" not in plan.provenance.techniques:
         return None
     why = plan.why_gradients if profile.mode == "train" else "kernels may round slices otherwise"
@@ -266,7 +259,7 @@ def _chunks(profile: Profile, plan: Plan) -> _Chunks | None:
 
 
 def _peak(profile: Profile, panel: Panel) -> dict[str, str]:
-    """When the peak is, what runs then and what is alive."""
+    """Return when the peak is, which op runs then, and what is alive."""
     program, model, timeline = panel.program, profile.fingerprint.model_class, panel.timeline
     at = timeline.peak
     op = int(timeline.ops[at])
@@ -290,13 +283,13 @@ def _named(group: AliveGroup) -> str:
 
 
 def _made(group: AliveGroup) -> str:
-    """What made a group and what it is for."""
+    """Return the op that made a group, and the kind of the group."""
     made = "" if group.op in group.kind else f"{group.op}{' again' if group.recomputed else ''}, "
     return made + group.kind
 
 
 def _panel(profile: Profile, panel: Panel, scale: Sequence[Panel]) -> dict[str, Any]:
-    """One chart of memory over the step, and the table under it."""
+    """Return a chart of memory over the step, and the table under it."""
     peak_bytes = panel.timeline.peak_bytes
     groups = peak_groups(profile, panel.program)
     said = f"{panel.title}: memory over the step, peak {format_bytes(peak_bytes)}."
@@ -311,7 +304,7 @@ def _panel(profile: Profile, panel: Panel, scale: Sequence[Panel]) -> dict[str, 
 
 
 def _moments(profile: Profile, panel: Panel, x_max: float) -> dict[str, Any]:
-    """What the page says under the pointer: bytes by kind and what runs, for each bucket of time."""
+    """Return the texts under the pointer: bytes by kind and the op that runs, for each bucket of time."""
     program, timeline, model = panel.program, panel.timeline, profile.fingerprint.model_class
     entries = list(buckets_of(timeline, x_max / BUCKETS))
     kinds = [k for k in STACK if timeline.kind_bytes[:, k].any()]
@@ -344,7 +337,7 @@ def _frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None) -> dict[
 
 
 def _modules(profile: Profile, plan: Plan | None) -> dict[str, Any]:
-    """The groups that the table shows, those with nothing to gain, all rows, and how many groups are left out."""
+    """Return the groups that the table shows, those with nothing to gain, all rows, and the number left out."""
     rows = module_rows(profile, plan)
     nothing = [group for group in grouped(rows) if group.row.why == NOTHING]
     groups = [group for group in grouped(rows) if group.row.why != NOTHING]
@@ -360,7 +353,7 @@ def _modules(profile: Profile, plan: Plan | None) -> dict[str, Any]:
 
 
 def _which(group: RowGroup, alike: int) -> str:
-    """Which of the modules of its pattern a group has."""
+    """Say which of the modules of its pattern a group contains."""
     if 1 < group.count == alike:
         return f"all {group.count}"
     if alike == 1 or not any(c.isalpha() for c in group.module):

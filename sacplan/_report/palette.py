@@ -1,4 +1,4 @@
-"""Colours of figures and of the page: what a step works with is grey, what it makes has one of three colours.
+"""Colours of figures and of the page: grey for what exists before the step, three colours for what it makes.
 
 Blue, orange and yellow stay apart for colour-blind readers, and in lightness when printed; see Okabe and Ito,
 "Color Universal Design" (2008).
@@ -28,8 +28,8 @@ COLOURS = {
     "on-grey": ("#1c2228", "#f2f4f6"),
     "on-colour": ("#1b2127", "#0d1013"),
 }
-"""By name, on a light page and on a dark one. Figures have the light ones; no two of those are equal, so that the page
-can tell from a figure's colour which name it has."""
+"""By name, on a light page and on a dark one. Figures use the light ones. No two of those are equal, so that the page
+can find the name of each colour in a figure."""
 
 PAGE, INK, FAINT, GRID, MARK = (COLOURS[name][0] for name in ("page", "ink", "faint", "grid", "mark"))
 SERIES = tuple(COLOURS[name][0] for name in ("activation", "gradient", "green", "purple", "buffer"))
@@ -46,26 +46,26 @@ STACK = {
     StorageKind.ACTIVATION: "activations",
     StorageKind.TEMPORARY: "temporaries",
 }
-"""Kinds from the bottom of a stack to its top, what stays first, and their names."""
+"""Names of the kinds from the bottom of a stack to its top. What stays through the step is at the bottom."""
 
 
 def css_name(kind: StorageKind) -> str:
-    """Name of a kind's colour."""
+    """Return the name of a kind's colour."""
     return kind.name.lower().replace("_", "-")
 
 
 def kind_colour(kind: StorageKind) -> str:
-    """Colour of a kind in figures."""
+    """Return the colour of a kind in figures."""
     return COLOURS[css_name(kind)][0]
 
 
 def text_colour(kind: StorageKind) -> str:
-    """Colour of text that stands in an area of a kind's colour."""
+    """Return the colour of text in an area of a kind's colour."""
     bright = {StorageKind.ACTIVATION: "on-activation", StorageKind.GRADIENT: "on-colour"}
     bright[StorageKind.TEMPORARY] = "on-colour"
     return COLOURS[bright.get(kind, "on-grey")][0]
 
 
 def css_variables() -> str:
-    """The colours as CSS variables that follow the page's colour scheme."""
+    """Return the colours as CSS variables that follow the page's colour scheme."""
     return " ".join(f"--{name}: light-dark({light}, {dark});" for name, (light, dark) in COLOURS.items())

@@ -1,6 +1,6 @@
-"""``write_snapshot``: the step as a memory snapshot, for the viewer at https://pytorch.org/memory_viz.
+"""``write_snapshot``: write the step as a memory snapshot, for the viewer at https://pytorch.org/memory_viz.
 
-Format: what ``torch.cuda.memory._snapshot`` returns, pickled; ``torch/cuda/memory.py`` says what is in it.
+The format is the pickled result of ``torch.cuda.memory._snapshot``, which ``torch/cuda/memory.py`` describes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sacplan._advice.alive import WORKSPACE, Origins
-from sacplan._advice.planned import planned
 from sacplan._device.caching_allocator import Block, CachingAllocator
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, ProfileOrPath
@@ -20,6 +18,8 @@ from sacplan._program.liveness import Fold
 from sacplan._program.names import shown_module
 from sacplan._program.program import ROOT_SCOPE, Event, Op, Program
 from sacplan._program.writing import replacing
+from sacplan._questions.alive import WORKSPACE, Origins
+from sacplan._questions.planned import planned
 from sacplan.errors import PlanError
 
 SnapshotEntry = dict[str, Any]
@@ -28,7 +28,7 @@ Frames = list[dict[str, Any]]
 _PROTOCOL = 4  # the latest that the viewer can read
 _FIRST_ADDRESS = 0x7F0000000000
 _POOL = (0, 0)
-_WITHOUT_CATEGORY = "unknown"  # the viewer fails on a snapshot with categories of which none has this name
+_WITHOUT_CATEGORY = "unknown"  # if there are categories, the viewer needs one of this name
 _SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1, "expandable_segments": False}
 
 
@@ -41,7 +41,7 @@ def write_snapshot(path: str | Path, profile: ProfileOrPath, plan: PlanOrPath | 
     PyTorch's viewer shows it, and ``python -m torch.cuda._memory_viz`` reads it. Each allocation has a stack: the op
     that makes it, the modules around it, and the part of the step. The snapshot begins with an empty device: what is
     alive before the step (parameters, optimizer state, batch) is allocated first. The workspace of an op
-    is allocated and freed while it runs. The most that is allocated at once is the predicted peak.
+    is allocated and freed while it runs. So the highest point of the snapshot is the predicted peak.
 
     Sizes are those of the blocks. Times are predicted, in µs from the beginning of the step. Addresses and segments
     are those that the caching allocator with its default settings would give out; on a device they differ.
@@ -66,7 +66,7 @@ def write_snapshot(path: str | Path, profile: ProfileOrPath, plan: PlanOrPath | 
 
 
 def snapshot_of(profile: Profile, program: Program) -> dict[str, Any]:
-    """The snapshot of a step, with a plan or without.
+    """Return the snapshot of a step, with a plan or without.
 
     Args:
         profile: of the step.
@@ -83,7 +83,7 @@ def snapshot_of(profile: Profile, program: Program) -> dict[str, Any]:
 
 
 class _Changes(Fold):
-    """A fold that notes which storages came or went."""
+    """A fold that notes which storages were allocated or freed."""
 
     __slots__ = ("changed",)
 
@@ -104,7 +104,7 @@ class _Changes(Fold):
 
 @dataclass(frozen=True, slots=True)
 class _Allocation:
-    """A block in use, what was asked for, and by whom."""
+    """A block in use, the bytes that were requested, and the stack that requested them."""
 
     block: Block
     n_bytes: int
@@ -116,10 +116,10 @@ class _Allocation:
 
 
 class _Writer:
-    """Plays a step on an empty allocator.
+    """Replay a step on an empty allocator.
 
-    The peak of a step is what is alive while an op runs. So what comes and goes between two ops is done when the next
-    one begins: first what is freed, then what is allocated.
+    The peak of a step is taken while ops run. So the changes between two ops are made when the next one begins: first
+    all frees, then all allocations. In any other order the snapshot could exceed the predicted peak.
     """
 
     def __init__(self, profile: Profile, program: Program) -> None:
@@ -144,7 +144,7 @@ class _Writer:
                 self._take_over(op)
             self._settle(fold)
             if op.replaces >= 0:
-                fold.changed[op.replaces] = None  # if somebody still holds it, it comes back
+                fold.changed[op.replaces] = None  # if it is still held, it is allocated again
             if op.workspace_bytes:
                 workspace = self._allocate(op.workspace_bytes, self.stacks.of_workspace(arg), WORKSPACE)
             self.now_ms += op.time_ms
@@ -153,7 +153,7 @@ class _Writer:
         self._settle(fold)
 
     def _take_over(self, op: Op) -> None:
-        """An op that writes in place: its output has the bytes of what it overwrites."""
+        """Give the block of an overwritten storage to the output of an op that writes in place."""
         sizes, new = self.program.storage_bytes, op.writes[0]
         if op.replaces in self.alive:
             old = self.alive.pop(op.replaces)
@@ -203,7 +203,7 @@ class _Writer:
         )
 
     def segments(self) -> list[SnapshotEntry]:
-        """What is reserved, and what is alive in it, when the step is over."""
+        """Return the reserved segments at the end of the step, with the blocks that are alive in them."""
         in_use = {one.block.address: one for one in self.alive.values()}
         found = []
         for segment in self.allocator.segments:
@@ -239,7 +239,10 @@ def _block(block: Block, allocation: _Allocation | None) -> SnapshotEntry:
 
 
 class _Stacks:
-    """Stacks of modules for what is allocated, innermost first. A line number is always 0."""
+    """Stacks for allocations, innermost frame first: ops and modules in place of functions and files.
+
+    Line numbers are always 0.
+    """
 
     def __init__(self, profile: Profile, program: Program) -> None:
         self.program = program
@@ -248,7 +251,7 @@ class _Stacks:
         self.of_ops: dict[int, Frames] = {}
 
     def of_op(self, op: int) -> Frames:
-        """The op, the modules in whose call it runs, the part of the step."""
+        """Return the stack of an op: the op, the module calls around it, and the phase."""
         if op not in self.of_ops:
             run = self.program.ops[op]
             again = run.recomputes
@@ -263,12 +266,12 @@ class _Stacks:
         return self.of_ops[op]
 
     def of_workspace(self, op: int) -> Frames:
-        """What a kernel allocates inside."""
+        """Return the stack of memory that the kernel of an op allocates."""
         frames = self.of_op(op)
         return [_frame(WORKSPACE, frames[0]["filename"]), *frames]
 
     def of_storage(self, storage: int) -> Frames:
-        """Where a storage comes from: an op, or what was there before the step."""
+        """Return the stack of a storage: that of its op, or a description of what existed before the step."""
         writer = self.program.writer.get(storage)
         if writer is not None:
             return self.of_op(writer)
@@ -283,7 +286,7 @@ class _Stacks:
         ]
 
     def _around(self, op: int, name: str) -> Frames:
-        """The module calls around that of an op, without the model itself."""
+        """Return the module calls around that of an op, without the model itself."""
         scope = self.program.ops[op].scope
         around = () if scope == ROOT_SCOPE else self.program.ancestors(scope)
         return [_frame(name, fqn) for s in around if (fqn := self.program.scopes[s].fqn)]

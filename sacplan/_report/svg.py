@@ -1,4 +1,4 @@
-"""A figure as SVG inside of an HTML page: its text is text, and its colours are the page's CSS variables."""
+"""Put figures into an HTML page as SVG, with text as text and with the page's CSS variables as colours."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOTHING = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 @contextmanager
 def page_style() -> Iterator[None]:
-    """Figures that are drawn in here look the same whatever the caller has set up for matplotlib."""
+    """Draw figures in matplotlib's default style, whatever the caller has set up."""
     need_matplotlib()
     import matplotlib.style
 
@@ -31,14 +31,14 @@ def page_style() -> Iterator[None]:
 
 
 def inline_svg(figure: Figure, said: str, salt: str) -> str:
-    """The figure as an ``<svg>`` element, as wide as there is room.
+    """Return the figure as an ``<svg>`` element that is as wide as its container.
 
-    The area that data is drawn in is of class ``plot``.
+    The area that data is drawn in has the class ``plot``.
 
     Args:
         figure: drawn under ``page_style``, in colours of the palette.
-        said: what it shows, for those who cannot see it.
-        salt: of this figure alone on its page; ids of other figures differ then.
+        said: a description for people who cannot see it.
+        salt: different for each figure on a page, so that their ids differ.
     """
     import matplotlib
 
@@ -61,5 +61,5 @@ def inline_svg(figure: Figure, said: str, salt: str) -> str:
 
 
 def _shorter(path: re.Match[str]) -> str:
-    """Coordinates to a tenth of a point: less cannot be seen."""
+    """Round coordinates to a tenth of a point, below which nothing can be seen."""
     return re.sub(r"\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}", path[0])

@@ -1,4 +1,4 @@
-"""The step over predicted time: what runs when, and what is alive meanwhile, before and after a plan."""
+"""Put a step on a predicted time axis: what runs when, and what is alive then, with and without a plan."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sacplan._advice.planned import planned
 from sacplan._plan.plan import Plan
 from sacplan._profile.profile import Profile
 from sacplan._program.program import Phase, Program, StorageKind
+from sacplan._questions.planned import planned
 from sacplan._techniques import by_technique
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """A step, one entry per op that runs, recomputed ones included, in the order in which they run.
+    """A step with one entry per op that runs, in order, including recomputed ops.
 
     Attributes:
         ops: index of the recorded op that runs.
-        during: the recorded op that waits for it: itself, or for a recomputed one the next that is none.
-        recomputed: it runs a second time.
+        during: the recorded op that waits for it: for a recomputed op the next one that is not recomputed, else itself.
+        recomputed: whether it runs a second time.
         start_ms: when it starts, each op taking its predicted time.
         end_ms: when the last one ends.
         live_bytes: everything alive while it runs.
         kind_bytes: the same by ``StorageKind``, one row per op.
-        phases: the part of the step; of a recomputed op, that of the op that waits.
+        phases: the phase; for a recomputed op, that of the op that waits.
     """
 
     ops: NDArray[np.int64]
@@ -42,16 +42,16 @@ class Timeline:
 
     @property
     def peak(self) -> int:
-        """Which entry the peak is (the first, if there are several)."""
+        """Index of the entry with the peak, the first if there are several."""
         return int(self.live_bytes.argmax())
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is alive."""
+        """Bytes that are alive at the peak."""
         return int(self.live_bytes.max())
 
     def phase_spans(self) -> list[tuple[Phase, float, float]]:
-        """The parts of the step with begin and end in ms; several forwards if gradients are accumulated."""
+        """Return the phases with begin and end in ms. There are several forwards if gradients are accumulated."""
         ends = [*self.start_ms[1:], self.end_ms]
         spans: list[tuple[Phase, float, float]] = []
         for phase, start, end in zip(self.phases.tolist(), self.start_ms.tolist(), ends, strict=True):
@@ -70,7 +70,9 @@ def timeline_of(program: Program) -> Timeline:
     ops = [op.recomputes if op.recomputes >= 0 else m.op for m, op in zip(moments, running, strict=True)]
     kind_bytes = np.array([m.by_kind for m in moments], dtype=np.int64).reshape(-1, len(StorageKind))
     for row, op in zip(kind_bytes, running, strict=True):
-        if op.replaces >= 0:  # overwritten: the fold takes it off the temporaries
+        if (
+            op.replaces >= 0
+        ):  # the fold takes an overwritten storage off the temporaries; take it off its own kind
             size = program.storage_bytes[op.replaces]
             row[StorageKind.TEMPORARY] += size
             row[program.storage_kinds[op.replaces]] -= size
@@ -94,7 +96,7 @@ def timeline_of(program: Program) -> Timeline:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Panel:
-    """A step under a title, with the budget that it is held against."""
+    """A step under a title, with the budget to compare it with."""
 
     title: str
     program: Program
@@ -103,7 +105,7 @@ class Panel:
 
 
 def panels_of(profile: Profile, *plans: Plan) -> list[Panel]:
-    """The step without a plan, and with each of the plans. Several are told apart by their techniques.
+    """Return panels for the step without a plan and with each plan. Several plans are titled by their techniques.
 
     Raises:
         PlanMismatch: a plan was made from another profile.
@@ -119,9 +121,9 @@ def panels_of(profile: Profile, *plans: Plan) -> list[Panel]:
 
 
 def buckets_of(timeline: Timeline, width_ms: float) -> Sequence[int]:
-    """The step in steps of equal length: for each, the entry at which most is alive in it, so that no peak is lost.
+    """Divide the step into buckets of equal length, and return the entry with the most alive bytes of each.
 
-    The op that runs at the beginning of a bucket belongs to it as well.
+    So no peak is lost. The op that is running when a bucket begins belongs to it as well.
     """
     n = max(1, int(np.ceil(timeline.end_ms / width_ms - 1e-9)))
     starts = np.searchsorted(timeline.start_ms, np.arange(n) * width_ms) - 1

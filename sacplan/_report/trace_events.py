@@ -1,7 +1,8 @@
-"""``write_memory_trace``: the step as a trace for Perfetto or chrome://tracing.
+"""``write_memory_trace``: write the step as a trace for Perfetto or chrome://tracing.
 
-Format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU; times are
-in microseconds.
+The format is the "Trace Event Format":
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+Times are in microseconds.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sacplan._advice.planned import planned
 from sacplan._plan.plan import Plan, PlanOrPath
 from sacplan._profile.profile import Profile, ProfileOrPath
 from sacplan._program.arguments import checked, opened
 from sacplan._program.names import short_op, shown_module
 from sacplan._program.program import ROOT_SCOPE, Phase, Program
 from sacplan._program.writing import write_bytes
+from sacplan._questions.planned import planned
 from sacplan._report.palette import STACK
 from sacplan._report.timeline import Timeline, timeline_of
 from sacplan.errors import PlanError
@@ -25,7 +26,7 @@ from sacplan.errors import PlanError
 _PROCESS = 1
 _MODULES, _OPS, _AGAIN = 1, 2, 3
 _THREADS = {_MODULES: "modules", _OPS: "ops", _AGAIN: "recomputed ops"}
-_AGAIN_COLOUR = "terrible"  # one of the names that chrome://tracing knows; a strong red
+_AGAIN_COLOUR = "terrible"  # the name that chrome://tracing has for a strong red
 
 
 @checked(PlanError)
@@ -81,7 +82,10 @@ def _names(profile: Profile) -> Iterator[dict[str, Any]]:
 
 
 def _stamps(timeline: Timeline) -> list[float]:
-    """Beginnings of the ops and the end of the last, in µs; rounded here so that slices that touch stay so."""
+    """Return the starts of the ops and the end of the last one, in µs.
+
+    They are rounded here, so that adjacent slices still touch.
+    """
     return [round(ms * 1e3, 3) for ms in (*timeline.start_ms.tolist(), timeline.end_ms)]
 
 
@@ -110,7 +114,7 @@ def _op_slices(program: Program, timeline: Timeline, model: str) -> Iterator[dic
 
 
 def _module_slices(program: Program, timeline: Timeline, model: str) -> Iterator[dict[str, Any]]:
-    """Phases, and in them the module calls whose ops run: begin and end events that nest."""
+    """Yield nested begin and end events of phases, and of the module calls whose ops run."""
     stamps = _stamps(timeline)
     common = {"pid": _PROCESS, "tid": _MODULES}
     stack: list[tuple[str, int]] = []
@@ -133,7 +137,7 @@ def _module_slices(program: Program, timeline: Timeline, model: str) -> Iterator
 
 
 def _scopes(program: Program, op: int) -> list[int]:
-    """The module calls that an op is in, outermost first."""
+    """Return the module calls that an op is in, outermost first."""
     scope = program.ops[op].scope
     return [] if scope == ROOT_SCOPE else [scope, *program.ancestors(scope)][::-1]
 

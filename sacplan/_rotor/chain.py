@@ -18,15 +18,15 @@ _LENGTHS = {
     "forward_extra_bytes": 0,
     "backward_extra_bytes": 1,
 }
-"""Field to how many entries it has beyond one for each stage."""
+"""By field, how many entries it has beyond one for each stage."""
 
 
 class _HasChain(Protocol):
-    """A profile."""
+    """A profile, which lies above this room."""
 
     @property
     def chain(self) -> Chain:
-        """What its recorded step is."""
+        """Its recorded step as a chain."""
         ...
 
 
@@ -98,7 +98,7 @@ class Chain:
 
     @classmethod
     def from_profile(cls, profile: _HasChain) -> Chain:
-        """The chain that a recorded step is (``profile.chain``): stages are found from what ran.
+        """Return a recorded step as a chain (``profile.chain``). Stages are found from the ops that ran.
 
             chain = sacplan.Chain.from_profile(sacplan.profile(model, batch, device="h100"))
 
@@ -112,16 +112,16 @@ class Chain:
         return profile.chain
 
     def __len__(self) -> int:
-        """Stages, the loss not counted."""
+        """Return the number of stages, without the loss."""
         return len(self.forward_ms)
 
     @property
     def step_ms(self) -> float:
-        """Forward and backward of all stages and the loss, once each."""
+        """The time of forward and backward of all stages and the loss, once each."""
         return math.fsum(self.forward_ms) + math.fsum(self.backward_ms)
 
     def sizes(self) -> ChainSizes:
-        """The sizes in bytes."""
+        """Return the sizes in bytes."""
         return ChainSizes(
             (*self.output_bytes, 0),
             (*self.saved_bytes, 0),
@@ -130,9 +130,9 @@ class Chain:
         )
 
     def in_slots(self, budget_bytes: int, slots: int) -> ChainSizes:
-        """The sizes in slots of ``budget_bytes / slots`` bytes, rounded up (exactly, in whole numbers).
+        """Return the sizes in slots of ``budget_bytes / slots`` bytes, rounded up in whole numbers.
 
-        What is larger than the budget becomes ``slots + 1``: it fits nowhere, however large it is.
+        A size above the budget becomes ``slots + 1``: it fits nowhere, however large it is.
         """
 
         def rounded(sizes: tuple[int, ...]) -> tuple[int, ...]:

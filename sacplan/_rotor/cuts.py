@@ -1,17 +1,22 @@
-"""Where the forward pass of a recorded step can be cut into stages, found from what ran, not from module classes.
+"""Cut the forward pass of a recorded step into stages, by the ops that ran and not by module classes.
 
     cuts = find_cuts(profile.program)
     cuts.ops  # forward ops by stage, the loss last
 
-Two ops of the forward pass belong to different stages if at some position between them a single storage crosses: made
-before the position and read behind it. What is a function of the batch, buffers and constants alone (a mask, a rotary
-table) does not count: it is input, like parameters, and always there. So a branch closes into one stage from where it
-leaves to where it comes back, and what many layers share on the gradient path (T5's position bias) closes all of
-these. A storage that is written in place crosses with all its versions: its maker and its last writer are in one stage.
+A storage crosses a position between two ops if it is made before the position and read behind it. A position is a cut
+if exactly one storage crosses it.
 
-Where a storage crosses several positions alone, the first of them is the cut; what follows belongs to the next stage.
-That is why views, or a mask that is made between two layers, never are a stage. And a cut is left out where autograd
-does not save what crosses and the next cut is as good (see ``_without_bare_cuts``): a linear layer and its ReLU.
+- Storages that depend on no parameter (a mask, a rotary table) do not count: like parameters they are input.
+- So a branch is one stage, from where it leaves the residual stream to where it comes back. A value that many layers
+  share on the gradient path (T5's position bias) makes one stage of them all.
+- A storage that is written in place crosses with all its versions: its maker and its last writer are in one stage.
+- Where one storage crosses several positions alone, the first is the cut. So views, or a mask that is made between two
+  layers, are no stage of their own.
+- A cut is left out where autograd does not save what crosses and the next cut is as good (``_without_bare_cuts``), as
+  between a linear layer and its ReLU.
+
+The crossings of all positions come from one pass: each storage adds 1 where it begins to cross and takes 1 where it
+ceases, and a running sum counts them. The same sum over storage indices names the one that crosses. Linear in the ops.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from sacplan.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class ForwardCuts:
-    """Where the forward pass is cut.
+    """The cuts of a forward pass.
 
     Attributes:
         ops: forward ops by stage, the loss last.
@@ -48,7 +53,7 @@ class ForwardCuts:
 
 @derived
 def find_cuts(program: Program) -> ForwardCuts:
-    """Where the forward pass of a recorded step can be cut.
+    """Find the cuts of the forward pass of a recorded step.
 
     Raises:
         PlanError: the model was not called exactly once, or its forward has no cut.
@@ -90,7 +95,7 @@ def find_cuts(program: Program) -> ForwardCuts:
 
 
 def coarser(cuts: ForwardCuts, most: int) -> ForwardCuts:
-    """The same with neighbouring stages joined, evenly, where there are more than ``most`` beside the loss."""
+    """Join neighbouring stages evenly, so that there are at most ``most`` beside the loss."""
     count = len(cuts.boundary)
     if count <= most:
         return cuts
@@ -136,7 +141,7 @@ def _without_bare_cuts(
 
 
 class _Lives:
-    """From where to where in the forward pass each storage is needed, all its versions together.
+    """The lifetimes of storages in the forward pass, all versions of a storage together.
 
     Attributes:
         base: by storage, its first version.
@@ -182,9 +187,10 @@ class _Lives:
             self.written[at], self.newest[at] = p, s
 
     def at_positions(self) -> tuple[list[int], list[int], list[int]]:
-        """By position (p is in front of the p-th op): storages that cross, the one if it is one, and obstacles.
+        """Return, for each position (p is in front of the p-th op), three figures.
 
-        The first and the last are counts.
+        How many storages cross; which one, if it is one (the sum of their indices); how many forbid a cut, because they
+        are between two of their writes, or are buffers that the model computes.
         """
         crossing, which, blocked = ([0] * (self._length + 1) for _ in range(3))
         initial = frozenset(self.program.initial)
@@ -205,7 +211,7 @@ class _Lives:
         return list(accumulate(crossing)), list(accumulate(which)), list(accumulate(blocked))
 
     def across(self, p: int) -> list[int]:
-        """Storages (first versions) that cross a position or forbid a cut there."""
+        """Return the storages (first versions) that cross a position or forbid a cut there."""
         return [
             s
             for s, made in self.made.items()

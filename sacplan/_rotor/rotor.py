@@ -3,9 +3,17 @@
 O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optimal checkpointing for heterogeneous chains:
 how to train deep neural networks with limited memory", https://hal.inria.fr/hal-02352969.
 
-Persistent means that what was kept stays until the backward that it was kept for. Among such schedules the result
-is optimal if each stage's ``saved_bytes`` is at least its ``output_bytes``, up to the rounding of sizes to slots and
-the room that is charged for gradients (see ``rotor``).
+A schedule is persistent if a value that it keeps stays until the backward that it was kept for. Among these the result
+is optimal if each stage's ``saved_bytes`` is at least its ``output_bytes``, up to two things: sizes are rounded up to
+slots, and room is charged for gradients (see ``rotor``).
+
+Known inefficiencies: the table has a cell for every pair of stages and every number of slots. Schedules that are not
+persistent may be faster, but no polynomial algorithm for them is known.
+
+    tables_of      fill in the recurrence
+    _operations    read the sequence off the choices
+    peak           replay the sequence, in slots or in bytes
+    _least_slots   the same recurrence for the smallest memory, without a memory axis
 """
 
 from __future__ import annotations
@@ -30,7 +38,7 @@ INFEASIBLE = -1
 
 
 class OperationKind(str, Enum):
-    """What an ``Operation`` does; the value is how it reads in a message."""
+    """The kind of an ``Operation``; the value is its text in messages."""
 
     FORWARD_KEEP_INPUT = "forward keeping the input"
     FORWARD_KEEP_NOTHING = "forward keeping nothing"
@@ -60,7 +68,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotorResult:
-    """What ``rotor`` found, and the tables that it was read from.
+    """The sequence that ``rotor`` found, and the tables that it was read from.
 
     Attributes:
         total_ms: of one step, recomputation included: ``table[slots - x_0, 0, L]``.
@@ -71,7 +79,7 @@ class RotorResult:
             feasible cell i = l too) or ``INFEASIBLE`` (-1). Integers, of the same shape.
         operations: the sequence to run.
         strict: whether the table counts the gradient behind a segment in choice (b); see ``rotor``.
-        chain, budget_bytes, slots: what was asked.
+        chain, budget_bytes, slots: the arguments of ``rotor``.
     """
 
     total_ms: float
@@ -92,7 +100,7 @@ MAX_SLOTS = 10**6
 
 
 def rotor(chain: Chain, budget_bytes: int, slots: int = 500) -> RotorResult:
-    """The fastest sequence of operations that trains the chain within a budget.
+    """Return the fastest sequence of operations that trains the chain within a budget.
 
     Sizes become slots of ``budget_bytes / slots`` bytes, rounded up, under the names of ``ChainSizes``.
     ``C[m][i][l]`` is the least time for forward and backward of stages i to l with m slots, where ``x_i`` is there and
@@ -142,9 +150,9 @@ def rotor(chain: Chain, budget_bytes: int, slots: int = 500) -> RotorResult:
 
 
 def _solve(chain: Chain, budget_bytes: int, slots: int) -> RotorResult:
-    """``rotor`` for a budget that is feasible."""
+    """Solve for a budget that is feasible."""
     sizes = chain.in_slots(budget_bytes, slots)
-    for strict in (False, True):
+    for strict in (False, True):  # the second time only if the sequence of the first is over the budget
         table, choices = tables_of(chain, sizes, slots, strict)
         operations = _operations(sizes, choices, len(chain), slots)
         if strict or peak(sizes, operations)[0] <= slots:
@@ -157,10 +165,10 @@ def _solve(chain: Chain, budget_bytes: int, slots: int) -> RotorResult:
 
 
 def tables_of(chain: Chain, sizes: ChainSizes, slots: int, strict: bool) -> Tables:
-    """The recurrence of ``rotor``, for all memory sizes of one (i, l) at once, from the last i to the first.
+    """Fill in the recurrence of ``rotor``, for all memory sizes of one (i, l) at once, from the last i to the first.
 
     ``benchmarks/rotor_reference.py`` fills in cell by cell; every float here is the sum of the same two floats as
-    there. What is left out for a cell (i, l):
+    there. Two parts of the memory axis of a cell (i, l) need no work:
 
     - memory below the forward sweep's need: inf by the formula;
     - memory from the point on where everything that (a) and (b) look up has stopped changing (each cell remembers
@@ -223,7 +231,7 @@ def tables_of(chain: Chain, sizes: ChainSizes, slots: int, strict: bool) -> Tabl
 
 
 def choice_type(n: int) -> type[np.signedinteger]:
-    """The integers of ``RotorResult.choices`` for n stages, the loss included."""
+    """Return the integer type of ``RotorResult.choices`` for n stages, the loss included."""
     return np.int16 if n <= 2**15 else np.int32
 
 
@@ -257,7 +265,7 @@ def _operations(
 
 
 def peak(sizes: ChainSizes, operations: Sequence[Operation]) -> tuple[int, int]:
-    """The largest memory of a sequence that ``rotor`` made, in the unit of the sizes, and which operation has it.
+    """Return the largest memory of a sequence from ``rotor``, in the unit of the sizes, and the operation that has it.
 
     A gradient takes the place of the value that it belongs to, or comes on top if that one is part of what a
     stage saved. The gradient of the input is not counted, the input always.
@@ -290,7 +298,7 @@ def _fits(chain: Chain, budget_bytes: int, slots: int) -> bool:
 
 
 def _least_slots(sizes: ChainSizes) -> int:
-    """The least memory with which ``C[m][0][L]`` is finite, the input included; the same if strict.
+    """Return the least memory with which ``C[m][0][L]`` is finite, the input included; the same if strict.
 
     The same recurrence with (max, min) for (sum, min), and no memory axis: a cell is finite from some m on. One
     diagonal l - i at a time, O(L^3). The strict condition changes nothing here: where ``xbar_{i+1} <= x_{i+1}`` the
@@ -315,7 +323,10 @@ def _least_slots(sizes: ChainSizes) -> int:
 
 
 def _infeasible(chain: Chain, budget_bytes: int, slots: int) -> InfeasibleBudget:
-    """The error that names the smallest feasible budget, by bisection: with a larger budget no size gets more slots."""
+    """Return the error that names the smallest feasible budget.
+
+    Bisection finds it, since feasibility is monotone: with a larger budget no size takes more slots.
+    """
     sizes = chain.sizes()
     roomy = max(1, slots * max(*sizes.x, *sizes.xbar, *sizes.ftmp, *sizes.btmp))  # nothing takes two slots
     fewest = _least_slots(chain.in_slots(roomy, slots))

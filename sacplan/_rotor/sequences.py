@@ -1,13 +1,14 @@
-"""Plans from Rotor's sequences: what a sequence keeps, drops and drops again, as decisions about call sites.
+"""Plans from Rotor's sequences: how often a sequence drops each stage, as decisions about call sites.
 
-Rotor counts memory its own way: whole stages, in slots, with room for gradients that may not be there. The replay
-is the step. So the budget that Rotor is asked for is moved until the replayed peak is as near under the budget as it
-gets. What runs again is less than Rotor thinks: not whole stages, but the ops that the backward pass asks for.
+Rotor counts memory its own way: whole stages, in slots, with room for gradients that may not be there. The peak that
+counts is that of the rewritten program. So ``sequences`` moves the budget that Rotor is asked for, by secant steps and
+then by bisection, until that peak is just under the budget. The result is optimal for the chain, not for the step.
+Less runs again than Rotor assumes: not whole stages, but the ops that the backward pass asks for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sacplan._program.decisions import Discarded, Recompute, as_decisions
@@ -54,11 +55,11 @@ class Rotor:
 
     @property
     def techniques(self) -> tuple[str, ...]:
-        """What its plans do."""
+        """The techniques that its plans use."""
         return ("recompute",)
 
     def proposals(self, step: PlanStep, budget_bytes: int) -> Sequence[tuple[Recompute, ...]]:
-        """Its sequences for a budget, or for the smallest peak, as decisions about call sites.
+        """Return its sequences for a budget, or for the smallest peak, as decisions about call sites.
 
         Raises:
             PlanError: the model is no chain, or pins do not leave it one unit.
@@ -75,7 +76,7 @@ class Rotor:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSequence:
-    """A sequence as what it discards, and the step with that."""
+    """A sequence, the call sites that it discards, and the memory of the step with that."""
 
     result: RotorResult
     discarded: Discarded
@@ -83,7 +84,7 @@ class PlannedSequence:
 
 
 def unit_of(program: Program) -> str:
-    """The module that runs all stages.
+    """Return the module that runs all stages.
 
     Raises:
         PlanError: the model is no chain.
@@ -101,7 +102,7 @@ def is_longer(program: Program, solver: Rotor) -> bool:
 
 
 def _stages(program: Program, solver: Rotor) -> Stages:
-    """Of a program; made once, so that several budgets share them."""
+    """Return the stages of a program; made once, so that several budgets share them."""
     if not is_longer(program, solver):
         return stages_of(program)
     return stages_of(program, solver.stages)
@@ -110,9 +111,9 @@ def _stages(program: Program, solver: Rotor) -> Stages:
 def sequences(
     program: Program, budget_bytes: int, solver: Rotor, kept: frozenset[int]
 ) -> list[PlannedSequence]:
-    """Sequences for budgets around the one that is asked for, and the one for the smallest budget of all.
+    """Return sequences for budgets around the one that is asked for, and the one for the smallest budget of all.
 
-    The replayed peaks of some are under the budget, if Rotor can hold it; the best of these is near it.
+    If Rotor can hold the budget at all, some of the peaks are under it, and the best is near it.
 
     Args:
         program: the step.
@@ -121,23 +122,17 @@ def sequences(
         kept: ops that must not be discarded.
 
     Raises:
-        PlanError: the model is no chain.
+        PlanError: the model is no chain, or the slots are too few for it.
     """
     stages = _stages(program, solver)
-    tried = [_planned(program, stages, result, kept) for result in _results(stages, 0, solver)]
-    if not tried:
-        raise PlanError(
-            f"rotor: {solver.slots} slots are too few for this model of {len(stages)} stages; use the default of 500."
-        )
+    tried = [_planned(program, stages, _result(stages, 0, solver), kept)]
     asked = budget_bytes - stages.fixed_bytes
-    low, high = (
-        tried[0].result.budget_bytes,
-        None,
-    )  # Rotor's budgets: the largest that held, the smallest that did not
+    # Rotor's budgets: the largest that held, and the smallest that did not.
+    low, high = tried[0].result.budget_bytes, None
     for _ in range(_ROUNDS):
         if asked <= low or (high is not None and asked >= high):
             break
-        (result,) = _results(stages, asked, solver)
+        result = _result(stages, asked, solver)
         found = _planned(program, stages, result, kept)
         tried.append(found)
         off = budget_bytes - found.footprint.peak_bytes
@@ -153,12 +148,12 @@ def sequences(
     return tried
 
 
-def _results(stages: Stages, budget_bytes: int, solver: Rotor) -> Iterator[RotorResult]:
-    """Rotor's answer, or the one to the smallest budget that it can hold."""
+def _result(stages: Stages, budget_bytes: int, solver: Rotor) -> RotorResult:
+    """Return Rotor's answer for a budget, or for the smallest feasible one."""
     try:
-        yield rotor(stages.chain, budget_bytes, solver.slots)
+        return rotor(stages.chain, budget_bytes, solver.slots)
     except InfeasibleBudget as error:
-        yield rotor(stages.chain, error.smallest_feasible_bytes, solver.slots)
+        return rotor(stages.chain, error.smallest_feasible_bytes, solver.slots)
 
 
 def _planned(program: Program, stages: Stages, result: RotorResult, kept: frozenset[int]) -> PlannedSequence:

@@ -1,14 +1,15 @@
-"""A recorded step as a chain of stages for Rotor: how long each takes, what it keeps, and which ops have which part.
+"""Turn a recorded step into a chain of stages for Rotor: times, sizes, and the part that each op has in them.
 
     stages = stages_of(profile.program)
     found = sacplan.rotor(stages.chain, budget_bytes - stages.fixed_bytes)
     drops_of(stages, found.operations)  # op to how often its output is dropped
 
-What a stage is, ``cuts.py`` says.
+``cuts.py`` finds the stages. Here each storage gets one home: the sizes of a stage, ``fixed_bytes``, the input, or the
+extra memory of every stage that runs while it is alive (``_homes``).
 
-If everything is kept, Rotor's memory of the chain and ``fixed_bytes`` together are never less than what a replay has at
-any op of the forward and the backward pass: whatever is alive there is in one of the figures. They are more where the
-gradient of a boundary takes no memory (the loss is a sum), and where what is fixed is not there yet.
+So the model is safe: if everything is kept, Rotor's memory of the chain plus ``fixed_bytes`` is never less than the
+memory of the recorded step at any op of the forward and the backward pass. It is more where the gradient of a boundary
+takes no memory (the loss is a sum), and before a fixed storage has been made.
 """
 
 from __future__ import annotations
@@ -66,15 +67,15 @@ class Stages:
     side: tuple[tuple[int, ...], ...] = field(repr=False)
 
     def __len__(self) -> int:
-        """Stages, the loss not counted."""
+        """Return the number of stages, without the loss."""
         return len(self.boundary)
 
 
 @derived
 def stages_of(program: Program, most: int | None = None) -> Stages:
-    """The chain of a recorded step; neighbouring stages are joined where there are more than ``most``.
+    """Return the chain of a recorded step; neighbouring stages are joined where there are more than ``most``.
 
-    Stages, with L the number of them:
+    With L the number of stages:
 
     - ``f_i`` and ``b_i``: times of the ops. Backward of stage i lasts until autograd first asks for what an earlier
       stage saved, or runs an op of a module, or reads an input, that only earlier stages ran or read. The loss is all
@@ -88,9 +89,9 @@ def stages_of(program: Program, most: int | None = None) -> Stages:
     - ``btmp_i``: the most that is alive in backward of the stage beside what earlier stages made, ``xbar_{i+1}`` and
       room for one gradient of the size of ``x_{i+1}``. The gradients of parameters made so far are in it.
 
-    What code holds beyond its stage though autograd does not, an output of the model that is no boundary, is in ftmp
-    and btmp as long as it lives. Boundaries count as if they could be dropped, those that code holds beyond the stage
-    that reads them, and those of ops that cannot run again, included: in ``fixed_bytes`` they would be charged for
+    A storage that code, but not autograd, holds beyond its stage (an output of the model that is no boundary) is in
+    ftmp and btmp as long as it lives. All boundaries count as if they could be dropped. Some cannot: code holds them
+    beyond the stage that reads them, or their op cannot run again. But in ``fixed_bytes`` they would be charged for
     throughout, though most are gone when the backward pass has come past them.
 
     Raises:
@@ -142,12 +143,12 @@ def stages_of(program: Program, most: int | None = None) -> Stages:
 
 
 def drops_of(stages: Stages, operations: Sequence[Operation]) -> dict[int, int]:
-    """How often the output of each forward op is dropped in a sequence; ops that never lose it are left out.
+    """Return how often the output of each forward op is dropped in a sequence; ops that never lose it are left out.
 
-    An op that the boundary behind its stage needs runs each time that the stage does, and only the last run keeps
-    what it makes. The boundary itself is made again only if it was dropped: by the next stage's forward, keeping
-    nothing. What nobody but backward of the stage needs is dropped in the first run, and runs once more when
-    backward asks.
+    - ``path``: an op that the boundary needs runs each time that its stage does; only the last run keeps the output.
+    - ``makers``: the boundary itself is made again only if it was dropped, by the next stage's forward keeping nothing.
+    - ``side``: an op that only the stage's own backward needs is dropped in the first run, and runs once more when
+      backward asks for it.
     """
     runs: Counter[int] = Counter()
     dropped: Counter[int] = Counter()
@@ -173,12 +174,12 @@ def drops_of(stages: Stages, operations: Sequence[Operation]) -> dict[int, int]:
 def _homes(
     program: Program, cuts: ForwardCuts, stage_of: Mapping[int, int], droppable: Collection[int]
 ) -> list[int]:
-    """By storage, the stage in whose sizes it is, or one of the three homes above."""
+    """Return, by storage, the stage in whose sizes it is, or one of the three homes above. Later rules win."""
     homes = [_EXTRA] * len(program.storage_bytes)
     initial = frozenset(program.initial)
     for stage, ops in enumerate(cuts.ops):
         for op in ops:
-            stays = op not in droppable and stage < len(cuts.boundary)  # what cannot run again
+            stays = op not in droppable and stage < len(cuts.boundary)  # it cannot run again
             home = _FIXED if stays else stage
             for s in program.ops[op].writes:
                 if s in cuts.saved:
@@ -195,7 +196,7 @@ def _homes(
 
 
 def _left_over(program: Program, stage_of: Mapping[int, int]) -> list[int]:
-    """Storages that no op made and that are still there when the stage in which they appeared is over."""
+    """Return the storages that no op made and that outlive the stage in which they appeared (library workspaces)."""
     liveness = program.liveness
     stages = sorted((int(liveness.op_events[op]), stage) for op, stage in stage_of.items())
 
@@ -212,7 +213,10 @@ def _left_over(program: Program, stage_of: Mapping[int, int]) -> list[int]:
 
 
 def _backward_of(program: Program, stage_of: Mapping[int, int]) -> dict[int, int]:
-    """Ops of the backward pass, in their order, to the stage that they are backward of."""
+    """Return, by op of the backward pass, the stage that it is backward of.
+
+    The stage only falls: once autograd has asked for a tensor of an earlier stage, the later ones are done.
+    """
     latest = _Latest(program, stage_of)
     now = loss = max(stage_of.values())
     found: dict[int, int] = {}
@@ -232,7 +236,7 @@ def _extra_bytes(
     x: Sequence[int],
     xbar: Sequence[int],
 ) -> tuple[list[int], list[int]]:
-    """``ftmp`` and ``btmp``, the loss included: the most that is alive beside the sizes in the step without a plan."""
+    """Return ``ftmp`` and ``btmp``, with the loss: the most that is alive beside the sizes, without a plan."""
     liveness, loss = program.liveness, len(cuts.boundary)
     inside = np.array(program.inside_bytes, dtype=np.int64)
     at_home: dict[int, list[int]] = defaultdict(list)
@@ -264,7 +268,7 @@ def _extra_bytes(
 
 
 class _Latest:
-    """The last stage that an op of the backward pass can belong to, by the module and the inputs that it is about."""
+    """The last stage that an op of the backward pass can belong to, by its module and the inputs that it reads."""
 
     def __init__(self, program: Program, stage_of: Mapping[int, int]) -> None:
         self._program = program
@@ -284,7 +288,7 @@ class _Latest:
 
 
 def _unit(program: Program, cuts: ForwardCuts) -> int:
-    """The innermost module call around all stages but the loss, of a module that is called once."""
+    """Return the innermost module call around all stages but the loss, of a module that is called once."""
     root = program.calls[""][0]
     inside = program.ops_in(root)
     scopes = {program.ops[op].scope for ops in cuts.ops[:-1] for op in ops if op in inside}
@@ -297,7 +301,7 @@ def _unit(program: Program, cuts: ForwardCuts) -> int:
 def _roles(
     program: Program, cuts: ForwardCuts, droppable: Collection[int], homes: Sequence[int]
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """``makers``, ``path`` and ``side`` of ``Stages``."""
+    """Return ``makers``, ``path`` and ``side`` of ``Stages``, by walking each stage back from its boundary."""
     makers, path, side = [], [], []
     for ops, boundary in zip(cuts.ops, cuts.boundary, strict=False):
         by_role: dict[str, list[int]] = defaultdict(list)

@@ -44,8 +44,8 @@ from sacplan._shard.rank.saved import SavedTensors
 from sacplan._shard.rank.storages import RankStorages
 from sacplan._shard.rank.tensors import AskedLayouts, PlacedTensors
 from sacplan._shard.views import Views
+from sacplan._torch.fake_tensors import fake_failures_unlogged
 from sacplan._torch.ops import READS_NUMBER, op_named
-from sacplan._torch.private import fake_failures_unlogged
 from sacplan.errors import PlanError
 
 

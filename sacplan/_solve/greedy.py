@@ -1,4 +1,10 @@
-"""``Greedy``: where the peak is, the cheapest milliseconds per byte, until the budget holds."""
+"""``Greedy``: at the peak, take the cheapest milliseconds per byte, until the budget holds.
+
+Each step of the descent looks at all options of all choices over all rows, and there are at most as many steps as
+options: O(options^2 rows) in the worst case, in NumPy. No bound on the distance to the optimum: two cheap options may
+be taken where one dear one would do, and an option that frees memory at two peaks gets credit for one. ``give_back``
+often repairs the first case.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +16,11 @@ from sacplan._solve.problem import DEVICE_MEMORY, Problem, Solution
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """Descends from 'keep everything': no program is solved.
+    """Descend from 'keep everything', without an integer program.
 
-    At each step it looks at the interval with the peak and takes the more expensive option of one choice that costs
-    least for each byte freed there (bytes beyond what is over the budget do not count), if it raises no other
-    interval over the peak. At the end, what the budget has room for is given back. No promise on how far from the
-    optimum that is.
+    Each step looks at the interval with the peak. It takes the option of one choice that costs least for each byte
+    freed there (bytes below the budget do not count), unless that raises another interval over the peak. At the end,
+    choices go back to cheaper options as far as the budget has room (``give_back``).
     """
 
     @property
@@ -24,10 +29,11 @@ class Greedy:
         return "greedy"
 
     def solve(self, problem: Problem) -> Solution | None:
-        """Options that keep all limits; None if the descent does not get there."""
+        """Return options that keep all limits; None if the descent does not get there."""
         ways = _with_and_without(problem)
         free = replace(problem, once_costs=())  # they count where the descents are compared
-        for beyond in (False, True):  # the path to the smallest peak may still get there
+        # If the cheap path gets stuck, moves may free more than is needed: the path to the smallest peak.
+        for beyond in (False, True):
             descents = [descend(problem, once=once, beyond=beyond) for once in ways]
             found = [give_back(free, picks) for picks in descents if problem.fits(picks)]
             if found:
@@ -35,7 +41,7 @@ class Greedy:
         return None
 
     def smallest(self, problem: Problem) -> Solution:
-        """The lowest peak on the way down."""
+        """Return the lowest peak on the way down."""
         start, lowest = starts(problem), problem.with_limit(DEVICE_MEMORY, 0)
         descents = [descend(lowest, start, once=once, beyond=True) for once in _with_and_without(problem)]
         picks = min(descents, key=problem.peak)
@@ -44,5 +50,5 @@ class Greedy:
 
 
 def _with_and_without(problem: Problem) -> tuple[bool, ...]:
-    """Whether to take options with a cost that is paid once: both ways, if there are any."""
+    """Return the values of ``once`` to try: options with a cost paid once look too dear to the first one that pays."""
     return (True, False) if problem.once_costs else (True,)

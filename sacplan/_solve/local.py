@@ -1,4 +1,4 @@
-"""Moves of single choices: what the heuristics are made of, and how the integer program's answers are rounded off."""
+"""Moves of single choices, for the heuristics and for repairing the answers of the integer program."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ NO_LIMIT = 2**62
 
 
 def give_back(problem: Problem, picks: Picks) -> dict[int, int]:
-    """Single choices to cheaper options, the largest saving first, as long as all limits are kept.
+    """Move single choices to cheaper options, the largest saving first, as long as all limits are kept.
 
-    Exact, and never more expensive than ``picks``.
+    One pass: a move that has no room when its turn comes is not tried again. The result keeps the limits exactly, in
+    whole units, and is never more expensive than ``picks``. Linked choices are tried in every option, also where that
+    costs more by itself, since the link may save it.
     """
     now = dict(picks)
     room = -problem.excess(now)
@@ -58,10 +60,10 @@ def descend(
     once: bool = True,
     beyond: bool = False,
 ) -> dict[int, int]:
-    """From ``start``, the cheapest move per byte freed where most is missing, until all limits are kept.
+    """From ``start``, take the cheapest move per byte freed in the tightest row, until all limits are kept.
 
-    A move takes another option of one choice. It must not raise any resource over its limit, or over what it is
-    above it now.
+    A move takes another option of one choice. It must not raise any row of a resource above the limit, or above the
+    largest excess that the resource has now. So the largest excess never grows.
 
     Args:
         problem: what is chosen.
@@ -123,7 +125,7 @@ def descend(
 
 
 def starts(problem: Problem) -> dict[int, int]:
-    """Picks that keep the limits of all resources but device memory.
+    """Return picks that keep the limits of all resources but device memory.
 
     Raises:
         SolverError: none are found.
@@ -137,7 +139,7 @@ def starts(problem: Problem) -> dict[int, int]:
 
 
 def link_costs(problem: Problem, choice: int, picks: Picks) -> Costs:
-    """By option of a choice, what its links cost."""
+    """Return, by option of a choice, the cost of its links."""
     found = np.zeros(len(problem.choices[choice].costs))
     for link in problem.links:
         if link.first == choice:

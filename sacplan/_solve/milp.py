@@ -6,19 +6,25 @@ With x_co "choice c takes option o" (see ``problem.py``),
     subject to  base_r + sum of uses_cor x_co <= limit_r       for every row r
                 sum over o of x_co = 1                         for every choice c
 
-Optimal to the asked gap. A link of choices c and d adds shares w_op of their pairs of options, with sum over p of
-w_op = x_co and sum over o of w_op = x_dp: the convex hull of one link alone. A cost paid once is a binary variable
-that is at least each x_co of its pairs.
+Optimal to the asked gap, unless the limit of work or of rounds comes first. A link of choices c and d adds shares w_op
+of their pairs of options, with sum over p of w_op = x_co and sum over o of w_op = x_dp: the convex hull of one link
+alone. A cost paid once is a binary variable that is at least each x_co of its pairs.
 
-Choices of one kind share variables: n_bo says how many choices of a block b of equal ones take an option. A row is in
-the program if it treats the choices of each block alike; so at first only what happens outside of all repeated
-layers is, and the program is a relaxation that does not grow with the depth. If its solution, laid out over the
-choices, is over a limit somewhere, the blocks are split there so that this row can be written, and the program is
-solved again. Where nothing is over, the relaxation's optimum is the optimum. Linked choices share no variables.
+Block decomposition. Choices of one kind form a block b and share variables: n_bo says how many choices of the block
+take option o. Only rows that treat the choices of each block alike can be written with these variables. At first those
+are the rows outside of all repeated layers, so the program does not grow with the depth. ``Refinement`` then repeats:
 
-Neighbouring rows differ in few blocks, so each is written as the one before plus what differs. What is found is
-looked at in whole units. Where a tolerance hid some, what was found is repaired for an incumbent, and cut off: some
-choice must use less there.
+1. Solve the program. It leaves out rows, so it is a relaxation and its bound holds for the problem.
+2. Lay the counts out over the choices of each block, those that keep least first or last (``_lay_out``).
+3. If no row is over its limit, the relaxation's optimum is the optimum. Done.
+4. Otherwise split the blocks whose choices differ in the tightest row (``_split``), so that it can be written.
+5. If none differ, the solver's tolerance hid the excess. Repair the answer for an incumbent, and cut it off: some
+   block must use less in that row (``_cut_off``). The cut is valid for every answer that keeps the row's limit.
+
+Known inefficiencies: each round starts the solver anew, and a split is never undone. Linked choices have blocks of
+their own. Where every layer ends up in one, the program is the plain one above.
+
+Neighbouring rows differ in few blocks, so each is written as the row before plus the difference.
 """
 
 from __future__ import annotations
@@ -66,7 +72,10 @@ class Milp:
         return "milp"
 
     def solve(self, problem: Problem) -> Solution | None:
-        """The cheapest options that keep all limits; None if none are found (status "unknown" if work ended that)."""
+        """Return the cheapest options that keep all limits.
+
+        None: there are none, or none were found. Status "unknown": the limit of work came before either was known.
+        """
         search = Refinement(self, problem)
         found = search.cheapest()
         if found is None and search.limited and not search.infeasible:
@@ -81,7 +90,7 @@ class Milp:
         work_limit: int | None = None,
         start: Mapping[int, float] | None = None,
     ) -> LinearSolution:
-        """What the solver finds for a program with these options, or another gap, or what is left of the work."""
+        """Solve a program with these options; ``gap`` and ``work_limit`` replace those of this object."""
         return program.solve(
             solver=self.backend,
             gap=self.gap if gap is None else gap,
@@ -92,7 +101,7 @@ class Milp:
         )
 
     def smallest(self, problem: Problem) -> Solution:
-        """The options with the smallest peak (to ``peak_gap``), as cheap as that peak allows."""
+        """Return the options with the smallest peak (to ``peak_gap``), as cheap as that peak allows."""
         search = Refinement(self, problem)
         picks, _ = search.smallest()
         found = self.solve(problem.with_limit(DEVICE_MEMORY, problem.peak(picks)))
@@ -110,7 +119,7 @@ class _AtLeast(NamedTuple):
 
 
 class Refinement:
-    """Solve, lay out, split, until what is laid out fits.
+    """The search of ``Milp``: solve, lay out, split, until what is laid out fits.
 
     Attributes:
         infeasible: whether it is proved that nothing keeps the limits.
@@ -136,7 +145,7 @@ class Refinement:
         self._blocks = list(blocks.values())
 
     def cheapest(self) -> Solution | None:
-        """The cheapest options that keep all limits, to the gap; see ``Milp.solve``."""
+        """Return the cheapest options that keep all limits, to the gap; see ``Milp.solve``."""
         problem = self.problem
         if (problem.least_uses() > problem.limits).any():
             self.infeasible = True
@@ -173,7 +182,11 @@ class Refinement:
         return Solution(best, "optimal" if close else "feasible", bound, self.limited and not close)
 
     def smallest(self) -> tuple[dict[int, int], bool]:
-        """The options with the smallest peak of device memory, and whether that is proved (to ``peak_gap``)."""
+        """Return the options with the smallest peak of device memory, and whether that is proved (to ``peak_gap``).
+
+        The same refinement, with the peak as a variable that is minimised. Half of the gap is the solver's, the rest is
+        for what the layout adds to the peak.
+        """
         gap, problem = self.options.peak_gap, self.problem
         lowest = problem.with_limit(DEVICE_MEMORY, 0)
         device = problem.resources[DEVICE_MEMORY]
@@ -219,7 +232,7 @@ class Refinement:
         return found, encoding
 
     def _cheaper(self, best: dict[int, int] | None, picks: Picks) -> dict[int, int] | None:
-        """``picks``, with what the limits have room for given back, if they fit and are cheaper."""
+        """Return the better of ``best`` and ``picks`` after ``give_back``; ``best`` if ``picks`` do not fit."""
         problem = self.problem
         if not problem.fits(picks):
             return best
@@ -234,7 +247,7 @@ class Refinement:
         return cost - bound <= max(self.options.gap * cost, _SLACK * largest)
 
     def _lay_out(self, counts: list[list[int]], problem: Problem) -> dict[int, int]:
-        """The choices of each block in both orders, whichever fits better; more is discarded first or last."""
+        """Lay the counts out over the choices of each block, those that keep least first or last: what fits better."""
         found = []
         for first in (1, -1):
             picks: dict[int, int] = {}
@@ -247,7 +260,7 @@ class Refinement:
         return min(found, key=lambda picks: float((problem.excess(picks) / problem.scales).max()))
 
     def _split(self, row: int) -> bool:
-        """Split the blocks whose choices differ in a row; says whether any did."""
+        """Split the blocks whose choices differ in a row; return whether any did."""
         blocks: list[list[int]] = []
         for block in self._blocks:
             groups: dict[bytes, list[int]] = {}
@@ -259,9 +272,10 @@ class Refinement:
         return changed
 
     def _cut_off(self, counts: list[list[int]], row: int) -> bool:
-        """Cut off what is over a limit in a row that the program has; says whether anything uses less there.
+        """Cut off an answer that is over the limit in a row of the program; return whether anything uses less there.
 
-        Whatever uses less in the row has, in some block and for some amount, more choices that use at most that.
+        An answer that uses less in the row has, in some block and for some amount, more choices that use at most that
+        amount. The cut says just that, so it excludes no answer that keeps the limit.
         """
         cut = []
         for block, own in zip(self._blocks, counts, strict=True):
@@ -307,7 +321,7 @@ class _Encoding:
             self._cut(cut)
 
     def counts(self, solution: LinearSolution) -> list[list[int]]:
-        """By block and option, how many choices take it."""
+        """Return, by block and option, how many choices take it."""
         found = [[round(solution.values[n]) for n in own] for own in self._variables]
         return [[len(block) - sum(own), *own] for block, own in zip(self._blocks, found, strict=True)]
 
@@ -315,7 +329,7 @@ class _Encoding:
         return 0.0 if self._smallest else float(cost) / self.cost_scale
 
     def _variables_of(self, block: Sequence[int]) -> list[int]:
-        """By option but the first, how many choices of a block take it."""
+        """Make the variables of a block: for each option but the first, how many choices take it."""
         size = float(len(block))
         own = [
             self.program.variable(upper=size, integer=True, cost=self._cost(cost))
@@ -334,7 +348,7 @@ class _Encoding:
                         self.program.row([(paid, float(len(block))), (n, -1.0)], lower=0.0)
 
     def _links(self) -> None:
-        """Shares of pairs of options; linked choices are in blocks of their own."""
+        """Add the shares of pairs of options; linked choices are in blocks of their own."""
         own = {block[0]: variables for block, variables in zip(self._blocks, self._variables, strict=True)}
         for link in self._problem.links:
             shares = np.array(
@@ -354,7 +368,7 @@ class _Encoding:
                     self.program.row([*((int(w), 1.0) for w in pairs), (n, -1.0)], lower=0.0, upper=0.0)
 
     def _rows(self) -> None:
-        """What is freed, row after row of a resource, covers what is over the limit."""
+        """Require that what is freed in each row covers what the row is over its limit."""
         problem = self._problem
         scales = problem.scales / _SCALE
         # Uses are whole numbers, so half a one less asks for the same.
@@ -382,7 +396,7 @@ class _Encoding:
                 before = int(row), total
 
     def _wanted(self) -> npt.NDArray[np.bool_]:
-        """By row, whether it treats the choices of each block alike and some options put it over the limit."""
+        """Return, by row, whether it treats each block's choices alike and some options put it over the limit."""
         problem = self._problem
         wanted = np.ones(len(problem.rows), dtype=bool)
         worst = problem.base.copy()
@@ -395,7 +409,7 @@ class _Encoding:
         return wanted
 
     def _cut(self, cut: Sequence[_AtLeast]) -> None:
-        """At least one of some statements is true."""
+        """Add a cut: at least one of its statements is true."""
         true = [self.program.binary() for _ in cut]
         self.program.row([(t, 1.0) for t in true], lower=1.0)
         for t, (choices, options, number) in zip(true, cut, strict=True):

@@ -40,12 +40,12 @@ _CBC_NODES = re.compile(r"^Enumerated nodes:\s+(\d+)", re.MULTILINE)
 _CBC_TIMED_OUT = "Stopped on time"
 
 WORK_LIMIT = 10_000_000
-"""By default, for one problem."""
+"""The default for one problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearSolution:
-    """What a solver found.
+    """A solver's answer.
 
     ``status`` is "optimal" (proved, within the asked gap), "feasible" (a limit ended the search with
     this incumbent), "infeasible", or "unknown" (a limit ended it with nothing). ``bound`` is a proved
@@ -70,7 +70,7 @@ class LinearSolution:
 
 
 def relative_gap(objective: float | None, bound: float | None) -> float | None:
-    """(objective - bound) / |objective|, at least 0; None where either is not known."""
+    """Return (objective - bound) / |objective|, at least 0; None if either is unknown."""
     if objective is None or bound is None:
         return None
     difference = max(0.0, objective - bound)
@@ -288,7 +288,10 @@ class _HighsFrom(pulp.HiGHS):  # type: ignore[misc]
 def _solve_highs(
     problem: pulp.LpProblem, options: _Options, start: Sequence[tuple[Any, float]] = ()
 ) -> _Ended:
-    """HiGHS; again without its presolve where that fails, or calls infeasible what just fits (1.15 does)."""
+    """Solve with HiGHS; again without its presolve if that fails, or says "infeasible".
+
+    HiGHS 1.15's presolve calls programs infeasible that just fit.
+    """
     ended = _run_highs(problem, "choose", options, start)
     if ended.status == "infeasible" or problem.solverModel.getModelStatus().name == "kSolveError":
         again = _run_highs(problem, "off", options)
@@ -354,11 +357,11 @@ def _run_highs(
 
 
 def _solve_cbc(problem: pulp.LpProblem, options: _Options) -> _Ended:
-    """CBC without its preprocessing, for what CBC 2.10.3 (the one in the PuLP wheel) does with it.
+    """Solve with CBC without its preprocessing, which is wrong in CBC 2.10.3 (the one in the PuLP wheel).
 
-    It fixes variables that it must not, in small programs such as ours, and calls the wrong plan
-    optimal (the tests have one). Without it, it crashes on some infeasible programs instead; those are
-    tried again with it, and an answer other than "infeasible" is not called optimal then.
+    The preprocessing fixes variables that it must not, in small programs such as ours, and calls the wrong plan
+    optimal (the tests have one). Without it, CBC crashes on some infeasible programs. Those are tried again with it;
+    an answer other than "infeasible" is then not called optimal.
     """
     try:
         return _run_cbc(problem, ["preprocess off"], options)

@@ -1,10 +1,11 @@
-"""What a solver sees, in numbers only: choices, what their options use of limited resources, and what they cost.
+"""Problems, in numbers only: choices, how much their options use of limited resources, and what these cost.
 
     minimise    cost of the options taken + cost of linked pairs + costs paid once
     subject to  base_r + sum of uses_cor over the options o taken by the choices c <= limit_r    for every row r
 
-A row is a resource over an interval of the step. One option is taken of each choice. The first option of a choice is
-its reference: uses and costs are counted from it, so both are zero there, and ``base`` is what all first options use.
+A row is a resource over an interval of the step. Exactly one option is taken of each choice. The first option of a
+choice is its reference: uses and costs are counted from it, so both are zero there, and ``base`` is the use of all
+first options together.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class ResourceRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """Options of which one is taken.
+    """A set of options; exactly one is taken.
 
     Attributes:
         kind: equal for choices with the same options: same costs, same ``kept_bytes``, and the same uses up to where
@@ -58,7 +59,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairCost:
-    """What a pair of options costs, such as changing a tensor's layout between neighbours.
+    """The cost of a pair of options, such as the redistribution between two neighbours.
 
     Attributes:
         first, second: two different choices.
@@ -80,7 +81,7 @@ class OnceCost:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """An option for each choice, and what a solver can say of it.
+    """An option for each choice, and what the solver has proved about it.
 
     Attributes:
         picks: the options.
@@ -102,9 +103,9 @@ class Problem:
 
     Attributes:
         rows: resources over intervals.
-        base: by row, what is used if all choices take their first option.
-        limits: by row, what may be used.
-        choices, links, once_costs: see there.
+        base: by row, the use if all choices take their first option.
+        limits: by row, the largest use that is allowed.
+        choices, links, once_costs: see their classes.
 
     Raises:
         SolverError: arrays whose shapes do not match, or a first option with a cost or a use.
@@ -133,33 +134,33 @@ class Problem:
                 raise SolverError(f"a link of {shape} options has costs of shape {link.costs.shape}")
 
     def with_limit(self, resource: str, limit: int) -> Problem:
-        """The same problem with another limit for all rows of a resource."""
+        """Return the same problem with another limit for all rows of a resource."""
         return replace(self, limits=np.where(self.rows_of(resource), np.int64(limit), self.limits))
 
     def rows_of(self, resource: str) -> npt.NDArray[np.bool_]:
-        """By row, whether it is one of a resource."""
+        """Return, by row, whether it belongs to a resource."""
         return np.array([row.resource == resource for row in self.rows], dtype=bool)
 
     @cached_property
     def resources(self) -> dict[str, npt.NDArray[np.intp]]:
-        """Resource to its rows."""
+        """The rows of each resource."""
         return {
             name: np.flatnonzero(self.rows_of(name)) for name in dict.fromkeys(r.resource for r in self.rows)
         }
 
     def total(self, picks: Picks) -> Amounts:
-        """By row, what is used."""
+        """Return the use of each row."""
         total: Amounts = self.base.copy()
         for choice, option in picks.items():
             total += self.choices[choice].uses[option]
         return total
 
     def excess(self, picks: Picks) -> Amounts:
-        """By row, what is used beyond the limit; negative where there is room."""
+        """Return by how much each row is over its limit; negative where there is room."""
         return self.total(picks) - self.limits
 
     def tightest(self, picks: Picks) -> int:
-        """The row with the most excess, measured by the size of its resource."""
+        """Return the row with the largest excess relative to the scale of its resource."""
         return int((self.excess(picks) / self.scales).argmax())
 
     def fits(self, picks: Picks) -> bool:
@@ -167,11 +168,11 @@ class Problem:
         return bool((self.excess(picks) <= 0).all())
 
     def peak(self, picks: Picks) -> int:
-        """The largest use in a row of device memory, in bytes."""
+        """Return the largest use in a row of device memory, in bytes."""
         return int(self.total(picks)[self.resources[DEVICE_MEMORY]].max())
 
     def cost(self, picks: Picks) -> float:
-        """What is minimised."""
+        """Return the objective: costs of options, of linked pairs, and costs paid once."""
         own = sum(float(self.choices[choice].costs[option]) for choice, option in picks.items())
         links = sum(
             float(link.costs[picks.get(link.first, 0), picks.get(link.second, 0)]) for link in self.links
@@ -180,20 +181,20 @@ class Problem:
         return own + links + once
 
     def least_uses(self) -> Amounts:
-        """By row, a lower bound of what is used: every choice takes the option that uses least in that row."""
+        """Return a lower bound of the use of each row: every choice takes the option that uses least there."""
         total: Amounts = self.base.copy()
         for choice in self.choices:
             total += choice.uses.min(axis=0)
         return total
 
     def least_cost(self) -> float:
-        """A lower bound of the cost: every choice and every link at its cheapest."""
+        """Return a lower bound of the cost: every choice and every link at its cheapest."""
         costs = [*(choice.costs for choice in self.choices), *(link.costs for link in self.links)]
         return sum(float(each.min()) for each in costs)
 
     @cached_property
     def scales(self) -> Costs:
-        """By row, a size of its resource: the largest excess of the first options, else the most room."""
+        """The scale of each row's resource: the largest excess of the first options, or else the most room."""
         scales = np.ones(len(self.rows))
         excess = self.base - self.limits
         for rows in self.resources.values():

@@ -12,7 +12,7 @@ from sacplan._solve.problem import Problem, Solution
 
 
 class Solver(Protocol):
-    """What ``plan`` needs of a solver."""
+    """The interface of a solver."""
 
     @property
     def name(self) -> str:
@@ -20,11 +20,11 @@ class Solver(Protocol):
         ...
 
     def solve(self, problem: Problem) -> Solution | None:
-        """Options that keep all limits, as cheap as this solver can; None if it finds none."""
+        """Return options that keep all limits, as cheap as this solver can; None if it finds none."""
         ...
 
     def smallest(self, problem: Problem) -> Solution:
-        """The options with the smallest peak of device memory that this solver can find.
+        """Return the options with the smallest peak of device memory that this solver can find.
 
         The limits of device memory do not count; those of other resources are kept.
 

@@ -1,4 +1,9 @@
-"""``Uniform``: choices of one kind all take the same option, as people do by hand."""
+"""``Uniform``: choices of one kind all take the same option, as people do by hand.
+
+At a price of ``p`` ms per byte each choice takes the option that minimises cost + p * kept_bytes. That is a vertex of
+its lower hull, and the vertex changes only at the slopes of the hull. So the path over all prices has one point for
+each distinct slope. Not optimal: of the plans that treat repeated layers alike, only those on the path are looked at.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,7 @@ from sacplan._solve.problem import DEVICE_MEMORY, Choice, Problem, Solution
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """One price per byte for the whole step: every choice takes the option that is cheapest at that price.
-
-    So repeated layers are treated alike. Of all prices, the lowest whose options keep the limits.
-    """
+    """One price per byte for the whole step: every choice takes the option that is cheapest at that price."""
 
     @property
     def name(self) -> str:
@@ -21,12 +23,12 @@ class Uniform:
         return "uniform"
 
     def solve(self, problem: Problem) -> Solution | None:
-        """The cheapest on the path of prices that keeps all limits; None if none does."""
+        """Return the cheapest options on the path of prices that keep all limits; None if none do."""
         fitting = [picks for picks in _path(problem) if problem.fits(picks)]
         return Solution(min(fitting, key=problem.cost), "feasible") if fitting else None
 
     def smallest(self, problem: Problem) -> Solution:
-        """The lowest peak on the path."""
+        """Return the lowest peak on the path."""
         start = starts(problem)
         highest = problem.with_limit(DEVICE_MEMORY, problem.peak(start))
         fitting = [picks for picks in (*_path(problem), start) if highest.fits(picks)]
@@ -45,7 +47,11 @@ def _path(problem: Problem) -> list[dict[int, int]]:
 
 
 def _prices(choice: Choice) -> list[float]:
-    """Just above each price at which a choice steps down its hull."""
+    """Return prices just above those at which a choice steps down its hull.
+
+    Walk the hull from the first option: the next vertex is the option below with the least slope, and of equal slopes
+    the furthest.
+    """
     options = list(zip(choice.costs.tolist(), choice.kept_bytes.tolist(), strict=True))
     found, at = [], 0
     while at < len(options) - 1:

@@ -1,1 +1,1 @@
-"""What a technique is: its protocol, the step that it looks at, regions, options and offers."""
+"""Techniques: their base class, the step that they are asked about, regions, options and offers."""

@@ -11,15 +11,15 @@ from sacplan._technique.regions import Region
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A choice of one technique that goes with no other choice about the same ops.
+    """A choice of one technique that excludes every other choice about the same ops.
 
-    The regions of the forward pass belong to all techniques, which add options to them. What an offer is about is taken
-    out of these regions, so plans with it and without it are searched for apart, and the cheaper one wins.
+    The regions of the forward pass belong to all techniques, which add options to them. The ops of an offer are taken
+    out of these regions. So plans with it and without it are searched for separately, and the cheaper one wins.
 
     Attributes:
         region: the choice. Its first option leaves everything as it is; the others have a decision and a patch. The
             last one has the lowest peak.
-        ops: those that it is about: where patterns name one of them, nothing is offered.
+        ops: those that it is about. If a user's pattern names one of them, the offer is dropped.
         kept: ops that no other technique may discard while it stands.
         alone: modules that no other technique may make a unit.
     """

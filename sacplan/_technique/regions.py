@@ -1,4 +1,4 @@
-"""Regions of the forward pass and their options: what a plan chooses from, whatever the technique."""
+"""Regions of the forward pass and their options: the choices of a plan, whatever the technique."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from sacplan._program.elements import Patch
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What a region can do: a technique, applied to some of its members.
+    """One choice for a region: a technique, applied to some of its members.
 
     Attributes:
         cost: in the unit of the objective (ms for time).
-        kept_bytes: what is held from forward to backward on the region's account.
+        kept_bytes: bytes that are held from forward to backward on the region's account.
         members: indices into ``Region.members``; none: everything stays as it is.
         technique: the name of the technique.
-        decision, patch: what it is and what it does, where that is known beforehand.
+        decision, patch: what it becomes in a plan and in a program; None if the technique works them out later.
     """
 
     cost: float
     kept_bytes: int
     members: tuple[int, ...]
-    technique: str = "recompute"
+    technique: str
     decision: Decision | None = None
     patch: Patch | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Some forward ops and what can be chosen for them.
+    """Some forward ops, and the options for them.
 
     Attributes:
         unit: fqn of the smallest module that runs them all.
@@ -51,11 +51,11 @@ class Region:
     wide: tuple[bool, ...]
 
     def ops(self, option: Option) -> frozenset[int]:
-        """The recorded ops that an option is about."""
+        """Return the recorded ops that an option is about."""
         return frozenset(op for member in option.members for op in self.members[member])
 
     def only(self, options: Sequence[int]) -> Region:
-        """The region with some of its options."""
+        """Return the region with some of its options."""
         return replace(
             self,
             options=tuple(self.options[o] for o in options),
@@ -64,7 +64,7 @@ class Region:
         )
 
     def extended(self, options: Sequence[Option], kind: Hashable) -> Region:
-        """The region with further options, which make it a unit."""
+        """Return the region with further options, for which its module has to be a unit."""
         n = len(options)
         return replace(
             self,

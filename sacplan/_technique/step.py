@@ -1,4 +1,4 @@
-"""The step that is planned for: what techniques and solvers are asked about."""
+"""The step to plan for, which techniques and solvers are asked about."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from sacplan._program.program import Phase, Program
 from sacplan.errors import PlanError
 
 Objective = Literal["time", "flops"]
-"""What a plan recomputes the least of: predicted time, or floating-point operations."""
+"""The quantity that recomputation adds and a plan minimises: predicted time, or floating-point operations."""
 
 _TIE = 1e-3  # share of the time in the cost of an op where FLOPs are minimised: most ops have none
 
 
 @dataclass(frozen=True, eq=False)
 class PlanStep:
-    """A recorded step, and what is asked of a plan for it.
+    """A recorded step, and the requirements on a plan for it.
 
     Attributes:
         program: the step without a plan.
         objective: what is minimised.
-        pins: what is left alone.
+        pins: ops and modules that a plan must leave alone.
         device: what the step runs on; None where no technique asks for it.
         gradients: whether the step has a backward pass; False for inference.
-        accumulate: in what gradients are added up over slices.
+        accumulate: the precision in which gradients are added up over slices.
 
     Raises:
         PlanError: an unknown objective.
@@ -49,21 +49,21 @@ class PlanStep:
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """Equal for steps of one program that are planned for alike."""
+        """A key that is equal for steps of one program with the same requirements."""
         return (self.objective, self.device, self.gradients, self.accumulate, *self.pins.key)
 
     @cached_property
     def costs(self) -> tuple[float, ...]:
-        """By op, what running it again costs."""
+        """The cost of running each op again."""
         return op_costs(self.program, self.objective)
 
     def added_cost(self, added_ms: float) -> float:
-        """What ops cost that a technique adds and that run nothing again; what it saves does not count."""
+        """Return the cost of time that a technique adds without running an op again. Time that it saves is worth 0."""
         return max(0.0, added_ms) * (1.0 if self.objective == "time" else _TIE)
 
 
 def op_costs(program: Program, objective: Objective) -> tuple[float, ...]:
-    """By op, what running it again costs, in ms; FLOPs are counted in ms at the step's mean rate."""
+    """Return the cost of running each op again, in ms; FLOPs are converted at the mean rate of the forward pass."""
     times = tuple(op.time_ms for op in program.ops)
     if objective == "time":
         return times

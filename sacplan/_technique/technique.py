@@ -1,14 +1,15 @@
-"""What a technique is: a way to save memory that rewrites a program, and that can be carried out on a model.
+"""The base class of techniques: ways to save memory that rewrite a program and can be carried out on a model.
 
-A technique names regions of a step, or offers options for those that others name. What an option does to memory is read
-from its patch, so nobody but the technique knows how it works: neither the solvers, which see numbers, nor the fold,
-which sees events, nor the planner, which knows no technique by name.
+A technique names regions of a step, or offers options for regions that others name. The effect of an option on memory
+is read from its patch, so only the technique knows how it works. Solvers see numbers, the fold sees events, and the
+planner knows no technique by name.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -23,38 +24,34 @@ from sacplan._technique.step import PlanStep
 
 
 class Installed(Protocol):
-    """Decisions of one technique on a model.
-
-    Attributes:
-        units: fqns of the modules that run otherwise than before.
-    """
+    """The decisions of one technique, in force on a model."""
 
     @property
     def units(self) -> tuple[str, ...]:
-        """See above."""
+        """The fully qualified names of the modules whose forward is replaced."""
         ...
 
     @property
     def differences(self) -> tuple[StepDifference, ...]:
-        """Where a step first did not run what was recorded, by unit."""
+        """For each unit that departed from the recorded step, its first difference."""
         ...
 
     def forget_differences(self) -> None:
-        """A new step begins."""
+        """Start a new step: drop the differences so far."""
         ...
 
     def check_removable(self) -> None:
-        """``PlanError`` where the model was changed since in a way that ``remove`` would spoil."""
+        """Raise ``PlanError`` if the model has changed since, so that ``remove`` would undo somebody else's work."""
         ...
 
     def remove(self) -> None:
-        """Undo it."""
+        """Give every module its own forward back."""
         ...
 
 
 @runtime_checkable
 class StepSolver(Protocol):
-    """A solver that looks at the whole step, and not at what regions offer."""
+    """A solver that looks at the whole step instead of the options of regions."""
 
     @property
     def name(self) -> str:
@@ -63,80 +60,92 @@ class StepSolver(Protocol):
 
     @property
     def techniques(self) -> tuple[str, ...]:
-        """What its plans do."""
+        """The techniques that its plans use."""
         ...
 
     def proposals(self, step: PlanStep, budget_bytes: int) -> Sequence[tuple[Decision, ...]]:
-        """Decisions that are worth measuring for a budget; for 0, those with the smallest peak.
+        """Return sets of decisions that are worth measuring for a budget.
+
+        A budget of 0 asks for those with the smallest peak.
 
         Raises:
-            PlanError: it cannot plan for this step.
+            PlanError: the solver cannot plan for this step.
         """
         ...
 
 
-class Technique(Protocol):
-    """One technique; ``sacplan/_techniques.py`` lists them."""
+class Technique(ABC):
+    """One technique; ``sacplan/_techniques.py`` lists them.
 
-    name: str
+    A subclass overrides only what it can do. The defaults are those of a technique that names no regions and offers
+    nothing, and whose options come with their decision and patch.
+    """
+
+    name: ClassVar[str]
     """As in ``plan(techniques=...)``, ``Option.technique`` and the tag of its decisions."""
 
-    decision: type[Any]
+    decision: ClassVar[type[Any]]
     """The class of its decisions."""
 
-    one_device: str
-    """Why it does not go together with a mesh; empty where it does."""
+    one_device: ClassVar[str] = ""
+    """Why it does not go together with a mesh; empty if it does."""
 
-    how: str
-    """How its own solver looked for plans, for the message that none holds a budget; empty if it has none."""
+    how: ClassVar[str] = ""
+    """How its own solver looked for plans, for the message that none fits a budget; empty if it has no solver."""
 
     # --- what a plan chooses from ---
 
     def longest_run(self, step: PlanStep) -> int:
-        """How many of its neighbouring regions can be joined to one; 0 if it names none."""
-        ...
+        """Return how many neighbouring regions can be joined into one; 0 if it names no regions."""
+        return 0
 
     def regions(self, step: PlanStep, size: int) -> Sequence[Region]:
-        """The parts of the forward pass that it names, with up to ``size`` neighbours joined, and its options for them.
+        """Return the regions of the forward pass that it names, with up to ``size`` neighbours joined, and its options.
 
-        Other techniques add options to these regions, also where this one is not asked for.
+        Other techniques add options to these regions, even in a plan that does not use this technique.
         """
-        ...
+        return ()
 
     def options(self, step: PlanStep, region: Region) -> Sequence[Option]:
-        """Options for a region that another technique named."""
-        ...
+        """Return options for a region that another technique named."""
+        return ()
 
     def offers(self, step: PlanStep, peak: Footprint | None) -> Sequence[Offer]:
-        """Choices about ops that it does not share with other techniques.
+        """Return choices about ops that it does not share with other techniques.
 
         Args:
-            step: what is planned for.
-            peak: of the smallest peak that was found so far. None: what may pay at any budget.
+            step: the step to plan for.
+            peak: the footprint of the best plan so far, whose peak is to be lowered. None asks for offers that may
+                pay at any budget.
         """
-        ...
+        return ()
 
     def solvers(self, step: PlanStep) -> Sequence[StepSolver]:
-        """Solvers of its own for this step, where options of regions do not say what it can do."""
-        ...
+        """Return its own solvers for this step, for choices that options of regions cannot express."""
+        return ()
 
     # --- what it does to a program, and to a model ---
 
     def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
-        """The rewrite that an option is: of events about what the region touches, no others."""
-        ...
+        """Return the rewrite of one option. It changes only events of what the region touches."""
+        assert option.patch is not None, f"{self.name}: an option without a patch needs its own option_patch"
+        return option.patch
 
     def decisions(self, program: Program, taken: Sequence[tuple[Region, Option]]) -> tuple[Decision, ...]:
-        """Options that were chosen as decisions of a plan."""
-        ...
+        """Turn the chosen options into the decisions of a plan."""
+        return tuple(option.decision for _, option in taken if option.decision is not None)
 
+    @abstractmethod
     def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
-        """The rewrite that decisions of a plan are. The program may be rewritten by other techniques already.
+        """Return the rewrite for the decisions of a plan. Other techniques may have rewritten the program before.
 
-        ``device``: what the step runs on. None where it is not known; a technique may then refuse.
+        Args:
+            program: the step, with what other techniques did to it.
+            decisions: those of this technique.
+            device: what the step runs on. None where it is not known; a technique may then refuse.
         """
-        ...
 
+    @abstractmethod
     def install(
         self,
         model: torch.nn.Module,
@@ -147,7 +156,9 @@ class Technique(Protocol):
     ) -> Installed:
         """Put decisions on a model.
 
-        ``recorded``: by unit, the ops of its calls in the recorded step. ``check``: compare in the first step what can
-        be compared.
+        Args:
+            model: the model.
+            decisions: those of this technique.
+            recorded: by unit, the ops of its calls in the recorded step.
+            check: compare in the first step what can be compared.
         """
-        ...

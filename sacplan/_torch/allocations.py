@@ -1,4 +1,4 @@
-"""What code allocates on the CPU and frees again: the allocator's events, read by a profiler.
+"""Allocations and frees of code on the CPU: the allocator's events, read with a profiler.
 
 Private PyTorch API, tried on 2.11 and 2.13: the event tree of ``torch.profiler``, and the legacy profiler's
 ``torch.autograd._enable_profiler_legacy``, which the public profiler replaces where it is missing.
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity
 
 
 def allocation_events(profiler: torch.profiler.profile, marks: Collection[str] = ()) -> list[int | str]:
-    """Bytes allocated (positive) and freed (negative) on the CPU, and events named in ``marks``, in their order.
+    """Return bytes allocated (positive) and freed (negative) on the CPU, and events named in ``marks``, in order.
 
     The allocator remembers the blocks of earlier profiles, including those freed while no profiler was on. When
     such an address has been reused and is freed now, it reports the old block's size. So a block only counts as
@@ -56,7 +56,7 @@ def profiler_is_on() -> bool:
 
 
 def allocation_deltas(run: Callable[[], object]) -> list[int]:
-    """Bytes that ``run`` allocates (positive) and frees (negative) on the CPU, in order; for short runs.
+    """Return the bytes that ``run`` allocates (positive) and frees (negative) on the CPU, in order; for short runs.
 
     The legacy profiler costs some 30 microseconds, while ``torch.profiler`` takes milliseconds and writes to
     stderr. It is deprecated; if it is missing, ``torch.profiler`` is used. Its events have no addresses, so

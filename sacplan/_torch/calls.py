@@ -1,4 +1,4 @@
-"""One call of an op, as all rooms that look into one see it."""
+"""One call of an op: its arguments by name, its tensors, and a key by shapes and types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def flat_tensors(value: Any) -> Iterator[Any]:
-    """The tensors in arguments or results: nested tuples, lists and dicts."""
+    """Yield the tensors in arguments or results: nested tuples, lists and dicts."""
     if isinstance(value, (tuple, list)):
         for item in value:
             yield from flat_tensors(item)
@@ -44,12 +44,12 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Of the op, without namespace and overload."""
+        """Name of the op, without namespace and overload."""
         return str(self.func._schema.name).partition("::")[2]
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """By name, defaults included, in the order of the schema."""
+        """The arguments by name, defaults included, in the order of the schema."""
         return arguments_by_name(self.func, self.args, self.kwargs)
 
     def __getitem__(self, name: str) -> Any:
@@ -84,7 +84,7 @@ class Call:
 
 
 def frozen(value: Any) -> Any:
-    """Arguments as a key: tensors by shape and type."""
+    """Return arguments as a hashable key, with tensors by shape and type."""
     if is_tensor(value):
         return (tuple(value.shape), value.dtype)
     if isinstance(value, (tuple, list)):

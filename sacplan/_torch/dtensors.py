@@ -1,4 +1,4 @@
-"""What makes a DTensor: its description, and how PyTorch names the parts of a tensor that a rank has."""
+"""DTensors: their specs and placements, and the metadata of a rank's pieces in distributed checkpoints."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ with torch_names():
 def dtensor_spec(
     device_mesh: Any, placements: Sequence[Any], shape: Any, stride: Any, dtype: torch.dtype
 ) -> DTensorSpec:
-    """The description of a DTensor with these global shape and strides."""
+    """Return the ``DTensorSpec`` of these global shape and strides."""
     meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
     return DTensorSpec(device_mesh, tuple(placements), tensor_meta=meta)
 
 
 def shard(dim: int, factor: int) -> Any:
-    """A cut dimension; ``factor``: pieces of which each rank has a part."""
+    """Return the placement that shards ``dim``; with a ``factor``, each of that many pieces is sharded by itself."""
     return Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
 
 
 def replicate() -> Any:
-    """Whole on each rank."""
+    """Return the placement of a tensor that is whole on each rank."""
     return Replicate()
 
 
 def partial(reduce: str) -> Any:
-    """A summand on each rank."""
+    """Return the placement of a tensor of which each rank has a term, to be reduced by ``reduce``."""
     return Partial(reduce)
 
 
 def placement_parts(placement: Any) -> tuple[str, int, int, str]:
-    """(kind, dim, factor, reduce) of a DTensor's placement: ``"R"``, ``"S"`` or ``"P"``; as they are made above.
+    """Return (kind, dim, factor, reduce) of a placement, with kind ``"R"``, ``"S"`` or ``"P"``.
 
     Raises:
         TypeError: it is none of them.
@@ -59,18 +59,18 @@ def placement_parts(placement: Any) -> tuple[str, int, int, str]:
 
 
 def checkpoint_chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
-    """One rectangular piece of a tensor, for ``torch.distributed.checkpoint``."""
+    """Describe one rectangular piece of a tensor for ``torch.distributed.checkpoint``."""
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
 def checkpoint_write_item(fqn: str, chunk: ChunkStorageMetadata, piece: torch.Tensor, size: Any) -> WriteItem:
-    """The piece of a tensor that a rank saves."""
+    """Describe the piece of a tensor that a rank saves."""
     data = TensorWriteData(chunk, TensorProperties.create_from_tensor(piece), torch.Size(size))
     return WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def new_dtensor(kind: type, local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> Any:
-    """A DTensor, or one of a subclass."""
+    """Make a DTensor of a local tensor, or a tensor of a subclass, without checking the spec."""
     return torch.Tensor._dtensor__new__(kind, local, spec, requires_grad=requires_grad)
 
 

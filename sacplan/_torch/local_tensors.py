@@ -32,12 +32,12 @@ class Watching(TorchDispatchMode):
 
 
 def is_deferred(types: Sequence[type]) -> bool:
-    """Whether a dispatch mode that was called with these types will see the ops that this one becomes."""
+    """Whether a mode called with these types will see the plain ops that this op becomes, and should wait for them."""
     return any(kind in DEFERRED_TYPES or _stands_for_another(kind) or _is_jagged(kind) for kind in types)
 
 
 def has_local_parts(types: Sequence[type]) -> bool:
-    """The same for a mode that itself knows what to do with ``DEFERRED_TYPES``."""
+    """As ``is_deferred``, for a mode that handles ``DEFERRED_TYPES`` itself."""
     return any(map(_stands_for_another, types))
 
 
@@ -61,18 +61,18 @@ def _is_async(kind: type) -> bool:
 
 @functools.cache
 def _is_jagged(kind: type) -> bool:
-    """Whether it is the class of nested tensors of layout ``torch.jagged``: their ops run as ops on plain tensors."""
+    """Whether this is the class of jagged nested tensors, whose ops run as ops on plain tensors."""
     room = sys.modules.get("torch.nested._internal.nested_tensor")
     return room is not None and issubclass(kind, room.NestedTensor)
 
 
 def stands_for_another(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor (or of a subclass), or what a collective sends."""
+    """Whether a tensor is a DTensor (or of a subclass), or the pending result of a collective."""
     return _stands_for_another(type(tensor))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor stands for on this rank; itself if it stands for none. Nothing is waited for."""
+    """Return the plain tensor behind a DTensor or a pending collective, else the tensor itself. Waits for nothing."""
     while stands_for_another(tensor):
         one: Any = tensor
         tensor = one._local_tensor if _is_dtensor(type(one)) else one.elem
@@ -80,9 +80,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def held_base(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What a tensor is a view of, if that may lie on other memory than the tensor: autograd holds it with the view.
+    """Return the base of a view if its class says (``holds_base``) that the base may lie on other memory, else None.
 
-    A class says so with ``holds_base``.
+    Autograd holds the base as long as the view, so its memory counts with the view's.
     """
     return tensor._base if getattr(type(tensor), "holds_base", False) else None
 
@@ -142,7 +142,12 @@ def _unflattened(
 
 @functools.cache
 def _hide_sharding_propagation() -> None:
-    """From ``Watching`` modes, for the whole process."""
+    """Hide DTensor's sharding propagation from ``Watching`` modes, for the whole process.
+
+    To find an op's sharding, DTensor runs the op on fake tensors of global shapes
+    (``torch/distributed/tensor/_sharding_prop.py``). A mode would record these as ops of the step. The cached method is
+    made anew, since its cache wraps the function that is replaced.
+    """
     propagator = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher.sharding_propagator
     propagator._propagate_tensor_meta_non_cached = _unseen(propagator._propagate_tensor_meta_non_cached)
     find = propagator.propagate_op_sharding_non_cached = _unseen(propagator.propagate_op_sharding_non_cached)

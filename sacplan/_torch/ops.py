@@ -1,4 +1,4 @@
-"""What sacplan must know about an op: which arguments it writes, and whether it may run a second time.
+"""Traits of an op: which arguments it writes, and whether it may run a second time.
 
 A second run must give the same bits and change nothing else. So the outputs of an op may be discarded only if
 the op is deterministic and fills new outputs itself: what a factory such as ``empty`` returns may be filled later
@@ -61,12 +61,12 @@ _FACTORIES = ("_empty", "empty", "full", "lift", "new_", "ones", "resize", "set_
 
 
 ArgumentPlace = int | tuple[int | str, int]
-"""Where an argument goes: a position, or (position or name, index in the list there); index -1: not in a list."""
+"""Where a tensor stands among the arguments: a position, or (position or name, index in a list; -1 for no list)."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpTraits:
-    """What the schema of an op says.
+    """Facts about an op, read from its schema and from the tables above.
 
     Attributes:
         func: the op.
@@ -93,7 +93,11 @@ class OpTraits:
     chooses_kernel: bool = False
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The arguments that this call writes in place; not what it leaves out, as an instance norm its statistics."""
+        """Return the arguments that this call writes in place.
+
+        Nothing, if it is a batch norm that does not train. Arguments that are None are left out, such as the
+        statistics of an instance norm.
+        """
         if self.training is not None and not args[self.training]:
             return []
         found = [args[i] for i in self.written_positions if i < len(args)]
@@ -101,7 +105,7 @@ class OpTraits:
         return [argument for argument in found if argument is not None]
 
     def left_out(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """The positions of arguments that it runs again without."""
+        """Return the positions of arguments that a second run gets as None: running statistics in training."""
         if self.training is None or not args[self.training]:
             return ()
         return self.written_positions
@@ -109,7 +113,7 @@ class OpTraits:
     def split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any], list[ArgumentPlace], list[torch.Tensor]]:
-        """The arguments with None for tensors, and the tensors with their places."""
+        """Return the arguments with None for each tensor, and the tensors with their places."""
         rest: list[Any] = list(args)
         rest_by_name: dict[str, Any] = {}
         places: list[ArgumentPlace] = []
@@ -280,29 +284,31 @@ def arguments_by_name(
 
 @functools.cache
 def _defaults(func: torch._ops.OpOverload) -> Mapping[str, Any]:
-    """What each argument is where it is not given, in the order of the schema; None where it must be."""
+    """Return the default of each argument in the order of the schema; None for required ones."""
     return {a.name: a.default_value if a.has_default_value() else None for a in func._schema.arguments}
 
 
 def can_run_again(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
     """Whether this call of an op may run a second time, and its tensors are described by sizes, strides and storages.
 
-    An op that writes in place may, provided that what it writes is recomputed too.
+    An op that writes in place may. The caller must see to it that the written tensor is recomputed, too.
     """
     traits = op_traits(func)
     inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
+    # Without outputs there is nothing to recompute. A tensor that is not ordinary has more to it than these.
     if not traits.rerunnable or not outputs or not all(map(is_ordinary_tensor, (*inputs, *outputs))):
         return False
     if kwargs.get("non_blocking"):
-        return False  # nobody would wait for the second copy
+        return False  # a copy that nobody waits for: the second one may not have arrived when it is read
     if traits.random and len({t.device for t in inputs}) != 1:
-        return False  # which generator?
+        return False  # the device of the tensors tells which generator the op draws from: it must be one
     if traits.random and inputs[0].device.type not in ("cpu", "cuda", "meta"):
-        return False
+        return False  # generators of other devices are not put back for a second run
     if traits.in_place:
         return True
+    # An op that returns one of its inputs makes nothing new.
     taken = {storage_key(t.untyped_storage()) for t in inputs}
-    return not any(storage_key(t.untyped_storage()) in taken for t in outputs)  # else it returns an input
+    return not any(storage_key(t.untyped_storage()) in taken for t in outputs)
 
 
 def is_ordinary_tensor(t: torch.Tensor) -> bool:

@@ -1,1 +1,1 @@
-"""``verify``: one step with a plan applied, fake or measured."""
+"""Run one step with a plan applied, fake or measured."""

@@ -1,11 +1,11 @@
 """Measure a real step: peak bytes, wall time, FLOPs.
 
-The peak on a CPU is that of the allocator itself, from the memory events of ``torch.profiler``, added
-to the storages that were alive before; on CUDA it is ``torch.cuda.max_memory_allocated``.
+On a CPU the peak is that of the allocator: the memory events of ``torch.profiler``, added to the storages that were
+alive before. On CUDA it is ``torch.cuda.max_memory_allocated``.
 
-A step may replace tensors that were alive before: a state that it carries on, a buffer, an entry of a cache. The
-profiler does not see these freed, so each is watched. And in the first step they are not freed, where the caller holds
-them to put them back later; then a second step is measured, which replaces what the first one left.
+A step may replace tensors that were alive before: a recurrent state, a buffer, an entry of a cache. The profiler does
+not see that these are freed, so each storage is watched by a weak reference. If the caller holds them in order to
+restore them later, the first step cannot free them. Then a second step is measured, which replaces what the first left.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from torch.profiler import ProfilerActivity
 
 from sacplan._record.step import Step, cached_tensors
 from sacplan._torch.allocations import allocation_events
+from sacplan._torch.flops import flop_counter
 from sacplan._torch.local_tensors import Watching, is_deferred
 from sacplan._torch.ops import tensors_in
-from sacplan._torch.private import flop_counter, storage_key, strided_parts
+from sacplan._torch.private import storage_key, strided_parts
 
 CUDA_ROUND_BYTES = 512
 
@@ -34,10 +35,11 @@ class Measured:
     """One measured step.
 
     Attributes:
-        peak_bytes, wall_ms, source: 0, and how FLOPs were counted, where they were.
-        flops: 0 unless counted.
-        read: storages that the step read, did not make, and left alive; empty unless FLOPs were counted. Beside the
-            model and the batch these are tensors of the loss function's own: in its closure, or global.
+        peak_bytes, wall_ms: 0 if FLOPs were counted.
+        flops: 0 unless FLOPs were counted.
+        source: where the peak, or the count of FLOPs, comes from.
+        read: storages that the step read, did not make, and left alive; empty unless FLOPs were counted. Apart from the
+            model and the batch, these are tensors in the closure of the loss function, or global ones.
     """
 
     peak_bytes: int
@@ -54,11 +56,12 @@ def measured_step(
     count_flops: bool = False,
     read: Iterable[torch.UntypedStorage] = (),
 ) -> Measured:
-    """Run a step and measure it. With an optimizer a first step makes its state.
+    """Run a step and measure it. With an optimizer, one step runs before, to create the optimizer's state.
 
-    The caller restores the model's state; gradients are gone after the call. Counting FLOPs runs the step under
-    a dispatch mode, so the peak is not measured then. ``read``: storages that are there besides, see ``Measured.read``.
-    Where the step replaces tensors that somebody else holds, it runs twice, and the second one is measured.
+    The caller restores the model's state; gradients are gone after the call. FLOPs are counted under a dispatch mode,
+    which takes memory of its own, so the peak is not measured at the same time. ``read`` are further storages that are
+    alive, see ``Measured.read``. A step that replaces tensors that are held elsewhere runs again, and the second run is
+    measured.
     """
     batch_tensors, read = tuple(batch_tensors), tuple(read)
     _clear(step)
@@ -95,7 +98,7 @@ def measured_step(
 
 
 class _Reads(Watching):
-    """Notes which storages a step reads before any op of it has made them."""
+    """Note the storages that a step reads before any of its ops has made them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +108,7 @@ class _Reads(Watching):
 
     @property
     def left(self) -> tuple[torch.UntypedStorage, ...]:
-        """Those that are alive."""
+        """Those that are still alive."""
         found = (ref() for ref, made in self._known.values() if not made)
         return tuple(storage for storage in found if storage is not None)
 
@@ -147,13 +150,13 @@ def _run_cuda(
     step.run()
     torch.cuda.synchronize(device)
     wall_ms = (time.perf_counter() - began) * 1e3
-    # Others may have tensors there, such as the copies that put the model's state back afterwards.
+    # Other tensors may be on the device, such as copies of the model's state. They are in both counts and cancel.
     peak = torch.cuda.max_memory_allocated(device) - before + own
     return Measured(peak, wall_ms, 0, "torch.cuda.max_memory_allocated")
 
 
 def drop_cublas_workspaces() -> None:
-    """So that the step allocates its own, and they count: once allocated they stay."""
+    """Free cuBLAS workspaces, which stay allocated once they are, so that the step allocates and counts its own."""
     drop = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if drop is not None:
         drop()
@@ -182,7 +185,7 @@ def _run_cpu(
 
 
 def _mark(name: str, _: Any) -> None:
-    """Leave an event in the profile that runs."""
+    """Leave an event in the running profile."""
     with torch.profiler.record_function(name):
         pass
 
@@ -194,10 +197,10 @@ def bytes_alive(
     *,
     round_bytes: int = 1,
 ) -> int:
-    """Bytes of the distinct storages of parameters, their gradients, buffers, caches, optimizer state and batch.
+    """Return the bytes of the distinct storages of parameters, gradients, buffers, caches, optimizer state and batch.
 
-    And those of ``read``, see ``Measured.read``. Only those on the device of the parameters, each a multiple of
-    ``round_bytes``.
+    Those of ``read`` count too, see ``Measured.read``. Only storages on the device of the parameters count, each
+    rounded up to a multiple of ``round_bytes``.
     """
     storages = _alive(step, batch_tensors, read).values()
     return sum(-(-s.nbytes() // round_bytes) * round_bytes for s in storages)
@@ -206,7 +209,7 @@ def bytes_alive(
 def _alive(
     step: Step, batch_tensors: Iterable[torch.Tensor], read: Iterable[torch.UntypedStorage]
 ) -> dict[int, torch.UntypedStorage]:
-    """The storages of ``bytes_alive``."""
+    """Return the storages of ``bytes_alive`` by key."""
     parameters = list(step.model.parameters())
     tensors = [*parameters, *step.model.buffers(), *cached_tensors(step.model), *batch_tensors]
     tensors.extend(p.grad for p in parameters if p.grad is not None)

@@ -14,8 +14,8 @@ from sacplan._apply.apply import Handle, put_on
 from sacplan._device.devices import DeviceSpec, resolve_device
 from sacplan._plan.limits import memory_less
 from sacplan._plan.plan import Plan, PlanOrPath
-from sacplan._profile.profile import check_runs_here, trace_step
 from sacplan._profile.remarks import adamw_state_bytes, summed_outputs, without_optimizer
+from sacplan._profile.tracing import check_runs_here, trace_step
 from sacplan._program.arguments import checked, opened
 from sacplan._program.budget import format_bytes
 from sacplan._program.notebook import Section, as_html
@@ -40,7 +40,7 @@ from sacplan.errors import PlanError, SumOfOutputsWarning
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What the step took with the plan applied.
+    """Peak, time and recomputation of a step with the plan applied.
 
     Attributes:
         peak_bytes: of the whole step; traced (``run="fake"``) or measured (``run="real"``).
@@ -51,10 +51,10 @@ class Verification:
         step_ms: predicted time with the plan (fake), or wall time of the measured step (real).
         run: "fake" or "real".
         source: where the peak comes from.
-        assumptions: what the figures take for granted, see ``Profile.assumptions``.
-        differences: where the step did not run what the plan was made for, see ``Handle.differences``.
-        setup_differences: what is set up otherwise than in the step that was planned for: cache, attention, dropout,
-            modes, loss, optimizer, autocast.
+        assumptions: assumptions behind the figures, see ``Profile.assumptions``.
+        differences: where the step differed from the one that the plan was made for, see ``Handle.differences``.
+        setup_differences: where the setup differs from that of the planned step: cache, attention, dropout, modes,
+            loss, optimizer, autocast.
     """
 
     peak_bytes: int
@@ -79,9 +79,8 @@ class Verification:
         return self.predicted_peak_bytes / self.peak_bytes - 1
 
     def _repr_html_(self) -> str:
-        budget = "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)
         rows = [
-            ("budget", budget),
+            ("budget", format_bytes(self.budget_bytes)),
             ("planned", format_bytes(self.predicted_peak_bytes)),
             ("seen", f"{format_bytes(self.peak_bytes)}, {self.source}"),
             ("difference", f"{self.error:+.3%}, planned against seen"),
@@ -146,7 +145,9 @@ def verify(
     run_step = _verify_fake if run == "fake" else _verify_real
     seen = run_step(model, batch, plan, loss_fn, optimizer)
     warn_of(seen.setup_differences, stacklevel=3)
-    if all(difference.what != "loss" for difference in seen.setup_differences):  # else that has said it
+    if all(
+        difference.what != "loss" for difference in seen.setup_differences
+    ):  # another loss is reported already
         for said in filter(None, [summed_outputs(plan.fingerprint.setup)]):
             warnings.warn(f"{said}.", SumOfOutputsWarning, stacklevel=3)
     return seen
@@ -229,7 +230,7 @@ def _budget_of(plan: Plan, spec: DeviceSpec) -> int:
 
 
 class _Applied:
-    """A plan on the copy that a fake step runs on, of which nothing may be kept."""
+    """Apply a plan to the copy that a fake step runs on. Nothing of the copy may be kept afterwards."""
 
     def __init__(self, plan: Plan) -> None:
         self.differences: tuple[StepDifference, ...] = ()

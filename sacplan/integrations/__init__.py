@@ -1,4 +1,4 @@
 """Plans in trainers: ``sacplan.integrations.transformers`` and ``sacplan.integrations.lightning``.
 
-Each module needs its library, and says which extra to install where that is missing.
+Each module needs its library. If that is missing, the error names the extra to install.
 """

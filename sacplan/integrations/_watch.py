@@ -1,12 +1,12 @@
-"""What the callbacks of both trainers share: a plan on a model while it trains, and the peaks of its first steps.
+"""Apply a plan while a trainer runs, and check the peaks of its first steps; shared by the callbacks of both trainers.
 
     watch = PeakWatch(plan, steps=2, tolerance=0.05, hint="Plan for what is trained.")
     watch.begin(model, [optimizer])
     ...one training step...
     watch.end()  # warns if the step took more than the plan says
 
-A peak is measured as in ``sacplan.verify(..., run="real")``: the most that the step allocated, on top of the
-parameters, gradients, optimizer state and batch that it found. Whatever else is on the device does not count.
+A peak is measured as in ``sacplan.verify(..., run="real")``: the parameters, gradients, optimizer state and batch that
+the step found, plus the most that it allocated. Other tensors on the device do not count.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from sacplan._verify.measure import CUDA_ROUND_BYTES, bytes_alive, drop_cublas_w
 from sacplan.errors import DeviceError, PlanError, SacplanWarning
 
 _SCALARS_BYTES = 4096
-"""What a trainer may keep besides the step: running losses, norms."""
+"""Allowance for what a trainer keeps besides the step, such as running losses and norms."""
 
 _BEGIN, _END = "sacplan: a step begins", "sacplan: a step ends"
 
 
 class PlannedTraining:
-    """A plan that is on a model from ``_put_on`` to ``_take_off``; a trainer's callback says when."""
+    """A plan that is applied to a model from ``_put_on`` to ``_take_off``. A trainer's callback calls these."""
 
     _hint: ClassVar[str]
 
@@ -56,16 +56,16 @@ class PlannedTraining:
 
     @property
     def peaks_bytes(self) -> tuple[int, ...]:
-        """Measured peaks of the first steps of the last run."""
+        """Measured peaks in the first steps of the last run."""
         return tuple(self._watch.peaks_bytes)
 
     @property
     def differences(self) -> tuple[StepDifference, ...]:
-        """Where the steps of the last run were not those planned for, see ``Handle.differences``."""
+        """Where the steps of the last run differed from those planned for, see ``Handle.differences``."""
         return self._differences if self._handle is None else self._handle.differences
 
     def _put_on(self, model: torch.nn.Module, *, batches: int = 1) -> None:
-        """Apply the plan, and watch the first steps; each of a step's ``batches`` is measured on its own."""
+        """Apply the plan, and watch the first steps. Each of the ``batches`` of a step is measured on its own."""
         check_model(model)
         self._handle = put_on(model, self.plan, check=self._check)
         warn_of(self.plan.fingerprint.setup.model_differences(Setup.of(model)), stacklevel=4)
@@ -73,7 +73,10 @@ class PlannedTraining:
         self._watch = PeakWatch(self.plan, self._watch_steps * batches, self._tolerance, self._hint)
 
     def _compare(self, optimizers: Iterable[Any]) -> None:
-        """After the first step, when modules are in its modes: whether these and the optimizer are as planned for."""
+        """Warn if the modes of modules or the optimizer are not as planned.
+
+        Called after each step, but works after the first one only: before it, modules may be in other modes.
+        """
         model, self._to_compare = self._to_compare, None
         if model is None:
             return
@@ -85,7 +88,7 @@ class PlannedTraining:
         warn_of(found, stacklevel=3)
 
     def _take_off(self) -> None:
-        """Remove the plan, also from a run that failed."""
+        """Remove the plan. A run that failed leaves it on, so this is called before the next one, too."""
         self._to_compare = None
         self._watch.abandon()
         handle, self._handle = self._handle, None
@@ -95,17 +98,17 @@ class PlannedTraining:
 
 
 class PeakWatch:
-    """Measures the first steps of a run; silent as long as the plan's prediction and budget hold.
+    """Measure the first steps of a run, and warn if one exceeds the plan's prediction or budget.
 
-    On CUDA a watched step costs a reset of the allocator's peak. On a CPU ``torch.profiler`` is on from the first of
-    them to the last, and they are judged at the end.
+    On CUDA a watched step costs a reset of the allocator's peak. On a CPU ``torch.profiler`` runs from the first
+    watched step to the last, and the peaks are known at the end.
 
     Args:
         plan: the plan that is on the model.
         steps: how many steps to measure; 0 for none. The first step creates the optimizer's state, so the second is
             the first complete one.
-        tolerance: by how much a step may exceed the prediction, as a share of it. The budget has no tolerance.
-        hint: what to do about a peak that was not predicted, a sentence.
+        tolerance: by how much a step may exceed the predicted peak, as a share of it. The budget has no tolerance.
+        hint: a sentence on what to do about a peak that was not predicted.
 
     Attributes:
         peaks_bytes: peaks of the steps measured so far.
@@ -128,7 +131,7 @@ class PeakWatch:
     def begin(
         self, model: torch.nn.Module, optimizers: Iterable[Any], batch: Iterable[torch.Tensor] | None = None
     ) -> None:
-        """A step begins. Without the batch its size is taken from the plan."""
+        """Begin a step. Without the batch, its size is taken from the plan."""
         if self._running:
             self.end()
         if not self._left:
@@ -151,7 +154,7 @@ class PeakWatch:
         self._meter.begin(own_bytes)
 
     def end(self) -> None:
-        """The step is over; ``SacplanWarning`` if it took more than it should have."""
+        """End the step. ``SacplanWarning`` if it took more than it should have."""
         if self._meter is None or not self._running:
             return
         self._running = False
@@ -160,11 +163,11 @@ class PeakWatch:
             self.finish()
 
     def finish(self) -> None:
-        """There are no more steps to measure."""
+        """Stop measuring, and judge the steps that were not judged yet."""
         self._judge(self._stop())
 
     def abandon(self) -> None:
-        """Forget the steps that were not judged yet, such as one that failed."""
+        """Stop measuring without judging the steps that remain, such as one that failed."""
         self._stop()
 
     def _stop(self) -> list[int]:
@@ -211,9 +214,9 @@ class PeakWatch:
 
 
 class _OnCpu:
-    """Measures steps by the allocation events of one ``torch.profiler``, which is on from the first to the last.
+    """Measure steps by the allocation events of one ``torch.profiler``, which runs from the first step to the last.
 
-    A profiler for each step would not see what the step before left, such as gradients, being freed.
+    A profiler of its own for each step would miss when memory of an earlier step, such as gradients, is freed.
     """
 
     round_bytes = 1
@@ -241,7 +244,7 @@ class _OnCpu:
 
 
 class _OnCuda:
-    """Measures steps by the allocator's counter."""
+    """Measure steps by the counter of the CUDA allocator."""
 
     round_bytes = CUDA_ROUND_BYTES
 
@@ -263,7 +266,7 @@ class _OnCuda:
 
 
 def _rises(profiler: torch.profiler.profile) -> list[int]:
-    """By how many bytes the peak of each step that ended exceeds what was allocated at its beginning."""
+    """Return by how many bytes the peak of each finished step exceeds what was allocated when it began."""
     rises: list[int] = []
     live = peak = before = 0
     for event in allocation_events(profiler, (_BEGIN, _END)):

@@ -7,8 +7,8 @@
     trainer.callbacks.append(PlanCallback(plan))  # or Trainer(callbacks=[...])
     trainer.fit(module, loader)
 
-A plan is made for the whole ``LightningModule``, whose fqns start with its attributes (``model.layers.0``), or for one
-of its submodules, with ``PlanCallback(plan, submodule="model")``.
+A plan is made for the whole ``LightningModule``, in which names of modules start with its attributes
+(``model.layers.0``), or for one of its submodules, with ``PlanCallback(plan, submodule="model")``.
 
 Tested with lightning 2.6.
 """
@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.plan import Plan
-from sacplan._profile.profile import Profile, Runtime, Trace, profile
+from sacplan._profile.profile import Profile
+from sacplan._profile.tracing import Runtime, Trace, profile
 from sacplan._record.state import preserved_rng
 from sacplan.errors import PlanError, TraceError
 from sacplan.integrations._watch import PlannedTraining
@@ -45,12 +46,12 @@ class PlanCallback(PlannedTraining, pl.Callback):
 
         lightning.Trainer(callbacks=[PlanCallback(plan)])
 
-    It is applied after the strategy has set up the module (DDP, FSDP, precision). What was compiled before is
+    It is applied after the strategy has set up the module (DDP, FSDP, precision). Modules that were compiled before are
     compiled again, with the plan.
 
     Args:
         plan: made for the module that is fitted, such as from :func:`profile_trainer`.
-        submodule: fqn of the submodule that the plan was made for, if it is not the whole module.
+        submodule: name of the submodule that the plan was made for; the whole module by default.
         check: as in ``sacplan.apply``.
         watch_steps: how many optimizer steps to measure. ``SacplanWarning`` if one takes more than ``tolerance``
             over the predicted peak, or more than the budget. The cost is negligible on CUDA; on a CPU these steps
@@ -92,7 +93,7 @@ class PlanCallback(PlannedTraining, pl.Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop before validation."""
+        """Stop measuring before validation."""
         self._watch.end()
         self._compare(trainer.optimizers)
 
@@ -140,7 +141,7 @@ def step_arguments(
     module: pl.LightningModule,
     batches: Iterable[Any] | pl.LightningDataModule | None = None,
 ) -> dict[str, Any]:
-    """What ``sacplan.profile`` and ``sacplan.verify`` need for the step of this Trainer.
+    """Return the arguments of ``sacplan.profile`` and ``sacplan.verify`` for the step of this Trainer.
 
         arguments = step_arguments(trainer, module, loader)
         profile = sacplan.profile(**arguments, device="h100")
@@ -168,7 +169,7 @@ def step_arguments(
     if not module.automatic_optimization:
         raise TraceError(
             f"{type(module).__name__} optimizes manually, so its training_step runs backward and the optimizer itself. "
-            " Give sacplan.profile a loss_fn(module, batch) that computes the loss only, and the optimizer; "
+            "Give sacplan.profile a loss_fn(module, batch) that computes the loss only, and the optimizer; "
             "then fit with PlanCallback(plan)."
         )
     _check_precision(trainer, module)
@@ -196,7 +197,9 @@ class _FitLoss:
         batches = batch["batches"]
         module.train()
         trained = [p for p in module.parameters() if p.requires_grad]
-        for p in trained:  # left by the previous step, and freed when the first forward pass is over
+        for (
+            p
+        ) in trained:  # Lightning frees the gradients of the previous step only after the first forward pass
             p.grad = torch.empty_like(p)
         loss = self._loss(module, batches[0], 0)
         for p in trained:
@@ -233,7 +236,7 @@ def _loader(module: pl.LightningModule, batches: Any) -> Any:
 
 
 def _optimizer(module: pl.LightningModule) -> torch.optim.Optimizer | None:
-    """What ``configure_optimizers`` returns, in any of the forms that Lightning accepts."""
+    """Return the optimizer of ``configure_optimizers``, from any of the forms that Lightning accepts."""
     made: Any = module.configure_optimizers()
     if isinstance(made, (list, tuple)) and len(made) == 2 and isinstance(made[0], (list, tuple)):
         made = made[0]  # optimizers, schedulers
@@ -256,7 +259,7 @@ _TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch
 
 
 def _check_precision(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """A module that the strategy is going to convert must be converted already, to be recorded as it will be."""
+    """Refuse a module that Lightning has yet to convert: it would not be recorded in the precision it trains in."""
     wanted = _TRUE.get(trainer.precision)
     if wanted is None:
         return

@@ -10,7 +10,7 @@ The callback applies the plan when the model is prepared for training (mixed pre
 ``fully_shard``), and removes it at the end. ``sacplan.apply(model, plan)`` before ``Trainer(...)`` works too; then
 nobody checks the first steps.
 
-Uses the Trainer's public methods, and what Accelerate's ``prepare_model`` uses for mixed precision; tested with
+Uses the Trainer's public methods, and for mixed precision the functions of Accelerate's ``prepare_model``. Tested with
 transformers 5.23 and accelerate 1.15.
 """
 
@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 from sacplan._device.devices import DeviceSpec
 from sacplan._plan.plan import Plan
-from sacplan._profile.profile import Profile, Runtime, Trace, profile
+from sacplan._profile.profile import Profile
+from sacplan._profile.tracing import Runtime, Trace, profile
 from sacplan._program.program import is_inside
 from sacplan._record.state import preserved_rng
 from sacplan._record.step import check_model, inner_optimizer
@@ -44,7 +45,7 @@ except ImportError as error:
         "pip install 'sacplan[transformers]'"
     ) from error
 
-_neftune: Any = neftune  # without annotations
+_neftune: Any = neftune  # the module has no annotations
 
 
 class PlanCallback(PlannedTraining, transformers.TrainerCallback):
@@ -78,7 +79,7 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
     ) -> None:
         """Apply the plan."""
         assert model is not None
-        self._take_off()  # a run that raised left it on
+        self._take_off()  # a run that raised has left the plan on
         problem = _own_checkpointing(args)
         if problem is not None:
             raise PlanError(problem)
@@ -95,12 +96,12 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Start to measure, all micro-batches of the step together."""
+        """Start to measure all micro-batches of the step together."""
         assert model is not None
         self._watch.begin(model, [] if optimizer is None else [optimizer])
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """Stop before evaluation and saving."""
+        """Stop measuring before evaluation and saving."""
         self._watch.end()
         self._compare([] if optimizer is None else [optimizer])
 
@@ -127,7 +128,7 @@ def profile_trainer(
 
 
 def step_arguments(trainer: transformers.Trainer) -> dict[str, Any]:
-    """What ``sacplan.profile`` and ``sacplan.verify`` need for the step of this Trainer.
+    """Return the arguments of ``sacplan.profile`` and ``sacplan.verify`` for the step of this Trainer.
 
         arguments = step_arguments(trainer)
         profile = sacplan.profile(**arguments, device="h100")
@@ -140,7 +141,8 @@ def step_arguments(trainer: transformers.Trainer) -> dict[str, Any]:
 
     With gradient accumulation two micro-batches are run, one without and one with existing gradients; more
     of them would take no more memory. All batches of the step are held, as in the Trainer. Times and FLOPs are
-    those of the two. Not counted: the scalars of gradient clipping and of the gradient scaler; the buffers of DDP.
+    those of these two micro-batches. Not counted are the scalars of gradient clipping and of the gradient scaler, and
+    the buffers of DDP.
 
     Returns:
         ``model``, ``batch``, ``loss_fn`` and ``optimizer``.
@@ -190,9 +192,10 @@ class _TrainerLoss:
 
 
 def _without_metrics(trainer: transformers.Trainer) -> transformers.Trainer:
-    """A copy that logs nothing: trainers of TRL add up metrics in ``compute_loss``, and read them as numbers there.
+    """Return a copy of the trainer whose metrics are not kept.
 
-    What they gather for metrics is all ones. It has no part in the loss, and a fake step has no other values.
+    Trainers of TRL add up metrics in ``compute_loss``, and read them as numbers there, which fake tensors do not have.
+    So what they gather for metrics is replaced by ones. The loss does not depend on it.
     """
     shadow: Any = copy.copy(trainer)
     shadow.accelerator = copy.copy(trainer.accelerator)
@@ -203,7 +206,7 @@ def _without_metrics(trainer: transformers.Trainer) -> transformers.Trainer:
 
 
 def _is_normalized(trainer: transformers.Trainer, items: Any) -> bool:
-    """Whether the loss already accounts for gradient accumulation; as in ``Trainer.training_step``."""
+    """Return whether the loss already accounts for gradient accumulation, as ``Trainer.training_step`` decides it."""
     known = getattr(trainer, "loss_is_scaled_for_ga", None)
     if known is not None:
         return bool(known)
@@ -212,7 +215,10 @@ def _is_normalized(trainer: transformers.Trainer, items: Any) -> bool:
 
 @contextlib.contextmanager
 def _prepared(trainer: transformers.Trainer, model: torch.nn.Module) -> Iterator[None]:
-    """The model as ``Accelerator.prepare_model`` and ``Trainer.train`` prepare it; one that was trained already is."""
+    """Prepare the model as ``Accelerator.prepare_model`` and ``Trainer.train`` do, and undo that afterwards.
+
+    A model that was trained already has been prepared for mixed precision.
+    """
     accelerator = trainer.accelerator
     own = model.__dict__.get("forward")
     mixed = accelerator.native_amp and not hasattr(model, "_original_forward")
@@ -234,7 +240,7 @@ def _prepared(trainer: transformers.Trainer, model: torch.nn.Module) -> Iterator
 
 
 def _first_step(trainer: transformers.Trainer) -> tuple[tuple[Any, ...], Any]:
-    """The batches of an optimizer step, and the number of items in them as the Trainer counts it for the loss."""
+    """Return the batches of an optimizer step, and the number of items that the Trainer divides the loss by."""
     known = list(trainer.accelerator._dataloaders)
     with preserved_rng():
         loader = trainer.get_train_dataloader()
@@ -246,7 +252,7 @@ def _first_step(trainer: transformers.Trainer) -> tuple[tuple[Any, ...], Any]:
         finally:
             if hasattr(iterator, "close"):
                 iterator.close()
-            if hasattr(loader, "end"):  # else Accelerate takes it for the active one
+            if hasattr(loader, "end"):  # otherwise Accelerate would go on to treat it as the active loader
                 loader.end()
             trainer.accelerator._dataloaders[:] = known
     if not samples:
@@ -257,7 +263,7 @@ def _first_step(trainer: transformers.Trainer) -> tuple[tuple[Any, ...], Any]:
 
 
 def _plain(value: Any) -> Any:
-    """``BatchEncoding`` and other mappings as dicts, nested ones too."""
+    """Convert ``BatchEncoding`` and other mappings to dicts, nested ones too."""
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     return value
@@ -285,7 +291,7 @@ def _check_plannable(trainer: transformers.Trainer) -> None:
             and not getattr(args, "precompute_ref_log_probs", False)
         ),
         "activation_offloading": getattr(args, "activation_offloading", False),  # of TRL
-        # The head that TRL puts on the model then calls the forward of the model that it was put on, not of a copy.
+        # With these, TRL's head calls the forward of the original model, not that of a copy.
         "label_smoothing_factor or compute_loss_func with TRL (both are deprecated there)": _is_of_trl(
             trainer
         )
@@ -304,7 +310,7 @@ def _is_of_trl(trainer: transformers.Trainer) -> bool:
 
 
 def _check_sharded(model: torch.nn.Module, plan: Plan) -> None:
-    """``PlanError`` if ``fsdp=`` has sharded the model, and the plan is not for that."""
+    """Raise ``PlanError`` if ``fsdp=`` has sharded the model and the plan was not made for that."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -335,7 +341,10 @@ def _check_sharded(model: torch.nn.Module, plan: Plan) -> None:
 
 
 def _own_checkpointing(args: Any) -> str | None:
-    """``activation_checkpointing`` is the name since transformers 5.20 or so, ``gradient_checkpointing`` before."""
+    """Return the message for a Trainer that checkpoints by itself, or None.
+
+    The argument is ``activation_checkpointing`` since about transformers 5.20, and ``gradient_checkpointing`` before.
+    """
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         if getattr(args, name, None):
             return (

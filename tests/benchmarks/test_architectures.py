@@ -9,8 +9,9 @@ import sacplan
 
 pytest.importorskip("transformers")
 
-from benchmarks import hf_models
-from benchmarks.architectures import plan_or_smallest, same_bits
+from benchmarks.harness.plans import plan_or_smallest
+from benchmarks.harness.steps import on_one_thread, real_step
+from benchmarks.models import hf_models
 from tests.support.slow import slow_after
 
 pytestmark = pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
@@ -32,13 +33,14 @@ def test_plan_holds_on_an_h100(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", hf_models.EIGHT)
+@on_one_thread
 def test_planned_step_has_the_same_bits(name):
     torch.manual_seed(0)
     model, batch, loss_fn = hf_models.build(name, "small", "cpu")
     profile = sacplan.profile(model, batch, loss_fn=loss_fn, device="cpu")
     plan, _ = plan_or_smallest(profile, "75%")
     assert plan.units
-    assert same_bits(model, batch, loss_fn, plan)
+    assert real_step(model, batch, loss_fn, plan=plan).same_bits(real_step(model, batch, loss_fn))
 
 
 def test_smallest_feasible_budget_works():

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chunk_models import TRAINING
-from benchmarks.common import RESULTS
+from benchmarks.harness.results import RESULTS
+from benchmarks.models.chunk_models import TRAINING
 
 MIB, GIB = 2**20, 2**30
 

@@ -12,9 +12,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import compatibility, small_configs
-from benchmarks.common import write_results
-from benchmarks.compatibility import FAILED, NOT_BUILT, TRAINED, Outcome, outcome_of, outcomes, page, read
+from benchmarks import compatibility
+from benchmarks.compatibility import FAILED, NOT_BUILT, TRAINED, Outcome, lost, outcome_of, page, read
+from benchmarks.harness.processes import Limits, in_workers
+from benchmarks.harness.results import write_results
+from benchmarks.models import small_configs
 from benchmarks.real_models import Row
 from tests.support.slow import slow_after
 
@@ -96,7 +98,7 @@ def test_a_failure_of_the_planner_counts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_process_that_takes_too_long_is_replaced() -> None:
-    found = list(outcomes(["smollm3"], jobs=1, seconds=0.01))
+    found = list(in_workers(["smollm3"], outcome_of, lost, limits=Limits(seconds=0.01)))
     assert [(o.model_type, o.status, o.reason) for o in found] == [("smollm3", FAILED, "not done after 0 s")]
 
 

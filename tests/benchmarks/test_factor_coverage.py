@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks import hf_models
 from benchmarks.factor_rules import coverage_of
+from benchmarks.models import hf_models
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "factor_rules.json"
 

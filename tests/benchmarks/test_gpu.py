@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_models
-from sacplan._profile.profile import profile
+from benchmarks import gpu
+from benchmarks.models import gpu_models
+from sacplan._profile.tracing import profile
 from tests.support.slow import slow_after
 
 
@@ -62,8 +63,8 @@ def test_a_row_that_fails_is_reported_and_the_others_go_on(
 @pytest.mark.slow
 def test_without_transformers_its_rows_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "benchmarks.hf_models", raising=False)
-    monkeypatch.delattr(sys.modules["benchmarks"], "hf_models", raising=False)
+    monkeypatch.delitem(sys.modules, "benchmarks.models.hf_models", raising=False)
+    monkeypatch.delattr(sys.modules["benchmarks.models"], "hf_models", raising=False)
     status, data = run(tmp_path, "--names", "transformers/gpt2")
     assert status == 0
     assert "not installed" in data["rows"][0]["skipped"]

@@ -7,9 +7,16 @@ import itertools
 import pytest
 
 import sacplan
-from benchmarks.graphs import gpt, mlp
-from benchmarks.opgraph import BackwardOp, Builder, ForwardOp, OpGraph, as_graph, as_recording, profile_of
-from benchmarks.optimum import (
+from benchmarks.graphs.opgraph import (
+    BackwardOp,
+    Builder,
+    ForwardOp,
+    OpGraph,
+    as_graph,
+    as_recording,
+    profile_of,
+)
+from benchmarks.graphs.optimum import (
     backward_bound,
     boundary_bound,
     checkmate,
@@ -18,6 +25,7 @@ from benchmarks.optimum import (
     selective_contexts,
     whole_regions,
 )
+from benchmarks.graphs.stacks import gpt, mlp
 from sacplan._program.program import Event
 from sacplan._recompute.rewrite import recomputed
 from tests.zoo.language_models import LM, cross_entropy, tokens

@@ -12,8 +12,8 @@ import sacplan
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from benchmarks import hf_models
-from benchmarks.common import real_step
+from benchmarks.harness.steps import real_step
+from benchmarks.models import hf_models
 from benchmarks.real_models import FAMILY, TOLERANCE, claim, plans_of, read, rows_of
 
 

@@ -8,9 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
-from benchmarks import hf_models, step_variants
-from benchmarks.common import real_step
-from benchmarks.real_models import Case, steps_of
+from benchmarks.harness.steps import real_step
+from benchmarks.models import hf_models, step_variants
+from benchmarks.models.cases import Case
+from benchmarks.real_models import steps_of
 
 
 class _Cosines(TorchDispatchMode):

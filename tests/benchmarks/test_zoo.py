@@ -11,8 +11,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import compatibility, zoo, zoo_models
+from benchmarks import compatibility, zoo
 from benchmarks.compatibility import FAILED, NOT_BUILT, TRAINED, Outcome
+from benchmarks.models import zoo_models
 from benchmarks.real_models import Row
 
 needs = {

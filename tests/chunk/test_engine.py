@@ -19,7 +19,8 @@ from sacplan._device.devices import resolve_device
 from sacplan._device.kernels import fake_device
 from sacplan._factors.axes import Axis
 from sacplan._record.recorder import Recorder
-from sacplan._torch.private import FakeTensorMode, flop_counter
+from sacplan._torch.fake_tensors import FakeTensorMode
+from sacplan._torch.flops import flop_counter
 from sacplan.errors import ChunkError
 from tests.support.chunks import VOCAB, chunked, plain_loss, step
 from tests.zoo.language_models import LM, tokens

@@ -11,7 +11,8 @@ from torch import nn
 
 import sacplan
 from sacplan._chunk.executor.install import InstalledChunks
-from sacplan._profile.profile import Profile, trace_step
+from sacplan._profile.profile import Profile
+from sacplan._profile.tracing import trace_step
 from sacplan._program.decisions import Chunk
 from sacplan._record.step import Step
 from sacplan._verify.measure import measured_step

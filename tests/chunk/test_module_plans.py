@@ -15,10 +15,11 @@ from torch import nn
 
 import sacplan
 from sacplan._chunk import rest
+from sacplan._chunk.chunk_entry import CannotChunk
 from sacplan._chunk.entries import ChunkOptions, loss_chunks, module_chunks
 from sacplan._chunk.families import merged
-from sacplan._chunk.rest import CannotChunk, training_chunk
-from sacplan._plan.planning import _PlanRequest
+from sacplan._chunk.rest import training_chunk
+from sacplan._plan.planning import Planner
 from sacplan._program.decisions import Chunk
 from sacplan._program.program import CallSite
 from sacplan._techniques import rewritten
@@ -102,13 +103,13 @@ def test_layers_that_are_alike_are_rehearsed_once(
 ) -> None:
     """And what is copied is what a rehearsal of their own gives."""
     rehearsed: list[str] = []
-    original = rest._Rehearsed.rewrite
+    original = rest._rehearsed
 
-    def rewrite(self: Any) -> Any:
-        rehearsed.append(self.chunk.unit)
-        return original(self)
+    def rehearse(program: Any, entry: Any, chunk: Chunk, device: Any) -> Any:
+        rehearsed.append(chunk.unit)
+        return original(program, entry, chunk, device)
 
-    monkeypatch.setattr(rest._Rehearsed, "rewrite", rewrite)
+    monkeypatch.setattr(rest, "_rehearsed", rehearse)
     profile, again = (sacplan.profile(*case, loss_fn, device="cpu") for _ in range(2))
     copied = [training_chunk(profile.program, chunk, profile.spec) for chunk in mlps(5)]
     assert rehearsed == ["layers.0.mlp"]
@@ -135,7 +136,7 @@ def vars_of(profile: sacplan.Profile) -> dict[str, Any]:
 def test_effects_add_up_with_those_of_recomputation() -> None:
     """What the solver's numbers say of each chunk is the peak of the rewritten program."""
     profile = profile_on()
-    asked = _PlanRequest.of(profile, "best", "time", (), (), BOTH, None, None)
+    asked = Planner.of(profile, techniques=BOTH)
     scope = profile.program.calls["layers.2.mlp"][0]
     chunks = module_chunks(profile.program, scope, profile.spec)
     assert [each.unit for each in chunks] == [f"layers.{i}.mlp" for i in range(3)]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from benchmarks.chunk_models import TRAINING, Case, large_vocabulary
+from benchmarks.models.chunk_models import TRAINING, Case, large_vocabulary
 from sacplan._chunk.entries import ChunkOptions, Refusal, loss_chunks
 from sacplan._chunk.executor.install import InstalledChunks
 from sacplan._device.devices import resolve_device

@@ -15,7 +15,7 @@ from torch import nn
 import sacplan
 from sacplan._chunk.entries import ChunkOptions, loss_chunks
 from sacplan._chunk.executor.install import InstalledChunks
-from sacplan._profile.profile import trace_step
+from sacplan._profile.tracing import trace_step
 from sacplan._techniques import rewritten
 
 WIDTH, CLASSES = 8, 60

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from benchmarks import hf_models, hf_targets
+from benchmarks.models import hf_models
 from sacplan._cli import architectures, hf, hf_batches
 from sacplan._cli.exits import TargetError
 from sacplan._cli.options import HfOptions
@@ -128,19 +128,6 @@ def test_tasks_are_in_words() -> None:
     assert hf.task_of(transformers.GPT2LMHeadModel) == "causal LM"
     assert hf.task_of(transformers.SegformerForSemanticSegmentation) == "semantic segmentation"
     assert hf.task_of(transformers.LlamaForSequenceClassification) == "sequence classification"
-
-
-def test_the_benchmark_tells_apart_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = hf_targets.outcome_of("smollm3")
-    assert (found.status, found.model_class, found.loss) == (hf_targets.PROFILED, "SmolLM3ForCausalLM", True)
-    monkeypatch.setattr(hf_targets.sacplan, "profile", _fails)
-    assert hf_targets.outcome_of("smollm3").status == hf_targets.FAILED
-    monkeypatch.delitem(hf_batches.INPUTS, "input_ids")
-    assert hf_targets.outcome_of("smollm3").status == hf_targets.REFUSED
-
-
-def _fails(*_: Any, **__: Any) -> Any:
-    raise sacplan.SolverError("of ours")
 
 
 def test_the_docs_list_the_names() -> None:

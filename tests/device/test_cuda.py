@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from benchmarks import gpu, gpu_models
+from benchmarks import gpu
+from benchmarks.models import gpu_models
 from sacplan._device.cudnn_rnn import LSTM, reserve_bytes
 from sacplan._device.devices import resolve_device
 from sacplan._device.kernels import fake_device

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import sacplan
-from benchmarks.common import real_step
+from benchmarks.harness.steps import real_step
 from benchmarks.op_metadata import (
     LAYOUTS,
     LEFT,

@@ -161,7 +161,7 @@ class NotRun(TorchDispatchMode):
 
 def database() -> list[Any]:
     pytest.importorskip("expecttest")
-    from benchmarks.op_samples import op_database
+    from benchmarks.models.op_samples import op_database
 
     return op_database()
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sacplan
-from benchmarks import hf_models
-from benchmarks.common import real_step
+from benchmarks.harness.steps import real_step
+from benchmarks.models import hf_models
 from sacplan._executor.alignment import Alignment, RecordedUnit
 from sacplan._program.places import CallSites, OpSequence
 from sacplan._program.program import CallSite

@@ -16,7 +16,7 @@ from hypothesis import given
 
 import sacplan
 from benchmarks import random_programs
-from benchmarks.common import on_one_thread
+from benchmarks.harness.steps import on_one_thread
 from benchmarks.random_programs import Outcome, make_program
 from tests.support.recomputing import (
     fitting_sites,

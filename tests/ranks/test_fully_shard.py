@@ -21,7 +21,7 @@ from torch import nn
 import sacplan
 from sacplan._device.devices import resolve_device
 from sacplan._device.links import Link
-from sacplan._profile.profile import trace_step
+from sacplan._profile.tracing import trace_step
 from sacplan._program.program import Event, Phase, Program, StorageKind
 from sacplan._ranks.ddp import FIRST_BUCKET_BYTES, buckets_of, replicated
 from sacplan._ranks.fully_shard import sharded

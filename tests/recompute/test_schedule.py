@@ -16,12 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 import sacplan
 from sacplan._executor.alignment import Alignment, RecordedOp
-from sacplan._profile.profile import trace_step
+from sacplan._profile.tracing import trace_step
 from sacplan._program.places import op_of
 from sacplan._program.program import CallSite
-from sacplan._recompute.executor import recorder
+from sacplan._recompute.executor import slots
+from sacplan._recompute.executor.lookup import Lookup
 from sacplan._recompute.executor.nodes import RecipeNode
 from sacplan._recompute.executor.recorder import UnitRecorder
+from sacplan._recompute.executor.slots import SlotTable
 from sacplan._record.step import Step as TrainingStep
 from sacplan._torch.ops import can_run_again
 from sacplan._verify.measure import measured_step
@@ -31,24 +33,28 @@ from tests.zoo.random_nets import DIM, STEPS, Net, Outer, Unit, batch, outer
 
 
 @contextmanager
-def calls_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The arguments of every call of a method of the recorder."""
+def calls_of(method: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The arguments of every call of a method of the recorder or of a part of it."""
     seen: list[Any] = []
-    method = getattr(UnitRecorder, name)
+    owners = {cls.__name__: cls for cls in (UnitRecorder, Lookup, SlotTable)}
+    owner, _, name = method.__qualname__.rpartition(".")
 
-    def spy(self: UnitRecorder, *args: Any, **kwargs: Any) -> Any:
+    def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(args)
         return method(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(UnitRecorder, name, spy)
+        patch.setattr(owners[owner], name, spy)
         yield seen
 
 
 def calls_in_step(
-    name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any] = step
+    method: Callable[..., Any],
+    model: nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+    run: Callable[..., Any] = step,
 ) -> int:
-    with calls_of(name, monkeypatch) as seen:
+    with calls_of(method, monkeypatch) as seen:
         run(model, batch())
     return len(seen)
 
@@ -80,7 +86,7 @@ def test_a_unit_that_discards_nothing_costs_nothing(monkeypatch: pytest.MonkeyPa
     (scope,) = profile.program.calls["units.1"]
     assert "forward" not in vars(planned.units[0])
     for _ in range(2):
-        handled = calls_in_step("__torch_dispatch__", planned, monkeypatch)
+        handled = calls_in_step(UnitRecorder.__torch_dispatch__, planned, monkeypatch)
         assert handled == len(profile.program.sites(scope))  # those of the other unit, and no more
 
 
@@ -90,16 +96,16 @@ def test_ops_are_looked_up_in_the_first_step_only(monkeypatch: pytest.MonkeyPatc
         outer(lambda x: x.exp().sigmoid().tanh().sin().exp()), {"units.0": [("aten.sin.default", 0)]}
     )
     for planned in (discard_all(outer())[0], some):
-        assert calls_in_step("_module_calls", planned, monkeypatch) > 0
+        assert calls_in_step(Lookup._module_calls, planned, monkeypatch) > 0
         for _ in range(2):
-            assert calls_in_step("_module_calls", planned, monkeypatch) == 0
+            assert calls_in_step(Lookup._module_calls, planned, monkeypatch) == 0
 
 
 def test_only_what_is_discarded_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = applied(outer(), {"units.0": [("aten.exp.default", 0), ("aten.gelu.default", 0)]})
     for _ in range(3):
-        assert calls_in_step("_note", planned, monkeypatch) == 2
-    writes = calls_in_step("_note_write", planned, monkeypatch)
+        assert calls_in_step(SlotTable.note, planned, monkeypatch) == 2
+    writes = calls_in_step(SlotTable.note_write, planned, monkeypatch)
     assert writes == 2  # dropout's bernoulli_ and div_, after the GELU
 
 
@@ -107,7 +113,7 @@ def test_writes_are_noted_where_nothing_is_discarded_yet(monkeypatch: pytest.Mon
     """An earlier call of this unit or another may have discarded what was made from what they overwrite."""
     planned = applied(outer(), {"units.0": [("aten.exp.default", 0)]})
     for _ in range(2):
-        assert calls_in_step("_note_write", planned, monkeypatch) == 2  # dropout's bernoulli_ and div_
+        assert calls_in_step(SlotTable.note_write, planned, monkeypatch) == 2  # dropout's bernoulli_ and div_
 
 
 def test_autograd_asks_only_where_it_takes_a_discarded_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,10 +127,10 @@ def test_autograd_asks_only_where_it_takes_a_discarded_tensor(monkeypatch: pytes
 
     model = outer(middle)
     planned = applied(model, {"units.0": [("aten.add.Tensor", 0)]})  # cos saves it
-    first = calls_in_step("_pack", planned, monkeypatch)
+    first = calls_in_step(UnitRecorder._pack, planned, monkeypatch)
     assert first > 6
     for _ in range(2):
-        assert calls_in_step("_pack", planned, monkeypatch) == 1
+        assert calls_in_step(UnitRecorder._pack, planned, monkeypatch) == 1
     assert same_bits(step(model, batch()), step(planned, batch()))
 
 
@@ -256,7 +262,7 @@ def test_flows_that_take_turns_are_known_from_their_second_time(monkeypatch: pyt
     for turn in range(3):
         for flow in ("long", "gelu", "other", "short"):
             planned.units[0].flow = flow
-            assert not calls_in_step("_module_calls", planned, monkeypatch) or not turn
+            assert not calls_in_step(Lookup._module_calls, planned, monkeypatch) or not turn
 
 
 @pytest.mark.filterwarnings("ignore:the step is not the one")
@@ -290,7 +296,7 @@ def test_a_parameter_that_is_frozen_and_trained_in_turns(monkeypatch: pytest.Mon
         for _ in range(2):
             x = batch().requires_grad_()
             torch.manual_seed(0)
-            with calls_of("_pack", monkeypatch) as packed:
+            with calls_of(UnitRecorder._pack, monkeypatch) as packed:
                 loss = planned(x)
                 loss.backward()
             expected = x.grad
@@ -303,8 +309,8 @@ def test_a_parameter_that_is_frozen_and_trained_in_turns(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_the_quick_check_of_a_call_is_the_thorough_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``_note`` keeps what ``can_run_again`` says is to be kept."""
-    note, seen = UnitRecorder._note, []
+    """``SlotTable.note`` keeps what ``can_run_again`` says is to be kept."""
+    note, seen = SlotTable.note, []
     made: list[RecipeNode] = []  # by the call that is looked at
 
     def node(*args: Any) -> RecipeNode:
@@ -312,15 +318,23 @@ def test_the_quick_check_of_a_call_is_the_thorough_one(kind: str, monkeypatch: p
         return made[-1]
 
     def compared(
-        self: UnitRecorder, op: Any, step: Any, args: Any, kwargs: Any, out: Any, rng: Any, over: Any
+        self: SlotTable,
+        op: Any,
+        site: Any,
+        times: Any,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        rng: Any,
+        over: Any,
     ) -> None:
         made.clear()
-        note(self, op, step, args, kwargs, out, rng, over)
+        note(self, op, site, times, args, kwargs, out, rng, over)
         may = can_run_again(op.func, args, kwargs, out) and (over is not None or not op.in_place)
         seen.append((op.name, bool(made), may))
 
-    monkeypatch.setattr(UnitRecorder, "_note", compared)
-    monkeypatch.setattr(recorder, "RecipeNode", node)
+    monkeypatch.setattr(SlotTable, "note", compared)
+    monkeypatch.setattr(slots, "RecipeNode", node)
     monkeypatch.setattr(Alignment, "next", _discarded)
     torch.manual_seed(0)
     model = Net([([kind, "linear"], "plain")], share=False, tie=False)
@@ -459,5 +473,5 @@ def test_a_copy_learns_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     planned, _ = discard_all(outer())
     step(planned, batch())
     twin = copy.deepcopy(planned)
-    assert calls_in_step("_module_calls", twin, monkeypatch) > 0
-    assert calls_in_step("_module_calls", planned, monkeypatch) == 0
+    assert calls_in_step(Lookup._module_calls, twin, monkeypatch) > 0
+    assert calls_in_step(Lookup._module_calls, planned, monkeypatch) == 0

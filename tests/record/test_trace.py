@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from benchmarks.common import real_step
+from benchmarks.harness.steps import real_step
 from sacplan._program.program import StorageKind
 from sacplan._record.fake_data import data_rules
 from sacplan._record.recorder import Recorder
@@ -178,7 +178,7 @@ def test_fake_and_real_trace_agree_with_each_other_and_with_the_allocator(optimi
 
 def test_gpt2_and_a_mixture_of_experts_for_real():
     pytest.importorskip("transformers")
-    from benchmarks import hf_models
+    from benchmarks.models import hf_models
 
     torch.manual_seed(0)
     for name, tolerance in (("gpt2", 0.005), ("switch", 0.05)):
@@ -437,7 +437,7 @@ def test_optimizers_steps_count():
 
 def test_functions_that_cache_tensors_keep_no_fake_ones():
     pytest.importorskip("transformers")
-    from benchmarks import hf_models
+    from benchmarks.models import hf_models
 
     model, batch, _ = hf_models.build("beit", "small", "cpu")
     sacplan.profile(model, batch)

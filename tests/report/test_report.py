@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sacplan
-from sacplan._advice.alive import alive_at
 from sacplan._program.budget import format_bytes
 from sacplan._program.elements import pattern_of
 from sacplan._program.names import numbers_of, pattern_over, short_op
 from sacplan._program.places import ops_of
 from sacplan._program.program import ROOT_SCOPE, Event, Phase, StorageKind
+from sacplan._questions.alive import alive_at
 from sacplan._recompute.rewrite import discarded_ops, recompute_ops, recomputed
 from sacplan._report.alive import alive_at_peak
 from sacplan._report.curves import distinct_curves

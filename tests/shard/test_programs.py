@@ -18,7 +18,7 @@ import sacplan
 from sacplan._apply.apply import SpreadModel
 from sacplan._placing.shardings import searched
 from sacplan._plan.meshes import named_sharding
-from sacplan._profile.profile import trace_step
+from sacplan._profile.tracing import trace_step
 from sacplan._program.program import Program
 from sacplan._ranks.ranks import Ranks
 from sacplan._ranks.shards import parameters_of

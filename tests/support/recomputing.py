@@ -17,7 +17,7 @@ import sacplan
 from sacplan._plan.make import unit_plans
 from sacplan._plan.plan import Plan
 from sacplan._plan.provenance import Provenance
-from sacplan._profile.profile import trace_step
+from sacplan._profile.tracing import trace_step
 from sacplan._program.decisions import as_decisions
 from sacplan._program.places import ops_of
 from sacplan._program.program import CallSite, Phase

@@ -146,7 +146,7 @@ def assert_slices_make_the_whole(call: OpCall, cut: Cut, tolerance: float = 2e-5
 
 def calls_of_the_database(samples_of_each: int) -> Iterator[OpCall]:
     """Calls of ops that have rules, from the samples in PyTorch's op database and their gradients."""
-    database = pytest.importorskip("benchmarks.op_samples")
+    database = pytest.importorskip("benchmarks.models.op_samples")
     seen = _Calls()
     for op in database.op_database():
         dtype = database.type_for(op)

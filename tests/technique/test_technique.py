@@ -22,14 +22,12 @@ from sacplan._executor.stand_ins import InstalledStandIns, StandIn
 from sacplan._plan.context import planning_context
 from sacplan._program.decisions import Decision, SiteDecision
 from sacplan._program.derived import derived
-from sacplan._program.liveness import Footprint
 from sacplan._program.places import CallSites, OpSequence
 from sacplan._program.program import CallSite, Event, Op, Patch, Phase, Program, StorageKind
 from sacplan._program.rewriting import PatchBuilder
-from sacplan._technique.offers import Offer
 from sacplan._technique.regions import Option, Region
 from sacplan._technique.step import PlanStep
-from sacplan._technique.technique import Installed, StepSolver
+from sacplan._technique.technique import Installed, Technique
 from sacplan._techniques import TECHNIQUES, rewritten
 from sacplan._torch.ops import is_computation, tensors_in
 from sacplan._torch.private import storage_key
@@ -43,26 +41,14 @@ class Half(SiteDecision, frozen=True, tag="half"):
     """Keep what an op makes in half precision."""
 
 
-class HalfPrecision:
-    name, decision, one_device, how = "half", Half, "", ""
-
-    def longest_run(self, step: PlanStep) -> int:
-        return 0
-
-    def regions(self, step: PlanStep, size: int) -> Sequence[Region]:
-        return ()
+class HalfPrecision(Technique):
+    name, decision = "half", Half
 
     def options(self, step: PlanStep, region: Region) -> Sequence[Option]:
         """One option: halve what the region keeps, but for what is pinned or taken by an offer."""
         free = [(m, ops) for m, ops in enumerate(region.members) if step.pins.kept_ops.isdisjoint(ops)]
         saved = [m for m, ops in free if any(saved_floats(step.program, op, region.unit) for op in ops)]
         return [Option(1e-3 * len(saved), 0, tuple(saved), "half")] if saved else []
-
-    def offers(self, step: PlanStep, peak: Footprint | None) -> Sequence[Offer]:
-        return ()
-
-    def solvers(self, step: PlanStep) -> Sequence[StepSolver]:
-        return ()
 
     def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
         return halved(

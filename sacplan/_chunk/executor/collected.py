@@ -2,7 +2,7 @@
 
 In training a factor flows from what enters a region, and an op is cut when it is deferred. Of a stretch it is known
 what is sliced of the last result. So each op becomes a node when it is reached, and when all are there their cuts are
-found from the last one (``_StretchCuts``).
+found from the last one (``_chunk/flow.py``), as the planner has found them in the recording.
 
 What is needed after the stretch has a buffer from the start, an ordinary tensor that the loop fills; views of it are
 ordinary too. Other results are lazy. Where a factor does not flow through the ops, or something asks for a tensor too
@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sacplan._chunk.executor.lazy import Lazy, real
-from sacplan._chunk.executor.loop import run_nodes, slices_made, slices_read
+from sacplan._chunk.executor.loop import run_nodes, slices_made
 from sacplan._chunk.executor.values import (
     Choose,
     DeferredOp,
@@ -33,11 +32,11 @@ from sacplan._chunk.executor.values import (
     FactorCut,
     SlicedRegion,
     Stage,
-    Window,
 )
+from sacplan._chunk.flow import Conflict, factor_flow, parts_of
 from sacplan._executor.recording import unrecorded
-from sacplan._factors.axes import Axis, into_factor
-from sacplan._factors.rule import Dims, Kind, Rule, rule_of
+from sacplan._factors.axes import Axis
+from sacplan._factors.rule import Kind, Rule, rule_of
 from sacplan._torch.local_tensors import DEFERRED_TYPES
 from sacplan._torch.ops import is_alias, op_traits, tensors_in
 from sacplan._torch.private import modes_off, storage_key
@@ -48,7 +47,7 @@ class StretchTensor(Lazy):
     """A lazy result of a stretch. An op that reads it and is not collected has the stretch computed.
 
     Attributes:
-        stretch: to which it belongs.
+        stretch: the stretch that makes it.
     """
 
     stretch: Stretch
@@ -61,7 +60,7 @@ class StretchTensor(Lazy):
         return func(*computed(args), **computed(kwargs or {}))
 
     def settle(self) -> None:
-        """Compute its stretch whole: alone it could be computed, but what ops write in place only once."""
+        """Compute its stretch whole. It could be computed alone, but ops that write in place may run only once."""
         with unrecorded():
             self.stretch.run_whole()
         super().settle()  # an error, if the stretch has run in slices
@@ -71,7 +70,7 @@ DEFERRED_TYPES.add(StretchTensor)
 
 
 def computed(arguments: Any) -> Any:
-    """Arguments with ordinary tensors for the lazy ones of stretches.
+    """Return arguments with ordinary tensors for the lazy ones of stretches.
 
     Raises:
         RecipeError: a stretch has run in slices, and one of its tensors is gone.
@@ -95,14 +94,14 @@ _local = _ThreadMode()
 
 
 class Stretch:
-    """Ops in the order in which they are reached.
+    """The ops of a stretch in the order in which they are reached.
 
     Args:
-        dim, outer, inner: what is sliced of the first output of the last op, see ``Axis``.
-        slices: how many.
+        dim, outer, inner: the axis of the first output of the last op that is sliced, see ``Axis``.
+        slices: the number of slices.
 
     Attributes:
-        is_over: the ops have run.
+        is_over: whether the ops have run.
     """
 
     def __init__(self, dim: int, outer: int, inner: int, slices: int) -> None:
@@ -111,7 +110,9 @@ class Stretch:
         self._region = SlicedRegion(1, 1)
         self._fake = _local.mode
         self._nodes: list[DeferredOp] = []
-        self._like: dict[DeferredTensor, torch.Tensor] = {}  # fake, since meta tensors have other strides
+        self._like: dict[
+            DeferredTensor, torch.Tensor
+        ] = {}  # fake: results have the strides that kernels give
         self._inputs: dict[int, DeferredTensor] = {}  # by id of the tensor, which the value keeps
         self._lazies: list[weakref.ref[StretchTensor]] = []
         self._buffers: list[torch.Tensor] = []
@@ -131,25 +132,26 @@ class Stretch:
     def may_defer(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the loop could run a call as the step would."""
         if not isinstance(func, torch._ops.OpOverload):
-            return False
+            return False  # a higher-order op, which has no schema
         traits = op_traits(func)
         written = traits.written(args, kwargs)
         if not written:
             return True
         if not traits.in_place or len(written) != 1:
-            return False
+            return False  # it writes to out=, or to several tensors
         value = self._known(args[0])
         # Only all of what an op of the stretch made may be overwritten: views of it would see the new values.
         return value is not None and not value.aliased
 
     def _known(self, tensor: torch.Tensor) -> DeferredTensor | None:
-        """The value of a tensor that the loop makes."""
+        """Return the value of a tensor that the loop makes; None for others."""
         if isinstance(tensor, StretchTensor):
             return tensor.value if tensor.stretch is self else None
         found: DeferredTensor | None = self._bound.get(tensor)
         return found
 
     def _value(self, tensor: torch.Tensor) -> DeferredTensor:
+        """Return the value of an argument. One from outside becomes an input of the loop."""
         known = self._known(tensor)
         if known is not None:
             return known
@@ -172,7 +174,7 @@ class Stretch:
             kept: which of the tensors that it returns are needed after the stretch.
 
         Returns:
-            What stands for its results. A view of a buffer is made at once.
+            Tensors that stand for its results. A view of a buffer is made at once.
         """
         tensors = list(tensors_in((args, kwargs)))
         values = {id(t): self._value(t) for t in tensors}
@@ -216,7 +218,7 @@ class Stretch:
         return buffer
 
     def _rebind(self, tensor: torch.Tensor, value: DeferredTensor) -> None:
-        """A tensor has been overwritten."""
+        """Let a tensor that an op has overwritten stand for the new value."""
         if isinstance(tensor, StretchTensor):
             tensor.value = value
         else:
@@ -225,7 +227,7 @@ class Stretch:
     # --- running ---
 
     def run(self, choose: Choose | None = None) -> bool:
-        """Run the loop; whole, if it cannot be sliced as asked.
+        """Run the loop; without slices, if it cannot be sliced as asked.
 
         Args:
             choose: see ``SlicedRegion``.
@@ -247,7 +249,7 @@ class Stretch:
         """Run the ops as they are, and keep all that somebody refers to."""
         if self.is_over:
             return
-        self.is_over = True  # what runs now may look at what was asked for
+        self.is_over = True  # ops that run now may ask for the same tensors, and come here again
         for value in self._like:
             if value.node is not None:
                 value.combined = Kind.PASS  # of the one slice that there is
@@ -259,11 +261,11 @@ class Stretch:
         self._end()
 
     def _filled(self) -> dict[DeferredTensor, torch.Tensor]:
-        """The buffers, by the values that they have in the end."""
+        """Return the buffers by the value that each has in the end: the last one written to it."""
         return {self._bound[buffer]: buffer for buffer in self._buffers}
 
     def _end(self) -> None:
-        """Let go of everything, but for what lazy tensors have."""
+        """Let go of everything but the values of lazy tensors. Those that have no data are gone for good."""
         self.is_over = True
         for value in self._like:
             if value.data is None:
@@ -276,7 +278,7 @@ class Stretch:
         self._bound = WeakIdKeyDictionary()
 
     def _needed(self) -> list[DeferredOp]:
-        """The ops that compute something, and the views that are kept or that one of these reads."""
+        """Return the ops that compute something, and the views that are kept or that one of these reads."""
         wanted = set(self._filled())
         found = []
         for node in reversed(self._nodes):
@@ -288,109 +290,87 @@ class Stretch:
     def _cut(self, nodes: Sequence[DeferredOp]) -> int:
         """Cut the nodes along the axis that was asked for, or one like it where sizes differ.
 
-        Returns the size of the axis, or 0 if there is none.
+        Returns:
+            The size of the axis, or 0 if there is none.
         """
         rules = [node.rule for node in nodes if node.rule is not None]
         if len(rules) < len(nodes):
-            return 0
+            return 0  # an op must see whole tensors
         dim, outer, inner, _ = self._asked
         (last, *_) = self._nodes[-1].made
         if last is None or dim >= len(last.shape):
-            return 0
+            return 0  # a tensor of other rank than in the step that was planned
         for axis in _axes_like(Axis(dim, outer, 0, inner), int(last.shape[dim]), rules):
-            if _StretchCuts(nodes).apply(last, axis):
+            if _cut_along(nodes, last, axis):
                 return axis.size
         return 0
 
 
 def _axes_like(asked: Axis, size: int, rules: Sequence[Rule]) -> Iterator[Axis]:
-    """The axis that was asked for, and others within the same dimension, such as with another batch size."""
+    """Yield the axis that was asked for, then others within the same dimension.
+
+    A dimension of batch times sequence is ``outer * size * inner`` with the batch size of the recorded step in
+    ``outer``. In a step with another one the axis is a factor of the dimension in some op's rule.
+    """
     dim, outer, _, inner = asked
     rest, remainder = divmod(size, outer * inner)
-    seen = set()
+    seen: set[Axis] = set()
     if not remainder and rest > 1:
-        seen.add((outer, rest, inner))
+        seen.add(Axis(dim, outer, rest, inner))
         yield Axis(dim, outer, rest, inner)
     for rule in rules:
         for factors in (factors for dims in (*rule.inputs, *rule.outputs) for factors in dims):
             sizes = [rule.sizes[f] for f in factors]
-            before, after = 1, math.prod(sizes)
-            if after != size or len(sizes) < 2:
+            if math.prod(sizes) != size or len(sizes) < 2:
                 continue
-            for n in sizes:
-                after //= n
-                split = before, n, after
-                before *= n
-                if n > 1 and split not in seen and (after == 1) == (inner == 1):
-                    seen.add(split)
-                    yield Axis(dim, *split)
+            for axis in parts_of(Axis(dim, 1, size, 1), sizes):
+                if axis not in seen and (axis.inner == 1) == (inner == 1):
+                    seen.add(axis)
+                    yield axis
 
 
-class _StretchCuts:
-    """How each of some nodes is sliced, so that slices of one result follow along an axis.
-
-    The cut of an op says which slices it reads and makes; those say how the ops are cut that make and read these
-    values, until nothing is new. All nodes must be reached, and each in one way.
-    """
+class _CollectedOps:
+    """Nodes of a stretch as a graph through which a factor flows, see ``FlowGraph``. Values are its tensors."""
 
     def __init__(self, nodes: Sequence[DeferredOp]) -> None:
-        self.cuts: dict[DeferredOp, FactorCut | None] = dict.fromkeys(nodes)
-        self.sliced: dict[DeferredTensor, Window] = {}
-        self.combined: dict[DeferredTensor, Kind | None] = {}
-        self.waiting: list[DeferredTensor] = []
-        self.made_by: dict[
-            DeferredTensor, tuple[DeferredOp, Dims]
-        ] = {}  # with the factors that it has in the op's rule
-        self.read_by: dict[DeferredTensor, list[tuple[DeferredOp, Dims]]] = defaultdict(list)
-        for node in nodes:
-            assert node.rule is not None
-            for value, dims in zip(node.made, node.rule.outputs, strict=True):
-                if value is not None:
-                    self.made_by[value] = node, dims
-            for value, dims in zip(node.values, node.rule.inputs, strict=True):
-                self.read_by[value].append((node, dims))
+        numbers: dict[DeferredTensor, int] = {}
 
-    def apply(self, last: DeferredTensor, axis: Axis) -> bool:
-        """Cut the nodes and what they make so that one value is cut along an axis; False if that is not possible."""
-        self._slice(last, Window(axis))
-        while self.waiting:
-            value = self.waiting.pop()
-            for node, dims in (self.made_by[value], *self.read_by[value]):
-                assert node.rule is not None
-                within = into_factor(dims, node.rule.sizes, self.sliced[value].axis)
-                if within is None or not self._cut(node, FactorCut(within)):
-                    return False
-        if None in self.cuts.values() or not self.combined.keys().isdisjoint(self.read_by):
-            return False  # no slice reaches an op, or one reads parts before they are put together
-        for node, cut in self.cuts.items():
-            node.cut = cut
-        for value in self.made_by:
-            value.window, value.combined = self.sliced.get(value), self.combined.get(value)
-        return True
+        def numbered(values: Sequence[DeferredTensor | None]) -> tuple[int, ...]:
+            return tuple(numbers.setdefault(value, len(numbers)) for value in values if value is not None)
 
-    def _cut(self, node: DeferredOp, cut: FactorCut) -> bool:
-        known = self.cuts[node]
-        if known is not None:
-            return known == cut
+        self.rules = [node.rule for node in nodes]
+        self.inputs = [numbered(node.values) for node in nodes]
+        self.outputs = [numbered(node.made) for node in nodes]  # all there: the stretch refers to them
+        self.producer = [-1] * len(numbers)
+        self._readers: list[list[int]] = [[] for _ in numbers]
+        for i, (read, made) in enumerate(zip(self.inputs, self.outputs, strict=True)):
+            for t in dict.fromkeys(read):
+                self._readers[t].append(i)
+            for t in made:
+                self.producer[t] = i
+        self.computed_by = self.producer  # views are nodes like all others
+        self.numbers = numbers
+
+    def readers(self, tensor: int, end: int) -> Sequence[int]:
+        """Return the nodes that read a tensor; all are needed."""
+        return self._readers[tensor]
+
+
+def _cut_along(nodes: Sequence[DeferredOp], last: DeferredTensor, axis: Axis) -> bool:
+    """Cut nodes, and what they make, so that one value is cut along an axis; False if that is not possible."""
+    graph = _CollectedOps(nodes)
+    try:
+        flow = factor_flow(graph, graph.numbers[last], axis, 0, len(nodes) - 1)
+    except Conflict:
+        return False
+    if len(flow.within) < len(nodes):
+        return False  # no slice reaches an op, so that nothing says how it is cut
+    for i, node in enumerate(nodes):
         assert node.rule is not None
-        made = slices_made(node.rule, cut)
-        if made is None:
-            return False
-        self.cuts[node] = cut
-        read = zip(node.values, slices_read(node, cut), strict=True)
-        if not all(self._slice(value, window) for value, window in read if value in self.made_by):
-            return False
-        for value, (window, kind) in zip(node.made, made, strict=True):
-            if value is not None and window is None:
-                self.combined[value] = kind
-            elif value is not None and not self._slice(value, window):
-                return False
-        return True
-
-    def _slice(self, value: DeferredTensor, window: Window | None) -> bool:
-        """Whether a value may be sliced so. None: a slice of the loop would need all of it, before it is there."""
-        known = self.sliced.get(value)
-        if window is not None and known is None:
-            self.sliced[value] = window
-            self.waiting.append(value)
-        return window is not None and known in (None, window)
+        node.cut = FactorCut(flow.within[i])
+        made = slices_made(node.rule, node.cut)
+        assert made is not None
+        for value, (window, combined) in zip(node.made, made, strict=True):
+            if value is not None:
+                value.window, value.combined = window, combined
+    return True

@@ -23,23 +23,23 @@ from sacplan._chunk.executor.lazy import Lazy
 from sacplan._chunk.executor.loop import compute
 from sacplan._chunk.executor.values import DeferredTensor, SlicedRegion, Window
 from sacplan._factors.axes import Axis
-from sacplan._torch.private import autograd_as_outside
+from sacplan._torch.autograd import autograd_as_outside
 from sacplan.errors import ChunkError
 
 
 def enter(
     region: SlicedRegion, axis: Axis, tensor: torch.Tensor, others: Sequence[torch.Tensor]
 ) -> tuple[Lazy, list[torch.Tensor]]:
-    """The input of a region as a lazy tensor, and aliases of the other tensors that get gradients."""
+    """Begin a region: return its input as a lazy tensor, and aliases of the other tensors that get gradients."""
     lazy, *aliases = _ChunkEntryFunction.apply(region, axis, tensor, *others)
     return lazy, aliases
 
 
 def leave(start: Lazy, tensor: torch.Tensor, lazies: Sequence[Lazy]) -> list[torch.Tensor]:
-    """The tensors of a region's outputs.
+    """Compute the outputs of a region, as tensors whose gradients will be lazy.
 
     Args:
-        start: what ``enter`` returned for ``tensor``.
+        start: the lazy tensor that ``enter`` returned for ``tensor``.
         tensor: the region's input.
         lazies: the outputs.
     """

@@ -1,4 +1,4 @@
-"""What stands in for the forward of a module that runs in slices.
+"""The stand-in for the forward of a module that runs in slices.
 
 ``"rest"``: what the module computes stays lazy, and so does all that is computed from it until autograd asks the
 module's entry node for gradients. ``"module"``: the module's own outputs are real, and its inside is not kept. Both
@@ -41,7 +41,8 @@ from sacplan._factors.axes import Axis
 from sacplan._program.decisions import Chunk
 from sacplan._program.places import StepDifference
 from sacplan._torch import ops
-from sacplan._torch.private import is_plain, keep_dynamo_out, stop_compiling
+from sacplan._torch.compiling import keep_dynamo_out, stop_compiling
+from sacplan._torch.private import is_plain
 from sacplan.errors import ChunkError
 
 _FORMULAS = (attention, convolutions, gathers, factor_losses, norms, pointwise, products, reductions, views)
@@ -55,10 +56,10 @@ class ChunkedForward(StandIn):
     Args:
         module: the unit.
         decision: how it runs; its span is ``"module"`` or ``"rest"``.
-        differences: what is told where a call cannot do what was planned.
+        differences: notes where a call cannot run as planned.
 
     Attributes:
-        tally: of the last call's region.
+        tally: counts of the last call's region.
     """
 
     def __init__(
@@ -72,21 +73,21 @@ class ChunkedForward(StandIn):
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this module's calls."""
+        """Leave out the lock, which belongs to this module's calls."""
         return {k: v for k, v in self.__dict__.items() if k != "_lock"}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """A copy has calls of its own."""
+        """Make a lock: a copy has calls of its own."""
         self.__dict__.update(state, _lock=threading.RLock())
 
     def for_replica(self, replica: torch.nn.Module) -> StandIn:
-        """The same for a replica of the module."""
+        """Return the same for a replica of the module."""
         other = super().for_replica(replica)
         other.__dict__.update(_lock=threading.RLock())
         return other
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's outputs; lazy ones if its span is the rest of the step."""
+        """Return the module's outputs; lazy ones if its span is the rest of the step."""
         if torch.compiler.is_compiling():
             stop_compiling(
                 ChunkError,
@@ -96,9 +97,9 @@ class ChunkedForward(StandIn):
                 "(torch._inductor.config.auto_chunker.enable) where torch has it.",
             )
         if not torch.is_grad_enabled():
-            return self.call_original(*args, **kwargs)
+            return self.call_original(*args, **kwargs)  # evaluation: the plan is for a step of training
         leaves, spec = tree_flatten((args, kwargs))
-        self._calls += 1  # what the first call alone does is worth no warning
+        self._calls += 1  # a difference in the first call alone is worth no warning
         at = next((i for i, x in enumerate(leaves) if _is_activation(x)), None)
         if at is None or isinstance(leaves[at], Lazy):  # inside of another region
             return self.call_original(*args, **kwargs)
@@ -108,7 +109,7 @@ class ChunkedForward(StandIn):
             known = {id(p): p for p in (where[name] for where, name in places)}
             known.update((id(x), x) for i, x in enumerate(leaves) if i != at and _gets_gradient(x))
             if axis is None or not (leaves[at].requires_grad or known):
-                return self.call_original(*args, **kwargs)
+                return self.call_original(*args, **kwargs)  # no such axis; or nothing to differentiate
             region = self._new_region(axis.size)
             self.tally = region.tally
             start, aliases = enter(region, axis, leaves[at], list(known.values()))
@@ -125,7 +126,7 @@ class ChunkedForward(StandIn):
         return tree_unflatten([next(made) if isinstance(x, Lazy) else x for x in results], spec)
 
     def _axis_of(self, tensor: torch.Tensor) -> Axis | None:
-        """What is sliced of the unit's input; None if that is not possible."""
+        """Return the axis of the unit's input that is sliced; None, with a note, if the input has no such axis."""
         dim, outer, inner = self.decision.dim, self.decision.outer, self.decision.inner
         if is_plain(tensor) and dim < tensor.dim():
             size, rest = divmod(tensor.shape[dim], outer * inner)
@@ -155,7 +156,7 @@ _ParameterSlots = list[tuple[dict[str, Any], str]]
 
 
 def _parameters(module: torch.nn.Module) -> _ParameterSlots:
-    """Where the modules keep the parameters that get gradients; replicas of DataParallel have them as attributes."""
+    """Return where modules keep the parameters that get gradients; replicas of DataParallel have them as attributes."""
     places = [(m._parameters, name) for m in module.modules() for name in m._parameters]
     places += [
         (m.__dict__, name) for m in module.modules() for name in m.__dict__.get("_former_parameters", ())
@@ -173,7 +174,7 @@ def _gets_gradient(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _replaced(places: _ParameterSlots, given: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Inside, the modules have these aliases instead of their parameters."""
+    """Give the modules these aliases instead of their parameters, inside the context."""
     before = [(where, name, where[name]) for where, name in places]
     try:
         for where, name, parameter in before:

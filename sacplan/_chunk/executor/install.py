@@ -40,7 +40,7 @@ class InstalledChunks(InstalledStandIns):
 
 
 def _check_compiled(fqn: str, unit: torch.nn.Module) -> None:
-    """Compiled code cannot run on lazy tensors."""
+    """Refuse a compiled unit: compiled code cannot run on lazy tensors."""
     for name, module in unit.named_modules():
         if module._compiled_call_impl is not None or hasattr(
             module.__dict__.get("forward"), "_torchdynamo_orig_callable"

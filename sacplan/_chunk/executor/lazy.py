@@ -1,11 +1,22 @@
 """Lazy tensors: autograd runs its own formulas on them, and what they compute runs later, in slices.
 
-A ``Lazy`` is a wrapper subclass without storage. Ops on it are deferred (``defer``): their shapes come from meta
-tensors, how they are sliced from the factor rules, and no dispatch mode sees them. What cannot be sliced is computed at
-once from whole tensors, which costs memory and is never wrong; ``SlicedRegion.tally`` counts it.
+A ``Lazy`` is a wrapper subclass without storage. ``defer`` decides about each op on one, in this order:
 
-An op in place makes another value for the same lazy tensor. That is only possible while no other tensor shares its
-memory, as far as code can tell; else it is a ``ChunkError``.
+1. An alias is the same value.
+2. An op that writes in place makes another value for the same lazy tensor (``_written``). That is only possible while
+   no other tensor shares its memory, as far as code can tell; else it is a ``ChunkError``.
+3. An op that reads a number for code runs now, and so does one whose lazy arguments are all computed. A scalar filled
+   like a lazy one, as the gradient with which a backward pass begins, needs no value.
+4. An op that divides by something that belongs to the whole is put together of others (``losses.py``).
+5. All others become nodes (``_Deferral``). The shapes of their results come from meta tensors, their cut from the
+   factor rule. No dispatch mode sees them.
+
+An op that cannot be sliced is computed at once from whole tensors, which costs memory and is never wrong;
+``SlicedRegion.tally`` counts it. An op is cut when it is deferred, as its arguments are. Of a stretch
+(``collected.py``) the axis of the last result is known, so that its ops are cut when all are there.
+
+Shapes come from meta tensors here, which is cheap. A stretch needs the strides that kernels give, and takes fake
+tensors on its device.
 """
 
 from __future__ import annotations
@@ -71,14 +82,14 @@ class Lazy(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Every op on it is deferred."""
+        """Defer every op on it."""
         return defer(func, args, kwargs or {})
 
     def settle(self) -> None:
         """Compute what it stands for, and keep it."""
         settle([self.value])
 
-    # What reads memory without an op.
+    # These read memory without an op, so no dispatch would tell that the tensor must be there.
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(real(self))
@@ -118,11 +129,11 @@ class Lazy(torch.Tensor):
 DEFERRED_TYPES.add(Lazy)
 
 REWRITTEN: dict[Any, Callable[[Any, Sequence[Any]], Any]] = {}
-"""By op: what makes its outputs of ops that can be sliced (``losses.py``)."""
+"""By op, a function that makes its outputs with ops that can be sliced (``losses.py``)."""
 
 
 def real(lazy: Lazy) -> torch.Tensor:
-    """The tensor itself, without history. It is kept for as long as anybody refers to the lazy one."""
+    """Compute the tensor, without history. It is kept for as long as anybody refers to the lazy one."""
     if lazy.value.data is None:
         lazy.settle()
     assert lazy.value.data is not None
@@ -130,7 +141,7 @@ def real(lazy: Lazy) -> torch.Tensor:
 
 
 def settle(values: Sequence[DeferredTensor]) -> None:
-    """Compute values in one loop, and keep them; if they are scalars, those that somebody else may read as well."""
+    """Compute values in one loop, and keep them; if all are scalars, with all others that somebody may read."""
     if not any(value.shape for value in values):
         pending = (v for region in {value.region for value in values} for v in region.pending)
         values = list(dict.fromkeys((*values, *pending)))
@@ -139,18 +150,18 @@ def settle(values: Sequence[DeferredTensor]) -> None:
 
 
 def root(region: SlicedRegion, tensor: torch.Tensor, axis: Axis) -> Lazy:
-    """A tensor that is there, to be taken in slices along ``axis``: what a region begins with."""
+    """Return a lazy tensor for one that is there and is taken in slices along ``axis``: a region begins with it."""
     return Lazy(DeferredTensor(region, tensor, window=Window(axis), data=tensor))
 
 
 def free(region: SlicedRegion, tensor: torch.Tensor) -> Lazy:
-    """A tensor that is there and does not depend on the slices, such as the gradient of a loss."""
+    """Return a lazy tensor for one that is there and does not depend on the slices, such as the gradient of a loss."""
     return Lazy(DeferredTensor(region, tensor, data=tensor))
 
 
 @functools.cache
 def import_meta_kernels() -> None:
-    """Let PyTorch import what computes shapes: the frames in which it does so live until Python collects garbage."""
+    """Let PyTorch import what computes shapes. The frames of this import live until Python collects garbage."""
     t = torch.empty(1, device="meta")
     torch.mul(t, t)
 
@@ -159,7 +170,7 @@ def import_meta_kernels() -> None:
 
 
 def defer(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The outputs of an op as lazy tensors; or as tensors where they must be, or already are, computed.
+    """Return the outputs of an op as lazy tensors; or as tensors if they must be, or already are, computed.
 
     Args:
         func: an op as dispatch modes see it.
@@ -187,7 +198,7 @@ def defer(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def deferred(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The outputs of an op that is neither read nor rewritten, as lazy tensors."""
+    """Return the outputs of an op that is neither read nor rewritten, as lazy tensors."""
     lazies = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Lazy)]
     return _Deferral(func, args, kwargs, lazies).deferred()
 
@@ -199,7 +210,7 @@ def _real(value: Any) -> Any:
 
 
 def _filled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """A scalar like a lazy one, such as what a backward pass begins with: it needs no value."""
+    """Return a scalar like a lazy one, such as the gradient that a backward pass begins with. It needs no value."""
     lazy_gradients([args[0]])
     like = torch.empty((), dtype=args[0].dtype, device=args[0].device)
     made: torch.Tensor = func(like, *args[1:], **kwargs)
@@ -207,10 +218,10 @@ def _filled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An op that writes in place."""
+    """Run an op that writes in place."""
     traits = op_traits(func)
     written = [t for t in tensors_in(traits.written(args, kwargs)) if isinstance(t, Lazy)]
-    if not written:
+    if not written:  # it only reads lazy tensors
         return func(*_real(args), **_real(kwargs))
     lazy = written[0]
     alone = traits.in_place and not lazy.value.aliased
@@ -239,7 +250,7 @@ def _settled(before: DeferredTensor, data: torch.Tensor) -> DeferredTensor:
 
 
 def _without_writing(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The op that returns what this one writes to its first argument."""
+    """Return the op that returns what this one writes to its first argument, if there is one."""
     name = func._schema.name.partition("::")[2]
     special = {"zero_": aten.zeros_like.default}
     if name in special:
@@ -250,7 +261,13 @@ def _without_writing(func: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
 
 
 class _Deferral(Call):
-    """A call that is to be deferred."""
+    """A call that is to be deferred.
+
+    Attributes:
+        lazies: its lazy arguments.
+        region: the region of its results.
+        device: the device of its results, which meta tensors do not tell.
+    """
 
     def __init__(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lazies: Sequence[Lazy]
@@ -261,6 +278,7 @@ class _Deferral(Call):
         self.device = _device_of(args, kwargs) or lazies[0].device
 
     def deferred(self) -> Any:
+        """Make a node of it, or compute it at once; see ``values.py`` for which arguments make which results."""
         shapes = self._shapes()
         if shapes is None:
             return self._whole("its shape depends on data")
@@ -277,6 +295,7 @@ class _Deferral(Call):
             return self._made(made, Stage.LATE)
         reduced = [x for x in self.lazies if not (x.value.sliced or x.value.free)]
         if reduced:
+            # It is in the loop and needs a whole value that the loop makes: that takes a loop before this one.
             settle(list(dict.fromkeys(x.value for x in reduced if x.value.data is None)))
             settled = {id(x): x.value.data for x in reduced}
             self.args, self.kwargs = tree_map(lambda x: settled.get(id(x), x), (self.args, self.kwargs))
@@ -311,7 +330,7 @@ class _Deferral(Call):
         return self._made(made, Stage.LOOP, rule=rule, cut=cut, windows=windows)
 
     def _shapes(self) -> tuple[Any, Any, Any] | None:
-        """Arguments and results as meta tensors; no mode sees how they are worked out."""
+        """Return arguments and results as meta tensors; no mode sees how they are worked out."""
         memo: dict[int, torch.Tensor] = {}
 
         def meta(x: Any) -> Any:
@@ -331,20 +350,23 @@ class _Deferral(Call):
                 return None  # data decides, or the op has no meta kernel; if it is an error, the op itself says so
 
     def _whole(self, reason: str) -> Any:
-        """Compute it at once."""
+        """Compute it at once. It counts as whole only if some argument was not there already."""
         if not all(x.value.there for x in self.lazies):
             self.region.note_whole(str(self.func), reason)
         return self.func(*_real(self.args), **_real(self.kwargs))
 
     def _moved(self, outputs: Sequence[torch.Tensor]) -> Window | None:
-        """The window of a slice along the axis that is sliced, or of the backward of one."""
+        """Return the window of a slice along the axis that is sliced, or of the backward of one; None for other ops.
+
+        A shifted tensor, such as logits without the last position, thus stays in the loop of the region.
+        """
         if self.func not in (aten.slice.Tensor, aten.slice_backward.default):
             return None
         window = self.lazies[0].value.window
         assert window is not None
         axis, whole = window.axis, self.args[0]
         if axis.outer != 1 or axis.inner != 1:
-            return None
+            return None  # the dimension has more than the axis
         if self.func is aten.slice.Tensor:
             dim = (self.args[1] if len(self.args) > 1 else 0) % whole.dim()
             size, step = whole.shape[dim], self.args[4] if len(self.args) > 4 else 1
@@ -355,7 +377,7 @@ class _Deferral(Call):
             size = self.args[1][dim]
             begin = -(max(0, begin + size) if begin < 0 else min(begin, size))
         if dim != axis.dim or step != 1 or outputs[0].shape[dim] == whole.shape[dim]:
-            return None
+            return None  # not along the axis, not in one piece, or all of it: the factor rule decides
         return Window(Axis(dim, 1, outputs[0].shape[dim], 1), window.start + begin)
 
     def _made(
@@ -368,7 +390,7 @@ class _Deferral(Call):
         cut: FactorCut | None = None,
         move: bool = False,
     ) -> Any:
-        """Lazy tensors for the outputs, and the node that makes them."""
+        """Make the node, and return lazy tensors for its outputs."""
         shared = _shares_memory(self.func)
         held: dict[int, DeferredTensor | Held] = {}
         others = [x for x in tensors_in((self.args, self.kwargs)) if not isinstance(x, Lazy)]
@@ -429,7 +451,10 @@ class _LazyGradient:
 
 
 def _keep_gradients_real(others: Sequence[torch.Tensor], region: SlicedRegion) -> None:
-    """What is differentiated and did not come in through the entry gets a computed gradient: in a loop of its own."""
+    """Let tensors that are differentiated and did not come in through the entry get computed gradients.
+
+    Only the entry's node turns lazy gradients into tensors. For others a hook does it, in a loop of its own.
+    """
     if not torch.is_grad_enabled():
         return
     for t in others:
@@ -446,18 +471,21 @@ _NODES_LOOKED_AT = 64
 
 
 def _comes_from_an_entry(t: torch.Tensor) -> bool:
-    """Whether all its history begins at an entry node, which makes gradients real."""
+    """Whether all its history begins at an entry node, which makes gradients real.
+
+    After ``_NODES_LOOKED_AT`` nodes the answer is no, which costs a loop and is never wrong.
+    """
     waiting: list[Any] = [t.grad_fn]
     seen: set[Any] = set()
     while waiting and len(seen) < _NODES_LOOKED_AT:
         node = waiting.pop()
         if node is None or hasattr(node, "variable"):
-            return False
+            return False  # a leaf: its gradient would be stored as it is
         if node in seen or getattr(node, "makes_gradients_real", False):
             continue
         seen.add(node)
         edges = [edge for edge, _ in node.next_functions if edge is not None]
         if not edges:
-            return False
+            return False  # history that ends without an entry
         waiting.extend(edges)
     return not waiting

@@ -1,11 +1,20 @@
 """The loop over slices that computes everything that is asked for.
 
-``compute`` finds the ops that the values need. Free ones run before the loop, or in it where nobody needs more than
-slices of what they make; late ones run after it. In the loop each intermediate slice is let go after its last use,
-sliced results are written into tensors with the strides that were recorded, and parts of reduced ones are combined.
-``run_nodes`` is the loop alone, of ops that somebody else has chosen and cut.
+``compute`` works in four steps:
 
-The same code runs live on real tensors, and on fake ones to see what it would allocate.
+1. Collect the ops that the values need, in the order in which they were deferred (``needed_nodes``).
+2. Run the free ones. One whose results are read in slices only, and always in the same, goes into the loop instead
+   (``_pulled``), so that they are never there as a whole: a causal mask, for example.
+3. For each slice of the region, run all ops of the loop on slices (``_Loop``). A slice is let go of after its last use.
+   Sliced results are written into tensors with the strides that were recorded. Parts of reduced ones are combined:
+   ``total = combine(total, part)``, so that sums are added in the order of the slices.
+4. Run the late ones.
+
+At any time the memory is that of the results, of free values, and of one slice of what is alive. Nothing is kept from
+one call to the next: what two loops need is computed twice.
+
+``run_nodes`` is the loop alone, for ops that the caller has chosen and cut. The same code runs live on real tensors,
+and on fake ones to see what it would allocate.
 """
 
 from __future__ import annotations
@@ -36,12 +45,12 @@ from sacplan._torch.private import storage_key
 aten = torch.ops.aten
 
 _VIEWS = frozenset((aten.view.default, aten._unsafe_view.default))
-_PRODUCT_PARTS, _FEW_ROWS = 8, 64  # of a product that is added in another type
+_PRODUCT_PARTS, _FEW_ROWS = 8, 64  # at most so many parts, of at least so many rows, see _add_product
 _SUMS = frozenset((Kind.SUM, Kind.MEAN))
 
 
 def compute(values: Sequence[DeferredTensor]) -> list[torch.Tensor]:
-    """The tensors of values, in one loop over slices for each region. The values stay as they are."""
+    """Compute the tensors of values, in one loop over slices for each region. The values stay as they are."""
     with _as_deferred(), unrecorded():
         return _Computation(values).run()
 
@@ -68,7 +77,7 @@ def run_nodes(
 
 @contextlib.contextmanager
 def _as_deferred() -> Iterator[None]:
-    """Ops run as they were deferred: below autograd and autocast."""
+    """Run ops as they were deferred: below autograd and autocast, which have seen them already."""
     with torch.no_grad(), contextlib.ExitStack() as stack:
         stack.enter_context(torch._C._AutoDispatchBelowAutograd())
         if torch._C._is_any_autocast_enabled():
@@ -77,10 +86,10 @@ def _as_deferred() -> Iterator[None]:
 
 
 class _Computation:
-    """What one call of ``compute`` does.
+    """One call of ``compute``.
 
     Attributes:
-        known: by value, the tensors that are there.
+        known: by value, the tensor, once it is there.
     """
 
     def __init__(self, values: Sequence[DeferredTensor]) -> None:
@@ -113,7 +122,11 @@ class _Computation:
         return [self.known[v] if v in self.known else v.whole() for v in self.values]
 
     def _pulled(self) -> dict[DeferredOp, tuple[SlicedRegion, FactorCut]]:
-        """Free nodes that run in a loop, since nobody needs more than slices of what they make."""
+        """Return the free nodes that run in a loop, each with its region and cut.
+
+        Goes backwards from the values that are asked for (None: as a whole) and from the ops of loops, so that all
+        readers of a value are known when its maker is looked at.
+        """
         asked: dict[DeferredTensor, set[tuple[SlicedRegion, Window] | None]] = defaultdict(set)
         for v in self.values:
             asked[v].add(None)
@@ -141,7 +154,7 @@ class _Computation:
 
 
 _Slice = DeferredTensor | tuple[DeferredTensor, Window | None]
-"""What the loop holds for a while: a slice of what it makes, or one that it took of what is there before it."""
+"""A slice that the loop holds for a while: of what it makes, or (with a window) of what is there before it."""
 
 
 class _Loop:
@@ -149,10 +162,10 @@ class _Loop:
 
     Attributes:
         begins: by value that is there before the loop, its tensor.
-        results: by value that is wanted, what the slices have given so far.
-        last: the node that is the last one to use something: a value, or a slice of one that is there before the loop.
-            Where ops alone say how it is sliced, a slice may be a copy, and is taken once for all that read it.
-        buffers: the memory of results that is there from the start, which the first slice overwrites.
+        results: by value that is wanted, its tensor with what the slices have given so far.
+        last: by slice, the last node that uses it. A slice of a value that is there before the loop, and not sliced
+            itself, may be a copy: it is taken once for all that read it.
+        buffers: memory of results that is there from the start. The first slice overwrites it.
         starting: whether the first slice runs.
     """
 
@@ -191,6 +204,7 @@ class _Loop:
         return {v: t if t.dtype == v.dtype else t.to(v.dtype) for v, t in self._finished()}
 
     def _finished(self) -> Iterator[tuple[DeferredTensor, torch.Tensor]]:
+        """Yield the results, and hold none of them: where a type is converted, both copies are there for one only."""
         while self.results:
             yield self.results.popitem()
 
@@ -217,7 +231,7 @@ class _Loop:
             begin, end = Window(cut.axis, cut.start).clip(start, stop)  # type: ignore[arg-type]
             length = end - begin
             if not length and any(v is not None and v.combined is not None for v in made):
-                return
+                return  # beside the window of a shifted tensor; the maximum of nothing, for one, is an error
             assert node.rule is not None
             args = resized_arguments(node.rule, args, cut.axis, length)
         windows = iter(self.windows[i])
@@ -251,11 +265,15 @@ class _Loop:
                 slices[v] = t
 
     def _adds_products(self, v: DeferredTensor | None) -> TypeGuard[DeferredTensor]:
-        """Whether products of slices are added where the loop has allocated memory for that."""
+        """Whether products of slices are added to memory that the loop itself allocates for the sum."""
         return v in self.wanted and v not in self.buffers and v.combined is Kind.SUM
 
     def _add_product(self, v: DeferredTensor, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add a matrix product to what earlier slices gave, without a temporary of its size."""
+        """Add a matrix product to what earlier slices gave, without a temporary of its size.
+
+        ``addmm`` adds in the type of the product. If the sum has a wider one, parts of some rows are multiplied and
+        added one after the other, so that the temporary is one part.
+        """
         kind = self.region.sum_type(v)
         if kind != v.dtype:
             if v not in self.results:
@@ -286,6 +304,7 @@ class _Loop:
         total = self.results.get(v)
         if total is None:
             kind = v.dtype if v.combined is Kind.PASS else self.region.sum_type(v)
+            # The part becomes the total, to which later ones are added in place: it must not be an input itself.
             shared = {storage_key(x.tensor.untyped_storage()) for x in node.inputs if isinstance(x, Held)}
             fresh = storage_key(t.untyped_storage()) not in shared
             self.results[v] = t.to(kind) if t.dtype != kind else t if fresh else t.clone()
@@ -307,7 +326,7 @@ class _Loop:
 
 
 def needed_nodes(values: Sequence[DeferredTensor]) -> list[DeferredOp]:
-    """The nodes that values need, in order."""
+    """Return the nodes that values need, in the order in which they were deferred."""
     found: dict[int, DeferredOp] = {}
     waiting = [v for v in values if v.node is not None]
     while waiting:
@@ -323,7 +342,7 @@ def _region_of(node: DeferredOp) -> SlicedRegion:
 
 
 def slices_read(node: DeferredOp, cut: FactorCut | None) -> list[Window | None]:
-    """Of each input, the part that one slice reads; None for all of it, or none of it."""
+    """Return for each input the part that one slice reads; None if it reads all of it."""
     if node.move:
         return [x.window if isinstance(x, DeferredTensor) else None for x in node.inputs]
     if cut is None or node.rule is None:
@@ -335,36 +354,36 @@ def slices_read(node: DeferredOp, cut: FactorCut | None) -> list[Window | None]:
 def _common_cut(
     node: DeferredOp, asked: Mapping[DeferredTensor, set[tuple[SlicedRegion, Window] | None]]
 ) -> tuple[SlicedRegion, FactorCut] | None:
-    """Where to slice a free node so that every one of its outputs is asked for in just these slices."""
+    """Return where to slice a free node so that every one of its outputs is asked for in just these slices, if so."""
     if node.rule is None:
-        return None
+        return None  # it must see whole tensors
     found: tuple[SlicedRegion, FactorCut] | None = None
     for i, v in enumerate(node.made):
         wanted = asked.get(v, set()) if v is not None else set()
         if v is None or not wanted:
             continue
         if len(wanted) != 1 or (one := next(iter(wanted))) is None:
-            return None
+            return None  # asked for in different slices, or as a whole
         region, window = one
         axis = into_factor(node.rule.outputs[i], node.rule.sizes, window.axis)
         if axis is None or not node.rule.may_slice(axis.factor):
-            return None
+            return None  # the op cannot make such slices
         here = region, FactorCut(axis, window.start)
         if found is not None and here != found:
-            return None
+            return None  # two outputs are asked for in different slices
         found = here
     if found is not None:
         for i, v in enumerate(node.made):
             factor = found[1].axis.factor
             if v is not None and from_factor(node.rule.outputs[i], node.rule.sizes, found[1].axis) is None:
-                return None
+                return None  # an output that would not be sliced, and a free one has nobody to combine it
             if node.rule.kind(factor, i) is not Kind.PASS:
                 return None
     return found
 
 
 def slices_made(rule: Rule, cut: FactorCut) -> list[tuple[Window | None, Kind | None]] | None:
-    """Of each output of an op that is sliced, the part that one slice makes, or how parts are combined.
+    """Return for each output of an op that is sliced the part that one slice makes, or how parts are combined.
 
     None: the op cannot be sliced so.
     """
@@ -390,7 +409,7 @@ def _call(node: DeferredOp, given: Any, args: Sequence[Any], *, is_one_row: bool
 
 
 def _as_a_row_of_many(t: torch.Tensor) -> torch.Tensor:
-    """The same tensor; if it is an image [1, C, H, W] alone, with the first stride that it would have beside others.
+    """Return the same tensor; one image [1, C, H, W] with the first stride that it would have beside others.
 
     A view leaves another one there. Kernels choose a memory format by it, and the ops that were recorded for all rows
     hold for the format of all rows only: ``native_group_norm`` would refuse its input.
@@ -418,7 +437,7 @@ def _moved(
     start: int,
     stop: int,
 ) -> torch.Tensor:
-    """One slice of a slice along the axis, or of the backward of one: an overlap of two windows."""
+    """Run a slice along the axis, or the backward of one, on one slice of the region: an overlap of two windows."""
     assert source.window is not None
     assert target is not None
     assert target.window is not None
@@ -435,6 +454,6 @@ def _moved(
 
 
 def _reach(window: Window, start: int, stop: int) -> tuple[int, int]:
-    """The part of a slice of the region that a window has, in the region's indices."""
+    """Return the part of a slice of the region that a window has, in the region's indices."""
     begin = max(start, window.start)
     return begin, max(begin, min(stop, window.start + window.axis.size))

@@ -1,6 +1,6 @@
 """Losses whose ops cannot run on slices as they are: they divide by something that belongs to the whole.
 
-Each is put together of ops that can be sliced. Importing this registers them.
+Each is put together of ops that can be sliced. Importing this module registers them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def _rewrites(*ops: Any) -> Callable[[Rewrite], Rewrite]:
 
 @_rewrites(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def _nll(func: Any, args: Sequence[Any]) -> tuple[Any, Any]:
-    """The mean is a sum over a weight that depends on the targets alone: it is there before the loop."""
+    """Divide a sum by the total weight, which depends on the targets alone and is there before the loop.
+
+    Without lazy scores, or with lazy targets, the weight that the kernel returns is used.
+    """
     scores, targets, weight, reduction, ignored = args
     slice_reduction = _SUM if reduction == _MEAN else reduction
     loss, total = deferred(func, (scores, targets, weight, slice_reduction, ignored), {})
@@ -64,7 +67,7 @@ def _total_weight(
 
 @_rewrites(aten.mse_loss_backward.default)
 def _mse_backward(func: Any, args: Sequence[Any]) -> Any:
-    """The order of the kernel's own products, so that bits are equal."""
+    """Multiply in the order of the kernel, so that bits are equal."""
     gradient, scores, targets, reduction = args
     difference = defer_any(aten.sub.Tensor, scores, targets)
     norm = 2.0 / math.prod(scores.shape) if reduction == _MEAN else 2.0
@@ -78,7 +81,7 @@ def _mse_backward(func: Any, args: Sequence[Any]) -> Any:
     aten.binary_cross_entropy_backward.default,
 )
 def _elementwise_backward(func: Any, args: Sequence[Any]) -> Any:
-    """The gradient of a mean is that of a sum of which each element has a smaller gradient."""
+    """Take the gradient of a mean as that of a sum, with the incoming gradient divided by the number of elements."""
     arguments = list(args)
     at = next(i for i, a in enumerate(func._schema.arguments) if a.name == "reduction")
     if len(arguments) > at and arguments[at] != _MEAN:
@@ -91,5 +94,5 @@ def _elementwise_backward(func: Any, args: Sequence[Any]) -> Any:
 
 
 def defer_any(func: Any, *args: Any) -> Any:
-    """``defer`` where an argument is lazy, else the op itself."""
+    """Defer an op if an argument is lazy, else run it."""
     return defer(func, args, {}) if any(isinstance(x, Lazy) for x in args) else func(*args)

@@ -31,9 +31,10 @@ from sacplan._executor.stand_ins import InstalledStandIns, StandIn
 from sacplan._program.decisions import Chunk
 from sacplan._program.elements import CallSite, is_inside
 from sacplan._program.places import CallSites, OpSequence, StepDifference, described
+from sacplan._torch.fake_tensors import fake_device_of
 from sacplan._torch.local_tensors import Watching, has_local_parts
 from sacplan._torch.ops import is_alias, is_composite, is_computation, op_traits, tensors_in
-from sacplan._torch.private import dispatch_modes, fake_device_of, is_plain, module_calls, run_composite
+from sacplan._torch.private import dispatch_modes, is_plain, module_calls, run_composite
 
 
 class _ThreadStretch(threading.local):
@@ -44,7 +45,7 @@ _here = _ThreadStretch()
 
 
 class UnitStretches:
-    """What a plan does in the calls of a unit.
+    """The stretches of a unit.
 
     Args:
         recorded: its calls in the recorded step.
@@ -80,7 +81,7 @@ class _Frame:
         self._here = ""
 
     def locate(self, description: str) -> CallSite | None:
-        """The site of the next op, if it is one of a stretch."""
+        """Return the site of the next op, if it is one of a stretch."""
         assert self._outer is not None
         self._calls = module_calls(self._outer, self._calls)
         around = [(frame, self._names[id(m)]) for frame, m in self._calls.items() if id(m) in self._names]
@@ -89,15 +90,15 @@ class _Frame:
         return recorded.site if recorded is not None and recorded.site in self.unit.at else None
 
     def stretch_of(self, site: CallSite) -> Stretch | None:
-        """The stretch of a site, begun if need be; None if it is over, or was given up."""
+        """Return the stretch of a site, begun if need be; None if it is over, or was given up."""
         number = self.unit.at[site]
         if number in self._given_up:
-            return None
+            return None  # its remaining ops run as they are
         if number not in self.open:
             decision = self.unit.decisions[number]
             self.open[number] = Stretch(decision.dim, decision.outer, decision.inner, decision.slices)
         stretch = self.open[number]
-        if stretch.is_over:
+        if stretch.is_over:  # somebody read a tensor of it without an op, such as its data_ptr()
             self._given_up.add(number)
             self._note("a look at the memory of a tensor", "none that touches what was put off")
             return None
@@ -108,14 +109,14 @@ class _Frame:
         return self.unit.decisions[self.unit.at[site]].sites[-1] == site
 
     def run(self, site: CallSite, description: str) -> None:
-        """A stretch is complete."""
+        """Run a stretch, since its last op is reached."""
         with _as_outside():
             sliced = self.open.pop(self.unit.at[site]).run()
         if not sliced:
             self._note(description, "one that can be sliced as planned")
 
     def give_up(self, stretch: Stretch, description: str | None) -> None:
-        """Compute what was deferred, since an op that runs now (None: the call ends) needs it."""
+        """Compute deferred ops without slices, since an op that runs now (None: the call ends) needs them."""
         with nullcontext() if description is None else _as_outside():
             stretch.run_whole()
         self._given_up.update(i for i, one in self.open.items() if one is stretch)
@@ -126,7 +127,7 @@ class _Frame:
         self._differences.note(found, may_warn=True)
 
     def end(self) -> None:
-        """The call is over."""
+        """End the call: give up stretches whose last op was not reached."""
         for stretch in [s for s in self.open.values() if not s.is_over]:
             self.give_up(stretch, None)
         self._alignment.end()
@@ -140,12 +141,12 @@ class _Frame:
 
 
 def _as_outside() -> AbstractContextManager[object]:
-    """Inside a dispatch mode composite ops reach the modes below it undecomposed; in this context they do not."""
+    """Let composite ops reach the modes below decomposed, as they would outside of a dispatch mode."""
     return enable_reentrant_dispatch() if dispatch_modes() else nullcontext()
 
 
 class StretchMode(Watching):
-    """On while calls of units run."""
+    """The dispatch mode that defers ops of stretches, on while calls of units run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,11 +155,11 @@ class StretchMode(Watching):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_local_parts(types):
-            return NotImplemented
+            return NotImplemented  # a DTensor, for one, comes back here with its local tensors
         kwargs = kwargs or {}
         device = fake_device_of(func, args)
         if device is not None:
-            return device
+            return device  # the device of a fake tensor was asked for, which runs nothing
         if self.paused:
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() and is_composite(func):
@@ -176,7 +177,10 @@ class StretchMode(Watching):
         return self._run(func, args, kwargs, tensors, name)
 
     def _locate(self, name: str, tensors: Sequence[torch.Tensor]) -> tuple[_Frame, CallSite] | None:
-        """The unit in whose stretch the next op is, and its site there."""
+        """Return the unit in whose stretch the next op is, and its site there.
+
+        Every frame must see every op, to keep its place in the recording; the innermost unit counts.
+        """
         found = None
         description = described(
             name, [t.dim() for t in tensors if isinstance(t, StretchTensor) or is_plain(t)]
@@ -196,7 +200,7 @@ class StretchMode(Watching):
         kwargs: Any,
         tensors: Sequence[torch.Tensor],
     ) -> Any:
-        """An op of a stretch."""
+        """Defer an op of a stretch, and run the loop if it is the last one."""
         name = str(func)
         stretch = frame.stretch_of(site)
         if stretch is not None and not stretch.may_defer(func, args, kwargs):
@@ -212,14 +216,14 @@ class StretchMode(Watching):
     def _run(
         self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], description: str
     ) -> Any:
-        """An op that is not deferred."""
+        """Run an op that is not deferred."""
         self._settle(func, args, kwargs, tensors, description)
         if any(isinstance(t, StretchTensor) for t in tensors):
             args, kwargs = computed((args, kwargs))
         return func(*args, **kwargs)
 
     def _stretch_with(self, tensors: Sequence[torch.Tensor]) -> Stretch | None:
-        """The stretch that makes one of these tensors."""
+        """Return the stretch that makes one of these tensors."""
         for t in tensors:
             if isinstance(t, StretchTensor):
                 return None if t.stretch.is_over else t.stretch
@@ -245,7 +249,7 @@ class StretchMode(Watching):
         for frame in self.frames:
             for stretch in list(frame.open.values()):
                 if stretch is but or stretch.is_over:
-                    continue
+                    continue  # the op joins this one; nothing waits in that one
                 reads = any(map(stretch.waits_for, tensors))
                 if reads or any(stretch.uses_memory_of(t) for t in written if is_plain(t)):
                     frame.give_up(stretch, description)
@@ -258,7 +262,7 @@ class SlicedForward(StandIn):
         module: the unit.
         unit: its stretches.
         elsewhere: names, relative to the unit, of modules in it that the recorded step knows under a name outside.
-        differences: what is told where a call does not do what was recorded.
+        differences: notes where a call departs from the recording.
     """
 
     def __init__(
@@ -282,7 +286,8 @@ class SlicedForward(StandIn):
         if _here.mode is not None:
             return self._within(_here.mode, frame, args, kwargs)
         around = here.recorder
-        mode = _here.mode = here.recorder = StretchMode()  # paused while somebody looks at what is put off
+        # Also the recorder, so that unrecorded() pauses it while deferred ops run.
+        mode = _here.mode = here.recorder = StretchMode()
         try:
             with kernel_layouts(self._device_kind()), mode:
                 return self._within(mode, frame, args, kwargs)

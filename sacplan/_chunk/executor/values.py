@@ -1,14 +1,19 @@
-"""What a lazy tensor stands for: a value, and the op that would make it.
+"""The values that lazy tensors stand for, and the deferred ops (nodes) that would make them.
 
-A region is what is computed in slices of one axis. Its values are
+A region is everything that is computed in slices of one axis. Its values are
 
 - sliced: a slice of the axis gives a slice of the value (``DeferredTensor.window``);
 - reduced: each slice gives a part, and the parts are combined (``DeferredTensor.combined``);
 - late: made of reduced values, after the loop;
-- free: independent of the slices, so that it is computed before the loop or, where only slices are needed, in it.
+- free: independent of the slices, so that it is computed before the loop, or in it if only slices are needed.
 
-Values know the nodes that make them and nodes know their arguments, never the other way round: what nobody asks for any
-more is freed by reference counts.
+A value follows from the values that its op reads. One sliced argument makes an op part of the loop; a factor rule says
+whether its results are then sliced or reduced. If it also reads a reduced or late value, that one is computed at once,
+in a loop of its own. Without a sliced argument, a reduced or late one makes the results late, and free ones alone make
+free ones.
+
+Values refer to the nodes that make them and nodes to their arguments, and never the other way round but weakly. So
+reference counts free what nobody asks for any more, at the moment at which the plain step would free the tensor.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from sacplan.errors import ChunkError
 
 
 class Window(NamedTuple):
-    """The part of a region's axis that a tensor has.
+    """The part of a region's axis that a sliced tensor has.
 
     Attributes:
         axis: where it lies in the tensor.
@@ -41,13 +46,13 @@ class Window(NamedTuple):
     start: int = 0
 
     def clip(self, start: int, stop: int) -> tuple[int, int]:
-        """The part of the slice [``start``, ``stop``) of the region, in the tensor's own indices."""
+        """Return the part of the slice [``start``, ``stop``) of the region that it has, in the tensor's own indices."""
         size = self.axis.size
         return max(0, min(size, start - self.start)), max(0, min(size, stop - self.start))
 
 
 class FactorCut(NamedTuple):
-    """The same for the factor along which an op is sliced."""
+    """The factor along which an op is sliced, and where that begins in the region's axis."""
 
     axis: FactorAxis
     start: int = 0
@@ -59,7 +64,7 @@ class FactorCut(NamedTuple):
 
 
 class Stage(enum.Enum):
-    """When a node runs."""
+    """When a node runs: before the loop, in it, or after it."""
 
     FREE = enum.auto()
     LOOP = enum.auto()
@@ -68,11 +73,11 @@ class Stage(enum.Enum):
 
 @dataclass
 class Tally:
-    """What happened in a region.
+    """Counts of a region.
 
     Attributes:
         loops: how many loops over the slices have run.
-        whole: what could not be sliced: op and reason.
+        whole: ops that could not be sliced, each with the reason.
     """
 
     loops: int = 0
@@ -84,20 +89,21 @@ Choose = Callable[[Sequence[tuple[int, int]]], Iterable[tuple[int, int]]]
 
 
 class SlicedRegion:
-    """What is computed in slices of one axis.
+    """A region: everything that is computed in slices of one axis.
 
     Args:
-        size: of the axis.
-        slices: how many there are at most; each has ``ceil(size / slices)`` elements, the last one perhaps less.
+        size: length of the axis.
+        slices: the most slices; each has ``ceil(size / slices)`` elements, the last one perhaps less.
         accumulate: the type in which parts of half-precision matrices are added; None for their own.
-        on_whole: told what could not be sliced: op and reason.
-        choose: of all slices (start, stop), those that run; for planning, where some stand for all.
+        on_whole: called with an op that could not be sliced, and the reason.
+        choose: chooses the slices that run, for planning, where some stand for all.
 
     Attributes:
-        length: of a slice.
-        tally: what happened in it.
-        hooks: those on tensors outside, to be removed when the region is over.
-        pending: scalars that a loop computes along, since people look at them.
+        length: elements in a slice.
+        tally: counts.
+        hooks: hooks on tensors outside, to be removed when the region is over.
+        pending: scalars that nobody has computed yet, and that somebody still refers to. Each loop computes them along,
+            since code that looks at one would need a loop for it.
     """
 
     def __init__(
@@ -117,29 +123,29 @@ class SlicedRegion:
         self._pending: list[weakref.ref[DeferredTensor]] = []
 
     def note_whole(self, op: str, reason: str) -> None:
-        """An op needs whole tensors."""
+        """Note that an op needs whole tensors."""
         self.tally.whole.append((op, reason))
         if self._on_whole is not None:
             self._on_whole(op, reason)
 
     def slices(self) -> Iterator[tuple[int, int]]:
-        """Begin and end of each."""
+        """Yield begin and end of each slice that runs."""
         starts = range(0, self.size, self.length)
         every = [(start, min(self.size, start + self.length)) for start in starts]
         yield from every if self._choose is None else self._choose(every)
 
     def sum_type(self, value: DeferredTensor) -> torch.dtype:
-        """The type in which a value's parts are added: float32 where it costs next to nothing, such as for a loss."""
+        """Return the type in which a value's parts are added: float32 if it costs next to nothing, as for a loss."""
         if value.dtype not in (torch.bfloat16, torch.float16):
             return value.dtype
         return torch.float32 if len(value.shape) < 2 else self.accumulate or value.dtype
 
     def note_scalar(self, value: DeferredTensor) -> None:
-        """A scalar that a loop computes along if anybody still refers to it."""
+        """Note a scalar that a loop computes along if anybody still refers to it."""
         self._pending.append(weakref.ref(value))
 
     def remove_hooks(self) -> None:
-        """The region is over."""
+        """Remove all hooks: the region is over."""
         while self.hooks:
             self.hooks.pop().remove()
 
@@ -155,16 +161,16 @@ class DeferredTensor:
     """One tensor that is computed when somebody asks.
 
     Attributes:
-        region: to which it belongs.
-        shape, stride, dtype, device: of the whole tensor.
+        region: the region that it belongs to.
+        shape, stride, dtype, device: as of the whole tensor.
         window: the part of the region's axis that it has, if it is sliced.
         combined: how the parts of a reduced value make the whole.
-        node: makes it; None for what a region begins with and for what is computed.
+        node: the op that makes it; None if the region begins with it, or once it is computed.
         data: the whole tensor, once it is there.
-        source: gives the whole tensor where the region begins with one that somebody else keeps; or raises an error,
-            where it was computed in slices and is gone.
-        aliased: another tensor shares its memory, as far as code can tell.
-        hooked: its gradient is made lazy.
+        source: returns the whole tensor if the region begins with one that something else keeps. If the value was
+            computed in slices and is gone, it raises an error.
+        aliased: whether another tensor shares its memory, as far as code can tell.
+        hooked: whether a hook makes its gradient lazy.
     """
 
     __slots__ = (
@@ -221,18 +227,18 @@ class DeferredTensor:
 
     @property
     def begins(self) -> bool:
-        """Whether it is there without computing anything."""
+        """Whether it is there without computing anything: the region begins with it, or it is settled."""
         return self.node is None
 
     def whole(self) -> torch.Tensor:
-        """The tensor of a value that ``begins``."""
+        """Return the tensor of a value that ``begins``."""
         if self.data is not None:
             return self.data
         assert self.source is not None
         return self.source()
 
     def settle(self, data: torch.Tensor) -> None:
-        """It is computed: what made it is let go."""
+        """Keep the computed tensor, and let go of the op that makes it."""
         self.data, self.node, self.source = data, None, None
 
 
@@ -246,7 +252,7 @@ class Held:
         self.version = version_of(tensor)
 
     def checked(self, func: Any) -> torch.Tensor:
-        """The tensor, unchanged; ``ChunkError`` if it is not."""
+        """Return the tensor, or raise ``ChunkError`` if it was changed or freed since."""
         t = self.tensor
         if version_of(t) != self.version:
             raise ChunkError(
@@ -272,11 +278,11 @@ class DeferredOp:
         args, kwargs: its arguments, with ``DeferredTensor`` and ``Held`` instead of tensors.
         inputs: these, in order.
         stage: when it runs.
-        number: later nodes have larger ones.
-        rule: its factors, if it is known.
-        cut: along which factor it is sliced, if it is.
-        move: it moves the window: a slice along the axis, or the backward of one.
-        outputs: the values that it makes, as far as anybody refers to them.
+        number: its place in the order in which ops were deferred.
+        rule: its factor rule, if there is one.
+        cut: the factor along which it is sliced, if it is.
+        move: whether it moves the window: a slice along the axis, or the backward of one.
+        outputs: weak references to the values that it makes.
     """
 
     __slots__ = ("args", "cut", "func", "inputs", "kwargs", "move", "number", "outputs", "rule", "stage")
@@ -301,7 +307,7 @@ class DeferredOp:
         self.outputs: list[weakref.ref[DeferredTensor]] = []
 
     def new_output(self, region: SlicedRegion, like: torch.Tensor, **how: Any) -> DeferredTensor:
-        """The value of one more output; ``how``: see ``DeferredTensor``."""
+        """Add the value of one more output; ``how``: see ``DeferredTensor``."""
         value = DeferredTensor(region, like, node=self, **how)
         self.outputs.append(weakref.ref(value))
         return value

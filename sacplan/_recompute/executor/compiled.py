@@ -1,4 +1,4 @@
-"""Under ``torch.compile`` a plan is tags for the partitioner, not recipes.
+"""Under ``torch.compile`` a plan becomes tags for the partitioner instead of recipes.
 
 Neither dispatch modes nor saved-tensor hooks belong in a compiled graph. So while a unit's forward is
 traced, it becomes a checkpoint with a selective context, whose policy looks up each op by its name and its place
@@ -67,7 +67,7 @@ NamedOp = tuple[str, int]
 
 
 class Tags:
-    """The ops that a unit discards; one object for equal ones, so that equal layers share code."""
+    """The ops that a unit discards. Equal tags are one object, so that equal layers share compiled code."""
 
     __slots__ = ("__weakref__", "again", "met", "sites", "unknown")
 
@@ -87,27 +87,27 @@ def _interned(sites: frozenset[NamedOp], unknown: frozenset[NamedOp], again: Nam
 
 
 def tags_of(recorded: RecordedUnit) -> Tags:
-    """The tags of a unit; made before anything is traced."""
+    """Return the tags of a unit. They are made before anything is traced."""
     times = recorded.discarded_by_name()
     unknown = frozenset((site.op, site.occurrence) for site in recorded.not_recorded())
     return _interned(frozenset(times), unknown, next((site for site, n in times.items() if n > 1), None))
 
 
 class TaggedForward(Protocol):
-    """What stands in for a unit's forward."""
+    """A stand-in for a unit's forward."""
 
     @property
     def tags(self) -> Tags:
-        """What is discarded."""
+        """The tags of the ops that the plan discards."""
         ...
 
     def call_original(self, *args: Any, **kwargs: Any) -> Any:
-        """The unit's own forward."""
+        """Run the unit's own forward."""
         ...
 
 
 def checkpointed_for_compile(planned: TaggedForward, args: Any, kwargs: Any) -> Any:
-    """The unit's forward as a checkpointed region of the graph that is being traced."""
+    """Run the unit's forward as a checkpointed region of the graph that is being traced."""
 
     def call() -> Any:
         # Side effects (a cache that is filled, an attribute that is set) happen once, in the forward pass,
@@ -140,7 +140,7 @@ def _contexts(tags: Tags) -> Any:
 
 
 def _traced_module() -> str:
-    """The compiler's name of the module that is being traced."""
+    """Return the compiler's name of the module that is being traced."""
     stack = torch.fx.traceback.get_current_meta().get("nn_module_stack") or {}
     return next((str(path) for path, _ in reversed(list(stack.values()))), "(unnamed)")
 
@@ -174,7 +174,7 @@ class _Policy:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     def note_output(self, out: Any) -> None:
-        """Remember what the op returned that was just asked about, if it is discarded."""
+        """Remember the output of the op that the policy was just asked about, if it is discarded."""
         if self._awaits_output:
             self._discarded.update((storage_key(t.untyped_storage()), t) for t in tensors_in(out))
         self._awaits_output = False
@@ -226,7 +226,7 @@ class _Checked(TorchDispatchMode):
 
 
 def _eager_names(func: Any, args: Any, in_dropout: bool) -> tuple[str, ...]:
-    """The ops of an eager step that one traced op stands for."""
+    """Return the names of the eager ops that one traced op stands for."""
     if in_dropout and func is _CLONE:
         return ()
     if in_dropout and args[0].device.type not in _FUSED_DROPOUT_DEVICES:

@@ -1,15 +1,16 @@
 """Draws: which random numbers an op drew, so that it can draw them again.
 
-PyTorch cannot read a generator's state and draw from it in one step, and another thread may draw from the same
-generator (one that augments data, say) in between. So a draw has two ends: the state before the op, and a digest of the
-state after it. Only where the op by itself leads from one to the other is it known what the op drew. Running again, it
-must get there too, or that is an error. In the forward pass, while other threads are alive, the output of an op that
-another draw got mixed up with is kept.
+PyTorch cannot read a generator's state and draw from it in one step, and another thread (one that augments data, say)
+may draw from the same generator in between. So a draw records the state before the op and a digest of the state after
+it. The op's numbers are known only if the op by itself leads from the first state to the second.
+
+- In the forward pass, with other threads alive, an op that got mixed up with another draw keeps its output.
+- Running again, an op that does not reach the second state is an error.
 
 An op runs again on a generator of this module wherever it takes one, and leaves the program's generators alone.
 
-Reading a CPU's state allocates. As much is held while an op runs, and given up before the state is read after it, so
-that this is never the peak, and a predicted step needs no moment of its own for it.
+Reading a CPU's state allocates 5 KB. As much is held while an op runs, and freed before the state is read after it.
+So the read never makes the peak, and a predicted step needs no moment of its own for it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from typing import Any
 import torch
 
 from sacplan._device.kernels import active_device
+from sacplan._torch.fake_tensors import FakeTensor
 from sacplan._torch.ops import aten_names, draws_numbers, tensors_in
-from sacplan._torch.private import GENERATOR_STATE_BYTES, FakeTensor
+from sacplan._torch.private import GENERATOR_STATE_BYTES
 
 RunWith = Callable[[Sequence[Any], Mapping[str, Any], torch.Generator], Any]
 """Runs an op with (args, kwargs) on a generator."""
@@ -47,7 +49,7 @@ _mixed_up: set[torch.device] = (
 
 
 class Draw:
-    """What one call of a random op draws. Made before the op runs; then ask ``is_pinned`` at once.
+    """The numbers that one call of a random op draws. Make it before the op runs, and ask ``is_pinned`` right after.
 
     Args:
         generator: that the op draws from.
@@ -63,24 +65,29 @@ class Draw:
         self._kind: Any = None
 
     def is_pinned(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Call it after the op: whether the op may run again, as far as is known without doing so."""
+        """Return whether the op alone led from the state before it to the state now, so that it may run again.
+
+        The checks go from cheap to expensive; the last one runs the op.
+        """
         self._room = None
         end = self._generator.get_state()
         if isinstance(end, FakeTensor):
-            return True
+            return True  # a fake step draws nothing
         self._after = _digest(end)
         if threading.active_count() == 1:
-            return True
+            return True  # nobody else can have drawn
         moved = _moved(self._before, end)
         self._kind = _kind_of(func, args, kwargs, self._generator.device)
         expected = _moves.get(self._kind)
         if moved == expected and self._generator.device not in _mixed_up:
-            return True
+            return True  # exactly as far as a call of this kind moves it
         run_with = _runner(func, self._generator.device.type)
         if run_with is None:
+            # It takes no generator, so running it to find out would draw from the program's. A distance that is not
+            # known yet is given the benefit of the doubt: ``again`` compares the digest, and raises.
             return expected is None or moved == expected
         if func._schema.name.endswith("_"):
-            args = (torch.empty_like(args[0]), *args[1:])
+            args = (torch.empty_like(args[0]), *args[1:])  # the trial must not write the program's tensor
         if self._leads_to_end(run_with, args, kwargs)[0]:
             self._learn(moved)
             return True
@@ -88,7 +95,11 @@ class Draw:
         return False
 
     def again(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
-        """Run the op on the numbers that it drew. Whether it drew the same number of them, and its output."""
+        """Run the op on the numbers that it drew. Return whether it reached the same state, and its output.
+
+        An op that takes no generator runs on the program's own, whose state is put back. Another thread may draw in
+        between, so that is tried a few times.
+        """
         generator, before = self._generator, self._before
         if isinstance(before, FakeTensor):
             room = generator.get_state()
@@ -136,7 +147,7 @@ class Draw:
 
 
 def draw_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Draw | None:
-    """The draw of an op that is about to run; None if it draws nothing."""
+    """Return the draw of an op that is about to run; None if it draws nothing."""
     tensor = next(tensors_in((args, kwargs)), None)
     if tensor is None or tensor.is_meta or not draws_numbers(func, args, kwargs):
         return None
@@ -152,15 +163,15 @@ def draw_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Draw |
 
 
 class _FakeGenerator:
-    """Its state takes as many bytes as that of a CPU's generator; it draws nothing."""
+    """A generator for fake steps: its state takes as many bytes as a CPU generator's, and it draws nothing."""
 
     def get_state(self) -> torch.Tensor:
-        """A fake tensor."""
+        """Return a fake tensor of the state's size."""
         return torch.empty(GENERATOR_STATE_BYTES, dtype=torch.uint8)
 
 
 def _bytes(state: torch.Tensor) -> bytes:
-    """Read without an op, which a dispatch mode of the program would see."""
+    """Return the bytes of a state. No op reads them, since a dispatch mode of the program would see it."""
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
@@ -169,7 +180,7 @@ def _digest(state: torch.Tensor) -> int:
 
 
 def _moved(before: torch.Tensor, after: torch.Tensor) -> int:
-    """How many numbers were drawn between two states: on CUDA all, on a CPU without full rounds of the generator."""
+    """Return how far a generator moved between two states: on a CPU, modulo a full round of the generator."""
     first, last = _bytes(before), _bytes(after)
     if len(first) == GENERATOR_STATE_BYTES:
         return (_left(first) - _left(last)) % _STATE_WORDS
@@ -177,17 +188,17 @@ def _moved(before: torch.Tensor, after: torch.Tensor) -> int:
 
 
 def _left(state: bytes) -> int:
-    """Of a CPU's generator (``CPUGeneratorImplState``): how many numbers are left in this round."""
+    """Return how many numbers a CPU's generator (``CPUGeneratorImplState``) has left in this round."""
     return int(struct.unpack_from("<i", state, 8)[0])
 
 
 def _offset(state: bytes) -> int:
-    """Of a GPU's generator, whose state is a seed and an offset."""
+    """Return the offset of a GPU's generator; its state is a seed and an offset."""
     return int(struct.unpack_from("<q", state, 8)[0])
 
 
 def _kind_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Any:
-    """Calls of one kind draw equally many numbers; None if that depends on values."""
+    """Return a key for calls that draw equally many numbers; None if that number depends on values."""
     if device.type == "cpu" and func._schema.name not in _STEADY:
         return None
     values = (*args, *kwargs.values())
@@ -197,7 +208,7 @@ def _kind_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: 
 
 @functools.cache
 def _runner(func: Any, device_type: str) -> RunWith | None:
-    """How to run the op on a generator of one's own; None if it cannot take one."""
+    """Return how to run the op on a generator of one's own; None if it cannot take one."""
     aten = torch.ops.aten
     if func is aten.native_dropout.default and device_type == "cpu":
         return _native_dropout
@@ -227,7 +238,7 @@ def _run(
 
 
 def _native_dropout(args: Sequence[Any], kwargs: Mapping[str, Any], own: torch.Generator) -> Any:
-    """As its kernel on a CPU has it."""
+    """Run ``native_dropout`` on a given generator, with the ops that its CPU kernel runs."""
     names = ("input", "p", "train")
     x, p, train = (*args, *(kwargs[name] for name in names[len(args) :]))
     if not x.numel() or train is False:

@@ -1,4 +1,6 @@
-"""What autograd keeps in place of the tensors of a unit: handles on slots, or the tensors and their versions.
+"""Handles: the objects that autograd keeps in place of a unit's tensors.
+
+A discarded tensor leaves a handle on its slot. A kept one is packed with its version.
 
 A saved-tensor hook disables autograd's own check for in-place writes, so these do the check themselves.
 """
@@ -22,7 +24,7 @@ from sacplan.errors import RecipeError
 
 @dataclass(slots=True)
 class FirstStep:
-    """What is compared when a unit's tensors are recomputed.
+    """Which comparisons are made when a unit's tensors are recomputed.
 
     Attributes:
         pending: whether discarded tensors leave checksums: true until the first has been compared.
@@ -34,7 +36,7 @@ class FirstStep:
 
 
 class RecipeHandle:
-    """What autograd keeps for a discarded tensor."""
+    """The handle of a discarded tensor."""
 
     __slots__ = ("checksum", "first_step", "original", "slot", "view")
 
@@ -49,7 +51,11 @@ class RecipeHandle:
                 self.checksum = checksum(tensor)
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, recomputed unless it has been."""
+        """Return the tensor; recompute it unless that has happened already.
+
+        Raises:
+            RecipeError: the tensor was written after autograd saved it, or comes out with other bits.
+        """
         slot, original = self.slot, self.original()
         if slot.written or (
             original is not None
@@ -60,6 +66,8 @@ class RecipeHandle:
                 "saved it for the backward pass. Write to a copy; or, to run this part as it runs without a plan, "
                 f"{slot.node.pin}."
             )
+        # A custom function may write in its backward to what it saved, so it gets the slot's own value, and the slot
+        # notes to whom it was lent. Everybody else takes the quick way below, if there is nothing to compare.
         asking = torch._C._current_autograd_node()
         custom = isinstance(asking, BackwardCFunction)
         if (
@@ -89,7 +97,7 @@ class RecipeHandle:
 
 
 class Kept:
-    """What autograd keeps for a kept tensor: itself, and the version it had.
+    """A kept tensor, and the version that it had when autograd saved it.
 
     Attributes:
         base: what autograd without hooks holds with it.
@@ -109,7 +117,11 @@ class Kept:
             self.original = weakref.ref(tensor) if plain else None
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, if it has not been written."""
+        """Return the tensor.
+
+        Raises:
+            RecipeError: it was written since. Autograd would say so itself, if there were no hooks.
+        """
         original = self.original() if self.original is not None else None
         if version_of(self.tensor) != self.version or (
             original is not None and original.untyped_storage() is not self.tensor.untyped_storage()
@@ -123,7 +135,7 @@ class Kept:
 
 
 def base_without_history(tensor: torch.Tensor, discarded: torch.Tensor | None = None) -> torch.Tensor | None:
-    """``held_base``, detached; None if it lies on the memory that is discarded."""
+    """Return ``held_base`` without its history; None if it lies on the memory that is discarded."""
     base = held_base(tensor)
     if base is None:
         return None
@@ -141,7 +153,7 @@ class Wrapped:
     base: torch.Tensor | None
 
     def unpack(self) -> torch.Tensor:
-        """Of the same class, around the part that is recomputed."""
+        """Return a tensor of the same class around the recomputed part."""
         return self.wrapping.around(self.local.unpack())
 
 
@@ -153,10 +165,10 @@ class PassedOn:
     unpack_hook: Callable[[Any], torch.Tensor]
 
     def unpack(self) -> torch.Tensor:
-        """What those hooks return."""
+        """Return the tensor as those hooks unpack it."""
         return self.unpack_hook(self.packed)
 
 
 def unpack(packed: RecipeHandle | Wrapped | Kept | PassedOn) -> torch.Tensor:
-    """The unpack hook."""
+    """Unpack what ``UnitRecorder`` packed; the unpack hook."""
     return packed.unpack()

@@ -51,7 +51,7 @@ class InstalledRecipes(InstalledStandIns):
 
 
 def _check_compiled(fqn: str, unit: torch.nn.Module) -> None:
-    """What is compiled inside a unit would run under a dispatch mode, and so uncompiled."""
+    """Refuse a unit with a part that is compiled on its own: under a dispatch mode it would run uncompiled."""
     own = hasattr(unit.__dict__.get("forward"), "_torchdynamo_orig_callable")
     for name in ("",) if own else compiled_inside(unit)[:1]:
         path = ".".join(part for part in (fqn, name) if part)

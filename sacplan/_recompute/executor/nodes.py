@@ -27,8 +27,9 @@ from sacplan._executor.recording import here
 from sacplan._executor.tensors import View, digest, view_of
 from sacplan._program.elements import CallSite
 from sacplan._recompute.executor.draws import Draw
+from sacplan._torch.kernel_settings import kernel_settings, set_kernel_settings
 from sacplan._torch.ops import ArgumentPlace, OpTraits, is_between_ranks, tensors_in
-from sacplan._torch.private import kernel_settings, set_kernel_settings, storage_key
+from sacplan._torch.private import storage_key
 from sacplan.errors import RecipeError
 
 
@@ -79,12 +80,16 @@ class Slot:
         self.lent: tuple[str, int] | None = None
 
     def view_of(self, tensor: torch.Tensor) -> View:
-        """The tensor's view of the output's storage; the slot's own ``view`` object if it is the whole output."""
+        """Return how the tensor views the storage: the slot's own ``view`` object if it is the whole output."""
         view = view_of(tensor)
         return self.view if view == self.view else view
 
     def take(self, view: View) -> torch.Tensor:
-        """The value, or a view of it."""
+        """Return the value, or a view of it.
+
+        Raises:
+            RecipeError: a custom function that borrowed the value has written to it.
+        """
         assert self.value is not None
         if self.lent is not None and self.value._version != self.lent[1]:
             raise RecipeError(
@@ -96,7 +101,7 @@ class Slot:
         return self.view_on(self.value, view)
 
     def lend(self, function: str, view: View) -> torch.Tensor:
-        """The value, or a view of it that shares its version counter, for code that may write to it."""
+        """Return the value, or a view that shares its version counter, to code that may write to it."""
         tensor = self.take(view)
         assert self.value is not None
         if view is not self.view:
@@ -106,7 +111,7 @@ class Slot:
         return tensor
 
     def view_on(self, base: torch.Tensor, view: View) -> torch.Tensor:
-        """The same view of a tensor that has the value's memory layout."""
+        """Return the same view of another tensor that has the value's memory layout."""
         if view is self.view:
             return base
         size, stride, offset, dtype = view
@@ -179,7 +184,7 @@ class RecipeNode:
 
     @property
     def pin(self) -> str:
-        """For messages: how to make a plan that keeps the op's output."""
+        """Advice for messages: how to make a plan that keeps the op's output."""
         op = self.traits.name.rpartition(".")[0]
         return f"plan with keep=[{op!r}] (this op everywhere) or keep=[{self.unit or '*'!r}] (the whole unit)"
 
@@ -191,7 +196,11 @@ class RecipeNode:
     def compute(self) -> Sequence[torch.Tensor]:
         """Run the op on its arguments, whose slots have values. Nothing is stored and nothing released.
 
-        The exception is an op that writes in place: it may take over its argument's value.
+        The exception is an op that writes in place: it takes over its argument's value if nobody else needs that.
+
+        Raises:
+            RecipeError: an argument is not what it was in the forward pass (its version, the last write that a mode
+                saw, its digest), or the random numbers cannot be drawn again.
         """
         args, kwargs = self.args.copy(), self.kwargs.copy() if self.kwargs else self.kwargs
         for place, tensor, version, before, digested in self.held:
@@ -224,6 +233,7 @@ class RecipeNode:
             if place == 0 and self.traits.in_place:
                 made = slot.value
                 assert made is not None
+                # This node is the only reader, and will not ask again, or can have the value made again.
                 if slot.readers == 1 and (self.times == 1 or slot.node.pending):
                     taken = slot
                 else:
@@ -275,7 +285,7 @@ class RecipeNode:
                 slot.value = tensor
 
     def _pairs(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Slot, torch.Tensor]]:
-        """The slots that are still referenced, and the op's outputs for them."""
+        """Yield the slots that are still referenced, each with the op's output for it."""
         for i, ref in enumerate(self.outputs):
             slot = ref() if ref is not None else None
             if slot is not None:
@@ -288,7 +298,7 @@ class RecipeNode:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the tensor, with its storage's size and its memory layout."""
+    """Copy a tensor, with its storage's size and its memory layout."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     whole = torch.as_strided(tensor, (elements,), (1,), 0).clone()
     return torch.as_strided(whole, tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -307,7 +317,7 @@ def _put(args: list[Any], kwargs: dict[str, Any], place: Any, tensor: torch.Tens
 
 
 last_writes: dict[int, int] = {}
-"""Storage to a number that only its last write has, in the calls of all units, as far as their modes saw.
+"""By storage, a number that identifies its last write, as far as the modes of all units saw it.
 
 Not every write bumps the version that an argument of a node has: running statistics, and what ``.data`` returns.
 """
@@ -316,22 +326,26 @@ _numbers_of_writes = itertools.count(1)
 
 
 def note_write(storage: int) -> None:
-    """A storage is being written."""
+    """Note that a storage is being written."""
     last_writes[storage] = next(_numbers_of_writes)
 
 
 def last_write_to(tensor: torch.Tensor) -> int:
-    """The number of the last write to the storage of a tensor; 0 if there was none."""
+    """Return the number of the last write to a tensor's storage; 0 if there was none."""
     return last_writes.get(storage_key(tensor.untyped_storage()), 0) if last_writes else 0
 
 
 def tensors_of(out: Any) -> Sequence[torch.Tensor]:
-    """The outputs of an op."""
+    """Return the tensors among an op's outputs."""
     return (out,) if isinstance(out, torch.Tensor) else tuple(tensors_in(out))
 
 
 def compute(wanted: Slot, view: View) -> torch.Tensor:
-    """The value of a slot: run the nodes that it needs, arguments first. Only inside an ``OutsideForward``."""
+    """Return the value of a slot: run the nodes that it needs, arguments first. Only inside an ``OutsideForward``.
+
+    The nodes are a depth-first post-order of the graph of pending nodes, so each runs once and after its arguments.
+    Nodes with runs left pass their values on (``_passing``) and drop them when the last reader has run.
+    """
     order = _needed(wanted.node)
     with torch._C._AutoDispatchBelowADInplaceOrView():
         if all(node.times == 1 for node in order):
@@ -364,7 +378,7 @@ def _run(node: RecipeNode, passing: dict[Slot, int]) -> None:
 
 
 def _needed(node: RecipeNode) -> list[RecipeNode]:
-    """The nodes that have to run for this one, itself included, each after those that it needs."""
+    """Return the nodes that have to run for this one, itself included, each after those that it needs."""
     order: dict[RecipeNode, None] = {}
     stack = [(node, False)]
     while stack:
@@ -382,7 +396,7 @@ def _needed(node: RecipeNode) -> list[RecipeNode]:
 
 
 def _passing(order: Sequence[RecipeNode], wanted: Slot) -> dict[Slot, int]:
-    """The slots whose values are dropped again, and how many times each is read before."""
+    """Return the slots whose values are dropped again, and how many times each is read before."""
     found: dict[Slot, int] = {}
     for node in order:
         for _, slot, _, _ in node.slot_args:
@@ -397,7 +411,7 @@ _lock = threading.RLock()  # autograd has a thread for each device, and recipes 
 
 
 class OutsideForward:
-    """What runs inside belongs to no forward pass, even if the backward pass runs in one. One thread at a time."""
+    """A context for ops that belong to no forward pass, even if the backward pass runs in one. One thread at a time."""
 
     __slots__ = ("_autocast", "_grad_mode", "_paused", "_recorder")
 

@@ -1,4 +1,4 @@
-"""Recipes: recompute one discarded tensor, not a module's Python.
+"""Recipes: recompute one discarded tensor instead of running a module's Python again.
 
 While a unit's forward runs, a dispatch mode (``recorder.py``) makes a node (``nodes.py``) for every op that the plan
 discards, with its arguments: tensors, or slots of other nodes. The pack hook gives autograd a handle (``handles.py``)
@@ -34,20 +34,39 @@ from sacplan._executor.recording import here
 from sacplan._executor.stand_ins import StandIn
 from sacplan._program import places
 from sacplan._program.setup import compiled_inside
-from sacplan._recompute.executor import draws, handles, nodes, recorder, schedule
+from sacplan._recompute.executor import draws, handles, hooks, lookup, nodes, recorder, schedule, slots
 from sacplan._recompute.executor.compiled import checkpointed_for_compile, tags_of
 from sacplan._recompute.executor.handles import FirstStep
 from sacplan._recompute.executor.recorder import UnitRecorder
 from sacplan._recompute.executor.schedule import Schedule
-from sacplan._torch import ops, private
-from sacplan._torch.private import current_saved_tensors_hooks, keep_dynamo_out
+from sacplan._torch import autograd, compiling, fake_kernels, fake_tensors, kernel_settings, ops, private
+from sacplan._torch.autograd import current_saved_tensors_hooks
+from sacplan._torch.compiling import keep_dynamo_out
 
 _MAX_KINDS = 8
 _MAX_SCHEDULES = 4
-"""Of the calls of one kind."""
+"""How many schedules are remembered for calls of one kind."""
 
 keep_dynamo_out(
-    alignment, draws, handles, nodes, places, recorder, recording, schedule, tensors, ops, private
+    alignment,
+    draws,
+    handles,
+    hooks,
+    lookup,
+    nodes,
+    places,
+    recorder,
+    recording,
+    schedule,
+    slots,
+    tensors,
+    autograd,
+    compiling,
+    fake_kernels,
+    fake_tensors,
+    kernel_settings,
+    ops,
+    private,
 )
 
 
@@ -81,11 +100,11 @@ class PlannedForward(StandIn):
         self._parameters: list[tuple[dict[str, Any], str]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was learned from this module's calls."""
+        """Return the state of a copy, which learns from its own calls."""
         return self.__dict__ | {"_schedules": {}, "_parameters": None}
 
     def for_replica(self, replica: torch.nn.Module) -> PlannedForward:
-        """The same for a replica of the module, which shares what has been learned."""
+        """Return the stand-in of a replica. It shares what has been learned."""
         other = super().for_replica(replica)
         assert isinstance(other, PlannedForward)
         other._parameters = None
@@ -117,11 +136,11 @@ class PlannedForward(StandIn):
         return out
 
     def _names(self) -> dict[int, str]:
-        """Of the modules in the unit, by ``id``."""
+        """Return the names of the modules in the unit, by ``id``."""
         return {id(m): n for n, m in self.module.named_modules() if n and n not in self._elsewhere}
 
     def _kind_of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Calls of one kind are expected to run the same ops and to save the same tensors."""
+        """Return a key for calls that are expected to run the same ops and to save the same tensors."""
         if self._parameters is None:
             self._parameters = [(m._parameters, n) for m in self.module.modules() for n in m._parameters]
         flags = [p is not None and p.requires_grad for p in (d.get(n) for d, n in self._parameters)]

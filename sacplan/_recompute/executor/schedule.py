@@ -1,12 +1,12 @@
-"""What a call of a unit is known to do: its ops in order, and where autograd saves a discarded tensor.
+"""Schedules: the ops that a call of a unit runs, in order, and where autograd saves a discarded tensor.
 
 A schedule saves lookups. It is checked op by op while it is followed, and abandoned at the first difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -16,14 +16,14 @@ from sacplan._torch.ops import OpTraits
 
 
 class Action(Enum):
-    """What the recorder does about an op."""
+    """The recorder's action for one op."""
 
     KEEP = auto()
     NOTE_WRITE = auto()
-    """Even where nothing is discarded yet, since other calls may need what is overwritten."""
+    """The output is kept and the write noted, even if nothing is discarded yet: other calls may need the old value."""
     DISCARD = auto()
     FOLLOW = auto()
-    """Of an op that was not recorded: discard what it makes of something that is discarded, which it stands in for."""
+    """The op was not recorded. Its output is discarded if an input is: it then takes the place of a discarded op."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class ScheduledOp:
     hooks: bool | None = None
 
     def without_hooks(self) -> ScheduledOp | None:
-        """As it was looked up."""
+        """Return the op as it was looked up; None if there is nothing to do about it."""
         if self.action is Action.KEEP:
             return None
         return self if self.hooks is None else replace(self, hooks=None)
@@ -83,40 +83,72 @@ class Schedule:
             return False
         return all(one[0] is other[0] for one, other in zip(self.ops[:done], ops[:done], strict=True))
 
+    def calls_around(self, at: int) -> tuple[Call, ...]:
+        """Return the module calls around op ``at``; none if it cannot be a recorded op, or is the end."""
+        known = self.known[at] if at < len(self.known) else None
+        return () if known is None else known[0]
+
+    def beginning(self, done: int) -> ScheduleDraft:
+        """Return a draft with the first ``done`` ops, as if they had been looked up."""
+        return ScheduleDraft(
+            [(func, op and op.without_hooks()) for func, op in self.ops[:done]],
+            list(self.known[:done]),
+            {gap for gap in self.handles if gap <= done},
+            {gap for gap in self.kept if gap <= done},
+        )
+
     def hooks_before(self, done: int) -> bool:
         """Whether the hooks are on after the first ``done`` ops."""
         flags = (op.hooks for _, op in reversed(self.ops[:done]) if op is not None and op.hooks is not None)
         return next(flags, False)
 
 
-def schedule_of(
-    ops: ScheduledOps,
-    known: Sequence[Known | None],
-    handles: Collection[int],
-    kept: Collection[int],
-    *,
-    switches: bool,
-    difference: StepDifference | None = None,
-) -> Schedule:
-    """Compile what a call was seen to do.
+@dataclass(slots=True)
+class ScheduleDraft:
+    """The schedule of a call that is still running; fields as in ``Schedule``, without the end."""
 
-    Args:
-        ops, known: without the end.
-        handles, kept: gaps, see ``Schedule``. Where autograd saved nothing, the hooks stay as they are.
-        switches: whether the hooks may be switched at all.
-        difference: from the recorded step.
-    """
-    on = False
-    made: list[tuple[Any, ScheduledOp | None]] = []
-    for gap, (func, op) in enumerate(ops, start=1):
-        hooks = None
-        if switches and gap in handles and not on:
-            hooks = on = True
-        elif switches and gap in kept and gap not in handles and on:
-            hooks = on = False
-        if op is None or op.action is Action.KEEP:
-            made.append((func, None if hooks is None else ScheduledOp(Action.KEEP, hooks=hooks)))
-        else:
-            made.append((func, ScheduledOp(op.action, op.traits, op.site, op.times, hooks)))
-    made.append((None, None))
-    return Schedule(tuple(made), (*known, None), switches, frozenset(handles), frozenset(kept), difference)
+    ops: list[tuple[Any, ScheduledOp | None]] = field(default_factory=list)
+    known: list[Known | None] = field(default_factory=list)
+    handles: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
+
+    def add(self, func: Any, op: ScheduledOp | None, known: Known | None) -> None:
+        """Note the next op."""
+        self.ops.append((func, op))
+        self.known.append(known)
+
+    def note_saved(self, *, discarded: bool) -> None:
+        """Note that autograd saves a tensor before the next op."""
+        (self.handles if discarded else self.kept).add(len(self.ops))
+
+    def schedule(self, *, switches: bool, difference: StepDifference | None = None) -> Schedule:
+        """Compile what the call was seen to do.
+
+        The hooks are switched on before the first gap with a discarded tensor, and off before the next gap that has
+        only kept ones. Where autograd saves nothing they stay as they are: a switch costs more than it gains there.
+
+        Args:
+            switches: whether the hooks may be switched at all.
+            difference: from the recorded step.
+        """
+        on = False
+        made: list[tuple[Any, ScheduledOp | None]] = []
+        for gap, (func, op) in enumerate(self.ops, start=1):  # the gap behind this op
+            hooks = None
+            if switches and gap in self.handles and not on:
+                hooks = on = True
+            elif switches and gap in self.kept and gap not in self.handles and on:
+                hooks = on = False
+            if op is None or op.action is Action.KEEP:
+                made.append((func, None if hooks is None else ScheduledOp(Action.KEEP, hooks=hooks)))
+            else:
+                made.append((func, ScheduledOp(op.action, op.traits, op.site, op.times, hooks)))
+        made.append((None, None))
+        return Schedule(
+            tuple(made),
+            (*self.known, None),
+            switches,
+            frozenset(self.handles),
+            frozenset(self.kept),
+            difference,
+        )

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sacplan._torch.dtensors import DTensor
-from sacplan._torch.private import active_fake_mode, modes_off
+from sacplan._torch.fake_tensors import active_fake_mode
+from sacplan._torch.private import modes_off
 from sacplan.errors import PlanMismatch
 
 _DIGEST = 16  # bytes

@@ -23,7 +23,8 @@ from sacplan._shard.placements import REPLICATED, Placement, Placements, cut, fi
 from sacplan._shard.places import CallPattern, CallPatterns
 from sacplan._shard.redistribute import redistribute
 from sacplan._torch import collectives, dtensors
-from sacplan._torch.private import active_fake_mode, modes_off, storage_key
+from sacplan._torch.fake_tensors import active_fake_mode
+from sacplan._torch.private import modes_off, storage_key
 from sacplan.errors import PlanError
 
 

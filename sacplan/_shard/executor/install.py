@@ -19,8 +19,9 @@ from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import REPLICATED, Placements, fits, format_layout
 from sacplan._shard.places import CallPattern, matches
 from sacplan._shard.process_groups import check_ranks
+from sacplan._torch.autograd import backward_number, call_after_backward
 from sacplan._torch.dtensors import DTensor
-from sacplan._torch.private import active_fake_mode, backward_number, call_after_backward
+from sacplan._torch.fake_tensors import active_fake_mode
 from sacplan.errors import PlanError, PlanMismatch
 
 

@@ -14,12 +14,9 @@ from sacplan._shard.placements import REPLICATED, Placements, WantedPlacements
 from sacplan._shard.places import CallPattern
 from sacplan._shard.strategies import AxisStrategy, LocalCall, local_call
 from sacplan._torch.calls import Call, flat_tensors
+from sacplan._torch.fake_tensors import FAKE_TENSORS_CANNOT, FakeTensorMode
 from sacplan._torch.ops import aten_names, draws_numbers, is_alias
-from sacplan._torch.private import (
-    FAKE_TENSORS_CANNOT,
-    FakeTensorMode,
-    modes_off,
-)
+from sacplan._torch.private import modes_off
 from sacplan.errors import PlanError
 
 RESHAPES = aten_names("view _unsafe_view _reshape_alias")

@@ -23,10 +23,10 @@ from sacplan._shard.mesh import Mesh
 from sacplan._shard.placements import Placements, WantedPlacements
 from sacplan._shard.redistribute import kept, redistribute
 from sacplan._shard.strategies import local_call
+from sacplan._torch.autograd import below_autograd
 from sacplan._torch.calls import Call
 from sacplan._torch.collectives import all_reduce
 from sacplan._torch.ops import aten_names, op_named
-from sacplan._torch.private import below_autograd
 from sacplan.errors import PlanError
 
 _OF_UNKNOWN_SIZE = aten_names("mkldnn_rnn_layer")

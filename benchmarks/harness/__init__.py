@@ -1,0 +1,9 @@
+"""What the benchmarks are built from.
+
+- ``command``: the command line, the first line of output, and the loop over cases.
+- ``results``: files of figures, written and read.
+- ``table``: tables in text and in Markdown.
+- ``plans``: plans for a number of bytes, where none may be feasible.
+- ``steps``: real steps, measured and compared bit by bit.
+- ``processes``: work in other processes, with limits on time and memory.
+"""

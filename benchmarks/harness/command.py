@@ -1,0 +1,73 @@
+"""The command line of a benchmark, and its loop over cases."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks.harness.results import RESULTS, Row, describe, machine, write_results
+
+T = TypeVar("T")
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that starts with ``--json``, and describes itself by the module's docstring."""
+
+    def __init__(self, doc: str | None, results: str | None = None) -> None:
+        """Make the parser.
+
+        Args:
+            doc: the module's docstring, whose first line is the description.
+            results: the file under ``benchmarks/results`` that figures go to by default; None: to no file.
+        """
+        super().__init__(description=(doc or "").splitlines()[0])
+        default = RESULTS / results if results else None
+        self.add_argument(
+            "--json", type=Path, default=default, help="file for the figures (default: %(default)s)"
+        )
+
+    def choice(self, option: str, known: Collection[str], default: Iterable[str] | None = None) -> None:
+        """Add an option that takes some of the known names, all of them by default."""
+        names = list(known)
+        self.add_argument(
+            option, nargs="+", choices=names, default=names if default is None else list(default)
+        )
+
+    def begin(
+        self, argv: list[str] | None = None, *, note: str = "", silence: bool = False
+    ) -> argparse.Namespace:
+        """Parse the command line, and print the machine and the versions.
+
+        Args:
+            argv: the words; by default those of the process.
+            note: printed after the versions.
+            silence: show no warnings, for benchmarks whose steps are known to give some.
+        """
+        arguments = self.parse_args(argv)
+        if silence:
+            warnings.simplefilter("ignore")
+        print(describe(machine()) + note, flush=True)
+        return arguments
+
+
+def run_cases(
+    cases: Iterable[T],
+    rows_of: Callable[[T], Iterable[Row]],
+    line: Callable[[Row], str],
+    path: Path | None,
+    **more: Any,
+) -> list[Row]:
+    """Print the rows of each case as they come, write the file after each case, and return all rows.
+
+    A run that is stopped leaves the cases that it has finished.
+    """
+    rows: list[Row] = []
+    for case in cases:
+        for row in rows_of(case):
+            rows.append(row)
+            print(line(row), flush=True)
+        write_results(path, rows, **more)
+    return rows

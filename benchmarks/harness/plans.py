@@ -1,0 +1,46 @@
+"""Plans for a number of bytes, where there may be none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import sacplan
+
+T = TypeVar("T")
+
+
+def timed(work: Callable[[], T]) -> tuple[T, float]:
+    """Call a function; return its result and the seconds that it took."""
+    began = time.perf_counter()
+    return work(), time.perf_counter() - began
+
+
+def as_budget(nbytes: float) -> str:
+    """Write bytes as ``sacplan.plan`` reads them: a plain number would be GiB."""
+    return f"{int(nbytes)}B"
+
+
+def budget_at(share: float, smallest_bytes: int, peak_bytes: int) -> int:
+    """Return the bytes at a share of the way from the smallest feasible peak (0) to the unplanned one (1)."""
+    return int(smallest_bytes + share * (peak_bytes - smallest_bytes))
+
+
+def plan_or_least(
+    profile: sacplan.Profile, budget_bytes: int, solver: str = "best", **options: Any
+) -> tuple[sacplan.Plan | None, int]:
+    """Plan for a number of bytes; return the plan and its peak, or None and the smallest peak that was found."""
+    try:
+        plan = sacplan.plan(profile, as_budget(budget_bytes), solver, **options)
+    except sacplan.InfeasibleBudget as error:
+        return None, error.smallest_feasible_bytes
+    return plan, plan.peak_bytes
+
+
+def plan_or_smallest(profile: sacplan.Profile, budget: str) -> tuple[sacplan.Plan, str]:
+    """Plan for a budget, or for the smallest feasible one; also return which of the two it is."""
+    try:
+        return sacplan.plan(profile, budget), budget
+    except sacplan.InfeasibleBudget as error:
+        return sacplan.plan(profile, as_budget(error.smallest_feasible_bytes)), "smallest"

@@ -1,0 +1,183 @@
+"""Work in processes of their own, so that a crash, a limit or what imports leave behind costs one result only.
+
+    in_own_process(run_one, "llama", 32, timeout=600)      # one call, one fresh process
+    for result in in_workers(names, work, lost, jobs=2):    # many calls, few processes
+
+Processes are spawned, not forked: torch's threads do not survive a fork, and memory of the parent would be measured as
+the child's. So a function must be one of a module, which the process imports.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+_CONTEXT = multiprocessing.get_context("spawn")
+
+
+class ProcessFailed(Exception):
+    """A process raised or died; the message is its last word."""
+
+
+def in_own_process(function: Callable[..., Any], *arguments: Any, timeout: float | None = None) -> Any:
+    """Call a function in a fresh process and return its result.
+
+    Raises:
+        TimeoutError: it took longer than ``timeout`` seconds, imports included, and was killed.
+        ProcessFailed: it raised, or the process died.
+    """
+    ours, theirs = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=_answer_once, args=(theirs, function, arguments), daemon=True)
+    process.start()
+    theirs.close()  # else the end of the process would not be the end of the pipe
+    try:
+        if not ours.poll(timeout):
+            raise TimeoutError(f"{function.__name__} took longer than {timeout} s")
+        result, error = ours.recv()
+    except EOFError:
+        process.join()
+        raise ProcessFailed(f"the process ended with exit code {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+    if error:
+        raise ProcessFailed(error)
+    return result
+
+
+def _answer_once(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    warnings.simplefilter("ignore")
+    try:
+        connection.send((function(*arguments), ""))
+    except Exception as error:  # the caller raises it again, as text: not every exception can be pickled
+        traceback.print_exc()
+        connection.send((None, f"{type(error).__name__}: {error}"))
+
+
+# --- several items for each process -----------------------------------------------------------------------
+
+Lost = Callable[[str, str, float], Any]
+"""Makes a result of an item, a reason and seconds, where a process died or took too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits on a worker process.
+
+    Attributes:
+        seconds: for one item.
+        address_space_gib: with the libraries of a CUDA build in it, and less room than 16, oneDNN takes other kernels
+            or none.
+        items: a process is replaced after as many: it has collected enough of what they leave.
+    """
+
+    seconds: float = 180.0
+    address_space_gib: int = 16
+    items: float = 50
+
+
+def in_workers(
+    items: Iterable[str],
+    work: Callable[[str], Any],
+    lost: Lost,
+    *,
+    jobs: int = 2,
+    limits: Limits | None = None,
+) -> Iterator[Any]:
+    """Yield what ``work`` makes of each item, as results come, from ``jobs`` processes at a time.
+
+    Args:
+        items: names that are worked on.
+        work: a function of a module.
+        lost: what to make of an item whose process died or took too long.
+        jobs: processes at a time.
+        limits: on each of them.
+    """
+    limits = limits or Limits()
+    waiting = list(reversed(list(items)))
+    idle: list[_Worker] = []
+    busy: list[_Worker] = []
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < jobs:
+                worker = idle.pop() if idle else _Worker(work, lost, limits)
+                worker.start(waiting.pop())
+                busy.append(worker)
+            # The timeout lets a worker that hangs be seen; one that answers or dies ends the wait at once.
+            wait([worker.connection for worker in busy], timeout=1.0)
+            for worker in list(busy):
+                if (result := worker.result()) is None:
+                    continue
+                busy.remove(worker)
+                if not worker.spent:
+                    idle.append(worker)
+                elif worker.process.is_alive():
+                    worker.end()
+                yield result
+    finally:
+        for worker in (*idle, *busy):
+            worker.end()
+
+
+class _Worker:
+    """A process, the item that it works on, and since when."""
+
+    def __init__(self, work: Callable[[str], Any], lost: Lost, limits: Limits) -> None:
+        self._lost, self._limits = lost, limits
+        self.connection, theirs = _CONTEXT.Pipe()
+        arguments = (theirs, work, limits.address_space_gib)
+        self.process = _CONTEXT.Process(target=_answer_all, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+        self.item = ""
+        self.began = 0.0
+        self.done = 0
+
+    def start(self, item: str) -> None:
+        self.item, self.began = item, time.monotonic()
+        self.connection.send(item)
+
+    def result(self) -> Any:
+        """Return the result of the item, or None while it is open."""
+        took = time.monotonic() - self.began
+        if self.connection.poll():
+            try:
+                self.done += 1
+                return self.connection.recv()
+            except EOFError:  # the process is gone: an op crashed it, or it ran out of memory
+                self.end()
+                return self._lost(
+                    self.item, f"the process ended with exit code {self.process.exitcode}", took
+                )
+        if took > self._limits.seconds:
+            self.end()
+            return self._lost(self.item, f"not done after {self._limits.seconds:.0f} s", took)
+        return None
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+    @property
+    def spent(self) -> bool:
+        """Whether another process should take over: this one is gone, or has had its share of items."""
+        return not self.process.is_alive() or self.done >= self._limits.items
+
+
+def _answer_all(connection: Connection, work: Callable[[str], Any], address_space_gib: int) -> None:
+    """Answer items with what ``work`` makes of them, until the process is killed."""
+    resource.setrlimit(resource.RLIMIT_AS, (address_space_gib << 30, address_space_gib << 30))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    while True:
+        connection.send(work(connection.recv()))

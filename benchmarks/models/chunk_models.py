@@ -1,0 +1,130 @@
+"""Models whose memory chunks save: training with a large head, and long sequences on an H100.
+
+    case = TRAINING["llama"]()               # a small language model whose head and loss make the peak
+    case = large_vocabulary()                # a loss outside the model, over 128,256 words
+    case = PLANNED["llama-3-8b"](32768)      # on meta: for plans alone
+
+Everything is drawn from a fixed seed; models that are computed are float32 on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from benchmarks.models import cases
+from benchmarks.models.cases import Case, empty_text, fused_adamw, on_meta
+from tests.zoo.language_models import LM, cross_entropy
+
+hf: Any = transformers
+
+_SEED = 0
+
+Make = Callable[..., Case]
+
+
+def _seeded(make: Make) -> Make:
+    @functools.wraps(make)
+    def build(*args: Any, **kwargs: Any) -> Case:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(_SEED)
+            return make(*args, **kwargs)
+
+    return build
+
+
+# --- training: small language models with a large head ------------------------------------------------------
+
+VOCABULARY = 4096
+WIDTH = 64
+ROWS, LENGTH = 4, 64
+
+_DECODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 2 * LENGTH, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "use_cache": False,
+}  # fmt: skip
+_GROUPED = {**_DECODER, "num_key_value_heads": 2}
+
+
+def _architecture(model_class: str, **config: Any) -> Case:
+    cls = getattr(hf, model_class)
+    model = cls(cls.config_class(**config)).train()
+    ids = torch.randint(5, VOCABULARY, (ROWS, LENGTH))
+    labels = ids.clone()
+    labels[0, : LENGTH // 4] = -100
+    return Case(model, {"input_ids": ids, "labels": labels})
+
+
+def _small(model_class: str, **config: Any) -> Callable[[], Case]:
+    return _seeded(functools.partial(_architecture, model_class, **config))
+
+
+TRAINING: dict[str, Callable[[], Case]] = {
+    "gpt2": _small(
+        "GPT2LMHeadModel", vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=2, n_head=4, n_positions=LENGTH,
+        bos_token_id=1, eos_token_id=2, use_cache=False,
+    ),
+    "llama": _small("LlamaForCausalLM", **_GROUPED),
+    "qwen2": _small("Qwen2ForCausalLM", **_GROUPED, tie_word_embeddings=True),
+    "mistral": _small("MistralForCausalLM", **_GROUPED),
+    "gemma2": _small("Gemma2ForCausalLM", **_GROUPED, head_dim=16),  # soft-capped scores and logits, tied
+    "phi": _small("PhiForCausalLM", **_DECODER),  # the head has a bias
+    "opt": _small(
+        "OPTForCausalLM", **{k: v for k, v in _DECODER.items() if k != "intermediate_size"}, ffn_dim=2 * WIDTH,
+        word_embed_proj_dim=WIDTH,
+    ),
+    "gpt-neox": _small("GPTNeoXForCausalLM", **_DECODER),
+    "bloom": _small(
+        "BloomForCausalLM", vocab_size=VOCABULARY, hidden_size=WIDTH, n_layer=2, n_head=4, bos_token_id=1,
+        eos_token_id=2, use_cache=False,
+    ),
+    "mamba": _small(
+        "MambaForCausalLM", vocab_size=VOCABULARY, hidden_size=WIDTH, state_size=4, num_hidden_layers=2,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False,
+    ),
+    "t5": _small(
+        "T5ForConditionalGeneration", vocab_size=VOCABULARY, d_model=WIDTH, d_kv=16, d_ff=2 * WIDTH, num_layers=2,
+        num_heads=4, decoder_start_token_id=0, use_cache=False,
+    ),
+    "bert": _small("BertForMaskedLM", **{k: v for k, v in _DECODER.items() if k != "use_cache"}),
+}  # fmt: skip
+"""Twelve architectures of transformers with ``labels=``, some of them ignored; dropout as in their configs."""
+
+
+@_seeded
+def large_vocabulary() -> Case:
+    """Build a model with the loss outside: 128,256 words, 2 x 128 tokens, width 64, head not tied to the embedding."""
+    vocabulary = 128_256
+    model = LM(layers=1, dim=64, heads=4, vocab=vocabulary).train()
+    return Case(model, torch.randint(0, vocabulary, (2, 128)), cross_entropy)
+
+
+# --- plans for an H100 ------------------------------------------------------------------------------------------
+
+
+def _planned(model: nn.Module, tokens: int) -> Case:
+    return Case(model.train(), empty_text(1, tokens), optimizer=fused_adamw)
+
+
+def llama_3_8b(tokens: int = 32768, layers: int = 32) -> Case:
+    """Build Llama-3-8B's shape in bfloat16, on meta."""
+    model = cases.llama_3_8b(num_hidden_layers=layers, max_position_embeddings=2**20, use_cache=False)
+    return _planned(model, tokens)
+
+
+def gemma_2_2b(tokens: int = 8192, layers: int = 26) -> Case:
+    """Build Gemma-2-2B's shape in bfloat16, on meta: 256,000 words, soft-capped, head and embedding tied."""
+    config = hf.Gemma2Config(
+        hidden_size=2304, intermediate_size=9216, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=256, vocab_size=256000, max_position_embeddings=2**20, use_cache=False,
+    )  # fmt: skip
+    return _planned(on_meta(hf.Gemma2ForCausalLM, config), tokens)
+
+
+PLANNED: dict[str, Callable[..., Case]] = {"llama-3-8b": llama_3_8b, "gemma-2-2b": gemma_2_2b}

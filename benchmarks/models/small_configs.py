@@ -1,0 +1,443 @@
+"""Every architecture of transformers at a small size, made from its config class: no weights, no file by hand.
+
+    small_configs.architectures()            # model types, such as "llama"
+    case = small_configs.build("llama")      # model, batch, loss_fn, the class that was taken
+
+A config is made from the defaults of its class. ``RULES`` say what becomes of a field, by its name: widths become 64,
+depths 2, heads 4, vocabularies 512. Configs inside it are shrunk the same way, so that what has to agree between them
+does. ``OVERRIDES`` are for what the rules get wrong, by model type. The class is the first of the architecture's heads
+that runs; the batch is made as for an ``hf:`` target (``sacplan._cli.hf_batches``), with labels where it has them.
+
+An architecture that ``hf_models`` has a config for, written by hand, takes that one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig
+from transformers.models.auto import configuration_auto
+
+from benchmarks.harness.steps import seed_everything
+from benchmarks.models import hf_models
+from sacplan._cli import hf, hf_batches
+from sacplan._record.step import default_loss
+
+ROWS = 8
+LENGTH = 48
+WIDTH = 64
+HEADS_COUNT = 4
+HEAD_DIM = WIDTH // HEADS_COUNT
+LAYERS = 2
+VOCABULARY = 512
+IMAGE = 64
+PATCH = 8
+MELS = 16
+FRAMES = 64
+SAMPLES = 6400
+
+_SEED = 0
+
+
+class NotBuilt(Exception):
+    """An architecture was not built, or its step does not run in plain PyTorch; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SmallCase:
+    """A model that trains.
+
+    Attributes:
+        model_class: its name, such as "LlamaForCausalLM".
+        source: "hf_models" (written by hand) or "rules".
+    """
+
+    model: torch.nn.Module
+    batch: dict[str, Any]
+    loss_fn: Any
+    model_class: str
+    source: str
+
+
+# --- which architectures ---------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def architectures() -> tuple[str, ...]:
+    """Return the model types that have a model class, in alphabetical order.
+
+    The towers of an architecture ("qwen2_vl_vision") are left out: they run as part of it.
+    """
+    types = sorted({name for head in hf.HEADS for name in hf.class_names(head)})
+    return tuple(t for t in types if not _whole_of(t, types))
+
+
+_PART = re.compile(
+    r"_(vision|text|audio|encoder|decoder|vision_model|text_model|text_text_model|vqmodel|\w*_model)$"
+)
+
+
+def _whole_of(model_type: str, types: list[str]) -> bool:
+    """Whether a type is named as a part of another one."""
+    return any(
+        model_type.startswith(f"{whole}_") and _PART.fullmatch(model_type.removeprefix(whole)) is not None
+        for whole in types
+    )
+
+
+# --- configs ---------------------------------------------------------------------------------------------------------
+
+Rule = Callable[[Any], Any]
+
+
+def _at_most(most: int) -> Rule:
+    """Bound the number, or each of several."""
+
+    def rule(value: Any) -> Any:
+        return type(value)(map(rule, value)) if isinstance(value, (list, tuple)) else min(value, most)
+
+    return rule
+
+
+def _all(number: int) -> Rule:
+    return lambda value: type(value)([number] * len(value)) if isinstance(value, (list, tuple)) else number
+
+
+def _heads(value: Any) -> Any:
+    """Return powers of two, which divide the widths."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_heads, value))
+    return min(HEADS_COUNT, 2 ** int(math.log2(max(1, value))))
+
+
+def _widths(value: Any) -> Any:
+    """Return at most ``WIDTH``; several keep their ratios."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return min(value, WIDTH) if isinstance(value, int) else value
+    largest = max(value)
+    if largest <= WIDTH:
+        return value
+    return type(value)(max(8, int(v * WIDTH / largest) // 8 * 8) for v in value)
+
+
+def _rope(value: dict[str, Any]) -> dict[str, Any]:
+    """Fit the sections of a rotary embedding to the head's width, and set a base where the class has none."""
+    value = dict(value)
+    if "mrope_section" in value:
+        half = HEAD_DIM // 2
+        side = 3 * half // 8
+        value["mrope_section"] = [half - 2 * side, side, side]
+    if "rope_type" in value and value.get("rope_theta") is None:
+        value["rope_theta"] = 10000.0
+    return value
+
+
+RULES: tuple[tuple[str, Any], ...] = (
+    # tokens
+    (r"pad_token_id|pad_index", 0),
+    (r"bos_token_id|bos_index|cls_token_id|forced_bos_token_id", 1),
+    (r"eos_token_id|eos_index|sep_token_id|forced_eos_token_id", 2),
+    (r"decoder_start_token_id", 1),
+    (r"image_token_(id|index)|media_token_(id|index)|mask_token_id|mask_index", 3),
+    (r"video_token_(id|index)", 4),
+    (r"audio_token_(id|index)", 5),
+    (r"\w*(vision|image|boi)\w*_token_(id|index)", 6),
+    (r"\w+_token_(id|index)", 7),
+    (r"type_vocab_sizes?|n_langs", None),
+    (r"\w*vocab_size\w*|num_embeddings", VOCABULARY),
+    # depths
+    (r"(\w+_)?(n|num)_(hidden_|encoder_|decoder_|attention_)?layers?|num_blocks|(\w+_)?depth|\w+_layers|layers",
+     _at_most(LAYERS)),
+    (r"depths|layers_per_stage|stage_num_blocks|num_block_repeats|stage_layers", _at_most(1)),
+    (r"deepstack_visual_indexes|fullatt_block_indexes|global_attn_index(e|ice)s", lambda v: type(v)([1])),
+    (r"first_k_dense_replace|num_dense_layers", _at_most(1)),
+    # heads
+    (r"(\w+_)?num_key_value_heads|num_kv_heads|n_head_kv", _at_most(2)),
+    (r"(\w+_)?(num_attention_heads|attention_heads|num_heads|n_heads?|heads)", _heads),
+    (r"qk_(rope|nope)_head_dim", HEAD_DIM // 2),
+    (r"(\w+_)?head_dim|d_kv|d_head|rotary_dim", HEAD_DIM),
+    (r"(q|kv)_lora_rank", 32),
+    (r"rope_parameters|rope_scaling", _rope),
+    # experts
+    (r"num_experts_per_tok(en)?|top_?k_experts|moe_k|moe_top_?k|experts_per_token", _at_most(2)),
+    (r"(num|n)_(local_|routed_)?experts|moe_num_experts", _at_most(4)),
+    (r"n_group|topk_group", 1),
+    (r"(\w+_)?expert_capacity", LENGTH),
+    # positions, images, sound
+    (r"(\w+_)?max_position_embeddings|n_positions|max_seq_len|max_sequence_length|max_(source|target)_positions",
+     _at_most(512)),
+    (r"image_size", _all(IMAGE)),
+    (r"patch_size", _at_most(PATCH)),
+    (r"image_grid_pinpoints", [[IMAGE, IMAGE]]),
+    (r"mm_tokens_per_image|image_seq_length", (IMAGE // PATCH // 2) ** 2),
+    (r"num_mel_bins|feature_size", MELS),
+    (r"mask_(time|feature)_length", 2),
+    (r"num_frames", _at_most(4)),
+    (r"num_queries|num_detection_tokens|num_labels|num_latents", _at_most(20)),
+    (r"sliding_window|local_attention|attention_window", _at_most(16)),
+    # widths
+    (r"coordinate_size", 10),
+    (r"shape_size", 12),
+    (r"num_pos_feats", WIDTH // 2),
+    (r"intermediate_size|\w*_intermediate_size|\w*ffn_dim|ffn_hidden_size|d_ff|d_inner|n_inner|mlp_dim|dim_feedforward"
+     r"|\w+_feedforward_dim|\w*ffn_hidden_dim", _at_most(2 * WIDTH)),
+    (r"hidden_sizes|neck_hidden_sizes|(encoder|decoder)_in_channels|embed_dims?|embedding_dims?|conv_dim"
+     r"|encoder_hidden_sizes|(\w+_)?(hidden_size|hidden_dim|d_model|n_embd|projection_dim|embed_dim|embedding_size"
+     r"|output_dim|out_hidden_size|proj_dim|channels|out_channels|width|dim|mask_feature_size|latent_dim|proj_size)"
+     r"|upsample_groups|d_latents", _widths),
+)  # fmt: skip
+"""Name of a field (a pattern that is its whole name) and what it becomes: a value, or a function of the default.
+
+The first pattern that fits counts; None leaves the field. A field whose default is None is left as well: the config
+works it out. So is one that is a share.
+"""
+
+
+def small_config(
+    config_class: type[PretrainedConfig], defaults: PretrainedConfig | None = None
+) -> PretrainedConfig:
+    """Make a small config of a class.
+
+    Args:
+        config_class: whose fields are asked for.
+        defaults: values to start from, where the config is part of another one.
+    """
+    model_type = config_class.model_type
+    overrides = OVERRIDES.get(model_type, {})
+    if defaults is None:
+        defaults = config_class(**overrides if model_type in _DEFAULTS_NEED_OVERRIDES else {})
+    values: dict[str, Any] = {}
+    for name, declared in _fields(config_class).items():
+        value = vars(defaults).get(name, declared)
+        if isinstance(value, PretrainedConfig):
+            values[name] = small_config(type(value), value)
+        elif name == "vocab_size" and value is None:  # a checkpoint brings it
+            values[name] = VOCABULARY
+        elif value is not None and (declared is not None or name == "rope_parameters"):
+            rule = _rule(name)
+            if rule is not None and not isinstance(value, (float, bool)) and model_type not in UNSHRUNK:
+                values[name] = rule(value) if callable(rule) else rule
+    if model_type not in UNSHRUNK:
+        values |= _layer_types(defaults)
+    if "qk_rope_head_dim" in values:  # latent attention: the rotary part has a width of its own
+        values |= {k: v for k, v in _LATENT_ATTENTION.items() if k in _fields(config_class)}
+    made = {k: v() if callable(v) else v for k, v in overrides.items()}
+    return config_class(**values | made)
+
+
+_LATENT_ATTENTION = {"head_dim": HEAD_DIM // 2, "num_key_value_heads": HEADS_COUNT, "qk_head_dim": HEAD_DIM}
+
+
+@functools.cache
+def _rule(name: str) -> Any:
+    return next((rule for pattern, rule in RULES if re.fullmatch(pattern, name)), None)
+
+
+def _fields(config_class: type[PretrainedConfig]) -> dict[str, Any]:
+    """Return the fields that the class declares for the architecture, with their defaults."""
+    common = {f.name for f in dataclasses.fields(PretrainedConfig)}
+    found = {}
+    for field in dataclasses.fields(config_class):
+        if field.name in common or not field.init:
+            continue
+        if field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+        else:
+            found[field.name] = None if field.default is dataclasses.MISSING else field.default
+    return found
+
+
+def _layer_types(defaults: PretrainedConfig) -> dict[str, Any]:
+    """Keep one layer of each kind that the architecture mixes, and at least ``LAYERS``."""
+    found: dict[str, Any] = {}
+    for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
+        kinds = vars(defaults).get(name)
+        if isinstance(kinds, list) and kinds and name in _fields(type(defaults)):
+            found[name] = list(dict.fromkeys(kinds))
+    if not found:
+        return {}
+    layers = max(LAYERS, *map(len, found.values()))
+    for name, kinds in found.items():
+        found[name] = [kinds[i % len(kinds)] for i in range(layers)]
+    return {**found, "num_hidden_layers": layers}
+
+
+def _resnet() -> PretrainedConfig:
+    """Return a backbone that needs no other package."""
+    return transformers.ResNetConfig(  # type: ignore[call-arg]
+        embedding_size=16, hidden_sizes=[16, 32, 32, 64], depths=[1, 1, 1, 1], layer_type="basic",
+        out_features=["stage2", "stage3", "stage4"],
+    )  # fmt: skip
+
+
+_OWN_BACKBONE = {"backbone_config": _resnet, "use_timm_backbone": False, "backbone": None}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+_HALF_MROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    }
+}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+_TIME_SERIES = {
+    "prediction_length": 8,
+    "context_length": 24,
+    "lags_sequence": [1, 2, 3],
+    "num_time_features": 1,
+}
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]}, "detr": _OWN_BACKBONE, "conditional_detr": _OWN_BACKBONE,
+    "dab-detr": _OWN_BACKBONE, "deformable_detr": _OWN_BACKBONE, "table-transformer": _OWN_BACKBONE,
+    "glm4v_text": _MROPE, "glm4v_moe_text": _HALF_MROPE, "glm_ocr_text": _MROPE, "glm_image_text": _MROPE,
+    "qwen2_5_vl_text": _MROPE, "autoformer": _TIME_SERIES, "informer": _TIME_SERIES,
+    "time_series_transformer": _TIME_SERIES, "lilt": {"hidden_size": 96},
+    "aria": {"projector_patch_to_query_dict": {"64": 8}},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]}, "recurrent_gemma": {"num_hidden_layers": 3},
+    "hunyuan_v1_dense": _ROPE, "hunyuan_v1_moe": _ROPE, "hunyuan_vl_text": _ROPE, "ministral": _ROPE,
+    "longcat_flash": {"zero_expert_num": 2, "moe_topk": 2}, "nemotron": {"num_key_value_heads": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "layoutlmv3": {"input_size": IMAGE}, "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mask2former": {"feature_size": WIDTH, "mask_feature_size": WIDTH},
+    "nemotron_h": {"n_groups": 1, "mamba_num_heads": 8, "mamba_head_dim": 16},
+    "patchtst": {"num_input_channels": 4, "prediction_length": 8},
+    "patchtsmixer": {"num_input_channels": 4, "prediction_length": 8},
+    "vipllava": {"vision_feature_layers": [-2, -1]}, "xmod": {"default_language": "en_XX"},
+    "esm": {"pad_token_id": 0, "mask_token_id": 3}, "cpmant": {"dim_head": HEAD_DIM, "dim_ff": 2 * WIDTH},
+    "ctrl": {"dff": 2 * WIDTH},
+}  # fmt: skip
+"""By model type, of configs inside others too: values (or makers of values) for fields that the rules get wrong."""
+
+_DEFAULTS_NEED_OVERRIDES: frozenset[str] = frozenset()
+"""Model types whose config class cannot be made without arguments."""
+
+UNSHRUNK: frozenset[str] = frozenset({
+    "bit", "efficientnet", "align_vision_model", "cvt", "textnet", "uvdoc_backbone", "uvdoc", "slanet", "pp_lcnet",
+    "pp_lcnet_v3", "pp_lcnet_v4",
+})  # fmt: skip
+"""Convolutional networks whose shape is a table in the config: small enough as they are."""
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+SIZES = hf_batches.BatchDimensions(
+    rows=ROWS, tokens=LENGTH, pixels=IMAGE, patches=4, frames=FRAMES, samples=SAMPLES, mels=MELS, transcript=6,
+    padded=True,
+)  # fmt: skip
+
+
+def _sizes(config: Any) -> hf_batches.BatchDimensions:
+    positions = hf_batches.first_of(config.get_text_config(), "max_position_embeddings", "n_positions")
+    return dataclasses.replace(SIZES, tokens=min(LENGTH, positions or LENGTH))
+
+
+def _with_data(model: torch.nn.Module, arguments: Any, call: Callable[..., Any]) -> Any:
+    with torch.no_grad():
+        return call(model, arguments)
+
+
+REASONS: dict[str, str] = {}
+"""Why the predicted peak of a model type is not the measured one, where that is known and stays so."""
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+_BY_HAND_ROWS = 2
+
+
+@functools.cache
+def by_hand() -> dict[str, str]:
+    """Map model types to names in ``hf_models``."""
+    return {make("small")[1].model_type: name for name, make in hf_models.ARCHITECTURES.items()}
+
+
+def config_of(model_type: str) -> PretrainedConfig:
+    """Return the small config of a model type, by hand or by rule."""
+    if model_type in by_hand():
+        config: PretrainedConfig = hf_models.ARCHITECTURES[by_hand()[model_type]]("small")[1]
+        return config
+    return small_config(configuration_auto.CONFIG_MAPPING[model_type])
+
+
+def build(model_type: str) -> SmallCase:
+    """Build a model of an architecture, in training mode, and a batch that it trains on.
+
+    Raises:
+        NotBuilt: it cannot be made small, or no batch was found that it runs on; the message is the first error.
+    """
+    seed_everything(_SEED)
+    if model_type in by_hand():
+        model, batch, loss_fn = hf_models.build(by_hand()[model_type], "small", "cpu", copies=_BY_HAND_ROWS)
+        return SmallCase(model, batch, loss_fn, type(model).__name__, "hf_models")
+    config_class = configuration_auto.CONFIG_MAPPING[model_type]
+    errors: list[str] = []
+    with _noted(errors, "config"):
+        small_config(config_class)
+    if errors:
+        raise NotBuilt(errors[0])
+    for model_class in hf.model_classes(model_type):
+        seed_everything(_SEED)
+        with _noted(errors, model_class.__name__):
+            model = model_class(small_config(config_class)).train()
+            for batch in _batches(model, errors):
+                return SmallCase(model, batch, None, model_class.__name__, "rules")
+    raise NotBuilt("; then ".join(dict.fromkeys((*errors[:1], *errors[-1:]))) or "no model class")
+
+
+def _batches(model: torch.nn.Module, errors: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the first batch on which a step runs; those with labels are tried first."""
+    for labels in (True, False):
+        for layout in hf_batches.layouts(model):
+            with _noted(errors, type(model).__name__):
+                seed_everything(_SEED)
+                sizes = _sizes(model.config)
+                inputs = hf_batches.BatchInputs(model, sizes, layout=layout, run=_with_data)
+                batch = hf_batches.make_batch(inputs, labels=labels)
+                _try_step(model, batch)
+                yield batch
+                return
+
+
+def _try_step(model: torch.nn.Module, batch: dict[str, Any]) -> None:
+    """Run a step without a plan, and forget its gradients.
+
+    Raises:
+        ValueError: nothing to train came out of it.
+    """
+    buffers = {k: b.clone() for k, b in model.named_buffers()}
+    try:
+        loss = default_loss(model, batch)
+        if not torch.isfinite(loss):
+            raise ValueError(f"the loss is {loss.item()}")
+        loss.backward()
+        if all(p.grad is None for p in model.parameters()):
+            raise ValueError("no parameter has a gradient")
+    finally:
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in buffers and buffers[name].shape == buffer.shape:
+                    buffer.copy_(buffers[name])
+
+
+@contextlib.contextmanager
+def _noted(errors: list[str], where: str) -> Iterator[None]:
+    """Turn an exception into a line of ``errors``: whatever an architecture raises, another try may do."""
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(str(error).split())
+        errors.append(f"{where}: {type(error).__name__}: {text[:200]}")

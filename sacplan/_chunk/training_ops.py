@@ -1,0 +1,256 @@
+"""Which ops of a training step a chunk defers, and where its results leave it.
+
+The walk goes through the recorded ops in order, as autograd will. What it keeps true: the engine holds a lazy tensor
+for each tensor of the program that depends on what entered and is not reduced to numbers yet.
+
+- A forward op is deferred if it reads a lazy tensor.
+- A backward op is deferred if it reads one and belongs to the chunk: its forward op was deferred, or is one that the
+  module runs on its parameters alone.
+- A backward op that reads a lazy tensor and does not belong is where a result leaves: the loop must have run by then.
+
+A gradient leaves as a whole only if it is that of what entered or of a parameter, since the executor has one autograd
+node, at the entry, which gets all of them at once. Everything that would differ from this in the executor is refused.
+The checks are conservative: some that they refuse could run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice, takewhile
+
+from sacplan._chunk.chunk_entry import CannotChunk
+from sacplan._chunk.deferral import DeferredRun
+from sacplan._chunk.executor.lazy import Lazy
+from sacplan._chunk.families import backward_ops
+from sacplan._program.program import Op, Phase, StorageKind, Tensor
+from sacplan._torch.ops import is_computation
+
+_ADDITIONS = ("aten.add.Tensor", "aten.add_.Tensor")
+
+
+class ForwardWalk:
+    """Defers the forward ops of a chunk.
+
+    Attributes:
+        own: ops that the module runs on its own parameters alone, such as casts. They run as in the plain step, but
+            their backward belongs to the chunk.
+    """
+
+    def __init__(self, run: DeferredRun) -> None:
+        self.run, self.span, self.program = run, run.span, run.program
+        self.own: set[int] = set()
+        self._own_storages: set[int] = set()
+
+    def walk(self) -> None:
+        """Defer them.
+
+        Raises:
+            CannotChunk: an op cannot be deferred, or would not be computed as in the plain step.
+        """
+        span, run, tensors = self.span, self.run, self.run.tensors
+        for i in span.forward:
+            op = self.program.ops[i]
+            if op.phase is not Phase.FORWARD:
+                continue
+            in_module = i < span.end_op
+            known = tensors.known(op, in_module)
+            if any(t in known for t in op.inputs):
+                before = {t: known[t] for t in op.inputs if t in known}
+                self._check_reads(i, op, known)
+                run.defer(i, op, known)
+                tensors.saved[i] = before | {t: known[t] for t in op.outputs if t in known}
+            elif tensors.storages.intersection(op.reads):
+                # The memory is sliced, but no op made this view of it: a storage that is reinterpreted.
+                raise CannotChunk(f"{op.name} reads what is sliced in another layout", i)
+            elif in_module and op.reads and all(map(self._is_own, op.reads)):
+                self.own.add(i)
+                self._own_storages.update(op.writes)
+            elif span.is_module and in_module and is_computation(op.name):
+                # What a kernel makes besides, such as a mask, it may make otherwise for what is lazy.
+                raise CannotChunk(
+                    f"{op.name} in {span.entry.unit!r} computes something that is not sliced", i
+                )
+
+    def _is_own(self, storage: int) -> bool:
+        return self.program.storage_kinds[storage] is StorageKind.PARAMETER or storage in self._own_storages
+
+    def _check_reads(self, index: int, op: Op, known: Mapping[int, Lazy]) -> None:
+        """Refuse an op that also reads something differentiable that did not come through the entry.
+
+        The executor's node returns gradients for what entered and the module's parameters only. Another one would be
+        computed in a loop of its own, which the program does not show.
+        """
+        program, span = self.program, self.span
+        sliced = any(known[t].value.sliced for t in op.inputs if t in known)
+        for t in op.inputs:
+            s = program.tensors[t].storage
+            if t in known or s in self.run.tensors.storages or s in self._own_storages:
+                continue
+            if "float" not in program.tensors[t].dtype:
+                continue  # such as targets: never differentiated
+            # If all lazy tensors that are read are reduced, this is no obstacle: another loss that is added to one in
+            # slices gets its gradient from the sum, as in the plain step.
+            if sliced and program.writer.get(s, -1) in backward_ops(program):
+                raise CannotChunk(
+                    f"{op.name} also reads an activation that did not enter {span.entry.unit!r}", index
+                )
+            scopes = (op.scope, *program.ancestors(op.scope))
+            if program.storage_kinds[s] is StorageKind.PARAMETER and span.entry.scope not in scopes:
+                raise CannotChunk(f"{op.name} reads a parameter outside of {span.entry.unit!r}", index)
+
+
+class BackwardWalk:
+    """Defers the backward ops of a chunk, and finds its results.
+
+    Args:
+        run: after the forward ops, and if the span is a module, after its outputs were computed.
+        own: see ``ForwardWalk``.
+        outputs: tensors that the module returns.
+
+    Attributes:
+        exits: the results: lazy tensors that an op reads which is not deferred.
+        boundary: these ops.
+        temporaries: by storage that a backward formula makes and frees again, the formula's forward op.
+    """
+
+    def __init__(self, run: DeferredRun, own: frozenset[int], outputs: frozenset[int]) -> None:
+        self.run, self.span, self.program = run, run.span, run.program
+        self.own, self.outputs = own, outputs
+        self.exits: dict[int, Lazy] = {}
+        self.boundary: list[int] = []
+        self.temporaries: dict[int, int] = {}
+        self._upstream: set[int] = set()  # storages that backward ops make that were not deferred
+        self._expanded: set[int] = set()  # incoming gradients: computed where the plain step does
+        # Of these, those that are as they are also the gradient of a tensor inside, see _hands_on_gradient.
+        self._handed_on: set[int] = set()
+        self._n_met = 0  # gradients of what entered that were added to one from elsewhere
+
+    def walk(self) -> None:
+        """Defer them.
+
+        Raises:
+            CannotChunk: an op cannot be deferred, a result leaves that the executor could not return there, or
+                nothing is differentiated at all.
+        """
+        program, tensors, unit = self.program, self.run.tensors, self.span.entry.unit
+        for i in range(self.span.end_op, len(program.ops)):
+            op = program.ops[i]
+            if op.phase is Phase.OPTIMIZER:
+                break
+            if op.phase is not Phase.BACKWARD:
+                continue
+            belongs = op.forward_of in self.run.ran or op.forward_of in self.own
+            in_module = belongs and op.forward_of < self.span.end_op
+            if belongs and op.forward_of in self.run.expected:
+                self._gradients_are_lazy(i, op, in_module)
+            known = tensors.known(op, in_module)
+            lazy = [t for t in op.inputs if t in known]
+            meets = belongs and bool(lazy) and self._meets(op, known)
+            if belongs and lazy and not meets:
+                self.run.defer(i, op, known)
+                continue
+            if belongs and not lazy and self._makes_temporary(i, op):
+                # It runs where it ran, and what it makes is freed with the last op of its formula that is deferred.
+                self.run.defer(i, op, known)
+                self.temporaries.update((program.tensors[t].storage, op.forward_of) for t in op.outputs)
+                continue
+            if meets:
+                self._n_met += 1
+                if self._n_met > 1:
+                    # The program adds these up one by one. In the executor they are added up first among themselves,
+                    # by the entry's node, which is another sum.
+                    raise CannotChunk(f"{unit!r} reads its input several times, and so do others", i)
+            self._run_outside(i, op, known, [t for t in lazy if t not in self._expanded])
+        if not self.exits:
+            raise CannotChunk(f"nothing that is computed from the input of {unit!r} is differentiated")
+        if program.ops[self.run.last].phase is not Phase.BACKWARD:
+            raise CannotChunk(
+                f"no backward op belongs to the forward pass behind {unit!r}", self.span.first_op
+            )
+
+    def _run_outside(self, index: int, op: Op, known: Mapping[int, Lazy], lazy: Sequence[int]) -> None:
+        """An op runs where it ran. What it reads that is lazy leaves the chunk."""
+        self._upstream.update(op.writes)
+        if lazy:
+            self._check_exits(index, op, lazy)
+            self.exits.update((t, known[t]) for t in lazy if t not in self.exits)
+            self.boundary.append(index)
+        for t in op.outputs:
+            self.run.tensors.lazy.pop(
+                t, None
+            )  # a view of what has left: others read it as it is from here on
+
+    def _makes_temporary(self, index: int, op: Op) -> bool:
+        """Whether an op computes what its backward formula frees again, in a formula that is deferred in part.
+
+        In the program such a formula is one workspace at its last op (``plain_formulas``), which is gone with that op.
+        """
+        tensors, writer = self.program.tensors, self.program.writer
+        made = {tensors[t].storage for t in op.outputs} - {tensors[t].storage for t in op.inputs}
+        if not made or any(s in writer for s in made):
+            return False  # a view, or a result that the program allocates by itself
+        known = self.run.tensors
+        saved = known.saved.get(op.forward_of, {})
+        following = takewhile(lambda o: o.forward_of == op.forward_of, islice(self.program.ops, index, None))
+        return any(t in saved or t in known.lazy for later in following for t in later.inputs)
+
+    def _meets(self, op: Op, known: Mapping[int, Lazy]) -> bool:
+        """Whether another gradient of the module's input is added to the one that the entry's node makes."""
+        if op.name not in _ADDITIONS:
+            return False
+        tensors, like = self.program.tensors, self.program.tensors[self.span.entry.tensor]
+        outside = {t for t in op.inputs if t not in known or t in self._expanded}
+        inside = self._handed_on.intersection(op.inputs)
+        if inside and len(set(op.inputs)) == len(op.inputs):
+            # This adds up two gradients of a tensor in the module, in slices.
+            self._handed_on -= inside
+            outside -= inside
+        return any(tensors[t].shape == like.shape and tensors[t].storage in self._upstream for t in outside)
+
+    def _check_exits(self, index: int, op: Op, lazy: Sequence[int]) -> None:
+        """Refuse a result that is the gradient of another activation: it would need a loop of its own.
+
+        Shapes decide, since a recording does not say whose gradient a tensor is.
+        """
+        program, entry = self.program, self.span.entry
+        tensors = (program.tensors[t] for i in program.ops_in(entry.scope) for t in program.ops[i].inputs)
+        shapes = {t.shape for t in tensors if program.storage_kinds[t.storage] is StorageKind.PARAMETER}
+        shapes.add(program.tensors[entry.tensor].shape)
+        if any(program.tensors[t].shape not in shapes for t in lazy):
+            raise CannotChunk(
+                f"{op.name} reads a gradient of an activation that did not enter {entry.unit!r}", index
+            )
+
+    def _gradients_are_lazy(self, index: int, op: Op, in_module: bool) -> None:
+        """Let the gradients that come in be lazy, as the executor does.
+
+        The gradient of something reduced is free, so that what autograd expands it to is sliced. Those of a module's
+        outputs come in as a whole and are read in slices.
+        """
+        tensors = self.run.tensors
+        shape, window = self.run.expected[op.forward_of]
+        for t in op.inputs:
+            tensor = self.program.tensors[t]
+            known = t in tensors.known(op, in_module) or t in self.outputs
+            if known or tensor.shape != shape or "float" not in tensor.dtype:
+                continue
+            self.run.gradient(index, op.forward_of, t)
+            self._expanded.add(t)
+            if window is not None and self._hands_on_gradient(op.forward_of):
+                self._handed_on.add(t)
+
+    def _hands_on_gradient(self, forward: int) -> bool:
+        """Whether the gradient of what an op makes is that of one of its inputs, too: that of a residual sum is.
+
+        Autograd then runs no op for that input. It may run one for another input, such as a cast.
+        """
+        program = self.program
+        (like, *others) = (program.tensors[t] for t in program.ops[forward].outputs)
+        alike = [t for t in self.run.tensors.saved[forward] if _is_like(program.tensors[t], like)]
+        backward = (program.ops[i] for i in backward_ops(program).get(forward, ()))
+        made = (t for op in backward if op.name not in _ADDITIONS for t in op.outputs)
+        return not others and len(alike) > 1 and not any(_is_like(program.tensors[t], like) for t in made)
+
+
+def _is_like(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.shape == other.shape and tensor.dtype == other.dtype

@@ -1,0 +1,37 @@
+"""Rows of figures as a table: one way to show what a sweep found, whatever the question."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Column, Table
+
+from sacplan._cli import show
+from sacplan._cli.output import table
+
+
+def rows_table(
+    titles: Mapping[str, Column | str], rows: Sequence[Mapping[str, Any]], optional: Sequence[str] = ()
+) -> Table:
+    """Return a table of rows.
+
+    Args:
+        titles: By figure, its title, or what ``number`` makes of one; in the order of the columns.
+        rows: Figures by name.
+        optional: Titles that are left out where the terminal is too narrow, the first one first.
+    """
+    return table(
+        list(titles.values()), [[_cell(name, row[name]) for name in titles] for row in rows], optional
+    )
+
+
+def _cell(name: str, value: Any) -> str:
+    """The name of a figure says its unit."""
+    if value is None:
+        return ""
+    if name.endswith("_bytes"):
+        return show.rounded_size(int(value))
+    if name.endswith("_share"):
+        return f"{value:.1%}"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,50 @@
+"""What planning a step for a budget comes to: a plan, or how near the smallest peak came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sacplan._plan.plan import Plan
+from sacplan._profile.profile import Profile
+from sacplan.errors import InfeasibleBudget
+
+Planner = Callable[[Profile], Plan]
+"""Plans a step for a budget; raises ``InfeasibleBudget``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A step that was planned for, and its plan if there is one.
+
+    Attributes:
+        profile: The step.
+        plan: It holds the budget; None if none does.
+        peak_bytes: Peak of the plan, or the smallest that was reached.
+        error: Why there is no plan.
+    """
+
+    profile: Profile
+    plan: Plan | None
+    peak_bytes: int
+    error: InfeasibleBudget | None = None
+
+    @classmethod
+    def of(cls, profile: Profile, planner: Planner) -> Outcome:
+        """Plan for a step."""
+        try:
+            made = planner(profile)
+        except InfeasibleBudget as error:
+            return cls(profile, None, error.smallest_feasible_bytes, error)
+        return cls(profile, made, made.peak_bytes)
+
+    @property
+    def step_ms(self) -> float | None:
+        """Predicted time of the step with the plan; None without one."""
+        made = self.plan
+        return None if made is None else made.step_ms + made.recompute_ms + made.added_ms
+
+    @property
+    def binding(self) -> str:
+        """What makes the smallest peak; ``""`` where a plan holds the budget."""
+        return "" if self.error is None else self.error.binding

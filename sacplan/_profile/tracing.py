@@ -1,0 +1,389 @@
+"""``profile``: trace one training step and record it; nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from msgspec import structs
+from torch.utils._pytree import tree_leaves
+
+from sacplan._device.cost import CostModel
+from sacplan._device.devices import DeviceSpec, resolve_device
+from sacplan._device.kernels import fake_device
+from sacplan._device.timing import MeasuredTimes
+from sacplan._device.workspace import measured_reserves
+from sacplan._profile.profile import Profile
+from sacplan._profile.remarks import summed_outputs, without_bfloat16
+from sacplan._program.arguments import checked
+from sacplan._program.fingerprint import Fingerprint
+from sacplan._program.program import Phase, Program
+from sacplan._program.setup import Setup, compiled_inside, current_autocast, scripted_inside
+from sacplan._ranks.ranks import Ranks
+from sacplan._record.device_recorder import device_recorder
+from sacplan._record.fake_copy import FakeCopier
+from sacplan._record.fake_data import REAL_TENSOR, DataRules, data_rules
+from sacplan._record.limits import explained_limits
+from sacplan._record.module_calls import other_thread
+from sacplan._record.recorder import Recorder
+from sacplan._record.saved_tensors import SavedMode
+from sacplan._record.state import held_by_function, preserved_rng, preserved_state
+from sacplan._record.step import (
+    LossFn,
+    Mode,
+    Step,
+    cached_tensors,
+    check_model,
+    check_optimizer,
+    inner_optimizer,
+    loss_or_default,
+    make_optimizer,
+    resolve_batch,
+)
+from sacplan._record.user_code import (
+    branches_of_a_real_step,
+    cleared_caches,
+    no_fake_tensors_left,
+    plain_attributes,
+    told_of_scripted,
+)
+from sacplan._shard.recorded import with_collectives
+from sacplan._torch.fake_kernels import keep_to_this_thread
+from sacplan._torch.fake_tensors import FakeTensorMode
+from sacplan._torch.ops import is_computation
+from sacplan.errors import DeviceError, SacplanWarning, SumOfOutputsWarning, TraceError
+
+Runtime = Literal["cost-model", "benchmark", "operator-level-cost-model", "operator-level-benchmark"]
+Trace = Literal["fake", "real"]
+
+_MOST_STEPS = 4
+"""Most steps that are recorded until two in a row run the same ops."""
+
+_RUNTIMES = {
+    "cost-model": "cost-model",
+    "operator-level-cost-model": "cost-model",
+    "benchmark": "benchmark",
+    "operator-level-benchmark": "benchmark",
+}
+
+
+@checked(TraceError, "model", "batch", "optimizer")
+def profile(
+    model: torch.nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    optimizer: Any = None,
+    device: str | DeviceSpec | torch.device = "h100",
+    runtime: Runtime = "cost-model",
+    trace: Trace = "fake",
+    *,
+    mode: Mode = "train",
+    world_size: int = 1,
+    fsdp_units: Sequence[str] | None = None,
+) -> Profile:
+    """Record one step of a model.
+
+        profile = sacplan.profile(model, batch, device="h100")
+        profile.peak_bytes, profile.step_ms
+
+    Args:
+        model: with real, meta or fake parameters. It is not touched. ``functools`` caches of functions that stand
+            beside the model's classes are emptied before and afterwards. Fake tensors that a fake step leaves in
+            globals and class attributes are taken out, and what was there before is put back.
+        batch: a tensor, a tuple (positional), a mapping (keyword arguments), or a callable that makes one.
+        loss_fn: ``loss_fn(model, batch) -> scalar``. By default the output's ``.loss`` or ``["loss"]``, else its only
+            scalar with a gradient, else the sum of its float tensors, with a warning. It gets a copy of the model, and
+            must use that one. In inference what it returns is the output, of any kind; by default that of the model.
+        optimizer: an optimizer over the model, or a callable ``params -> optimizer``. With one, its state
+            and the temporaries of its step count. Without one they are missing from the peak, and
+            ``Profile.assumptions`` says by how much for AdamW.
+        device: what the step will run on, see ``sacplan.devices()``.
+        runtime: ``"cost-model"`` (roofline of the device) or ``"benchmark"`` (each distinct op timed here).
+        trace: ``"fake"`` computes nothing. ``"real"`` runs the step on the model's own tensors, an optimizer's
+            part of it twice, and puts everything back: tensors, gradients, attributes, containers, random
+            generators; needed where shapes depend on data.
+        mode: ``"train"``: forward, backward, optimizer. ``"inference"``: the forward pass under ``torch.no_grad``;
+            its output is alive at the end. ``model.training`` stays as it is.
+        world_size: ranks that the step is spread over; the profile is that of one of them. The model is the whole
+            one, before ``fully_shard`` or DistributedDataParallel; the batch is that of one rank. May be said to
+            ``sacplan.plan`` instead.
+        fsdp_units: patterns for the modules on which ``fully_shard`` is called (``["layers.*", ""]``; ``*`` also
+            matches dots, ``""`` is the model itself). None with several ranks: DistributedDataParallel.
+
+    Raises:
+        TraceError: the step cannot be recorded, has no gradient, or cannot be spread so. What the model itself
+            raises comes through.
+        DeviceError: an unknown device, or one that is not here where it is needed.
+
+    Warns:
+        SumOfOutputsWarning: the step trains the sum of the outputs, for want of a loss.
+        SacplanWarning: the step is in bfloat16, and the device has no arithmetic for it.
+    """
+    ranks = Ranks.of(world_size, fsdp_units)
+    found = trace_step(model, batch, loss_fn, optimizer, device, runtime, trace, mode=mode)
+    warn_of_step(found, stacklevel=3)
+    return found.on_ranks(ranks)
+
+
+def warn_of_step(found: Profile, stacklevel: int) -> None:
+    """Warn of what makes a recorded step another than the one that its user trains."""
+    if said := without_bfloat16(found.recorded, found.spec):
+        warnings.warn(f"{said}.", SacplanWarning, stacklevel=stacklevel + 1)
+    if said := summed_outputs(found.fingerprint.setup):
+        warnings.warn(f"{said}.", SumOfOutputsWarning, stacklevel=stacklevel + 1)
+
+
+def trace_step(
+    model: torch.nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None,
+    optimizer: Any,
+    device: str | DeviceSpec | torch.device,
+    runtime: str,
+    trace: str,
+    *,
+    mode: Mode = "train",
+    prepare: Callable[[torch.nn.Module], Any] | None = None,
+    saved: Literal["record", "observe"] = "record",
+) -> Profile:
+    """Trace one step and return its profile, for ``profile`` and ``verify``.
+
+    ``prepare`` gets the model before the step runs, a fake trace's copy of it, and may apply a plan to it.
+    """
+    check_model(model)
+    spec = resolve_device(device)
+    for what, value, known in (
+        ("runtime", runtime, _RUNTIMES),
+        ("trace", trace, ("fake", "real")),
+        ("mode", mode, ("train", "inference")),
+    ):
+        if value not in known:
+            raise TraceError(f"unknown {what} {value!r}; known are {', '.join(map(repr, known))}.")
+    if mode == "inference" and optimizer is not None:
+        raise TraceError('mode="inference" runs no optimizer; leave optimizer= out, or use mode="train".')
+    times = MeasuredTimes(spec) if _RUNTIMES[runtime] == "benchmark" else CostModel(spec)
+    autocast = current_autocast(spec.kind)  # inside a fake step it is another device's
+    run = _trace_fake if trace == "fake" else _trace_real
+    scripted = scripted_inside(model)
+    as_written = told_of_scripted(model, scripted, trace)
+    with preserved_rng(), _no_garbage_collection(), explained_limits(), as_written:
+        batch = resolve_batch(batch)
+        fingerprint = Fingerprint.of(model, batch)
+        loss = loss_or_default(loss_fn, mode)
+        cost = with_collectives(times.cost, spec)
+        asked = _RecordRequest(
+            model, batch, loss, inner_optimizer(optimizer), spec, cost, mode, prepare, saved, autocast
+        )
+        recorded, rules, setup = run(asked)
+    _check_recorded(recorded, mode)
+    compiled = () if model._compiled_call_impl is not None else compiled_inside(model)  # no copy has it
+    fingerprint = structs.replace(
+        fingerprint, setup=structs.replace(setup, compiled=compiled, scripted=scripted)
+    )
+    return Profile(recorded, fingerprint, spec, trace, _RUNTIMES[runtime], mode, rules)
+
+
+def _reserves(spec: DeviceSpec) -> Any:
+    return measured_reserves() if spec.kind == "cpu" else contextlib.nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordRequest:
+    """The arguments of ``trace_step``, checked and resolved."""
+
+    model: torch.nn.Module
+    batch: Any
+    loss_fn: LossFn
+    optimizer: Any
+    spec: DeviceSpec
+    cost: Any
+    mode: Mode
+    prepare: Callable[[torch.nn.Module], Any] | None
+    saved: str
+    autocast: str | None
+
+
+_Recorded: TypeAlias = tuple[Program, tuple[str, ...], Setup]
+"""The step, the assumptions of the trace, and how the step was set up."""
+
+
+def _trace_fake(asked: _RecordRequest) -> _Recorded:
+    with no_fake_tensors_left(asked.model, asked.loss_fn) as note:
+        return _run_fake(asked, note)
+
+
+def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> _Recorded:
+    model, spec = asked.model, asked.spec
+    how: SavedMode = "virtual" if asked.saved == "record" else "observe"
+    with (
+        cleared_caches(model),
+        branches_of_a_real_step(),
+        fake_device(spec) as fake_mode,
+        _reserves(spec),
+        data_rules() as rules,
+    ):
+        note(fake_mode)
+        keep_to_this_thread(fake_mode, lambda: other_thread("an op of the model"))
+        copier = FakeCopier(rules)
+        fake = copier.model(model)
+        handle = asked.prepare(fake) if asked.prepare is not None else None
+        try:
+            step = Step(
+                model=fake,
+                batch=copier.tree(asked.batch),
+                loss_fn=asked.loss_fn,
+                optimizer=copier.optimizer(asked.optimizer, model, fake),
+                mode=asked.mode,
+            )
+            program = _record_settled_step(
+                step, lambda: device_recorder(spec, asked.cost, how, rules), handle, rules
+            )
+            setup = step.setup(asked.autocast)
+        except AssertionError as error:
+            if REAL_TENSOR not in str(error):
+                raise
+            raise TraceError(
+                "a real tensor that requires a gradient, or is written, got into the fake step. loss_fn must use the "
+                "model and the batch that it is given, and what it writes or trains besides should be part of the "
+                f"model. {str(error).rpartition('Found in ')[2]}"
+            ) from error
+        finally:
+            if handle is not None:
+                handle.remove()
+    return program, tuple(map(str, rules.applied)), setup
+
+
+def _trace_real(asked: _RecordRequest) -> _Recorded:
+    model, spec, optimizer = asked.model, asked.spec, asked.optimizer
+    how: SavedMode = "clone" if asked.saved == "record" else "observe"
+    check_runs_here(model, spec, 'trace="real"')
+    made = optimizer
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        made = make_optimizer(optimizer, model)
+    elif optimizer is not None:
+        check_optimizer(optimizer, model)
+    with preserved_state(model, made, asked.batch, *held_by_function(asked.loss_fn)):
+        step = Step(model=model, batch=asked.batch, loss_fn=asked.loss_fn, optimizer=made, mode=asked.mode)
+        handle = asked.prepare(model) if asked.prepare is not None else None
+        try:
+            program = _record_settled_step(step, lambda: device_recorder(spec, asked.cost, how), handle)
+            return program, (), step.setup(asked.autocast)
+        finally:
+            if handle is not None:
+                handle.remove()
+
+
+def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None:
+    """Check that the model's tensors are real and on a device of this kind.
+
+    Raises:
+        TraceError: some are on the meta device.
+        DeviceError: they are on another kind of device.
+    """
+    kinds = {t.device.type for t in (*model.parameters(), *model.buffers())} or {"cpu"}
+    if "meta" in kinds:
+        raise TraceError(f"{what} needs real parameters, some are on the meta device.")
+    if kinds != {spec.kind}:
+        raise DeviceError(
+            f"{what} runs the step on the tensors that are there, and they are on {', '.join(sorted(kinds))}; the "
+            f'device asked for is {spec.name}. Use device="{sorted(kinds)[0]}", or trace="fake".'
+        )
+
+
+def _record_settled_step(
+    step: Step, recorder: Callable[[], Recorder], handle: Any = None, rules: DataRules | None = None
+) -> Program:
+    """Record a step that is like all later ones, in which caches are filled.
+
+    A step that changes nothing but parameters and gradients is one: it leaves no tensors behind and the model's
+    attributes as they were. Otherwise steps are recorded until two in a row run the same ops of the forward pass,
+    at most four times.
+    """
+    left: list[Any] = []
+    program: Program | None = None
+    for _ in range(_MOST_STEPS):
+        if handle is not None:
+            handle.forget_differences()
+        before, plain = program, plain_attributes(step.model)
+        recording = recorder()
+        recording.storages.track_alive(left)
+        if rules is not None:
+            rules.assume_statistics(step.model)
+        with preserved_rng():  # a layer that is dropped at random is dropped again
+            program = _record(step, recording, rules)
+        left = recording.storages.left_behind()
+        if left:
+            gc.collect(
+                0
+            )  # frees tensors that only reference cycles hold; the collector is off, so all are young
+            left = [ref for ref in left if ref() is not None]
+        if not left and plain_attributes(step.model) == plain:
+            return program
+        if before is not None and _ops_run(before) == _ops_run(program):
+            return program
+        step.model.zero_grad(set_to_none=True)
+    assert program is not None
+    warnings.warn(
+        f"each of {_MOST_STEPS} steps ran other ops than the one before; the profile is of the last. A plan is "
+        "applied to what a step has in common with it, see Handle.differences.",
+        SacplanWarning,
+        stacklevel=4,
+    )
+    return program
+
+
+def _ops_run(program: Program) -> list[tuple[str, int]]:
+    forward = (op for op in program.ops if op.phase == Phase.FORWARD)
+    return [(op.name, op.scope) for op in forward if is_computation(op.name)]
+
+
+def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> Program:
+    optimizer = step.optimizer
+
+    def make_state() -> None:
+        """Run the optimizer once so that it makes its state, which the recorded step then finds, as later steps do."""
+        assert optimizer is not None
+        with recorder.paused(), rules.few_floats() if rules is not None else contextlib.nullcontext():
+            optimizer.step()
+        recorder.track_optimizer(optimizer, initial=True)
+
+    recorder.track_model(step.model)
+    recorder.track_tensors(t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor))
+    recorder.track_tensors(cached_tensors(step.model))
+    try:
+        with recorder:
+            output = step.run(before_optimizer=make_state)
+        del output  # alive until the step is over
+        return recorder.program()
+    finally:
+        recorder.forget()  # a graph that the model keeps holds the recorder's hooks: a cycle that is never collected
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep the garbage collector off inside. Otherwise it would free tensors in cycles at a moment that varies."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _check_recorded(program: Program, mode: Mode) -> None:
+    if not program.scopes:
+        raise TraceError(
+            "no module of the model was called in the step. Does loss_fn use the model that it is given, "
+            "and call it rather than its .forward?"
+        )
+    if mode == "train" and not any(op.phase == Phase.BACKWARD for op in program.ops):
+        raise TraceError(
+            "the step has no backward pass that any op ran in: no gradient reaches a parameter. For a step without "
+            'one use mode="inference".'
+        )

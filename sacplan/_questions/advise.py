@@ -1,0 +1,315 @@
+"""``advise``: what makes the peak of a step, and what would make it smaller; each remedy is tried on the recording."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from sacplan._chunk.entries import ChunkOptions, loss_chunks
+from sacplan._plan.plan import Plan, PlanOrPath
+from sacplan._plan.planning import Planner
+from sacplan._profile.optimizers import (
+    BY_NAME,
+    CANDIDATES,
+    OptimizerCandidate,
+    OptimizerStep,
+    recorded_step,
+    with_optimizer,
+    without_optimizer,
+)
+from sacplan._profile.profile import Profile, ProfileOrPath
+from sacplan._program.arguments import checked, opened
+from sacplan._program.budget import format_bytes
+from sacplan._program.program import Phase, Program
+from sacplan._questions.changes import changes, recorded
+from sacplan._questions.parts import Part, moment_of, parts_of
+from sacplan._questions.planned import planned
+from sacplan._record.step import LossFn, check_model, resolve_batch
+from sacplan.errors import PlanError
+
+_SAME = 0.1  # share of the most that a loss in slices saves that is not worth twice as many
+
+Kind = Literal["loss", "recompute", "optimizer", "model"]
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Something that makes the peak of a step smaller.
+
+    Attributes:
+        name: for example ``"chunked-loss"`` or ``"adamw-fused"``.
+        kind: what it changes.
+        sentence: what it does and saves, for people.
+        saves_bytes: of the peak of the step.
+        peak_bytes: of the step with it.
+        added_ms: time that it adds to the step, predicted; less than 0 if the step is quicker.
+        code: Python that does it; ``profile`` and ``params`` stand for one's own.
+        option: the same for the command line; ``""`` where it has none.
+    """
+
+    name: str
+    kind: Kind
+    sentence: str
+    saves_bytes: int
+    peak_bytes: int
+    added_ms: float
+    code: str
+    option: str
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What makes the peak of a step, and what would make it smaller.
+
+    Attributes:
+        model: class of the model.
+        device: name of the device.
+        peak_bytes: of the whole step.
+        phase: ``"forward"``, ``"backward"`` or ``"optimizer"``: when the peak is.
+        op, module: what runs then.
+        moment: the three in words.
+        alive: what is alive then, the largest part first; their bytes sum up to the peak.
+        remedies: the one that saves most first. Each was tried alone; what two save together may be less, or more.
+    """
+
+    model: str
+    device: str
+    peak_bytes: int
+    phase: str
+    op: str
+    module: str
+    moment: str
+    alive: tuple[Part, ...]
+    remedies: tuple[Remedy, ...]
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """What makes the peak, then one sentence for each remedy."""
+        return (self.cause, *(remedy.sentence for remedy in self.remedies))
+
+    @property
+    def cause(self) -> str:
+        """When the peak is, and what is alive then."""
+        shown = [part for part in self.alive if part.n_bytes >= self.peak_bytes / 100]
+        rest = self.peak_bytes - sum(part.n_bytes for part in shown)
+        parts = [str(part) for part in shown] + ([f"the rest {format_bytes(rest)}"] if rest else [])
+        return f"The peak, {format_bytes(self.peak_bytes)}, is {self.moment}. Alive then: {', '.join(parts)}."
+
+    def __str__(self) -> str:
+        return "\n".join([self.cause, *(f"- {remedy.sentence}" for remedy in self.remedies)])
+
+
+@checked(PlanError, "model", "batch", "optimizer")
+def advise(
+    profile: ProfileOrPath,
+    plan: PlanOrPath | None = None,
+    model: Any = None,
+    batch: Any = None,
+    loss_fn: LossFn | None = None,
+    optimizer: Any = None,
+) -> Advice:
+    """What makes the peak of a step, and what would make it smaller.
+
+        print(sacplan.advise(profile))
+        for remedy in sacplan.advise(profile, plan).remedies: ...
+
+    Every remedy is tried on the recording: the step is rewritten, and its peak read. What saves nothing is left out: a
+    peak is a maximum, so that saving at one moment helps only down to the next highest one. Tried are the loss in
+    slices, recomputation (the plan with the smallest peak), and other optimizers, each alone.
+
+    With the model, and what else the profile was recorded with, more is tried where it keeps memory for nothing: keys
+    and values that nobody reads (``use_cache``), attention scores (``"eager"`` attention, or calls of
+    ``scaled_dot_product_attention`` that no fused kernel of the GPU runs: the remedy says why, and what such a kernel
+    needs). The step is then recorded again; the model stays as it is.
+
+    Args:
+        profile: from ``sacplan.profile``, of a step of training on one device or a rank.
+        plan: made from that profile; the advice is then about the step with the plan.
+        model, batch, loss_fn, optimizer: what the profile was recorded with. May be left out.
+
+    Raises:
+        PlanMismatch: the plan was made from another profile.
+        PlanError: a model without its batch.
+        TraceError: the model is no module, or the batch holds no tensor; the step with another configuration cannot be
+            recorded.
+    """
+    if (model is None) != (batch is None):
+        raise PlanError("give both the model and the batch that the profile was recorded with, or neither.")
+    if model is not None:
+        check_model(model)
+        batch = resolve_batch(batch)
+    profile, plan = opened(profile, Profile), opened(plan, Plan)
+    tried = _Tried(profile, plan)
+    found = [*tried.loss(), *tried.recomputation(), *tried.optimizers()]
+    if model is not None:
+        found += tried.configurations(model, batch, loss_fn, optimizer)
+    phase, op, module, moment = moment_of(tried.program, tried.model)
+    return Advice(
+        model=tried.model,
+        device=profile.device,
+        peak_bytes=tried.peak_bytes,
+        phase=phase.name.lower(),
+        op=op,
+        module=module,
+        moment=moment,
+        alive=parts_of(tried.program, tried.optimizer_name),
+        remedies=tuple(sorted(found, key=lambda remedy: remedy.peak_bytes)),
+    )
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A step, and what becomes of its peak when something is changed."""
+
+    profile: Profile
+    plan: Plan | None
+
+    @cached_property
+    def program(self) -> Program:
+        return planned(self.profile, self.plan)
+
+    @property
+    def model(self) -> str:
+        return self.profile.fingerprint.model_class
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.program.footprint.peak_bytes
+
+    @property
+    def _trains(self) -> bool:
+        return self.profile.mode == "train"
+
+    def _remedy(
+        self, name: str, kind: Kind, what: str, program: Program, code: str, option: str
+    ) -> Iterator[Remedy]:
+        """One, if the peak of the program is smaller."""
+        peak = program.footprint.peak_bytes
+        saves = self.peak_bytes - peak
+        if saves <= 0:
+            return
+        added = program.step_ms - self.program.step_ms
+        share = added / self.program.step_ms if self.program.step_ms else 0.0
+        if abs(share) < 5e-4:
+            time = "at no cost in time"
+        elif added > 0:
+            time = f"and adds {added:.3g} ms to the step ({share:.1%})"
+        else:
+            time = f"and takes {-added:.3g} ms less ({-share:.1%})"
+        now, then = moment_of(self.program, self.model)[3], moment_of(program, self.model)[3]
+        behind = "" if then == now else f", which is then {then}"
+        sentence = f"{what} saves {format_bytes(saves)} {time}: peak {format_bytes(peak)}{behind}."
+        yield Remedy(name, kind, sentence, saves, peak, added, code, option)
+
+    def loss(self) -> Iterator[Remedy]:
+        """The loss in slices; beside a plan, in place of what that does: both together take a search of minutes."""
+        if not self._trains or (self.plan is not None and self.plan.chunks) or self._is_spread:
+            return
+        found = loss_chunks(self.profile.program, self.profile.spec)
+        if not isinstance(found, ChunkOptions):
+            return
+        programs = {chunk.slices: self.profile.with_plan((chunk,)) for chunk, _ in found.options}
+        smallest = min(program.footprint.peak_bytes for program in programs.values())
+        enough = smallest + _SAME * max(0, self.peak_bytes - smallest)
+        slices = min(n for n, program in programs.items() if program.footprint.peak_bytes <= enough)
+        yield from self._remedy(
+            "chunked-loss",
+            "loss",
+            f"A chunked loss ({slices} slices from {found.unit} on)"
+            + (" in place of this plan" if self.plan is not None else ""),
+            programs[slices],
+            f'sacplan.policy("chunked-loss", slices={slices}, profile=profile)',
+            f"sacplan policy TARGET chunked-loss --slices {slices}",
+        )
+
+    def recomputation(self) -> Iterator[Remedy]:
+        """The plan with the smallest peak."""
+        if not self._trains or self.profile.ranks.sharding is not None:
+            return
+        names = ("recompute",) if self.plan is None else tuple(self.plan.provenance.techniques)
+        more = "Recomputing activations" if self.plan is None else "A plan that recomputes more"
+        yield from self._smallest("recompute", "recompute", more, names)
+
+    def _smallest(self, name: str, kind: Kind, what: str, techniques: tuple[str, ...]) -> Iterator[Remedy]:
+        smallest = Planner.of(self.profile, techniques=techniques).smallest_plan(without_rotor=True)
+        gib = f"{math.ceil(smallest.peak_bytes / 2**30 * 100) / 100:.2f}GiB"
+        if smallest.peak_bytes < 2**30:
+            gib = f"{math.ceil(smallest.peak_bytes / 2**20 * 10) / 10:.1f}MiB"
+        plain = techniques == ("recompute",)
+        asked = "" if plain else f", techniques={techniques!r}"
+        option = "".join(f" --technique {name}" for name in techniques) if not plain else ""
+        yield from self._remedy(
+            name,
+            kind,
+            what,
+            self.profile.with_plan(smallest),
+            f'sacplan.plan(profile, "{gib}"{asked})',
+            f"sacplan plan TARGET --budget {gib}{option}",
+        )
+
+    # --- optimizers
+
+    @property
+    def _is_spread(self) -> bool:
+        return self.profile.ranks.world_size > 1
+
+    @cached_property
+    def _has_optimizer(self) -> bool:
+        return any(op.phase == Phase.OPTIMIZER for op in self.profile.recorded.ops)
+
+    @cached_property
+    def _steps(self) -> dict[str, OptimizerStep]:
+        """The candidates' steps on the parameters of the profile."""
+        return {one.name: recorded_step(self.profile, one.make) for one in CANDIDATES}
+
+    @cached_property
+    def _same(self) -> OptimizerCandidate | None:
+        """The candidate that the profile was recorded with, as its ops tell."""
+        if not self._has_optimizer or self._is_spread:
+            return None
+        return recognised(self.profile, self._steps)
+
+    @property
+    def optimizer_name(self) -> str:
+        """The optimizer's, as far as it is known."""
+        return "the optimizer" if self._same is None else self._same.says.split()[0]
+
+    def optimizers(self) -> Iterator[Remedy]:
+        """Other optimizers in the place of the recorded one; of those that keep the same state, the best."""
+        if not self._has_optimizer or self._is_spread:
+            return
+        bare = without_optimizer(self.profile)
+        decisions = () if self.plan is None else self.plan.decisions
+        peaks: dict[int, str] = {}
+        for name, step in self._steps.items():
+            one = BY_NAME[name]
+            if one is self._same:
+                continue
+            program = with_optimizer(bare, step).with_plan(decisions)
+            for found in self._remedy(name, "optimizer", one.says, program, one.code, one.option):
+                if peaks.setdefault(found.peak_bytes, name) == name:
+                    yield found
+
+    # --- configurations
+
+    def configurations(
+        self, model: Any, batch: Any, loss_fn: LossFn | None, optimizer: Any
+    ) -> Iterator[Remedy]:
+        """What the model keeps for nothing, by its configuration or its calls of attention."""
+        for change in changes(self.profile, model):
+            again = recorded(change, self.profile, model, batch, loss_fn, optimizer)
+            decisions = () if self.plan is None else self.plan.decisions
+            program = again.with_plan(decisions)
+            yield from self._remedy(change.name, "model", change.says, program, change.code, "")
+
+
+def recognised(of: Profile, steps: dict[str, OptimizerStep]) -> OptimizerCandidate | None:
+    """The candidate whose step is that of a profile: the same ops, and as much state."""
+    recorded = OptimizerStep(of.recorded, ())
+    for name, step in steps.items():
+        if step.names == recorded.names and step.state_bytes == recorded.state_bytes:
+            return BY_NAME[name]
+    return None

@@ -1,0 +1,215 @@
+"""Batch sizes, looked at one by one: a trace and a plan for each, and where they stop fitting.
+
+    sizes = BatchSizes(model, make_batch, budget_bytes, spec, ...)
+    unplanned, planned = sizes.edges()
+
+A size whose floor (``Liveness.floor_bytes``) is above the budget is ruled out without planning. Where the smallest peak
+was not searched for, the floor stands in for it, times the last known ratio of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from sacplan._chunk.entries import ChunkOptions, loss_chunks
+from sacplan._device.devices import DeviceSpec
+from sacplan._plan.outcome import Outcome
+from sacplan._profile.profile import Profile
+from sacplan._profile.tracing import Trace, profile
+from sacplan._program.budget import format_bytes
+from sacplan._program.fingerprint import Fingerprint
+from sacplan._questions.largest import largest
+from sacplan._questions.sweep import PlanWithin, Row
+from sacplan._record.step import LossFn, resolve_batch
+from sacplan._solve.solvers import Solver
+from sacplan.errors import InfeasibleBudget, PlanError, TraceError
+
+_SECOND = 8  # the size looked at after one: far enough for a slope, small enough to be quick
+_MOST = 2**20  # samples; what still fits then does not depend on the batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityPoint(Row):
+    """One batch size that was looked at.
+
+    Attributes:
+        batch_size: Samples in the batch.
+        floor_bytes: No plan has a lower peak, unless it runs more than the loss in slices.
+    """
+
+    shown: ClassVar = (
+        "batch_size", "feasible", "unplanned_peak_bytes", "floor_bytes", "peak_bytes", "step_ms", "recompute_ms",
+        "added_ms", "samples_per_s",
+    )  # fmt: skip
+
+    batch_size: int
+    floor_bytes: int
+
+    @property
+    def feasible(self) -> bool:
+        """Whether a plan holds the budget."""
+        return self.fits
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples per second; None where no plan holds the budget."""
+        return self.batch_size / self.step_ms * 1e3 if self.step_ms else None
+
+
+@dataclass(slots=True)
+class BatchSizes:
+    """Looks at batch sizes, each once, and remembers what it saw. Arguments: see ``max_batch``.
+
+    Raises:
+        InfeasibleBudget: one sample does not fit.
+        PlanError: ``make_batch`` does not follow n.
+    """
+
+    model: torch.nn.Module
+    make_batch: Callable[[int], Any]
+    budget_bytes: int
+    spec: DeviceSpec
+    loss_fn: LossFn | None = None
+    optimizer: Any = None
+    solver: str | Solver = "best"
+    at_most: int | None = None
+    trace: Trace = "fake"
+    techniques: Sequence[str] | None = None
+    progress: Callable[[CapacityPoint, str], None] | None = None
+    points: dict[int, CapacityPoint] = field(default_factory=dict)
+    above_floor: float = 1.0
+    """Smallest peak found over the floor, where both were last known."""
+
+    def __post_init__(self) -> None:
+        self.look(1)
+        if self.limit > 1:
+            self.look(min(_SECOND, self.limit))
+
+    @property
+    def limit(self) -> int:
+        """No larger size is looked at."""
+        return _MOST if self.at_most is None else self.at_most
+
+    # --- one size -----------------------------------------------------------------------------
+
+    def look(self, n: int) -> CapacityPoint:
+        """Trace a batch of n, and plan for it unless no plan can hold."""
+        if n in self.points:
+            return self.points[n]
+        traced = self._profile(n)
+        self._check_batch_follows(n, traced.fingerprint)
+        may_chunk = "chunk" in (self.techniques or ())
+        floor = _floor_bytes(traced, may_chunk)
+        if floor <= self.budget_bytes or may_chunk or n == 1:
+            outcome = Outcome.of(
+                traced, PlanWithin(self.budget_bytes, self.solver, techniques=self.techniques)
+            )
+            if outcome.error is not None:
+                if n == 1:
+                    raise self._nothing_fits(outcome.error) from outcome.error
+                self.above_floor = outcome.peak_bytes / floor
+            taken = Row.taken(outcome)
+        else:  # no plan is under the floor, so the smallest peak is not looked for
+            taken = Row.taken(Outcome(traced, None, floor)) | {"peak_bytes": None}
+        point = CapacityPoint(batch_size=n, floor_bytes=floor, **taken)
+        self.points[n] = point
+        if self.progress is not None:
+            self.progress(point, f"batch {n} {'fits' if point.fits else 'does not fit'}")
+        return point
+
+    def _profile(self, n: int) -> Profile:
+        def batch() -> Any:
+            return resolve_batch(self.make_batch(n))  # called by profile, which puts the generators back
+
+        try:
+            return profile(
+                self.model, batch, self.loss_fn, self.optimizer, self.spec, "cost-model", self.trace
+            )
+        except torch.OutOfMemoryError as error:
+            raise TraceError(
+                f"a real step with a batch of {n} ran out of memory here. A real trace runs without a plan, so it "
+                'cannot look at sizes that only fit with one: use trace="fake", or a smaller at_most or budget.'
+            ) from error
+
+    def _check_batch_follows(self, n: int, fingerprint: Fingerprint) -> None:
+        """``PlanError`` if the batch has the same shapes as that of one sample."""
+        one = self.points[1].plan if 1 in self.points else None
+        if one is not None and n >= min(_SECOND, self.limit) and fingerprint.batch == one.fingerprint.batch:
+            shapes = ", ".join(str(shape) for _, shape, _ in fingerprint.batch)
+            raise PlanError(
+                f"make_batch(1) and make_batch({n}) gave batches of the same shapes: {shapes}. It must make a batch of "
+                "as many samples as it is asked for, for example lambda n: torch.randint(0, 50257, (n, 1024))."
+            )
+
+    def _nothing_fits(self, error: InfeasibleBudget) -> InfeasibleBudget:
+        return InfeasibleBudget(
+            f"not even a batch of one sample fits on {self.spec.name}: {error} The device has "
+            f"{format_bytes(self.spec.memory_bytes)}.",
+            budget_bytes=self.budget_bytes,
+            smallest_feasible_bytes=error.smallest_feasible_bytes,
+            binding=error.binding,
+        )
+
+    # --- edges --------------------------------------------------------------------------------
+
+    def edges(self) -> tuple[int, int]:
+        """Return the largest size that fits without a plan, or 0, and the largest that a plan holds."""
+        looked = -1
+        while looked != len(self.points):  # what one of them looked at may tell the other something new
+            looked = len(self.points)
+            unplanned = self._largest(lambda p: p.unplanned_peak_bytes, lambda p: self._excess(p) <= 0)
+            planned = self._largest(self._smallest_peak, lambda p: p.fits)
+        if planned == _MOST and self.at_most is None:
+            raise PlanError(
+                f"a batch of {_MOST} still fits in {format_bytes(self.budget_bytes)}: does the model's memory depend "
+                "on the batch at all? Give at_most to say how large it may get."
+            )
+        return unplanned, planned
+
+    def _largest(self, peak: Callable[[CapacityPoint], float], fits: Callable[[CapacityPoint], bool]) -> int:
+        return largest(self.points, self.look, self.limit, fits, lambda p: peak(p) - self.budget_bytes)
+
+    def _excess(self, point: CapacityPoint) -> int:
+        return point.unplanned_peak_bytes - self.budget_bytes
+
+    def _smallest_peak(self, point: CapacityPoint) -> float:
+        """Return the smallest peak of a size, as far as it is known: what a plan for the budget has says nothing."""
+        if not point.fits and point.peak_bytes is not None:
+            return point.peak_bytes
+        return point.floor_bytes * self.above_floor
+
+    # --- the fastest --------------------------------------------------------------------------
+
+    @property
+    def fastest(self) -> int:
+        """The size with the most samples per second; the smaller on a tie."""
+        return max(self._planned, key=lambda n: (self.points[n].samples_per_s or 0.0, -n))
+
+    @property
+    def _planned(self) -> list[int]:
+        return [n for n, point in self.points.items() if point.fits]
+
+    def refine(self, looks: int) -> None:
+        """Halve the gaps on both sides of the fastest, until there are none; at most so often."""
+        for _ in range(looks):
+            best = self.fastest
+            below = max((n for n in self._planned if n < best), default=best)
+            above = min((n for n in self._planned if n > best), default=best)
+            gaps = ((best - below, (below + best) // 2), (above - best, (best + above) // 2))
+            middles = [(gap, n) for gap, n in gaps if n not in self.points]
+            if not middles:
+                return
+            self.look(max(middles)[1])
+
+
+def _floor_bytes(traced: Profile, may_chunk: bool) -> int:
+    """What no plan is under, unless it runs other things than the loss in slices."""
+    programs = [traced.program]
+    chunks = loss_chunks(traced.program, traced.spec) if may_chunk else ()
+    if isinstance(chunks, ChunkOptions):
+        programs += [traced.with_plan((chunk,)) for chunk, _ in chunks.options[-1:]]
+    return min(program.liveness.floor_bytes for program in programs)

@@ -1,0 +1,116 @@
+"""Changes of a model that are worth another recording, and how they are taken back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from sacplan._device.attention_repairs import repaired
+from sacplan._profile.profile import Profile
+from sacplan._profile.tracing import trace_step
+from sacplan._program.program import Phase
+from sacplan._record.step import LossFn
+
+_UNFUSED = "aten._safe_softmax.default"  # of scaled_dot_product_attention alone
+
+
+class Change(Protocol):
+    """A change of a model: its name, and, once it was recorded, a phrase for people and the code that makes it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def says(self) -> str: ...
+
+    @property
+    def code(self) -> str: ...
+
+    def made(self) -> AbstractContextManager[None]:
+        """Inside, the model is changed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigChange:
+    """``config.attribute = value``."""
+
+    name: str
+    says: str
+    code: str
+    attribute: str
+    value: Any
+    config: Any
+
+    @contextlib.contextmanager
+    def made(self) -> Iterator[None]:
+        before = getattr(self.config, self.attribute)
+        setattr(self.config, self.attribute, self.value)
+        try:
+            yield
+        finally:
+            setattr(self.config, self.attribute, before)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedAttention:
+    """Calls of attention that a fused kernel can run, in place of those that none can; ``found``: what differs."""
+
+    found: dict[str, str] = field(default_factory=dict)
+    name: str = "fused-attention"
+
+    @property
+    def says(self) -> str:
+        return f"Attention runs as separate ops because {', and '.join(self.found)}: a fused kernel"
+
+    @property
+    def code(self) -> str:
+        return "\n".join(self.found.values())
+
+    def made(self) -> AbstractContextManager[None]:
+        return repaired(self.found)
+
+
+def recorded(
+    change: Change, like: Profile, model: torch.nn.Module, batch: Any, loss_fn: LossFn | None, optimizer: Any
+) -> Profile:
+    """The step with a change, recorded as the profile was."""
+    with change.made():
+        again = trace_step(
+            model, batch, loss_fn, optimizer, like.spec, like.runtime, like.trace, mode=like.mode
+        )
+    return again.on_ranks(like.ranks)
+
+
+def changes(profile: Profile, model: torch.nn.Module) -> Iterator[Change]:
+    """Those that a step could do with."""
+    config = getattr(model, "config", None)
+    if model.training and getattr(config, "use_cache", False) is True:
+        yield ConfigChange(
+            "use_cache",
+            "use_cache=False (the output otherwise keeps keys and values that training does not read)",
+            "model.config.use_cache = False",
+            "use_cache",
+            False,
+            config,
+        )
+    if getattr(config, "_attn_implementation", None) == "eager" and getattr(model, "_supports_sdpa", False):
+        yield ConfigChange(
+            "sdpa",
+            'Attention with scaled_dot_product_attention instead of "eager", which keeps the attention scores,',
+            'model.set_attn_implementation("sdpa")',
+            "_attn_implementation",
+            "sdpa",
+            config,
+        )
+    if profile.trace == "fake" and profile.spec.kind == "cuda" and _is_unfused(profile):
+        yield FusedAttention()
+
+
+def _is_unfused(profile: Profile) -> bool:
+    return any(op.phase == Phase.FORWARD and op.name == _UNFUSED for op in profile.recorded.ops)

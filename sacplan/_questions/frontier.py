@@ -1,0 +1,180 @@
+"""``frontier``: replayed peak against what a plan costs, for every solver over a range of budgets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sacplan._plan.limits import looking_for_plans
+from sacplan._plan.outcome import Outcome
+from sacplan._plan.planning import Planner
+from sacplan._plan.policies import layers_of, policy
+from sacplan._profile.profile import Profile, ProfileOrPath
+from sacplan._program.arguments import checked, opened
+from sacplan._program.budget import format_bytes
+from sacplan._program.progress import Progress, reported
+from sacplan._questions.sweep import PlanWithin, Row, frame
+from sacplan._rotor.sequences import Rotor, unit_of
+from sacplan._solve.solvers import Solver
+from sacplan._technique.step import Objective
+from sacplan.errors import PlanError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+MAX_POINTS = 1000
+
+_POLICIES: dict[str, tuple[str, int | str | None]] = {
+    "full": ("full", None),
+    "every 2nd layer": ("selective", 2),
+    "every 3rd layer": ("selective", 3),
+    "op": ("selective", "op"),
+    "op, all matmuls kept": ("selective", "op-keep-matmuls"),
+}
+_SLICES = 16  # of the loss, as a policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierRow(Row):
+    """A solver at a budget, or a policy, whose budget is its own peak; for the figures see ``frontier``."""
+
+    shown: ClassVar = (
+        "solver", "budget_bytes", "peak_bytes", "recompute_ms", "lower_bound_ms", "recompute_share", "recompute_flops",
+        "recompute_flops_share", "added_ms", "added_share", "units", "status",
+    )  # fmt: skip
+
+    solver: str
+    budget_bytes: int
+
+    @classmethod
+    def of(cls, solver: str, budget_bytes: int, outcome: Outcome) -> FrontierRow:
+        """Return the row of a plan, or of a budget that the solver does not hold."""
+        return cls(solver=solver, budget_bytes=budget_bytes, **Row.taken(outcome))
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of the plan, with what follows from them."""
+        made = self.plan
+        assert made is not None  # a budget that is not held has no row
+        step_ms, step_flops = made.step_ms or math.inf, made.step_flops or math.inf
+        found = {
+            "solver": self.solver,
+            "budget_bytes": self.budget_bytes,
+            "recompute_share": made.recompute_ms / step_ms,
+            "recompute_flops_share": made.recompute_flops / step_flops,
+            "added_share": made.added_ms / step_ms,
+            "units": len(made.units),
+        }
+        return {name: found[name] if name in found else getattr(made, name) for name in self.shown}
+
+
+@checked(PlanError)
+def frontier(
+    profile: ProfileOrPath,
+    points: int = 8,
+    solvers: Sequence[str | Solver | Rotor] | None = None,
+    *,
+    objective: Objective = "time",
+    policies: bool = True,
+    keep: Sequence[str] = (),
+    never: Sequence[str] = (),
+    techniques: Sequence[str] | None = None,
+    progress: Progress = None,
+) -> pd.DataFrame:
+    """Plans of every solver at budgets from the smallest feasible peak to the unplanned one, and named policies.
+
+    The first solver also gets the peak of each policy as a budget: what a plan costs between two budgets is not known
+    from its neighbours, so a policy is compared with a plan for its own peak.
+
+    Args:
+        profile: from ``sacplan.profile``.
+        points: how many budgets, evenly spaced; 2 to 1000.
+        solvers: names, or solver objects; by default milp, greedy and uniform, and rotor where the model is a chain; in
+            inference best.
+        objective: what the solvers recompute the least of, see ``sacplan.plan``.
+        policies: with one row for each of the modes that people use by hand (``sacplan.policy``): full, every
+            second and third layer, by op, and with ``"chunk"`` among the techniques the loss in 16 slices. Those that
+            the model has no layers for are left out, and those that would change nothing.
+        keep, never: what no plan here touches, see ``sacplan.plan``.
+        techniques: what the plans may do, see ``sacplan.plan``. Policies do what their name says.
+        progress: None shows a bar in a notebook and on a terminal, True anywhere, False never; a function is called
+            with each row, a dict, when it is known, and with None for a budget that a solver does not hold.
+
+    Returns:
+        One row for each solver and budget that it can hold: ``solver``, ``budget_bytes`` (for a policy, its peak),
+        ``peak_bytes``, ``recompute_ms``, ``lower_bound_ms`` (that no schedule with this peak undercuts),
+        ``recompute_share`` (of the step's predicted time), ``recompute_flops``, ``recompute_flops_share`` (of the
+        step's FLOPs), ``added_ms`` and ``added_share`` (how much longer the step takes besides, for its chunks),
+        ``units``, ``status``. The last row of each solver is the unplanned step.
+    """
+    profile = opened(profile, Profile)
+    if not 2 <= points <= MAX_POINTS:
+        raise PlanError(f"points={points}: a frontier has 2 to {MAX_POINTS} budgets.")
+    if solvers is None:
+        solvers = ("milp", "greedy", "uniform", *(("rotor",) if _may_use_rotor(profile, never) else ()))
+        if profile.mode == "inference":
+            solvers = ("best",)  # there is one search for stretches
+    how = PlanWithin(profile.peak_bytes, "best", objective, keep, never, techniques)
+    with looking_for_plans():
+        named = list(_named_policies(profile, how)) if policies else []
+        return frame(list(_rows(profile, points, solvers, how, named, progress)))
+
+
+def _rows(
+    profile: Profile,
+    points: int,
+    solvers: Sequence[str | Solver | Rotor],
+    how: PlanWithin,
+    named: list[FrontierRow],
+    progress: Progress,
+) -> Iterator[FrontierRow]:
+    planner = Planner.of(profile, "best", how.objective, how.keep, how.never, how.techniques)
+    smallest = planner.smallest_plan(without_rotor=True).peak_bytes
+    evenly = {smallest + (profile.peak_bytes - smallest) * i // (points - 1) for i in range(points)}
+    theirs = {row.budget_bytes for row in named if smallest <= row.budget_bytes <= profile.peak_bytes}
+    asked = [
+        replace(how, solver=solver, budget_bytes=budget)
+        for i, solver in enumerate(solvers)
+        for budget in sorted(evenly if i else evenly | theirs)
+    ]
+    with reported(progress, "frontier", len(asked)) as step:
+        for one in asked:
+            name = one.solver if isinstance(one.solver, str) else one.solver.name
+            outcome = Outcome.of(profile, one)
+            row = FrontierRow.of(name, one.budget_bytes, outcome)
+            step(row.figures() if row.fits else None, f"{name} at {format_bytes(one.budget_bytes)}")
+            if row.fits:
+                yield row
+    yield from named
+
+
+def _may_use_rotor(profile: Profile, never: Sequence[str]) -> bool:
+    if never:  # it makes the whole model one unit
+        return False
+    try:
+        unit_of(profile.program)
+    except PlanError:  # no chain
+        return False
+    return True
+
+
+def _named_policies(profile: Profile, how: PlanWithin) -> Iterator[FrontierRow]:
+    try:
+        n_layers = len(layers_of(profile.program))
+    except PlanError:  # a model without layers
+        n_layers = 0
+    asked: dict[str, dict[str, Any]] = {
+        name: {"mode": mode, "option": option}
+        for name, (mode, option) in _POLICIES.items()
+        if n_layers >= (option if isinstance(option, int) else 1)
+    }
+    if "chunk" in (how.techniques or ()):
+        asked[f"loss in {_SLICES} slices"] = {"mode": "chunked-loss", "slices": _SLICES}
+    for name, options in asked.items():
+        try:
+            found = policy(**options, profile=profile, keep=how.keep, never=how.never)
+        except PlanError:  # patterns and options are known to be right: it would change nothing
+            continue
+        yield FrontierRow.of(name, found.peak_bytes, Outcome(profile, found, found.peak_bytes))

@@ -1,0 +1,248 @@
+"""``layouts``: every mesh of a number of devices, and what a step comes to on it.
+
+    found = sacplan.layouts(model, batch, 8, device="h100", optimizer=torch.optim.AdamW)
+    found.best.plan, found.to_frame()
+
+All rows are run by sacplan. ``fsdp`` is not FSDP2 and ``ddp`` is not DDP: these have buffers of their own, and are
+predicted from a step on the batch of one rank (``world_size=`` and ``fsdp_units=``, see ``sacplan/_ranks``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from sacplan._device.devices import DeviceSpec
+from sacplan._plan.limits import budget_of_device
+from sacplan._plan.meshes import Spread, devices_of, names_by_role, resolve_mesh, rows_of, spreads, tried
+from sacplan._plan.outcome import Outcome
+from sacplan._profile.profile import Profile
+from sacplan._profile.tracing import Trace, profile
+from sacplan._program.arguments import checked
+from sacplan._program.budget import format_bytes
+from sacplan._program.notebook import Section, as_html, frame_html
+from sacplan._program.progress import Progress, reported
+from sacplan._questions.sweep import PlanWithin, Row, frame
+from sacplan._record.step import LossFn
+from sacplan._shard.sharding import Sharding
+from sacplan._solve.solvers import Solver
+from sacplan.errors import InfeasibleBudget, PlanError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+RUN_BY = "sacplan: an op gathers the parameters that it reads (FSDP2, DDP: plan with world_size)"
+"""What a table of layouts says of its rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout(Row):
+    """One way to spread a step over a number of devices, as ``sacplan.apply`` runs it.
+
+    Attributes:
+        mesh: Ranks by axis; empty for a single device.
+        name: ``"ddp"`` (each rank has all parameters), ``"fsdp"`` (parameters are sharded, and gathered by each op
+            that reads them), ``"megatron"``, ``"fsdp + megatron"``, or ``"search"``.
+        sharding: Placements of the parameters; None for a single device.
+        peak_bytes: Per rank, as ``unplanned_peak_bytes``.
+        step_ms: With the plan; where none holds the budget, of the step without recomputation.
+        recompute_ms: Part of ``step_ms`` that runs a second time; 0 where no plan holds the budget, as ``added_ms``.
+        collective_ms: Part of ``step_ms``: exposed communication.
+        samples_per_s: Of all ranks together; 0 where no plan holds the budget.
+        binding: What makes the smallest peak; ``""`` where a plan holds the budget.
+    """
+
+    shown: ClassVar = (
+        "mesh", "layout", "fits", "unplanned_peak_bytes", "peak_bytes", "step_ms", "recompute_ms", "collective_ms",
+        "samples_per_s",
+    )  # fmt: skip
+
+    mesh: dict[str, int]
+    name: str
+    sharding: Sharding | None
+    peak_bytes: int
+    step_ms: float
+    recompute_ms: float
+    added_ms: float
+    collective_ms: float
+    samples_per_s: float
+    binding: str = ""
+
+    @classmethod
+    def of(cls, whole: Profile, outcome: Outcome, spread: Spread | None = None) -> Layout:
+        """Return the row of a step that is spread over ranks, or of one on a single device."""
+        rank = outcome.profile
+        taken = Row.taken(outcome)
+        taken |= {name: taken[name] or 0.0 for name in ("recompute_ms", "added_ms")}
+        taken["step_ms"] = step_ms = outcome.step_ms or rank.step_ms
+        return cls(
+            mesh={} if spread is None else dict(spread.sharding.mesh.axes),
+            name="one device" if spread is None else spread.name,
+            sharding=None if spread is None else spread.sharding,
+            collective_ms=math.fsum(op.time_ms for op in rank.program.ops if "c10d" in op.name),
+            samples_per_s=rows_of(whole) / step_ms * 1e3 if taken["fits"] else 0.0,
+            binding=outcome.binding,
+            **taken,
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures, with the mesh in words."""
+        words = {
+            "mesh": " x ".join(f"{name} {n}" for name, n in self.mesh.items()) or "one device",
+            "layout": self.name,
+        }
+        return {name: words[name] if name in words else getattr(self, name) for name in self.shown}
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """All ways that were looked at, the fastest that fits first. On several devices they are run by sacplan.
+
+    Attributes:
+        rows: the ways.
+        refused: meshes that the step cannot be spread over, and why.
+        devices: how many.
+        device: the name of each.
+        batch_size: samples in a step, of all ranks together.
+        budget_bytes: for the peak on each rank.
+    """
+
+    rows: tuple[Layout, ...]
+    refused: tuple[str, ...]
+    devices: int
+    device: str
+    batch_size: int
+    budget_bytes: int
+
+    @property
+    def best(self) -> Layout:
+        """The fastest that fits.
+
+        Raises:
+            InfeasibleBudget: none does; carries the smallest peak that was reached.
+        """
+        if self.rows and self.rows[0].fits:
+            return self.rows[0]
+        least = min(self.rows, key=lambda row: row.peak_bytes)
+        raise InfeasibleBudget(
+            f"no layout on {self.devices} x {self.device} keeps the step under {format_bytes(self.budget_bytes)} on "
+            f"each rank. The smallest peak reached is {format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), "
+            f"with {least.name} on {least.mesh}. ",
+            "Take more devices, or a smaller batch.",
+            budget_bytes=self.budget_bytes,
+            smallest_feasible_bytes=least.peak_bytes,
+            binding=least.binding,
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row for each, in bytes and ms."""
+        return frame(self.rows)
+
+    def _repr_html_(self) -> str:
+        rows = [("budget", f"{format_bytes(self.budget_bytes)} on each rank")]
+        if self.devices > 1:
+            rows.append(("run by", RUN_BY))
+        title = f"A batch of {self.batch_size} on {self.devices} x {self.device}"
+        return as_html([Section(title, tuple(rows))]) + frame_html(self.to_frame())
+
+    def __repr__(self) -> str:
+        """One line."""
+        fitting = [row for row in self.rows if row.fits]
+        best = f"fastest {fitting[0].name} on {fitting[0].mesh}" if fitting else "none fits"
+        return (
+            f"Layouts({self.devices} x {self.device}, batch {self.batch_size}, "
+            f"budget {format_bytes(self.budget_bytes)} a rank: {len(fitting)} of {len(self.rows)} fit; {best})"
+        )
+
+
+@checked(PlanError, "model", "batch", "optimizer")
+def layouts(
+    model: torch.nn.Module | Profile,
+    batch: Any = None,
+    devices: int | str = 8,
+    budget: float | str | None = None,
+    device: str | DeviceSpec | torch.device = "h100",
+    loss_fn: LossFn | None = None,
+    optimizer: Any = None,
+    *,
+    trace: Trace = "fake",
+    headroom: float | str | None = None,
+    solver: str | Solver = "best",
+    techniques: Sequence[str] | None = None,
+    search: bool = False,
+    progress: Progress = None,
+) -> Layouts:
+    """What a step comes to on each mesh of a number of devices: which parallelism to use.
+
+        found = sacplan.layouts(model, batch, 8, device="h100", optimizer=torch.optim.AdamW)
+        print(found.to_frame())
+
+    All rows are run by sacplan: ``sacplan.apply`` with a mesh. Peaks of PyTorch's FSDP2 and DDP differ, since they
+    gather whole units ahead, and hold gradients in buckets: for these, ``sacplan.profile`` or ``sacplan.plan`` with
+    ``world_size=`` and ``fsdp_units=``, and the batch of one rank.
+
+    Args:
+        model: to train, or a profile of it.
+        batch: of all ranks together, as for ``sacplan.profile``; not with a profile.
+        devices: how many, or ``"8xh100"``; 1: no mesh.
+        budget: for the peak on each rank. A number is GiB, a string has a unit (``"22GiB"``), and a share is refused.
+            None: the device's memory less the headroom.
+        device: of each rank, see ``sacplan.devices()``.
+        loss_fn, optimizer, trace: as for ``sacplan.profile``.
+        headroom: as for ``sacplan.max_batch``.
+        solver, techniques: as for ``sacplan.plan``, on each rank.
+        search: also search for a sharding on each mesh, beside those that have names; takes longer.
+        progress: None shows a bar in a notebook and on a terminal, True anywhere, False never; a function is called
+            with each row when it is known.
+
+    Raises:
+        BudgetError: a budget or headroom that cannot be read.
+        PlanError: the step cannot be spread over any mesh of so many devices.
+    """
+    if isinstance(devices, str) and "x" in devices and not isinstance(model, Profile):
+        number, _, device = map(str.strip, devices.partition("x"))
+        devices = number if device else devices
+    of_profile = isinstance(devices, str) and "x" in devices and isinstance(model, Profile)
+    n = devices_of(str(devices), model) if of_profile and isinstance(model, Profile) else _number(devices)
+    with reported(progress, "layouts") as step:
+        whole = (
+            model
+            if isinstance(model, Profile)
+            else profile(model, batch, loss_fn, optimizer, device, trace=trace)
+        )
+        budget_bytes = budget_of_device(budget, headroom, whole.spec)
+
+        planner = PlanWithin(budget_bytes, solver, techniques=techniques)
+        rows: list[Layout] = []
+        refused: list[str] = []
+
+        def add(row: Layout) -> None:
+            rows.append(row)
+            step(row, f"{row.name} {row.mesh or ''}")
+
+        if n == 1:
+            add(Layout.of(whole, Outcome.of(whole, planner)))
+        for mesh in resolve_mesh(n, whole) if n > 1 else ():
+            try:
+                ways = list(spreads(whole, mesh, (0, budget_bytes) if search else (), names_by_role(mesh)))
+            except PlanError as error:
+                refused.append(str(error))
+                continue
+            for one in tried(ways, planner, all_of_them=True):
+                add(Layout.of(whole, one.outcome, one.spread))
+        if not rows:
+            raise PlanError(" ".join(refused))
+        rows.sort(key=lambda row: (not row.fits, row.step_ms if row.fits else row.peak_bytes))
+        return Layouts(tuple(rows), tuple(refused), n, whole.device, rows_of(whole), budget_bytes)
+
+
+def _number(devices: int | str) -> int:
+    text = str(devices).strip()
+    if isinstance(devices, bool) or not text.isdigit() or int(text) < 1:
+        raise PlanError(f"devices is {devices!r}; give how many, such as 8 or '8xh100'.")
+    return int(text)

@@ -1,0 +1,97 @@
+"""One row for each case that a question looks at: what the step takes there, planned for a budget.
+
+Every question is a sweep over cases: ``frontier`` over solvers and budgets, ``max_batch`` and ``throughput`` over batch
+sizes, ``layouts`` over meshes, ``fit`` over optimizers and techniques. A case is planned by ``PlanWithin``; its row
+says what came of it and what tells the case from others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sacplan._plan.limits import Limit, handed_out
+from sacplan._plan.outcome import Outcome
+from sacplan._plan.plan import Plan
+from sacplan._plan.planning import Planner
+from sacplan._profile.profile import Profile
+from sacplan._solve.solvers import Solver
+from sacplan._technique.step import Objective
+from sacplan._technique.technique import StepSolver
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, slots=True)
+class PlanWithin:
+    """Plan a step for a budget in bytes, as ``sacplan.plan`` does; the other arguments are its own."""
+
+    budget_bytes: int
+    solver: str | Solver | StepSolver = "best"
+    objective: Objective = "time"
+    keep: Sequence[str] = ()
+    never: Sequence[str] = ()
+    techniques: Sequence[str] | None = None
+
+    def __call__(self, profile: Profile) -> Plan:
+        """Return the cheapest plan.
+
+        Raises:
+            InfeasibleBudget: No plan holds the budget.
+        """
+        planner = Planner.of(profile, self.solver, self.objective, self.keep, self.never, self.techniques)
+        return handed_out(planner.plan(Limit.exactly(self.budget_bytes)), profile.spec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What a step takes in one case of a sweep; all figures are predicted.
+
+    Attributes:
+        fits: Whether the peak is within the budget.
+        peak_bytes: With the plan. Where none holds the budget: the smallest peak that was reached, or None if none was
+            looked for.
+        unplanned_peak_bytes: Without a plan.
+        step_ms: Time of the step with the plan; None where none holds the budget.
+        recompute_ms: Part of ``step_ms`` that runs a second time; None likewise.
+        added_ms: Part of ``step_ms`` that running ops in slices adds; None likewise.
+        plan: The plan; None where none holds the budget, or where the question hands out no plans.
+    """
+
+    shown: ClassVar[tuple[str, ...]] = ()
+    """Attributes that tables and JSON have, in this order."""
+
+    fits: bool
+    peak_bytes: int | None
+    unplanned_peak_bytes: int
+    step_ms: float | None
+    recompute_ms: float | None
+    added_ms: float | None
+    plan: Plan | None = field(default=None, repr=False, compare=False)
+
+    @staticmethod
+    def taken(outcome: Outcome) -> dict[str, Any]:
+        """Return the fields that every row takes from what planning came to."""
+        made = outcome.plan
+        return {
+            "fits": made is not None,
+            "peak_bytes": outcome.peak_bytes,
+            "unplanned_peak_bytes": outcome.profile.peak_bytes,
+            "step_ms": outcome.step_ms,
+            "recompute_ms": None if made is None else made.recompute_ms,
+            "added_ms": None if made is None else made.added_ms,
+            "plan": made,
+        }
+
+    def figures(self) -> dict[str, Any]:
+        """Return what tables and JSON show of the row."""
+        return {name: getattr(self, name) for name in self.shown}
+
+
+def frame(rows: Sequence[Row]) -> pd.DataFrame:
+    """Return a table of the figures, one line for each row."""
+    import pandas as pd
+
+    return pd.DataFrame([row.figures() for row in rows])

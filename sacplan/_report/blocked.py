@@ -1,0 +1,111 @@
+"""``blocked_ops``: the ops that cannot run in slices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from sacplan._chunk.executor import losses  # noqa: F401  # fills REWRITTEN
+from sacplan._chunk.executor.lazy import REWRITTEN
+from sacplan._factors.rule import rule_of
+from sacplan._profile.profile import Profile, ProfileOrPath
+from sacplan._program.arguments import checked, opened
+from sacplan._program.calls import Opaque, call_with
+from sacplan._program.names import shown_module
+from sacplan._program.program import Op, Phase, Program
+from sacplan._report.inputs import check_top
+from sacplan._torch.ops import draws_numbers, op_named
+from sacplan.errors import PlanError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedRow:
+    """An op that needs whole tensors.
+
+    Attributes:
+        op: its name.
+        module: that of the largest call.
+        calls: how many.
+        most_bytes: bytes that the largest call reads and returns.
+        why: "no factor rule" or "draws random numbers".
+    """
+
+    op: str
+    module: str
+    calls: int
+    most_bytes: int
+    why: str
+
+
+@checked(PlanError)
+def blocked_ops(profile: ProfileOrPath, top: int | None = 10) -> pd.DataFrame:
+    """List the ops that cannot run in slices, those on the most bytes first. A chunk ends before such an op.
+
+        sacplan.blocked_ops(profile, top=3)
+
+    Args:
+        profile: from ``sacplan.profile``.
+        top: how many; None for all.
+
+    Returns:
+        By ``op``: ``module`` of its largest call, ``calls``, ``most_bytes`` (that the largest call reads and returns),
+        ``why``.
+
+    Raises:
+        PlanError: ``top`` is less than 1.
+    """
+    profile = opened(profile, Profile)
+    import pandas as pd
+
+    check_top(top)
+    rows = [asdict(row) for row in blocked_rows(profile)[:top]]
+    return pd.DataFrame(rows, columns=list(BlockedRow.__dataclass_fields__)).set_index("op")
+
+
+def blocked_rows(profile: Profile) -> list[BlockedRow]:
+    """Return all rows of ``blocked_ops``."""
+    program = profile.program
+    known: dict[object, str | None] = {}
+    found: dict[str, tuple[int, int, int, str]] = {}  # calls, bytes and index of the largest, why
+    for i, op in enumerate(program.ops):
+        if op.phase is Phase.OPTIMIZER or not op.outputs:
+            continue
+        shapes = tuple(program.tensors[t].shape for t in (*op.inputs, *op.outputs))
+        key = (op.name, op.arguments, shapes)
+        if key not in known:
+            known[key] = _why_blocked(program, op)
+        why = known[key]
+        if why is None:
+            continue
+        n_bytes = sum(program.storage_bytes[s] for s in {*op.reads, *op.writes})
+        calls, most, at, _ = found.get(op.name, (0, -1, i, why))
+        found[op.name] = (calls + 1, *((n_bytes, i) if n_bytes > most else (most, at)), why)
+    model = profile.fingerprint.model_class
+    rows = [
+        BlockedRow(name, shown_module(program, at, model), calls, most, why)
+        for name, (calls, most, at, why) in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row.most_bytes)
+
+
+def _why_blocked(program: Program, op: Op) -> str | None:
+    """Return why an op cannot run in slices, or None if it can."""
+    func = op_named(op.name)
+    if func in REWRITTEN:  # the executor replaces it by ops that can
+        return None
+    outputs = [program.tensors[t] for t in op.outputs]
+    if all(math.prod(program.tensors[t].shape) <= 1 for t in (*op.inputs, *op.outputs)):
+        return None  # scalars: there is nothing to slice
+    if func is None:  # a custom op whose library is not imported here
+        return "unknown to this process"
+    try:
+        args, kwargs = call_with(op.arguments, [program.tensors[t] for t in op.inputs])
+    except Opaque:  # a generator, which a recording does not hold
+        return "draws random numbers"
+    if draws_numbers(func, args, kwargs):
+        return "draws random numbers"
+    return None if rule_of(func, args, kwargs, outputs) is not None else "no factor rule"

@@ -1,0 +1,133 @@
+"""``loss_table``: the loss of a plan that runs in slices, beside the same loss by other means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch
+
+from sacplan._chunk.alternatives import Alternative, LossRegion, liger, linear_cross_entropy
+from sacplan._chunk.entries import ChunkOptions, Refusal, entry_size, loss_chunks, most_bytes
+from sacplan._chunk.rest import training_chunk
+from sacplan._plan.plan import Plan, PlanOrPath
+from sacplan._profile.profile import Profile, ProfileOrPath
+from sacplan._program.arguments import checked, opened
+from sacplan._program.liveness import Fold
+from sacplan._program.program import Event, Phase, Program, StorageKind
+from sacplan._questions.planned import planned
+from sacplan.errors import PlanError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_CROSS_ENTROPY = ("aten.nll_loss_forward.", "aten.nll_loss2d_forward.", "aten.cross_entropy_loss.")
+
+
+@checked(PlanError)
+def loss_table(profile: ProfileOrPath, plan: PlanOrPath) -> pd.DataFrame:
+    """Compare the loss in slices with the plain loss, and with the fused losses of other libraries.
+
+        sacplan.loss_table(profile, plan)
+
+    ``F.linear_cross_entropy`` (torch 2.13) and Liger's fused loss are priced by the rules in their source, for a plain
+    cross entropy of the head's size. Neither supports label smoothing, and the former no soft-capping.
+
+    Args:
+        profile: from ``sacplan.profile``.
+        plan: made from that profile.
+
+    Returns:
+        By ``name``: ``peak_bytes`` of the loss alone (hidden states, weights, targets, gradients and temporaries),
+        ``time_ms`` of forward and backward pass (predicted), ``available`` (whether it is installed here and supports
+        the device) and ``note``. Empty where no cross entropy behind a linear head runs in slices.
+
+    Raises:
+        PlanMismatch: the plan was made from another profile.
+    """
+    profile = opened(profile, Profile)
+    plan = opened(plan, Plan)
+    import pandas as pd
+
+    rows = [asdict(row) for row in loss_rows(profile, plan)]
+    return pd.DataFrame(rows, columns=list(Alternative.__dataclass_fields__)).set_index("name")
+
+
+def loss_rows(profile: Profile, plan: Plan) -> list[Alternative]:
+    """Return the rows of ``loss_table``."""
+    planned(profile, plan)
+    chunk = next((one for one in plan.chunks if one.span == "rest"), None)
+    if chunk is None:
+        return []
+    program, spec = profile.program, profile.spec
+    rewrite = training_chunk(program, chunk, spec)
+    head = _head(program, rewrite.deferred)
+    if head is None:
+        return []
+    region, operand_bytes = head
+    plain_ms = sum(program.ops[i].time_ms for i in rewrite.deferred)
+    plain_bytes = operand_bytes + _plain_bytes(program, rewrite.deferred)
+    sliced_bytes = operand_bytes + most_bytes(program, rewrite)
+    note = f"slices of {-(-entry_size(program, chunk) // chunk.slices)} rows"
+    others = [linear_cross_entropy(region, spec), liger(region, spec)]
+    return [
+        Alternative("as it is", plain_bytes, plain_ms, True, "whole logits"),
+        Alternative(f"in {chunk.slices} slices", sliced_bytes, plain_ms + rewrite.added_ms, True, note),
+        *others,
+    ]
+
+
+def _head(program: Program, deferred: Iterable[int]) -> tuple[LossRegion, int] | None:
+    """Return the linear layer before a cross entropy, and the bytes that it and the loss read. None without them.
+
+    The layer is taken to be the matrix product with the largest output.
+    """
+    forward = [(i, program.ops[i]) for i in sorted(deferred) if program.ops[i].phase is Phase.FORWARD]
+    if not any(op.name.startswith(_CROSS_ENTROPY) for _, op in forward):
+        return None
+    products = [(op, program.tensors[op.outputs[0]].shape) for _, op in forward if op.flops and op.outputs]
+    products = [(op, shape) for op, shape in products if len(shape) >= 2]
+    if not products:
+        return None
+    head, shape = max(products, key=lambda each: math.prod(each[1]))
+    made = {s for _, op in forward for s in op.writes}
+    read = {s for _, op in forward for s in op.reads} - made
+    vocabulary = shape[-1]
+    biases = (
+        program.tensors[t]
+        for _, op in forward
+        for t in op.inputs
+        if program.storage_kinds[program.tensors[t].storage] is StorageKind.PARAMETER
+    )
+    region = LossRegion(
+        tokens=math.prod(shape[:-1]),
+        width=head.flops // (2 * math.prod(shape)),
+        vocabulary=vocabulary,
+        dtype=getattr(torch, program.tensors[head.outputs[0]].dtype),
+        bias=any(t.shape == (vocabulary,) for t in biases),
+    )
+    return region, sum(program.storage_bytes[s] for s in read)
+
+
+def _plain_bytes(program: Program, deferred: Iterable[int]) -> int:
+    """Return by how many bytes the peak of these ops exceeds what is alive before them."""
+    wanted = frozenset(deferred)
+    fold = Fold(program)
+    begins = most = -1
+    for code, arg in program.events:
+        if code == Event.OP and arg in wanted and begins < 0:
+            begins = fold.live
+        fold.step(code, arg)
+        if code == Event.OP and arg in wanted:
+            most = max(most, fold.noted)
+    return most - begins
+
+
+def loss_refusals(profile: Profile) -> tuple[Refusal, ...]:
+    """Return why the loss cannot run in slices, for each module where a chunk could begin. Empty if it can."""
+    if profile.mode == "inference":
+        return ()
+    found = loss_chunks(profile.program, profile.spec)
+    return () if isinstance(found, ChunkOptions) else found

@@ -1,0 +1,61 @@
+"""``torch.compile``: keep Dynamo out of our own code, and stop it with an error.
+
+Private PyTorch API, tried on 2.11 to 2.15 (``docs/versions.md``): ``torch._C._dynamo``, ``torch._dynamo.comptime``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch._C._dynamo.eval_frame as _dynamo
+
+from sacplan._torch.versions import torch_names
+
+
+def keep_dynamo_out(*modules: ModuleType) -> None:
+    """Keep Dynamo from compiling the functions of these modules, which dispatch modes call.
+
+    Otherwise code compiled inside a unit would be compiled together with the recorder that watches its ops: that
+    takes seconds, recompiles, and gains nothing.
+    """
+    functions = [f for module in modules for f in _functions_of(module)]
+    codes = [f.__code__ for f in functions]
+    while codes:
+        code = codes.pop()
+        codes.extend(inner for inner in code.co_consts if isinstance(inner, CodeType))
+        _dynamo.set_code_exec_strategy(
+            code, _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
+        )
+
+
+def stop_compiling(error: type[Exception], message: str) -> None:
+    """Raise an error from code that Dynamo traces. Dynamo turns any other exception into a graph break."""
+    torch._dynamo.comptime.comptime(_raise_while_compiling)
+    raise error(message)  # reached where Dynamo does not trace, and `comptime` does nothing
+
+
+def _raise_while_compiling(context: Any) -> None:
+    error, message = (context.get_local(name).as_python_constant() for name in ("error", "message"))
+    raise _uncompilable(error, message)
+
+
+def _uncompilable(error: type[Exception], message: str) -> Exception:
+    """Return the same error as a type that Dynamo neither swallows nor wraps (``UncapturedHigherOrderOpError``)."""
+    with torch_names():
+        from torch._dynamo.exc import UncapturedHigherOrderOpError
+
+    found: Exception = type(error.__name__, (error, UncapturedHigherOrderOpError), {})(message)
+    return found
+
+
+def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
+    for value in vars(module).values():
+        members = vars(value).values() if isinstance(value, type) else (value,)
+        for member in members:
+            function = inspect.unwrap(getattr(member, "__func__", None) or getattr(member, "fget", member))
+            if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+                yield function

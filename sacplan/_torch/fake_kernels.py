@@ -1,0 +1,174 @@
+"""Fake kernels of our own: FakeTensorMode asks them for an op's outputs before it asks torch's.
+
+Private PyTorch API, tried on 2.11 to 2.15 (``docs/versions.md``): ``FakeTensorMode.dispatch``, ``OpOverload._op_dk``.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from sacplan._torch.fake_tensors import CPU
+from sacplan._torch.private import PLAIN_TENSOR_TYPES
+
+FakeKernel = Callable[..., Any]
+"""(fake mode, op, *args, **kwargs) -> fake outputs, or NotImplemented for torch's own."""
+
+_fake_kernels: dict[int, tuple[FakeKernel, ...]] = {}
+"""By the op's identity (hashing one is slow): the kernels of the contexts that are entered, the last one first."""
+
+_fake_kernels_lock = threading.Lock()
+
+_torchs_own = FakeTensorMode.dispatch
+
+
+@contextmanager
+def fake_kernels(kernels: Mapping[torch._ops.OpOverload, FakeKernel]) -> Iterator[None]:
+    """Have FakeTensorMode ask these kernels first for an op's outputs. For the whole process; contexts nest.
+
+    ``register_op_impl`` would be too late, since FakeTensorMode looks in two other places first. Its cache of fake
+    results makes outputs with no larger a storage than their elements need. And it prefers decompositions to
+    registered implementations.
+    """
+    with _fake_kernels_lock:
+        for op, kernel in kernels.items():
+            _fake_kernels[id(op)] = (kernel, *_fake_kernels.get(id(op), ()))
+        FakeTensorMode.dispatch = _dispatch  # type: ignore[method-assign,assignment]
+    # Fake results are cached per process by op and shape, and would outlive the change of kernels.
+    FakeTensorMode.cache_clear()
+    try:
+        yield
+    finally:
+        with _fake_kernels_lock:
+            for op, kernel in kernels.items():
+                left = list(_fake_kernels.pop(id(op)))
+                left.remove(kernel)
+                if left:
+                    _fake_kernels[id(op)] = tuple(left)
+            if not _fake_kernels:
+                FakeTensorMode.dispatch = _torchs_own  # type: ignore[method-assign]
+        FakeTensorMode.cache_clear()
+
+
+def keep_to_this_thread(mode: FakeTensorMode, otherwise: Callable[[], Exception]) -> None:
+    """Raise ``otherwise()`` where another thread runs an op on a tensor of the mode, inside ``fake_kernels``.
+
+    Dispatch modes belong to a thread, so nothing that watches a step sees that op; and the mode itself, which is
+    shared, takes no two ops at a time.
+    """
+    vars(mode)[_KEEPS_TO] = threading.get_ident(), otherwise
+
+
+_KEEPS_TO = "_sacplan_keeps_to"
+
+
+def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    thread, otherwise = vars(mode).get(_KEEPS_TO, (None, None))
+    if otherwise is not None and thread != threading.get_ident():
+        raise otherwise()
+    kernels = _fake_kernels.get(id(func))
+    if kernels is not None:
+        try:
+            given = [_as_fake(mode, v) for v in args]
+            named = {name: _as_fake(mode, v) for name, v in (kwargs or {}).items()}
+        except _NotFake:
+            kernels = ()
+        else:
+            # An op on Python numbers alone, torch.div(7, 2, rounding_mode="floor"), has a real result.
+            if not _has_fakes(given) and not _has_fakes(named.values()):
+                kernels = ()
+        for kernel in kernels:
+            out = kernel(mode, func, *given, **named)
+            if out is not NotImplemented:
+                return out
+    if args and isinstance(args[0], (list, tuple)) and len(args[0]) > _MOST_REMEMBERED:
+        with fake_tensor.disable_fake_tensor_cache(mode):
+            return _torchs_own(mode, func, types, args, kwargs or {})
+    return _torchs_own(mode, func, types, args, kwargs or {})
+
+
+_MOST_REMEMBERED = 16
+"""Calls with longer lists of tensors skip FakeTensorMode's cache: to hash them takes as long as to run the op."""
+
+
+class _NotFake(Exception):
+    """An argument is neither a fake tensor of the mode nor can be made one, or has a value that torch follows."""
+
+
+def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
+    if isinstance(value, FakeTensor):
+        if value.fake_mode is not mode or value.constant is not None:
+            raise _NotFake
+    elif isinstance(value, torch.Tensor):
+        if not mode.allow_non_fake_inputs or type(value) not in PLAIN_TENSOR_TYPES:
+            raise _NotFake
+        return mode.from_tensor(value)
+    elif isinstance(value, (list, tuple)):
+        return type(value)([_as_fake(mode, v) for v in value])
+    return value
+
+
+def _has_fakes(values: Iterable[Any]) -> bool:
+    return any(isinstance(v, FakeTensor) or (isinstance(v, (list, tuple)) and _has_fakes(v)) for v in values)
+
+
+def torchs_own_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return PyTorch's own fake outputs, for a fake kernel that changes a part of them."""
+    return _torchs_own(mode, func, (FakeTensor,), args, kwargs)
+
+
+_NON_FUNCTIONAL = torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
+
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+
+
+def is_structured(op: torch._ops.OpOverload) -> bool:
+    """Whether an op is structured: one function in C++ makes its outputs on every device."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _NON_FUNCTIONAL))
+
+
+@functools.cache
+def _key_in_cpp(op: torch._ops.OpOverload) -> torch._C.DispatchKey:
+    return _NON_FUNCTIONAL if is_structured(op) else _EXPLICIT
+
+
+def run_in_cpp(mode: FakeTensorMode, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    """Make the fake outputs of a structured op, or of one with a single kernel, by the C++ code of every device.
+
+    FakeTensorMode would use the Python formula that is registered over this code. For a structured op this calls the
+    kernel of the key CompositeExplicitAutogradNonFunctional, which makes the outputs and runs the ``out`` variant.
+    """
+    with in_kernel_invocation_manager(mode):
+        out = op._op_dk(_key_in_cpp(op), *args, **kwargs)
+        if isinstance(out, torch.Tensor):
+            return FakeTensor(mode, out, CPU)
+        return type(out)(FakeTensor(mode, t, CPU) for t in out)
+
+
+def elementwise_ops() -> list[torch._ops.OpOverload]:
+    """Return ATen's ops with the tag ``pointwise`` that write nothing and are not composites of other ops."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        if namespace != "aten":
+            continue
+        packet, _, overload = rest.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        if op is None or torch.Tag.pointwise not in op.tags:
+            continue
+        if not op._schema.is_mutable and not op._can_decompose():
+            found.append(op)
+    return found
+
+
+def viewed(mode: FakeTensorMode, tensor: FakeTensor, shape: Sequence[int]) -> FakeTensor:
+    """Return ``tensor.view(shape)`` with the strides of C++. The fake formula gives others to dimensions of size 1."""
+    with in_kernel_invocation_manager(mode):
+        return FakeTensor(mode, torch.ops.aten.view.default(tensor, shape), CPU)

@@ -1,0 +1,142 @@
+"""Fake tensors: how they are made below every dispatch mode, and which errors their ops raise.
+
+Private PyTorch API, tried on 2.11 to 2.15 (``docs/versions.md``): ``torch._subclasses``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+from torch._subclasses import fake_impls, fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+)
+
+FAKE_TENSORS_CANNOT = (
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.UnsupportedOperatorException,
+)
+"""Errors of fake tensors for ops whose results depend on data, or that have no fake kernel."""
+
+_DEVICE_OF = torch.ops.prim.device.default
+
+
+def fake_device_of(func: Any, args: Any) -> torch.device | None:
+    """Answer as FakeTensorMode does if ``func`` asks for a fake tensor's device; return None for any other op.
+
+    Two thirds of the calls that reach a dispatch mode above FakeTensorMode are this query.
+    """
+    if func is not _DEVICE_OF or type(args[0]) is not FakeTensor:
+        return None
+    tensor = args[0]
+    return torch.device("meta") if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
+
+
+def fake_empty_strided(
+    mode: FakeTensorMode, size: Any, stride: Any, dtype: torch.dtype, storage: Any = None, offset: int = 0
+) -> FakeTensor:
+    """Make a fake CPU tensor, on a given meta storage or on a new one. No dispatch mode sees it being made."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        if storage is None:
+            meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        else:
+            meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, size, stride)
+        return FakeTensor(mode, meta, CPU)
+
+
+FIRST_ARGUMENT = object()
+"""Marks, among an op's outputs, the op's first argument."""
+
+
+def fake_tensors(mode: FakeTensorMode, outputs: Any, base: Any) -> list[Any]:
+    """Make fake CPU tensors of (is a view of ``base``, size, stride, offset, dtype); pass on other values."""
+    made: list[Any] = []
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        for spec in outputs:
+            if type(spec) is not tuple:
+                made.append(base if spec is FIRST_ARGUMENT else spec)
+                continue
+            is_view, size, stride, offset, dtype = spec
+            if is_view:
+                meta = torch.empty(0, dtype=dtype, device="meta")
+                meta.set_(base.untyped_storage(), offset, size, stride)
+            else:
+                meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            made.append(FakeTensor(mode, meta, CPU))
+    return made
+
+
+def meta_storage(nbytes: int) -> Any:
+    """Make a storage that has a size and no data."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def fake_failures_unlogged() -> Iterator[None]:
+    """Keep FakeTensorMode from logging the traceback of an op that its formula refuses. The error is still raised."""
+    logger, says_nothing = logging.getLogger(fake_tensor.__name__), logging.Filter()
+    says_nothing.filter = lambda record: "failed while attempting" not in str(record.msg)  # type: ignore[method-assign]
+    logger.addFilter(says_nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(says_nothing)
+
+
+def active_fake_mode() -> FakeTensorMode | None:
+    """Return the innermost FakeTensorMode that is on; None if none is."""
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, FakeTensorMode):
+            return mode
+    return None
+
+
+_ZERO_TENSOR = torch.ops.aten._efficientzerotensor.default
+
+
+def make_fake_zeros_ordinary(where: Callable[[], bool]) -> None:
+    """Where ``where()`` is true, replace fake zero tensors by expanded ones of one element. For the whole process.
+
+    autograd's formulas make zero tensors, which have sizes and no memory (``aten/src/ATen/ZeroTensorFallback.cpp``).
+    Ops on them run under the dispatch key ZeroTensor, above any dispatch mode. Those kernels fail on fake tensors, and
+    an exception there ends the interpreter.
+    """
+
+    def zeros(
+        mode: FakeTensorMode, func: Any, size: Any, dtype: torch.dtype | None = None, **options: Any
+    ) -> Any:
+        if not where():
+            return NotImplemented
+        return fake_empty_strided(mode, size, [0] * len(size), dtype or torch.get_default_dtype())
+
+    fake_impls.op_implementations_dict[_ZERO_TENSOR] = zeros
+
+
+_FALLBACK: CodeType = fake_tensor.run_fallback_kernel.__code__
+
+
+def op_run_on_zeros(error: BaseException) -> Any:
+    """Return the op that raised ``error`` while FakeTensorMode ran it for real on zeros; None if there is none.
+
+    FakeTensorMode does so with ops that have no fake kernel (``run_fallback_kernel`` in ``fake_tensor.py``), and the
+    error then says nothing of the op. The frame of that function does.
+    """
+    at = error.__traceback__
+    while at is not None:
+        if at.tb_frame.f_code is _FALLBACK:
+            return at.tb_frame.f_locals["func"]
+        at = at.tb_next
+    return None

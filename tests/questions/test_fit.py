@@ -1,0 +1,276 @@
+"""``sacplan.fit``: one verdict; sizes that were never traced are what a trace says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import sacplan
+from sacplan._device.devices import resolve_device
+from sacplan._profile.optimizers import BY_NAME
+from sacplan._program.budget import format_bytes, parse_budget
+from sacplan._questions.fit import _Sweep
+from sacplan._questions.largest import largest
+from sacplan._questions.scaled import sized
+from sacplan._questions.verdict import TECHNIQUES
+from tests.zoo.language_models import LM, cross_entropy, tokens
+
+
+def recording(
+    batch: int, seq: int, device: str, dim: int = 64, heads: int = 4, vocab: int = 128
+) -> sacplan.Profile:
+    model = LM(layers=2, dim=dim, heads=heads, vocab=vocab, dropout=0.0)
+    return sacplan.profile(model, tokens(batch, seq, vocab), cross_entropy, device=device)
+
+
+# --- a step at a size that was not recorded
+
+
+@pytest.mark.parametrize("device", ["h100", "cpu"])
+@pytest.mark.parametrize("shape", [(64, 4, 128), (72, 3, 131)], ids=["even", "odd"])
+def test_a_step_at_another_batch_is_the_one_that_a_trace_records(
+    device: str, shape: tuple[int, int, int]
+) -> None:
+    at = {n: recording(n, 50, device, *shape) for n in (2, 4, 7, 16)}
+    found = sized((2, 4), (at[2], at[4]))
+    assert found is not None
+    for n in (7, 16):
+        made = found.at(n)
+        assert made.recorded.tensors == at[n].recorded.tensors
+        assert [op.arguments for op in made.recorded.ops] == [op.arguments for op in at[n].recorded.ops]
+        assert made.peak_bytes == at[n].peak_bytes
+
+
+def test_a_step_at_another_length_is_the_one_that_a_trace_records() -> None:
+    at = {n: recording(2, n, "h100") for n in (128, 256, 640)}
+    found = sized((128, 256), (at[128], at[256]))
+    assert found is not None
+    assert found.at(640).recorded.storage_bytes == at[640].recorded.storage_bytes
+    assert found.at(640).peak_bytes == at[640].peak_bytes
+    plan = sacplan.plan_smallest(at[640])
+    assert found.at(640).footprint(plan).peak_bytes == plan.peak_bytes
+
+
+def test_steps_with_other_ops_have_no_size_between_them() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).relu() if len(x) > 4 else self.layer(x)
+
+    profiles = tuple(sacplan.profile(Branches(), torch.randn(n, 8), device="cpu") for n in (2, 8))
+    assert sized((2, 8), profiles) is None  # type: ignore[arg-type]
+    found = sacplan.fit(Branches(), lambda n: torch.randn(n, 8), "cpu", batch=4, optimizer="sgd")
+    assert found.rows[0].largest_batch is None
+    assert "max_batch" in " ".join(found.computed)
+
+
+@given(edge=st.integers(0, 10**6), limit=st.integers(1, 10**6), power=st.sampled_from([0.5, 1.0, 2.0]))
+def test_the_largest_size_is_the_last_that_fits(edge: int, limit: int, power: float) -> None:
+    """Whatever curve peaks lie on: one that bends sends the line through two sizes the wrong way."""
+    looked: dict[int, float] = {}
+    budget = float(edge + 0.5) ** power
+
+    def look(n: int) -> None:
+        assert n not in looked  # each size is looked at once
+        looked[n] = float(n) ** power - budget
+
+    assert largest(looked, look, limit, lambda excess: excess <= 0, float) == min(edge, limit)
+    assert len(looked) <= 60
+
+
+# --- the verdict
+
+
+def fitted(budget: str | None, optimizer: Any = "adamw", seq: int | None = None, **options: Any) -> Any:
+    model = LM(layers=2, vocab=1024, dropout=0.0)
+    batches = (lambda n: tokens(n, 64, 1024)) if seq is None else (lambda n, s: tokens(n, s, 1024))
+    return sacplan.fit(model, batches, "cpu", cross_entropy, optimizer, budget, seq=seq, **options)
+
+
+@pytest.mark.parametrize("budget", ["6MiB", "8MiB", "10MiB"])
+def test_rows_are_what_profile_and_plan_say(budget: str) -> None:
+    found = fitted(budget, batch=8, sizes=False)
+    assert any(row.fits for row in found.rows)
+    model, batch = LM(layers=2, vocab=1024, dropout=0.0), tokens(8, 64, 1024)
+    for row in found.rows:
+        make = BY_NAME[row.optimizer].make
+        profile = sacplan.profile(model, batch, cross_entropy, make, "cpu")
+        if row.way == "as it is":
+            assert row.peak_bytes == profile.peak_bytes
+            assert row.step_ms == pytest.approx(profile.step_ms)
+        elif row.fits:
+            plan = sacplan.plan(profile, budget, techniques=TECHNIQUES[row.way])
+            assert row.peak_bytes == plan.peak_bytes
+            assert row.recompute_ms == pytest.approx(plan.recompute_ms)
+            assert row.added_ms == pytest.approx(plan.added_ms)
+            assert row.step_ms == pytest.approx(plan.step_ms + plan.recompute_ms + plan.added_ms)
+        elif row.way == "plan":
+            assert row.peak_bytes == sacplan.plan_smallest(profile, "greedy").peak_bytes
+        assert row.fits == (row.peak_bytes <= parse_budget(budget, 0))
+
+
+def test_the_verdict_is_told_before_sizes_are_computed() -> None:
+    """It is the one without sizes, and the last one but for them."""
+    told: list[Any] = []
+    found = fitted("8MiB", batch=8, on_verdict=told.append)
+    (first,) = told
+    assert first == fitted("8MiB", batch=8, sizes=False)
+    assert {row.largest_batch for row in first.rows} == {None}
+    assert None not in {row.largest_batch for row in found.rows}
+    assert (first.sentence, first.advice, first.code) == (found.sentence, found.advice, found.code)
+    assert first.rows == tuple(replace(row, largest_batch=None) for row in found.rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["6MiB", "20MiB", "100MiB"])
+def test_the_largest_batches_are_those_of_max_batch(budget: str) -> None:
+    found = fitted(budget, optimizer="sgd")
+    model = LM(layers=2, vocab=1024, dropout=0.0)
+    looked = sacplan.max_batch(
+        model,
+        lambda n: tokens(n, 64, 1024),
+        budget,
+        "cpu",
+        loss_fn=cross_entropy,
+        optimizer=torch.optim.SGD,
+        solver="greedy",
+    )
+    rows = {row.way: row for row in found.rows}
+    assert rows["as it is"].largest_batch == looked.unplanned_batch_size
+    assert rows["plan"].largest_batch is not None
+    assert looked.unplanned_batch_size < rows["plan"].largest_batch <= looked.largest_batch_size
+
+
+@pytest.mark.slow
+def test_the_longest_sequence_is_the_last_that_fits() -> None:
+    found = fitted("20MiB", optimizer="sgd", seq=128)
+    longest = found.rows[0].longest_seq
+    assert longest % 128 == 0
+    model = LM(layers=2, vocab=1024, dropout=0.0)
+    peaks = [
+        sacplan.profile(model, tokens(1, n, 1024), cross_entropy, torch.optim.SGD, "cpu").peak_bytes
+        for n in (longest, longest + 128)
+    ]
+    assert peaks[0] <= 20 * 2**20 < peaks[1]
+    assert fitted("20MiB", optimizer="sgd", seq=128, longest=256).rows[0].longest_seq == min(longest, 256)
+
+
+def test_the_verdict_says_whether_it_fits_and_by_how_much_not() -> None:
+    fits = fitted("1GiB")
+    assert fits.fits
+    assert "fits. It needs" in fits.sentence
+    assert fits.recommended == fits.rows[0]
+    assert fits.code == ""
+    never = fitted("200KiB", batch=64)
+    assert never.recommended is None
+    assert "does not fit. It needs" in never.sentence
+    assert never.smallest.peak_bytes == min(row.peak_bytes for row in never.rows)
+    assert all(row.largest_batch == 0 for row in never.rows if row.optimizer == "adamw")
+    assert "h100" in never.larger_devices
+
+
+def test_a_budget_is_not_called_headroom() -> None:
+    given = fitted("1GiB", sizes=False)
+    assert f"of the budget of {format_bytes(2**30)}." in given.sentence
+    assert "headroom" not in given.sentence
+    left = fitted(None, headroom="20%", sizes=False)
+    assert left.headroom_bytes == left.memory_bytes - left.budget_bytes
+    assert left.sentence.endswith("that 20% headroom leaves.")
+
+
+def test_every_way_is_tried_with_every_optimizer() -> None:
+    found = fitted("8MiB", batch=8, sizes=False)
+    ways = {row.way for row in found.rows}
+    assert {"as it is", "plan", "chunked loss", "plan + chunked loss"} <= ways
+    tried = [(row.optimizer, row.way) for row in found.rows]
+    assert sorted(tried) == sorted(
+        (name, way) for name in ("adamw", "adamw-fused", "adamw-8bit") for way in ways
+    )
+
+
+def test_a_plan_that_changes_nothing_says_so() -> None:
+    found = fitted("1GiB", sizes=False)
+    for row in found.rows:
+        (like,) = [
+            each
+            for each in found.rows
+            if (each.optimizer, each.way) == (row.optimizer, row.same_as or row.way)
+        ]
+        assert (row.same_as is not None) == (row.way != "as it is")
+        assert (row.peak_bytes, row.step_ms) == (like.peak_bytes, like.step_ms)
+        assert (f"  {row.name}: " in str(found)) == (row.same_as is None)
+    needed = next(row for row in fitted("8MiB", batch=8, sizes=False).rows if row.way == "plan")
+    assert needed.same_as is None
+
+
+def test_the_larger_devices_are_a_few_gpus() -> None:
+    never = fitted("200KiB", batch=64, sizes=False)
+    memory = [resolve_device(name).memory_bytes for name in never.larger_devices]
+    assert memory == sorted(memory)
+    assert "cpu" not in never.larger_devices
+    (advice,) = [sentence for sentence in never.advice if sentence.startswith("GPUs that hold")]
+    assert advice.count(",") == 2
+    assert advice.endswith(f" and {len(memory) - 3} larger ones.")
+
+
+def test_what_is_recommended_holds_the_budget_in_a_step_that_is_run() -> None:
+    found = fitted("8MiB", optimizer=torch.optim.SGD, batch=16)
+    best = found.recommended
+    assert not found.fits
+    assert best is not None
+    assert "does not fit as it is" in found.sentence
+    model, batch = LM(layers=2, vocab=1024, dropout=0.0), tokens(16, 64, 1024)
+    techniques = ("recompute",) if best.way == "plan" else ("recompute", "chunk")
+    profile = sacplan.profile(model, batch, cross_entropy, torch.optim.SGD, "cpu")
+    plan = sacplan.plan(profile, "8MiB", techniques=techniques)
+    seen = sacplan.verify(model, batch, plan, cross_entropy, torch.optim.SGD)
+    assert seen.peak_bytes <= 8 * 2**20
+    if best.way != "chunked loss":
+        assert seen.peak_bytes == best.peak_bytes
+
+
+def test_what_cannot_be_asked_is_refused() -> None:
+    with pytest.raises(sacplan.PlanError, match="adamw-fused"):
+        fitted("1GiB", optimizer="adamw-9bit")
+    with pytest.raises(sacplan.PlanError, match="batch"):
+        fitted("1GiB", batch=0)
+
+
+@pytest.mark.parametrize(
+    ("make_batch", "said"),
+    [
+        (lambda n, seq: tokens(2, seq, 1024), r"sizes 2 and 4: \(2, 64\)"),
+        (lambda n, seq: tokens(n, 32, 1024), r"sizes 64 and 128: \(1, 32\)"),
+    ],
+    ids=["batch", "seq"],
+)
+def test_a_batch_that_does_not_follow_the_size_is_refused(make_batch: Any, said: str) -> None:
+    model = LM(layers=1, vocab=1024, dropout=0.0)
+    with pytest.raises(sacplan.PlanError, match=f"same shapes for {said}.*of the size that it is asked for"):
+        sacplan.fit(model, make_batch, "cpu", cross_entropy, "sgd", "1GiB", seq=64)
+
+
+def test_where_there_is_one_length_none_is_the_longest() -> None:
+    row = fitted("1GiB", optimizer="sgd", seq=1, longest=1).rows[0]
+    assert row.fits
+    assert row.longest_seq is None
+
+
+def test_parts_of_the_peak_of_an_optimizer_add_up() -> None:
+    """What lets one search for plans serve all optimizers: its state is added, or its own step is the peak."""
+    model, spec = LM(layers=2, vocab=1024, dropout=0.0), resolve_device("h100")
+    made, budget = lambda n: tokens(n, 64, 1024), 2**30
+    search = _Sweep(model, made, cross_entropy, "adamw", spec, budget, False, 8, None, None)
+    for name, (state, own, ms) in search.own.items():
+        whole = search.recorded(8, None, BY_NAME[name].make)
+        assert max(search.base.peak_bytes + state, own) == whole.peak_bytes
+        assert search.base.step_ms + ms == pytest.approx(whole.step_ms)
